@@ -1,0 +1,168 @@
+"""Every error fastload raises, and how an error travels to the other ranks."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointNotFound",
+    "ChecksumError",
+    "DeadlineExceeded",
+    "FastloadError",
+    "IncompleteCheckpoint",
+    "ManifestError",
+    "MismatchError",
+    "OptionError",
+    "PeerError",
+    "PlanMismatch",
+    "StorageError",
+    "WorldError",
+    "from_wire",
+    "to_wire",
+]
+
+
+class FastloadError(Exception):
+    """Base class of everything fastload raises on purpose."""
+
+
+class OptionError(FastloadError, ValueError):
+    """An option, argument or ``FASTLOAD_*`` variable has a value that cannot be used."""
+
+
+class CheckpointError(FastloadError):
+    """What is on storage is not a good checkpoint for this call."""
+
+
+class CheckpointNotFound(CheckpointError, FileNotFoundError):
+    """No rank of the group sees a checkpoint at the path."""
+
+
+class IncompleteCheckpoint(CheckpointError):
+    """The checkpoint has no commit record: its save never finished."""
+
+
+class ManifestError(CheckpointError, ValueError):
+    """A header, index or size is malformed; nothing of the claimed size was allocated."""
+
+
+class ChecksumError(CheckpointError):
+    """Bytes read do not have the checksum that was recorded when they were written."""
+
+
+class MismatchError(CheckpointError):
+    """The checkpoint does not fit the destination.
+
+    Attributes:
+        missing: Names the destination wants and the checkpoint lacks.
+        unexpected: Names the checkpoint has and the destination does not want.
+        mismatched: One line for each tensor whose shape or dtype differs.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+        mismatched: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.mismatched = tuple(mismatched)
+
+
+class StorageError(FastloadError, OSError):
+    """Storage did not deliver a byte range.
+
+    Attributes:
+        url: File the bytes were wanted from.
+        offset: First byte of the range, or None for a whole-file operation.
+        nbytes: Length of the range in bytes, or None.
+        attempts: How often it was tried.
+        transient: Whether another try could succeed.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        url: str = "",
+        offset: int | None = None,
+        nbytes: int | None = None,
+        attempts: int = 1,
+        transient: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.url = url
+        self.offset = offset
+        self.nbytes = nbytes
+        self.attempts = attempts
+        self.transient = transient
+
+    def __str__(self) -> str:
+        span = ""
+        if self.offset is not None and self.nbytes is not None:
+            span = f" [bytes {self.offset}-{self.offset + self.nbytes}]"
+        tries = f" after {self.attempts} attempts" if self.attempts > 1 else ""
+        return f"{self.url}{span}: {self.args[0]}{tries}"
+
+
+class WorldError(FastloadError):
+    """Something between the ranks went wrong."""
+
+
+class PlanMismatch(WorldError):
+    """The ranks of the group did not ask for the same thing."""
+
+
+class PeerError(WorldError):
+    """At least one rank failed; every living rank raises this, with every cause.
+
+    Attributes:
+        failures: Rank in the group → the exception that stopped it.
+    """
+
+    def __init__(self, message: str, failures: dict[int, BaseException] | None = None) -> None:
+        super().__init__(message)
+        self.failures: dict[int, BaseException] = dict(failures or {})
+
+
+class DeadlineExceeded(WorldError, TimeoutError):
+    """A step made no progress within ``timeout_s``."""
+
+
+def to_wire(error: BaseException) -> dict[str, Any]:
+    """Describes an error in JSON types, so that it can be raised on another rank."""
+    fields = {
+        name: value
+        for name, value in vars(error).items()
+        if isinstance(value, str | int | float | bool | tuple | type(None))
+    }
+    text = str(error.args[0]) if error.args else str(error)
+    if isinstance(error, OSError) and not isinstance(error, FastloadError):
+        text = str(error)
+    return {"type": type(error).__name__, "message": text, "fields": fields}
+
+
+def from_wire(wire: dict[str, Any]) -> BaseException:
+    """Rebuilds what `to_wire` described.
+
+    fastload's own errors and Python's builtin ones come back as their own type; any other becomes a
+    `FastloadError` whose text starts with the name of the original type.
+    """
+    name, message, fields = wire["type"], wire["message"], wire["fields"]
+    kind = globals().get(name) if name in __all__ else None
+    if isinstance(kind, type) and issubclass(kind, FastloadError):
+        error: BaseException = kind(message)
+        for key, value in fields.items():
+            setattr(error, key, tuple(value) if isinstance(value, list) else value)
+        return error
+    builtin = getattr(builtins, name, None)
+    if isinstance(builtin, type) and issubclass(builtin, Exception) and builtin is not Exception:
+        try:
+            return builtin(message)
+        except TypeError:
+            pass
+    return FastloadError(f"{name}: {message}")

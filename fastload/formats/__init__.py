@@ -1,0 +1,1 @@
+"""Checkpoint formats: layout only, no transport."""

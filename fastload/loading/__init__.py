@@ -1,0 +1,1 @@
+"""The load path: plan → read → exchange → place."""

@@ -1,0 +1,1 @@
+"""Storage systems behind one protocol."""

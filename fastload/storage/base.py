@@ -1,0 +1,67 @@
+"""The storage seam: bytes in and out of files, never tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["FileStat", "Storage"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileStat:
+    """What storage says of one file.
+
+    Attributes:
+        nbytes: Size in bytes.
+        version: Opaque text that changes when the file is replaced and is the same on every host
+            that sees the same file (inode and modification time, an ETag); empty where storage has none.
+    """
+
+    nbytes: int
+    version: str
+
+
+class Storage(Protocol):
+    """Read access to the files of one checkpoint, below a root fixed when it was opened.
+
+    A name is relative to the root, with ``/`` between parts; the empty name is the root itself.
+    Every method raises `StorageError` when storage fails.
+
+    Attributes:
+        url: The root, for messages.
+        shared: Whether every host reads the same bytes through one link (object store, network file
+            system) rather than from a disk of its own.
+        probes: Whether each rank may look for the files itself; False where metadata requests cost
+            and the first rank asks for all.
+    """
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def shared(self) -> bool: ...
+
+    @property
+    def probes(self) -> bool: ...
+
+    def stat(self, name: str) -> FileStat | None:
+        """Returns size and version of a file, or None if there is no such file or directory."""
+        ...
+
+    def list(self) -> list[str] | None:
+        """Returns the sorted names of the files directly below the root, or None if the root is no directory."""
+        ...
+
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fills the buffers, one after the other, with the bytes from offset on.
+
+        Raises:
+            StorageError: The file ends before the buffers are full, or reading failed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Releases descriptors and connections; the storage cannot be used afterwards."""
+        ...
