@@ -12,6 +12,7 @@ __all__ = [
     "DeadlineExceeded",
     "FastloadError",
     "IncompleteCheckpoint",
+    "Interrupted",
     "ManifestError",
     "MismatchError",
     "OptionError",
@@ -133,6 +134,10 @@ class DeadlineExceeded(WorldError, TimeoutError):
     """A step made no progress within ``timeout_s``."""
 
 
+class Interrupted(WorldError):
+    """This rank stopped because of what happened on another; never the cause itself."""
+
+
 def to_wire(error: BaseException) -> dict[str, Any]:
     """Describes an error in JSON types, so that it can be raised on another rank."""
     fields = {
@@ -153,7 +158,7 @@ def from_wire(wire: dict[str, Any]) -> BaseException:
     `FastloadError` whose text starts with the name of the original type.
     """
     name, message, fields = wire["type"], wire["message"], wire["fields"]
-    kind = globals().get(name) if name in __all__ else None
+    kind = globals().get(name)
     if isinstance(kind, type) and issubclass(kind, FastloadError):
         error: BaseException = kind(message)
         for key, value in fields.items():

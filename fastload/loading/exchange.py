@@ -1,0 +1,352 @@
+"""The slots of one round, filled by their owners, become the slots of every rank.
+
+A slab holds one round: a slot per rank, each a chunk followed by a status word. An exchange takes
+the slot that this rank has filled and delivers all the others, several rounds at a time.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastload.errors import DeadlineExceeded, Interrupted
+from fastload.loading.plan import STATUS_BYTES
+from fastload.memory import allocate, allocate_staging
+from fastload.report import Stopwatch
+from fastload.world import World
+
+__all__ = ["Exchange", "Round", "open_exchange"]
+
+_TICK_S = 0.05
+_FAILED = 1
+
+
+@dataclass
+class Round:
+    """One round under way.
+
+    Attributes:
+        index: Which round of the plan.
+        own: Host memory of this rank's slot; the reader fills it.
+        slots: The slot of each rank, on the exchange's device.
+        started: Set once this rank's slot is complete and handed over.
+        done: Set once every slot is here.
+        error: What broke the transport, if it broke.
+        placed: Whether the bytes were read to where they belong, past the slot.
+        started_at: When this rank's slot was handed over, by `time.perf_counter`.
+    """
+
+    index: int
+    own: Tensor
+    slots: list[Tensor]
+    started: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    placed: bool = False
+    started_at: float = 0.0
+    receives: list[Any] = field(default_factory=list)
+    sends: list[Any] = field(default_factory=list)
+
+    def mark(self, *, failed: bool) -> None:
+        """Writes this rank's status word."""
+        self.own[-STATUS_BYTES:].fill_(_FAILED if failed else 0)
+
+
+class Exchange(Protocol):
+    """Moves slots between the ranks. Rounds are posted and started in plan order on every rank.
+
+    Attributes:
+        transport: What carries the bytes, for the report.
+        device: Where slots live.
+        watch: Time with at least one exchange under way.
+    """
+
+    transport: str
+    device: torch.device
+    watch: Stopwatch
+
+    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
+        """Allocates a slab, and host memory for this rank's own slot unless the slab is host memory."""
+        ...
+
+    def post(self, work: Round) -> None:
+        """Makes the round's slots ready to receive."""
+        ...
+
+    def start(self, work: Round) -> None:
+        """Hands over this rank's slot, data and status word."""
+        ...
+
+    def failed_ranks(self, work: Round) -> list[int]:
+        """Returns the ranks whose status word in a round that is done says failed."""
+        ...
+
+    def release(self, work: Round) -> None:
+        """Returns once the round's slots may be overwritten."""
+        ...
+
+    def close(self) -> None:
+        """Ends the exchange; rounds that have not ended are abandoned."""
+        ...
+
+
+def wait(work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
+    """Waits until every slot of a round is here.
+
+    Args:
+        work: The round.
+        until_s: Longest wait in seconds.
+        give_up: Asked again and again; True ends the wait.
+
+    Raises:
+        Interrupted: The transport broke, or `give_up` said so.
+        DeadlineExceeded: It took too long.
+    """
+    deadline = time.monotonic() + until_s
+    while not work.done.wait(_TICK_S):
+        if give_up():
+            raise Interrupted("another rank failed")
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"round {work.index} made no progress for {until_s:.1f} s")
+    if work.error is not None:
+        raise Interrupted(f"the exchange of round {work.index} broke: {work.error}") from work.error
+
+
+class LocalExchange:
+    """A world of 1, or every rank for itself: nothing to exchange."""
+
+    transport = "none"
+
+    def __init__(self, *, pinned: bool) -> None:
+        self.device = torch.device("cpu")
+        self.watch = Stopwatch()
+        self._pinned = pinned
+
+    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
+        return allocate_staging(slab_bytes, pinned=self._pinned), None
+
+    def post(self, work: Round) -> None:
+        pass
+
+    def start(self, work: Round) -> None:
+        work.done.set()
+
+    def failed_ranks(self, work: Round) -> list[int]:
+        return _failed_ranks(work.slots)
+
+    def release(self, work: Round) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class RingExchange:
+    """A ring over Gloo: each rank sends its own slot to the right and passes on what comes from the left.
+
+    Every slot crosses every link of the ring but one, so with the ranks of a host next to each other
+    each byte enters and leaves a host once. Receives are posted ahead; a chunk is passed on as soon
+    as it is here, without waiting for the rest of its round. Gloo's own all-gather gets slower with
+    the message size and cannot be interrupted, hence point to point.
+
+    The process group is private to one load: what breaks in it does not touch the caller's.
+
+    Args:
+        world: The ranks.
+        order: The ranks in ring order.
+        pinned: Page-locks slabs, for copies to a CUDA device.
+    """
+
+    transport = "gloo ring"
+
+    def __init__(self, world: World, order: Sequence[int], *, pinned: bool) -> None:
+        self.device = torch.device("cpu")
+        self.watch = Stopwatch()
+        self._pinned = pinned
+        self._rank = world.rank
+        self._size = world.size
+        self._timeout = timedelta(seconds=world.patience_s)
+        place = order.index(world.rank)
+        self._right = order[(place + 1) % world.size]
+        self._left = order[place - 1]
+        self._incoming = [order[place - distance] for distance in range(1, world.size)]
+        self._group = dist.ProcessGroupGloo(
+            dist.PrefixStore("ring", world.store), world.rank, world.size, timedelta(seconds=world.timeout_s)
+        )
+        self._posted: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
+        self._forwarder = threading.Thread(target=self._forward_all, name="fastload-ring", daemon=True)
+        self._forwarder.start()
+
+    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
+        return allocate_staging(slab_bytes, pinned=self._pinned), None
+
+    def post(self, work: Round) -> None:
+        try:
+            work.receives = [
+                self._group.recv([work.slots[owner]], self._left, self._tag(work, owner)) for owner in self._incoming
+            ]
+        except RuntimeError as error:
+            work.error = error
+        self._posted.put(work)
+
+    def start(self, work: Round) -> None:
+        self.watch.start()
+        try:
+            work.sends.append(self._send(work, self._rank))
+        except RuntimeError as error:
+            work.error = error
+        work.started.set()
+
+    def failed_ranks(self, work: Round) -> list[int]:
+        return _failed_ranks(work.slots)
+
+    def release(self, work: Round) -> None:
+        try:
+            for send in work.sends:
+                send.wait(self._timeout)
+        except RuntimeError as error:
+            raise Interrupted(f"round {work.index} did not reach rank {self._right}: {error}") from error
+
+    def close(self) -> None:
+        self._posted.put(None)
+        # After a failure the thread may wait for a peer that is gone until its deadline; it is a
+        # daemon, and owns all that it touches.
+        self._forwarder.join(2 * _TICK_S)
+
+    def _forward_all(self) -> None:
+        while (work := self._posted.get()) is not None:
+            for owner, receive in zip(self._incoming, work.receives, strict=False):
+                self._forward(work, owner, receive)
+            if work.error is None:
+                work.started.wait(self._timeout.total_seconds())
+            if work.started.is_set():
+                self.watch.stop()
+            work.done.set()
+
+    def _forward(self, work: Round, owner: int, receive: Any) -> None:
+        """Passes a slot on; what could not be received goes on marked as failed, so that nobody waits for it."""
+        try:
+            receive.wait(self._timeout)
+        except RuntimeError as error:
+            work.error = work.error or error
+            work.slots[owner][-STATUS_BYTES:].fill_(_FAILED)
+        if owner != self._right:
+            try:
+                work.sends.append(self._send(work, owner))
+            except RuntimeError as error:
+                work.error = work.error or error
+
+    def _send(self, work: Round, owner: int) -> Any:
+        return self._group.send([work.slots[owner]], self._right, self._tag(work, owner))
+
+    def _tag(self, work: Round, owner: int) -> int:
+        return work.index * self._size + owner
+
+
+class NcclExchange:
+    """All-gather over NCCL on device slabs, on a stream of its own.
+
+    Args:
+        world: The ranks; their group has an NCCL backend.
+        device: This rank's CUDA device.
+    """
+
+    transport = "nccl"
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.device = device
+        self.watch = Stopwatch()
+        self._rank = world.rank
+        self._group = world.group
+        self._stream = torch.cuda.Stream(device)
+        self._running: queue.SimpleQueue[tuple[Round, torch.cuda.Event] | None] = queue.SimpleQueue()
+        self._waiter = threading.Thread(target=self._wait_all, name="fastload-nccl", daemon=True)
+        self._waiter.start()
+
+    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
+        slab = allocate((slab_bytes,), torch.uint8, self.device)
+        return slab, allocate_staging(own_bytes, pinned=True)
+
+    def post(self, work: Round) -> None:
+        pass
+
+    def start(self, work: Round) -> None:
+        self.watch.start()
+        sent = torch.cuda.Event()
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+                work.slots[self._rank].copy_(work.own, non_blocking=True)
+                self._all_gather(work.slots)
+                sent.record(self._stream)
+        except RuntimeError as error:
+            work.error = error
+        work.started.set()
+        self._running.put((work, sent))
+
+    def failed_ranks(self, work: Round) -> list[int]:
+        words = torch.stack([slot[-1] for slot in work.slots]).cpu()
+        return [rank for rank, word in enumerate(words.tolist()) if word]
+
+    def release(self, work: Round) -> None:
+        pass  # the round is done, so every rank has sent and received all of it
+
+    def close(self) -> None:
+        self._running.put(None)
+        self._waiter.join(2 * _TICK_S)
+
+    def _all_gather(self, slots: list[Tensor]) -> None:
+        mine = slots[self._rank]
+        if len({slot.numel() for slot in slots}) > 1:
+            dist.all_gather(slots, mine, group=self._group)  # NCCL makes this a group of broadcasts
+            return
+        whole = torch.empty(0, dtype=torch.uint8, device=self.device)
+        whole.set_(mine.untyped_storage(), slots[0].storage_offset(), (len(slots) * mine.numel(),), (1,))
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(whole, mine, group=self._group)
+
+    def _wait_all(self) -> None:
+        while (running := self._running.get()) is not None:
+            work, sent = running
+            while work.error is None and not sent.query():
+                time.sleep(0.0002)  # a blocking wait could not be abandoned
+            self.watch.stop()
+            work.done.set()
+
+
+def _failed_ranks(slots: Sequence[Tensor]) -> list[int]:
+    return [rank for rank, slot in enumerate(slots) if slot[-1].item()]
+
+
+def open_exchange(world: World, *, hosts: Sequence[str], local: bool, device: torch.device) -> Exchange:
+    """Opens the exchange that fits the ranks and the device.
+
+    Args:
+        world: The ranks.
+        hosts: Host of each rank.
+        local: Nothing is to be exchanged: one rank, or each rank reads all for itself.
+        device: Where the tensors will live on this rank.
+    """
+    on_cuda = device.type == "cuda"
+    if local:
+        return LocalExchange(pinned=on_cuda)
+    if on_cuda and has_nccl(world):
+        return NcclExchange(world, device)
+    first = {host: hosts.index(host) for host in hosts}
+    order = sorted(range(world.size), key=lambda rank: (first[hosts[rank]], rank))
+    return RingExchange(world, order, pinned=on_cuda)
+
+
+def has_nccl(world: World) -> bool:
+    """Whether the group of a world can exchange CUDA tensors through NCCL."""
+    if world.group is None or not dist.is_nccl_available():
+        return False
+    return "nccl" in dist.get_backend_config(world.group)

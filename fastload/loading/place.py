@@ -1,0 +1,143 @@
+"""Puts ranges of the wanted space into tensors: any dtype, device, layout, and cut anywhere."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from fastload.formats.manifest import TensorEntry
+from fastload.memory import byte_view, host_view
+
+__all__ = ["Destination", "Placer"]
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where one tensor of the checkpoint goes.
+
+    Attributes:
+        entry: The tensor in the checkpoint.
+        stored: Its dtype there, as torch has it.
+        tensor: What receives it: same shape; another dtype means a cast; any strides; any device.
+    """
+
+    entry: TensorEntry
+    stored: torch.dtype
+    tensor: Tensor
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether bytes can be copied as they are."""
+        return self.tensor.dtype == self.stored and self.tensor.is_contiguous()
+
+
+class Placer:
+    """Takes the wanted space, in order, to its destinations.
+
+    Args:
+        destinations: In the order of the plan's wanted space.
+    """
+
+    def __init__(self, destinations: Sequence[Destination]) -> None:
+        self._destinations = [d for d in destinations if d.entry.nbytes]
+        self._starts = list(accumulate((d.entry.nbytes for d in self._destinations), initial=0))
+        self._bytes = [
+            byte_view(d.tensor.detach()) if d.is_plain else None for d in self._destinations
+        ]
+        self._carry = torch.empty(0, dtype=torch.uint8)
+        self._devices = {d.tensor.device for d in self._destinations if d.tensor.device.type == "cuda"}
+
+    def targets(self, start: int, nbytes: int) -> list[memoryview] | None:
+        """Returns the destinations of a range of the wanted space as host memory to be read into.
+
+        None if some of it is on a device, strided or cast: those bytes have to be placed.
+        """
+        views: list[memoryview] = []
+        for index, begin, end in self._pieces(start, nbytes):
+            flat = self._bytes[index]
+            if flat is None or flat.device.type != "cpu":
+                return None
+            views.append(host_view(flat[begin:end]))
+        return views
+
+    def place(self, start: int, data: Tensor) -> None:
+        """Places a range of the wanted space.
+
+        Ranges must come in order where a tensor is cast or strided, since an element may be cut.
+
+        Args:
+            start: First byte in the wanted space.
+            data: The bytes, flat uint8, on any device.
+        """
+        for index, begin, end in self._pieces(start, data.numel()):
+            offset = self._starts[index] + begin - start
+            piece = data[offset : offset + end - begin]
+            flat = self._bytes[index]
+            if flat is not None:
+                flat[begin:end].copy_(piece, non_blocking=True)
+            else:
+                self._place_elements(self._destinations[index], begin, piece)
+
+    def settle(self) -> None:
+        """Returns once everything placed so far has left the buffers it came from."""
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()
+
+    def _pieces(self, start: int, nbytes: int) -> list[tuple[int, int, int]]:
+        """Cuts a range of the wanted space into (destination, begin, end) in bytes of that tensor."""
+        pieces = []
+        position, stop = start, start + nbytes
+        index = bisect_right(self._starts, position) - 1
+        while position < stop:
+            end = min(stop, self._starts[index + 1])
+            pieces.append((index, position - self._starts[index], end - self._starts[index]))
+            position, index = end, index + 1
+        return pieces
+
+    def _place_elements(self, destination: Destination, begin: int, piece: Tensor) -> None:
+        """Casts or scatters whole elements; the bytes of an element that is cut wait for its rest."""
+        size = destination.stored.itemsize
+        cut = begin % size
+        if cut:
+            self._carry = torch.cat([self._carry, piece[: size - cut].cpu()])
+            piece, begin = piece[size - cut :], begin - cut
+            if self._carry.numel() < size:
+                return
+            _copy_elements(destination.tensor.detach(), begin // size, self._carry.view(destination.stored))
+            begin += size
+        whole = piece.numel() // size * size
+        self._carry = piece[whole:].cpu().clone()
+        # A clone, since a view as another dtype needs memory aligned to it.
+        elements = piece[:whole].clone().view(destination.stored)
+        _copy_elements(destination.tensor.detach(), begin // size, elements)
+
+
+def _copy_elements(target: Tensor, start: int, elements: Tensor) -> None:
+    """Copies a run of elements, in row-major order, into a tensor of any strides.
+
+    Args:
+        target: Shape as stored.
+        start: Index of the first element in row-major order.
+        elements: One dimension; cast to the target's dtype.
+    """
+    count = elements.numel()
+    if count == 0:
+        return
+    if target.dim() <= 1:
+        target.reshape(-1)[start : start + count].copy_(elements)
+        return
+    row = target[0].numel()
+    first, within = divmod(start, row)
+    if within or count < row:
+        head = min(row - within, count)
+        _copy_elements(target[first], within, elements[:head])
+        _copy_elements(target, start + head, elements[head:])
+        return
+    rows = count // row
+    target[first : first + rows].copy_(elements[: rows * row].view(rows, *target.shape[1:]))
+    _copy_elements(target, start + rows * row, elements[rows * row :])

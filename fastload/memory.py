@@ -1,0 +1,88 @@
+"""Staging buffers and destinations: page-aligned host memory, pinned where a device needs it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["PAGE_BYTES", "allocate", "allocate_staging", "byte_view", "host_view", "round_up"]
+
+PAGE_BYTES = 4096
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Rounds up to a multiple."""
+    return -(-value // multiple) * multiple
+
+
+def allocate_staging(nbytes: int, *, pinned: bool) -> Tensor:
+    """Allocates a page-aligned uint8 host buffer; memory is used only once it is touched.
+
+    Args:
+        nbytes: Length in bytes.
+        pinned: Page-locks it, for asynchronous copies to a CUDA device.
+
+    Raises:
+        MemoryError: The system refuses that much.
+    """
+    if pinned:
+        return allocate((nbytes,), torch.uint8, torch.device("cpu"), pinned=True)
+    try:
+        pages = mmap.mmap(-1, max(nbytes, PAGE_BYTES))
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"cannot stage {nbytes} bytes: {error}") from None
+    if nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)  # first touch is several times cheaper by 2 MiB
+    return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
+
+
+def allocate(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, pinned: bool = False
+) -> Tensor:
+    """Allocates an uninitialized tensor with a storage of its own.
+
+    Raises:
+        MemoryError: The device or the host has not that much memory.
+    """
+    try:
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=device, pin_memory=pinned)
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        raise MemoryError(f"cannot allocate {list(shape)} {dtype} on {device}: {_first_line(error)}") from None
+    if device.type == "cpu" and not pinned:
+        _advise_huge_pages(tensor)
+    return tensor
+
+
+def _advise_huge_pages(tensor: Tensor) -> None:
+    """Asks for 2 MiB pages below a large host tensor, where the system leaves that to programs."""
+    start = round_up(tensor.data_ptr(), _HUGE_PAGE_BYTES)
+    length = tensor.data_ptr() + tensor.nbytes - start
+    if length >= _HUGE_PAGE_BYTES and _libc is not None:
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0]
+
+
+def byte_view(tensor: Tensor) -> Tensor:
+    """Views a contiguous tensor's bytes as a flat uint8 tensor, whatever its dtype."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    offset = tensor.storage_offset() * tensor.element_size()
+    return flat.set_(tensor.untyped_storage(), offset, (tensor.nbytes,), (1,))
+
+
+def host_view(flat: Tensor) -> memoryview:
+    """Views a flat uint8 host tensor as a writable memoryview; the caller keeps the tensor alive."""
+    if flat.numel() == 0:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())).cast("B")
+
+
+_MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
+_libc = ctypes.CDLL(None, use_errno=True) if _MADV_HUGEPAGE is not None else None

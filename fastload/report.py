@@ -1,0 +1,140 @@
+"""What a load did: bytes, seconds, and why it went that way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+__all__ = ["LoadReport", "RankReport", "Stopwatch"]
+
+
+class Stopwatch:
+    """Measures for how long at least one of several threads was busy with something.
+
+    Use as a context manager, also nested and from several threads at once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._active = 0
+        self._since = 0.0
+        self._total_s = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begins one more piece of work."""
+        with self._lock:
+            if self._active == 0:
+                self._since = time.perf_counter()
+            self._active += 1
+
+    def stop(self) -> None:
+        """Ends one piece of work."""
+        with self._lock:
+            self._active -= 1
+            if self._active == 0:
+                self._total_s += time.perf_counter() - self._since
+
+    @property
+    def seconds(self) -> float:
+        """Seconds with at least one piece of work under way, so far."""
+        with self._lock:
+            return self._total_s + (time.perf_counter() - self._since if self._active else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What one rank did.
+
+    Attributes:
+        rank: Rank in the group.
+        host: Name of its host.
+        reader: Whether it read data from storage.
+        note: Why it did not read, where it could not.
+        bytes_read: Data bytes it read from storage.
+        header_bytes_read: Bytes of headers and indexes it read.
+        bytes_received: Data bytes it got from the other ranks.
+        read_s: Seconds in which at least one read was under way.
+        exchange_s: Seconds in which at least one exchange was under way.
+        place_s: Seconds spent moving bytes from slabs into tensors.
+        exposed_s: Seconds in which it waited for others after its own read was done.
+        total_s: Seconds from the agreement on the plan to the last tensor in place.
+        overlapped_s: Work done at the same time as other work: read + exchange + place - total, at least 0.
+        peak_staging_bytes: Bytes of its slabs.
+        retries: Attempts at reads beyond the first.
+    """
+
+    rank: int
+    host: str
+    reader: bool
+    note: str = ""
+    bytes_read: int = 0
+    header_bytes_read: int = 0
+    bytes_received: int = 0
+    read_s: float = 0.0
+    exchange_s: float = 0.0
+    place_s: float = 0.0
+    exposed_s: float = 0.0
+    total_s: float = 0.0
+    overlapped_s: float = 0.0
+    peak_staging_bytes: int = 0
+    retries: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What a load did, over all ranks; the same on every rank.
+
+    Attributes:
+        url: The checkpoint.
+        strategy: What was done: ``allgather``, ``broadcast`` or ``direct``.
+        why: Why that strategy.
+        transport: What carried the bytes between ranks.
+        bytes_wanted: Bytes of the tensors asked for, once.
+        num_tensors: Tensors asked for.
+        chunk_bytes: Unit of reading and of exchange.
+        num_rounds: Rounds of exchange.
+        depth: Rounds in flight at once.
+        ranks: One entry per rank.
+    """
+
+    url: str
+    strategy: str
+    why: str
+    transport: str
+    bytes_wanted: int
+    num_tensors: int
+    chunk_bytes: int
+    num_rounds: int
+    depth: int
+    ranks: Sequence[RankReport] = field(default_factory=tuple)
+
+    @property
+    def bytes_read(self) -> int:
+        """Data bytes read from storage, over all ranks."""
+        return sum(rank.bytes_read for rank in self.ranks)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the slowest rank."""
+        return max((rank.total_s for rank in self.ranks), default=0.0)
+
+    @property
+    def read_amplification(self) -> float:
+        """Bytes read over bytes wanted: 1.0 is the least possible."""
+        return self.bytes_read / self.bytes_wanted if self.bytes_wanted else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything in JSON types."""
+        totals = {"bytes_read": self.bytes_read, "total_s": self.total_s, "read_amplification": self.read_amplification}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ranks"}
+        return {**own, **totals, "ranks": [asdict(rank) for rank in self.ranks]}

@@ -1,0 +1,100 @@
+"""Object stores, HTTP and everything else that fsspec reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import fsspec
+
+from fastload.errors import OptionError, StorageError
+from fastload.storage.base import FileStat
+
+__all__ = ["RemoteStorage"]
+
+T = TypeVar("T")
+
+# What another try will not change.
+_PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
+
+
+class RemoteStorage:
+    """Read access through an fsspec file system.
+
+    Args:
+        url: Root, with its scheme.
+
+    Raises:
+        OptionError: The scheme is unknown, or what it needs is not installed.
+    """
+
+    shared = True
+    probes = False
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(self._url)
+        except (ValueError, ImportError) as error:
+            raise OptionError(f"cannot open {url}: {error}") from error
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def stat(self, name: str) -> FileStat | None:
+        try:
+            info = self._call(name, lambda path: self._files.info(path))
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
+        if info["type"] == "directory":
+            return None if name else FileStat(0, "")
+        version = info.get("ETag") or info.get("etag") or info.get("mtime") or info.get("created") or ""
+        return FileStat(int(info["size"]), str(version))
+
+    def list(self) -> list[str] | None:
+        try:
+            found = self._call("", lambda path: self._files.ls(path, detail=True))
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+                return None
+            raise
+        names = [entry["name"].rsplit("/", 1)[-1] for entry in found if entry["type"] == "file"]
+        is_file = len(found) == 1 and found[0]["name"].strip("/") == self._root.strip("/")
+        return None if is_file else sorted(names)
+
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        nbytes = sum(map(len, buffers))
+        data = self._call(name, lambda path: self._files.cat_file(path, start=offset, end=offset + nbytes), offset, nbytes)
+        if len(data) != nbytes:
+            raise StorageError(
+                f"got {len(data)} of {nbytes} bytes", url=self._path(name), offset=offset, nbytes=nbytes, transient=True
+            )
+        position = 0
+        for buffer in buffers:
+            buffer[:] = data[position : position + len(buffer)]
+            position += len(buffer)
+
+    def close(self) -> None:
+        pass  # fsspec shares its connections between file systems of the same arguments
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def _call(self, name: str, ask: Callable[[str], T], offset: int | None = None, nbytes: int | None = None) -> T:
+        try:
+            return ask(self._path(name))
+        except Exception as error:
+            raise StorageError(
+                _first_line(error),
+                url=f"{self._url}/{name}" if name else self._url,
+                offset=offset,
+                nbytes=nbytes,
+                transient=isinstance(error, OSError) and not isinstance(error, _PERMANENT),
+            ) from error
+
+
+def _first_line(error: Any) -> str:
+    return f"{type(error).__name__}: {error}".split("\n", 1)[0]
