@@ -1,11 +1,11 @@
-"""Loading a checkpoint: what `fastload.load`, `fastload.open` and `fastload.inspect` do."""
+"""What `fastload.load`, `fastload.open` and `fastload.inspect` do."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
@@ -14,16 +14,304 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fastload.errors import CheckpointNotFound, FastloadError, OptionError, PlanMismatch, WorldError
+from fastload.errors import CheckpointNotFound, OptionError, WorldError
 from fastload.formats.manifest import Manifest
-from fastload.formats.safetensors import read_header_digest, read_manifest
+from fastload.formats.safetensors import read_manifest
+from fastload.loading.access import Access, agree_on_access, require_same
 from fastload.loading.exchange import Exchange, has_nccl, open_exchange
 from fastload.loading.match import Match, match
 from fastload.loading.pipeline import Pipeline, read_threads
 from fastload.loading.place import Placer
 from fastload.loading.plan import ReadPlan, plan_reads
 from fastload.loading.read import ChunkReader
+from fastload.loading.strategy import Decision, choose_strategy
 from fastload.options import LoadOptions
 from fastload.report import LoadReport, RankReport
 from fastload.storage import Storage, open_storage
 from fastload.world import World, join
+
+__all__ = ["Checkpoint", "inspect", "load", "open"]
+
+Path = str | os.PathLike[str]
+
+
+def load(
+    path: Path,
+    *,
+    into: Any = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    process_group: Any = None,
+    names: Sequence[str] | str | None = None,
+    strict: bool = True,
+    options: LoadOptions | None = None,
+) -> dict[str, Tensor]:
+    """Loads a checkpoint on all ranks of a group; together they read every byte once.
+
+    Every rank of the group has to call it, with the same arguments (`device` may differ). Either all
+    ranks return, with identical tensors, or all ranks raise.
+
+    Args:
+        path: A ``.safetensors`` file, or a directory with an index or with several such files; a
+            local path or a URL.
+        into: A module or nested dicts and lists of tensors, to be loaded in place. Meta tensors are
+            replaced by real ones on `device`; tied tensors stay tied. If the load fails while data
+            moves, the contents of its tensors are undefined.
+        device: Where new tensors live; the CPU if None.
+        dtype: Casts floating point tensors to this dtype; None keeps what is stored.
+        process_group: A group this rank is a member of, or a one-dimensional ``DeviceMesh``; None for
+            the default group, or for this process alone if torch.distributed is not initialized.
+        names: Names or glob patterns of the tensors to load; only their bytes are read.
+        strict: With `into`, whether its names and the checkpoint's have to be the same.
+        options: How to load; None for the defaults.
+
+    Returns:
+        Tensors by name, each with a storage of its own; with `into`, its tensors that were loaded.
+
+    Raises:
+        CheckpointNotFound: No rank sees a checkpoint there.
+        ManifestError: It is malformed.
+        MismatchError: Names, shapes or dtypes do not fit. Nothing was loaded.
+        PlanMismatch: The ranks did not ask for the same.
+        PeerError: Some ranks failed, or were killed, or did not answer in time; with every cause.
+        StorageError: With one rank only: storage did not deliver.
+        OptionError: An option or argument cannot be used.
+    """
+    with open(path, process_group=process_group, options=options) as checkpoint:
+        return checkpoint.load(into=into, device=device, dtype=dtype, names=names, strict=strict)
+
+
+def open(path: Path, *, process_group: Any = None, options: LoadOptions | None = None) -> Checkpoint:
+    """Opens a checkpoint on all ranks of a group; use it as a context manager.
+
+    Args and errors are those of `load`, as far as they go.
+    """
+    options = options if options is not None else LoadOptions()
+    world = join(process_group, timeout_s=options.timeout_s)
+    storage = open_storage(path)
+    try:
+        access = agree_on_access(world, storage, {"path": os.fspath(path), **options.shared()})
+    except BaseException:
+        storage.close()
+        raise
+    return Checkpoint(world, storage, access, options)
+
+
+def inspect(path: Path) -> Manifest:
+    """Reads what is in a checkpoint, without its data and without a process group.
+
+    Raises:
+        CheckpointNotFound: There is none.
+        ManifestError: It is malformed.
+        StorageError: Storage did not deliver the headers.
+    """
+    storage = open_storage(path)
+    try:
+        manifest = read_manifest(storage)
+    finally:
+        storage.close()
+    if manifest is None:
+        raise CheckpointNotFound(f"{storage.url}: no such checkpoint")
+    return manifest
+
+
+class Checkpoint:
+    """A checkpoint that all ranks of a group have open. Made by `open`.
+
+    Attributes:
+        manifest: What is where.
+        report: What the last `load` did, or None.
+    """
+
+    def __init__(self, world: World, storage: Storage, access: Access, options: LoadOptions) -> None:
+        self.manifest = access.manifest
+        self.report: LoadReport | None = None
+        self._world = world
+        self._storage = storage
+        self._access = access
+        self._options = options
+        self._header_bytes = storage.bytes_read
+        self._failed = False
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Text that the writer attached."""
+        return dict(self.manifest.metadata)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Releases files and connections."""
+        self._storage.close()
+
+    def load(
+        self,
+        *,
+        into: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        names: Sequence[str] | str | None = None,
+        strict: bool = True,
+    ) -> dict[str, Tensor]:
+        """Loads tensors on all ranks; see `fastload.load` for arguments and errors."""
+        if self._failed:
+            raise WorldError("an earlier load of this open checkpoint failed: open it again")
+        try:
+            began = time.perf_counter()
+            job = self._prepare(into, device, dtype, names, strict)
+            self._run(job, began)
+        except BaseException:
+            self._failed = True
+            raise
+        job.matched.attach()
+        if self._options.on_report is not None and self.report is not None:
+            self._options.on_report(self.report)
+        return job.matched.tensors()
+
+    def _prepare(
+        self,
+        into: Any,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        names: Sequence[str] | str | None,
+        strict: bool,
+    ) -> _Job:
+        """Does on all ranks whatever can fail before data moves, and compares the plans."""
+        jobs: list[_Job] = []
+
+        def prepare() -> dict[str, str]:
+            target = _target_device(device)
+            matched = match(self.manifest, names=names, into=into, device=target, dtype=dtype, strict=strict)
+            job = self._plan(matched, matched.device or target)
+            jobs.append(job)
+            wanted = json.dumps([d.entry.name for d in matched.destinations])
+            return {
+                "strategy": job.decision.strategy,
+                "transport": job.exchange.transport,
+                "names": f"{len(matched.destinations)} tensors ({xxhash.xxh3_64_hexdigest(wanted.encode())})",
+                "dtype": str(dtype),
+                "plan": job.plan.digest(),
+            }
+
+        require_same(self._world.agree(f"preparing to load {self._access.manifest.url}", prepare))
+        return jobs[0]
+
+    def _plan(self, matched: Match, device: torch.device) -> _Job:
+        world, options, access = self._world, self._options, self._access
+        fast_links = device.type == "cuda" and has_nccl(world)
+        decision = choose_strategy(
+            options.strategy,
+            world_size=world.size,
+            readers=access.readers,
+            hosts=access.hosts,
+            shared=access.shared,
+            fast_links=fast_links,
+        )
+        alone = decision.strategy == "direct"
+        plan = plan_reads(
+            [d.entry for d in matched.destinations],
+            world_size=1 if alone else world.size,
+            readers=(0,) if alone else decision.readers,
+            staging_bytes=options.staging_bytes,
+            chunk_bytes=options.chunk_bytes,
+        )
+        threads = read_threads(
+            options.read_threads, depth=plan.depth, ranks_on_host=access.hosts.count(access.hosts[world.rank])
+        )
+        reader = ChunkReader(
+            self._storage,
+            [file.name for file in self.manifest.files],
+            plan,
+            threads=threads,
+            retries=options.retries,
+            timeout_s=world.patience_s,
+        )
+        exchange = open_exchange(world, hosts=access.hosts, local=alone, device=device)
+        placer = Placer(matched.destinations)
+        pipeline = Pipeline(world, plan, 0 if alone else world.rank, reader, exchange, placer, options.progress)
+        return _Job(matched, decision, plan, reader, exchange, pipeline)
+
+    def _run(self, job: _Job, began: float) -> None:
+        """Moves the data, and settles on all ranks whether all of them have it."""
+        error: Exception | None = None
+        already_read = self._storage.bytes_read
+        try:
+            job.pipeline.run()
+        except Exception as caught:
+            error = caught
+            self._world.raise_alarm()
+        except BaseException:
+            self._world.raise_alarm()
+            raise
+        finally:
+            job.reader.close()
+        mine = self._rank_report(job, time.perf_counter() - began, self._storage.bytes_read - already_read)
+        what = f"loading {self.manifest.url}"
+        wait_s = self._world.patience_s if error is None else self._world.grace_s
+        outcomes = self._world.gather(what, asdict(mine), error, wait_s=wait_s)
+        self._world.raise_failures(what, outcomes, error)
+        self.report = LoadReport(
+            url=self.manifest.url,
+            strategy=job.decision.strategy,
+            why=job.decision.why,
+            transport=job.exchange.transport,
+            bytes_wanted=job.plan.total_bytes,
+            num_tensors=len(job.matched.destinations),
+            chunk_bytes=job.plan.chunk_bytes,
+            num_rounds=job.plan.num_rounds,
+            depth=job.plan.depth,
+            ranks=tuple(RankReport(**outcome.value) for outcome in outcomes),
+        )
+
+    def _rank_report(self, job: _Job, total_s: float, bytes_read: int) -> RankReport:
+        world, pipeline = self._world, job.pipeline
+        read_s, exchange_s, place_s = job.reader.watch.seconds, job.exchange.watch.seconds, pipeline.place_watch.seconds
+        alone = job.decision.strategy == "direct"
+        return RankReport(
+            rank=world.rank,
+            host=world.host,
+            reader=world.rank in job.decision.readers,
+            note=self._access.notes.get(world.rank, ""),
+            bytes_read=bytes_read,
+            header_bytes_read=self._header_bytes,
+            bytes_received=0 if alone else job.plan.total_bytes - job.plan.share_bytes(world.rank),
+            read_s=read_s,
+            exchange_s=exchange_s,
+            place_s=place_s,
+            exposed_s=pipeline.exposed_s,
+            total_s=total_s,
+            overlapped_s=max(0.0, read_s + exchange_s + place_s - total_s),
+            peak_staging_bytes=pipeline.staging_bytes,
+            retries=job.reader.num_retries,
+        )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One load, ready to run."""
+
+    matched: Match
+    decision: Decision
+    plan: ReadPlan
+    reader: ChunkReader
+    exchange: Exchange
+    pipeline: Pipeline
+
+
+def _target_device(device: torch.device | str | None) -> torch.device:
+    try:
+        target = torch.device(device if device is not None else "cpu")
+    except RuntimeError as error:
+        raise OptionError(f"device={device!r}: {error}") from None
+    if target.type == "cuda":
+        if not torch.cuda.is_available():
+            raise OptionError(f"device={device!r}: torch sees no CUDA device")
+        if target.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+    return target

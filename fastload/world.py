@@ -288,7 +288,7 @@ def join(process_group: Any = None, *, timeout_s: float) -> World:
         return World(rank=0, size=1, group=group, store=None, timeout_s=timeout_s)
     members = dist.get_process_group_ranks(group)
     root = dist.distributed_c10d._get_default_store()
-    name = xxhash.xxh3_64_hexdigest(json.dumps(members))
+    name = xxhash.xxh3_64_hexdigest(json.dumps(members).encode())
     rank = dist.get_rank(group)
     # Counting in the store, not in this process, stays right when torch.distributed is initialized anew.
     turn = root.add(f"fastload/{name}/{rank}/turns", 1)

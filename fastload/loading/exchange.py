@@ -78,6 +78,14 @@ class Exchange(Protocol):
         """Allocates a slab, and host memory for this rank's own slot unless the slab is host memory."""
         ...
 
+    def connect(self) -> None:
+        """Meets the other ranks; to be called once all of them are known to be ready.
+
+        Raises:
+            Interrupted: Some rank did not come.
+        """
+        ...
+
     def post(self, work: Round) -> None:
         """Makes the round's slots ready to receive."""
         ...
@@ -134,6 +142,9 @@ class LocalExchange:
     def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
         return allocate_staging(slab_bytes, pinned=self._pinned), None
 
+    def connect(self) -> None:
+        pass
+
     def post(self, work: Round) -> None:
         pass
 
@@ -179,11 +190,16 @@ class RingExchange:
         self._right = order[(place + 1) % world.size]
         self._left = order[place - 1]
         self._incoming = [order[place - distance] for distance in range(1, world.size)]
-        self._group = dist.ProcessGroupGloo(
-            dist.PrefixStore("ring", world.store), world.rank, world.size, timedelta(seconds=world.timeout_s)
-        )
+        self._store = world.store
         self._posted: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._forwarder = threading.Thread(target=self._forward_all, name="fastload-ring", daemon=True)
+
+    def connect(self) -> None:
+        try:
+            store = dist.PrefixStore("ring", self._store)
+            self._group = dist.ProcessGroupGloo(store, self._rank, self._size, self._timeout)
+        except RuntimeError as error:
+            raise Interrupted(f"the ranks could not connect: {error}") from error
         self._forwarder.start()
 
     def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
@@ -217,6 +233,8 @@ class RingExchange:
             raise Interrupted(f"round {work.index} did not reach rank {self._right}: {error}") from error
 
     def close(self) -> None:
+        if not self._forwarder.is_alive():
+            return
         self._posted.put(None)
         # After a failure the thread may wait for a peer that is gone until its deadline; it is a
         # daemon, and owns all that it touches.
@@ -270,6 +288,8 @@ class NcclExchange:
         self._stream = torch.cuda.Stream(device)
         self._running: queue.SimpleQueue[tuple[Round, torch.cuda.Event] | None] = queue.SimpleQueue()
         self._waiter = threading.Thread(target=self._wait_all, name="fastload-nccl", daemon=True)
+
+    def connect(self) -> None:
         self._waiter.start()
 
     def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
@@ -300,6 +320,8 @@ class NcclExchange:
         pass  # the round is done, so every rank has sent and received all of it
 
     def close(self) -> None:
+        if not self._waiter.is_alive():
+            return
         self._running.put(None)
         self._waiter.join(2 * _TICK_S)
 

@@ -42,6 +42,11 @@ class Match:
     destinations: list[Destination]
     attach: Callable[[], None]
 
+    @property
+    def device(self) -> torch.device | None:
+        """A device that destinations live on: the first that is not the CPU; None if there is none."""
+        return next((d.tensor.device for d in self.destinations if d.tensor.device.type != "cpu"), None)
+
     def tensors(self) -> dict[str, Tensor]:
         """Returns what was loaded, by name."""
         return {d.entry.name: d.tensor for d in self.destinations}

@@ -93,6 +93,9 @@ class Pipeline:
         Raises:
             FastloadError: This rank failed, or learned that another did (`Interrupted`).
         """
+        if self._plan.num_rounds == 0:
+            return
+        self._exchange.connect()
         self._starter.start()
         rounds: deque[Round] = deque()
         try:

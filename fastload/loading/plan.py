@@ -132,7 +132,7 @@ class ReadPlan:
         """xxh3-128 of the plan, for comparison between ranks."""
         rows = [(extent.file, extent.offset, extent.nbytes) for extent in self.extents]
         text = json.dumps([rows, self.world_size, self.readers, self.chunk_bytes, self.depth])
-        return xxhash.xxh3_128_hexdigest(text)
+        return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def plan_reads(

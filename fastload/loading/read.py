@@ -31,7 +31,6 @@ class ChunkReader:
         timeout_s: Longest time in seconds spent on one range, retries included.
 
     Attributes:
-        bytes_read: Bytes read so far.
         num_retries: Attempts beyond the first so far.
         watch: Time with at least one read under way.
     """
@@ -47,7 +46,6 @@ class ChunkReader:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fastload-read")
         self._stopped = threading.Event()
         self._lock = threading.Lock()
-        self.bytes_read = 0
         self.num_retries = 0
         self.watch = Stopwatch()
 
@@ -73,8 +71,6 @@ class ChunkReader:
             for span in self._plan.spans(chunk):
                 taken, rest = _take(rest, span.nbytes)
                 self._read_patiently(self._names[span.file], span.offset, taken)
-                with self._lock:
-                    self.bytes_read += span.nbytes
 
     def _read_patiently(self, name: str, offset: int, buffers: list[memoryview]) -> None:
         deadline = time.monotonic() + self._timeout_s

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["FileStat", "Storage"]
+__all__ = ["ByteCounter", "FileStat", "Storage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,19 @@ class FileStat:
     version: str
 
 
+class ByteCounter:
+    """Adds up bytes from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.total = 0
+
+    def add(self, nbytes: int) -> None:
+        """Counts some more bytes."""
+        with self._lock:
+            self.total += nbytes
+
+
 class Storage(Protocol):
     """Read access to the files of one checkpoint, below a root fixed when it was opened.
 
@@ -35,6 +49,7 @@ class Storage(Protocol):
             system) rather than from a disk of its own.
         probes: Whether each rank may look for the files itself; False where metadata requests cost
             and the first rank asks for all.
+        bytes_read: Bytes that came from storage so far, retries included.
     """
 
     @property
@@ -45,6 +60,9 @@ class Storage(Protocol):
 
     @property
     def probes(self) -> bool: ...
+
+    @property
+    def bytes_read(self) -> int: ...
 
     def stat(self, name: str) -> FileStat | None:
         """Returns size and version of a file, or None if there is no such file or directory."""

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 
 from fastload.errors import StorageError
-from fastload.storage.base import FileStat
+from fastload.storage.base import ByteCounter, FileStat
 
 __all__ = ["LocalStorage"]
 
@@ -33,6 +33,7 @@ class LocalStorage:
 
     def __init__(self, root: str) -> None:
         self._root = root
+        self._count = ByteCounter()
         self._lock = threading.Lock()
         self._descriptors: dict[str, int] = {}
 
@@ -44,6 +45,10 @@ class LocalStorage:
     def shared(self) -> bool:
         kind = _file_system_type(os.path.realpath(self._root))
         return kind in _NETWORK_TYPES or kind.startswith("fuse")
+
+    @property
+    def bytes_read(self) -> int:
+        return self._count.total
 
     def stat(self, name: str) -> FileStat | None:
         path = self._path(name)
@@ -76,6 +81,7 @@ class LocalStorage:
                         f"the file ends at {os.fstat(descriptor).st_size}: it shrank after it was opened",
                         url=self._path(name), offset=position, nbytes=sum(map(len, wanted)),
                     )  # fmt: skip
+                self._count.add(count)
                 position += count
                 wanted = _skip(wanted, count)
         except StorageError:

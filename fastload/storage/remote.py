@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import fsspec
 
 from fastload.errors import OptionError, StorageError
-from fastload.storage.base import FileStat
+from fastload.storage.base import ByteCounter, FileStat
 
 __all__ = ["RemoteStorage"]
 
@@ -33,6 +33,7 @@ class RemoteStorage:
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
+        self._count = ByteCounter()
         try:
             self._files, self._root = fsspec.core.url_to_fs(self._url)
         except (ValueError, ImportError) as error:
@@ -41,6 +42,10 @@ class RemoteStorage:
     @property
     def url(self) -> str:
         return self._url
+
+    @property
+    def bytes_read(self) -> int:
+        return self._count.total
 
     def stat(self, name: str) -> FileStat | None:
         try:
@@ -68,6 +73,7 @@ class RemoteStorage:
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
         nbytes = sum(map(len, buffers))
         data = self._call(name, lambda path: self._files.cat_file(path, start=offset, end=offset + nbytes), offset, nbytes)
+        self._count.add(len(data))
         if len(data) != nbytes:
             raise StorageError(
                 f"got {len(data)} of {nbytes} bytes", url=self._path(name), offset=offset, nbytes=nbytes, transient=True

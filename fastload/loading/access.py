@@ -1,0 +1,123 @@
+"""Who sees the checkpoint, what is in it, and who can read: settled once, by all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastload.errors import CheckpointNotFound, PlanMismatch
+from fastload.formats.manifest import Manifest
+from fastload.formats.safetensors import header_digest, read_manifest
+from fastload.storage import Storage
+from fastload.world import World
+
+__all__ = ["Access", "agree_on_access", "require_same"]
+
+
+@dataclass(frozen=True)
+class Access:
+    """What the ranks agreed on when they opened a checkpoint; the same on every rank.
+
+    Attributes:
+        manifest: What is where, as the lowest rank that sees it read it.
+        hosts: Host of each rank.
+        readers: Ranks that can read, ascending.
+        notes: For each rank that cannot read, why.
+        shared: Whether all ranks read through one link (object store, network file system).
+    """
+
+    manifest: Manifest
+    hosts: tuple[str, ...]
+    readers: tuple[int, ...]
+    notes: Mapping[int, str]
+    shared: bool
+
+
+def agree_on_access(world: World, storage: Storage, same: Mapping[str, Any]) -> Access:
+    """Opens a checkpoint on all ranks.
+
+    One rank, the lowest that sees the path, lists it and reads its headers; the others get its
+    answer. Where looking costs nothing (file systems), a rank counts as a reader if its files are
+    the same as that rank's: same size and version, or else same size and header.
+
+    Args:
+        world: The ranks.
+        storage: Where to read from.
+        same: What has to be the same on all ranks, by name.
+
+    Raises:
+        CheckpointNotFound: No rank sees it.
+        PlanMismatch: The ranks did not ask for the same.
+        ManifestError: It is malformed.
+        PeerError: A rank could not say, with its cause.
+    """
+
+    def hello() -> dict[str, Any]:
+        asks = storage.probes or world.rank == 0
+        return {"host": world.host, "same": dict(same), "sees": asks and storage.stat("") is not None}
+
+    hellos = world.agree(f"opening {storage.url}", hello)
+    require_same([hello["same"] for hello in hellos])
+    source = next((rank for rank, hello in enumerate(hellos) if hello["sees"]), None)
+    if source is None:
+        where = "any of the hosts" if world.size > 1 else world.host
+        raise CheckpointNotFound(f"{storage.url}: no such checkpoint on {where}")
+
+    packed = world.share(f"reading the headers of {storage.url}", source, lambda: _read(storage).to_bytes())
+    manifest = Manifest.from_bytes(packed)
+
+    def look() -> dict[str, Any]:
+        sees = hellos[world.rank]["sees"] or not storage.probes
+        if sees and storage.probes and world.rank != source:
+            note = _difference(storage, manifest, source)
+        else:
+            note = "" if sees else f"does not see {storage.url}"
+        return {"note": note, "shared": storage.shared}
+
+    looks = world.agree(f"comparing what the ranks see of {storage.url}", look)
+    notes = {rank: look["note"] for rank, look in enumerate(looks) if look["note"]}
+    return Access(
+        manifest=manifest,
+        hosts=tuple(hello["host"] for hello in hellos),
+        readers=tuple(rank for rank in range(world.size) if rank not in notes),
+        notes=notes,
+        shared=any(look["shared"] for look in looks),
+    )
+
+
+def require_same(asked: Sequence[Mapping[str, Any]]) -> None:
+    """Checks that all ranks asked for the same.
+
+    Raises:
+        PlanMismatch: They did not; it names what differs and on which ranks.
+    """
+    lines = []
+    for name, first in asked[0].items():
+        others = [f"rank {rank} {ask.get(name)!r}" for rank, ask in enumerate(asked) if ask.get(name) != first]
+        if others:
+            more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+            lines.append(f"{name}: rank 0 {first!r}, {', '.join(others[:4])}{more}")
+    if lines:
+        raise PlanMismatch("the ranks did not ask for the same: " + "; ".join(lines))
+
+
+def _read(storage: Storage) -> Manifest:
+    manifest = read_manifest(storage)
+    if manifest is None:
+        raise CheckpointNotFound(f"{storage.url}: it was there a moment ago and is gone")
+    return manifest
+
+
+def _difference(storage: Storage, manifest: Manifest, source: int) -> str:
+    """Says what is different here from what the rank that read the headers saw; empty if nothing is."""
+    for file in manifest.files:
+        found = storage.stat(file.name)
+        label = file.name or storage.url
+        if found is None:
+            return f"does not see {label}"
+        if found.nbytes != file.nbytes:
+            return f"sees {label} of {found.nbytes} bytes, rank {source} of {file.nbytes}: not the same file"
+        if found.version != file.version and header_digest(storage, file.name, file.nbytes) != file.header_digest:
+            return f"sees {label} with another header than rank {source}: not the same file"
+    return ""
