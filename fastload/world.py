@@ -37,8 +37,9 @@ _MAX_GRACE_S = 5.0
 class Outcome:
     """What one rank brought to an agreement: a value, or the error that stopped it."""
 
-    value: Any = None
-    error: dict[str, Any] | None = None
+    host: str
+    value: Any
+    error: dict[str, Any] | None
 
 
 class World:
@@ -64,6 +65,7 @@ class World:
         self.group = group
         self.store = store
         self.timeout_s = timeout_s
+        self._hosts = {rank: self.host}
         self._step = 0
         self._next_alarm_check = 0.0
         self._alarmed = False
@@ -90,7 +92,7 @@ class World:
             wait_s: How long to wait for the others. A rank that has not answered by then is given a
                 `DeadlineExceeded` as its error.
         """
-        mine = {"value": value, "error": to_wire(error) if error is not None else None}
+        mine = {"host": self.host, "value": value, "error": to_wire(error) if error is not None else None}
         if self.store is None:
             return [Outcome(**mine)]
         step, self._step = self._step, self._step + 1
@@ -99,7 +101,9 @@ class World:
             answers = self._verdict(what, step, wait_s)
             if self.rank == 0 and step >= 2:
                 self._forget(step - 2)  # everyone who is here has read it
-        return [Outcome(**answer) for answer in answers]
+        outcomes = [Outcome(**answer) for answer in answers]
+        self._hosts.update({rank: outcome.host for rank, outcome in enumerate(outcomes) if outcome.host})
+        return outcomes
 
     def agree(self, what: str, work: Callable[[], T]) -> list[T]:
         """Does work on every rank and returns what each of them made of it, or raises on all ranks.
@@ -148,9 +152,9 @@ class World:
         same = len({(type(error), str(error)) for error in failures.values()}) == 1
         if same and len(failures) == self.size and (isinstance(first, FastloadError) or self.size == 1):
             raise own if own is not None else first
-        causes = "; ".join(f"rank {rank}: {_described(error)}" for rank, error in failures.items())
+        causes = "; ".join(f"{self._label(rank)}: {_described(error)}" for rank, error in failures.items())
         raise PeerError(
-            f"{what} failed on {len(failures)} of {self.size} ranks (seen from rank {self.rank} on {self.host}): {causes}",
+            f"{what} failed on {len(failures)} of {self.size} ranks (this is {self._label(self.rank)}): {causes}",
             failures,
         ) from own
 
@@ -200,11 +204,10 @@ class World:
         assert self.store is not None
         if self.store.check(keys):
             return [json.loads(text) for text in self.store.multi_get(keys)]
-        late = to_wire(
-            DeadlineExceeded(f"did not answer within {wait_s:.1f} s ({what}): killed, stopped, stuck or cut off")
-        )
+        error = DeadlineExceeded(f"did not answer within {wait_s:.1f} s: killed, stopped, stuck or cut off")
+        late = {"host": "", "value": None, "error": to_wire(error)}
         return [
-            json.loads(self.store.get(key)) if self.store.check([key]) else {"value": None, "error": late} for key in keys
+            json.loads(self.store.get(key)) if self.store.check([key]) else late for key in keys
         ]
 
     def _publish(self, step: int, make: Callable[[], bytes]) -> bytes:
@@ -223,8 +226,8 @@ class World:
     def _wait_for(self, key: str, what: str, source: int) -> bytes:
         assert self.store is not None
         if not self._poll([key], time.monotonic() + self.patience_s):
-            error = DeadlineExceeded(f"did not answer within {self.patience_s:.1f} s ({what}): killed, stopped, stuck or cut off")
-            raise PeerError(f"{what} failed: rank {source}: {error}", {source: error})
+            error = DeadlineExceeded(f"did not answer within {self.patience_s:.1f} s: killed, stopped, stuck or cut off")
+            raise PeerError(f"{what} failed: {self._label(source)}: {error}", {source: error})
         return bytes(self.store.get(key))
 
     def _poll(self, keys: list[str], until: float) -> bool:
@@ -245,6 +248,9 @@ class World:
                 self.store.delete_key(f"{step}/{name}")
             except (RuntimeError, NotImplementedError):
                 return  # a FileStore keeps its keys; they are small
+
+    def _label(self, rank: int) -> str:
+        return f"rank {rank} on {self._hosts[rank]}" if rank in self._hosts else f"rank {rank}"
 
     def _lost_store(self, what: str) -> _LostStore:
         return _LostStore(what)

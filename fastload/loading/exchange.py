@@ -28,6 +28,7 @@ __all__ = ["Exchange", "Round", "open_exchange"]
 
 _TICK_S = 0.05
 _FAILED = 1
+_NEVER_SENT = 2**31 - 1  # a tag
 
 
 @dataclass
@@ -236,9 +237,21 @@ class RingExchange:
         if not self._forwarder.is_alive():
             return
         self._posted.put(None)
-        # After a failure the thread may wait for a peer that is gone until its deadline; it is a
-        # daemon, and owns all that it touches.
-        self._forwarder.join(2 * _TICK_S)
+        self._forwarder.join(_TICK_S)
+        if self._forwarder.is_alive():
+            self._break_connections()
+            self._forwarder.join(10 * _TICK_S)
+
+    def _break_connections(self) -> None:
+        """Wakes whoever waits for a peer that will not answer, here and, as a lost connection, there.
+
+        Gloo has no call for it, but it closes all connections of a group when one wait times out.
+        """
+        nothing = torch.empty(1, dtype=torch.uint8)
+        try:
+            self._group.recv([nothing], self._left, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            pass
 
     def _forward_all(self) -> None:
         while (work := self._posted.get()) is not None:

@@ -96,6 +96,7 @@ class Pipeline:
         if self._plan.num_rounds == 0:
             return
         self._exchange.connect()
+        self._reader.start()
         self._starter.start()
         rounds: deque[Round] = deque()
         try:

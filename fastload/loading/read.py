@@ -6,7 +6,8 @@ import random
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 
 from fastload.errors import Interrupted, StorageError
 from fastload.loading.plan import Chunk, ReadPlan
@@ -43,7 +44,9 @@ class ChunkReader:
         self._plan = plan
         self._retries = retries
         self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fastload-read")
+        self._asked: SimpleQueue[tuple[Chunk, Sequence[memoryview], Future[None]] | None] = SimpleQueue()
+        # Daemons, unlike an executor's threads: a read that storage never answers must not hold up the exit.
+        self._threads = [threading.Thread(target=self._serve, name=f"fastload-read-{n}", daemon=True) for n in range(threads)]
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self.num_retries = 0
@@ -54,7 +57,14 @@ class ChunkReader:
 
         The future raises `StorageError` if storage fails for good, `Interrupted` after `stop`.
         """
-        return self._pool.submit(self._read, chunk, buffers)
+        future: Future[None] = Future()
+        self._asked.put((chunk, buffers, future))
+        return future
+
+    def start(self) -> None:
+        """Starts the threads."""
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """Lets reads that have not begun, and retries, end at once."""
@@ -63,7 +73,18 @@ class ChunkReader:
     def close(self) -> None:
         """Stops, without waiting for a read that storage does not answer."""
         self.stop()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for _ in self._threads:
+            self._asked.put(None)
+
+    def _serve(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            chunk, buffers, future = asked
+            try:
+                self._read(chunk, buffers)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
     def _read(self, chunk: Chunk, buffers: Sequence[memoryview]) -> None:
         rest = list(buffers)
