@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+import xxhash
 from torch import Tensor
 
-__all__ = ["PAGE_BYTES", "allocate", "allocate_staging", "byte_view", "host_view", "round_up"]
+__all__ = ["PAGE_BYTES", "allocate", "allocate_staging", "byte_view", "host_view", "round_up", "state_digest"]
 
 PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
+_DIGEST_PIECE_BYTES = 16 << 20
+_MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
+_libc = ctypes.CDLL(None, use_errno=True) if _MADV_HUGEPAGE is not None else None
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -84,5 +88,13 @@ def host_view(flat: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())).cast("B")
 
 
-_MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
-_libc = ctypes.CDLL(None, use_errno=True) if _MADV_HUGEPAGE is not None else None
+
+def state_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Returns one xxh3-128 digest of names, dtypes, shapes and bytes, the same wherever the tensors live."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().contiguous()
+        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        for piece in byte_view(tensor).split(_DIGEST_PIECE_BYTES):
+            digest.update(host_view(piece.cpu()))
+    return digest.hexdigest()

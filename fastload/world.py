@@ -21,7 +21,7 @@ import xxhash
 
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError, WorldError, from_wire, to_wire
 
-__all__ = ["Outcome", "World", "join"]
+__all__ = ["Outcome", "World", "initialize", "join"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -300,6 +300,24 @@ def join(process_group: Any = None, *, timeout_s: float) -> World:
     turn = root.add(f"fastload/{name}/{rank}/turns", 1)
     store = dist.PrefixStore(f"fastload/{name}/{turn}", root)
     return World(rank=rank, size=len(members), group=group, store=store, timeout_s=timeout_s)
+
+
+def initialize(device: str = "cpu") -> tuple[int, str]:
+    """Joins the job that torchrun describes in the environment; without one, does nothing.
+
+    Args:
+        device: Where tensors will go. ``cuda`` becomes the device of this rank's local rank.
+
+    Returns:
+        This process's rank, 0 without a job, and the device.
+    """
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return 0, device
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
+    return dist.get_rank(), device
 
 
 def _as_group(process_group: Any) -> dist.ProcessGroup | None:

@@ -1,0 +1,5 @@
+"""``python -m fastload``."""
+
+from fastload.cli import main
+
+main()
