@@ -100,7 +100,7 @@ def read_manifest(storage: Storage) -> Manifest | None:
     The root is one file, a directory with an index, or a directory of ``*.safetensors`` files. The
     index wins over other files in the directory; the files it names are taken whole, as transformers
     does: a tensor they hold that the index does not list is loaded all the same. Names that start with
-    a dot are no part of a checkpoint. ``__metadata__`` is merged; the first file in name order wins.
+    a dot are passed over. ``__metadata__`` is merged; the first file in name order wins.
 
     Args:
         storage: Where to look; its methods are called from several threads. Of each file the 8 bytes
@@ -214,10 +214,8 @@ def _parse_metadata(raw: Any, url: str) -> dict[str, str]:
     if not isinstance(raw, dict):
         raise ManifestError(f"{url}: __metadata__ is not an object of texts but {_show(raw)}")
     for key, value in raw.items():
-        if not isinstance(value, str):
-            raise ManifestError(f"{url}: __metadata__ {_show(key)} is not a text but {_show(value)}")
-        if not (_is_unicode(key) and _is_unicode(value)):
-            raise ManifestError(f"{url}: __metadata__ {_show(key)} is not valid Unicode")
+        if not (isinstance(value, str) and _is_unicode(key) and _is_unicode(value)):
+            raise ManifestError(f"{url}: __metadata__ {_show(key)} is not a valid text: {_show(value)}")
     return raw
 
 
@@ -236,10 +234,8 @@ def _parse_entry(name: str, fields: Any, file: int, data_offset: int) -> TensorE
     begin, end = offsets
     nbytes = _count_bytes(dtype, shape)
     if nbytes != end - begin:
-        raise ValueError(
-            f"{dtype} of shape {_show(shape)} takes {nbytes} bytes, but data_offsets"
-            f" {offsets} hold {end - begin} bytes"
-        )
+        what = f"{dtype} of shape {_show(shape)}"
+        raise ValueError(f"{what} takes {nbytes} bytes, data_offsets {offsets} hold {end - begin}")
     return TensorEntry(name, dtype, tuple(shape), file, data_offset + begin, nbytes)
 
 
@@ -344,18 +340,23 @@ def _check_names(url: str, files: Sequence[FileEntry], tensors: Sequence[TensorE
 def _find_index(url: str, listing: Sequence[str]) -> str | None:
     if _MODEL_INDEX in listing:
         return _MODEL_INDEX
-    indexes = sorted(name for name in listing if name.endswith(_INDEX_SUFFIX) and not name.startswith("."))
+    indexes = _ending_in(_INDEX_SUFFIX, listing)
     if len(indexes) > 1:
         raise ManifestError(f"{url}: several indexes, none named {_MODEL_INDEX!r}: {_show(indexes)}")
     return indexes[0] if indexes else None
 
 
 def _find_files(url: str, listing: Sequence[str]) -> list[str]:
-    names = sorted(name for name in listing if name.endswith(_SUFFIX) and not name.startswith("."))
+    names = _ending_in(_SUFFIX, listing)
     if not names:
         found = f"its {len(listing)} files are {_show(sorted(listing))}" if listing else "it has no files"
         raise CheckpointNotFound(f"{url}: no *{_SUFFIX} files in this directory; {found}")
     return names
+
+
+def _ending_in(suffix: str, listing: Sequence[str]) -> list[str]:
+    # A leading dot marks what is no part of the checkpoint: a copy in flight, a resource fork.
+    return sorted(name for name in listing if name.endswith(suffix) and not name.startswith("."))
 
 
 def _stat_all(storage: Storage, names: Sequence[str]) -> dict[str, FileStat]:
@@ -377,9 +378,7 @@ def _read_index(storage: Storage, index: str) -> dict[str, str]:
         raise ManifestError(f"{url}: weight_map is not an object that names files but {_show(weight_map)}")
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _is_plain_path(file):
-            raise ManifestError(
-                f"{url}: tensor {_show(name)}: not a plain file name below the checkpoint: {_show(file)}"
-            )
+            raise ManifestError(f"{url}: tensor {_show(name)}: not a plain relative file name: {_show(file)}")
     return weight_map
 
 
@@ -395,7 +394,7 @@ def _check_index(url: str, weight_map: Mapping[str, str], manifest: Manifest) ->
         entry = manifest.by_name.get(name)
         if entry is None or manifest.files[entry.file].name != file:
             where = "no file holds it" if entry is None else f"it is in {manifest.files[entry.file].name!r}"
-            raise ManifestError(f"{url}: tensor {_show(name)} is not in {_show(file)} as this says: {where}")
+            raise ManifestError(f"{url}: tensor {_show(name)} is not in {_show(file)}: {where}")
     if len(manifest.tensors) > len(weight_map):
         logger.info("%s: %d tensors are not in the index", url, len(manifest.tensors) - len(weight_map))
 

@@ -125,14 +125,14 @@ BAD_HEADERS: list[tuple[str, bytes, list[str]]] = [
     ("metadata key twice", pack(b'{"__metadata__":{"k":"1","k":"2"}}'), ["key 'k' appears twice"]),
     ("metadata no object", pack({"__metadata__": ["k"]}), ["__metadata__ is not an object", "['k']"]),
     ("metadata null", pack({"__metadata__": None}), ["__metadata__ is not an object", "None"]),
-    ("metadata number", pack({"__metadata__": {"k": 1}}), ["__metadata__ 'k' is not a text but 1"]),
-    ("metadata nested", pack({"__metadata__": {"k": {}}}), ["__metadata__ 'k' is not a text but {}"]),
+    ("metadata number", pack({"__metadata__": {"k": 1}}), ["__metadata__ 'k' is not a valid text: 1"]),
+    ("metadata nested", pack({"__metadata__": {"k": {}}}), ["__metadata__ 'k' is not a valid text: {}"]),
     (
         "metadata surrogate",
         pack(b'{"__metadata__":{"k":"\\ud800"}}'),
-        ["__metadata__ 'k' is not valid Unicode"],
+        ["__metadata__ 'k' is not a valid text"],
     ),
-    ("metadata key surrogate", pack(b'{"__metadata__":{"\\udc00":""}}'), ["'\\udc00' is not valid Unicode"]),
+    ("metadata key surrogate", pack(b'{"__metadata__":{"\\udc00":""}}'), ["'\\udc00' is not a valid text"]),
     ("name surrogate", pack(b'{"\\ud800":' + ONE + b"}", b"xx"), ["tensor '\\ud800': its name is not valid"]),
     ("entry a list", pack({"w": ["U8", [2], [0, 2]]}, b"xx"), ["tensor 'w': needs exactly the keys", "'U8'"]),
     ("entry null", pack({"w": None}), ["tensor 'w': needs exactly the keys", "None"]),
@@ -522,17 +522,17 @@ def test_which_index() -> None:
         (b"{}", "weight_map is not an object that names files but None"),
         (index({}), r"weight_map is not an object that names files but \{\}"),
         (index(["a"]), r"weight_map is not an object that names files but \['a'\]"),
-        (index({"a": 1}), "tensor 'a': not a plain file name below the checkpoint: 1"),
-        (index({"a": None}), "tensor 'a': not a plain file name below the checkpoint: None"),
+        (index({"a": 1}), "tensor 'a': not a plain relative file name: 1"),
+        (index({"a": None}), "tensor 'a': not a plain relative file name: None"),
         (b'{"weight_map":{"a":"a.safetensors","a":"a.safetensors"}}', "key 'a' appears twice"),
         (b'{"weight_map":{},"weight_map":{}}', "key 'weight_map' appears twice"),
         (
             index({"b": "a.safetensors"}),
-            "tensor 'b' is not in 'a.safetensors' as this says: no file holds it",
+            "tensor 'b' is not in 'a.safetensors': no file holds it",
         ),
         (
             index({"a": "b.safetensors", "b": "a.safetensors"}),
-            "tensor 'a' is not in 'b.safetensors' as this says: it is in 'a.safetensors'",
+            "tensor 'a' is not in 'b.safetensors': it is in 'a.safetensors'",
         ),
     ],
 )
@@ -564,7 +564,7 @@ def test_bad_index(text: bytes, words: str) -> None:
 )
 def test_index_cannot_lead_out_of_the_checkpoint(name: str) -> None:
     storage = MemoryStorage({INDEX: index({"a": name}), name: shard("a")})
-    with pytest.raises(ManifestError, match="tensor 'a': not a plain file name below the checkpoint"):
+    with pytest.raises(ManifestError, match="tensor 'a': not a plain relative file name"):
         read_manifest(storage)
     assert {read[0] for read in storage.reads} == {INDEX}
 
