@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fastload.errors import ManifestError, MismatchError, OptionError
+from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
-from fastload.formats.safetensors import torch_spec
 from fastload.loading.place import Destination
 from fastload.memory import allocate
 

@@ -41,7 +41,7 @@ class Storage(Protocol):
     """Read access to the files of one checkpoint, below a root fixed when it was opened.
 
     A name is relative to the root, with ``/`` between parts; the empty name is the root itself.
-    Every method raises `StorageError` when storage fails.
+    Every method raises `StorageError` when storage fails, and may be called from several threads.
 
     Attributes:
         url: The root, for messages.

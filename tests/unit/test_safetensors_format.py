@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from fastload.errors import CheckpointNotFound, ManifestError, StorageError
 from fastload.formats.manifest import Manifest, TensorEntry
-from fastload.formats.safetensors import DTYPES, MAX_HEADER_BYTES, parse_header, read_manifest, torch_spec
+from fastload.formats.dtypes import DTYPES, torch_spec
+from fastload.formats.safetensors import MAX_HEADER_BYTES, parse_header, read_manifest
 from fastload.storage.base import FileStat, Storage
 
 URL = "mem://ckpt"
