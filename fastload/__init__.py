@@ -1,0 +1,1 @@
+"""Collective checkpoint loading for multi-rank PyTorch jobs."""
