@@ -28,6 +28,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +36,7 @@ from typing import Any, Literal
 import pytest
 import torch.distributed as dist
 
-from tests.dist.zygote import DUMP_SIGNAL, Job
+from tests.dist.zygote import DUMP_SIGNAL, Job, serve_store
 
 __all__ = ["ranks", "run_ranks"]
 
@@ -153,7 +154,6 @@ def _judge(job: Job, ends: dict[int, str | int], dies: dict[int, signal.Signals]
     failures = []
     for rank, end in ends.items():
         log = (job.run_dir / f"{rank}.log").read_text(errors="replace")
-        print(f"--- output of rank {rank} ---\n{log}" if log else "", end="")
         wanted = dies.get(rank)
         result = job.run_dir / f"{rank}.result"
         problem = ""
@@ -174,6 +174,8 @@ def _judge(job: Job, ends: dict[int, str | int], dies: dict[int, signal.Signals]
                 values[rank] = value
         if problem:
             failures.append(f"=== rank {rank} of {job.world} {problem}")
+        if log and log not in problem:
+            print(f"--- output of rank {rank} ---\n{log}", end="")
     return values, failures
 
 
@@ -181,7 +183,7 @@ class _Zygote:
     """The parent's end of the zygote, and the rendezvous store that outlives any rank."""
 
     def __init__(self) -> None:
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = serve_store(timedelta(seconds=_STARTUP_S))
         ours, theirs = socket.socketpair()
         self._stderr = tempfile.TemporaryFile("w+")
         script = f"import sys; sys.path[:] = {sys.path!r}; from tests.dist import zygote; "

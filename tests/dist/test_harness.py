@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -140,3 +141,16 @@ def test_environment_and_directory_are_those_of_the_test(
     monkeypatch.setenv("FASTLOAD_PROBE", "7")
     monkeypatch.chdir(tmp_path)
     assert run_ranks(_whole_environment, 1) == [("7", str(tmp_path))]
+
+
+def _leaves_a_process(rank: int, world: int) -> int:
+    warnings.simplefilter("ignore", ResourceWarning)
+    return subprocess.Popen(["sleep", "100"]).pid
+
+
+def test_nothing_a_rank_started_outlives_it() -> None:
+    left = run_ranks(_leaves_a_process, 2)
+    limit = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in left):
+        assert time.monotonic() < limit
+        time.sleep(0.01)

@@ -11,6 +11,7 @@ its ranks with it, when the other end is closed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import importlib
@@ -18,6 +19,7 @@ import operator
 import os
 import pickle
 import signal
+import socket
 import sys
 import traceback
 import warnings
@@ -60,6 +62,24 @@ class Job:
     warning_filters: list[Any]
 
 
+def serve_store(timeout: timedelta) -> dist.TCPStore:
+    """Returns the server of a rendezvous store, on a free port of 127.0.0.1.
+
+    Left alone TCPStore listens on an IPv6 socket and looks up the name of each client, an IPv4 address in
+    IPv6 clothes that no hosts file knows: where the name server is slow, that takes 5 s now and then.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
 def main(fd: int) -> None:
     """Serves requests until the other end of the connection is closed."""
     install_importhook(get_config())  # asserts explain themselves in the ranks too
@@ -80,6 +100,8 @@ def main(fd: int) -> None:
                 connection.send((living[pid], status))
                 if not os.WIFSTOPPED(status):
                     del living[pid]
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)  # what it started and left behind
         if connection in ready:
             try:
                 kind, *arguments = connection.recv()
@@ -127,8 +149,7 @@ def _be_rank(rank: int, job: Job) -> NoReturn:
         partial.rename(job.run_dir / f"{rank}.result")
         # A rank that failed leaves at once and the others notice; one that did well leaves when all have
         # ended (or the parent has seen one die), so that it breaks no collective of the others.
-        if agent.add("ended", 1) == job.num_surviving:
-            agent.set("all ended", "")
+        _arrive(agent, "ended", job.num_surviving)
         if ok:
             agent.wait(["all ended"])
             if dist.is_initialized():
@@ -178,6 +199,8 @@ def _run_body(rank: int, job: Job, agent: dist.Store) -> tuple[bool, Any]:
             world_size=job.world,
             timeout=timedelta(seconds=job.deadline_s),
         )
+        _arrive(agent, "connected", job.world)
+        agent.wait(["all connected"])  # a body may kill its rank at once
         value = body(rank=rank, world=job.world, **job.fixtures)
         pickle.dumps(value)
         return True, value
@@ -186,12 +209,17 @@ def _run_body(rank: int, job: Job, agent: dist.Store) -> tuple[bool, Any]:
         return False, "".join(traceback.format_exception(error))
 
 
+def _arrive(agent: dist.Store, where: str, num_ranks: int) -> None:
+    if agent.add(where, 1) == num_ranks:
+        agent.set(f"all {where}", "")
+
+
 def _store(agent: dist.Store, rank: int, job: Job) -> dist.Store:
     if not job.store_on_rank0:
         return dist.PrefixStore("group", agent)
     timeout = timedelta(seconds=job.deadline_s)
     if rank == 0:
-        own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        own = serve_store(timeout)
         agent.set("port", str(own.port))
         return own
     return dist.TCPStore("127.0.0.1", int(agent.get("port")), timeout=timeout)

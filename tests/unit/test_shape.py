@@ -22,15 +22,16 @@ ENVIRONMENT_NAMES = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os
 # What takes a path, or reads and writes at an offset; what else there is needs a descriptor from these.
 OS_FILE_NAMES = (
     "access chmod link listdir lstat makedirs mkdir mkfifo open pread preadv pwrite pwritev readlink remove "
-    "removedirs rename renames replace rmdir scandir stat statvfs symlink truncate unlink utime walk path.exists "
-    "path.getmtime path.getsize path.isdir path.isfile path.islink path.lexists path.realpath path.samefile"
+    "removedirs rename renames replace rmdir scandir stat statvfs symlink truncate unlink utime walk "
+    "path.exists path.getmtime path.getsize path.isdir path.isfile path.islink path.lexists path.realpath "
+    "path.samefile"
 ).split()
 FILE_NAMES = {f"os.{name}" for name in OS_FILE_NAMES} | set(
     "builtins.open glob io.FileIO io.open pathlib.Path shutil tempfile".split()
 )
 IMPURE_IMPORTS = (
-    "asyncio concurrent datetime fsspec io logging multiprocessing os pathlib random safetensors secrets select "
-    "shutil signal socket subprocess tempfile threading time torch urllib uuid"
+    "asyncio concurrent datetime fsspec io logging multiprocessing os pathlib random safetensors secrets "
+    "select shutil signal socket subprocess tempfile threading time torch urllib uuid"
 ).split()
 
 
