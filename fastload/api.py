@@ -234,7 +234,9 @@ class Checkpoint:
         )
         exchange = open_exchange(world, hosts=access.hosts, local=alone, device=device)
         placer = Placer(matched.destinations)
-        pipeline = Pipeline(world, plan, 0 if alone else world.rank, reader, exchange, placer, options.progress)
+        pipeline = Pipeline(
+            world, plan, 0 if alone else world.rank, reader, exchange, placer, options.progress
+        )
         return _Job(matched, decision, plan, reader, exchange, pipeline)
 
     def _run(self, job: _Job, began: float) -> None:
@@ -271,7 +273,11 @@ class Checkpoint:
 
     def _rank_report(self, job: _Job, total_s: float, bytes_read: int) -> RankReport:
         world, pipeline = self._world, job.pipeline
-        read_s, exchange_s, place_s = job.reader.watch.seconds, job.exchange.watch.seconds, pipeline.place_watch.seconds
+        read_s, exchange_s, place_s = (
+            job.reader.watch.seconds,
+            job.exchange.watch.seconds,
+            pipeline.place_watch.seconds,
+        )
         alone = job.decision.strategy == "direct"
         return RankReport(
             rank=world.rank,

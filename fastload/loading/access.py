@@ -94,7 +94,9 @@ def require_same(asked: Sequence[Mapping[str, Any]]) -> None:
     """
     lines = []
     for name, first in asked[0].items():
-        others = [f"rank {rank} {ask.get(name)!r}" for rank, ask in enumerate(asked) if ask.get(name) != first]
+        others = [
+            f"rank {rank} {ask.get(name)!r}" for rank, ask in enumerate(asked) if ask.get(name) != first
+        ]
         if others:
             more = f" and {len(others) - 4} more" if len(others) > 4 else ""
             lines.append(f"{name}: rank 0 {first!r}, {', '.join(others[:4])}{more}")
@@ -118,6 +120,9 @@ def _difference(storage: Storage, manifest: Manifest, source: int) -> str:
             return f"does not see {label}"
         if found.nbytes != file.nbytes:
             return f"sees {label} of {found.nbytes} bytes, rank {source} of {file.nbytes}: not the same file"
-        if found.version != file.version and header_digest(storage, file.name, file.nbytes) != file.header_digest:
+        if (
+            found.version != file.version
+            and header_digest(storage, file.name, file.nbytes) != file.header_digest
+        ):
             return f"sees {label} with another header than rank {source}: not the same file"
     return ""

@@ -114,7 +114,9 @@ def flatten(into: Any) -> dict[str, Leaf]:
 def _module_leaves(module: nn.Module) -> Iterator[tuple[str, Leaf]]:
     for prefix, part in module.named_modules(remove_duplicate=False):
         tensors = [(part._parameters, name) for name in part._parameters]
-        tensors += [(part._buffers, name) for name in part._buffers if name not in part._non_persistent_buffers_set]
+        tensors += [
+            (part._buffers, name) for name in part._buffers if name not in part._non_persistent_buffers_set
+        ]
         for registry, name in tensors:
             tensor = registry[name]
             if tensor is not None:
@@ -144,7 +146,9 @@ def _replacer(container: Any, key: Any) -> Callable[[Tensor], None]:
         try:
             container[key] = tensor
         except TypeError:
-            raise OptionError(f"into= has a meta tensor in a {type(container).__name__}: it cannot be replaced") from None
+            raise OptionError(
+                f"into= has a meta tensor in a {type(container).__name__}: it cannot be replaced"
+            ) from None
 
     return replace
 
@@ -172,14 +176,22 @@ def _matching(names: Mapping[str, object], pattern: str) -> list[str]:
 
 
 def _chosen(name: str, names: Sequence[str] | str) -> bool:
-    return any(name == ask or fnmatch.fnmatchcase(name, ask) for ask in ([names] if isinstance(names, str) else names))
+    return any(
+        name == ask or fnmatch.fnmatchcase(name, ask)
+        for ask in ([names] if isinstance(names, str) else names)
+    )
 
 
 def _identity(tensor: Tensor) -> object:
     """Tells tied tensors: the same object, or the same bytes."""
     if tensor.is_meta or tensor.numel() == 0:
         return id(tensor)
-    return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    return (
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+    )
 
 
 def _target_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
@@ -201,8 +213,8 @@ def _misfit(entry: TensorEntry, tensor: Tensor, dtype: torch.dtype | None) -> st
     except ManifestError as error:
         return str(error)
     target = _target_dtype(stored, dtype)
-    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and hasattr(tensor, "to_local"):
-        return f"{entry.name}: into= has a sharded tensor ({type(tensor).__name__}); replicated ones can be loaded"
+    if hasattr(tensor, "to_local"):
+        return f"{entry.name}: into= has a sharded tensor ({type(tensor).__name__}), not a replicated one"
     if tensor.layout != torch.strided:
         return f"{entry.name}: into= has layout {tensor.layout}"
     if tuple(tensor.shape) != shape:
@@ -232,14 +244,17 @@ def _raise_cast(entry: TensorEntry, stored: torch.dtype, target: torch.dtype) ->
     raise MismatchError(line, mismatched=(line,))
 
 
-def _in_place(pairs: list[tuple[TensorEntry, Leaf]], leaves: Mapping[str, Leaf], device: torch.device) -> Match:
+def _in_place(
+    pairs: list[tuple[TensorEntry, Leaf]], leaves: Mapping[str, Leaf], device: torch.device
+) -> Match:
     """Loads into the tensors there are; meta tensors get real ones, tied ones the same."""
     real: dict[int, Tensor] = {}
     for _, leaf in pairs:
         if leaf.tensor.is_meta and id(leaf.tensor) not in real:
             real[id(leaf.tensor)] = _materialize(leaf.tensor, device)
     destinations = [
-        Destination(entry, torch_spec(entry)[0], real.get(id(leaf.tensor), leaf.tensor)) for entry, leaf in pairs
+        Destination(entry, torch_spec(entry)[0], real.get(id(leaf.tensor), leaf.tensor))
+        for entry, leaf in pairs
     ]
 
     def attach() -> None:

@@ -46,9 +46,7 @@ class Placer:
     def __init__(self, destinations: Sequence[Destination]) -> None:
         self._destinations = [d for d in destinations if d.entry.nbytes]
         self._starts = list(accumulate((d.entry.nbytes for d in self._destinations), initial=0))
-        self._bytes = [
-            byte_view(d.tensor.detach()) if d.is_plain else None for d in self._destinations
-        ]
+        self._bytes = [byte_view(d.tensor.detach()) if d.is_plain else None for d in self._destinations]
         self._carry = torch.empty(0, dtype=torch.uint8)
         self._devices = {d.tensor.device for d in self._destinations if d.tensor.device.type == "cuda"}
 

@@ -37,7 +37,14 @@ class ChunkReader:
     """
 
     def __init__(
-        self, storage: Storage, names: Sequence[str], plan: ReadPlan, *, threads: int, retries: int, timeout_s: float
+        self,
+        storage: Storage,
+        names: Sequence[str],
+        plan: ReadPlan,
+        *,
+        threads: int,
+        retries: int,
+        timeout_s: float,
     ) -> None:
         self._storage = storage
         self._names = names
@@ -46,7 +53,10 @@ class ChunkReader:
         self._timeout_s = timeout_s
         self._asked: SimpleQueue[tuple[Chunk, Sequence[memoryview], Future[None]] | None] = SimpleQueue()
         # Daemons, unlike an executor's threads: a read that storage never answers must not hold up the exit.
-        self._threads = [threading.Thread(target=self._serve, name=f"fastload-read-{n}", daemon=True) for n in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"fastload-read-{n}", daemon=True)
+            for n in range(threads)
+        ]
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self.num_retries = 0

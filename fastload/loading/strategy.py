@@ -26,7 +26,13 @@ class Decision:
 
 
 def choose_strategy(
-    asked: str, *, world_size: int, readers: Sequence[int], hosts: Sequence[str], shared: bool, fast_links: bool
+    asked: str,
+    *,
+    world_size: int,
+    readers: Sequence[int],
+    hosts: Sequence[str],
+    shared: bool,
+    fast_links: bool,
 ) -> Decision:
     """Decides how to load.
 
@@ -53,11 +59,17 @@ def choose_strategy(
     if len(readers) == 1:
         return Decision("broadcast", f"only rank {readers[0]} can read", readers)
     if not all_read:
-        return Decision("allgather", f"{len(readers)} of {world_size} ranks can read and share the reading", readers)
+        return Decision(
+            "allgather", f"{len(readers)} of {world_size} ranks can read and share the reading", readers
+        )
     if shared:
-        return Decision("allgather", "all ranks read through one storage system: each byte is read once", readers)
+        return Decision(
+            "allgather", "all ranks read through one storage system: each byte is read once", readers
+        )
     if fast_links:
         return Decision("allgather", "the links between devices are faster than any disk", readers)
     if len(set(hosts)) == 1:
-        return Decision("direct", "one host with a local file system: the page cache already reads once", readers)
+        return Decision(
+            "direct", "one host with a local file system: the page cache already reads once", readers
+        )
     return Decision("direct", "each host has the files on a disk of its own", readers)

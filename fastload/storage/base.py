@@ -69,7 +69,7 @@ class Storage(Protocol):
         ...
 
     def list(self) -> list[str] | None:
-        """Returns the sorted names of the files directly below the root, or None if the root is no directory."""
+        """Returns the sorted names of the files directly below the root, or None if it is no directory."""
         ...
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:

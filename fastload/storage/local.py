@@ -16,10 +16,9 @@ __all__ = ["LocalStorage"]
 _MAX_BUFFERS = 1024  # IOV_MAX on Linux
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
 _TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO)
-_NETWORK_TYPES = (
-    "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "glusterfs", "wekafs", "pvfs2", "orangefs",
-    "afs", "virtiofs",
-)  # fmt: skip
+_NETWORK_TYPES = frozenset(
+    "nfs nfs4 lustre gpfs beegfs ceph cifs smb3 9p glusterfs wekafs pvfs2 orangefs afs virtiofs".split()
+)
 
 
 class LocalStorage:

@@ -72,11 +72,17 @@ class RemoteStorage:
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
         nbytes = sum(map(len, buffers))
-        data = self._call(name, lambda path: self._files.cat_file(path, start=offset, end=offset + nbytes), offset, nbytes)
+        data = self._call(
+            name, lambda path: self._files.cat_file(path, start=offset, end=offset + nbytes), offset, nbytes
+        )
         self._count.add(len(data))
         if len(data) != nbytes:
             raise StorageError(
-                f"got {len(data)} of {nbytes} bytes", url=self._path(name), offset=offset, nbytes=nbytes, transient=True
+                f"got {len(data)} of {nbytes} bytes",
+                url=self._path(name),
+                offset=offset,
+                nbytes=nbytes,
+                transient=True,
             )
         position = 0
         for buffer in buffers:
@@ -89,7 +95,9 @@ class RemoteStorage:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
-    def _call(self, name: str, ask: Callable[[str], T], offset: int | None = None, nbytes: int | None = None) -> T:
+    def _call(
+        self, name: str, ask: Callable[[str], T], offset: int | None = None, nbytes: int | None = None
+    ) -> T:
         try:
             return ask(self._path(name))
         except Exception as error:
