@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import xxhash
@@ -25,12 +26,14 @@ from fastload.loading.place import Placer
 from fastload.loading.plan import ReadPlan, plan_reads
 from fastload.loading.read import ChunkReader
 from fastload.loading.strategy import Decision, choose_strategy
-from fastload.options import LoadOptions
+from fastload.options import SETTINGS, LoadOptions
 from fastload.report import LoadReport, RankReport
 from fastload.storage import Storage, open_storage
 from fastload.world import World, join
 
 __all__ = ["Checkpoint", "inspect", "load", "open"]
+
+_log = logging.getLogger(__name__)
 
 Path = str | os.PathLike[str]
 
@@ -86,15 +89,35 @@ def open(path: Path, *, process_group: Any = None, options: LoadOptions | None =
 
     Args and errors are those of `load`, as far as they go.
     """
-    options = options if options is not None else LoadOptions()
-    world = join(process_group, timeout_s=options.timeout_s)
-    storage = open_storage(path)
+    problem: Exception | None = None
+    try:
+        options = options if options is not None else LoadOptions()
+        storage = open_storage(path)
+    except Exception as error:
+        problem = error
+    timeout_s = options.timeout_s if options is not None else SETTINGS["timeout_s"].default
+    world = join(process_group, timeout_s=timeout_s)
+    if problem is not None:
+        _tell_all(world, f"opening {path}", problem)
+    assert options is not None
     try:
         access = agree_on_access(world, storage, {"path": os.fspath(path), **options.shared()})
-    except BaseException:
+    except BaseException as error:
         storage.close()
+        if not isinstance(error, Exception):
+            world.leave(error)
         raise
     return Checkpoint(world, storage, access, options)
+
+
+def _tell_all(world: World, what: str, problem: Exception) -> NoReturn:
+    """Raises on all ranks what went wrong on this one before it could ask for anything."""
+
+    def fail() -> NoReturn:
+        raise problem
+
+    world.agree(what, fail)
+    raise AssertionError("agreed although this rank failed")
 
 
 def inspect(path: Path) -> Manifest:
@@ -132,6 +155,7 @@ class Checkpoint:
         self._options = options
         self._header_bytes = storage.bytes_read
         self._failed = False
+        self._last_reader: ChunkReader | None = None
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -147,8 +171,12 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Releases files and connections."""
-        self._storage.close()
+        """Releases files and connections, those that a read still waits for as soon as it ends."""
+        if self._last_reader is None:
+            self._storage.close()
+        else:
+            # Not before: the number of a closed descriptor may soon stand for another file.
+            self._last_reader.at_end(self._storage.close)
 
     def load(
         self,
@@ -166,8 +194,10 @@ class Checkpoint:
             began = time.perf_counter()
             job = self._prepare(into, device, dtype, names, strict)
             self._run(job, began)
-        except BaseException:
+        except BaseException as error:
             self._failed = True
+            if not isinstance(error, Exception):
+                self._world.leave(error)
             raise
         job.matched.attach()
         if self._options.on_report is not None and self.report is not None:
@@ -243,16 +273,22 @@ class Checkpoint:
         """Moves the data, and settles on all ranks whether all of them have it."""
         error: Exception | None = None
         already_read = self._storage.bytes_read
+        self._last_reader = job.reader
         try:
             job.pipeline.run()
         except Exception as caught:
             error = caught
             self._world.raise_alarm()
-        except BaseException:
-            self._world.raise_alarm()
-            raise
         finally:
-            job.reader.close()
+            job.reader.stop()
+        try:
+            self._settle(job, began, already_read, error)
+        finally:
+            error = None  # else error → traceback → frame → error would keep all their memory alive
+            if not job.reader.close(wait_s=min(1.0, self._world.grace_s)):
+                _log.warning("%s: a read is still under way and may yet write", self.manifest.url)
+
+    def _settle(self, job: _Job, began: float, already_read: int, error: Exception | None) -> None:
         mine = self._rank_report(job, time.perf_counter() - began, self._storage.bytes_read - already_read)
         what = f"loading {self.manifest.url}"
         wait_s = self._world.patience_s if error is None else self._world.grace_s

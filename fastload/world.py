@@ -20,6 +20,7 @@ import torch.distributed as dist
 import xxhash
 
 from fastload.errors import (
+    CheckpointError,
     DeadlineExceeded,
     FastloadError,
     Interrupted,
@@ -28,6 +29,7 @@ from fastload.errors import (
     from_wire,
     to_wire,
 )
+from fastload.patience import within
 
 __all__ = ["Outcome", "World", "initialize", "join"]
 
@@ -39,6 +41,7 @@ _FIRST_POLL_S = 0.0005
 _LAST_POLL_S = 0.05
 _ALARM_PERIOD_S = 0.2
 _MAX_GRACE_S = 5.0
+_ERROR_BYTES = 2 << 20  # of all ranks together, which one value has to hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class World:
         group: The caller's process group, or None for a world of 1.
         store: A corner of the rendezvous store that is this world's own, or None for a world of 1.
         timeout_s: Longest wait without progress, in seconds.
+        store_host: The member that hosts the rendezvous store, if one does.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class World:
         group: dist.ProcessGroup | None,
         store: dist.Store | None,
         timeout_s: float,
+        store_host: int | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -79,8 +84,11 @@ class World:
         self.group = group
         self.store = store
         self.timeout_s = timeout_s
+        self.store_host = store_host
         self._hosts = {rank: self.host}
         self._step = 0
+        self._num_pieces: dict[int, int] = {}
+        self._store_is_lost: PeerError | None = None
         self._next_alarm_check = 0.0
         self._alarmed = False
 
@@ -108,16 +116,20 @@ class World:
             wait_s: How long to wait for the others. A rank that has not answered by then is given a
                 `DeadlineExceeded` as its error.
         """
-        mine = {"host": self.host, "value": value, "error": to_wire(error) if error is not None else None}
         if self.store is None:
-            return [Outcome(**mine)]
+            return [Outcome(self.host, value, to_wire(error) if error is not None else None)]
         step, self._step = self._step, self._step + 1
-        with self._lost_store(what):
-            self.store.set(f"{step}/{self.rank}", json.dumps(mine))
+        mine = self._answer(value, error)
+
+        def ask() -> list[dict[str, Any]]:
+            assert self.store is not None
+            self.store.set(f"{step}/{self.rank}", mine)
             answers = self._verdict(what, step, wait_s)
             if self.rank == 0 and step >= 2:
                 self._forget(step - 2)  # everyone who is here has read it
-        outcomes = [Outcome(**answer) for answer in answers]
+            return answers
+
+        outcomes = [Outcome(**answer) for answer in self._ask(what, wait_s + 1.5 * self.grace_s, ask)]
         self._hosts.update({rank: outcome.host for rank, outcome in enumerate(outcomes) if outcome.host})
         return outcomes
 
@@ -136,22 +148,45 @@ class World:
             value = work()
         except Exception as caught:
             error = caught
-        outcomes = self.gather(what, value, error, wait_s=self.patience_s)
-        self.raise_failures(what, outcomes, error)
+        try:
+            outcomes = self.gather(what, value, error, wait_s=self.patience_s)
+            self.raise_failures(what, outcomes, error)
+        finally:
+            error = None  # else error → traceback → frame → error would keep all their memory alive
         return [outcome.value for outcome in outcomes]
 
     def share(self, what: str, source: int, make: Callable[[], bytes]) -> bytes:
-        """Makes bytes on one rank and returns them on all, or raises there what making them raised."""
+        """Makes bytes on one rank and returns them on all.
+
+        Raises:
+            CheckpointError: Making them raised it; the same on all ranks.
+            PeerError: Making them raised something else, or a rank did not answer.
+        """
         if self.store is None:
             return make()
-        step, self._step = self._step, self._step + 1
-        with self._lost_store(what):
-            if self.rank == source:
-                return self._publish(step, make)
-            head = json.loads(self._wait_for(f"{step}/head", what, source))
-            if head["error"] is not None:
-                raise from_wire(head["error"])
-            return b"".join(self.store.get(f"{step}/{piece}") for piece in range(head["pieces"]))
+        step, spoiled = self._step, list[CheckpointError]()
+
+        def publish() -> int:
+            if self.rank != source:
+                return 0
+            try:
+                data = make()
+            except CheckpointError as error:
+                spoiled.append(error)
+                raise
+            return self._ask(what, self.patience_s, lambda: self._publish(step, data))
+
+        try:
+            pieces = self.agree(what, publish)[source]
+        except PeerError as failed:
+            cause = failed.failures.get(source)
+            if isinstance(cause, CheckpointError):
+                raise (spoiled or [cause])[0] from None  # the checkpoint is bad, not the rank
+            raise
+        finally:
+            spoiled.clear()
+        self._num_pieces[step] = pieces
+        return self._ask(what, self.patience_s, lambda: self._collect(step, pieces))
 
     def raise_failures(self, what: str, outcomes: list[Outcome], own: BaseException | None = None) -> None:
         """Raises on every rank if an outcome is an error.
@@ -181,10 +216,15 @@ class World:
         """Tells the other ranks, wherever they are, that this one has failed."""
         self._alarmed = True
         if self.store is not None:
-            try:
-                self.store.set("alarm", str(self.rank))
-            except RuntimeError as error:
-                _log.debug("no alarm: %s", error)
+            self._tell({"alarm": str(self.rank)})
+
+    def leave(self, error: BaseException) -> None:
+        """Answers whatever comes next with an error, since this rank will not be there; never raises."""
+        self._alarmed = True
+        if self.store is not None:
+            answer = self._answer(None, error)
+            steps = {f"{step}/{self.rank}": answer for step in (self._step, self._step + 1)}
+            self._tell({**steps, "alarm": str(self.rank)})
 
     def alarmed(self) -> bool:
         """Whether some rank has failed. Cheap: asks the store a few times a second at most."""
@@ -192,12 +232,50 @@ class World:
             return self._alarmed
         now = time.monotonic()
         if now >= self._next_alarm_check:
-            self._next_alarm_check = now + _ALARM_PERIOD_S
-            with self._lost_store("watching the other ranks"):
-                self._alarmed = self.store.check(["alarm"])
+            self._next_alarm_check = now + min(_ALARM_PERIOD_S, self.grace_s / 4)
+            store = self.store
+            what = "watching the other ranks"
+            self._alarmed = self._ask(what, self.patience_s, lambda: store.check(["alarm"]))
         return self._alarmed
 
     # Inside
+
+    def _ask(self, what: str, limit_s: float, ask: Callable[[], T]) -> T:
+        """Asks the store: a store whose host is stopped or cut off would keep the caller for ever."""
+        if self._store_is_lost is not None:
+            raise self._store_is_lost
+        try:
+            return within(limit_s, "the rendezvous store", ask)
+        except (RuntimeError, DeadlineExceeded) as error:
+            self._store_is_lost = self._lost_store(what, error)
+        raise self._store_is_lost
+
+    def _tell(self, values: dict[str, str]) -> None:
+        """Leaves values in the store, if it is still there."""
+
+        def tell() -> None:
+            assert self.store is not None
+            for key, value in values.items():
+                self.store.set(key, value)
+
+        try:
+            self._ask("telling the other ranks", self.grace_s, tell)
+        except PeerError as error:
+            _log.debug("not told: %s", error)
+
+    def _lost_store(self, what: str, error: Exception) -> PeerError:
+        failures: dict[int, BaseException] = {}
+        hint = "the launcher that hosted it has ended"
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            hint = "rank 0 of the job, which hosts it, was killed, stopped or cut off"
+            if self.store_host is not None:
+                failures[self.store_host] = DeadlineExceeded("hosted the rendezvous store, which is gone")
+        first_line = str(error).split("\n", 1)[0]
+        return PeerError(f"{what}: the rendezvous store is gone: {hint} ({first_line})", failures)
+
+    def _answer(self, value: Any, error: BaseException | None) -> str:
+        wire = to_wire(error, _ERROR_BYTES // self.size) if error is not None else None
+        return json.dumps({"host": self.host, "value": value, "error": wire})
 
     def _verdict(self, what: str, step: int, wait_s: float) -> list[dict[str, Any]]:
         """Returns the one list of answers that all ranks use: the first that anyone could publish.
@@ -225,27 +303,16 @@ class World:
         late = {"host": "", "value": None, "error": to_wire(error)}
         return [json.loads(self.store.get(key)) if self.store.check([key]) else late for key in keys]
 
-    def _publish(self, step: int, make: Callable[[], bytes]) -> bytes:
+    def _publish(self, step: int, data: bytes) -> int:
         assert self.store is not None
-        try:
-            data = make()
-        except Exception as error:
-            self.store.set(f"{step}/head", json.dumps({"error": to_wire(error)}))
-            raise
         pieces = [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]
         for index, piece in enumerate(pieces):
-            self.store.set(f"{step}/{index}", piece)  # type: ignore[arg-type]  # bytes are fine
-        self.store.set(f"{step}/head", json.dumps({"error": None, "pieces": len(pieces)}))
-        return data
+            self.store.set(f"{step}/piece{index}", piece)  # type: ignore[arg-type]  # bytes are fine
+        return len(pieces)
 
-    def _wait_for(self, key: str, what: str, source: int) -> bytes:
+    def _collect(self, step: int, pieces: int) -> bytes:
         assert self.store is not None
-        if not self._poll([key], time.monotonic() + self.patience_s):
-            error = DeadlineExceeded(
-                f"did not answer within {self.patience_s:.1f} s: killed, stopped, stuck or cut off"
-            )
-            raise PeerError(f"{what} failed: {self._label(source)}: {error}", {source: error})
-        return bytes(self.store.get(key))
+        return b"".join(self.store.get(f"{step}/piece{index}") for index in range(pieces))
 
     def _poll(self, keys: list[str], until: float) -> bool:
         """Waits until all keys exist. Polls, since a blocking wait would lock the store for other threads."""
@@ -260,7 +327,8 @@ class World:
 
     def _forget(self, step: int) -> None:
         assert self.store is not None
-        for name in ("all", "ticket", "head", *map(str, range(self.size))):
+        pieces = [f"piece{index}" for index in range(self._num_pieces.pop(step, 0))]
+        for name in ("all", "ticket", *map(str, range(self.size)), *pieces):
             try:
                 self.store.delete_key(f"{step}/{name}")
             except (RuntimeError, NotImplementedError):
@@ -268,30 +336,6 @@ class World:
 
     def _label(self, rank: int) -> str:
         return f"rank {rank} on {self._hosts[rank]}" if rank in self._hosts else f"rank {rank}"
-
-    def _lost_store(self, what: str) -> _LostStore:
-        return _LostStore(what)
-
-
-class _LostStore:
-    """Turns the store's own errors into one that says what a lost store means."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, FastloadError):
-            failures: dict[int, BaseException] = {}
-            hint = "the launcher that hosted it has ended"
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                hint = "rank 0 of the job, which hosts it, was killed or cut off"
-                failures[0] = DeadlineExceeded("hosted the rendezvous store, which does not answer any more")
-            raise PeerError(
-                f"{self._what}: the rendezvous store is gone: {hint} ({error})", failures
-            ) from error
 
 
 def _described(error: BaseException) -> str:
@@ -316,9 +360,18 @@ def join(process_group: Any = None, *, timeout_s: float) -> World:
     name = xxhash.xxh3_64_hexdigest(json.dumps(members).encode())
     rank = dist.get_rank(group)
     # Counting in the store, not in this process, stays right when torch.distributed is initialized anew.
-    turn = root.add(f"fastload/{name}/{rank}/turns", 1)
-    store = dist.PrefixStore(f"fastload/{name}/{turn}", root)
-    return World(rank=rank, size=len(members), group=group, store=store, timeout_s=timeout_s)
+    turns = f"fastload/{name}/{rank}/turns"
+    world = World(
+        rank=rank,
+        size=len(members),
+        group=group,
+        store=root,
+        timeout_s=timeout_s,
+        store_host=members.index(0) if 0 in members else None,
+    )
+    turn = world._ask("joining", timeout_s, lambda: root.add(turns, 1))
+    world.store = dist.PrefixStore(f"fastload/{name}/{turn}", root)
+    return world
 
 
 def initialize(device: str = "cpu") -> tuple[int, str]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.loading.plan import STATUS_BYTES
 from fastload.memory import allocate, allocate_staging
+from fastload.patience import within
 from fastload.report import Stopwatch
 from fastload.world import World
 
@@ -42,6 +43,7 @@ class Round:
         slots: The slot of each rank, on the exchange's device.
         started: Set once this rank's slot is complete and handed over.
         done: Set once every slot is here.
+        sent: Set once the transport has no more use for the slots.
         error: What broke the transport, if it broke.
         placed: Whether the bytes were read to where they belong, past the slot.
         started_at: When this rank's slot was handed over, by `time.perf_counter`.
@@ -52,6 +54,7 @@ class Round:
     slots: list[Tensor]
     started: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
+    sent: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     placed: bool = False
     started_at: float = 0.0
@@ -100,8 +103,8 @@ class Exchange(Protocol):
         """Returns the ranks whose status word in a round that is done says failed."""
         ...
 
-    def release(self, work: Round) -> None:
-        """Returns once the round's slots may be overwritten."""
+    def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
+        """Returns once the round's slots may be overwritten; arguments and errors are those of `wait`."""
         ...
 
     def close(self) -> None:
@@ -121,14 +124,18 @@ def wait(work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
         Interrupted: The transport broke, or `give_up` said so.
         DeadlineExceeded: It took too long.
     """
+    _wait(work.done, f"round {work.index}", until_s, give_up)
+    if work.error is not None:
+        raise Interrupted(f"the exchange of round {work.index} broke: {work.error}") from work.error
+
+
+def _wait(event: threading.Event, what: str, until_s: float, give_up: Callable[[], bool]) -> None:
     deadline = time.monotonic() + until_s
-    while not work.done.wait(_TICK_S):
+    while not event.wait(_TICK_S):
         if give_up():
             raise Interrupted("another rank failed")
         if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"round {work.index} made no progress for {until_s:.1f} s")
-    if work.error is not None:
-        raise Interrupted(f"the exchange of round {work.index} broke: {work.error}") from work.error
+            raise DeadlineExceeded(f"{what} made no progress for {until_s:.1f} s")
 
 
 class LocalExchange:
@@ -156,7 +163,7 @@ class LocalExchange:
     def failed_ranks(self, work: Round) -> list[int]:
         return _failed_ranks(work.slots)
 
-    def release(self, work: Round) -> None:
+    def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
         pass
 
     def close(self) -> None:
@@ -196,14 +203,22 @@ class RingExchange:
         self._store = world.store
         self._posted: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._forwarder = threading.Thread(target=self._forward_all, name="fastload-ring", daemon=True)
+        # A wait for a send cannot look out for alarms, so it is not for the caller's thread.
+        self._forwarded: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._await_sends, name="fastload-sent", daemon=True)
 
     def connect(self) -> None:
-        try:
+        def meet() -> Any:
             store = dist.PrefixStore("ring", self._store)
-            self._group: Any = dist.ProcessGroupGloo(store, self._rank, self._size, self._timeout)
-        except RuntimeError as error:
+            return dist.ProcessGroupGloo(store, self._rank, self._size, self._timeout)
+
+        try:
+            # Gloo's own deadline is for each step, and none of it holds when the store does not answer.
+            self._group: Any = within(self._timeout.total_seconds(), "connecting", meet)
+        except (RuntimeError, DeadlineExceeded) as error:
             raise Interrupted(f"the ranks could not connect: {error}") from error
         self._forwarder.start()
+        self._sender.start()
 
     def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
         return allocate_staging(slab_bytes, pinned=self._pinned), None
@@ -229,21 +244,23 @@ class RingExchange:
     def failed_ranks(self, work: Round) -> list[int]:
         return _failed_ranks(work.slots)
 
-    def release(self, work: Round) -> None:
-        try:
-            for send in work.sends:
-                send.wait(self._timeout)
-        except RuntimeError as error:
-            raise Interrupted(f"round {work.index} did not reach rank {self._right}: {error}") from error
+    def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
+        _wait(work.sent, f"sending round {work.index} to rank {self._right}", until_s, give_up)
+        if work.error is not None:
+            raise Interrupted(f"round {work.index} did not reach rank {self._right}: {work.error}")
 
     def close(self) -> None:
-        if not self._forwarder.is_alive():
-            return
         self._posted.put(None)
-        self._forwarder.join(_TICK_S)
-        if self._forwarder.is_alive():
+        if self._still_alive(_TICK_S):
             self._break_connections()
-            self._forwarder.join(10 * _TICK_S)
+            self._still_alive(10 * _TICK_S)
+
+    def _still_alive(self, wait_s: float) -> bool:
+        deadline = time.monotonic() + wait_s
+        threads = [thread for thread in (self._forwarder, self._sender) if thread.is_alive()]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return any(thread.is_alive() for thread in threads)
 
     def _break_connections(self) -> None:
         """Wakes whoever waits for a peer that will not answer, here and, as a lost connection, there.
@@ -263,6 +280,17 @@ class RingExchange:
             if work.started.is_set():
                 self.watch.stop()
             work.done.set()
+            self._forwarded.put(work)
+        self._forwarded.put(None)
+
+    def _await_sends(self) -> None:
+        while (work := self._forwarded.get()) is not None:
+            try:
+                for send in work.sends:
+                    send.wait(self._timeout)
+            except RuntimeError as error:
+                work.error = work.error or error
+            work.sent.set()
 
     def _forward(self, work: Round, owner: int, receive: Any) -> None:
         """Passes a slot on; one that could not be received goes on marked as failed: nobody is to wait."""
@@ -330,7 +358,7 @@ class NcclExchange:
         words = torch.stack([slot[-1] for slot in work.slots]).cpu()
         return [rank for rank, word in enumerate(words.tolist()) if word]
 
-    def release(self, work: Round) -> None:
+    def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
         pass  # the round is done, so every rank has sent and received all of it
 
     def close(self) -> None:

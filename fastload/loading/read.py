@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 
@@ -59,6 +59,9 @@ class ChunkReader:
         ]
         self._stopped = threading.Event()
         self._lock = threading.Lock()
+        self._num_serving = 0
+        self._at_end: Callable[[], None] | None = None
+        self._under_way: dict[int, tuple[str, int, int, int]] = {}
         self.num_retries = 0
         self.watch = Stopwatch()
 
@@ -73,6 +76,7 @@ class ChunkReader:
 
     def start(self) -> None:
         """Starts the threads."""
+        self._num_serving = len(self._threads)
         for thread in self._threads:
             thread.start()
 
@@ -80,21 +84,66 @@ class ChunkReader:
         """Lets reads that have not begun, and retries, end at once."""
         self._stopped.set()
 
-    def close(self) -> None:
-        """Stops, without waiting for a read that storage does not answer."""
+    def overdue(self) -> StorageError | None:
+        """Returns what to say of the read that has been under way for longest; None if none is."""
+        with self._lock:
+            oldest = next(iter(self._under_way.values()), None)
+        if oldest is None:
+            return None
+        name, offset, nbytes, attempts = oldest
+        return StorageError(
+            f"storage did not answer within {self._timeout_s:.1f} s",
+            url=f"{self._storage.url}/{name}" if name else self._storage.url,
+            offset=offset,
+            nbytes=nbytes,
+            attempts=attempts,
+        )
+
+    def close(self, *, wait_s: float) -> bool:
+        """Stops, and waits a little for reads under way.
+
+        Returns:
+            Whether all have ended. If not, storage does not answer; such a read still writes into its
+            buffers, which it keeps alive, should storage answer after all.
+        """
         self.stop()
+        deadline = time.monotonic() + wait_s
         for _ in self._threads:
             self._asked.put(None)
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Calls something once no read is under way any more: now, or in the last thread to end."""
+        with self._lock:
+            if self._num_serving:
+                self._at_end = call
+                return
+        call()
 
     def _serve(self) -> None:
+        try:
+            self._serve_all()
+        finally:
+            with self._lock:
+                self._num_serving -= 1
+                call = self._at_end if not self._num_serving else None
+            if call is not None:
+                call()
+
+    def _serve_all(self) -> None:
         while (asked := self._asked.get()) is not None:
             chunk, buffers, future = asked
+            del asked
             try:
                 self._read(chunk, buffers)
             except BaseException as error:
                 future.set_exception(error)
             else:
                 future.set_result(None)
+            del buffers, future  # a thread that waits for more keeps no memory
 
     def _read(self, chunk: Chunk, buffers: Sequence[memoryview]) -> None:
         rest = list(buffers)
@@ -108,6 +157,8 @@ class ChunkReader:
         attempt = 0
         while not self._stopped.is_set():
             attempt += 1
+            with self._lock:
+                self._under_way[threading.get_ident()] = (name, offset, sum(map(len, buffers)), attempt)
             try:
                 return self._storage.read_into(name, offset, buffers)
             except StorageError as error:
@@ -118,6 +169,9 @@ class ChunkReader:
                 pause = random.uniform(0, min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2**attempt))
                 if time.monotonic() + pause >= deadline:
                     raise
+            finally:
+                with self._lock:
+                    del self._under_way[threading.get_ident()]
             with self._lock:
                 self.num_retries += 1
             self._stopped.wait(pause)
