@@ -16,9 +16,13 @@ _INDEX = "model.safetensors.index.json"
 
 @click.command()
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--size", type=parse_bytes, default="512MB", show_default=True, help="Bytes of all tensors together.")
+@click.option(
+    "--size", type=parse_bytes, default="512MB", show_default=True, help="Bytes of all tensors together."
+)
 @click.option("--files", "num_files", default=8, show_default=True, help="Number of safetensors files.")
-@click.option("--big", type=parse_bytes, default="0", help="Bytes of one extra tensor, as a part of the size.")
+@click.option(
+    "--big", type=parse_bytes, default="0", help="Bytes of one extra tensor, as a part of the size."
+)
 def main(directory: Path, size: int, num_files: int, big: int) -> None:
     """Write a checkpoint into DIRECTORY."""
     directory.mkdir(parents=True, exist_ok=True)

@@ -11,8 +11,9 @@ from typing import Any
 from fastload.storage.base import FileStat, Storage
 from fastload.storage.local import LocalStorage
 from fastload.storage.remote import RemoteStorage
+from fastload.storage.retry import PatientStorage
 
-__all__ = ["FileStat", "Storage", "open_storage"]
+__all__ = ["FileStat", "PatientStorage", "Storage", "open_storage"]
 
 _log = logging.getLogger(__name__)
 

@@ -25,6 +25,8 @@ __all__ = ["ObjectStorage"]
 
 T = TypeVar("T")
 
+_from_url: Any = from_url  # its overloads want the kind of store to be known
+
 _SUFFIX = ".safetensors"
 _HTTP_NAMES = ("model.safetensors.index.json", "model.safetensors")
 _CONNECT_TIMEOUT = timedelta(seconds=5)
@@ -68,13 +70,15 @@ class ObjectStorage:
         if not parent:
             parent, self._root = rest, ""
         config = dict(options)
-        client = {"timeout": timedelta(seconds=attempt_s), "connect_timeout": min(_CONNECT_TIMEOUT, timedelta(seconds=attempt_s))}
+        attempt = timedelta(seconds=attempt_s)
+        client: dict[str, Any] = {"timeout": attempt, "connect_timeout": min(_CONNECT_TIMEOUT, attempt)}
+        client |= {"allow_http": True} if scheme == "http" else {}
         client |= config.pop("client_options", {})
-        if scheme == "http":
-            client.setdefault("allow_http", True)
         try:
             # No retries in there: fastload's own know the deadline and are counted.
-            self._store = from_url(f"{scheme}://{parent}", client_options=client, retry_config={"max_retries": 0}, **config)
+            self._store: Any = _from_url(
+                f"{scheme}://{parent}", client_options=client, retry_config={"max_retries": 0}, **config
+            )
         except Exception as error:
             raise OptionError(f"cannot open {url}: {_first_line(error)}") from error
         self._listed: dict[str, FileStat] = {}
@@ -136,7 +140,9 @@ class ObjectStorage:
     def _key(self, name: str) -> str:
         return "/".join(part for part in (self._root, name) if part)
 
-    def _call(self, name: str, ask: Callable[[str], T], offset: int | None = None, nbytes: int | None = None) -> T:
+    def _call(
+        self, name: str, ask: Callable[[str], T], offset: int | None = None, nbytes: int | None = None
+    ) -> T:
         try:
             return ask(self._key(name))
         except Exception as error:
