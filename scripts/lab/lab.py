@@ -52,13 +52,15 @@ BUCKET = "lab"
 HTTP_URL = f"http://{STORAGE_ADDRESS}:8080"
 S3_URL = f"http://{STORAGE_ADDRESS}:9000"
 KEY, SECRET, REGION = "labkey", "labsecret", "us-east-1"
+SIGNED = ["--aws-sigv4", f"aws:amz:{REGION}:s3", "--user", f"{KEY}:{SECRET}"]  # for curl
 RCLONE = "127.0.0.1:9001"  # inside the storage only, as is its remote control
 RCLONE_CONTROL = "127.0.0.1:9002"
 MAX_HOSTS = 200
 
 START_DEADLINE_S = 20.0
 TERMINATE_S = 5.0
-BURST_BYTES = 1 << 20
+BURST_S = 0.005  # what a capped link lets through at once, within the two bounds below
+BURST_BYTES = (128 << 10, 1 << 20)
 QUEUE_S = 0.05  # what a capped link queues before it drops
 
 CLIENT_ENV = {
@@ -175,6 +177,11 @@ def port_of(name: str) -> str:
     return "s" if name == STORAGE else f"h{number_of(name)}"
 
 
+def is_mounted(path: Path) -> bool:
+    """Whether something is mounted there, a bind of the same file system included."""
+    return any(line.split()[4] == str(path) for line in Path("/proc/self/mountinfo").open())
+
+
 def namespaces() -> list[str]:
     """The lab's namespaces that exist now, whoever made them."""
     names = [path.name for path in NETNS_DIR.glob("fl-*")] if NETNS_DIR.is_dir() else []
@@ -240,19 +247,30 @@ def show_rate(bits: int | None) -> str:
     return f"{bits / 1e6:g} Mbit/s" if bits else "unshaped"
 
 
+def burst(rate: int) -> int:
+    """Bytes that a link may send at once: small beside any transfer worth timing."""
+    smallest, largest = BURST_BYTES
+    return min(max(round(BURST_S * rate / 8), smallest), largest)
+
+
 def tbf(device: str, rate: int | None) -> list[str]:
     """tc: cap all that leaves a device."""
-    shape = f"tbf rate {rate}bit burst {BURST_BYTES} latency {QUEUE_S * 1000:g}ms"
-    return [f"qdisc replace dev {device} root {shape}"] if rate else []
+    if rate is None:
+        return []
+    shape = f"tbf rate {rate}bit burst {burst(rate)} latency {QUEUE_S * 1000:g}ms"
+    return [f"qdisc replace dev {device} root {shape}"]
+
+
+def htb(rate: int, ceiling: int) -> str:
+    bursts = f"burst {burst(rate)} cburst {burst(ceiling)} quantum 200000"
+    return f"rate {rate}bit ceil {ceiling}bit {bursts}"
 
 
 def htb_class(parent: str, minor: int, rate: int, ceiling: int) -> list[str]:
     """tc: one capped class of eth0 with a queue as short as tbf's."""
-    limit = BURST_BYTES + round(QUEUE_S * ceiling / 8)
-    bursts = f"burst {BURST_BYTES} cburst {BURST_BYTES} quantum 200000"
-    shape = f"rate {rate}bit ceil {ceiling}bit {bursts}"
+    limit = burst(ceiling) + round(QUEUE_S * ceiling / 8)
     return [
-        f"class add dev eth0 parent {parent} classid 1:{minor:x} htb {shape}",
+        f"class add dev eth0 parent {parent} classid 1:{minor:x} htb {htb(rate, ceiling)}",
         f"qdisc add dev eth0 parent 1:{minor:x} handle {minor + 16:x}: bfifo limit {limit}",
     ]
 
@@ -262,8 +280,7 @@ def htb_root(total: int | None, default: int) -> tuple[list[str], str]:
     commands = [f"qdisc replace dev eth0 root handle 1: htb default {default:x}"]
     if total is None:
         return commands, "1:"
-    bursts = f"burst {BURST_BYTES} cburst {BURST_BYTES} quantum 200000"
-    commands.append(f"class add dev eth0 parent 1: classid 1:1 htb rate {total}bit {bursts}")
+    commands.append(f"class add dev eth0 parent 1: classid 1:1 htb {htb(total, total)}")
     return commands, "1:1"
 
 
@@ -320,7 +337,7 @@ def up(args: argparse.Namespace) -> int:
         "host_rate": link,
         "storage_rate": args.storage_rate,
         "share_rate": share,
-        "made_netns_mount": not os.path.ismount(NETNS_DIR),
+        "made_netns_mount": not is_mounted(NETNS_DIR),
         "pids": {},
     }
     LAB_DIR.mkdir(parents=True, exist_ok=True)
@@ -345,7 +362,10 @@ def up(args: argparse.Namespace) -> int:
 def make_network(num_hosts: int) -> None:
     """Make the namespaces, the bridge, the links, the addresses and the host files."""
     names = [*(host_name(number) for number in range(1, num_hosts + 1)), STORAGE]
-    hosts_file = "127.0.0.1 localhost\n" + "".join(f"{address_of(n)} {n}\n" for n in names)
+    # torch looks its peers up by their mapped addresses, to name them in its messages.
+    pairs = ((address_of(name), name) for name in names)
+    lines = (f"{address} {name}\n::ffff:{address} v6.{name}\n" for address, name in pairs)
+    hosts_file = "127.0.0.1 localhost\n" + "".join(lines)
     for name in [BRIDGE, *names]:
         call("ip", "netns", "add", name)
         quiet = "net.ipv4.ip_forward=0 net.ipv6.conf.all.disable_ipv6=1"
@@ -415,7 +435,8 @@ def wait_for_services(pids: Mapping[str, int]) -> None:
     """Return when both services answer host 1 over the network."""
     deadline = time.monotonic() + START_DEADLINE_S
     for service, url in (("nginx", HTTP_URL), ("rclone", S3_URL)):
-        probe = ["ip", "netns", "exec", host_name(1), "curl", "-so", os.devnull, "-m", "2", url]
+        curl = ["curl", "-q", "-sfo", os.devnull, "-m", "2", *SIGNED, url]
+        probe = ["ip", "netns", "exec", host_name(1), *curl]
         while subprocess.run(probe, check=False, env=lab_env()).returncode != 0:
             if time.monotonic() > deadline or not is_running(pids[service]):
                 log = (SERVICES / f"{service}.log").read_text(errors="replace")[-2000:]
@@ -456,7 +477,7 @@ def tear_down() -> None:
     for directory in (*ETC_NETNS.glob("fl-*"), SERVICES, LOGS, DATA_DIR):
         if directory.exists():
             shutil.rmtree(directory)
-    if made_netns_mount and os.path.ismount(NETNS_DIR) and not any(NETNS_DIR.iterdir()):
+    if made_netns_mount and is_mounted(NETNS_DIR) and not any(NETNS_DIR.iterdir()):
         call("umount", str(NETNS_DIR))
         NETNS_DIR.rmdir()
     STATE.unlink(missing_ok=True)
@@ -497,11 +518,11 @@ def run(args: argparse.Namespace) -> int:
                     env=lab_env() | {"FASTLOAD_LAB_RUN": run_id},
                 )
         status = wait(processes, args.timeout, args.grace)
+        if status != 0:
+            show_failure(processes, logs)
     finally:
         end_processes(lambda: pids_of_run(run_id))
-    if status != 0:
-        show_failure(processes, logs)
-    elif not args.keep_logs:
+    if status == 0 and not args.keep_logs:
         shutil.rmtree(logs)
     return status
 
@@ -541,14 +562,15 @@ def wait(processes: Mapping[str, subprocess.Popen], timeout_s: float, grace_s: f
 
 
 def exit_status(returncode: int) -> int:
-    return returncode if returncode > 0 else 128 - returncode
+    """What a shell calls a process's end: a signal is 128 and its number."""
+    return returncode if returncode >= 0 else 128 - returncode
 
 
 def show_failure(processes: Mapping[str, subprocess.Popen], logs: Path) -> None:
     """Say how each host ended, and show the end of what the hosts with log files said."""
     for name, process in processes.items():
-        code = process.wait()
-        say(f"{name} ended with {exit_status(code) if code else 0}")
+        code = process.poll()
+        say(f"{name} {'still runs' if code is None else f'ended with {exit_status(code)}'}")
         if (logs / name).exists():
             text = (logs / name).read_text(errors="replace").splitlines()[-40:]
             print("\n".join(f"[{name}] {line}" for line in text), file=sys.stderr)
@@ -616,8 +638,7 @@ def head_all(served: Path) -> None:
     """HEAD every object: rclone hashes an object at its first access, which is slow."""
     keys = [str(path.relative_to(served)) for path in served.rglob("*") if path.is_file()]
     urls = "".join(f'url = "{S3_URL}/{BUCKET}/{quote(key)}"\n' for key in sorted(keys))
-    signed = ["--aws-sigv4", f"aws:amz:{REGION}:s3", "--user", f"{KEY}:{SECRET}"]
-    on_storage("--fail", "--fail-early", "--head", *signed, "--config", "-", stdin=urls)
+    on_storage("--fail", "--fail-early", "--head", *SIGNED, "--config", "-", stdin=urls)
 
 
 def on_storage(*options: str, stdin: str | None = None) -> None:
@@ -726,15 +747,14 @@ def main(argv: Sequence[str]) -> int:
     bins = [Path(os.environ[key]) / "bin" for key in ("VIRTUAL_ENV",) if key in os.environ]
     paths = [*bins, PROJECT / ".venv" / "bin", os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]
     os.environ["PATH"] = os.pathsep.join(map(str, paths))
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         need("ip", "tc")
         return args.action(args)
     except LabError as error:
         say(str(error))
         return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 if __name__ == "__main__":
