@@ -327,9 +327,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="scripts/lab/", description="Several hosts on one machine.")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(
-        name: str, action: Callable[[argparse.Namespace], int], text: str
-    ) -> argparse.ArgumentParser:
+    def add(name: str, action: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text, prog=f"scripts/lab/{name}")
         sub.set_defaults(action=action)
         return sub
@@ -339,9 +337,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--host-rate", type=rate, metavar="R", help="each host's link, e.g. 2gbit (else unshaped)"
     )
-    sub.add_argument(
-        "--storage-rate", type=rate, metavar="R", help="the storage's link, shared by all hosts"
-    )
+    sub.add_argument("--storage-rate", type=rate, metavar="R", help="the storage's link, shared by all hosts")
     sub.add_argument(
         "--per-host-storage-rate", type=rate, metavar="R", help="each host's own share of storage"
     )

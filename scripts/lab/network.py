@@ -118,8 +118,7 @@ def make_network(num_hosts: int) -> None:
         (ETC_NETNS / name / "hosts").write_text(hosts_file)
         ip(
             BRIDGE,
-            f"link add {port_of(name)} type veth"
-            f" peer name eth0 address {mac_of(name)} netns {name}",
+            f"link add {port_of(name)} type veth peer name eth0 address {mac_of(name)} netns {name}",
             f"link set {port_of(name)} master br0 up",
         )
         others = [other for other in names if other != name]

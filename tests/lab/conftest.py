@@ -3,10 +3,6 @@
 import pytest
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "lab: needs root, network namespaces and storage servers")
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = {str(r.longrepr[2]) for r in skipped if "tests/lab/" in r.nodeid}

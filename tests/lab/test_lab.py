@@ -118,7 +118,8 @@ def fetch(num_bytes: int) -> list[str]:
 # These come first: below, one lab stays up to the end of the module.
 
 
-def test_each_host_has_its_own_share_of_storage(_usable: None, payload: Path) -> None:
+@pytest.mark.usefixtures("_usable")
+def test_each_host_has_its_own_share_of_storage(payload: Path) -> None:
     try:
         lab("up", "2", "--host-rate", "1gbit", "--per-host-storage-rate", "80mbit")
         lab("put", str(payload), "object.bin")
@@ -131,15 +132,14 @@ def test_each_host_has_its_own_share_of_storage(_usable: None, payload: Path) ->
         lab("down")
 
 
-def test_down_with_nothing_up_is_fine(_usable: None) -> None:
+@pytest.mark.usefixtures("_usable")
+def test_down_with_nothing_up_is_fine() -> None:
     before = traces()
     lab("down")
     assert traces() == before
 
 
-def test_run_gives_each_host_a_rank_a_name_and_a_way_to_the_others(
-    two_hosts: Path, tmp_path: Path
-) -> None:
+def test_run_gives_each_host_a_rank_a_name_and_a_way_to_the_others(two_hosts: Path, tmp_path: Path) -> None:
     script = tmp_path / "names.py"
     script.write_text(
         textwrap.dedent("""
