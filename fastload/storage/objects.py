@@ -71,8 +71,11 @@ class ObjectStorage:
             parent, self._root = rest, ""
         config = dict(options)
         attempt = timedelta(seconds=attempt_s)
-        client: dict[str, Any] = {"timeout": attempt, "connect_timeout": min(_CONNECT_TIMEOUT, attempt)}
-        client |= {"allow_http": True} if scheme == "http" else {}
+        client: dict[str, Any] = {
+            "timeout": attempt,
+            "connect_timeout": min(_CONNECT_TIMEOUT, attempt),
+            "allow_http": True,  # whoever names an http:// endpoint means it
+        }
         client |= config.pop("client_options", {})
         try:
             # No retries in there: fastload's own know the deadline and are counted.
