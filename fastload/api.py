@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, NoReturn
@@ -19,21 +19,24 @@ from fastload.errors import CheckpointNotFound, OptionError, WorldError
 from fastload.formats.manifest import Manifest
 from fastload.formats.safetensors import read_manifest
 from fastload.loading.access import Access, agree_on_access, require_same
-from fastload.loading.exchange import Exchange, has_nccl, open_exchange
+from fastload.loading.exchange import has_nccl, open_exchange
 from fastload.loading.match import Match, match
 from fastload.loading.pipeline import Pipeline, read_threads
 from fastload.loading.place import Placer
 from fastload.loading.plan import ReadPlan, plan_reads
 from fastload.loading.read import ChunkReader
+from fastload.loading.rounds import Exchange
 from fastload.loading.strategy import Decision, choose_strategy
 from fastload.options import SETTINGS, LoadOptions
 from fastload.report import LoadReport, RankReport
-from fastload.storage import Storage, open_storage
+from fastload.storage import PatientStorage, open_storage
 from fastload.world import World, join
 
 __all__ = ["Checkpoint", "inspect", "load", "open"]
 
 _log = logging.getLogger(__name__)
+
+_MAX_ATTEMPT_S = 30.0  # for one request: what takes longer has stalled
 
 Path = str | os.PathLike[str]
 
@@ -47,6 +50,7 @@ def load(
     process_group: Any = None,
     names: Sequence[str] | str | None = None,
     strict: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
     options: LoadOptions | None = None,
 ) -> dict[str, Tensor]:
     """Loads a checkpoint on all ranks of a group; together they read every byte once.
@@ -66,6 +70,8 @@ def load(
             the default group, or for this process alone if torch.distributed is not initialized.
         names: Names or glob patterns of the tensors to load; only their bytes are read.
         strict: With `into`, whether its names and the checkpoint's have to be the same.
+        storage_options: Passed on to obstore (object stores, HTTP) or fsspec (other URLs), in addition
+            to what the environment says of credentials and endpoints.
         options: How to load; None for the defaults.
 
     Returns:
@@ -80,55 +86,75 @@ def load(
         StorageError: With one rank only: storage did not deliver.
         OptionError: An option or argument cannot be used.
     """
-    with open(path, process_group=process_group, options=options) as checkpoint:
+    with open(
+        path, process_group=process_group, storage_options=storage_options, options=options
+    ) as checkpoint:
         return checkpoint.load(into=into, device=device, dtype=dtype, names=names, strict=strict)
 
 
-def open(path: Path, *, process_group: Any = None, options: LoadOptions | None = None) -> Checkpoint:
+def open(
+    path: Path,
+    *,
+    process_group: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    options: LoadOptions | None = None,
+) -> Checkpoint:
     """Opens a checkpoint on all ranks of a group; use it as a context manager.
 
     Args and errors are those of `load`, as far as they go.
     """
-    problem: Exception | None = None
+    world, location, options = _meet(path, process_group, options)
+
+    def connect() -> PatientStorage:
+        storage = open_storage(location, storage_options, attempt_s=min(_MAX_ATTEMPT_S, world.patience_s / 3))
+        return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s)
+
     try:
-        options = options if options is not None else LoadOptions()
-        storage = open_storage(path)
-    except Exception as error:
-        problem = error
-    timeout_s = options.timeout_s if options is not None else SETTINGS["timeout_s"].default
-    world = join(process_group, timeout_s=timeout_s)
-    if problem is not None:
-        _tell_all(world, f"opening {path}", problem)
-    assert options is not None
-    try:
-        access = agree_on_access(world, storage, {"path": os.fspath(path), **options.shared()})
+        access = agree_on_access(world, location, connect, {"path": location, **options.shared()})
     except BaseException as error:
-        storage.close()
         if not isinstance(error, Exception):
             world.leave(error)
         raise
-    return Checkpoint(world, storage, access, options)
+    return Checkpoint(world, access, options)
 
 
-def _tell_all(world: World, what: str, problem: Exception) -> NoReturn:
-    """Raises on all ranks what went wrong on this one before it could ask for anything."""
+def _meet(path: Path, process_group: Any, options: LoadOptions | None) -> tuple[World, str, LoadOptions]:
+    """Forms the world even if this rank cannot go on: the others are not to wait for it in vain."""
+    problem: Exception | None = None
+    location, timeout_s = "", SETTINGS["timeout_s"].default
+    try:
+        location = os.fspath(path)
+        options = options if options is not None else LoadOptions()
+        timeout_s = options.timeout_s
+    except Exception as error:
+        problem = error
+    world = join(process_group, timeout_s=timeout_s)
+    if problem is None and options is not None:
+        return world, location, options
 
     def fail() -> NoReturn:
+        assert problem is not None
         raise problem
 
-    world.agree(what, fail)
-    raise AssertionError("agreed although this rank failed")
+    world.agree(f"opening {path}", fail)
+    raise AssertionError("the ranks agreed although this one failed")
 
 
-def inspect(path: Path) -> Manifest:
+def inspect(path: Path, *, storage_options: Mapping[str, Any] | None = None) -> Manifest:
     """Reads what is in a checkpoint, without its data and without a process group.
+
+    Args:
+        path: As for `load`.
+        storage_options: As for `load`.
 
     Raises:
         CheckpointNotFound: There is none.
         ManifestError: It is malformed.
         StorageError: Storage did not deliver the headers.
     """
-    storage = open_storage(path)
+    options = LoadOptions()
+    connected = open_storage(path, storage_options)
+    storage = PatientStorage(connected, retries=options.retries, timeout_s=options.timeout_s)
     try:
         manifest = read_manifest(storage)
     finally:
@@ -146,14 +172,14 @@ class Checkpoint:
         report: What the last `load` did, or None.
     """
 
-    def __init__(self, world: World, storage: Storage, access: Access, options: LoadOptions) -> None:
+    def __init__(self, world: World, access: Access, options: LoadOptions) -> None:
         self.manifest = access.manifest
         self.report: LoadReport | None = None
         self._world = world
-        self._storage = storage
+        self._storage = access.storage
         self._access = access
         self._options = options
-        self._header_bytes = storage.bytes_read
+        self._header_bytes = access.storage.bytes_read
         self._failed = False
         self._last_reader: ChunkReader | None = None
 
@@ -254,14 +280,7 @@ class Checkpoint:
         threads = read_threads(
             options.read_threads, depth=plan.depth, ranks_on_host=access.hosts.count(access.hosts[world.rank])
         )
-        reader = ChunkReader(
-            self._storage,
-            [file.name for file in self.manifest.files],
-            plan,
-            threads=threads,
-            retries=options.retries,
-            timeout_s=world.patience_s,
-        )
+        reader = ChunkReader(self._storage, self.manifest.files, plan, threads=threads)
         exchange = open_exchange(world, hosts=access.hosts, local=alone, device=device)
         placer = Placer(matched.destinations)
         pipeline = Pipeline(
@@ -275,16 +294,15 @@ class Checkpoint:
         already_read = self._storage.bytes_read
         self._last_reader = job.reader
         try:
-            job.pipeline.run()
-        except Exception as caught:
-            error = caught
-            self._world.raise_alarm()
-        finally:
-            job.reader.stop()
-        try:
+            try:
+                job.pipeline.run()
+            except Exception as caught:
+                error = caught
+                self._world.raise_alarm()
             self._settle(job, began, already_read, error)
         finally:
             error = None  # else error → traceback → frame → error would keep all their memory alive
+            job.pipeline.close()
             if not job.reader.close(wait_s=min(1.0, self._world.grace_s)):
                 _log.warning("%s: a read is still under way and may yet write", self.manifest.url)
 
@@ -330,7 +348,7 @@ class Checkpoint:
             total_s=total_s,
             overlapped_s=max(0.0, read_s + exchange_s + place_s - total_s),
             peak_staging_bytes=pipeline.staging_bytes,
-            retries=job.reader.num_retries,
+            retries=self._storage.num_retries,
         )
 
 

@@ -11,9 +11,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,153 +20,15 @@ from torch import Tensor
 
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.loading.plan import STATUS_BYTES
+from fastload.loading.rounds import FAILED, TICK_S, Exchange, LocalExchange, Round, failed_ranks, wait_for
 from fastload.memory import allocate, allocate_staging
 from fastload.patience import within
 from fastload.report import Stopwatch
 from fastload.world import World
 
-__all__ = ["Exchange", "Round", "open_exchange"]
+__all__ = ["has_nccl", "open_exchange"]
 
-_TICK_S = 0.05
-_FAILED = 1
 _NEVER_SENT = 2**31 - 1  # a tag
-
-
-@dataclass
-class Round:
-    """One round under way.
-
-    Attributes:
-        index: Which round of the plan.
-        own: Host memory of this rank's slot; the reader fills it.
-        slots: The slot of each rank, on the exchange's device.
-        started: Set once this rank's slot is complete and handed over.
-        done: Set once every slot is here.
-        sent: Set once the transport has no more use for the slots.
-        error: What broke the transport, if it broke.
-        placed: Whether the bytes were read to where they belong, past the slot.
-        started_at: When this rank's slot was handed over, by `time.perf_counter`.
-    """
-
-    index: int
-    own: Tensor
-    slots: list[Tensor]
-    started: threading.Event = field(default_factory=threading.Event)
-    done: threading.Event = field(default_factory=threading.Event)
-    sent: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-    placed: bool = False
-    started_at: float = 0.0
-    receives: list[Any] = field(default_factory=list)
-    sends: list[Any] = field(default_factory=list)
-
-    def mark(self, *, failed: bool) -> None:
-        """Writes this rank's status word."""
-        self.own[-STATUS_BYTES:].fill_(_FAILED if failed else 0)
-
-
-class Exchange(Protocol):
-    """Moves slots between the ranks. Rounds are posted and started in plan order on every rank.
-
-    Attributes:
-        transport: What carries the bytes, for the report.
-        device: Where slots live.
-        watch: Time with at least one exchange under way.
-    """
-
-    transport: str
-    device: torch.device
-    watch: Stopwatch
-
-    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
-        """Allocates a slab, and host memory for this rank's own slot unless the slab is host memory."""
-        ...
-
-    def connect(self) -> None:
-        """Meets the other ranks; to be called once all of them are known to be ready.
-
-        Raises:
-            Interrupted: Some rank did not come.
-        """
-        ...
-
-    def post(self, work: Round) -> None:
-        """Makes the round's slots ready to receive."""
-        ...
-
-    def start(self, work: Round) -> None:
-        """Hands over this rank's slot, data and status word."""
-        ...
-
-    def failed_ranks(self, work: Round) -> list[int]:
-        """Returns the ranks whose status word in a round that is done says failed."""
-        ...
-
-    def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        """Returns once the round's slots may be overwritten; arguments and errors are those of `wait`."""
-        ...
-
-    def close(self) -> None:
-        """Ends the exchange; rounds that have not ended are abandoned."""
-        ...
-
-
-def wait(work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-    """Waits until every slot of a round is here.
-
-    Args:
-        work: The round.
-        until_s: Longest wait in seconds.
-        give_up: Asked again and again; True ends the wait.
-
-    Raises:
-        Interrupted: The transport broke, or `give_up` said so.
-        DeadlineExceeded: It took too long.
-    """
-    _wait(work.done, f"round {work.index}", until_s, give_up)
-    if work.error is not None:
-        raise Interrupted(f"the exchange of round {work.index} broke: {work.error}") from work.error
-
-
-def _wait(event: threading.Event, what: str, until_s: float, give_up: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + until_s
-    while not event.wait(_TICK_S):
-        if give_up():
-            raise Interrupted("another rank failed")
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"{what} made no progress for {until_s:.1f} s")
-
-
-class LocalExchange:
-    """A world of 1, or every rank for itself: nothing to exchange."""
-
-    transport = "none"
-
-    def __init__(self, *, pinned: bool) -> None:
-        self.device = torch.device("cpu")
-        self.watch = Stopwatch()
-        self._pinned = pinned
-
-    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
-        return allocate_staging(slab_bytes, pinned=self._pinned), None
-
-    def connect(self) -> None:
-        pass
-
-    def post(self, work: Round) -> None:
-        pass
-
-    def start(self, work: Round) -> None:
-        work.done.set()
-
-    def failed_ranks(self, work: Round) -> list[int]:
-        return _failed_ranks(work.slots)
-
-    def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class RingExchange:
@@ -242,18 +103,18 @@ class RingExchange:
         work.started.set()
 
     def failed_ranks(self, work: Round) -> list[int]:
-        return _failed_ranks(work.slots)
+        return failed_ranks(work.slots)
 
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        _wait(work.sent, f"sending round {work.index} to rank {self._right}", until_s, give_up)
+        wait_for(work.sent, f"sending round {work.index} to rank {self._right}", until_s, give_up)
         if work.error is not None:
             raise Interrupted(f"round {work.index} did not reach rank {self._right}: {work.error}")
 
     def close(self) -> None:
         self._posted.put(None)
-        if self._still_alive(_TICK_S):
+        if self._still_alive(TICK_S):
             self._break_connections()
-            self._still_alive(10 * _TICK_S)
+            self._still_alive(10 * TICK_S)
 
     def _still_alive(self, wait_s: float) -> bool:
         deadline = time.monotonic() + wait_s
@@ -298,7 +159,7 @@ class RingExchange:
             receive.wait(self._timeout)
         except RuntimeError as error:
             work.error = work.error or error
-            work.slots[owner][-STATUS_BYTES:].fill_(_FAILED)
+            work.slots[owner][-STATUS_BYTES:].fill_(FAILED)
         if owner != self._right:
             try:
                 work.sends.append(self._send(work, owner))
@@ -365,7 +226,7 @@ class NcclExchange:
         if not self._waiter.is_alive():
             return
         self._running.put(None)
-        self._waiter.join(2 * _TICK_S)
+        self._waiter.join(2 * TICK_S)
 
     def _all_gather(self, slots: list[Tensor]) -> None:
         mine = slots[self._rank]
@@ -384,10 +245,6 @@ class NcclExchange:
                 time.sleep(0.0002)  # a blocking wait could not be abandoned
             self.watch.stop()
             work.done.set()
-
-
-def _failed_ranks(slots: Sequence[Tensor]) -> list[int]:
-    return [rank for rank, slot in enumerate(slots) if slot[-1].item()]
 
 
 def open_exchange(world: World, *, hosts: Sequence[str], local: bool, device: torch.device) -> Exchange:

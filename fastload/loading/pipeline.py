@@ -14,10 +14,10 @@ from concurrent.futures import TimeoutError as NotYet
 from torch import Tensor
 
 from fastload.errors import DeadlineExceeded, Interrupted
-from fastload.loading.exchange import Exchange, Round, wait
 from fastload.loading.place import Placer
 from fastload.loading.plan import Chunk, ReadPlan
 from fastload.loading.read import ChunkReader
+from fastload.loading.rounds import Exchange, Round, wait
 from fastload.memory import host_view
 from fastload.report import Stopwatch
 from fastload.world import World
@@ -108,8 +108,19 @@ class Pipeline:
                     rounds.append(self._post(index + len(rounds)))
                 self._finish(rounds[0])
                 self._recycle(rounds.popleft())
+        except BaseException:
+            self._reader.stop()
+            raise
         finally:
-            self._end()
+            with self._ready:
+                self._ended = True
+                self._ready.notify()
+
+    def close(self) -> None:
+        """Ends the threads. After a failure that may take a moment, so the others are to be told before."""
+        if self._starter.is_alive():
+            self._starter.join(self._world.grace_s)
+        self._exchange.close()
 
     # The caller's thread
 
@@ -147,7 +158,7 @@ class Pipeline:
                 raise Interrupted(f"round {work.index}: rank {failed[0]} could not deliver its chunk")
         except DeadlineExceeded as late:
             # Somebody else's read, or wire, unless this rank has not even handed over its own chunk.
-            overdue = None if work.started.is_set() else self._reader.overdue()
+            overdue = None if work.started.is_set() else self._reader.overdue(self._world.patience_s)
             raise overdue or Interrupted(str(late)) from None
         except Interrupted:
             if self._read_error is not None:
@@ -169,14 +180,6 @@ class Pipeline:
         except DeadlineExceeded as late:
             raise Interrupted(str(late)) from None
         self._placer.settle()
-
-    def _end(self) -> None:
-        self._reader.stop()
-        with self._ready:
-            self._ended = True
-            self._ready.notify()
-        self._starter.join(self._world.grace_s)
-        self._exchange.close()
 
     # The starter's thread
 

@@ -1,23 +1,21 @@
-"""Fills buffers with chunks: some threads, and another try for what may pass."""
+"""Fills buffers with chunks, in some threads."""
 
 from __future__ import annotations
 
-import random
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 
-from fastload.errors import Interrupted, StorageError
-from fastload.loading.plan import Chunk, ReadPlan
+from fastload.errors import StorageError
+from fastload.formats.manifest import FileEntry
+from fastload.loading.plan import Chunk, ReadPlan, Span
 from fastload.report import Stopwatch
-from fastload.storage.base import Storage
+from fastload.storage import PatientStorage
 
 __all__ = ["ChunkReader"]
-
-_FIRST_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 5.0
 
 
 class ChunkReader:
@@ -25,44 +23,35 @@ class ChunkReader:
 
     Args:
         storage: Where from.
-        names: Name of each file of the manifest, by its index.
+        files: The files of the manifest.
         plan: What the chunks are made of.
         threads: Chunks read at once.
-        retries: Further attempts at a range after a transient error.
-        timeout_s: Longest time in seconds spent on one range, retries included.
 
     Attributes:
-        num_retries: Attempts beyond the first so far.
         watch: Time with at least one read under way.
     """
 
     def __init__(
         self,
-        storage: Storage,
-        names: Sequence[str],
+        storage: PatientStorage,
+        files: Sequence[FileEntry],
         plan: ReadPlan,
         *,
         threads: int,
-        retries: int,
-        timeout_s: float,
     ) -> None:
         self._storage = storage
-        self._names = names
+        self._files = files
         self._plan = plan
-        self._retries = retries
-        self._timeout_s = timeout_s
         self._asked: SimpleQueue[tuple[Chunk, Sequence[memoryview], Future[None]] | None] = SimpleQueue()
         # Daemons, unlike an executor's threads: a read that storage never answers must not hold up the exit.
         self._threads = [
             threading.Thread(target=self._serve, name=f"fastload-read-{n}", daemon=True)
             for n in range(threads)
         ]
-        self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._num_serving = 0
         self._at_end: Callable[[], None] | None = None
-        self._under_way: dict[int, tuple[str, int, int, int]] = {}
-        self.num_retries = 0
+        self._under_way: dict[int, Span] = {}
         self.watch = Stopwatch()
 
     def submit(self, chunk: Chunk, buffers: Sequence[memoryview]) -> Future[None]:
@@ -82,31 +71,29 @@ class ChunkReader:
 
     def stop(self) -> None:
         """Lets reads that have not begun, and retries, end at once."""
-        self._stopped.set()
+        self._storage.stop()
 
-    def overdue(self) -> StorageError | None:
+    def overdue(self, within_s: float) -> StorageError | None:
         """Returns what to say of the read that has been under way for longest; None if none is."""
         with self._lock:
-            oldest = next(iter(self._under_way.values()), None)
-        if oldest is None:
+            span = next(iter(self._under_way.values()), None)
+        if span is None:
             return None
-        name, offset, nbytes, attempts = oldest
+        name = self._files[span.file].name
         return StorageError(
-            f"storage did not answer within {self._timeout_s:.1f} s",
+            f"storage did not answer within {within_s:.1f} s",
             url=f"{self._storage.url}/{name}" if name else self._storage.url,
-            offset=offset,
-            nbytes=nbytes,
-            attempts=attempts,
+            offset=span.offset,
+            nbytes=span.nbytes,
         )
 
     def close(self, *, wait_s: float) -> bool:
-        """Stops, and waits a little for reads under way.
+        """Ends the threads, and waits a little for reads under way.
 
         Returns:
             Whether all have ended. If not, storage does not answer; such a read still writes into its
             buffers, which it keeps alive, should storage answer after all.
         """
-        self.stop()
         deadline = time.monotonic() + wait_s
         for _ in self._threads:
             self._asked.put(None)
@@ -150,32 +137,20 @@ class ChunkReader:
         with self.watch:
             for span in self._plan.spans(chunk):
                 taken, rest = _take(rest, span.nbytes)
-                self._read_patiently(self._names[span.file], span.offset, taken)
+                with self._reading(span):
+                    file = self._files[span.file]
+                    self._storage.read_into(file.name, span.offset, taken, file.version)
 
-    def _read_patiently(self, name: str, offset: int, buffers: list[memoryview]) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        attempt = 0
-        while not self._stopped.is_set():
-            attempt += 1
+    @contextlib.contextmanager
+    def _reading(self, span: Span) -> Iterator[None]:
+        me = threading.get_ident()
+        with self._lock:
+            self._under_way[me] = span
+        try:
+            yield
+        finally:
             with self._lock:
-                self._under_way[threading.get_ident()] = (name, offset, sum(map(len, buffers)), attempt)
-            try:
-                return self._storage.read_into(name, offset, buffers)
-            except StorageError as error:
-                error.attempts = attempt
-                if not error.transient or attempt > self._retries:
-                    raise
-                # Full jitter: ranks that failed together must not come back together.
-                pause = random.uniform(0, min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2**attempt))
-                if time.monotonic() + pause >= deadline:
-                    raise
-            finally:
-                with self._lock:
-                    del self._under_way[threading.get_ident()]
-            with self._lock:
-                self.num_retries += 1
-            self._stopped.wait(pause)
-        raise Interrupted("reading stopped because the load failed elsewhere")
+                del self._under_way[me]
 
 
 def _take(buffers: list[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:

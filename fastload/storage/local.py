@@ -69,7 +69,7 @@ class LocalStorage:
                 return None
             raise self._error(error, "") from error
 
-    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         position, wanted = offset, list(buffers)
         try:
             descriptor = self._descriptor(name)
