@@ -299,6 +299,9 @@ class Checkpoint:
             except Exception as caught:
                 error = caught
                 self._world.raise_alarm()
+            except BaseException as caught:
+                self._world.leave(caught)  # at once: what follows may take a moment
+                raise
             self._settle(job, began, already_read, error)
         finally:
             error = None  # else error → traceback → frame → error would keep all their memory alive

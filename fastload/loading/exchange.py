@@ -62,6 +62,7 @@ class RingExchange:
         self._incoming = [order[place - distance] for distance in range(1, world.size)]
         assert world.store is not None
         self._store = world.store
+        self._closed = False
         self._posted: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._forwarder = threading.Thread(target=self._forward_all, name="fastload-ring", daemon=True)
         # A wait for a send cannot look out for alarms, so it is not for the caller's thread.
@@ -91,7 +92,7 @@ class RingExchange:
                 for owner in self._incoming
             ]
         except RuntimeError as error:
-            work.error = error
+            work.broke(error)
         self._posted.put(work)
 
     def start(self, work: Round) -> None:
@@ -99,7 +100,7 @@ class RingExchange:
         try:
             work.sends.append(self._send(work, self._rank))
         except RuntimeError as error:
-            work.error = error
+            work.broke(error)
         work.started.set()
 
     def failed_ranks(self, work: Round) -> list[int]:
@@ -111,6 +112,7 @@ class RingExchange:
             raise Interrupted(f"round {work.index} did not reach rank {self._right}: {work.error}")
 
     def close(self) -> None:
+        self._closed = True
         self._posted.put(None)
         if self._still_alive(TICK_S):
             self._break_connections()
@@ -136,8 +138,8 @@ class RingExchange:
         while (work := self._posted.get()) is not None:
             for owner, receive in zip(self._incoming, work.receives, strict=False):
                 self._forward(work, owner, receive)
-            if work.error is None:
-                work.started.wait(self._timeout.total_seconds())
+            while work.error is None and not self._closed and not work.started.wait(TICK_S):
+                pass
             if work.started.is_set():
                 self.watch.stop()
             work.done.set()
@@ -150,7 +152,7 @@ class RingExchange:
                 for send in work.sends:
                     send.wait(self._timeout)
             except RuntimeError as error:
-                work.error = work.error or error
+                work.broke(error)
             work.sent.set()
 
     def _forward(self, work: Round, owner: int, receive: Any) -> None:
@@ -158,13 +160,13 @@ class RingExchange:
         try:
             receive.wait(self._timeout)
         except RuntimeError as error:
-            work.error = work.error or error
+            work.broke(error)
             work.slots[owner][-STATUS_BYTES:].fill_(FAILED)
         if owner != self._right:
             try:
                 work.sends.append(self._send(work, owner))
             except RuntimeError as error:
-                work.error = work.error or error
+                work.broke(error)
 
     def _send(self, work: Round, owner: int) -> Any:
         return self._group.send([work.slots[owner]], self._right, self._tag(work, owner))
@@ -211,7 +213,7 @@ class NcclExchange:
                 self._all_gather(work.slots)
                 sent.record(self._stream)
         except RuntimeError as error:
-            work.error = error
+            work.broke(error)
         work.started.set()
         self._running.put((work, sent))
 

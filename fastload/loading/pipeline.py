@@ -121,6 +121,8 @@ class Pipeline:
         if self._starter.is_alive():
             self._starter.join(self._world.grace_s)
         self._exchange.close()
+        self._posted.clear()
+        self._read_error = None  # else error → traceback → frame → self → error would keep the slabs alive
 
     # The caller's thread
 
@@ -197,7 +199,11 @@ class Pipeline:
                 self._read_error = self._read_error or error
             work.mark(failed=self._read_error is not None)
             work.started_at = time.perf_counter()
-            self._exchange.start(work)
+            try:
+                self._exchange.start(work)
+            except Exception as error:
+                work.broke(error)
+                work.done.set()
 
     def _is_read(self, future: Future[None]) -> bool:
         """Waits for a read, and no longer than the load goes on: storage may never answer."""

@@ -50,6 +50,12 @@ class Round:
     receives: list[Any] = field(default_factory=list)
     sends: list[Any] = field(default_factory=list)
 
+    def broke(self, error: BaseException) -> None:
+        """Notes what broke the transport, the first time."""
+        if self.error is None:
+            # Without its traceback, whose frames hold this round: a cycle that would keep the slabs alive.
+            self.error = error.with_traceback(None)
+
     def mark(self, *, failed: bool) -> None:
         """Writes this rank's status word."""
         self.own[-STATUS_BYTES:].fill_(FAILED if failed else 0)
