@@ -13,7 +13,7 @@ from concurrent.futures import TimeoutError as NotYet
 
 from torch import Tensor
 
-from fastload.errors import DeadlineExceeded, Interrupted
+from fastload.errors import DeadlineExceeded, FastloadError, Interrupted
 from fastload.loading.place import Placer
 from fastload.loading.plan import Chunk, ReadPlan
 from fastload.loading.read import ChunkReader
@@ -159,9 +159,7 @@ class Pipeline:
             if failed:
                 raise Interrupted(f"round {work.index}: rank {failed[0]} could not deliver its chunk")
         except DeadlineExceeded as late:
-            # Somebody else's read, or wire, unless this rank has not even handed over its own chunk.
-            overdue = None if work.started.is_set() else self._reader.overdue(self._world.patience_s)
-            raise overdue or Interrupted(str(late)) from None
+            raise self._reason(work, late) from None
         except Interrupted:
             if self._read_error is not None:
                 raise self._read_error from None
@@ -175,6 +173,11 @@ class Pipeline:
         if self._progress is not None:
             last = self._plan.chunk(work.index, self._plan.readers[-1])
             self._progress(last.start + last.nbytes, self._plan.total_bytes)
+
+    def _reason(self, work: Round, late: DeadlineExceeded) -> FastloadError:
+        """Somebody else's read, or wire, unless this rank has not even handed over its own chunk."""
+        overdue = None if work.started.is_set() else self._reader.overdue(self._world.patience_s)
+        return overdue or Interrupted(str(late))
 
     def _recycle(self, work: Round) -> None:
         try:
@@ -192,11 +195,8 @@ class Pipeline:
                 if not self._posted:
                     return
                 work, future = self._posted.popleft()
-            try:
-                if future is not None and not self._is_read(future):
-                    return
-            except BaseException as error:
-                self._read_error = self._read_error or error
+            if future is not None and not self._is_read(future):
+                return
             work.mark(failed=self._read_error is not None)
             work.started_at = time.perf_counter()
             try:
@@ -206,9 +206,11 @@ class Pipeline:
                 work.done.set()
 
     def _is_read(self, future: Future[None]) -> bool:
-        """Waits for a read, and no longer than the load goes on: storage may never answer."""
+        """Waits for a read, good or bad, and no longer than the load goes on: storage may never answer."""
         while not self._ended:
             with contextlib.suppress(NotYet):
-                future.result(_TICK_S)
+                # Not result(): a raised error has this frame in its traceback, and so, in a cycle, itself.
+                error = future.exception(_TICK_S)
+                self._read_error = self._read_error or error
                 return True
         return False
