@@ -70,7 +70,7 @@ class LocalStorage:
             raise self._error(error, "") from error
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        position, wanted = offset, list(buffers)
+        position, wanted = offset, [buffer for buffer in buffers if len(buffer)]
         try:
             descriptor = self._descriptor(name)
             while wanted:

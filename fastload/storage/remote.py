@@ -72,6 +72,8 @@ class RemoteStorage:
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
         nbytes = sum(map(len, buffers))
+        if nbytes == 0:
+            return  # a range request cannot ask for nothing
         data = self._call(
             name, lambda path: self._files.cat_file(path, start=offset, end=offset + nbytes), offset, nbytes
         )
@@ -79,7 +81,7 @@ class RemoteStorage:
         if len(data) != nbytes:
             raise StorageError(
                 f"got {len(data)} of {nbytes} bytes",
-                url=self._path(name),
+                url=self._label(name),
                 offset=offset,
                 nbytes=nbytes,
                 transient=True,
@@ -95,6 +97,9 @@ class RemoteStorage:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
+    def _label(self, name: str) -> str:
+        return f"{self._url}/{name}" if name else self._url
+
     def _call(
         self, name: str, ask: Callable[[str], T], offset: int | None = None, nbytes: int | None = None
     ) -> T:
@@ -103,7 +108,7 @@ class RemoteStorage:
         except Exception as error:
             raise StorageError(
                 _first_line(error),
-                url=f"{self._url}/{name}" if name else self._url,
+                url=self._label(name),
                 offset=offset,
                 nbytes=nbytes,
                 transient=isinstance(error, OSError) and not isinstance(error, _PERMANENT),
