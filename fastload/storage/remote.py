@@ -51,7 +51,7 @@ class RemoteStorage:
         try:
             info = self._call(name, lambda path: self._files.info(path))
         except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
+            if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
                 return None
             raise
         if info["type"] == "directory":
