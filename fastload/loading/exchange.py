@@ -192,15 +192,13 @@ class RingExchange:
         self._right = order[(place + 1) % world.size]
         self._left = order[place - 1]
         self._incoming = [order[place - distance] for distance in range(1, world.size)]
-        assert world.store is not None
-        self._store = world.store
+        self._store = world.corner("ring")
         self._posted: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._forwarder = threading.Thread(target=self._forward_all, name="fastload-ring", daemon=True)
 
     def connect(self) -> None:
         try:
-            store = dist.PrefixStore("ring", self._store)
-            self._group: Any = dist.ProcessGroupGloo(store, self._rank, self._size, self._timeout)
+            self._group: Any = dist.ProcessGroupGloo(self._store, self._rank, self._size, self._timeout)
         except RuntimeError as error:
             raise Interrupted(f"the ranks could not connect: {error}") from error
         self._forwarder.start()
