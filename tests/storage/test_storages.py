@@ -233,7 +233,7 @@ def test_which_remote_errors_are_worth_another_try(
 
 
 def test_unknown_schemes() -> None:
-    with pytest.raises(OptionError, match="cannot open nosuchscheme://bucket/key: .*nosuchscheme"):
+    with pytest.raises(OptionError, match=r"cannot open nosuchscheme://bucket/key: .*nosuchscheme"):
         open_storage("nosuchscheme://bucket/key")
 
 
