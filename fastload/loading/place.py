@@ -33,7 +33,8 @@ class Destination:
     @property
     def is_plain(self) -> bool:
         """Whether bytes can be copied as they are."""
-        return self.tensor.dtype == self.stored and self.tensor.is_contiguous()
+        lazy = self.tensor.is_conj() or self.tensor.is_neg()  # torch negates when it reads the bytes
+        return self.tensor.dtype == self.stored and self.tensor.is_contiguous() and not lazy
 
 
 class Placer:

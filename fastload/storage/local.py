@@ -52,8 +52,11 @@ class LocalStorage:
     def stat(self, name: str) -> FileStat | None:
         path = self._path(name)
         try:
-            if stat_flags.S_ISDIR(os.stat(path).st_mode):
+            mode = os.stat(path).st_mode
+            if stat_flags.S_ISDIR(mode):
                 return None if name else FileStat(0, "")
+            if not stat_flags.S_ISREG(mode):
+                return None  # opening a pipe would block
             found = os.fstat(self._descriptor(name))
         except OSError as error:
             if error.errno in _ABSENT:
@@ -70,7 +73,7 @@ class LocalStorage:
             raise self._error(error, "") from error
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
-        position, wanted = offset, list(buffers)
+        position, wanted = offset, [buffer for buffer in buffers if len(buffer)]
         try:
             descriptor = self._descriptor(name)
             while wanted:
