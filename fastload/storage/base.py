@@ -72,11 +72,18 @@ class Storage(Protocol):
         """Returns the sorted names of the files directly below the root, or None if it is no directory."""
         ...
 
-    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         """Fills the buffers, one after the other, with the bytes from offset on.
 
+        Args:
+            name: File below the root.
+            offset: First byte.
+            buffers: What to fill.
+            version: What `stat` said of the file, maybe on another host; empty to take any.
+
         Raises:
-            StorageError: The file ends before the buffers are full, or reading failed.
+            StorageError: The file ends before the buffers are full, it is another one by now, or
+                reading failed.
         """
         ...
 

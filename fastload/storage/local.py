@@ -72,7 +72,7 @@ class LocalStorage:
                 return None
             raise self._error(error, "") from error
 
-    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         position, wanted = offset, [buffer for buffer in buffers if len(buffer)]
         try:
             descriptor = self._descriptor(name)

@@ -1,8 +1,8 @@
-"""Object stores, HTTP and everything else that fsspec reaches."""
+"""Everything that fsspec reaches: sftp, hdfs, memory; object stores where obstore is not installed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import fsspec
@@ -23,6 +23,7 @@ class RemoteStorage:
 
     Args:
         url: Root, with its scheme.
+        options: Arguments of the fsspec file system.
 
     Raises:
         OptionError: The scheme is unknown, or what it needs is not installed.
@@ -31,12 +32,12 @@ class RemoteStorage:
     shared = True
     probes = False
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self._url = url.rstrip("/")
         self._count = ByteCounter()
         try:
-            self._files, self._root = fsspec.core.url_to_fs(self._url)
-        except (ValueError, ImportError) as error:
+            self._files, self._root = fsspec.core.url_to_fs(self._url, **options)
+        except (ValueError, ImportError, TypeError) as error:
             raise OptionError(f"cannot open {url}: {error}") from error
 
     @property
@@ -70,7 +71,7 @@ class RemoteStorage:
         is_file = len(found) == 1 and found[0]["name"].strip("/") == self._root.strip("/")
         return None if is_file else sorted(names)
 
-    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         nbytes = sum(map(len, buffers))
         if nbytes == 0:
             return  # a range request cannot ask for nothing

@@ -198,7 +198,7 @@ def test_a_pipe_is_no_file_and_does_not_block(folder: Path) -> None:
 
 def test_errors_of_a_remote_storage_name_its_url(tmp_path: Path) -> None:
     fill_folder(FILES, str(tmp_path))
-    storage = RemoteStorage(f"local://{tmp_path}")
+    storage = RemoteStorage(f"local://{tmp_path}", {})
     with pytest.raises(StorageError, match=rf"^local://{tmp_path}/b\.bin \[bytes 5-15\]: got 5 of 10 bytes$"):
         read(storage, "b.bin", 5, 10)
 
@@ -219,7 +219,7 @@ def test_which_remote_errors_are_worth_another_try(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, transient: bool
 ) -> None:
     fill_folder(FILES, str(tmp_path))
-    storage = RemoteStorage(f"local://{tmp_path}")
+    storage = RemoteStorage(f"local://{tmp_path}", {})
 
     def broken(*_: Any, **__: Any) -> bytes:
         raise error
