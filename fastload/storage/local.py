@@ -9,7 +9,6 @@ import os
 import stat as stat_flags
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from fastload.errors import StorageError
@@ -118,9 +117,11 @@ class LocalStorage:
 
     def _reads_directly(self, file: _File, offset: int, nbytes: int) -> bool:
         """Decides between the page cache and direct reads, for one request."""
-        if self.io == "buffered" or file.direct is None or nbytes < 2 * PAGE_BYTES:
+        if self.io == "buffered" or nbytes < 2 * PAGE_BYTES:
             return False
-        return self.io == "direct" or (nbytes >= _MIN_DIRECT_BYTES and _is_cold(file, offset, nbytes))
+        if self.io == "auto" and not (nbytes >= _MIN_DIRECT_BYTES and _is_cold(file, offset, nbytes)):
+            return False
+        return file.direct() is not None
 
     def _read_buffered(self, file: _File, offset: int, wanted: Sequence[memoryview]) -> None:
         while wanted:
@@ -133,14 +134,14 @@ class LocalStorage:
 
     def _read_direct(self, file: _File, offset: int, wanted: Sequence[memoryview]) -> None:
         """Reads whole pages past the page cache, by way of an aligned buffer."""
-        while wanted and file.direct is not None:
+        while wanted and (direct := file.direct()) is not None:
             block = self._aligned_buffer()[: sum(map(len, wanted))]
             try:
-                count = os.preadv(file.direct, [block], offset) // PAGE_BYTES * PAGE_BYTES
+                count = os.preadv(direct, [block], offset) // PAGE_BYTES * PAGE_BYTES
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                file.direct = None  # opened, but this file system or device does not do it after all
+                file.never_directly()
                 break
             if count == 0:
                 raise self._short(file, offset, wanted)
@@ -171,9 +172,7 @@ class LocalStorage:
     def close(self) -> None:
         with self._lock:
             for file in self._files.values():
-                os.close(file.buffered)
-                if file.direct is not None:
-                    os.close(file.direct)
+                file.close()
             self._files.clear()
 
     def _path(self, name: str) -> str:
@@ -184,7 +183,7 @@ class LocalStorage:
             if name not in self._files:
                 path = self._path(name)
                 directly = self.io == "direct" or (self.io == "auto" and self._kind not in _IN_MEMORY_TYPES)
-                self._files[name] = _open(path, directly=directly and not self.shared)
+                self._files[name] = _File(path, directly=directly and not self.shared)
             return self._files[name]
 
     def _error(
@@ -196,22 +195,35 @@ class LocalStorage:
         )  # fmt: skip
 
 
-@dataclass
 class _File:
-    """An open file: a descriptor for the page cache, and one past it if the file system has that."""
+    """An open file: a descriptor for the page cache and, once it is wanted, one for past it."""
 
-    path: str
-    buffered: int
-    direct: int | None
+    def __init__(self, path: str, *, directly: bool) -> None:
+        self.path = path
+        self.buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._directly = directly
+        self._direct: int | None = None
+        self._lock = threading.Lock()
 
+    def direct(self) -> int | None:
+        """Returns the descriptor for direct reads, or None if there can be none."""
+        with self._lock:
+            if self._direct is None and self._directly:
+                try:  # by way of the other descriptor: the path may lead to another file by now
+                    link = f"/proc/self/fd/{self.buffered}"
+                    self._direct = os.open(link, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                except OSError:
+                    self._directly = False
+            return self._direct if self._directly else None
 
-def _open(path: str, *, directly: bool) -> _File:
-    buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    direct = None
-    if directly:
-        with contextlib.suppress(OSError):
-            direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-    return _File(path, buffered, direct)
+    def never_directly(self) -> None:
+        """Notes that this file system or device does no direct reads after all."""
+        self._directly = False
+
+    def close(self) -> None:
+        os.close(self.buffered)
+        if self._direct is not None:
+            os.close(self._direct)
 
 
 def _is_cold(file: _File, offset: int, nbytes: int) -> bool:
