@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from fastload.formats.manifest import FileEntry
 from fastload.loading.plan import Chunk, ReadPlan
 from fastload.report import Stopwatch
-from fastload.storage import PatientStorage
+from fastload.storage import PatientStorage, take
 
 __all__ = ["ChunkReader"]
 
@@ -84,18 +84,6 @@ class ChunkReader:
         rest = list(buffers)
         with self.watch:
             for span in self._plan.spans(chunk):
-                taken, rest = _take(rest, span.nbytes)
+                taken, rest = take(rest, span.nbytes)
                 file = self._files[span.file]
                 self._storage.read_into(file.name, span.offset, taken, file.version)
-
-
-def _take(buffers: list[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
-    """Splits a list of buffers after so many bytes."""
-    taken: list[memoryview] = []
-    for index, buffer in enumerate(buffers):
-        if nbytes <= len(buffer):
-            tail = [buffer[nbytes:]] if nbytes < len(buffer) else []
-            return [*taken, buffer[:nbytes]], [*tail, *buffers[index + 1 :]]
-        taken.append(buffer)
-        nbytes -= len(buffer)
-    return taken, []

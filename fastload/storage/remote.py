@@ -31,6 +31,8 @@ class RemoteStorage:
 
     shared = True
     probes = False
+    direct_bytes_read = 0
+    io = "buffered"
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self._url = url.rstrip("/")
