@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -33,16 +33,24 @@ _MAX_DEPTH = 4
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A contiguous byte range of one file."""
+    """A contiguous byte range of one file that is contiguous in the wanted space too.
+
+    Attributes:
+        file: Index of the file in the manifest.
+        offset: First byte in the file.
+        nbytes: Length in bytes.
+        start: First byte in the wanted space.
+    """
 
     file: int
     offset: int
     nbytes: int
+    start: int
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A contiguous range of the wanted space, read by one rank in one round."""
+    """A contiguous range of what a plan reads, read by one rank in one round."""
 
     start: int
     nbytes: int
@@ -53,7 +61,7 @@ class ReadPlan:
     """Which rank reads which bytes in which round.
 
     Attributes:
-        extents: The wanted bytes as maximal contiguous ranges of files, in order.
+        extents: What is to be read, as maximal spans, in order: the wanted space, or what is left of it.
         world_size: Ranks that end up with the bytes.
         readers: The ranks that read, ascending.
         chunk_bytes: Length of a chunk in every round but the last.
@@ -68,7 +76,7 @@ class ReadPlan:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """Where each extent starts in the wanted space, and where the last one ends."""
+        """Where each extent starts among all that is to be read, and where the last one ends."""
         return list(accumulate((extent.nbytes for extent in self.extents), initial=0))
 
     @cached_property
@@ -77,7 +85,7 @@ class ReadPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Length of the wanted space."""
+        """Bytes to be read, by all readers together."""
         return self._starts[-1]
 
     @property
@@ -116,21 +124,42 @@ class ReadPlan:
         return sum(self.chunk(index, rank).nbytes for index in range(self.num_rounds))
 
     def spans(self, chunk: Chunk) -> list[Span]:
-        """Returns the file ranges that make up a range of the wanted space, in order."""
+        """Returns the spans that make up a chunk, in order."""
         spans: list[Span] = []
         position, end = chunk.start, chunk.start + chunk.nbytes
         index = bisect_right(self._starts, position) - 1
         while position < end:
             extent, start = self.extents[index], self._starts[index]
             nbytes = min(end, start + extent.nbytes) - position
-            spans.append(Span(extent.file, extent.offset + position - start, nbytes))
+            skip = position - start
+            spans.append(Span(extent.file, extent.offset + skip, nbytes, extent.start + skip))
             position += nbytes
             index += 1
         return spans
 
+    def without(self, broken: Collection[int], num_done: int, num_posted: int) -> ReadPlan | None:
+        """Returns the plan of what is left to do when some readers drop out.
+
+        The rounds before `num_done` are in place. Those from there to `num_posted` went on: they lack
+        the chunks of the broken readers only. Those after have not begun, and are dealt anew.
+
+        Returns:
+            A plan that needs no larger slabs than this one, or None if no reader is left.
+        """
+        readers = tuple(rank for rank in self.readers if rank not in broken)
+        if not readers:
+            return None
+        lacking = [
+            self.chunk(index, rank) for index in range(num_done, num_posted) for rank in sorted(broken)
+        ]
+        begun = min(num_posted * self.chunk_bytes * len(self.readers), self.total_bytes)
+        left = [*lacking, Chunk(begun, self.total_bytes - begun)]
+        extents = tuple(span for chunk in left for span in self.spans(chunk))
+        return replace(self, extents=extents, readers=readers)
+
     def digest(self) -> str:
         """xxh3-128 of the plan, for comparison between ranks."""
-        rows = [(extent.file, extent.offset, extent.nbytes) for extent in self.extents]
+        rows = [(e.file, e.offset, e.nbytes, e.start) for e in self.extents]
         text = json.dumps([rows, self.world_size, self.readers, self.chunk_bytes, self.depth])
         return xxhash.xxh3_128_hexdigest(text.encode())
 
@@ -176,17 +205,18 @@ def plan_reads(
 def _merge(wanted: Sequence[TensorEntry]) -> tuple[Span, ...]:
     """Joins tensors that follow each other without a gap in the same file."""
     extents: list[Span] = []
-    file, begin, end = -1, 0, 0
+    file, begin, end, start = -1, 0, 0, 0
     for entry in wanted:
         if entry.nbytes == 0:
             continue
         if entry.file != file or entry.offset != end:
             if end > begin:
-                extents.append(Span(file, begin, end - begin))
+                extents.append(Span(file, begin, end - begin, start))
+                start += end - begin
             file, begin = entry.file, entry.offset
         end = entry.offset + entry.nbytes
     if end > begin:
-        extents.append(Span(file, begin, end - begin))
+        extents.append(Span(file, begin, end - begin, start))
     return tuple(extents)
 
 
