@@ -11,11 +11,10 @@ slowest rank has the whole state, and are verified, outside of the timing, again
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
-import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,9 +32,9 @@ import torch
 import torch.distributed as dist
 from bench_parts import baselines
 from bench_parts.planning import measure_plan
+from bench_parts.tables import FLOOR, print_arms, print_stages, print_table
 from bench_parts.throttled_storage import Link, ThrottledFiles
 from fsspec.implementations.local import LocalFileSystem
-from rich.console import Console
 from rich.table import Table
 
 import fastload
@@ -44,7 +43,6 @@ from fastload.memory import state_digest
 from fastload.options import parse_bytes
 
 MIB, GIB = 2**20, 2**30
-FLOOR = "floor: one rank streams all"
 Arm = Callable[[], baselines.State]
 
 
@@ -141,7 +139,7 @@ def memory(ranks: int, size: int, json_path: str | None) -> None:
         holds = "yes" if max(row["extra_bytes"]) <= allowed else "NO"
         staging, slabs = f"{row['staging_bytes'] / MIB:.0f}", f"{row['slab_bytes'] / MIB:.0f}"
         table.add_row(row["strategy"], staging, slabs, extra, f"{allowed / MIB:.0f}", holds)
-    Console().print(table)
+    print_table(table)
     write_json(json_path, rows)
 
 
@@ -162,14 +160,14 @@ def plan(repeats: int, json_path: str | None) -> None:
         table.add_row(
             *(f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" for value in row.values())
         )
-    Console().print(table)
+    print_table(table)
     write_json(json_path, rows)
 
 
 def make_checkpoint(folder: Path, nbytes: int, *, big_part: float = 0.25) -> str:
     """Writes one big bf16 tensor and layers of smaller ones, in five files; returns the state's digest."""
     folder.mkdir()
-    random.seed(torch.manual_seed(0).initial_seed())
+    torch.manual_seed(0)
     big = int(nbytes * big_part) // 4096 * 2048
     layer = [("norm", 2048), ("attention", 1 << 20), ("mlp", 3 << 20), ("bias", 1025)]  # some not aligned
     num_layers = max(4, (nbytes - 2 * big) // (2 * sum(count for _, count in layer)))
@@ -183,7 +181,7 @@ def make_checkpoint(folder: Path, nbytes: int, *, big_part: float = 0.25) -> str
 
 
 def _noise(count: int) -> torch.Tensor:
-    return torch.frombuffer(bytearray(random.randbytes(2 * count)), dtype=torch.bfloat16)
+    return torch.randint(-(2**15), 2**15, (count,), dtype=torch.int16).view(torch.bfloat16)
 
 
 def run_on_ranks(ranks: int, folder: str, **settings: Any) -> list[dict[str, Any]]:
@@ -191,44 +189,6 @@ def run_on_ranks(ranks: int, folder: str, **settings: Any) -> list[dict[str, Any
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     subprocess.run([*launcher, __file__, "rank", json.dumps({"folder": folder, **settings})], check=True)
     return json.loads(Path(folder, "rows.json").read_text())
-
-
-def print_arms(rows: list[dict[str, Any]], title: str) -> None:
-    """Prints seconds of the arms, relative to the floor or else to the best arm that owns its memory."""
-    on_link = "data_bytes" in rows[0]
-    fair = [row for row in rows if not row["arm"].startswith(("lazy", "fastload"))]
-    best = next((row for row in rows if row["arm"] == FLOOR), None) or min(
-        fair or rows, key=lambda row: statistics.median(row["seconds"])
-    )
-    table = Table(title=title)
-    table.add_column("arm")
-    heads = ["median s", "min-max", "÷ floor" if best["arm"] == FLOOR else "÷ best without fastload"]
-    heads += ["read ÷ checkpoint", "header bytes"] if on_link else []
-    for name in [*heads, "CPU s, all ranks, per GiB"]:
-        table.add_column(name, justify="right")
-    reference = statistics.median(best["seconds"])
-    for row in rows:
-        seconds, median = row["seconds"], statistics.median(row["seconds"])
-        cells = [f"{median:.2f}", f"{min(seconds):.2f}-{max(seconds):.2f}", f"{median / reference:.3f}"]
-        if on_link:
-            cells += [f"{row['data_bytes'][-1] / row['wanted']:.4f}", f"{row['header_bytes'][-1]:,}"]
-        table.add_row(row["arm"], *cells, f"{statistics.median(row['cpu_s']) / (row['wanted'] / GIB):.2f}")
-    Console(width=140).print(table)
-
-
-def print_stages(rows: list[dict[str, Any]]) -> None:
-    """Prints where fastload's last run of each arm spent its time, by its own report."""
-    names = ("read_s", "exchange_s", "place_s", "exposed_s", "total_s")
-    table = Table(title="Inside fastload, last run, maximum over ranks")
-    for name in ("arm", "strategy", "chunk KiB", "rounds", "depth", *names):
-        table.add_column(name.replace("_s", " s"), justify="left" if name in ("arm", "strategy") else "right")
-    for row in rows:
-        if report := row["report"]:
-            counts = [f"{report['chunk_bytes'] // 1024}", str(report["num_rounds"]), str(report["depth"])]
-            seconds = [f"{max(rank[name] for rank in report['ranks']):.2f}" for name in names]
-            table.add_row(row["arm"], report["strategy"], *counts, *seconds)
-    if table.rows:
-        Console(width=140).print(table)
 
 
 def write_json(path: str | None, rows: list[dict[str, Any]]) -> None:
@@ -339,6 +299,7 @@ def memory_rows(folder: str, digest: str) -> list[dict[str, Any]]:
             reports: list[LoadReport] = []
             options = LoadOptions(strategy=strategy, staging_bytes=staging_bytes, on_report=reports.append)
             gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)  # what the last load freed is not there before this one
             dist.barrier()
             Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
             before = status_bytes("VmRSS")

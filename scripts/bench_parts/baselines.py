@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fastload
 from fastload.loading.plan import Span, plan_reads
+from fastload.memory import host_view
 
 State = dict[str, Tensor]
 
@@ -67,12 +68,13 @@ def own_share_then_ring(files: AbstractFileSystem, root: str, url: str) -> State
     """Each rank reads one contiguous 1/N of all bytes; then a ring brings all of them to all; then copies."""
     manifest = _shared(fastload.inspect(url) if dist.get_rank() == 0 else None)
     flat = torch.empty(manifest.nbytes, dtype=torch.uint8)
+    view = host_view(flat)
     rank, size = dist.get_rank(), dist.get_world_size()
     bounds = [manifest.nbytes * place // size for place in range(size + 1)]
     for position, span in _spans(manifest, bounds[rank], bounds[rank + 1]):
         path = f"{root}/{manifest.files[span.file].name}"
         data = files.cat_file(path, span.offset, span.offset + span.nbytes)
-        flat[position : position + span.nbytes] = torch.frombuffer(data, dtype=torch.uint8)
+        view[position : position + span.nbytes] = data
     _ring_all_gather([flat[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)])
     state, position = {}, 0
     for entry in manifest.tensors:
@@ -83,7 +85,7 @@ def own_share_then_ring(files: AbstractFileSystem, root: str, url: str) -> State
 
 
 def _ring_all_gather(shares: list[Tensor]) -> None:
-    """Fills every share from its owner, the rank of its index: pieces go around a ring, receives posted ahead."""
+    """Fills every share from its owner, the rank of its index: pieces go around a ring."""
     rank, size = dist.get_rank(), dist.get_world_size()
     pieces = [list(share.split(_SEND_BYTES)) for share in shares]
     longest = max(map(len, pieces))
