@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
@@ -27,10 +27,12 @@ from fastload.loading.read import ChunkReader
 from fastload.loading.strategy import Decision, choose_strategy
 from fastload.options import LoadOptions
 from fastload.report import LoadReport, RankReport
-from fastload.storage import Storage, open_storage
+from fastload.storage import PatientStorage, open_storage
 from fastload.world import World, join
 
 __all__ = ["Checkpoint", "inspect", "load", "open"]
+
+_MAX_ATTEMPT_S = 30.0  # for one request: what takes longer has stalled
 
 Path = str | os.PathLike[str]
 
@@ -44,6 +46,7 @@ def load(
     process_group: Any = None,
     names: Sequence[str] | str | None = None,
     strict: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
     options: LoadOptions | None = None,
 ) -> dict[str, Tensor]:
     """Loads a checkpoint on all ranks of a group; together they read every byte once.
@@ -63,6 +66,8 @@ def load(
             the default group, or for this process alone if torch.distributed is not initialized.
         names: Names or glob patterns of the tensors to load; only their bytes are read.
         strict: With `into`, whether its names and the checkpoint's have to be the same.
+        storage_options: Passed on to obstore (object stores, HTTP) or fsspec (other URLs), in addition
+            to what the environment says of credentials and endpoints.
         options: How to load; None for the defaults.
 
     Returns:
@@ -77,35 +82,50 @@ def load(
         StorageError: With one rank only: storage did not deliver.
         OptionError: An option or argument cannot be used.
     """
-    with open(path, process_group=process_group, options=options) as checkpoint:
+    with open(
+        path, process_group=process_group, storage_options=storage_options, options=options
+    ) as checkpoint:
         return checkpoint.load(into=into, device=device, dtype=dtype, names=names, strict=strict)
 
 
-def open(path: Path, *, process_group: Any = None, options: LoadOptions | None = None) -> Checkpoint:
+def open(
+    path: Path,
+    *,
+    process_group: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    options: LoadOptions | None = None,
+) -> Checkpoint:
     """Opens a checkpoint on all ranks of a group; use it as a context manager.
 
     Args and errors are those of `load`, as far as they go.
     """
     options = options if options is not None else LoadOptions()
     world = join(process_group, timeout_s=options.timeout_s)
-    storage = open_storage(path)
-    try:
-        access = agree_on_access(world, storage, {"path": os.fspath(path), **options.shared()})
-    except BaseException:
-        storage.close()
-        raise
-    return Checkpoint(world, storage, access, options)
+    location = os.fspath(path)
+
+    def connect() -> PatientStorage:
+        storage = open_storage(location, storage_options, attempt_s=min(_MAX_ATTEMPT_S, world.patience_s / 3))
+        return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s)
+
+    access = agree_on_access(world, location, connect, {"path": location, **options.shared()})
+    return Checkpoint(world, access, options)
 
 
-def inspect(path: Path) -> Manifest:
+def inspect(path: Path, *, storage_options: Mapping[str, Any] | None = None) -> Manifest:
     """Reads what is in a checkpoint, without its data and without a process group.
+
+    Args:
+        path: As for `load`.
+        storage_options: As for `load`.
 
     Raises:
         CheckpointNotFound: There is none.
         ManifestError: It is malformed.
         StorageError: Storage did not deliver the headers.
     """
-    storage = open_storage(path)
+    options = LoadOptions()
+    connected = open_storage(path, storage_options)
+    storage = PatientStorage(connected, retries=options.retries, timeout_s=options.timeout_s)
     try:
         manifest = read_manifest(storage)
     finally:
@@ -123,14 +143,14 @@ class Checkpoint:
         report: What the last `load` did, or None.
     """
 
-    def __init__(self, world: World, storage: Storage, access: Access, options: LoadOptions) -> None:
+    def __init__(self, world: World, access: Access, options: LoadOptions) -> None:
         self.manifest = access.manifest
         self.report: LoadReport | None = None
         self._world = world
-        self._storage = storage
+        self._storage = access.storage
         self._access = access
         self._options = options
-        self._header_bytes = storage.bytes_read
+        self._header_bytes = access.storage.bytes_read
         self._failed = False
 
     @property
@@ -224,17 +244,12 @@ class Checkpoint:
         threads = read_threads(
             options.read_threads, depth=plan.depth, ranks_on_host=access.hosts.count(access.hosts[world.rank])
         )
-        reader = ChunkReader(
-            self._storage,
-            [file.name for file in self.manifest.files],
-            plan,
-            threads=threads,
-            retries=options.retries,
-            timeout_s=world.patience_s,
-        )
+        reader = ChunkReader(self._storage, self.manifest.files, plan, threads=threads)
         exchange = open_exchange(world, hosts=access.hosts, local=alone, device=device)
         placer = Placer(matched.destinations)
-        pipeline = Pipeline(world, plan, 0 if alone else world.rank, reader, exchange, placer, options.progress)
+        pipeline = Pipeline(
+            world, plan, 0 if alone else world.rank, reader, exchange, placer, options.progress
+        )
         return _Job(matched, decision, plan, reader, exchange, pipeline)
 
     def _run(self, job: _Job, began: float) -> None:
@@ -271,7 +286,11 @@ class Checkpoint:
 
     def _rank_report(self, job: _Job, total_s: float, bytes_read: int) -> RankReport:
         world, pipeline = self._world, job.pipeline
-        read_s, exchange_s, place_s = job.reader.watch.seconds, job.exchange.watch.seconds, pipeline.place_watch.seconds
+        read_s, exchange_s, place_s = (
+            job.reader.watch.seconds,
+            job.exchange.watch.seconds,
+            pipeline.place_watch.seconds,
+        )
         alone = job.decision.strategy == "direct"
         return RankReport(
             rank=world.rank,
@@ -288,7 +307,7 @@ class Checkpoint:
             total_s=total_s,
             overlapped_s=max(0.0, read_s + exchange_s + place_s - total_s),
             peak_staging_bytes=pipeline.staging_bytes,
-            retries=job.reader.num_retries,
+            retries=self._storage.num_retries,
         )
 
 

@@ -53,10 +53,14 @@ def inspect(path: str, as_json: bool) -> None:
 @click.argument("path")
 @click.option("--device", default="cpu", show_default=True, help="Where the tensors go: cpu, cuda, cuda:1.")
 @click.option("--strategy", type=click.Choice(STRATEGIES), help="How to load.  [default: auto]")
-@click.option("--names", multiple=True, metavar="NAME", help="Name or glob pattern of tensors to load; repeatable.")
+@click.option(
+    "--names", multiple=True, metavar="NAME", help="Name or glob pattern of tensors to load; repeatable."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, from rank 0.")
 @click.option("--digest", is_flag=True, help="Compute one xxh3 digest of the loaded state on each rank.")
-def load(path: str, device: str, strategy: str | None, names: tuple[str, ...], as_json: bool, digest: bool) -> None:
+def load(
+    path: str, device: str, strategy: str | None, names: tuple[str, ...], as_json: bool, digest: bool
+) -> None:
     """Load the checkpoint at PATH on all ranks of a torchrun job, and report how it went.
 
     Without torchrun it loads in this one process.
@@ -64,7 +68,7 @@ def load(path: str, device: str, strategy: str | None, names: tuple[str, ...], a
     rank, device = initialize(device)
     with _errors_to_exit_code(rank):
         with _progress(rank, shown=not as_json) as progress:
-            given = {"strategy": strategy} if strategy is not None else {}
+            given: dict[str, Any] = {"strategy": strategy} if strategy is not None else {}
             options = fastload.LoadOptions(progress=progress, **given)
             with fastload.open(path, options=options) as checkpoint:
                 tensors = checkpoint.load(device=device, names=list(names) or None)
@@ -106,12 +110,26 @@ def _progress(rank: int, *, shown: bool) -> Iterator[Any]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def _stdout() -> Console:
+    """A console that prints names as they are: no markup, no emoji, and in a pipe no line cut at 80."""
+    console = Console(markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 10_000
+    return console
+
+
+def _shown(text: str) -> str:
+    """A text of the checkpoint, with what a terminal would obey spelled out."""
+    return text if text.isprintable() else repr(text)
+
+
 def _print_manifest(manifest: fastload.Manifest) -> None:
-    console = Console()
+    console = _stdout()
     table = Table("tensor", "dtype", "shape", "size", "file")
     for entry in manifest.tensors:
         name = manifest.files[entry.file].name or manifest.url
-        table.add_row(entry.name, entry.dtype, str(list(entry.shape)), decimal(entry.nbytes), name)
+        size = decimal(entry.nbytes)
+        table.add_row(_shown(entry.name), entry.dtype, str(list(entry.shape)), size, _shown(name))
     console.print(table)
     for dtype, (count, nbytes) in _by_dtype(manifest).items():
         console.print(f"{dtype}: {count} tensors, {decimal(nbytes)}")
@@ -149,9 +167,12 @@ def _manifest_as_json(manifest: fastload.Manifest) -> dict[str, Any]:
 
 
 def _print_report(report: fastload.LoadReport, digests: list[str] | None) -> None:
-    console = Console()
+    console = _stdout()
     rate = report.bytes_wanted / report.total_s if report.total_s else 0.0
-    console.print(f"[bold]{report.url}[/]: {report.num_tensors} tensors, {decimal(report.bytes_wanted)}", highlight=False)
+    console.print(
+        f"{report.url}: {report.num_tensors} tensors, {decimal(report.bytes_wanted)}",
+        highlight=False,
+    )
     console.print(f"{report.strategy}: {report.why}", highlight=False)
     console.print(
         f"{report.total_s:.2f} s, {decimal(int(rate))}/s on each of {len(report.ranks)} ranks; "
@@ -159,23 +180,23 @@ def _print_report(report: fastload.LoadReport, digests: list[str] | None) -> Non
         highlight=False,
     )
     console.print(
-        f"{report.num_rounds} rounds of {decimal(report.chunk_bytes)} chunks, {report.depth} in flight, by {report.transport}",
+        f"{report.num_rounds} rounds of {decimal(report.chunk_bytes)} chunks, {report.depth} in flight; "
+        f"exchange: {report.transport}",
         highlight=False,
     )
-    heads = ["rank", "host", "read", "received", "reading", "exchange", "placing", "overlapped", "total", "staging"]
-    table = Table(*heads, *(["digest"] if digests else []))
+    table = Table("rank", "host", "read", "received", "reading", "exchange", "placing", "total", "staging")
     for own in report.ranks:
-        seconds = [own.read_s, own.exchange_s, own.place_s, own.overlapped_s, own.total_s]
         table.add_row(
             str(own.rank),
             own.host,
             decimal(own.bytes_read) if own.reader else "–",
             decimal(own.bytes_received),
-            *(f"{value:.2f} s" for value in seconds),
+            *(f"{seconds:.2f} s" for seconds in (own.read_s, own.exchange_s, own.place_s, own.total_s)),
             decimal(own.peak_staging_bytes),
-            *([digests[own.rank]] if digests else []),
         )
     console.print(table)
+    for rank, digest in enumerate(digests or []):
+        console.print(f"digest of rank {rank}: {digest}", highlight=False)
     for own in report.ranks:
         if own.note:
             console.print(f"rank {own.rank} only received: it {own.note}", highlight=False)

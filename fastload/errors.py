@@ -138,12 +138,19 @@ class Interrupted(WorldError):
     """This rank stopped because of what happened on another; never the cause itself."""
 
 
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def _is_plain_tuple(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value)
+
+
 def to_wire(error: BaseException) -> dict[str, Any]:
     """Describes an error in JSON types, so that it can be raised on another rank."""
     fields = {
         name: value
         for name, value in vars(error).items()
-        if isinstance(value, str | int | float | bool | tuple | type(None))
+        if isinstance(value, _PLAIN) or _is_plain_tuple(value)
     }
     text = str(error.args[0]) if error.args else str(error)
     if isinstance(error, OSError) and not isinstance(error, FastloadError):

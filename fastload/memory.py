@@ -56,7 +56,9 @@ def allocate(
     try:
         tensor = torch.empty(tuple(shape), dtype=dtype, device=device, pin_memory=pinned)
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        raise MemoryError(f"cannot allocate {list(shape)} {dtype} on {device}: {_first_line(error)}") from None
+        raise MemoryError(
+            f"cannot allocate {list(shape)} {dtype} on {device}: {_first_line(error)}"
+        ) from None
     if device.type == "cpu" and not pinned:
         _advise_huge_pages(tensor)
     return tensor
@@ -86,7 +88,6 @@ def host_view(flat: Tensor) -> memoryview:
     if flat.numel() == 0:
         return memoryview(bytearray())
     return memoryview((ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())).cast("B")
-
 
 
 def state_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -14,7 +14,7 @@ from fastload.errors import OptionError
 if TYPE_CHECKING:
     from fastload.report import LoadReport
 
-__all__ = ["LoadOptions", "Setting", "SETTINGS", "parse_bytes"]
+__all__ = ["SETTINGS", "LoadOptions", "Setting", "parse_bytes"]
 
 STRATEGIES = ("auto", "allgather", "broadcast", "direct")
 IO_MODES = ("auto", "buffered", "direct")
@@ -50,12 +50,18 @@ class Setting:
 
 
 SETTINGS = {
-    "strategy": Setting("auto", str, "auto, allgather (each rank reads 1/N), broadcast (one reads), direct (each reads all)"),
-    "chunk_bytes": Setting(None, parse_bytes, "unit of reading and of exchange; chosen from size, readers and staging if not set"),
+    "strategy": Setting(
+        "auto", str, "auto, allgather (each rank reads 1/N), broadcast (one reads), direct (each reads all)"
+    ),
+    "chunk_bytes": Setting(
+        None, parse_bytes, "unit of reading and of exchange; chosen from size, readers and staging if not set"
+    ),
     "staging_bytes": Setting(256 << 20, parse_bytes, "most memory a rank uses beyond the state itself"),
     "timeout_s": Setting(300.0, float, "seconds without progress after which a step fails on all ranks"),
     "io": Setting("auto", str, "local files: auto, buffered, direct (O_DIRECT)"),
-    "read_threads": Setting(None, int, "reads in flight on each rank; chosen from the cores of the host if not set"),
+    "read_threads": Setting(
+        None, int, "reads in flight on each rank; chosen from the cores of the host if not set"
+    ),
     "retries": Setting(4, int, "further attempts at a chunk after a transient storage error"),
 }
 
@@ -110,14 +116,26 @@ class LoadOptions:
     def __post_init__(self) -> None:
         _require(self.strategy in STRATEGIES, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
         _require(self.io in IO_MODES, "io", self.io, f"one of {', '.join(IO_MODES)}")
-        _require(_is_count(self.staging_bytes, 1 << 16), "staging_bytes", self.staging_bytes, "at least 65536")
-        _require(self.chunk_bytes is None or _is_count(self.chunk_bytes, 1), "chunk_bytes", self.chunk_bytes, "at least 1")
         _require(
-            self.read_threads is None or _is_count(self.read_threads, 1), "read_threads", self.read_threads, "at least 1"
+            _is_count(self.staging_bytes, 1 << 16), "staging_bytes", self.staging_bytes, "at least 65536"
+        )
+        _require(
+            self.chunk_bytes is None or _is_count(self.chunk_bytes, 1),
+            "chunk_bytes",
+            self.chunk_bytes,
+            "at least 1",
+        )
+        _require(
+            self.read_threads is None or _is_count(self.read_threads, 1),
+            "read_threads",
+            self.read_threads,
+            "at least 1",
         )
         _require(_is_count(self.retries, 0), "retries", self.retries, "at least 0")
         number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
-        _require(number and 0 < self.timeout_s < 1e7, "timeout_s", self.timeout_s, "a number of seconds above 0")
+        _require(
+            number and 0 < self.timeout_s < 1e7, "timeout_s", self.timeout_s, "a number of seconds above 0"
+        )
 
     def shared(self) -> dict[str, Any]:
         """Returns the values that must be the same on every rank."""

@@ -135,6 +135,10 @@ class LoadReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything in JSON types."""
-        totals = {"bytes_read": self.bytes_read, "total_s": self.total_s, "read_amplification": self.read_amplification}
+        totals = {
+            "bytes_read": self.bytes_read,
+            "total_s": self.total_s,
+            "read_amplification": self.read_amplification,
+        }
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ranks"}
         return {**own, **totals, "ranks": [asdict(rank) for rank in self.ranks]}

@@ -19,7 +19,15 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 import xxhash
 
-from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError, WorldError, from_wire, to_wire
+from fastload.errors import (
+    DeadlineExceeded,
+    FastloadError,
+    Interrupted,
+    PeerError,
+    WorldError,
+    from_wire,
+    to_wire,
+)
 
 __all__ = ["Outcome", "World", "initialize", "join"]
 
@@ -57,7 +65,13 @@ class World:
     """
 
     def __init__(
-        self, *, rank: int, size: int, group: dist.ProcessGroup | None, store: dist.Store | None, timeout_s: float
+        self,
+        *,
+        rank: int,
+        size: int,
+        group: dist.ProcessGroup | None,
+        store: dist.Store | None,
+        timeout_s: float,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -82,7 +96,9 @@ class World:
 
     # Agreement
 
-    def gather(self, what: str, value: Any = None, error: BaseException | None = None, *, wait_s: float) -> list[Outcome]:
+    def gather(
+        self, what: str, value: Any = None, error: BaseException | None = None, *, wait_s: float
+    ) -> list[Outcome]:
         """Collects one JSON value, or one error, from every rank; all ranks return the same list.
 
         Args:
@@ -154,9 +170,15 @@ class World:
             raise own if own is not None else first
         causes = "; ".join(f"{self._label(rank)}: {_described(error)}" for rank, error in failures.items())
         raise PeerError(
-            f"{what} failed on {len(failures)} of {self.size} ranks (this is {self._label(self.rank)}): {causes}",
+            f"{what} failed on {len(failures)} of {self.size} ranks "
+            f"(this is {self._label(self.rank)}): {causes}",
             failures,
         ) from own
+
+    def corner(self, name: str) -> dist.Store:
+        """Returns a part of the store that nothing has written to; another one after each agreement."""
+        assert self.store is not None
+        return dist.PrefixStore(f"{name}/{self._step}", self.store)
 
     # Failures outside of an agreement
 
@@ -206,9 +228,7 @@ class World:
             return [json.loads(text) for text in self.store.multi_get(keys)]
         error = DeadlineExceeded(f"did not answer within {wait_s:.1f} s: killed, stopped, stuck or cut off")
         late = {"host": "", "value": None, "error": to_wire(error)}
-        return [
-            json.loads(self.store.get(key)) if self.store.check([key]) else late for key in keys
-        ]
+        return [json.loads(self.store.get(key)) if self.store.check([key]) else late for key in keys]
 
     def _publish(self, step: int, make: Callable[[], bytes]) -> bytes:
         assert self.store is not None
@@ -219,14 +239,16 @@ class World:
             raise
         pieces = [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]
         for index, piece in enumerate(pieces):
-            self.store.set(f"{step}/{index}", piece)
+            self.store.set(f"{step}/{index}", piece)  # type: ignore[arg-type]  # bytes are fine
         self.store.set(f"{step}/head", json.dumps({"error": None, "pieces": len(pieces)}))
         return data
 
     def _wait_for(self, key: str, what: str, source: int) -> bytes:
         assert self.store is not None
         if not self._poll([key], time.monotonic() + self.patience_s):
-            error = DeadlineExceeded(f"did not answer within {self.patience_s:.1f} s: killed, stopped, stuck or cut off")
+            error = DeadlineExceeded(
+                f"did not answer within {self.patience_s:.1f} s: killed, stopped, stuck or cut off"
+            )
             raise PeerError(f"{what} failed: {self._label(source)}: {error}", {source: error})
         return bytes(self.store.get(key))
 
@@ -272,7 +294,9 @@ class _LostStore:
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
                 hint = "rank 0 of the job, which hosts it, was killed or cut off"
                 failures[0] = DeadlineExceeded("hosted the rendezvous store, which does not answer any more")
-            raise PeerError(f"{self._what}: the rendezvous store is gone: {hint} ({error})", failures) from error
+            raise PeerError(
+                f"{self._what}: the rendezvous store is gone: {hint} ({error})", failures
+            ) from error
 
 
 def _described(error: BaseException) -> str:
@@ -325,10 +349,12 @@ def _as_group(process_group: Any) -> dist.ProcessGroup | None:
         if process_group is not None:
             raise WorldError("process_group= is given but torch.distributed is not initialized")
         return None
-    group = process_group if process_group is not None else dist.group.WORLD
+    group: Any = process_group if process_group is not None else dist.group.WORLD
     if hasattr(group, "get_group") and hasattr(group, "ndim"):
         if group.ndim != 1:
-            raise WorldError(f"process_group= is a DeviceMesh of {group.ndim} dimensions: pass one, such as mesh['dp']")
+            raise WorldError(
+                f"process_group= is a DeviceMesh of {group.ndim} dimensions: pass one, such as mesh['dp']"
+            )
         group = group.get_group()
     if dist.get_rank(group) < 0:
         raise WorldError(f"rank {dist.get_rank()} is not a member of process_group=")

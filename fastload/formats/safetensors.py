@@ -82,7 +82,7 @@ def read_manifest(storage: Storage) -> Manifest | None:
 
 
 def header_digest(storage: Storage, name: str, file_nbytes: int) -> str:
-    """Returns the digest that `FileEntry.header_digest` holds, of a file as it is here; empty if it has no header."""
+    """Returns the `FileEntry.header_digest` of a file as it is here; empty if it has no header."""
     if file_nbytes < _LENGTH_BYTES:
         return ""
     length = int.from_bytes(_read(storage, name, 0, _LENGTH_BYTES), "little")

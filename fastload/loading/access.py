@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastload.errors import CheckpointNotFound, PlanMismatch
 from fastload.formats.manifest import Manifest
 from fastload.formats.safetensors import header_digest, read_manifest
-from fastload.storage import Storage
+from fastload.storage import PatientStorage, Storage
 from fastload.world import World
 
 __all__ = ["Access", "agree_on_access", "require_same"]
@@ -20,6 +20,7 @@ class Access:
     """What the ranks agreed on when they opened a checkpoint; the same on every rank.
 
     Attributes:
+        storage: Where this rank reads from.
         manifest: What is where, as the lowest rank that sees it read it.
         hosts: Host of each rank.
         readers: Ranks that can read, ascending.
@@ -27,6 +28,7 @@ class Access:
         shared: Whether all ranks read through one link (object store, network file system).
     """
 
+    storage: PatientStorage
     manifest: Manifest
     hosts: tuple[str, ...]
     readers: tuple[int, ...]
@@ -34,7 +36,9 @@ class Access:
     shared: bool
 
 
-def agree_on_access(world: World, storage: Storage, same: Mapping[str, Any]) -> Access:
+def agree_on_access(
+    world: World, path: str, connect: Callable[[], PatientStorage], same: Mapping[str, Any]
+) -> Access:
     """Opens a checkpoint on all ranks.
 
     One rank, the lowest that sees the path, lists it and reads its headers; the others get its
@@ -43,7 +47,8 @@ def agree_on_access(world: World, storage: Storage, same: Mapping[str, Any]) -> 
 
     Args:
         world: The ranks.
-        storage: Where to read from.
+        path: What to open, for messages.
+        connect: Opens the storage there.
         same: What has to be the same on all ranks, by name.
 
     Raises:
@@ -52,12 +57,31 @@ def agree_on_access(world: World, storage: Storage, same: Mapping[str, Any]) -> 
         ManifestError: It is malformed.
         PeerError: A rank could not say, with its cause.
     """
+    opened: list[PatientStorage] = []
+    try:
+        return _agree(world, path, connect, same, opened)
+    except BaseException:
+        for storage in opened:
+            storage.close()
+        raise
 
+
+def _agree(
+    world: World,
+    path: str,
+    connect: Callable[[], PatientStorage],
+    same: Mapping[str, Any],
+    opened: list[PatientStorage],
+) -> Access:
     def hello() -> dict[str, Any]:
-        asks = storage.probes or world.rank == 0
-        return {"host": world.host, "same": dict(same), "sees": asks and storage.stat("") is not None}
+        storage = connect()
+        opened.append(storage)
+        # Where looking costs a request, rank 0 finds out when it reads the manifest.
+        sees = storage.stat("") is not None if storage.probes else world.rank == 0
+        return {"host": world.host, "same": dict(same), "sees": sees}
 
-    hellos = world.agree(f"opening {storage.url}", hello)
+    hellos = world.agree(f"opening {path}", hello)
+    storage = opened[0]
     require_same([hello["same"] for hello in hellos])
     source = next((rank for rank, hello in enumerate(hellos) if hello["sees"]), None)
     if source is None:
@@ -78,6 +102,7 @@ def agree_on_access(world: World, storage: Storage, same: Mapping[str, Any]) -> 
     looks = world.agree(f"comparing what the ranks see of {storage.url}", look)
     notes = {rank: look["note"] for rank, look in enumerate(looks) if look["note"]}
     return Access(
+        storage=storage,
         manifest=manifest,
         hosts=tuple(hello["host"] for hello in hellos),
         readers=tuple(rank for rank in range(world.size) if rank not in notes),
@@ -94,7 +119,9 @@ def require_same(asked: Sequence[Mapping[str, Any]]) -> None:
     """
     lines = []
     for name, first in asked[0].items():
-        others = [f"rank {rank} {ask.get(name)!r}" for rank, ask in enumerate(asked) if ask.get(name) != first]
+        others = [
+            f"rank {rank} {ask.get(name)!r}" for rank, ask in enumerate(asked) if ask.get(name) != first
+        ]
         if others:
             more = f" and {len(others) - 4} more" if len(others) > 4 else ""
             lines.append(f"{name}: rank 0 {first!r}, {', '.join(others[:4])}{more}")
@@ -105,7 +132,7 @@ def require_same(asked: Sequence[Mapping[str, Any]]) -> None:
 def _read(storage: Storage) -> Manifest:
     manifest = read_manifest(storage)
     if manifest is None:
-        raise CheckpointNotFound(f"{storage.url}: it was there a moment ago and is gone")
+        raise CheckpointNotFound(f"{storage.url}: no such checkpoint")
     return manifest
 
 
@@ -118,6 +145,9 @@ def _difference(storage: Storage, manifest: Manifest, source: int) -> str:
             return f"does not see {label}"
         if found.nbytes != file.nbytes:
             return f"sees {label} of {found.nbytes} bytes, rank {source} of {file.nbytes}: not the same file"
-        if found.version != file.version and header_digest(storage, file.name, file.nbytes) != file.header_digest:
+        if (
+            found.version != file.version
+            and header_digest(storage, file.name, file.nbytes) != file.header_digest
+        ):
             return f"sees {label} with another header than rank {source}: not the same file"
     return ""

@@ -6,6 +6,7 @@ the slot that this rank has filled and delivers all the others, several rounds a
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -191,14 +192,13 @@ class RingExchange:
         self._right = order[(place + 1) % world.size]
         self._left = order[place - 1]
         self._incoming = [order[place - distance] for distance in range(1, world.size)]
-        self._store = world.store
+        self._store = world.corner("ring")
         self._posted: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._forwarder = threading.Thread(target=self._forward_all, name="fastload-ring", daemon=True)
 
     def connect(self) -> None:
         try:
-            store = dist.PrefixStore("ring", self._store)
-            self._group = dist.ProcessGroupGloo(store, self._rank, self._size, self._timeout)
+            self._group: Any = dist.ProcessGroupGloo(self._store, self._rank, self._size, self._timeout)
         except RuntimeError as error:
             raise Interrupted(f"the ranks could not connect: {error}") from error
         self._forwarder.start()
@@ -209,7 +209,8 @@ class RingExchange:
     def post(self, work: Round) -> None:
         try:
             work.receives = [
-                self._group.recv([work.slots[owner]], self._left, self._tag(work, owner)) for owner in self._incoming
+                self._group.recv([work.slots[owner]], self._left, self._tag(work, owner))
+                for owner in self._incoming
             ]
         except RuntimeError as error:
             work.error = error
@@ -248,10 +249,8 @@ class RingExchange:
         Gloo has no call for it, but it closes all connections of a group when one wait times out.
         """
         nothing = torch.empty(1, dtype=torch.uint8)
-        try:
+        with contextlib.suppress(RuntimeError):
             self._group.recv([nothing], self._left, _NEVER_SENT).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            pass
 
     def _forward_all(self) -> None:
         while (work := self._posted.get()) is not None:
@@ -264,7 +263,7 @@ class RingExchange:
             work.done.set()
 
     def _forward(self, work: Round, owner: int, receive: Any) -> None:
-        """Passes a slot on; what could not be received goes on marked as failed, so that nobody waits for it."""
+        """Passes a slot on; one that could not be received goes on marked as failed: nobody is to wait."""
         try:
             receive.wait(self._timeout)
         except RuntimeError as error:

@@ -24,10 +24,11 @@ _GLOB = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor inside of ``into=``, and how to put another in its place."""
+    """A tensor inside of ``into=``, and the container and key to put another in its place."""
 
     tensor: Tensor
-    replace: Callable[[Tensor], None]
+    container: Any
+    key: Any
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def match(
 
     Raises:
         MismatchError: Names, shapes or dtypes do not fit; it lists all that do not.
+        OptionError: `into` is no destination.
         MemoryError: The destinations do not fit into memory.
     """
     picked, absent = _select(manifest, names)
@@ -114,11 +116,13 @@ def flatten(into: Any) -> dict[str, Leaf]:
 def _module_leaves(module: nn.Module) -> Iterator[tuple[str, Leaf]]:
     for prefix, part in module.named_modules(remove_duplicate=False):
         tensors = [(part._parameters, name) for name in part._parameters]
-        tensors += [(part._buffers, name) for name in part._buffers if name not in part._non_persistent_buffers_set]
+        tensors += [
+            (part._buffers, name) for name in part._buffers if name not in part._non_persistent_buffers_set
+        ]
         for registry, name in tensors:
             tensor = registry[name]
             if tensor is not None:
-                yield f"{prefix}.{name}" if prefix else name, Leaf(tensor, _replacer(registry, name))
+                yield f"{prefix}.{name}" if prefix else name, Leaf(tensor, registry, name)
 
 
 def _nested_leaves(node: Any, prefix: str) -> Iterator[tuple[str, Leaf]]:
@@ -134,19 +138,9 @@ def _nested_leaves(node: Any, prefix: str) -> Iterator[tuple[str, Leaf]]:
     for key, value in items:
         name = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, Tensor):
-            yield name, Leaf(value, _replacer(node, key))
+            yield name, Leaf(value, node, key)
         elif isinstance(value, Mapping | list | tuple):
             yield from _nested_leaves(value, name)
-
-
-def _replacer(container: Any, key: Any) -> Callable[[Tensor], None]:
-    def replace(tensor: Tensor) -> None:
-        try:
-            container[key] = tensor
-        except TypeError:
-            raise OptionError(f"into= has a meta tensor in a {type(container).__name__}: it cannot be replaced") from None
-
-    return replace
 
 
 def _select(manifest: Manifest, names: Sequence[str] | str | None) -> tuple[list[TensorEntry], list[str]]:
@@ -172,14 +166,22 @@ def _matching(names: Mapping[str, object], pattern: str) -> list[str]:
 
 
 def _chosen(name: str, names: Sequence[str] | str) -> bool:
-    return any(name == ask or fnmatch.fnmatchcase(name, ask) for ask in ([names] if isinstance(names, str) else names))
+    return any(
+        name == ask or fnmatch.fnmatchcase(name, ask)
+        for ask in ([names] if isinstance(names, str) else names)
+    )
 
 
 def _identity(tensor: Tensor) -> object:
     """Tells tied tensors: the same object, or the same bytes."""
-    if tensor.is_meta or tensor.numel() == 0:
+    if tensor.is_meta or tensor.numel() == 0 or tensor.layout != torch.strided or hasattr(tensor, "to_local"):
         return id(tensor)
-    return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    return (
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+    )
 
 
 def _target_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
@@ -201,8 +203,8 @@ def _misfit(entry: TensorEntry, tensor: Tensor, dtype: torch.dtype | None) -> st
     except ManifestError as error:
         return str(error)
     target = _target_dtype(stored, dtype)
-    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and hasattr(tensor, "to_local"):
-        return f"{entry.name}: into= has a sharded tensor ({type(tensor).__name__}); replicated ones can be loaded"
+    if hasattr(tensor, "to_local"):
+        return f"{entry.name}: into= has a sharded tensor ({type(tensor).__name__}), not a replicated one"
     if tensor.layout != torch.strided:
         return f"{entry.name}: into= has layout {tensor.layout}"
     if tuple(tensor.shape) != shape:
@@ -232,20 +234,28 @@ def _raise_cast(entry: TensorEntry, stored: torch.dtype, target: torch.dtype) ->
     raise MismatchError(line, mismatched=(line,))
 
 
-def _in_place(pairs: list[tuple[TensorEntry, Leaf]], leaves: Mapping[str, Leaf], device: torch.device) -> Match:
+def _in_place(
+    pairs: list[tuple[TensorEntry, Leaf]], leaves: Mapping[str, Leaf], device: torch.device
+) -> Match:
     """Loads into the tensors there are; meta tensors get real ones, tied ones the same."""
+    unloaded = {id(leaf.tensor) for _, leaf in pairs if leaf.tensor.is_meta}
+    replaced = [leaf for leaf in leaves.values() if id(leaf.tensor) in unloaded]
+    for leaf in replaced:
+        if not hasattr(leaf.container, "__setitem__"):
+            kind = type(leaf.container).__name__
+            raise OptionError(f"into= has a meta tensor in a {kind}: it cannot be replaced")
     real: dict[int, Tensor] = {}
     for _, leaf in pairs:
         if leaf.tensor.is_meta and id(leaf.tensor) not in real:
             real[id(leaf.tensor)] = _materialize(leaf.tensor, device)
     destinations = [
-        Destination(entry, torch_spec(entry)[0], real.get(id(leaf.tensor), leaf.tensor)) for entry, leaf in pairs
+        Destination(entry, torch_spec(entry)[0], real.get(id(leaf.tensor), leaf.tensor))
+        for entry, leaf in pairs
     ]
 
     def attach() -> None:
-        for leaf in leaves.values():
-            if id(leaf.tensor) in real:
-                leaf.replace(real[id(leaf.tensor)])
+        for leaf in replaced:
+            leaf.container[leaf.key] = real[id(leaf.tensor)]
 
     return Match(destinations, attach)
 

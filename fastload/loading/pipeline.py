@@ -105,6 +105,9 @@ class Pipeline:
                     rounds.append(self._post(index + len(rounds)))
                 self._finish(rounds[0])
                 self._recycle(rounds.popleft())
+        except BaseException:
+            self._reader.stop()
+            raise
         finally:
             self._end()
 
@@ -161,7 +164,6 @@ class Pipeline:
         self._placer.settle()
 
     def _end(self) -> None:
-        self._reader.stop()
         with self._ready:
             self._ended = True
             self._ready.notify()

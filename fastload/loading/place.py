@@ -33,7 +33,8 @@ class Destination:
     @property
     def is_plain(self) -> bool:
         """Whether bytes can be copied as they are."""
-        return self.tensor.dtype == self.stored and self.tensor.is_contiguous()
+        lazy = self.tensor.is_conj() or self.tensor.is_neg()  # torch negates when it reads the bytes
+        return self.tensor.dtype == self.stored and self.tensor.is_contiguous() and not lazy
 
 
 class Placer:
@@ -46,9 +47,7 @@ class Placer:
     def __init__(self, destinations: Sequence[Destination]) -> None:
         self._destinations = [d for d in destinations if d.entry.nbytes]
         self._starts = list(accumulate((d.entry.nbytes for d in self._destinations), initial=0))
-        self._bytes = [
-            byte_view(d.tensor.detach()) if d.is_plain else None for d in self._destinations
-        ]
+        self._bytes = [byte_view(d.tensor.detach()) if d.is_plain else None for d in self._destinations]
         self._carry = torch.empty(0, dtype=torch.uint8)
         self._devices = {d.tensor.device for d in self._destinations if d.tensor.device.type == "cuda"}
 

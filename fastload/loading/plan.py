@@ -208,4 +208,5 @@ def _good_chunk_bytes(total_bytes: int, num_readers: int, world_size: int, stagi
     for_overlap = round_up(-(-total_bytes // (num_readers * _GOOD_NUM_ROUNDS)), PAGE_BYTES)
     per_slab = staging_bytes // _MAX_DEPTH - (world_size - num_readers) * PAGE_BYTES
     for_staging = per_slab // num_readers // PAGE_BYTES * PAGE_BYTES - PAGE_BYTES
-    return max(1, min(max(for_overlap, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES, for_staging))
+    least = PAGE_BYTES - STATUS_BYTES  # no slot is smaller than a page
+    return max(least, min(max(for_overlap, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES, for_staging))

@@ -1,23 +1,18 @@
-"""Fills buffers with chunks: some threads, and another try for what may pass."""
+"""Fills buffers with chunks, in some threads."""
 
 from __future__ import annotations
 
-import random
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 
-from fastload.errors import Interrupted, StorageError
+from fastload.formats.manifest import FileEntry
 from fastload.loading.plan import Chunk, ReadPlan
 from fastload.report import Stopwatch
-from fastload.storage.base import Storage
+from fastload.storage import PatientStorage, take
 
 __all__ = ["ChunkReader"]
-
-_FIRST_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 5.0
 
 
 class ChunkReader:
@@ -25,31 +20,31 @@ class ChunkReader:
 
     Args:
         storage: Where from.
-        names: Name of each file of the manifest, by its index.
+        files: The files of the manifest.
         plan: What the chunks are made of.
         threads: Chunks read at once.
-        retries: Further attempts at a range after a transient error.
-        timeout_s: Longest time in seconds spent on one range, retries included.
 
     Attributes:
-        num_retries: Attempts beyond the first so far.
         watch: Time with at least one read under way.
     """
 
     def __init__(
-        self, storage: Storage, names: Sequence[str], plan: ReadPlan, *, threads: int, retries: int, timeout_s: float
+        self,
+        storage: PatientStorage,
+        files: Sequence[FileEntry],
+        plan: ReadPlan,
+        *,
+        threads: int,
     ) -> None:
         self._storage = storage
-        self._names = names
+        self._files = files
         self._plan = plan
-        self._retries = retries
-        self._timeout_s = timeout_s
         self._asked: SimpleQueue[tuple[Chunk, Sequence[memoryview], Future[None]] | None] = SimpleQueue()
         # Daemons, unlike an executor's threads: a read that storage never answers must not hold up the exit.
-        self._threads = [threading.Thread(target=self._serve, name=f"fastload-read-{n}", daemon=True) for n in range(threads)]
-        self._stopped = threading.Event()
-        self._lock = threading.Lock()
-        self.num_retries = 0
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"fastload-read-{n}", daemon=True)
+            for n in range(threads)
+        ]
         self.watch = Stopwatch()
 
     def submit(self, chunk: Chunk, buffers: Sequence[memoryview]) -> Future[None]:
@@ -68,11 +63,10 @@ class ChunkReader:
 
     def stop(self) -> None:
         """Lets reads that have not begun, and retries, end at once."""
-        self._stopped.set()
+        self._storage.stop()
 
     def close(self) -> None:
-        """Stops, without waiting for a read that storage does not answer."""
-        self.stop()
+        """Ends the threads, without waiting for a read that storage does not answer."""
         for _ in self._threads:
             self._asked.put(None)
 
@@ -90,37 +84,6 @@ class ChunkReader:
         rest = list(buffers)
         with self.watch:
             for span in self._plan.spans(chunk):
-                taken, rest = _take(rest, span.nbytes)
-                self._read_patiently(self._names[span.file], span.offset, taken)
-
-    def _read_patiently(self, name: str, offset: int, buffers: list[memoryview]) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        attempt = 0
-        while not self._stopped.is_set():
-            attempt += 1
-            try:
-                return self._storage.read_into(name, offset, buffers)
-            except StorageError as error:
-                error.attempts = attempt
-                if not error.transient or attempt > self._retries:
-                    raise
-                # Full jitter: ranks that failed together must not come back together.
-                pause = random.uniform(0, min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2**attempt))
-                if time.monotonic() + pause >= deadline:
-                    raise
-            with self._lock:
-                self.num_retries += 1
-            self._stopped.wait(pause)
-        raise Interrupted("reading stopped because the load failed elsewhere")
-
-
-def _take(buffers: list[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
-    """Splits a list of buffers after so many bytes."""
-    taken: list[memoryview] = []
-    for index, buffer in enumerate(buffers):
-        if nbytes <= len(buffer):
-            tail = [buffer[nbytes:]] if nbytes < len(buffer) else []
-            return [*taken, buffer[:nbytes]], [*tail, *buffers[index + 1 :]]
-        taken.append(buffer)
-        nbytes -= len(buffer)
-    return taken, []
+                taken, rest = take(rest, span.nbytes)
+                file = self._files[span.file]
+                self._storage.read_into(file.name, span.offset, taken, file.version)

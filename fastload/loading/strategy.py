@@ -26,7 +26,13 @@ class Decision:
 
 
 def choose_strategy(
-    asked: str, *, world_size: int, readers: Sequence[int], hosts: Sequence[str], shared: bool, fast_links: bool
+    asked: str,
+    *,
+    world_size: int,
+    readers: Sequence[int],
+    hosts: Sequence[str],
+    shared: bool,
+    fast_links: bool,
 ) -> Decision:
     """Decides how to load.
 
@@ -42,22 +48,28 @@ def choose_strategy(
         OptionError: ``direct`` is asked for and some rank cannot read.
     """
     readers = tuple(readers)
+    if world_size == 1:
+        return Decision("direct", "one rank: nothing to exchange", readers)
     all_read = len(readers) == world_size
     if asked == "direct" and not all_read:
         deaf = next(rank for rank in range(world_size) if rank not in readers)
         raise OptionError(f"strategy='direct': rank {deaf} on {hosts[deaf]} cannot read the checkpoint")
     if asked != "auto":
         return Decision(asked, "asked for", readers[:1] if asked == "broadcast" else readers)
-    if world_size == 1:
-        return Decision("direct", "one rank: nothing to exchange", readers)
     if len(readers) == 1:
         return Decision("broadcast", f"only rank {readers[0]} can read", readers)
     if not all_read:
-        return Decision("allgather", f"{len(readers)} of {world_size} ranks can read and share the reading", readers)
+        return Decision(
+            "allgather", f"{len(readers)} of {world_size} ranks can read and share the reading", readers
+        )
     if shared:
-        return Decision("allgather", "all ranks read through one storage system: each byte is read once", readers)
+        return Decision(
+            "allgather", "all ranks read through one storage system: each byte is read once", readers
+        )
     if fast_links:
         return Decision("allgather", "the links between devices are faster than any disk", readers)
     if len(set(hosts)) == 1:
-        return Decision("direct", "one host with a local file system: the page cache already reads once", readers)
+        return Decision(
+            "direct", "one host with a local file system: the page cache already reads once", readers
+        )
     return Decision("direct", "each host has the files on a disk of its own", readers)

@@ -1,8 +1,8 @@
-"""Object stores, HTTP and everything else that fsspec reaches."""
+"""Everything that fsspec reaches: sftp, hdfs, memory; object stores where obstore is not installed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import fsspec
@@ -23,6 +23,7 @@ class RemoteStorage:
 
     Args:
         url: Root, with its scheme.
+        options: Arguments of the fsspec file system.
 
     Raises:
         OptionError: The scheme is unknown, or what it needs is not installed.
@@ -30,13 +31,15 @@ class RemoteStorage:
 
     shared = True
     probes = False
+    direct_bytes_read = 0
+    io = "buffered"
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self._url = url.rstrip("/")
         self._count = ByteCounter()
         try:
-            self._files, self._root = fsspec.core.url_to_fs(self._url)
-        except (ValueError, ImportError) as error:
+            self._files, self._root = fsspec.core.url_to_fs(self._url, **options)
+        except (ValueError, ImportError, TypeError) as error:
             raise OptionError(f"cannot open {url}: {error}") from error
 
     @property
@@ -51,7 +54,7 @@ class RemoteStorage:
         try:
             info = self._call(name, lambda path: self._files.info(path))
         except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
+            if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
                 return None
             raise
         if info["type"] == "directory":
@@ -70,13 +73,21 @@ class RemoteStorage:
         is_file = len(found) == 1 and found[0]["name"].strip("/") == self._root.strip("/")
         return None if is_file else sorted(names)
 
-    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         nbytes = sum(map(len, buffers))
-        data = self._call(name, lambda path: self._files.cat_file(path, start=offset, end=offset + nbytes), offset, nbytes)
+        if nbytes == 0:
+            return  # a range request cannot ask for nothing
+        data = self._call(
+            name, lambda path: self._files.cat_file(path, start=offset, end=offset + nbytes), offset, nbytes
+        )
         self._count.add(len(data))
         if len(data) != nbytes:
             raise StorageError(
-                f"got {len(data)} of {nbytes} bytes", url=self._path(name), offset=offset, nbytes=nbytes, transient=True
+                f"got {len(data)} of {nbytes} bytes",
+                url=self._label(name),
+                offset=offset,
+                nbytes=nbytes,
+                transient=True,
             )
         position = 0
         for buffer in buffers:
@@ -89,13 +100,18 @@ class RemoteStorage:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
-    def _call(self, name: str, ask: Callable[[str], T], offset: int | None = None, nbytes: int | None = None) -> T:
+    def _label(self, name: str) -> str:
+        return f"{self._url}/{name}" if name else self._url
+
+    def _call(
+        self, name: str, ask: Callable[[str], T], offset: int | None = None, nbytes: int | None = None
+    ) -> T:
         try:
             return ask(self._path(name))
         except Exception as error:
             raise StorageError(
                 _first_line(error),
-                url=f"{self._url}/{name}" if name else self._url,
+                url=self._label(name),
                 offset=offset,
                 nbytes=nbytes,
                 transient=isinstance(error, OSError) and not isinstance(error, _PERMANENT),

@@ -1,0 +1,31 @@
+"""What every test gets: hypothesis without a clock, and a skip where the machine lacks something."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("fastload", deadline=None, print_blob=True)  # a shared machine is no stopwatch
+settings.load_profile("fastload")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips tests whose marker names hardware or rights this machine does not have."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("lab") and not _has_lab():
+        pytest.skip("needs root, network namespaces and the ip command")
+
+
+@functools.cache
+def _has_lab() -> bool:
+    try:
+        probe = subprocess.run(["unshare", "--net", "ip", "link"], capture_output=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return os.geteuid() == 0 and probe.returncode == 0

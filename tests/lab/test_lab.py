@@ -1,0 +1,217 @@
+"""The lab itself: hosts apart, links capped, cuts silent, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(60)]
+
+LAB = Path(__file__).resolve().parents[2] / "scripts" / "lab"
+TIMED_OUT = 28  # curl's exit status; a refused or unreachable peer would be 7
+OBJECT_BYTES = 32 << 20
+SHARED_RATE = 400e6
+PER_HOST_RATE = 80e6
+HEADERS_SHARE = 1500 / 1566  # of a full frame as tc counts it, what TCP delivers: 95.7 %
+
+
+def lab(name: str, *args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run one entry point with this interpreter's environment first on its path."""
+    done = subprocess.run(
+        [str(LAB / name), *args],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+        env=os.environ | {"VIRTUAL_ENV": sys.prefix},
+    )
+    if check:
+        assert done.returncode == 0, done.stderr
+    return done
+
+
+def why_not() -> str | None:
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "the lab needs Linux and root"
+    path = os.pathsep.join([f"{sys.prefix}/bin", os.environ["PATH"], "/usr/sbin", "/sbin"])
+    tools = ("ip", "tc", "nginx", "rclone", "curl", "unshare", "torchrun")
+    if missing := [tool for tool in tools if shutil.which(tool, path=path) is None]:
+        return f"the lab lacks {', '.join(missing)}; run scripts/lab/setup"
+    if any(Path("/run/netns").glob("fl-*")):
+        return "somebody's lab is up; end it with scripts/lab/down"
+    return None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _usable() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def payload(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("payload") / "object.bin"
+    path.write_bytes(os.urandom(OBJECT_BYTES))
+    return path
+
+
+def traces() -> dict[str, object]:
+    """What a lab could leave behind on the machine."""
+    mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    places = ("/run/netns", "/etc/netns", "/run/fastload-lab", "/var/tmp/fastload-lab")
+    return {
+        "mounts": sorted(mounts),
+        "places": {place: os.path.exists(place) for place in places},
+        "links": sorted(os.listdir("/sys/class/net")),
+        "services": [
+            path.parent.name
+            for path in Path("/proc").glob("[0-9]*/cmdline")
+            if b"fastload-lab" in path.read_bytes()
+        ],
+    }
+
+
+@pytest.fixture(scope="module")
+def two_hosts(_usable: None, payload: Path) -> Iterator[Path]:
+    """Two hosts, a shared storage link, one object; and not a trace afterwards."""
+    before = traces()
+    try:
+        lab("up", "2", "--host-rate", "1gbit", "--storage-rate", "400mbit")
+        lab("put", str(payload), "object.bin")
+        yield payload
+    finally:
+        lab("down")
+    assert traces() == before
+
+
+def on(host: str, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return lab("run", "--plain", "--on", host, "--", *command, check=check)
+
+
+def reaches(host: str, address: str) -> int:
+    url = f"http://{address}:8080/object.bin"
+    curl = ("curl", "-sf", "-m", "1", "-r", "0-99", "-o", os.devnull, url)
+    return on(host, *curl, check=False).returncode
+
+
+def measured_rate(output: str) -> float:
+    """Bits per second out of what `fetch` printed."""
+    status, bytes_per_s = output.split()
+    assert status == "206"
+    return 8 * float(bytes_per_s)
+
+
+def fetch(num_bytes: int) -> list[str]:
+    form = "%{http_code} %{speed_download}\n"
+    url = "http://fl-storage:8080/object.bin"
+    return ["curl", "-sf", "-r", f"0-{num_bytes - 1}", "-o", os.devnull, "-w", form, url]
+
+
+# These come first: below, one lab stays up to the end of the module.
+
+
+@pytest.mark.usefixtures("_usable")
+def test_each_host_has_its_own_share_of_storage(payload: Path) -> None:
+    try:
+        lab("up", "2", "--host-rate", "1gbit", "--per-host-storage-rate", "80mbit")
+        lab("put", str(payload), "object.bin")
+        done = lab("run", "--plain", "--keep-logs", "--", *fetch(8 << 20))
+        logs = list(Path(os.environ.get("FASTLOAD_LAB_DIR", "/run/fastload-lab")).glob("logs/*/*"))
+        for output in (done.stdout, *(log.read_text() for log in logs)):
+            expected = HEADERS_SHARE * PER_HOST_RATE
+            assert measured_rate(output) == pytest.approx(expected, rel=0.1)
+    finally:
+        lab("down")
+
+
+@pytest.mark.usefixtures("_usable")
+def test_down_with_nothing_up_is_fine() -> None:
+    before = traces()
+    lab("down")
+    assert traces() == before
+
+
+def test_run_gives_each_host_a_rank_a_name_and_a_way_to_the_others(two_hosts: Path, tmp_path: Path) -> None:
+    script = tmp_path / "names.py"
+    script.write_text(
+        textwrap.dedent("""
+        import json, os, socket
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        names = [None] * dist.get_world_size()
+        dist.all_gather_object(names, socket.gethostname())
+        if dist.get_rank() == 0:
+            print(json.dumps({"total": total.item(), "names": names}))
+        dist.destroy_process_group()
+        """)
+    )
+    done = lab("run", "--timeout", "40", "--", "python", str(script))
+    assert json.loads(done.stdout) == {"total": 2.0, "names": ["fl-host1", "fl-host2"]}
+
+
+def test_bytes_counts_what_one_host_read(two_hosts: Path) -> None:
+    before = json.loads(lab("bytes").stdout)
+    on("fl-host2", *fetch(OBJECT_BYTES))
+    after = json.loads(lab("bytes").stdout)
+    sent = after["storage_tx"] - before["storage_tx"]
+    received = after["hosts"]["fl-host2"]["rx"] - before["hosts"]["fl-host2"]["rx"]
+    elsewhere = after["hosts"]["fl-host1"]["rx"] - before["hosts"]["fl-host1"]["rx"]
+    assert OBJECT_BYTES < received <= sent < 1.02 * OBJECT_BYTES
+    assert elsewhere < 10_000
+
+
+def test_shared_storage_link_is_capped(two_hosts: Path) -> None:
+    rate = measured_rate(on("fl-host1", *fetch(OBJECT_BYTES)).stdout)
+    assert rate == pytest.approx(HEADERS_SHARE * SHARED_RATE, rel=0.1)
+
+
+def test_s3_answers_ranges_with_the_right_bytes(two_hosts: Path) -> None:
+    url = "http://10.77.0.254:9000/lab/object.bin"
+    signed = ("--aws-sigv4", "aws:amz:us-east-1:s3", "--user", "labkey:labsecret")
+    form = ("-w", "%{http_code}", "-o", str(two_hosts.parent / "part.bin"))
+    done = on("fl-host1", "curl", "-sf", *signed, *form, "-r", "1000-2999", url)
+    assert done.stdout == "206"
+    part = (two_hosts.parent / "part.bin").read_bytes()
+    assert part == two_hosts.read_bytes()[1000:3000]
+
+
+@pytest.mark.parametrize("option", [(), ("--storage",)])
+def test_cut_is_silent_and_heals(two_hosts: Path, option: tuple[str, ...]) -> None:
+    lab("cut", "fl-host1", *option)
+    assert reaches("fl-host1", "fl-storage") == TIMED_OUT
+    assert reaches("fl-host2", "fl-storage") == 0
+    peer = reaches("fl-host1", "fl-host2")  # nothing listens: refused if the way is open
+    assert peer == (7 if option else TIMED_OUT)
+    lab("heal", "fl-host1")
+    assert reaches("fl-host1", "fl-storage") == 0
+
+
+def test_run_fails_with_the_failing_hosts_status_and_words(two_hosts: Path) -> None:
+    script = 'test "$(hostname)" = fl-host1 || { echo no luck >&2; exit 7; }'
+    done = lab("run", "--plain", "--", "sh", "-c", script, check=False)
+    assert done.returncode == 7
+    assert "[fl-host2] no luck" in done.stderr
+
+
+def test_run_ends_everything_at_its_timeout(two_hosts: Path) -> None:
+    done = lab("run", "--plain", "--timeout", "1", "--", "sleep", "1234", check=False)
+    assert done.returncode == 124
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+    assert b"sleep\x001234\x00" not in commands
+
+
+def test_second_up_is_refused(two_hosts: Path) -> None:
+    done = lab("up", "2", check=False)
+    assert done.returncode == 1
+    assert "already" in done.stderr
+    assert reaches("fl-host1", "fl-storage") == 0

@@ -1,0 +1,142 @@
+"""The rules of the house that an import contract cannot express, read from the source itself."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "fastload"
+MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+
+MAX_LINES = 400
+# What may name them (an import for type checkers only is free: it does not happen).
+DISTRIBUTED = {"world.py", "loading/exchange.py"}
+ENVIRONMENT = {"options.py", "world.py"}
+FILES = {"storage/local.py"}
+PURE = {"loading/plan.py", "saving/layout.py", "saving/partition.py", "formats/manifest.py"}
+
+ENVIRONMENT_NAMES = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
+# What takes a path, or reads and writes at an offset; what else there is needs a descriptor from these.
+OS_FILE_NAMES = (
+    "access chmod link listdir lstat makedirs mkdir mkfifo open pread preadv pwrite pwritev readlink remove "
+    "removedirs rename renames replace rmdir scandir stat statvfs symlink truncate unlink utime walk "
+    "path.exists path.getmtime path.getsize path.isdir path.isfile path.islink path.lexists path.realpath "
+    "path.samefile"
+).split()
+FILE_NAMES = {f"os.{name}" for name in OS_FILE_NAMES} | set(
+    "builtins.open glob io.FileIO io.open pathlib.Path shutil tempfile".split()
+)
+IMPURE_IMPORTS = (
+    "asyncio concurrent datetime fsspec io logging multiprocessing os pathlib random safetensors secrets "
+    "select shutil signal socket subprocess tempfile threading time torch urllib uuid"
+).split()
+
+
+class _Names(ast.NodeVisitor):
+    """Collects every dotted name that a module uses, with imports and their aliases resolved."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.aliases: dict[str, str] = {}
+        self.imported: set[str] = set()
+        self.used: set[str] = set()
+        # The builtin, unless the module has an `open` of its own.
+        own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        if "open" not in own:
+            self.aliases["open"] = "builtins.open"
+        self.visit(tree)
+
+    def visit_If(self, node: ast.If) -> None:
+        if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for child in node.orelse:
+                self.visit(child)
+        else:
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for name in node.names:
+            self.imported.add(name.name)
+            top = name.name.partition(".")[0]
+            self.aliases[name.asname or top] = name.name if name.asname else top
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        for name in node.names:
+            full = f"{node.module}.{name.name}"
+            self.imported.add(full)
+            self.aliases[name.asname or name.name] = full
+
+    def visit_Name(self, node: ast.Name) -> None:
+        self.used.add(self.aliases.get(node.id, ""))
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        dotted = ast.unparse(node)
+        head, _, rest = dotted.partition(".")
+        if head in self.aliases:
+            self.used.add(f"{self.aliases[head]}.{rest}")
+        self.generic_visit(node)
+
+
+def _breaches(module: str, source: str) -> Iterator[str]:
+    names = _Names(ast.parse(source))
+    everything = names.imported | names.used
+
+    def named(*wanted: str) -> set[str]:
+        return {name for name in everything for want in wanted if f"{name}.".startswith(f"{want}.")}
+
+    if len(source.splitlines()) > MAX_LINES:
+        yield f"{module} has {len(source.splitlines())} lines: split it (at most {MAX_LINES})"
+    if module not in DISTRIBUTED and (found := named("torch.distributed")):
+        yield f"{module} uses {sorted(found)}: only {sorted(DISTRIBUTED)} may"
+    if module not in ENVIRONMENT and (found := named(*ENVIRONMENT_NAMES)):
+        yield f"{module} reads {sorted(found)}: only {sorted(ENVIRONMENT)} may, pass an option instead"
+    if module not in FILES and (found := named(*FILE_NAMES)):
+        yield f"{module} touches files with {sorted(found)}: only {sorted(FILES)} may"
+    if module in PURE and (found := named(*IMPURE_IMPORTS)):
+        yield f"{module} is pure: no {sorted(found)}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_module_keeps_the_rules(module: str) -> None:
+    assert list(_breaches(module, (PACKAGE / module).read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("api.py", "import torch.distributed as dist"),
+        ("api.py", "from torch import distributed"),
+        ("api.py", "from torch.distributed import barrier"),
+        ("api.py", "import torch\ntorch.distributed.barrier()"),
+        ("api.py", "import os\nos.environ['A']"),
+        ("api.py", "import os as system\nsystem.getenv('A')"),
+        ("api.py", "from os import environ"),
+        ("loading/read.py", "open('a')"),
+        ("loading/read.py", "import os\nos.pread(3, 1, 0)"),
+        ("loading/read.py", "from os import preadv"),
+        ("loading/read.py", "import os.path\nos.path.exists('a')"),
+        ("cli.py", "from pathlib import Path"),
+        ("cli.py", "import shutil"),
+        ("loading/plan.py", "import time"),
+        ("formats/manifest.py", "from torch import Tensor"),
+        ("memory.py", "\n" * 401),
+    ],
+)
+def test_a_breach_is_found(module: str, source: str) -> None:
+    assert len(list(_breaches(module, source))) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("world.py", "import os\nimport torch.distributed\nos.environ['A']"),
+        ("storage/local.py", "import os\nos.preadv(3, [], 0)"),
+        ("api.py", "import os\nimport torch\nos.fspath('a')\nos.path.join('a', 'b')\ntorch.empty(1)"),
+        ("api.py", "def open(path): ...\nopen('a')"),
+        ("cli.py", "import fastload\nfastload.open('a')"),
+        ("api.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch.distributed"),
+    ],
+)
+def test_what_is_allowed_passes(module: str, source: str) -> None:
+    assert list(_breaches(module, source)) == []
