@@ -6,6 +6,7 @@ where its name says otherwise. All of them exchange over the default process gro
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,7 +76,7 @@ def own_share_then_ring(files: AbstractFileSystem, root: str, url: str) -> State
         path = f"{root}/{manifest.files[span.file].name}"
         data = files.cat_file(path, span.offset, span.offset + span.nbytes)
         view[position : position + span.nbytes] = data
-    _ring_all_gather([flat[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)])
+    _ring_all_gather([flat[begin:end] for begin, end in itertools.pairwise(bounds)])
     state, position = {}, 0
     for entry in manifest.tensors:
         own = flat[position : position + entry.nbytes].clone()
