@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
 
 from torch import Tensor
 
-from fastload.errors import Interrupted
-from fastload.loading.exchange import Exchange, Round, wait
+from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.loading.place import Placer
 from fastload.loading.plan import Chunk, ReadPlan
 from fastload.loading.read import ChunkReader
+from fastload.loading.rounds import Exchange, Round, wait
 from fastload.memory import host_view
 from fastload.report import Stopwatch
 from fastload.world import World
@@ -23,6 +25,7 @@ from fastload.world import World
 __all__ = ["Pipeline", "read_threads"]
 
 _MAX_READ_THREADS = 8
+_TICK_S = 0.05
 
 
 def read_threads(asked: int | None, *, depth: int, ranks_on_host: int) -> int:
@@ -109,7 +112,17 @@ class Pipeline:
             self._reader.stop()
             raise
         finally:
-            self._end()
+            with self._ready:
+                self._ended = True
+                self._ready.notify()
+
+    def close(self) -> None:
+        """Ends the threads. After a failure that may take a moment, so the others are to be told before."""
+        if self._starter.is_alive():
+            self._starter.join(self._world.grace_s)
+        self._exchange.close()
+        self._posted.clear()
+        self._read_error = None  # else error → traceback → frame → self → error would keep the slabs alive
 
     # The caller's thread
 
@@ -145,6 +158,10 @@ class Pipeline:
             failed = self._exchange.failed_ranks(work)
             if failed:
                 raise Interrupted(f"round {work.index}: rank {failed[0]} could not deliver its chunk")
+        except DeadlineExceeded as late:
+            # Somebody else's read, or wire, unless this rank has not even handed over its own chunk.
+            overdue = None if work.started.is_set() else self._reader.overdue(self._world.patience_s)
+            raise overdue or Interrupted(str(late)) from None
         except Interrupted:
             if self._read_error is not None:
                 raise self._read_error from None
@@ -160,15 +177,11 @@ class Pipeline:
             self._progress(last.start + last.nbytes, self._plan.total_bytes)
 
     def _recycle(self, work: Round) -> None:
-        self._exchange.release(work)
+        try:
+            self._exchange.release(work, until_s=self._world.patience_s, give_up=self._world.alarmed)
+        except DeadlineExceeded as late:
+            raise Interrupted(str(late)) from None
         self._placer.settle()
-
-    def _end(self) -> None:
-        with self._ready:
-            self._ended = True
-            self._ready.notify()
-        self._starter.join(self._world.grace_s)
-        self._exchange.close()
 
     # The starter's thread
 
@@ -180,10 +193,22 @@ class Pipeline:
                     return
                 work, future = self._posted.popleft()
             try:
-                if future is not None:
-                    future.result()
+                if future is not None and not self._is_read(future):
+                    return
             except BaseException as error:
                 self._read_error = self._read_error or error
             work.mark(failed=self._read_error is not None)
             work.started_at = time.perf_counter()
-            self._exchange.start(work)
+            try:
+                self._exchange.start(work)
+            except Exception as error:
+                work.broke(error)
+                work.done.set()
+
+    def _is_read(self, future: Future[None]) -> bool:
+        """Waits for a read, and no longer than the load goes on: storage may never answer."""
+        while not self._ended:
+            with contextlib.suppress(NotYet):
+                future.result(_TICK_S)
+                return True
+        return False
