@@ -180,6 +180,7 @@ class Checkpoint:
         self._access = access
         self._options = options
         self._header_bytes = access.storage.bytes_read
+        self._counted_retries = 0
         self._failed = False
         self._last_reader: ChunkReader | None = None
 
@@ -336,6 +337,9 @@ class Checkpoint:
             pipeline.place_watch.seconds,
         )
         alone = job.decision.strategy == "direct"
+        # Those of opening count with the first load; a later one counts its own.
+        num_retries = self._storage.num_retries - self._counted_retries
+        self._counted_retries = self._storage.num_retries
         return RankReport(
             rank=world.rank,
             host=world.host,
@@ -351,7 +355,7 @@ class Checkpoint:
             total_s=total_s,
             overlapped_s=max(0.0, read_s + exchange_s + place_s - total_s),
             peak_staging_bytes=pipeline.staging_bytes,
-            retries=self._storage.num_retries,
+            retries=num_retries,
         )
 
 
