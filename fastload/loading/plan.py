@@ -26,8 +26,8 @@ __all__ = ["Chunk", "ReadPlan", "Span", "plan_reads"]
 STATUS_BYTES = 8
 
 _MAX_CHUNK_BYTES = 8 << 20
-_MIN_CHUNK_BYTES = 256 << 10
-_GOOD_NUM_ROUNDS = 16
+_MIN_CHUNK_BYTES = 512 << 10
+_GOOD_NUM_ROUNDS = 128  # what a pipeline of rounds cannot overlap is about one round
 _MAX_DEPTH = 4
 
 
@@ -109,10 +109,11 @@ class ReadPlan:
         start = min(start, self.total_bytes)
         return Chunk(start, min(length, self.total_bytes - start))
 
-    def slot_bytes(self, round_index: int, rank: int) -> int:
-        """Returns how much of a slab a rank's chunk and status word take: whole pages."""
-        longest = self.chunk_bytes_of(round_index) if rank in self._place_of else 0
-        return round_up(longest + STATUS_BYTES, PAGE_BYTES)
+    def slot_sizes(self, round_index: int) -> list[int]:
+        """Returns how much of a slab each rank's chunk and status word take in a round: whole pages."""
+        longest = self.chunk_bytes_of(round_index)
+        reader, other = round_up(longest + STATUS_BYTES, PAGE_BYTES), round_up(STATUS_BYTES, PAGE_BYTES)
+        return [reader if rank in self._place_of else other for rank in range(self.world_size)]
 
     @property
     def slab_bytes(self) -> int:
@@ -137,11 +138,15 @@ class ReadPlan:
             index += 1
         return spans
 
-    def without(self, broken: Collection[int], num_done: int, num_posted: int) -> ReadPlan | None:
+    def without(
+        self, broken: Collection[int], lacking: Sequence[tuple[int, int]], num_posted: int
+    ) -> ReadPlan | None:
         """Returns the plan of what is left to do when some readers drop out.
 
-        The rounds before `num_done` are in place. Those from there to `num_posted` went on: they lack
-        the chunks of the broken readers only. Those after have not begun, and are dealt anew.
+        Args:
+            broken: The readers that drop out.
+            lacking: (round, rank) of the chunks that are missing in rounds that are over.
+            num_posted: Rounds that are over; those after them have not begun, and are dealt anew.
 
         Returns:
             A plan that needs no larger slabs than this one, or None if no reader is left.
@@ -149,11 +154,9 @@ class ReadPlan:
         readers = tuple(rank for rank in self.readers if rank not in broken)
         if not readers:
             return None
-        lacking = [
-            self.chunk(index, rank) for index in range(num_done, num_posted) for rank in sorted(broken)
-        ]
         begun = min(num_posted * self.chunk_bytes * len(self.readers), self.total_bytes)
-        left = [*lacking, Chunk(begun, self.total_bytes - begun)]
+        left = [self.chunk(index, rank) for index, rank in lacking]
+        left.append(Chunk(begun, self.total_bytes - begun))
         extents = tuple(span for chunk in left for span in self.spans(chunk))
         return replace(self, extents=extents, readers=readers)
 
