@@ -99,8 +99,11 @@ def _agree(
         where = "any of the hosts" if world.size > 1 else world.host
         raise CheckpointNotFound(f"{storage.url}: no such checkpoint on {where}")
 
-    packed = world.share(f"reading the headers of {storage.url}", source, lambda: _read(storage).to_bytes())
-    manifest = Manifest.from_bytes(packed)
+    if world.size == 1:
+        manifest = _read(storage)
+    else:
+        what = f"reading the headers of {storage.url}"
+        manifest = Manifest.from_bytes(world.share(what, source, lambda: _read(storage).to_bytes()))
 
     def look() -> dict[str, Any]:
         sees = views[world.rank] == _CHECKPOINT or not storage.probes

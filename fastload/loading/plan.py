@@ -28,6 +28,7 @@ STATUS_BYTES = 8
 _MAX_CHUNK_BYTES = 8 << 20
 _MIN_CHUNK_BYTES = 512 << 10
 _GOOD_NUM_ROUNDS = 128  # what a pipeline of rounds cannot overlap is about one round
+_GOOD_NUM_READS = 16  # with nothing to exchange: enough to keep several threads busy to the end
 _MAX_DEPTH = 4
 
 
@@ -238,7 +239,8 @@ def _affordable(readers: Sequence[int], world_size: int, staging_bytes: int) -> 
 
 def _good_chunk_bytes(total_bytes: int, num_readers: int, world_size: int, staging_bytes: int) -> int:
     """Chooses chunks short enough for many rounds, long enough for storage, and within staging."""
-    for_overlap = round_up(-(-total_bytes // (num_readers * _GOOD_NUM_ROUNDS)), PAGE_BYTES)
+    num_rounds = _GOOD_NUM_ROUNDS if world_size > 1 else _GOOD_NUM_READS
+    for_overlap = round_up(-(-total_bytes // (num_readers * num_rounds)), PAGE_BYTES)
     per_slab = staging_bytes // _MAX_DEPTH - (world_size - num_readers) * PAGE_BYTES
     for_staging = per_slab // num_readers // PAGE_BYTES * PAGE_BYTES - PAGE_BYTES
     least = PAGE_BYTES - STATUS_BYTES  # no slot is smaller than a page
