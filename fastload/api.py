@@ -106,8 +106,8 @@ def open(
     world, location, options = _meet(path, process_group, options)
 
     def connect() -> PatientStorage:
-        storage = open_storage(location, storage_options, attempt_s=min(_MAX_ATTEMPT_S, world.patience_s / 3))
-        return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s)
+        storage = open_storage(location, storage_options, attempt_s=min(_MAX_ATTEMPT_S, world.patience_s / 6))
+        return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s / 2)
 
     try:
         access = agree_on_access(world, location, connect, {"path": location, **options.shared()})
@@ -180,6 +180,7 @@ class Checkpoint:
         self._access = access
         self._options = options
         self._header_bytes = access.storage.bytes_read
+        self._counted_retries = 0
         self._failed = False
         self._last_reader: ChunkReader | None = None
 
@@ -280,7 +281,7 @@ class Checkpoint:
         threads = read_threads(
             options.read_threads, depth=plan.depth, ranks_on_host=access.hosts.count(access.hosts[world.rank])
         )
-        reader = ChunkReader(self._storage, self.manifest.files, plan, threads=threads)
+        reader = ChunkReader(self._storage, self.manifest.files, threads=threads)
         exchange = open_exchange(world, hosts=access.hosts, local=alone, device=device)
         placer = Placer(matched.destinations)
         pipeline = Pipeline(
@@ -327,6 +328,10 @@ class Checkpoint:
             depth=job.plan.depth,
             ranks=tuple(RankReport(**outcome.value) for outcome in outcomes),
         )
+        self._access = self._access.without(job.pipeline.broken)
+        for rank in self.report.ranks:
+            if rank.rank in job.pipeline.broken and self._world.rank == 0:
+                _log.warning("%s: rank %d on %s %s", self.manifest.url, rank.rank, rank.host, rank.note)
 
     def _rank_report(self, job: _Job, total_s: float, bytes_read: int) -> RankReport:
         world, pipeline = self._world, job.pipeline
@@ -335,23 +340,25 @@ class Checkpoint:
             job.exchange.watch.seconds,
             pipeline.place_watch.seconds,
         )
-        alone = job.decision.strategy == "direct"
+        # Those of opening count with the first load; a later one counts its own.
+        num_retries = self._storage.num_retries - self._counted_retries
+        self._counted_retries = self._storage.num_retries
         return RankReport(
             rank=world.rank,
             host=world.host,
             reader=world.rank in job.decision.readers,
-            note=self._access.notes.get(world.rank, ""),
+            note=pipeline.drop_out or self._access.notes.get(world.rank, ""),
             bytes_read=bytes_read,
             header_bytes_read=self._header_bytes,
-            bytes_received=0 if alone else job.plan.total_bytes - job.plan.share_bytes(world.rank),
+            bytes_received=pipeline.received_bytes,
             read_s=read_s,
             exchange_s=exchange_s,
             place_s=place_s,
-            exposed_s=pipeline.exposed_s,
+            exposed_s=max(0.0, total_s - read_s),
             total_s=total_s,
             overlapped_s=max(0.0, read_s + exchange_s + place_s - total_s),
             peak_staging_bytes=pipeline.staging_bytes,
-            retries=self._storage.num_retries,
+            retries=num_retries,
         )
 
 

@@ -110,12 +110,26 @@ def _progress(rank: int, *, shown: bool) -> Iterator[Any]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def _stdout() -> Console:
+    """A console that prints names as they are: no markup, no emoji, and in a pipe no line cut at 80."""
+    console = Console(markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 10_000
+    return console
+
+
+def _shown(text: str) -> str:
+    """A text of the checkpoint, with what a terminal would obey spelled out."""
+    return text if text.isprintable() else repr(text)
+
+
 def _print_manifest(manifest: fastload.Manifest) -> None:
-    console = Console()
+    console = _stdout()
     table = Table("tensor", "dtype", "shape", "size", "file")
     for entry in manifest.tensors:
         name = manifest.files[entry.file].name or manifest.url
-        table.add_row(entry.name, entry.dtype, str(list(entry.shape)), decimal(entry.nbytes), name)
+        size = decimal(entry.nbytes)
+        table.add_row(_shown(entry.name), entry.dtype, str(list(entry.shape)), size, _shown(name))
     console.print(table)
     for dtype, (count, nbytes) in _by_dtype(manifest).items():
         console.print(f"{dtype}: {count} tensors, {decimal(nbytes)}")
@@ -153,10 +167,10 @@ def _manifest_as_json(manifest: fastload.Manifest) -> dict[str, Any]:
 
 
 def _print_report(report: fastload.LoadReport, digests: list[str] | None) -> None:
-    console = Console()
+    console = _stdout()
     rate = report.bytes_wanted / report.total_s if report.total_s else 0.0
     console.print(
-        f"[bold]{report.url}[/]: {report.num_tensors} tensors, {decimal(report.bytes_wanted)}",
+        f"{report.url}: {report.num_tensors} tensors, {decimal(report.bytes_wanted)}",
         highlight=False,
     )
     console.print(f"{report.strategy}: {report.why}", highlight=False)
@@ -185,4 +199,4 @@ def _print_report(report: fastload.LoadReport, digests: list[str] | None) -> Non
         console.print(f"digest of rank {rank}: {digest}", highlight=False)
     for own in report.ranks:
         if own.note:
-            console.print(f"rank {own.rank} only received: it {own.note}", highlight=False)
+            console.print(f"rank {own.rank} on {own.host} {own.note}", highlight=False)

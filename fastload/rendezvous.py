@@ -143,12 +143,13 @@ class Rendezvous:
 
     def _poll(self, keys: list[str], until: float) -> bool:
         """Waits until all keys exist. Polls, since a blocking wait would lock the store for other threads."""
-        pause = _FIRST_POLL_S
+        began = time.monotonic()
         while not self._store.check(keys):
-            if time.monotonic() >= until:
+            now = time.monotonic()
+            if now >= until:
                 return False
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LAST_POLL_S)
+            # In proportion to the time waited so far, so that polling adds a few percent to any wait.
+            time.sleep(min(max(_FIRST_POLL_S, (now - began) / 16), _LAST_POLL_S))
         return True
 
     def _forget(self, step: int) -> None:

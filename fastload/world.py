@@ -200,6 +200,11 @@ class World:
             failures,
         ) from own
 
+    def corner(self, name: str) -> dist.Store:
+        """Returns a part of the store that nothing has written to; another one after each agreement."""
+        assert self.store is not None
+        return dist.PrefixStore(f"{name}/{self._step}", self.store)
+
     # Failures outside of an agreement
 
     def raise_alarm(self) -> None:

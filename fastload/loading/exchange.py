@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.loading.plan import STATUS_BYTES
-from fastload.loading.rounds import FAILED, TICK_S, Exchange, LocalExchange, Round, failed_ranks, wait_for
+from fastload.loading.rounds import FAILED, TICK_S, Exchange, LocalExchange, Round, Slots, wait_for
 from fastload.memory import allocate, allocate_staging
 from fastload.patience import within
 from fastload.report import Stopwatch
@@ -60,8 +60,7 @@ class RingExchange:
         self._right = order[(place + 1) % world.size]
         self._left = order[place - 1]
         self._incoming = [order[place - distance] for distance in range(1, world.size)]
-        assert world.store is not None
-        self._store = world.store
+        self._store = world.corner("ring")
         self._closed = False
         self._posted: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._forwarder = threading.Thread(target=self._forward_all, name="fastload-ring", daemon=True)
@@ -71,8 +70,7 @@ class RingExchange:
 
     def connect(self) -> None:
         def meet() -> Any:
-            store = dist.PrefixStore("ring", self._store)
-            return dist.ProcessGroupGloo(store, self._rank, self._size, self._timeout)
+            return dist.ProcessGroupGloo(self._store, self._rank, self._size, self._timeout)
 
         try:
             # Gloo's own deadline is for each step, and none of it holds when the store does not answer.
@@ -88,7 +86,7 @@ class RingExchange:
     def post(self, work: Round) -> None:
         try:
             work.receives = [
-                self._group.recv([work.slots[owner]], self._left, self._tag(work, owner))
+                self._group.recv([work.slots.each[owner]], self._left, self._tag(work, owner))
                 for owner in self._incoming
             ]
         except RuntimeError as error:
@@ -103,9 +101,6 @@ class RingExchange:
             work.broke(error)
         work.started.set()
 
-    def failed_ranks(self, work: Round) -> list[int]:
-        return failed_ranks(work.slots)
-
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
         wait_for(work.sent, f"sending round {work.index} to rank {self._right}", until_s, give_up)
         if work.error is not None:
@@ -117,6 +112,10 @@ class RingExchange:
         if self._still_alive(TICK_S):
             self._break_connections()
             self._still_alive(10 * TICK_S)
+        if not self._still_alive(0.0):
+            # Gloo takes tens of milliseconds to take a group down, which nobody has to wait for.
+            dying = [self.__dict__.pop("_group", None)]
+            threading.Thread(target=dying.clear, name="fastload-down").start()
 
     def _still_alive(self, wait_s: float) -> bool:
         deadline = time.monotonic() + wait_s
@@ -161,7 +160,7 @@ class RingExchange:
             receive.wait(self._timeout)
         except RuntimeError as error:
             work.broke(error)
-            work.slots[owner][-STATUS_BYTES:].fill_(FAILED)
+            work.slots.each[owner][-STATUS_BYTES:].fill_(FAILED)
         if owner != self._right:
             try:
                 work.sends.append(self._send(work, owner))
@@ -169,7 +168,7 @@ class RingExchange:
                 work.broke(error)
 
     def _send(self, work: Round, owner: int) -> Any:
-        return self._group.send([work.slots[owner]], self._right, self._tag(work, owner))
+        return self._group.send([work.slots.each[owner]], self._right, self._tag(work, owner))
 
     def _tag(self, work: Round, owner: int) -> int:
         return work.index * self._size + owner
@@ -209,17 +208,13 @@ class NcclExchange:
         sent = torch.cuda.Event()
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-                work.slots[self._rank].copy_(work.own, non_blocking=True)
+                work.slots.each[self._rank].copy_(work.own, non_blocking=True)
                 self._all_gather(work.slots)
                 sent.record(self._stream)
         except RuntimeError as error:
             work.broke(error)
         work.started.set()
         self._running.put((work, sent))
-
-    def failed_ranks(self, work: Round) -> list[int]:
-        words = torch.stack([slot[-1] for slot in work.slots]).cpu()
-        return [rank for rank, word in enumerate(words.tolist()) if word]
 
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
         pass  # the round is done, so every rank has sent and received all of it
@@ -230,15 +225,13 @@ class NcclExchange:
         self._running.put(None)
         self._waiter.join(2 * TICK_S)
 
-    def _all_gather(self, slots: list[Tensor]) -> None:
-        mine = slots[self._rank]
-        if len({slot.numel() for slot in slots}) > 1:
-            dist.all_gather(slots, mine, group=self._group)  # NCCL makes this a group of broadcasts
+    def _all_gather(self, slots: Slots) -> None:
+        mine = slots.each[self._rank]
+        if len({slot.numel() for slot in slots.each}) > 1:
+            dist.all_gather(slots.each, mine, group=self._group)  # NCCL makes this a group of broadcasts
             return
-        whole = torch.empty(0, dtype=torch.uint8, device=self.device)
-        whole.set_(mine.untyped_storage(), slots[0].storage_offset(), (len(slots) * mine.numel(),), (1,))
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(whole, mine, group=self._group)
+        gather(slots.whole, mine, group=self._group)
 
     def _wait_all(self) -> None:
         while (running := self._running.get()) is not None:

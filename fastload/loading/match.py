@@ -24,10 +24,11 @@ _GLOB = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor inside of ``into=``, and how to put another in its place."""
+    """A tensor inside of ``into=``, and the container and key to put another in its place."""
 
     tensor: Tensor
-    replace: Callable[[Tensor], None]
+    container: Any
+    key: Any
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def match(
 
     Raises:
         MismatchError: Names, shapes or dtypes do not fit; it lists all that do not.
+        OptionError: `into` is no destination.
         MemoryError: The destinations do not fit into memory.
     """
     picked, absent = _select(manifest, names)
@@ -120,7 +122,7 @@ def _module_leaves(module: nn.Module) -> Iterator[tuple[str, Leaf]]:
         for registry, name in tensors:
             tensor = registry[name]
             if tensor is not None:
-                yield f"{prefix}.{name}" if prefix else name, Leaf(tensor, _replacer(registry, name))
+                yield f"{prefix}.{name}" if prefix else name, Leaf(tensor, registry, name)
 
 
 def _nested_leaves(node: Any, prefix: str) -> Iterator[tuple[str, Leaf]]:
@@ -136,21 +138,9 @@ def _nested_leaves(node: Any, prefix: str) -> Iterator[tuple[str, Leaf]]:
     for key, value in items:
         name = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, Tensor):
-            yield name, Leaf(value, _replacer(node, key))
+            yield name, Leaf(value, node, key)
         elif isinstance(value, Mapping | list | tuple):
             yield from _nested_leaves(value, name)
-
-
-def _replacer(container: Any, key: Any) -> Callable[[Tensor], None]:
-    def replace(tensor: Tensor) -> None:
-        try:
-            container[key] = tensor
-        except TypeError:
-            raise OptionError(
-                f"into= has a meta tensor in a {type(container).__name__}: it cannot be replaced"
-            ) from None
-
-    return replace
 
 
 def _select(manifest: Manifest, names: Sequence[str] | str | None) -> tuple[list[TensorEntry], list[str]]:
@@ -184,7 +174,7 @@ def _chosen(name: str, names: Sequence[str] | str) -> bool:
 
 def _identity(tensor: Tensor) -> object:
     """Tells tied tensors: the same object, or the same bytes."""
-    if tensor.is_meta or tensor.numel() == 0:
+    if tensor.is_meta or tensor.numel() == 0 or tensor.layout != torch.strided or hasattr(tensor, "to_local"):
         return id(tensor)
     return (
         tensor.untyped_storage().data_ptr(),
@@ -248,6 +238,12 @@ def _in_place(
     pairs: list[tuple[TensorEntry, Leaf]], leaves: Mapping[str, Leaf], device: torch.device
 ) -> Match:
     """Loads into the tensors there are; meta tensors get real ones, tied ones the same."""
+    unloaded = {id(leaf.tensor) for _, leaf in pairs if leaf.tensor.is_meta}
+    replaced = [leaf for leaf in leaves.values() if id(leaf.tensor) in unloaded]
+    for leaf in replaced:
+        if not hasattr(leaf.container, "__setitem__"):
+            kind = type(leaf.container).__name__
+            raise OptionError(f"into= has a meta tensor in a {kind}: it cannot be replaced")
     real: dict[int, Tensor] = {}
     for _, leaf in pairs:
         if leaf.tensor.is_meta and id(leaf.tensor) not in real:
@@ -258,9 +254,8 @@ def _in_place(
     ]
 
     def attach() -> None:
-        for leaf in leaves.values():
-            if id(leaf.tensor) in real:
-                leaf.replace(real[id(leaf.tensor)])
+        for leaf in replaced:
+            leaf.container[leaf.key] = real[id(leaf.tensor)]
 
     return Match(destinations, attach)
 

@@ -11,20 +11,19 @@ from queue import SimpleQueue
 
 from fastload.errors import StorageError
 from fastload.formats.manifest import FileEntry
-from fastload.loading.plan import Chunk, ReadPlan, Span
+from fastload.loading.plan import Span
 from fastload.report import Stopwatch
-from fastload.storage import PatientStorage
+from fastload.storage import PatientStorage, take
 
 __all__ = ["ChunkReader"]
 
 
 class ChunkReader:
-    """Reads chunks of a plan in the background.
+    """Reads chunks in the background.
 
     Args:
         storage: Where from.
         files: The files of the manifest.
-        plan: What the chunks are made of.
         threads: Chunks read at once.
 
     Attributes:
@@ -35,14 +34,14 @@ class ChunkReader:
         self,
         storage: PatientStorage,
         files: Sequence[FileEntry],
-        plan: ReadPlan,
         *,
         threads: int,
     ) -> None:
         self._storage = storage
         self._files = files
-        self._plan = plan
-        self._asked: SimpleQueue[tuple[Chunk, Sequence[memoryview], Future[None]] | None] = SimpleQueue()
+        self._asked: SimpleQueue[tuple[Sequence[Span], Sequence[memoryview], Future[None]] | None] = (
+            SimpleQueue()
+        )
         # Daemons, unlike an executor's threads: a read that storage never answers must not hold up the exit.
         self._threads = [
             threading.Thread(target=self._serve, name=f"fastload-read-{n}", daemon=True)
@@ -54,13 +53,13 @@ class ChunkReader:
         self._under_way: dict[int, Span] = {}
         self.watch = Stopwatch()
 
-    def submit(self, chunk: Chunk, buffers: Sequence[memoryview]) -> Future[None]:
-        """Starts to fill buffers, together as long as the chunk, with its bytes.
+    def submit(self, spans: Sequence[Span], buffers: Sequence[memoryview]) -> Future[None]:
+        """Starts to fill buffers, together as long as the spans of a chunk, with their bytes.
 
         The future raises `StorageError` if storage fails for good, `Interrupted` after `stop`.
         """
         future: Future[None] = Future()
-        self._asked.put((chunk, buffers, future))
+        self._asked.put((spans, buffers, future))
         return future
 
     def start(self) -> None:
@@ -122,21 +121,21 @@ class ChunkReader:
 
     def _serve_all(self) -> None:
         while (asked := self._asked.get()) is not None:
-            chunk, buffers, future = asked
+            spans, buffers, future = asked
             del asked
             try:
-                self._read(chunk, buffers)
+                self._read(spans, buffers)
             except BaseException as error:
                 future.set_exception(error)
             else:
                 future.set_result(None)
             del buffers, future  # a thread that waits for more keeps no memory
 
-    def _read(self, chunk: Chunk, buffers: Sequence[memoryview]) -> None:
+    def _read(self, spans: Sequence[Span], buffers: Sequence[memoryview]) -> None:
         rest = list(buffers)
         with self.watch:
-            for span in self._plan.spans(chunk):
-                taken, rest = _take(rest, span.nbytes)
+            for span in spans:
+                taken, rest = take(rest, span.nbytes)
                 with self._reading(span):
                     file = self._files[span.file]
                     self._storage.read_into(file.name, span.offset, taken, file.version)
@@ -151,15 +150,3 @@ class ChunkReader:
         finally:
             with self._lock:
                 del self._under_way[me]
-
-
-def _take(buffers: list[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
-    """Splits a list of buffers after so many bytes."""
-    taken: list[memoryview] = []
-    for index, buffer in enumerate(buffers):
-        if nbytes <= len(buffer):
-            tail = [buffer[nbytes:]] if nbytes < len(buffer) else []
-            return [*taken, buffer[:nbytes]], [*tail, *buffers[index + 1 :]]
-        taken.append(buffer)
-        nbytes -= len(buffer)
-    return taken, []

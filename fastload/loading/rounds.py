@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +17,48 @@ from fastload.loading.plan import STATUS_BYTES
 from fastload.memory import allocate_staging
 from fastload.report import Stopwatch
 
-__all__ = ["FAILED", "TICK_S", "Exchange", "Round", "failed_ranks", "wait", "wait_for"]
+__all__ = [
+    "FAILED",
+    "TICK_S",
+    "UNREADABLE",
+    "Exchange",
+    "Round",
+    "Slots",
+    "wait",
+    "wait_for",
+]
 
 TICK_S = 0.05
-FAILED = 1
+# What a status word says, in each of its bytes.
+UNREADABLE = 1  # this rank cannot read, but goes on: others may read its chunks
+FAILED = 2  # this rank is lost to the load
+
+
+@dataclass(frozen=True)
+class Slots:
+    """A slab, or its beginning, cut into one slot per rank.
+
+    Attributes:
+        whole: All slots, flat uint8, on the exchange's device.
+        each: The slot of each rank.
+        ends: Position of the last byte of each slot, on the same device.
+    """
+
+    whole: Tensor
+    each: list[Tensor]
+    ends: Tensor
+
+    @classmethod
+    def cut(cls, slab: Tensor, sizes: Sequence[int]) -> Slots:
+        """Cuts the beginning of a slab into slots of these sizes."""
+        whole = slab[: sum(sizes)]
+        ends = torch.tensor(list(accumulate(sizes))) - 1
+        return cls(whole, list(whole.split(list(sizes))), ends.to(slab.device))
+
+    def statuses(self) -> dict[int, int]:
+        """Returns what the status words say, of those ranks where it is not that all is well."""
+        words = self.whole[self.ends].cpu()
+        return {rank: int(words[rank]) for rank in words.nonzero().flatten().tolist()}
 
 
 @dataclass
@@ -27,26 +66,24 @@ class Round:
     """One round under way.
 
     Attributes:
-        index: Which round of the plan.
+        index: Which round, counted over all plans of a load.
         own: Host memory of this rank's slot; the reader fills it.
-        slots: The slot of each rank, on the exchange's device.
+        slots: Where the slots of all ranks come together.
         started: Set once this rank's slot is complete and handed over.
         done: Set once every slot is here.
         sent: Set once the transport has no more use for the slots.
         error: What broke the transport, if it broke.
         placed: Whether the bytes were read to where they belong, past the slot.
-        started_at: When this rank's slot was handed over, by `time.perf_counter`.
     """
 
     index: int
     own: Tensor
-    slots: list[Tensor]
+    slots: Slots
     started: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     sent: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     placed: bool = False
-    started_at: float = 0.0
     receives: list[Any] = field(default_factory=list)
     sends: list[Any] = field(default_factory=list)
 
@@ -56,9 +93,9 @@ class Round:
             # Without its traceback, whose frames hold this round: a cycle that would keep the slabs alive.
             self.error = error.with_traceback(None)
 
-    def mark(self, *, failed: bool) -> None:
+    def mark(self, status: int) -> None:
         """Writes this rank's status word."""
-        self.own[-STATUS_BYTES:].fill_(FAILED if failed else 0)
+        self.own[-STATUS_BYTES:].fill_(status)
 
 
 class Exchange(Protocol):
@@ -92,10 +129,6 @@ class Exchange(Protocol):
 
     def start(self, work: Round) -> None:
         """Hands over this rank's slot, data and status word."""
-        ...
-
-    def failed_ranks(self, work: Round) -> list[int]:
-        """Returns the ranks whose status word in a round that is done says failed."""
         ...
 
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
@@ -156,16 +189,8 @@ class LocalExchange:
     def start(self, work: Round) -> None:
         work.done.set()
 
-    def failed_ranks(self, work: Round) -> list[int]:
-        return failed_ranks(work.slots)
-
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
         pass
 
     def close(self) -> None:
         pass
-
-
-def failed_ranks(slots: Sequence[Tensor]) -> list[int]:
-    """Returns the ranks whose status word, in host memory, says failed."""
-    return [rank for rank, slot in enumerate(slots) if slot[-1].item()]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["ByteCounter", "FileStat", "Storage"]
+__all__ = ["ByteCounter", "FileStat", "Storage", "take"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,18 @@ class FileStat:
 
     nbytes: int
     version: str
+
+
+def take(buffers: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
+    """Splits a list of buffers after so many bytes."""
+    taken: list[memoryview] = []
+    for index, buffer in enumerate(buffers):
+        if nbytes < len(buffer):
+            cut = [buffer[:nbytes]] if nbytes else []
+            return [*taken, *cut], [buffer[nbytes:], *buffers[index + 1 :]]
+        taken.append(buffer)
+        nbytes -= len(buffer)
+    return taken, []
 
 
 class ByteCounter:
@@ -50,7 +62,11 @@ class Storage(Protocol):
         probes: Whether each rank may look for the files itself; False where metadata requests cost
             and the first rank asks for all.
         bytes_read: Bytes that came from storage so far, retries included.
+        direct_bytes_read: Those of them that did not go through the page cache.
+        io: How to read local files, see `LoadOptions.io`; other storages ignore it.
     """
+
+    io: str
 
     @property
     def url(self) -> str: ...
@@ -63,6 +79,9 @@ class Storage(Protocol):
 
     @property
     def bytes_read(self) -> int: ...
+
+    @property
+    def direct_bytes_read(self) -> int: ...
 
     def stat(self, name: str) -> FileStat | None:
         """Returns size and version of a file, or None if there is no such file or directory."""

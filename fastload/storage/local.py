@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import stat as stat_flags
 import threading
 from collections.abc import Sequence
+from functools import cached_property
 
 from fastload.errors import StorageError
-from fastload.storage.base import ByteCounter, FileStat
+from fastload.memory import PAGE_BYTES, round_up
+from fastload.storage.base import ByteCounter, FileStat, take
 
 __all__ = ["LocalStorage"]
 
 _MAX_BUFFERS = 1024  # IOV_MAX on Linux
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
 _TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO)
+_MIN_DIRECT_BYTES = 1 << 20
+_DIRECT_BLOCK_BYTES = 4 << 20
+_IN_MEMORY_TYPES = frozenset("tmpfs ramfs hugetlbfs".split())
 _NETWORK_TYPES = frozenset(
     "nfs nfs4 lustre gpfs beegfs ceph cifs smb3 9p glusterfs wekafs pvfs2 orangefs afs virtiofs".split()
 )
@@ -26,15 +32,26 @@ class LocalStorage:
 
     Symbolic links are followed (the Hugging Face cache is made of them). Descriptors are opened once
     and kept, so that a file replaced during a load is still read as it was.
+
+    Each request is direct or buffered, whichever is faster. Direct (past the page cache) pays for large
+    reads that are not cached, on file systems that do it; the head and tail that fill no page stay
+    buffered, so that no byte is read that is not wanted.
+
+    Args:
+        root: A file or a directory.
+        io: ``auto``, ``buffered`` or ``direct``; may be changed later.
     """
 
     probes = True
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, io: str = "auto") -> None:
+        self.io = io
         self._root = root
         self._count = ByteCounter()
+        self._direct_count = ByteCounter()
         self._lock = threading.Lock()
-        self._descriptors: dict[str, int] = {}
+        self._files: dict[str, _File] = {}
+        self._own = threading.local()
 
     @property
     def url(self) -> str:
@@ -42,19 +59,29 @@ class LocalStorage:
 
     @property
     def shared(self) -> bool:
-        kind = _file_system_type(os.path.realpath(self._root))
-        return kind in _NETWORK_TYPES or kind.startswith("fuse")
+        return self._kind in _NETWORK_TYPES or self._kind.startswith("fuse")
+
+    @cached_property
+    def _kind(self) -> str:
+        return _file_system_type(os.path.realpath(self._root))
 
     @property
     def bytes_read(self) -> int:
         return self._count.total
 
+    @property
+    def direct_bytes_read(self) -> int:
+        return self._direct_count.total
+
     def stat(self, name: str) -> FileStat | None:
         path = self._path(name)
         try:
-            if stat_flags.S_ISDIR(os.stat(path).st_mode):
+            mode = os.stat(path).st_mode
+            if stat_flags.S_ISDIR(mode):
                 return None if name else FileStat(0, "")
-            found = os.fstat(self._descriptor(name))
+            if not stat_flags.S_ISREG(mode):
+                return None  # opening a pipe would block
+            found = os.fstat(self._file(name).buffered)
         except OSError as error:
             if error.errno in _ABSENT:
                 return None
@@ -70,38 +97,93 @@ class LocalStorage:
             raise self._error(error, "") from error
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
-        position, wanted = offset, list(buffers)
+        wanted = [buffer for buffer in buffers if len(buffer)]
+        nbytes = sum(map(len, wanted))
         try:
-            descriptor = self._descriptor(name)
-            while wanted:
-                count = os.preadv(descriptor, wanted[:_MAX_BUFFERS], position)
-                if count == 0:
-                    raise StorageError(
-                        f"the file ends at {os.fstat(descriptor).st_size}: it shrank after it was opened",
-                        url=self._path(name), offset=position, nbytes=sum(map(len, wanted)),
-                    )  # fmt: skip
-                self._count.add(count)
-                position += count
-                wanted = _skip(wanted, count)
-        except StorageError:
-            raise
+            file = self._file(name)
+            begin, end = round_up(offset, PAGE_BYTES), (offset + nbytes) // PAGE_BYTES * PAGE_BYTES
+            if not self._reads_directly(file, offset, nbytes):
+                begin = end = offset + nbytes
+            head, rest = take(wanted, begin - offset)
+            middle, tail = take(rest, end - begin)
+            self._read_buffered(file, offset, head)
+            self._read_direct(file, begin, middle)
+            self._read_buffered(file, end, tail)
         except OSError as error:
-            raise self._error(error, name, position, sum(map(len, wanted))) from error
+            if isinstance(error, StorageError):
+                raise
+            raise self._error(error, name, offset, nbytes) from error
+
+    def _reads_directly(self, file: _File, offset: int, nbytes: int) -> bool:
+        """Decides between the page cache and direct reads, for one request."""
+        if self.io == "buffered" or nbytes < 2 * PAGE_BYTES:
+            return False
+        if self.io == "auto" and not (nbytes >= _MIN_DIRECT_BYTES and _is_cold(file, offset, nbytes)):
+            return False
+        return file.direct() is not None
+
+    def _read_buffered(self, file: _File, offset: int, wanted: Sequence[memoryview]) -> None:
+        while wanted:
+            count = os.preadv(file.buffered, wanted[:_MAX_BUFFERS], offset)
+            if count == 0:
+                raise self._short(file, offset, wanted)
+            self._count.add(count)
+            offset += count
+            _, wanted = take(wanted, count)
+
+    def _read_direct(self, file: _File, offset: int, wanted: Sequence[memoryview]) -> None:
+        """Reads whole pages past the page cache, by way of an aligned buffer."""
+        while wanted and (direct := file.direct()) is not None:
+            block = self._aligned_buffer()[: sum(map(len, wanted))]
+            try:
+                count = os.preadv(direct, [block], offset) // PAGE_BYTES * PAGE_BYTES
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                file.never_directly()
+                break
+            if count == 0:
+                raise self._short(file, offset, wanted)
+            filled, wanted = take(wanted, count)
+            copied = 0
+            for buffer in filled:
+                buffer[:] = block[copied : copied + len(buffer)]
+                copied += len(buffer)
+            self._count.add(count)
+            self._direct_count.add(count)
+            offset += count
+        self._read_buffered(file, offset, wanted)
+
+    def _aligned_buffer(self) -> memoryview:
+        """Returns this thread's own page-aligned buffer."""
+        if not hasattr(self._own, "block"):
+            self._own.block = memoryview(mmap.mmap(-1, _DIRECT_BLOCK_BYTES))
+        block: memoryview = self._own.block
+        return block
+
+    def _short(self, file: _File, offset: int, wanted: Sequence[memoryview]) -> StorageError:
+        size = os.fstat(file.buffered).st_size
+        return StorageError(
+            f"the file ends at {size}: it shrank after it was opened",
+            url=file.path, offset=offset, nbytes=sum(map(len, wanted)),
+        )  # fmt: skip
 
     def close(self) -> None:
         with self._lock:
-            for descriptor in self._descriptors.values():
-                os.close(descriptor)
-            self._descriptors.clear()
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
 
     def _path(self, name: str) -> str:
         return os.path.join(self._root, name) if name else self._root
 
-    def _descriptor(self, name: str) -> int:
+    def _file(self, name: str) -> _File:
         with self._lock:
-            if name not in self._descriptors:
-                self._descriptors[name] = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
-            return self._descriptors[name]
+            if name not in self._files:
+                path = self._path(name)
+                directly = self.io == "direct" or (self.io == "auto" and self._kind not in _IN_MEMORY_TYPES)
+                self._files[name] = _File(path, directly=directly and not self.shared)
+            return self._files[name]
 
     def _error(
         self, error: OSError, name: str, offset: int | None = None, nbytes: int | None = None
@@ -112,13 +194,48 @@ class LocalStorage:
         )  # fmt: skip
 
 
-def _skip(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """Drops the first count bytes of the buffers."""
-    for index, buffer in enumerate(buffers):
-        if count < len(buffer):
-            return [buffer[count:], *buffers[index + 1 :]]
-        count -= len(buffer)
-    return []
+class _File:
+    """An open file: a descriptor for the page cache and, once it is wanted, one for past it."""
+
+    def __init__(self, path: str, *, directly: bool) -> None:
+        self.path = path
+        self.buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._directly = directly
+        self._direct: int | None = None
+        self._lock = threading.Lock()
+
+    def direct(self) -> int | None:
+        """Returns the descriptor for direct reads, or None if there can be none."""
+        with self._lock:
+            if self._direct is None and self._directly:
+                try:  # by way of the other descriptor: the path may lead to another file by now
+                    link = f"/proc/self/fd/{self.buffered}"
+                    self._direct = os.open(link, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                except OSError:
+                    self._directly = False
+            return self._direct if self._directly else None
+
+    def never_directly(self) -> None:
+        """Notes that this file system or device does no direct reads after all."""
+        self._directly = False
+
+    def close(self) -> None:
+        os.close(self.buffered)
+        if self._direct is not None:
+            os.close(self._direct)
+
+
+def _is_cold(file: _File, offset: int, nbytes: int) -> bool:
+    """Asks the page cache for three bytes of a range; it is cold if none of them is there."""
+    for position in (offset, offset + nbytes // 2, offset + nbytes - 1):
+        try:
+            if os.preadv(file.buffered, [bytearray(1)], position, os.RWF_NOWAIT):
+                return False
+        except BlockingIOError:
+            continue
+        except OSError:
+            return False  # cannot say
+    return True
 
 
 def _file_system_type(path: str) -> str:

@@ -60,6 +60,8 @@ class ObjectStorage:
 
     shared = True
     probes = False
+    direct_bytes_read = 0
+    io = "buffered"
 
     def __init__(self, url: str, options: Mapping[str, Any], attempt_s: float) -> None:
         self._url = url.rstrip("/")

@@ -31,6 +31,8 @@ class RemoteStorage:
 
     shared = True
     probes = False
+    direct_bytes_read = 0
+    io = "buffered"
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self._url = url.rstrip("/")
@@ -52,7 +54,7 @@ class RemoteStorage:
         try:
             info = self._call(name, lambda path: self._files.info(path))
         except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
+            if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
                 return None
             raise
         if info["type"] == "directory":
@@ -73,6 +75,8 @@ class RemoteStorage:
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         nbytes = sum(map(len, buffers))
+        if nbytes == 0:
+            return  # a range request cannot ask for nothing
         data = self._call(
             name, lambda path: self._files.cat_file(path, start=offset, end=offset + nbytes), offset, nbytes
         )
@@ -80,7 +84,7 @@ class RemoteStorage:
         if len(data) != nbytes:
             raise StorageError(
                 f"got {len(data)} of {nbytes} bytes",
-                url=self._path(name),
+                url=self._label(name),
                 offset=offset,
                 nbytes=nbytes,
                 transient=True,
@@ -96,6 +100,9 @@ class RemoteStorage:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
+    def _label(self, name: str) -> str:
+        return f"{self._url}/{name}" if name else self._url
+
     def _call(
         self, name: str, ask: Callable[[str], T], offset: int | None = None, nbytes: int | None = None
     ) -> T:
@@ -104,7 +111,7 @@ class RemoteStorage:
         except Exception as error:
             raise StorageError(
                 _first_line(error),
-                url=f"{self._url}/{name}" if name else self._url,
+                url=self._label(name),
                 offset=offset,
                 nbytes=nbytes,
                 transient=isinstance(error, OSError) and not isinstance(error, _PERMANENT),

@@ -53,6 +53,18 @@ class PatientStorage:
         return self._storage.bytes_read
 
     @property
+    def direct_bytes_read(self) -> int:
+        return self._storage.direct_bytes_read
+
+    @property
+    def io(self) -> str:
+        return self._storage.io
+
+    @io.setter
+    def io(self, value: str) -> None:
+        self._storage.io = value
+
+    @property
     def num_retries(self) -> int:
         """Attempts beyond the first so far."""
         return self._num_retries

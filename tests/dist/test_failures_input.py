@@ -330,8 +330,10 @@ def test_transient_error_heals_and_is_counted(tmp_path: Path, world: int) -> Non
 
 
 def stay_broken(rank: int, world: int, path: Path, error: OSError) -> Outcome:
-    with flaky(failures=10**6 if rank == 1 else 0, error=error):
-        end = outcome_of(lambda: fastload.load(f"flaky://{path}", options=options(timeout_s=5, retries=2)))
+    """The only rank that reads cannot; nobody can take over."""
+    given = options(timeout_s=8, retries=2, strategy="broadcast")
+    with flaky(failures=10**6 if rank == 0 else 0, error=error):
+        end = outcome_of(lambda: fastload.load(f"flaky://{path}", options=given))
     with flaky():
         assert is_intact(fastload.load(f"flaky://{path}", options=options(timeout_s=20)))
     assert fastload_threads() == []
@@ -346,8 +348,8 @@ def test_error_that_stays_names_rank_url_range_and_attempts(
 ) -> None:
     path = checkpoint(tmp_path / "x.safetensors")
     for end in run_ranks(stay_broken, 3, deadline_s=30, path=path, error=error):
-        assert (end.kind, end.causes) == ("PeerError", {1: "StorageError"})
-        cause = end.details[1]
+        assert (end.kind, end.causes) == ("PeerError", {0: "StorageError"})
+        cause = end.details[0]
         assert cause["url"] == f"flaky://{path}"
         assert cause["attempts"] == attempts
         assert (cause["nbytes"], cause["offset"] % CHUNK_BYTES < 1000) == (CHUNK_BYTES, True)
@@ -388,9 +390,10 @@ def answer_late(rank: int, world: int, path: Path, other: Path) -> None:
         return count
 
     inode = path.stat().st_ino
+    given = options(chunk_bytes=1 << 20, timeout_s=1, io="buffered")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "preadv", slow)
-        end = outcome_of(lambda: fastload.load(path, options=options(chunk_bytes=1 << 20, timeout_s=1)))
+        end = outcome_of(lambda: fastload.load(path, options=given))
         assert end.kind == "StorageError"
         assert asleep.is_set()
         with other.open("rb"):  # may get the number of a descriptor that was closed

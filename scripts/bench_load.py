@@ -1,0 +1,336 @@
+"""How long loading takes on one machine: fastload next to the ways people load without it.
+
+    python scripts/bench_load.py throttled --ranks 4 --size 512MiB --rate 150MB/s
+    python scripts/bench_load.py warm
+    python scripts/bench_load.py memory
+    python scripts/bench_load.py plan
+
+Arms run interleaved in one job that this script launches itself, each from a barrier until the
+slowest rank has the whole state, and are verified, outside of the timing, against one digest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+
+import click
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from bench_parts import baselines
+from bench_parts.planning import measure_plan
+from bench_parts.tables import FLOOR, print_arms, print_stages, print_table
+from bench_parts.throttled_storage import Link, ThrottledFiles
+from fsspec.implementations.local import LocalFileSystem
+from rich.table import Table
+
+import fastload
+from fastload import LoadOptions, LoadReport
+from fastload.memory import state_digest
+from fastload.options import parse_bytes
+
+MIB, GIB = 2**20, 2**30
+Arm = Callable[[], baselines.State]
+
+
+class Bytes(click.ParamType[int]):
+    """A size such as 512MiB, or with ``/s`` a rate such as 150MB/s."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return value if isinstance(value, int) else parse_bytes(value.removesuffix("/s"))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+# ---- what the user calls
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Benchmarks of loading on one machine."""
+
+
+ranks_option = click.option("--ranks", default=4, show_default=True, help="Processes that load together.")
+size_option = click.option(
+    "--size", type=Bytes(), default="512MiB", show_default=True, help="Of the checkpoint."
+)
+repeats_option = click.option("--repeats", default=3, show_default=True, help="Runs of each arm.")
+arms_option = click.option("--arms", default="", help="Only arms whose name contains one of these (a,b,c).")
+json_option = click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False), help="Write all numbers there."
+)
+
+
+@main.command()
+@ranks_option
+@size_option
+@click.option("--rate", type=Bytes(), default="150MB/s", show_default=True, help="Bandwidth for all ranks.")
+@repeats_option
+@arms_option
+@json_option
+def throttled(ranks: int, size: int, rate: int, repeats: int, arms: str, json_path: str | None) -> None:
+    """Load from storage of fixed bandwidth, shared by all ranks: what a byte costs, not what is cached."""
+    with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
+        digest = make_checkpoint(Path(folder, "checkpoint"), size)
+        settings = {"digest": digest, "rate": rate, "repeats": repeats, "arms": arms}
+        rows = run_on_ranks(ranks, folder, part="throttled", **settings)
+    print_arms(rows, f"{size / MIB:.0f} MiB over a shared {rate / 1e6:.0f} MB/s to {ranks} ranks")
+    print_stages(rows)
+    write_json(json_path, rows)
+    for row in rows:
+        if row["report"] and row["report"]["strategy"] in ("allgather", "broadcast"):
+            wanted = row["report"]["bytes_wanted"]
+            assert set(row["data_bytes"]) == {wanted}, f"{row['arm']} did not read every byte once"
+
+
+@main.command()
+@ranks_option
+@size_option
+@repeats_option
+@arms_option
+@json_option
+def warm(ranks: int, size: int, repeats: int, arms: str, json_path: str | None) -> None:
+    """Load local files that are in the page cache: where reading once buys nothing."""
+    with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
+        digest = make_checkpoint(Path(folder, "checkpoint"), size)
+        rows = run_on_ranks(ranks, folder, part="warm", digest=digest, repeats=repeats, arms=arms)
+    print_arms(rows, f"{size / MIB:.0f} MiB, local and warm, to {ranks} ranks of one host")
+    print_stages(rows)
+    write_json(json_path, rows)
+
+
+@main.command()
+@ranks_option
+@click.option("--size", type=Bytes(), default="2GiB", show_default=True, help="Bytes of the checkpoint.")
+@json_option
+def memory(ranks: int, size: int, json_path: str | None) -> None:
+    """Measure the most memory that a load takes beyond the state, one tensor being half of the checkpoint."""
+    needed = (ranks + 1) * size + 2 * GIB
+    if available_bytes() < needed:
+        raise click.ClickException(f"needs {needed / GIB:.0f} GiB, free are {available_bytes() / GIB:.0f}")
+    with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
+        digest = make_checkpoint(Path(folder, "checkpoint"), size, big_part=0.5)
+        rows = run_on_ranks(ranks, folder, part="memory", digest=digest)
+    table = Table(
+        title=f"Memory beyond the state: {size / GIB:.1f} GiB, half of it one tensor, {ranks} ranks"
+    )
+    heads = "strategy", "staging MiB", "slabs MiB", "peak beyond state, by rank, MiB", "allowed MiB", "holds"
+    for name in heads:
+        table.add_column(name, justify="left" if name == "strategy" else "right")
+    for row in rows:
+        extra = ", ".join(f"{value / MIB:.0f}" for value in row["extra_bytes"])
+        allowed = row["staging_bytes"] + 64 * MIB
+        holds = "yes" if max(row["extra_bytes"]) <= allowed else "NO"
+        staging, slabs = f"{row['staging_bytes'] / MIB:.0f}", f"{row['slab_bytes'] / MIB:.0f}"
+        table.add_row(row["strategy"], staging, slabs, extra, f"{allowed / MIB:.0f}", holds)
+    print_table(table)
+    write_json(json_path, rows)
+
+
+@main.command()
+@repeats_option
+@json_option
+def plan(repeats: int, json_path: str | None) -> None:
+    """Time what one rank plans: the reads of all ranks, their digest, and its own chunks and file ranges."""
+    rows = [
+        measure_plan(tensors, ranks, every=every, repeats=repeats)
+        for tensors, ranks in ((100_000, 1024), (1_000_000, 4096))
+        for every in (1, 2)
+    ]
+    table = Table(title="Planning, seconds on one rank (median)")
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(
+            *(f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" for value in row.values())
+        )
+    print_table(table)
+    write_json(json_path, rows)
+
+
+def make_checkpoint(folder: Path, nbytes: int, *, big_part: float = 0.25) -> str:
+    """Writes one big bf16 tensor and layers of smaller ones, in five files; returns the state's digest."""
+    folder.mkdir()
+    torch.manual_seed(0)
+    big = int(nbytes * big_part) // 4096 * 2048
+    layer = [("norm", 2048), ("attention", 1 << 20), ("mlp", 3 << 20), ("bias", 1025)]  # some not aligned
+    num_layers = max(4, (nbytes - 2 * big) // (2 * sum(count for _, count in layer)))
+    parts: list[baselines.State] = [{"embedding.weight": _noise(big)}, {}, {}, {}, {}]
+    for index in range(num_layers):
+        tensors = {f"layers.{index}.{name}": _noise(count) for name, count in layer}
+        parts[1 + index * 4 // num_layers].update(tensors)
+    for index, part in enumerate(parts):
+        safetensors.torch.save_file(part, folder / f"model-{index + 1:05}-of-00005.safetensors")
+    return state_digest({name: tensor for part in parts for name, tensor in part.items()})
+
+
+def _noise(count: int) -> torch.Tensor:
+    return torch.randint(-(2**15), 2**15, (count,), dtype=torch.int16).view(torch.bfloat16)
+
+
+def run_on_ranks(ranks: int, folder: str, **settings: Any) -> list[dict[str, Any]]:
+    """Runs this script under torchrun and returns the rows that rank 0 wrote."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    subprocess.run([*launcher, __file__, "rank", json.dumps({"folder": folder, **settings})], check=True)
+    return json.loads(Path(folder, "rows.json").read_text())
+
+
+def write_json(path: str | None, rows: list[dict[str, Any]]) -> None:
+    if path:
+        Path(path).write_text(json.dumps(rows, indent=1) + "\n")
+
+
+# ---- what each rank does
+
+
+@main.command(hidden=True)
+@click.argument("settings")
+def rank(settings: str) -> None:
+    """Be one rank of the job."""
+    given = json.loads(settings)
+    dist.init_process_group("gloo")
+    parts = {"throttled": throttled_rows, "warm": warm_rows, "memory": memory_rows}
+    rows = parts[given.pop("part")](**given)
+    if dist.get_rank() == 0:
+        Path(given["folder"], "rows.json").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def throttled_rows(folder: str, digest: str, rate: int, repeats: int, arms: str) -> list[dict[str, Any]]:
+    root = f"{folder}/checkpoint"
+    manifest = fastload.inspect(root)
+    ThrottledFiles.link = link = Link(f"{folder}/link", rate)
+    for index, file in enumerate(manifest.files):
+        begin = min(entry.offset for entry in manifest.tensors if entry.file == index)
+        ThrottledFiles.data_starts[f"{root}/{file.name}"] = begin
+    files, url = ThrottledFiles(), f"throttled://{root}"
+    named: dict[str, Arm] = {
+        FLOOR: partial(baselines.stream_once, files, root),
+        "every rank reads all, safetensors": partial(baselines.every_rank_reads, files, root),
+        "rank 0 reads, broadcast per tensor": partial(baselines.first_rank_broadcasts, files, root),
+        "own share, then ring all-gather": partial(baselines.own_share_then_ring, files, root, url),
+    }
+    return measure(named, url, digest, repeats, arms, link=link, wanted=manifest.nbytes)
+
+
+def warm_rows(folder: str, digest: str, repeats: int, arms: str) -> list[dict[str, Any]]:
+    root, files = f"{folder}/checkpoint", LocalFileSystem()
+    named: dict[str, Arm] = {
+        "lazy: load_file, mapped, not in memory yet": partial(baselines.every_rank_maps, files, root),
+        "load_file, then clone of each tensor": partial(baselines.every_rank_maps_and_clones, files, root),
+        "read whole files, safetensors.load": partial(baselines.every_rank_reads, files, root),
+        "rank 0 reads, broadcast per tensor": partial(baselines.first_rank_broadcasts, files, root),
+    }
+    return measure(named, root, digest, repeats, arms, wanted=fastload.inspect(root).nbytes)
+
+
+def measure(
+    named: dict[str, Arm],
+    url: str,
+    digest: str,
+    repeats: int,
+    only: str,
+    *,
+    wanted: int,
+    link: Link | None = None,
+) -> list[dict[str, Any]]:
+    """Runs all arms in turn, so that what the machine is doing meanwhile hits all of them."""
+    reports: list[LoadReport] = []
+    for strategy in ("allgather", "broadcast", "auto", "direct"):
+        options = LoadOptions(strategy=strategy, on_report=reports.append)
+        named[f"fastload {strategy}"] = partial(fastload.load, url, options=options)
+    named = {name: arm for name, arm in named.items() if any(part in name for part in only.split(","))}
+    fastload.load(url, names="layers.0.*", options=LoadOptions(strategy="allgather"))  # first use costs more
+    rows: dict[str, dict[str, Any]] = {
+        name: {"arm": name, "wanted": wanted, "seconds": [], "cpu_s": []} for name in named
+    }
+    for turn in range(repeats):
+        for name, arm in named.items():
+            reports.clear()
+            before = link.counts() if link else None
+            row = rows[name]
+            dist.barrier()
+            state, seconds, cpu_s = timed(arm)
+            if turn == 0 and state:
+                assert state_digest(state) == digest, f"{name}: rank {dist.get_rank()} got other bytes"
+            del state
+            gc.collect()
+            everyone = all_ranks((seconds, cpu_s))
+            row["seconds"].append(max(one for one, _ in everyone))
+            row["cpu_s"].append(sum(one for _, one in everyone))
+            row["report"] = reports[0].to_dict() if reports else None
+            if link and before:
+                data, header = (now - then for now, then in zip(link.counts(), before, strict=True))
+                row.setdefault("data_bytes", []).append(data)
+                row.setdefault("header_bytes", []).append(header)
+            dist.barrier()
+    return list(rows.values())
+
+
+def timed(arm: Arm) -> tuple[baselines.State, float, float]:
+    """Returns what the arm loaded, its seconds, and this process's CPU seconds, user and system."""
+    cpu, began = sum(os.times()[:2]), time.perf_counter()
+    state = arm()
+    return state, time.perf_counter() - began, sum(os.times()[:2]) - cpu
+
+
+def memory_rows(folder: str, digest: str) -> list[dict[str, Any]]:
+    root, rows = f"{folder}/checkpoint", []
+    fastload.load(root, names="layers.0.*", options=LoadOptions(strategy="allgather"))  # code is no staging
+    for strategy in ("allgather", "broadcast"):
+        for staging_bytes in (LoadOptions().staging_bytes, 32 * MIB):
+            reports: list[LoadReport] = []
+            options = LoadOptions(strategy=strategy, staging_bytes=staging_bytes, on_report=reports.append)
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)  # what the last load freed is not there before this one
+            dist.barrier()
+            Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+            before = status_bytes("VmRSS")
+            state = fastload.load(root, options=options)
+            extra = status_bytes("VmHWM") - before - reports[0].bytes_wanted
+            assert state_digest(state) == digest
+            del state
+            slabs = max(one.peak_staging_bytes for one in reports[0].ranks)
+            row = {"strategy": strategy, "staging_bytes": staging_bytes, "slab_bytes": slabs}
+            rows.append({**row, "extra_bytes": all_ranks(extra)})
+    return rows
+
+
+def all_ranks(value: Any) -> list[Any]:
+    box: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, value)
+    return box
+
+
+def status_bytes(field: str) -> int:
+    return proc_bytes("/proc/self/status", field)
+
+
+def available_bytes() -> int:
+    return proc_bytes("/proc/meminfo", "MemAvailable")
+
+
+def proc_bytes(path: str, field: str) -> int:
+    line = next(line for line in Path(path).read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""How long one rank's planning takes, whatever the size of the job."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from fastload.formats.manifest import TensorEntry
+from fastload.loading.plan import ReadPlan, plan_reads
+
+MIB = 2**20
+
+
+def measure_plan(num_tensors: int, num_ranks: int, *, every: int, repeats: int) -> dict[str, Any]:
+    """Times one rank's planning of 1 MiB tensors, 1000 to a file, of which every so many-th is wanted."""
+    wanted = [
+        TensorEntry(f"layers.{index}.weight", "BF16", (512, 1024), index // 1000, index % 1000 * MIB, MIB)
+        for index in range(0, num_tensors, every)
+    ]
+    row: dict[str, Any] = {"tensors": len(wanted), "ranks": num_ranks}
+    names = "plan", "digest", "own_chunks_and_spans", "slots_of_all_rounds"
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(repeats):
+        began = time.perf_counter()
+        made = plan_reads(
+            wanted, world_size=num_ranks, readers=range(num_ranks), staging_bytes=256 * MIB, chunk_bytes=None
+        )
+        planned = time.perf_counter()
+        made.digest()
+        digested = time.perf_counter()
+        for index in range(made.num_rounds):
+            made.spans(made.chunk(index, num_ranks // 2))
+        own = time.perf_counter()
+        _slots_of_a_round(made)
+        slots = (time.perf_counter() - own) * made.num_rounds
+        values = planned - began, digested - planned, own - digested, slots
+        for name, value in zip(names, values, strict=True):
+            seconds[name].append(value)
+    row |= {"extents": len(made.extents), "readers": len(made.readers), "rounds": made.num_rounds}
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return {**row, **medians, "plan_to_spans": sum(list(medians.values())[:3])}
+
+
+def _slots_of_a_round(made: ReadPlan) -> None:
+    """What the pipeline asks of the plan for each round: where every rank's slot is, and what goes where."""
+    for one in range(made.world_size):
+        made.slot_bytes(0, one)
+    for one in made.readers:
+        made.chunk(0, one)

@@ -1,0 +1,112 @@
+"""Checkpoints for tests: files made by hand, byte by byte, and what the reference library reads from them."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+BITS = {
+    **dict.fromkeys("BOOL U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ".split(), 8),
+    **dict.fromkeys("I16 U16 F16 BF16".split(), 16),
+    **dict.fromkeys("I32 U32 F32".split(), 32),
+    **dict.fromkeys("C64 F64 I64 U64".split(), 64),
+    "F4": 4,
+}
+
+Row = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
+
+
+def write_file(
+    path: Path,
+    rows: Iterable[Row],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    padding: int = 0,
+    seed: int = 0,
+) -> int:
+    """Writes random bytes as the tensors of the rows, one after the other; returns how many bytes of data.
+
+    Unlike the reference's writer it neither sorts nor aligns: `padding` blanks go to the end of the header.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata is not None else {}
+    rng = random.Random(f"{path.name} {seed}")
+    data = bytearray()
+    for name, dtype, shape in rows:
+        nbytes = math.prod(shape) * BITS[dtype] // 8
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + nbytes]}
+        values = rng.randbytes(nbytes)
+        data += bytes(value & 1 for value in values) if dtype == "BOOL" else values
+    text = json.dumps(header, ensure_ascii=False).encode() + b" " * padding
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return len(data)
+
+
+def write_sharded(folder: Path, shards: Mapping[str, Iterable[Row]], *, index: bool) -> int:
+    """Writes several files, and on request the Hugging Face index; returns how many bytes of data."""
+    weight_map, total = {}, 0
+    for file, rows in shards.items():
+        rows = list(rows)
+        total += write_file(folder / file, rows)
+        weight_map.update({name: file for name, _, _ in rows})
+    if index:
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})
+        (folder / "model.safetensors.index.json").write_text(text)
+    return total
+
+
+def write_hub_cache(root: Path, shards: Mapping[str, Iterable[Row]]) -> Path:
+    """Writes blobs, and a snapshot of relative symbolic links to them, as huggingface_hub does."""
+    repo = root / "models--org--name"
+    snapshot = repo / "snapshots" / "0123abcd"
+    write_sharded(snapshot, shards, index=True)
+    (repo / "blobs").mkdir()
+    for number, file in enumerate(sorted(snapshot.iterdir())):
+        blob = repo / "blobs" / f"{number:064x}"
+        file.rename(blob)
+        file.symlink_to(Path("../../blobs") / blob.name)
+    return snapshot
+
+
+def load_reference(path: Path) -> dict[str, Tensor]:
+    """What the reference library reads from a file, or from all safetensors files of a directory."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors.update(safetensors.torch.load_file(file))
+    return tensors
+
+
+def raw(tensor: Tensor) -> bytes:
+    """The bytes of a tensor, in row-major order."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def assert_same_bits(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> None:
+    """Compares names, dtypes, shapes and bytes."""
+    assert tensors.keys() == reference.keys()
+    for name, wanted in reference.items():
+        found = tensors[name]
+        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), name
+        assert raw(found) == raw(wanted), name
+
+
+def assert_own_storage(tensors: Mapping[str, Tensor]) -> None:
+    """No tensor is a view: of another one, or of something larger."""
+    seen: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
+        if tensor.nbytes:
+            pointer = tensor.untyped_storage().data_ptr()
+            assert pointer not in seen, f"{name} shares memory with {seen[pointer]}"
+            seen[pointer] = name

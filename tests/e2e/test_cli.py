@@ -1,0 +1,154 @@
+"""The command line as a user runs it: alone, and under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fastload
+from fastload.memory import state_digest
+from tests.checkpoints import load_reference, write_file, write_sharded
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")  # what is for a terminal; tab and newline are text
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def run(*arguments: str, ranks: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable]
+    if ranks:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    variables = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | environment
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("FASTLOAD_")}
+    return subprocess.run(
+        [*launcher, "-m", "fastload", *arguments],
+        cwd=ROOT, env=kept | variables, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    shards = {
+        "a.safetensors": [("layers.0.weight", "F32", (300, 7)), ("layers.0.bias", "BF16", (300,))],
+        "b.safetensors": [("layers.1.weight", "F32", (301, 7)), ("step", "I64", ())],
+    }
+    write_sharded(folder, shards, index=True)
+    return folder
+
+
+def one_object(text: str) -> dict[str, Any]:
+    assert len(text.splitlines()) == 1
+    value = json.loads(text)
+    assert isinstance(value, dict)
+    return value
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(3, "allgather"), (2, "broadcast")])
+def test_load_under_torchrun(checkpoint: Path, ranks: int, strategy: str) -> None:
+    done = run("load", str(checkpoint), "--json", "--digest", "--strategy", strategy, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    report = one_object(done.stdout)
+    reference = load_reference(checkpoint)
+    assert report["digests"] == [state_digest(reference)] * ranks
+    assert report["strategy"] == strategy
+    assert report["bytes_read"] == report["bytes_wanted"] == sum(t.nbytes for t in reference.values())
+    assert [rank["rank"] for rank in report["ranks"]] == list(range(ranks))
+    assert report["read_amplification"] == 1.0
+    assert not CONTROL.search(done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_load_alone_for_people_to_read(checkpoint: Path) -> None:
+    done = run("load", str(checkpoint), "--names", "layers.*", "--names", "step", "--digest")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert not CONTROL.search(done.stdout), "no colours and no bar where nobody looks"
+    assert f"{checkpoint}: 4 tensors" in done.stdout
+    assert "direct: one rank: nothing to exchange" in done.stdout
+    assert f"digest of rank 0: {state_digest(load_reference(checkpoint))}" in done.stdout
+
+
+def test_names_load_a_part(checkpoint: Path) -> None:
+    done = run("load", str(checkpoint), "--json", "--digest", "--names", "*.bias")
+    report = one_object(done.stdout)
+    bias = {"layers.0.bias": load_reference(checkpoint)["layers.0.bias"]}
+    assert (report["num_tensors"], report["bytes_read"]) == (1, 600)
+    assert report["digests"] == [state_digest(bias)]
+    wrong = run("load", str(checkpoint), "--json", "--names", "bias")
+    assert (wrong.returncode, wrong.stdout) == (1, "")
+    assert wrong.stderr.startswith("fastload: MismatchError: ")
+    assert "missing in the checkpoint: bias" in wrong.stderr
+
+
+def test_an_error_under_torchrun_is_told_once(tmp_path: Path) -> None:
+    done = run("load", str(tmp_path / "nothing"), "--json", ranks=2)
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert done.stderr.count("fastload: CheckpointNotFound: ") == 1
+    assert f"{tmp_path / 'nothing'}: no such checkpoint" in done.stderr
+    assert "fastload/api.py" not in done.stderr, "a user's mistake needs no traceback"
+
+
+def test_errors_alone(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes(b"junk" * 10)
+    for command in ("load", "inspect"):
+        done = run(command, str(bad))
+        assert (done.returncode, done.stdout) == (1, "")
+        assert len(done.stderr.splitlines()) == 1
+        assert done.stderr.startswith(f"fastload: ManifestError: {bad}: ")
+    variable = run("load", str(bad), FASTLOAD_STRATEGY="fast")
+    assert variable.returncode == 1
+    assert variable.stderr.startswith("fastload: OptionError: strategy='fast'")
+    usage = run("load", str(bad), "--strategy", "fast")
+    assert usage.returncode == 2
+    assert "'fast' is not one of" in usage.stderr
+
+
+def test_inspect_as_json(checkpoint: Path) -> None:
+    done = run("inspect", str(checkpoint), "--json")
+    assert done.returncode == 0, done.stderr
+    shown = one_object(done.stdout)
+    manifest = fastload.inspect(checkpoint)
+    assert shown["url"] == str(checkpoint)
+    assert shown["nbytes"] == manifest.nbytes
+    assert [file["name"] for file in shown["files"]] == ["a.safetensors", "b.safetensors"]
+    assert {tensor["name"]: tensor["nbytes"] for tensor in shown["tensors"]} == {
+        "layers.0.weight": 8400, "layers.0.bias": 600, "layers.1.weight": 8428, "step": 8,
+    }  # fmt: skip
+    first = shown["tensors"][0]
+    assert (first["dtype"], first["shape"], first["file"]) == ("F32", [300, 7], "a.safetensors")
+
+
+def test_inspect_shows_names_as_they_are(tmp_path: Path) -> None:
+    names = ["x[/bold]", "a[red]b", ":smile:", "w" * 150, "esc\x1b[31mred", "ünï", "new\nline"]
+    path = tmp_path / "m[bold].safetensors"
+    write_file(path, [(name, "F32", (2, 3)) for name in names])
+    done = run("inspect", str(path))
+    assert done.returncode == 0, done.stderr
+    for name in names:
+        shown = name if name.isprintable() else repr(name)
+        row = next(line for line in done.stdout.splitlines() if shown in line)
+        assert "[2, 3]" in row
+        assert path.name in row
+    assert not CONTROL.search(done.stdout)
+    assert "F32: 7 tensors, 168 bytes" in done.stdout
+    loaded = run("load", str(path))
+    assert loaded.returncode == 0, loaded.stderr
+    assert f"{path}: 7 tensors" in loaded.stdout
+
+
+def test_version_and_help() -> None:
+    assert run("--version").stdout.strip().endswith(fastload.__version__)
+    helped = run("-h").stdout
+    assert "inspect" in helped
+    assert "load" in helped

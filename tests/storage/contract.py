@@ -1,0 +1,173 @@
+"""What every storage must do. A test class derives from `StorageContract` and says how to make one."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from fastload.errors import StorageError
+from fastload.storage import FileStat, Storage, open_storage
+
+FILES = {
+    "a.bin": random.Random(1).randbytes(100_003),
+    "b.bin": b"0123456789",
+    "empty.bin": b"",
+    "sub/deep/c.bin": b"deep",
+    "sp ace ü%41.bin": b"odd name",
+}
+
+
+class StorageContract:
+    """The tests; `fill` puts files below a fresh root and returns its path or URL."""
+
+    def fill(self, files: Mapping[str, bytes], where: str) -> str:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def root(self, tmp_path_factory: pytest.TempPathFactory) -> str:
+        return self.fill(FILES, str(tmp_path_factory.mktemp("root")))
+
+    @pytest.fixture
+    def storage(self, root: str) -> Iterator[Storage]:
+        storage = open_storage(root)
+        yield storage
+        storage.close()
+
+    def read(self, storage: Storage, name: str, offset: int, *sizes: int) -> bytes:
+        buffers = [bytearray(size) for size in sizes]
+        storage.read_into(name, offset, [memoryview(buffer) for buffer in buffers])
+        return b"".join(buffers)
+
+    def test_url_is_the_root(self, storage: Storage, root: str) -> None:
+        assert storage.url == root
+
+    def test_stat(self, storage: Storage) -> None:
+        for name, content in FILES.items():
+            found = storage.stat(name)
+            assert isinstance(found, FileStat)
+            assert found.nbytes == len(content)
+            assert isinstance(found.version, str)
+            assert storage.stat(name) == found
+
+    def test_stat_of_what_is_not_there(self, storage: Storage) -> None:
+        assert storage.stat("missing.bin") is None
+        assert storage.stat("missing/a.bin") is None
+        assert storage.stat("sub") is None, "a directory is no file"
+        assert storage.stat("b.bin/x") is None, "below a file there is nothing"
+
+    def test_stat_of_the_root(self, storage: Storage, root: str) -> None:
+        assert storage.stat("") is not None, "the root is there"
+        missing = open_storage(f"{root}/nothing/here")
+        assert missing.stat("") is None
+        assert missing.list() is None
+        missing.close()
+
+    def test_list_names_files_only_and_sorted(self, storage: Storage) -> None:
+        assert storage.list() == sorted(name for name in FILES if "/" not in name)
+
+    def test_a_root_that_is_a_file(self, root: str) -> None:
+        storage = open_storage(f"{root}/b.bin")
+        assert storage.list() is None
+        found = storage.stat("")
+        assert found is not None
+        assert found.nbytes == 10
+        assert self.read(storage, "", 3, 4) == b"3456"
+        storage.close()
+
+    def test_a_root_with_one_file_is_a_directory(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        storage = open_storage(self.fill({"one.bin": b"1"}, str(tmp_path_factory.mktemp("one"))))
+        assert storage.list() == ["one.bin"]
+        storage.close()
+
+    def test_a_slash_at_the_end_means_the_same(self, root: str) -> None:
+        storage = open_storage(root + "/")
+        assert storage.list() == sorted(name for name in FILES if "/" not in name)
+        assert self.read(storage, "b.bin", 0, 10) == b"0123456789"
+        storage.close()
+
+    def test_read_fills_the_buffers_in_order(self, storage: Storage) -> None:
+        data = FILES["a.bin"]
+        assert self.read(storage, "a.bin", 0, len(data)) == data
+        assert self.read(storage, "a.bin", 17, 1, 0, 4096, 7, 50_000) == data[17 : 17 + 54_104]
+        assert self.read(storage, "a.bin", len(data) - 1, 1) == data[-1:]
+        assert self.read(storage, "sub/deep/c.bin", 1, 2, 1) == b"eep"
+        assert self.read(storage, "sp ace ü%41.bin", 0, 8) == b"odd name"
+
+    def test_more_buffers_than_one_system_call_takes(self, storage: Storage) -> None:
+        sizes = [number % 3 for number in range(5000)]
+        assert self.read(storage, "a.bin", 5, *sizes) == FILES["a.bin"][5 : 5 + sum(sizes)]
+
+    def test_reading_nothing_is_no_error(self, storage: Storage) -> None:
+        before = storage.bytes_read
+        assert self.read(storage, "b.bin", 10) == b""
+        assert self.read(storage, "b.bin", 10, 0, 0) == b""
+        assert self.read(storage, "empty.bin", 0, 0) == b""
+        assert storage.bytes_read == before
+
+    def test_a_view_of_a_larger_buffer(self, storage: Storage) -> None:
+        buffer = bytearray(b"-" * 12)
+        storage.read_into("b.bin", 2, [memoryview(buffer)[1:4], memoryview(buffer)[8:10]])
+        assert buffer == b"-234----56--"
+
+    @pytest.mark.parametrize(("offset", "nbytes"), [(0, 11), (9, 2), (10, 1), (1000, 5)])
+    def test_a_file_that_ends_early_is_an_error_that_says_where(
+        self, storage: Storage, offset: int, nbytes: int
+    ) -> None:
+        with pytest.raises(StorageError) as raised:
+            self.read(storage, "b.bin", offset, nbytes)
+        assert raised.value.url == f"{storage.url}/b.bin"
+        assert raised.value.offset is not None
+        assert raised.value.nbytes is not None
+        assert raised.value.offset + raised.value.nbytes == offset + nbytes
+
+    def test_reading_what_is_not_there(self, storage: Storage) -> None:
+        with pytest.raises(StorageError) as raised:
+            self.read(storage, "missing.bin", 2, 3)
+        error = raised.value
+        assert (error.url, error.offset, error.nbytes) == (f"{storage.url}/missing.bin", 2, 3)
+        assert not error.transient
+
+    def test_bytes_read_counts_what_came(self, storage: Storage) -> None:
+        assert storage.bytes_read == 0
+        storage.list()
+        storage.stat("a.bin")
+        assert storage.bytes_read == 0
+        self.read(storage, "a.bin", 0, 1000, 24)
+        self.read(storage, "b.bin", 5, 5)
+        assert storage.bytes_read == 1029
+
+    def test_threads(self, storage: Storage) -> None:
+        data, failures = FILES["a.bin"], []
+        start = threading.Barrier(8)
+
+        def work(number: int) -> None:
+            rng = random.Random(number)
+            start.wait(10)
+            for _ in range(40):
+                offset = rng.randrange(len(data) - 2000)
+                sizes = [rng.randrange(1000), rng.randrange(1000)]
+                if self.read(storage, "a.bin", offset, *sizes) != data[offset : offset + sum(sizes)]:
+                    failures.append((number, offset))
+                if self.read(storage, "b.bin", 0, 10) != b"0123456789":
+                    failures.append((number, "b"))
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert failures == []
+        assert storage.bytes_read == self._bytes_of(8, 40, len(data))
+
+    @staticmethod
+    def _bytes_of(num_threads: int, num_reads: int, nbytes: int) -> int:
+        total = 0
+        for number in range(num_threads):
+            rng = random.Random(number)
+            for _ in range(num_reads):
+                rng.randrange(nbytes - 2000)
+                total += rng.randrange(1000) + rng.randrange(1000) + 10
+        return total

@@ -1,0 +1,256 @@
+"""The contract, run against every storage; and what each of them does besides."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+import fastload
+from fastload.errors import ManifestError, OptionError, StorageError
+from fastload.storage import open_storage
+from fastload.storage.local import LocalStorage
+from fastload.storage.remote import RemoteStorage
+from tests.storage.contract import FILES, StorageContract
+
+
+def fill_folder(files: Mapping[str, bytes], where: str) -> None:
+    for name, content in files.items():
+        path = Path(where, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+class TestLocal(StorageContract):
+    def fill(self, files: Mapping[str, bytes], where: str) -> str:
+        fill_folder(files, where)
+        return where
+
+    def test_url_is_the_root(self, storage: Any, root: str) -> None:
+        assert isinstance(storage, LocalStorage)
+        assert storage.url == root
+
+
+class TestFileUrl(StorageContract):
+    def fill(self, files: Mapping[str, bytes], where: str) -> str:
+        fill_folder(files, where)
+        return f"file://{where}"
+
+    def test_url_is_the_root(self, storage: Any, root: str) -> None:
+        assert isinstance(storage, LocalStorage)
+        assert f"file://{storage.url}" == root
+
+
+class TestRemoteFiles(StorageContract):
+    """fsspec's own access to local files, as a stand-in for an object store."""
+
+    def fill(self, files: Mapping[str, bytes], where: str) -> str:
+        fill_folder(files, where)
+        return f"local://{where}"
+
+    def test_it_is_remote(self, storage: Any) -> None:
+        assert isinstance(storage, RemoteStorage)
+
+
+class TestRemoteMemory(StorageContract):
+    def fill(self, files: Mapping[str, bytes], where: str) -> str:
+        store = fsspec.filesystem("memory")
+        for name, content in files.items():
+            store.pipe_file(f"{where}/{name}", content)
+        return f"memory://{where}"
+
+    def test_it_is_shared_and_not_probed(self, storage: Any) -> None:
+        assert isinstance(storage, RemoteStorage)
+        assert storage.shared
+        assert not storage.probes
+
+
+# Local files
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    fill_folder(FILES, str(tmp_path))
+    return tmp_path
+
+
+def read(storage: Any, name: str, offset: int, nbytes: int) -> bytes:
+    buffer = bytearray(nbytes)
+    storage.read_into(name, offset, [memoryview(buffer)])
+    return bytes(buffer)
+
+
+def open_files() -> dict[int, str]:
+    links = {int(fd): f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")}
+    return {fd: os.readlink(link) for fd, link in links.items() if os.path.lexists(link)}
+
+
+def test_symbolic_links_are_followed_and_dangling_ones_are_missing(folder: Path) -> None:
+    (folder / "link.bin").symlink_to("sub/deep/c.bin")
+    (folder / "dangling.bin").symlink_to("nowhere")
+    (folder / "folder-link").symlink_to("sub")
+    storage = LocalStorage(str(folder))
+    assert storage.list() == sorted([*(n for n in FILES if "/" not in n), "link.bin"])
+    assert storage.stat("link.bin") == storage.stat("sub/deep/c.bin")
+    assert read(storage, "link.bin", 0, 4) == b"deep"
+    assert storage.stat("dangling.bin") is None
+    assert read(storage, "folder-link/deep/c.bin", 0, 4) == b"deep"
+    storage.close()
+
+
+def test_descriptors_are_opened_once_not_inherited_and_closed(folder: Path) -> None:
+    before = set(open_files())
+    storage = LocalStorage(str(folder))
+    for _ in range(3):
+        storage.stat("a.bin")
+        read(storage, "a.bin", 0, 10)
+        read(storage, "b.bin", 0, 10)
+    mine = {fd: name for fd, name in open_files().items() if fd not in before and str(folder) in name}
+    assert sorted(mine.values()) == [str(folder / "a.bin"), str(folder / "b.bin")]
+    assert not any(os.get_inheritable(fd) for fd in mine)
+    storage.close()
+    assert set(open_files()) <= before
+
+
+def test_a_file_replaced_after_it_was_opened_is_read_as_it_was(folder: Path) -> None:
+    storage = LocalStorage(str(folder))
+    old = storage.stat("b.bin")
+    (folder / "new").write_bytes(b"abcdefghij")
+    (folder / "new").replace(folder / "b.bin")
+    assert read(storage, "b.bin", 0, 10) == b"0123456789"
+    assert storage.stat("b.bin") == old
+    storage.close()
+    again = LocalStorage(str(folder))
+    assert read(again, "b.bin", 0, 10) == b"abcdefghij"
+    assert again.stat("b.bin") != old
+    again.close()
+
+
+def test_the_version_tells_a_rewritten_file(folder: Path) -> None:
+    storage = LocalStorage(str(folder))
+    old = storage.stat("b.bin")
+    os.utime(folder / "b.bin", ns=(1, 1))
+    assert storage.stat("b.bin") != old
+    storage.close()
+
+
+def test_a_file_that_shrinks_while_open_says_so(folder: Path) -> None:
+    storage = LocalStorage(str(folder))
+    assert read(storage, "a.bin", 0, 5) == FILES["a.bin"][:5]
+    os.truncate(folder / "a.bin", 100)
+    with pytest.raises(StorageError, match=r"a\.bin \[bytes 100-200\]: the file ends at 100") as raised:
+        read(storage, "a.bin", 50, 150)
+    assert not raised.value.transient
+    assert storage.bytes_read == 55
+    storage.close()
+
+
+def test_short_reads_are_carried_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, calls = os.preadv, []
+
+    def stingy(fd: int, buffers: list[memoryview], offset: int) -> int:
+        calls.append(offset)
+        return whole(fd, [buffers[0][:3]], offset)
+
+    monkeypatch.setattr(os, "preadv", stingy)
+    storage = LocalStorage(str(folder))
+    buffers = [bytearray(size) for size in (4, 0, 1, 8)]
+    storage.read_into("a.bin", 7, [memoryview(buffer) for buffer in buffers])
+    assert b"".join(buffers) == FILES["a.bin"][7:20]
+    assert calls == [7, 10, 11, 12, 15, 18]
+    storage.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "transient"), [(5, True), (116, True), (110, True), (13, False), (21, False), (9, False)]
+)
+def test_which_errors_are_worth_another_try(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, transient: bool
+) -> None:
+    def broken(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    storage = LocalStorage(str(folder))
+    storage.stat("a.bin")
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(StorageError, match=os.strerror(number)) as raised:
+        read(storage, "a.bin", 1, 2)
+    error = raised.value
+    assert (error.url, error.offset, error.nbytes) == (str(folder / "a.bin"), 1, 2)
+    assert error.transient is transient
+    storage.close()
+
+
+def test_a_pipe_is_no_file_and_does_not_block(folder: Path) -> None:
+    os.mkfifo(folder / "pipe.safetensors")
+    storage = LocalStorage(str(folder))
+    assert "pipe.safetensors" not in (storage.list() or [])
+    assert storage.stat("pipe.safetensors") is None
+    storage.close()
+
+
+# Remote files
+
+
+def test_errors_of_a_remote_storage_name_its_url(tmp_path: Path) -> None:
+    fill_folder(FILES, str(tmp_path))
+    storage = RemoteStorage(f"local://{tmp_path}", {})
+    with pytest.raises(StorageError, match=rf"^local://{tmp_path}/b\.bin \[bytes 5-15\]: got 5 of 10 bytes$"):
+        read(storage, "b.bin", 5, 10)
+
+
+@pytest.mark.parametrize(
+    ("error", "transient"),
+    [
+        (TimeoutError("slow"), True),
+        (ConnectionResetError(104, "reset"), True),
+        (OSError("throttled"), True),
+        (PermissionError(13, "denied"), False),
+        (FileNotFoundError(2, "gone"), False),
+        (ValueError("odd"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_which_remote_errors_are_worth_another_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, transient: bool
+) -> None:
+    fill_folder(FILES, str(tmp_path))
+    storage = RemoteStorage(f"local://{tmp_path}", {})
+
+    def broken(*_: Any, **__: Any) -> bytes:
+        raise error
+
+    monkeypatch.setattr(storage._files, "cat_file", broken)
+    with pytest.raises(StorageError) as raised:
+        read(storage, "b.bin", 0, 1)
+    assert raised.value.transient is transient
+    assert raised.value.__cause__ is error
+    assert type(error).__name__ in str(raised.value)
+
+
+def test_unknown_schemes() -> None:
+    with pytest.raises(OptionError, match=r"cannot open nosuchscheme://bucket/key: .*nosuchscheme"):
+        open_storage("nosuchscheme://bucket/key")
+
+
+def test_paths_may_be_path_objects(tmp_path: Path) -> None:
+    assert open_storage(tmp_path).url == str(tmp_path)
+
+
+@pytest.mark.parametrize("scheme", ["", "local://", "memory://"])
+@pytest.mark.parametrize(
+    ("name", "content"), [("m.safetensors", bytes(8)), ("x.safetensors.index.json", b"")]
+)
+def test_empty_headers_and_indexes_are_malformed_on_every_storage(
+    scheme: str, name: str, content: bytes, tmp_path: Path
+) -> None:
+    if scheme == "memory://":
+        fsspec.filesystem("memory").pipe_file(f"{tmp_path}/{name}", content)
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ManifestError, match=name):
+        fastload.inspect(f"{scheme}{tmp_path}")

@@ -1,0 +1,292 @@
+"""The plan: every wanted byte once, in order, evenly, within staging, and the same everywhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fastload.errors import OptionError
+from fastload.formats.manifest import TensorEntry
+from fastload.loading.plan import STATUS_BYTES, Chunk, ReadPlan, Span, plan_reads
+from fastload.memory import PAGE_BYTES
+
+
+def entries(*sizes_and_gaps: tuple[int, int, bool]) -> list[TensorEntry]:
+    """Tensors of so many bytes, each after a gap, in the same file as the one before it or in the next."""
+    made, file, end = [], 0, 0
+    for number, (nbytes, gap, next_file) in enumerate(sizes_and_gaps):
+        if next_file:
+            file, end = file + 1, 0
+        made.append(TensorEntry(f"t{number}", "U8", (nbytes,), file, end + gap, nbytes))
+        end += gap + nbytes
+    return made
+
+
+wanted_tensors = st.lists(
+    st.tuples(
+        st.integers(0, 5000), st.sampled_from([0, 0, 0, 1, 8, 333]), st.sampled_from([False, False, True])
+    ),
+    max_size=12,
+).map(lambda rows: entries(*rows))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[list[TensorEntry], ReadPlan, int]:
+    wanted = draw(wanted_tensors)
+    world_size = draw(st.integers(1, 9))
+    readers = sorted(draw(st.sets(st.integers(0, world_size - 1), min_size=1)))
+    staging_bytes = draw(st.integers(1 << 17, 1 << 22))
+    chunk_bytes = draw(st.none() | st.sampled_from([1, 7, 64, 4088, 4089, 4097, 10_000]))
+    plan = plan_reads(
+        wanted, world_size=world_size, readers=readers, staging_bytes=staging_bytes, chunk_bytes=chunk_bytes
+    )
+    assert set(plan.readers) <= set(readers)
+    if chunk_bytes is not None:
+        assert plan.readers == tuple(readers)
+        assert plan.chunk_bytes <= chunk_bytes
+    return wanted, plan, staging_bytes
+
+
+@given(plans())
+def test_every_wanted_byte_is_read_once_and_in_order(drawn: tuple[list[TensorEntry], ReadPlan, int]) -> None:
+    wanted, plan, _ = drawn
+    position = 0
+    read: list[tuple[int, int]] = []
+    for index in range(plan.num_rounds):
+        for rank in plan.readers:
+            chunk = plan.chunk(index, rank)
+            if chunk.nbytes:
+                assert chunk.start == position
+            position += chunk.nbytes
+            spans = plan.spans(chunk)
+            assert all(span.nbytes for span in spans)
+            assert sum(span.nbytes for span in spans) == chunk.nbytes
+            read += [
+                (span.file, at) for span in spans for at in range(span.offset, span.offset + span.nbytes)
+            ]
+        assert sum(plan.chunk(index, rank).nbytes for rank in plan.readers) > 0
+    assert read == [(e.file, at) for e in wanted for at in range(e.offset, e.offset + e.nbytes)]
+    assert position == plan.total_bytes == sum(entry.nbytes for entry in wanted)
+
+
+@given(plans())
+def test_shares_differ_by_less_than_a_chunk_and_rounds_are_even(
+    drawn: tuple[list[TensorEntry], ReadPlan, int],
+) -> None:
+    _, plan, _ = drawn
+    shares = [plan.share_bytes(rank) for rank in plan.readers]
+    assert sum(shares) == plan.total_bytes
+    assert max(shares) - min(shares) <= plan.chunk_bytes
+    for rank in range(plan.world_size):
+        if rank not in plan.readers:
+            assert plan.share_bytes(rank) == 0
+    for index in range(plan.num_rounds):
+        sizes = [plan.chunk(index, rank).nbytes for rank in plan.readers]
+        longest = plan.chunk_bytes_of(index)
+        assert max(sizes) == sizes[0] == longest
+        assert sizes == sorted(sizes, reverse=True)  # equal, and the ragged end comes last
+        if index < plan.num_rounds - 1:
+            assert sizes == [plan.chunk_bytes] * len(plan.readers)
+        for place, size in enumerate(sizes):
+            assert size in (longest, 0) or sum(sizes[place + 1 :]) == 0
+
+
+@given(plans())
+def test_the_slabs_fit_into_staging_and_hold_every_slot(
+    drawn: tuple[list[TensorEntry], ReadPlan, int],
+) -> None:
+    _, plan, staging_bytes = drawn
+    assert plan.depth >= 1
+    assert plan.depth * plan.slab_bytes <= staging_bytes
+    for index in range(plan.num_rounds):
+        slots = plan.slot_sizes(index)
+        assert sum(slots) <= plan.slab_bytes
+        for rank, slot in enumerate(slots):
+            assert slot % PAGE_BYTES == 0
+            assert slot >= plan.chunk(index, rank).nbytes + STATUS_BYTES
+            assert len({slots[reader] for reader in plan.readers}) == 1
+
+
+@given(
+    total=st.integers(0, 1 << 34),
+    world_size=st.integers(1, 600),
+    staging_bytes=st.integers(1 << 16, 1 << 30),
+)
+@example(total=1 << 20, world_size=4, staging_bytes=1 << 16)
+@example(total=1 << 20, world_size=16, staging_bytes=1 << 16)
+@example(total=1 << 40, world_size=512, staging_bytes=256 << 20)
+def test_chosen_chunks_are_of_useful_size(total: int, world_size: int, staging_bytes: int) -> None:
+    wanted = entries((total, 8, False))
+    try:
+        plan = plan_reads(
+            wanted,
+            world_size=world_size,
+            readers=range(world_size),
+            staging_bytes=staging_bytes,
+            chunk_bytes=None,
+        )
+    except OptionError:
+        assert world_size * PAGE_BYTES > staging_bytes  # a page for every status word is the least
+        return
+    assert plan.depth * plan.slab_bytes <= staging_bytes
+    share = -(-total // len(plan.readers))
+    assert plan.chunk_bytes >= min(PAGE_BYTES - STATUS_BYTES, max(share, 1))
+    assert plan.chunk_bytes <= 8 << 20
+
+
+def test_small_staging_leaves_some_readers_spread_evenly() -> None:
+    plan = plan_reads(
+        entries((1 << 30, 0, False)),
+        world_size=16,
+        readers=range(16),
+        staging_bytes=8 << 20,
+        chunk_bytes=None,
+    )
+    assert 1 < len(plan.readers) < 16
+    gaps = {after - before for before, after in pairwise(plan.readers)}
+    assert max(gaps) - min(gaps) <= 1
+    assert plan.chunk_bytes >= 256 << 10
+
+
+def test_nothing_wanted() -> None:
+    for wanted in ([], entries((0, 0, False), (0, 8, True))):
+        plan = plan_reads(wanted, world_size=3, readers=(0, 2), staging_bytes=1 << 20, chunk_bytes=None)
+        assert (plan.total_bytes, plan.num_rounds, plan.extents) == (0, 0, ())
+        assert [plan.share_bytes(rank) for rank in range(3)] == [0, 0, 0]
+        assert plan.spans(Chunk(0, 0)) == []
+
+
+def test_a_chunk_that_does_not_fit_is_an_option_error() -> None:
+    def plan(chunk_bytes: int) -> ReadPlan:
+        return plan_reads(
+            entries((1 << 30, 0, False)),
+            world_size=4,
+            readers=(0, 1, 2),
+            staging_bytes=1 << 20,
+            chunk_bytes=chunk_bytes,
+        )
+
+    largest = ((1 << 20) - PAGE_BYTES) // 3 // PAGE_BYTES * PAGE_BYTES - STATUS_BYTES
+    assert plan(largest).depth == 1
+    with pytest.raises(
+        OptionError, match=rf"chunk_bytes={largest + 1}: .* of 3 readers .*staging_bytes=1048576"
+    ):
+        plan(largest + 1)
+
+
+@given(plans(), st.data())
+def test_without_broken_readers_the_others_read_exactly_what_is_left(
+    drawn: tuple[list[TensorEntry], ReadPlan, int], data: st.DataObject
+) -> None:
+    wanted, plan, _ = drawn
+    broken = data.draw(st.sets(st.sampled_from(plan.readers), min_size=1))
+    num_done = data.draw(st.integers(0, plan.num_rounds))
+    num_posted = data.draw(st.integers(num_done, plan.num_rounds))
+    lacking = [(index, rank) for index in range(num_done, num_posted) for rank in sorted(broken)]
+    left = plan.without(broken, lacking, num_posted)
+    if broken == set(plan.readers):
+        assert left is None
+        return
+    assert left is not None
+    assert left.slab_bytes <= plan.slab_bytes
+    assert left.readers == tuple(rank for rank in plan.readers if rank not in broken)
+
+    placed: list[int] = []
+    for index in range(num_posted):
+        for rank in plan.readers:
+            if index < num_done or rank not in broken:
+                placed += wanted_bytes(plan, index, rank)
+    for index in range(left.num_rounds):
+        for rank in left.readers:
+            placed += wanted_bytes(left, index, rank)
+    assert sorted(placed) == list(range(sum(entry.nbytes for entry in wanted)))
+
+
+def wanted_bytes(plan: ReadPlan, index: int, rank: int) -> list[int]:
+    spans = plan.spans(plan.chunk(index, rank))
+    return [at for span in spans for at in range(span.start, span.start + span.nbytes)]
+
+
+def test_a_chunk_longer_than_a_share_is_cut_to_it() -> None:
+    plan = plan_reads(
+        entries((10, 0, False)), world_size=4, readers=range(4), staging_bytes=1 << 20, chunk_bytes=1 << 30
+    )
+    assert plan.num_rounds == 1
+    assert [plan.chunk(0, rank).nbytes for rank in range(4)] == [3, 3, 3, 1]
+
+
+def test_spans_lead_back_to_the_files_across_gaps() -> None:
+    a, b, c, d = entries((10, 100, False), (5, 0, False), (7, 3, False), (4, 8, True))
+    plan = plan_reads([a, b, c, d], world_size=1, readers=(0,), staging_bytes=1 << 20, chunk_bytes=1 << 10)
+    assert plan.extents == (Span(0, 100, 15, 0), Span(0, 118, 7, 15), Span(1, 8, 4, 22))
+    assert plan.spans(Chunk(0, 26)) == list(plan.extents)
+    assert plan.spans(Chunk(14, 9)) == [Span(0, 114, 1, 14), Span(0, 118, 7, 15), Span(1, 8, 1, 22)]
+    assert plan.spans(Chunk(15, 7)) == [Span(0, 118, 7, 15)]
+    assert plan.spans(Chunk(16, 1)) == [Span(0, 119, 1, 16)]
+    # Without the tensor in the middle the two that are left are no neighbours.
+    subset = plan_reads([a, c], world_size=1, readers=(0,), staging_bytes=1 << 20, chunk_bytes=1 << 10)
+    assert subset.spans(Chunk(9, 2)) == [Span(0, 109, 1, 9), Span(0, 118, 1, 10)]
+
+
+def test_the_digest_tells_plans_apart() -> None:
+    wanted = entries((1000, 0, False), (500, 8, False))
+    base = plan_reads(wanted, world_size=3, readers=(0, 1), staging_bytes=1 << 20, chunk_bytes=64)
+    others = [
+        replace(base, world_size=4),
+        replace(base, readers=(0, 2)),
+        replace(base, readers=(0, 1, 2)),
+        replace(base, chunk_bytes=65),
+        replace(base, depth=base.depth - 1),
+        replace(base, extents=base.extents[:1]),
+        replace(base, extents=tuple(replace(extent, file=1) for extent in base.extents)),
+        replace(base, extents=tuple(replace(extent, offset=extent.offset + 1) for extent in base.extents)),
+    ]
+    digests = [plan.digest() for plan in (base, *others)]
+    assert len(set(digests)) == len(digests)
+    assert base.digest() == replace(base).digest()
+
+
+def test_the_digest_is_the_same_in_every_process() -> None:
+    script = (
+        "from tests.unit.test_plan import entries, plan_reads\n"
+        "plan = plan_reads(entries((9999, 0, False), (5, 3, True)), world_size=5, readers=(1, 3, 4),\n"
+        "                  staging_bytes=1 << 20, chunk_bytes=None)\n"
+        "print(plan.digest())\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)},
+            cwd=root, capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    here = plan_reads(
+        entries((9999, 0, False), (5, 3, True)),
+        world_size=5,
+        readers=(1, 3, 4),
+        staging_bytes=1 << 20,
+        chunk_bytes=None,
+    ).digest()
+    assert digests == {here + "\n"}
+
+
+def test_planning_a_large_job_takes_no_time_worth_naming() -> None:
+    wanted = entries(*[(1 << 20, 8 * (number % 3 == 0), number % 1000 == 0) for number in range(100_000)])
+    began = time.perf_counter()
+    plan = plan_reads(wanted, world_size=1024, readers=range(1024), staging_bytes=256 << 20, chunk_bytes=None)
+    plan.digest()
+    for index in (0, plan.num_rounds // 2, plan.num_rounds - 1):
+        plan.spans(plan.chunk(index, plan.readers[-1]))
+    assert time.perf_counter() - began < 5
+    assert plan.total_bytes == 100_000 << 20

@@ -1,0 +1,101 @@
+"""The stopwatch of several threads, and what a report adds up."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from fastload import report
+from fastload.report import LoadReport, RankReport, Stopwatch
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(report, "time", clock)
+    return clock
+
+
+def test_time_with_work_under_way_counts_once(clock: Clock) -> None:
+    watch = Stopwatch()
+    clock.now += 5
+    assert watch.seconds == 0
+    with watch:
+        clock.now += 1
+        with watch:
+            clock.now += 2
+            assert watch.seconds == 3
+        clock.now += 4
+    clock.now += 50
+    assert watch.seconds == 7
+    watch.start()
+    clock.now += 1
+    watch.start()
+    watch.stop()
+    clock.now += 1
+    watch.stop()
+    assert watch.seconds == 9
+
+
+def test_an_error_stops_the_watch(clock: Clock) -> None:
+    watch = Stopwatch()
+
+    def fail() -> None:
+        with watch:
+            clock.now += 1
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    clock.now += 1
+    assert watch.seconds == 1
+
+
+def test_work_of_overlapping_threads_counts_once(clock: Clock) -> None:
+    watch = Stopwatch()
+    inside, leave = threading.Barrier(4), threading.Barrier(4)
+
+    def work() -> None:
+        with watch:
+            inside.wait(10)
+            leave.wait(10)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    inside.wait(10)
+    clock.now += 2
+    leave.wait(10)
+    for thread in threads:
+        thread.join(10)
+    clock.now += 2
+    assert watch.seconds == 2
+
+
+def make_report(bytes_wanted: int, *ranks: RankReport) -> LoadReport:
+    return LoadReport(
+        url="u", strategy="allgather", why="w", transport="t", bytes_wanted=bytes_wanted, num_tensors=1,
+        chunk_bytes=4, num_rounds=2, depth=1, ranks=ranks,
+    )  # fmt: skip
+
+
+def test_totals() -> None:
+    one = RankReport(rank=0, host="a", reader=True, bytes_read=6, header_bytes_read=100, total_s=1.0)
+    two = RankReport(rank=1, host="b", reader=True, bytes_read=4, total_s=2.5)
+    whole = make_report(8, one, two)
+    assert (whole.bytes_read, whole.total_s, whole.read_amplification) == (10, 2.5, 1.25)
+    assert make_report(0, one).read_amplification == 1.0
+    assert make_report(0).total_s == 0.0
+    text = json.loads(json.dumps(whole.to_dict()))
+    assert (text["bytes_read"], text["read_amplification"], text["strategy"]) == (10, 1.25, "allgather")
+    assert [rank["header_bytes_read"] for rank in text["ranks"]] == [100, 0]
