@@ -1,23 +1,49 @@
-"""Calls into libraries that may block for ever, given a deadline."""
+"""Threads that nobody has to wait for, and calls into libraries with a deadline."""
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
+from weakref import WeakSet
 
 from fastload.errors import DeadlineExceeded
 
-__all__ = ["within"]
+__all__ = ["background", "within"]
 
 T = TypeVar("T")
+
+_LEAVING_S = 2.0
+_threads: WeakSet[threading.Thread] = WeakSet()
+
+
+def background(target: Callable[[], object], name: str) -> threading.Thread:
+    """Makes a thread, to be started by the caller, that does not keep the process from ending."""
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    _threads.add(thread)
+    return thread
+
+
+@atexit.register
+def _await_threads() -> None:
+    """Gives the threads that are about to end the time for it.
+
+    A thread that returns from C++ when the interpreter is already gone takes the process down
+    (`terminate called without an active exception`). One that hangs for good does no harm.
+    """
+    deadline = time.monotonic() + _LEAVING_S
+    for thread in list(_threads):
+        if thread.is_alive():
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def within(limit_s: float, what: str, call: Callable[[], T]) -> T:
     """Returns what a call returns or raises, unless that takes too long.
 
     The call runs in a thread of its own, and is left behind there if it takes too long: nothing can
-    interrupt a thread that is inside a library. Being a daemon, it does not hold up the exit.
+    interrupt a thread that is inside a library.
 
     Raises:
         DeadlineExceeded: It took too long.
@@ -33,7 +59,7 @@ def within(limit_s: float, what: str, call: Callable[[], T]) -> T:
             errors.append(error)
         ended.set()
 
-    threading.Thread(target=run, name="fastload-call", daemon=True).start()
+    background(run, "fastload-call").start()
     if not ended.wait(limit_s):
         raise DeadlineExceeded(f"{what} did not end within {limit_s:.1f} s")
     if errors:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from fastload.errors import DeadlineExceeded, PeerError, to_wire
+from fastload.errors import DeadlineExceeded, Interrupted, PeerError, to_wire
 from fastload.patience import within
 
 __all__ = ["Rendezvous"]
@@ -39,17 +39,20 @@ class Rendezvous:
         self._host = host
         self._if_lost = if_lost
         self._num_pieces: dict[int, int] = {}
-        self._lost: PeerError | None = None
+        self._lost: str | None = None
+        self._given_up = False
 
     def ask(self, what: str, limit_s: float, ask: Callable[[], T]) -> T:
         """Asks the store: a store whose host is stopped or cut off would keep the caller for ever."""
-        if self._lost is not None:
-            raise self._lost
-        try:
-            return within(limit_s, "the rendezvous store", ask)
-        except (RuntimeError, DeadlineExceeded) as error:
-            self._lost = self._explain(what, error)
-        raise self._lost
+        if self._lost is None:
+            try:
+                return within(limit_s, "the rendezvous store", ask)
+            except (RuntimeError, DeadlineExceeded) as error:
+                self._lost = str(error).split("\n", 1)[0]
+            except BaseException:
+                self._given_up = True  # else the thread that was left behind would poll on
+                raise
+        raise self._explain(what, self._lost)
 
     def tell(self, values: dict[str, str], *, limit_s: float) -> None:
         """Leaves values in the store, if it is still there."""
@@ -110,12 +113,11 @@ class Rendezvous:
     def _piece_keys(self, step: int, num_pieces: int) -> list[str]:
         return [f"{step}/piece{index}" for index in range(num_pieces)]
 
-    def _explain(self, what: str, error: Exception) -> PeerError:
+    def _explain(self, what: str, error: str) -> PeerError:
         failures: dict[int, BaseException] = {}
         if self._host is not None:
             failures[self._host] = DeadlineExceeded("hosted the rendezvous store, which is gone")
-        first_line = str(error).split("\n", 1)[0]
-        return PeerError(f"{what}: the rendezvous store is gone: {self._if_lost} ({first_line})", failures)
+        return PeerError(f"{what}: the rendezvous store is gone: {self._if_lost} ({error})", failures)
 
     def _verdict(self, step: int, wait_s: float, grace_s: float) -> list[dict[str, Any]]:
         """Returns the one list of answers that all ranks use: the first that anyone could publish.
@@ -148,6 +150,8 @@ class Rendezvous:
             now = time.monotonic()
             if now >= until:
                 return False
+            if self._given_up:
+                raise Interrupted("nobody waits for this any more")
             # In proportion to the time waited so far, so that polling adds a few percent to any wait.
             time.sleep(min(max(_FIRST_POLL_S, (now - began) / 16), _LAST_POLL_S))
         return True

@@ -22,7 +22,7 @@ from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.loading.plan import STATUS_BYTES
 from fastload.loading.rounds import FAILED, TICK_S, Exchange, LocalExchange, Round, Slots, wait_for
 from fastload.memory import allocate, allocate_staging
-from fastload.patience import within
+from fastload.patience import background, within
 from fastload.report import Stopwatch
 from fastload.world import World
 
@@ -63,10 +63,10 @@ class RingExchange:
         self._store = world.corner("ring")
         self._closed = False
         self._posted: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
-        self._forwarder = threading.Thread(target=self._forward_all, name="fastload-ring", daemon=True)
+        self._forwarder = background(self._forward_all, "fastload-ring")
         # A wait for a send cannot look out for alarms, so it is not for the caller's thread.
         self._forwarded: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
-        self._sender = threading.Thread(target=self._await_sends, name="fastload-sent", daemon=True)
+        self._sender = background(self._await_sends, "fastload-sent")
 
     def connect(self) -> None:
         def meet() -> Any:
@@ -191,7 +191,7 @@ class NcclExchange:
         self._group = world.group
         self._stream = torch.cuda.Stream(device)
         self._running: queue.SimpleQueue[tuple[Round, torch.cuda.Event] | None] = queue.SimpleQueue()
-        self._waiter = threading.Thread(target=self._wait_all, name="fastload-nccl", daemon=True)
+        self._waiter = background(self._wait_all, "fastload-nccl")
 
     def connect(self) -> None:
         self._waiter.start()

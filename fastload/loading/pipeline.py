@@ -16,6 +16,7 @@ from fastload.loading.plan import Chunk, ReadPlan
 from fastload.loading.read import ChunkReader
 from fastload.loading.rounds import FAILED, UNREADABLE, Exchange, Round, Slots, wait
 from fastload.memory import host_view
+from fastload.patience import background
 from fastload.report import Stopwatch
 from fastload.world import World
 
@@ -86,7 +87,7 @@ class Pipeline:
         self._ready = threading.Condition()
         self._ended = False
         self._read_error: BaseException | None = None
-        self._starter = threading.Thread(target=self._start_all, name="fastload-start", daemon=True)
+        self._starter = background(self._start_all, "fastload-start")
         self._placed_bytes = 0
         self._total_bytes = plan.total_bytes
         self.broken: set[int] = set()

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from fastload.errors import StorageError
 from fastload.formats.manifest import FileEntry
 from fastload.loading.plan import Span
+from fastload.patience import background
 from fastload.report import Stopwatch
 from fastload.storage import PatientStorage, take
 
@@ -42,11 +43,8 @@ class ChunkReader:
         self._asked: SimpleQueue[tuple[Sequence[Span], Sequence[memoryview], Future[None]] | None] = (
             SimpleQueue()
         )
-        # Daemons, unlike an executor's threads: a read that storage never answers must not hold up the exit.
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"fastload-read-{n}", daemon=True)
-            for n in range(threads)
-        ]
+        # Unlike an executor's threads: a read that storage never answers must not hold up the exit.
+        self._threads = [background(self._serve, f"fastload-read-{n}") for n in range(threads)]
         self._lock = threading.Lock()
         self._num_serving = 0
         self._at_end: Callable[[], None] | None = None

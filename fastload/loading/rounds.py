@@ -160,11 +160,13 @@ def wait(work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
 def wait_for(event: threading.Event, what: str, until_s: float, give_up: Callable[[], bool]) -> None:
     """Waits for an event; arguments and errors are those of `wait`, `what` is for its messages."""
     deadline = time.monotonic() + until_s
-    while not event.wait(TICK_S):
-        if give_up():
-            raise Interrupted("another rank failed")
+    # Asked even where there is nothing to wait for: a rank that gets on well must notice too.
+    while not give_up():
+        if event.wait(TICK_S):
+            return
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"{what} made no progress for {until_s:.1f} s")
+    raise Interrupted("another rank failed")
 
 
 class LocalExchange:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import fastload
 from fastload.errors import PeerError, StorageError
 from fastload.loading import exchange, match, rounds
+from fastload.patience import background
 from fastload.storage.local import LocalStorage
 from tests.dist import faults
 from tests.dist.faults import fastload_threads, is_intact, SLACK_S, TIMEOUT_S, Outcome, checkpoint, die, options, outcome_of
@@ -219,6 +221,25 @@ def test_failure_of_one_group_leaves_the_other_alone(tmp_path: Path) -> None:
     assert set(ends[2].causes) == {1}, "its rank in the group"
 
 
+def interrupt_in_agreement(rank: int, world: int, path: Path) -> Outcome | None:
+    """Rank 0 loses patience with a rank that does not come; nothing goes on behind its back."""
+    if rank == 1:
+        time.sleep(1.5)
+        return None
+    signal.signal(signal.SIGALRM, lambda *_: fail(KeyboardInterrupt()))
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    end = outcome_of(lambda: fastload.load(path, options=options(timeout_s=60)))
+    time.sleep(0.2)
+    assert fastload_threads() == []
+    return end
+
+
+def test_interrupt_ends_the_wait_for_others(tmp_path: Path) -> None:
+    ends = run_ranks(interrupt_in_agreement, 2, deadline_s=20, path=checkpoint(tmp_path / "x.safetensors"))
+    assert ends[0].kind == "KeyboardInterrupt"
+    assert ends[0].seconds < 1
+
+
 def store_host_dies_outside(rank: int, world: int, path: Path) -> Outcome:
     group = dist.new_group([1, 2])
     dist.barrier()
@@ -252,6 +273,24 @@ def test_process_exits_cleanly_after_a_failure(tmp_path: Path, stage: str, how: 
     path = checkpoint(tmp_path / "x.safetensors")
     dies = {1: KILL} if how == "die" else None
     run_ranks(fail_and_exit, 3, deadline_s=20, dies=dies, path=path, stage=stage, how=how)
+
+
+def exit_with_a_busy_thread(rank: int, world: int) -> None:
+    """A thread is on its way out of C++ when the program ends."""
+    pytest.MonkeyPatch().setattr(os, "_exit", sys.exit)
+    store = dist.distributed_c10d._get_default_store()
+    until = [time.monotonic() + 60]
+
+    def busy() -> None:
+        while time.monotonic() < until[0]:
+            store.check(["nothing"])
+
+    atexit.register(lambda: until.insert(0, time.monotonic() + 0.3))
+    background(busy, "busy").start()
+
+
+def test_no_thread_of_ours_returns_when_the_interpreter_is_gone() -> None:
+    run_ranks(exit_with_a_busy_thread, 2, deadline_s=20)
 
 
 def kept_after_failure(rank: int, world: int, path: Path, what: str) -> None:
