@@ -300,9 +300,6 @@ class Checkpoint:
             except Exception as caught:
                 error = caught
                 self._world.raise_alarm()
-            except BaseException as caught:
-                self._world.leave(caught)  # at once: what follows may take a moment
-                raise
             self._settle(job, began, already_read, error)
         finally:
             error = None  # else error → traceback → frame → error would keep all their memory alive
@@ -315,7 +312,10 @@ class Checkpoint:
         what = f"loading {self.manifest.url}"
         wait_s = self._world.patience_s if error is None else self._world.grace_s
         outcomes = self._world.gather(what, asdict(mine), error, wait_s=wait_s)
-        self._world.raise_failures(what, outcomes, error)
+        try:
+            self._world.raise_failures(what, outcomes, error)
+        finally:
+            error = None  # as above
         self.report = LoadReport(
             url=self.manifest.url,
             strategy=job.decision.strategy,

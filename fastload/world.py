@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ALARM_PERIOD_S = 0.2
+_MIN_GRACE_S = 0.5
 _MAX_GRACE_S = 5.0
 _ERROR_BYTES = 2 << 20  # of all ranks together, which one value has to hold
 
@@ -88,7 +89,7 @@ class World:
     @property
     def grace_s(self) -> float:
         """How long, after a failure, the others get to say what they know."""
-        return min(_MAX_GRACE_S, 0.25 * self.timeout_s)
+        return min(_MAX_GRACE_S, max(0.25 * self.timeout_s, min(0.5 * self.timeout_s, _MIN_GRACE_S)))
 
     @property
     def patience_s(self) -> float:
@@ -186,7 +187,12 @@ class World:
         first = failures[min(failures)]
         same = len({(type(error), str(error)) for error in failures.values()}) == 1
         if same and len(failures) == self.size and (isinstance(first, FastloadError) or self.size == 1):
-            raise own if own is not None else first
+            try:
+                raise own if own is not None else first
+            finally:
+                # Else error → traceback → frame → error would keep all their memory alive.
+                del own, first
+                failures.clear()
         causes = "; ".join(f"{self._label(rank)}: {_described(error)}" for rank, error in failures.items())
         raise PeerError(
             f"{what} failed on {len(failures)} of {self.size} ranks "

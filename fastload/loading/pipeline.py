@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 
-from fastload.errors import DeadlineExceeded, Interrupted, StorageError
+from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, StorageError
 from fastload.loading.place import Placer
 from fastload.loading.plan import Chunk, ReadPlan
 from fastload.loading.read import ChunkReader
@@ -199,9 +199,7 @@ class Pipeline:
             if lost := [rank for rank, status in statuses.items() if status != UNREADABLE]:
                 raise Interrupted(f"round {work.index}: rank {lost[0]} is lost")
         except DeadlineExceeded as late:
-            # Somebody else's read, or wire, unless this rank has not even handed over its own chunk.
-            overdue = None if work.started.is_set() else self._reader.overdue(self._world.patience_s)
-            raise overdue or Interrupted(str(late)) from None
+            raise self._reason(work, late) from None
         except Interrupted:
             if self._read_error is not None:
                 raise self._read_error from None
@@ -223,6 +221,11 @@ class Pipeline:
         if rank != self._rank:
             self.received_bytes += chunk.nbytes
 
+    def _reason(self, work: Round, late: DeadlineExceeded) -> FastloadError:
+        """Somebody else's read, or wire, unless this rank has not even handed over its own chunk."""
+        overdue = None if work.started.is_set() else self._reader.overdue(self._world.patience_s)
+        return overdue or Interrupted(str(late))
+
     def _recycle(self, work: Round) -> None:
         try:
             self._exchange.release(work, until_s=self._world.patience_s, give_up=self._world.alarmed)
@@ -239,13 +242,11 @@ class Pipeline:
                 if not self._posted:
                     return
                 work, future = self._posted.popleft()
-            status = 0
-            try:
-                if future is not None and not self._is_read(future):
-                    return
-            except BaseException as error:
-                status = self._note(error)
-            work.mark(status)
+            if future is not None and not self._is_done(future):
+                return
+            # Not result(): a raised error has this frame in its traceback, and so, in a cycle, itself.
+            error = future.exception() if future is not None else None
+            work.mark(self._note(error) if error is not None else 0)
             try:
                 self._exchange.start(work)
             except Exception as error:
@@ -259,10 +260,10 @@ class Pipeline:
             self._reader.stop()  # this rank drops out: what it has not begun to read, others will
         return UNREADABLE if isinstance(self._read_error, StorageError) else FAILED
 
-    def _is_read(self, future: Future[None]) -> bool:
-        """Waits for a read, and no longer than the load goes on: storage may never answer."""
+    def _is_done(self, future: Future[None]) -> bool:
+        """Waits for a read, good or bad, and no longer than the load goes on: storage may never answer."""
         while not self._ended:
             with contextlib.suppress(NotYet):
-                future.result(_TICK_S)
+                future.exception(_TICK_S)
                 return True
         return False

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 import fastload
-from fastload.errors import PeerError
+from fastload.errors import PeerError, StorageError
 from fastload.loading import exchange, match, rounds
+from fastload.storage.local import LocalStorage
 from tests.dist import faults
 from tests.dist.faults import fastload_threads, is_intact, SLACK_S, TIMEOUT_S, Outcome, checkpoint, die, options, outcome_of
 from tests.dist.harness import run_ranks
@@ -253,8 +254,8 @@ def test_process_exits_cleanly_after_a_failure(tmp_path: Path, stage: str, how: 
     run_ranks(fail_and_exit, 3, deadline_s=20, dies=dies, path=path, stage=stage, how=how)
 
 
-def kept_after_failure(rank: int, world: int, path: Path) -> None:
-    """Neither slabs nor tensors, descriptors, threads or store keys outlive a load that failed."""
+def kept_after_failure(rank: int, world: int, path: Path, what: str) -> None:
+    """Neither slabs nor tensors, descriptors or threads outlive a load that failed."""
     gc.collect()
     gc.disable()
     made: list[weakref.ref[torch.Tensor]] = []
@@ -268,11 +269,21 @@ def kept_after_failure(rank: int, world: int, path: Path) -> None:
             return tensor
 
         patch.setattr(owner, name, noted)
-    if rank == 1:
+    victim = rank == min(1, world - 1)
+    if victim and what == "raise":
         faults.strike(patch, "middle", lambda: fail(RuntimeError("no")))
+    if what == "all-read" or (victim and what == "read"):
+        real_read = LocalStorage.read_into
+
+        def read_into(self: LocalStorage, name: str, offset: int, *more: Any) -> None:
+            if offset > faults.NUM_BYTES // 2:
+                raise StorageError("no")
+            real_read(self, name, offset, *more)
+
+        patch.setattr(LocalStorage, "read_into", read_into)
     descriptors: list[int] = []
     for _ in range(4):
-        with contextlib.suppress(PeerError):
+        with contextlib.suppress(PeerError, StorageError, RuntimeError):
             fastload.load(path, options=options())
         dist.barrier()
         descriptors.append(len(os.listdir("/proc/self/fd")))
@@ -283,15 +294,30 @@ def kept_after_failure(rank: int, world: int, path: Path) -> None:
     assert descriptors[-1] <= descriptors[1], descriptors
 
 
-def test_nothing_is_kept_after_failures(tmp_path: Path) -> None:
-    run_ranks(kept_after_failure, 3, deadline_s=40, path=checkpoint(tmp_path / "x.safetensors"))
+@pytest.mark.parametrize(("world", "what"), [(3, "raise"), (3, "read"), (3, "all-read"), (1, "raise"), (1, "read")])
+def test_nothing_is_kept_after_failures(tmp_path: Path, world: int, what: str) -> None:
+    path = checkpoint(tmp_path / "x.safetensors")
+    run_ranks(kept_after_failure, world, deadline_s=40, path=path, what=what)
 
 
 def short_deadline(rank: int, world: int, path: Path) -> Outcome:
     patch = pytest.MonkeyPatch()
     if rank == 1:
-        faults.strike(patch, "middle", lambda: fail(RuntimeError("no")))
-    return outcome_of(lambda: fastload.load(path, options=options(timeout_s=0.6)))
+        # A little later than the others have looked for an alarm.
+        faults.strike(patch, "first", lambda: time.sleep(0.07) or fail(RuntimeError("no")))
+    else:  # busy for far longer than the others wait for its answer
+        slow_down(patch, 0.05)
+    return outcome_of(lambda: fastload.load(path, options=options(timeout_s=0.6, strategy="direct")))
+
+
+def slow_down(patch: pytest.MonkeyPatch, seconds: float) -> None:
+    real = LocalStorage.read_into
+
+    def read_into(*args: Any) -> None:
+        time.sleep(seconds)
+        real(*args)
+
+    patch.setattr(LocalStorage, "read_into", read_into)
 
 
 def test_deadline_below_a_second_still_names_the_one_that_failed(tmp_path: Path) -> None:
