@@ -203,7 +203,7 @@ def starve(rank: int, world: int, path: Path, what: str) -> Outcome:
     return end
 
 
-BIG_BYTES = 192 << 20
+BIG_BYTES = 120 << 20
 
 
 @pytest.mark.parametrize("what", ["tensors", "slabs"])
@@ -381,11 +381,11 @@ def answer_late(rank: int, world: int, path: Path, other: Path) -> None:
     real = os.preadv
     written: list[tuple[bool, int]] = []
 
-    def slow(descriptor: int, buffers: Any, offset: int) -> int:
+    def slow(descriptor: int, buffers: Any, offset: int, *flags: int) -> int:
         if offset > 4096:
             asleep.set()
             go_on.wait()
-        count = real(descriptor, buffers, offset)
+        count = real(descriptor, buffers, offset, *flags)
         written.append((offset > 4096, os.fstat(descriptor).st_ino))
         return count
 
