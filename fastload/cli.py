@@ -12,6 +12,7 @@ from typing import Any
 
 try:
     import click
+    from rich import box
     from rich.console import Console
     from rich.filesize import decimal
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
@@ -184,7 +185,8 @@ def _print_report(report: fastload.LoadReport, digests: list[str] | None) -> Non
         f"exchange: {report.transport}",
         highlight=False,
     )
-    table = Table("rank", "host", "read", "received", "reading", "exchange", "placing", "total", "staging")
+    heads = ("rank", "host", "read", "received", "reading", "exchange", "placing", "total", "staging")
+    table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False)
     for own in report.ranks:
         table.add_row(
             str(own.rank),

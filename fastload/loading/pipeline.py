@@ -82,6 +82,7 @@ class Pipeline:
         own_bytes = plan.slot_sizes(0)[rank] if plan.num_rounds else 0
         self._slabs = [exchange.allocate(plan.slab_bytes, own_bytes) for _ in range(self._depth)]
         self._slots: dict[tuple[int, int], Slots] = {}
+        self._staged = plan.world_size > 1
         self._first_index = 0
         self._posted: deque[tuple[Round, Future[None] | None]] = deque()
         self._ready = threading.Condition()
@@ -101,7 +102,9 @@ class Pipeline:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of all slabs."""
+        """Bytes of all slabs; they take no memory if everything is read to where it belongs."""
+        if not self._staged:
+            return 0
         return sum(slab.numel() + (own.numel() if own is not None else 0) for slab, own in self._slabs)
 
     def run(self) -> None:
@@ -190,6 +193,7 @@ class Pipeline:
             if None not in targets:
                 work.placed = True
                 return self._reader.submit(spans, buffers)
+        self._staged = True
         return self._reader.submit(spans, [host_view(work.own[: chunk.nbytes])])
 
     def _finish(self, plan: ReadPlan, index: int, work: Round) -> list[int]:

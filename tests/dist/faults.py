@@ -41,14 +41,22 @@ class Outcome:
 
 def checkpoint(path: Path, nbytes: int = NUM_BYTES, fill: int = 0) -> Path:
     """Writes one file whose every byte depends on its place."""
-    data = (torch.arange(nbytes) * 31 + (torch.arange(nbytes) >> 8) + fill).to(torch.uint8)
+    data = _pattern(nbytes, fill)
     save_file({"a": data[: nbytes // 3].clone(), "b": data[nbytes // 3 :].clone()}, path)
     return path
 
 
 def is_intact(tensors: dict[str, torch.Tensor], nbytes: int = NUM_BYTES, fill: int = 0) -> bool:
-    data = (torch.arange(nbytes) * 31 + (torch.arange(nbytes) >> 8) + fill).to(torch.uint8)
-    return bool(torch.equal(torch.cat([tensors["a"], tensors["b"]]), data))
+    return bool(torch.equal(torch.cat([tensors["a"], tensors["b"]]), _pattern(nbytes, fill)))
+
+
+def _pattern(nbytes: int, fill: int) -> torch.Tensor:
+    """Bytes of which each tells its place, up to 64 KiB."""
+    place = torch.arange(min(nbytes, 1 << 16), dtype=torch.int32)
+    once = (place * 31 + (place >> 8) + fill).to(torch.uint8)
+    times = -(-nbytes // len(once))
+    turn = torch.arange(times, dtype=torch.int32).to(torch.uint8) * 7
+    return (once.repeat(times, 1) + turn[:, None]).flatten()[:nbytes]
 
 
 def options(**changes: Any) -> fastload.LoadOptions:

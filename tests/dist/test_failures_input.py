@@ -203,7 +203,7 @@ def starve(rank: int, world: int, path: Path, what: str) -> Outcome:
     return end
 
 
-BIG_BYTES = 192 << 20
+BIG_BYTES = 120 << 20
 
 
 @pytest.mark.parametrize("what", ["tensors", "slabs"])
