@@ -65,7 +65,8 @@ CASES = [
     pytest.param(stage, strategy, (place + turn) % 3, id=f"{stage}-{strategy}-rank{(place + turn) % 3}")
     for place, stage in enumerate(faults.STAGES)
     for turn, strategy in enumerate(("allgather", "broadcast", "direct"))
-    if stage not in ("headers", "compare")
+    # Before data moves the strategy makes no difference.
+    if stage not in ("headers", "compare") and (turn == 0 or stage not in ("start", "open", "prepare"))
 ]
 
 
@@ -84,7 +85,7 @@ def test_rank_that_ends_between_agreements_is_named(
 
 @pytest.mark.parametrize(
     ("stage", "victim"),
-    [("start", 1), ("open", 2), ("prepare", 0), ("connect", 1), ("first", 0), ("middle", 0), ("middle", 1),
+    [("open", 2), ("prepare", 0), ("connect", 1), ("first", 0), ("middle", 0), ("middle", 1),
      ("middle", 2), ("last", 1), ("gather", 0)],
 )  # fmt: skip
 def test_stopped_rank_is_named(tmp_path: Path, stage: str, victim: int) -> None:
@@ -97,7 +98,7 @@ def test_stopped_rank_is_named_with_other_strategies(tmp_path: Path, strategy: s
 
 
 @pytest.mark.parametrize("signum", [KILL, STOP], ids=lambda signum: signum.name)
-@pytest.mark.parametrize("stage", ["open", "prepare", "connect", "middle", "gather"])
+@pytest.mark.parametrize("stage", ["open", "connect", "middle", "gather"])
 def test_rank_0_takes_the_rendezvous_store_with_it(
     tmp_path: Path, stage: str, signum: signal.Signals
 ) -> None:
