@@ -1,0 +1,48 @@
+"""Random faults, over and over: every load ends with the right state on all ranks, or one error on all.
+
+    python -m tests.soak --iterations 200 --seed 1
+
+It stops at the first wrong end and says how to repeat it.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import click
+import pytest
+
+from tests.dist.flaky_server import serve
+from tests.soak.cases import draw, run
+
+
+@click.command()
+@click.option("--iterations", default=200, show_default=True)
+@click.option("--first", default=0, show_default=True, help="Iteration to begin with.")
+@click.option("--seed", default=1, show_default=True)
+def main(iterations: int, first: int, seed: int) -> None:
+    """Run the soak."""
+    tally: Counter[str] = Counter()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as name, serve(Path(name)) as server:
+        for number in range(first, first + iterations):
+            case = draw(random.Random(f"{seed}/{number}"))
+            try:
+                tally[run(case, server, Path(name))] += 1
+            except (Exception, pytest.fail.Exception) as error:
+                raise SystemExit(
+                    f"seed {seed}, iteration {number}: {case}\n{type(error).__name__}: {error}"
+                ) from None
+            if number % 20 == 19:
+                click.echo(f"{number + 1} done, {time.monotonic() - began:.0f} s", err=True)
+    for line, count in sorted(tally.items()):
+        click.echo(f"{count:5d}  {line}")
+    click.echo(f"{iterations} iterations, seed {seed}: every one ended as it may")
+
+
+if __name__ == "__main__":
+    main()
