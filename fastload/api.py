@@ -63,7 +63,8 @@ def load(
             local path or a URL.
         into: A module or nested dicts and lists of tensors, to be loaded in place. Meta tensors are
             replaced by real ones on `device`; tied tensors stay tied. If the load fails while data
-            moves, the contents of its tensors are undefined.
+            moves, the contents of its tensors are undefined; and if storage did not answer a read (the
+            error and a warning say so), they stay so until it does or the process ends.
         device: Where new tensors live; the CPU if None.
         dtype: Casts floating point tensors to this dtype; None keeps what is stored.
         process_group: A group this rank is a member of, or a one-dimensional ``DeviceMesh``; None for

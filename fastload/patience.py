@@ -15,7 +15,7 @@ __all__ = ["background", "within"]
 
 T = TypeVar("T")
 
-_LEAVING_S = 2.0
+_LEAVING_S = 1.0
 _threads: WeakSet[threading.Thread] = WeakSet()
 
 

@@ -22,7 +22,7 @@ from fastload.loading import access
 from fastload.loading.pipeline import Pipeline
 from fastload.storage.local import LocalStorage
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 1.6
 SLACK_S = 1.5  # for two busy cores
 CHUNK_BYTES = 64 << 10
 NUM_BYTES = 3 * 12 * CHUNK_BYTES  # with 3 ranks: 12 rounds
