@@ -86,6 +86,7 @@ class Pipeline:
         self._first_index = 0
         self._posted: deque[tuple[Round, Future[None] | None]] = deque()
         self._ready = threading.Condition()
+        self._complete = False
         self._ended = False
         self._read_error: BaseException | None = None
         self._starter = background(self._start_all, "fastload-start")
@@ -123,10 +124,15 @@ class Pipeline:
             while plan is not None:
                 self._plan = plan
                 plan = self._run_plan(plan)
-        except BaseException:
-            self._reader.stop()
+            self._complete = True
+        except Interrupted:
+            # Whoever ended the load, that this rank could not read is a part of why.
+            if self._read_error is not None:
+                raise self._read_error from None
             raise
         finally:
+            if not self._complete:
+                self._reader.stop()
             with self._ready:
                 self._ended = True
                 self._ready.notify()
@@ -205,10 +211,6 @@ class Pipeline:
                 raise Interrupted(f"round {work.index}: rank {lost[0]} is lost")
         except DeadlineExceeded as late:
             raise self._reason(work, late) from None
-        except Interrupted:
-            if self._read_error is not None:
-                raise self._read_error from None
-            raise
         with self.place_watch:
             for rank in plan.readers:
                 if rank not in statuses:
