@@ -209,6 +209,7 @@ class Pipeline:
             if self._read_error is not None:
                 raise self._read_error from None
             raise
+        self._world.moved()
         with self.place_watch:
             for rank in plan.readers:
                 if rank not in statuses:
