@@ -311,7 +311,8 @@ class Checkpoint:
     def _settle(self, job: _Job, began: float, already_read: int, error: Exception | None) -> None:
         mine = self._rank_report(job, time.perf_counter() - began, self._storage.bytes_read - already_read)
         what = f"loading {self.manifest.url}"
-        wait_s = self._world.patience_s if error is None else self._world.grace_s
+        # One that is stuck says so itself after its patience: the others wait a little longer than that.
+        wait_s = self._world.grace_s if error is not None else self._world.timeout_s - self._world.grace_s / 4
         outcomes = self._world.gather(what, asdict(mine), error, wait_s=wait_s)
         try:
             self._world.raise_failures(what, outcomes, error)

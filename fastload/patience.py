@@ -39,11 +39,17 @@ def _await_threads() -> None:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def within(limit_s: float, what: str, call: Callable[[], T]) -> T:
+def within(limit_s: float, what: str, call: Callable[[], T], *, since: Callable[[], float] = float) -> T:
     """Returns what a call returns or raises, unless that takes too long.
 
     The call runs in a thread of its own, and is left behind there if it takes too long: nothing can
     interrupt a thread that is inside a library.
+
+    Args:
+        limit_s: How long it may take.
+        what: What is called, for the message.
+        call: The call.
+        since: Returns the `time.monotonic` from which the limit counts, if that is after the beginning.
 
     Raises:
         DeadlineExceeded: It took too long.
@@ -59,9 +65,14 @@ def within(limit_s: float, what: str, call: Callable[[], T]) -> T:
             errors.append(error)
         ended.set()
 
+    def left_s() -> float:
+        return max(began, since()) + limit_s - time.monotonic()
+
+    began = time.monotonic()
     background(run, "fastload-call").start()
-    if not ended.wait(limit_s):
-        raise DeadlineExceeded(f"{what} did not end within {limit_s:.1f} s")
+    while not ended.wait(max(0.0, left_s())):
+        if left_s() <= 0:
+            raise DeadlineExceeded(f"{what} did not end within {limit_s:.1f} s")
     if errors:
         try:
             raise errors[0]

@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 _PIECE_BYTES = 4 << 20  # a TCPStore refuses values of more than 8 MiB
 _FIRST_POLL_S = 0.0005
+_LISTENING_S = 1.0
 _LAST_POLL_S = 0.05
 
 
@@ -41,12 +42,15 @@ class Rendezvous:
         self._num_pieces: dict[int, int] = {}
         self._lost: str | None = None
         self._given_up = False
+        self._pulse = 0
+        self._heard_at = 0.0
+        self._next_listening = 0.0
 
     def ask(self, what: str, limit_s: float, ask: Callable[[], T]) -> T:
         """Asks the store: a store whose host is stopped or cut off would keep the caller for ever."""
         if self._lost is None:
             try:
-                return within(limit_s, "the rendezvous store", ask)
+                return within(limit_s, "the rendezvous store", ask, since=lambda: self._heard_at)
             except (RuntimeError, DeadlineExceeded) as error:
                 self._lost = str(error).split("\n", 1)[0]
             except BaseException:
@@ -66,9 +70,15 @@ class Rendezvous:
         except PeerError as error:
             _log.debug("not told: %s", error)
 
-    def has(self, key: str, *, limit_s: float) -> bool:
-        """Whether somebody has left a value."""
-        return self.ask("watching the other ranks", limit_s, lambda: bool(self._store.check([key])))
+    def watch(self, key: str, *, alive: bool, limit_s: float) -> bool:
+        """Whether somebody has left a value. Tells the others at the same time that this rank gets on."""
+
+        def look() -> bool:
+            if alive:
+                self._store.add("pulse", 1)
+            return bool(self._store.check([key]))
+
+        return self.ask("watching the other ranks", limit_s, look)
 
     def collect(
         self, what: str, step: int, mine: str, *, wait_s: float, grace_s: float
@@ -79,7 +89,8 @@ class Rendezvous:
             what: Name of the step, for messages.
             step: Its number.
             mine: This rank's answer, a JSON object.
-            wait_s: How long to wait for the others; the answer of one that is late is an error.
+            wait_s: How long to wait for the others, from when one of them was last known to get on; the
+                answer of one that is late is an error.
             grace_s: How long to wait, then, for the list that holds for all.
         """
 
@@ -127,11 +138,11 @@ class Rendezvous:
         """
         everyone = [f"{step}/{rank}" for rank in range(self._size)]
         awaited = everyone if self._rank == 0 else [f"{step}/all"]
-        present = self._poll(awaited, time.monotonic() + wait_s)
+        present = self._poll(awaited, wait_s, listen=True)
         if not self._store.check([f"{step}/all"]):
             if (self._rank == 0 or not present) and self._store.add(f"{step}/ticket", 1) == 1:
                 self._store.set(f"{step}/all", json.dumps(self._answers(everyone, wait_s)))
-            elif not self._poll([f"{step}/all"], time.monotonic() + grace_s):
+            elif not self._poll([f"{step}/all"], grace_s, listen=False):
                 return self._answers(everyone, wait_s)  # whoever took the ticket died with it
         answers: list[dict[str, Any]] = json.loads(self._store.get(f"{step}/all"))
         return answers
@@ -143,18 +154,34 @@ class Rendezvous:
         late = {"host": "", "value": None, "error": to_wire(error)}
         return [json.loads(self._store.get(key)) if self._store.check([key]) else late for key in keys]
 
-    def _poll(self, keys: list[str], until: float) -> bool:
-        """Waits until all keys exist. Polls, since a blocking wait would lock the store for other threads."""
+    def _poll(self, keys: list[str], wait_s: float, *, listen: bool) -> bool:
+        """Waits until all keys exist. Polls, since a blocking wait would lock the store for other threads.
+
+        Args:
+            keys: What to wait for.
+            wait_s: For how long.
+            listen: Whether to count from when some rank was last known to get on.
+        """
         began = time.monotonic()
         while not self._store.check(keys):
             now = time.monotonic()
-            if now >= until:
+            if listen:
+                self._listen(now, min(_LISTENING_S, wait_s / 32))
+            if now >= (max(began, self._heard_at) if listen else began) + wait_s:
                 return False
             if self._given_up:
                 raise Interrupted("nobody waits for this any more")
             # In proportion to the time waited so far, so that polling adds a few percent to any wait.
             time.sleep(min(max(_FIRST_POLL_S, (now - began) / 16), _LAST_POLL_S))
         return True
+
+    def _listen(self, now: float, period_s: float) -> None:
+        """Looks for signs of life now and then: ranks that need not keep step may be far apart."""
+        if now >= self._next_listening:
+            self._next_listening = now + period_s
+            pulse = self._store.add("pulse", 0)
+            if pulse != self._pulse:
+                self._pulse, self._heard_at = pulse, now
 
     def _forget(self, step: int) -> None:
         answers = [f"{step}/{name}" for name in ("all", "ticket", *range(self._size))]

@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ALARM_PERIOD_S = 0.2
+_PULSE_PERIOD_S = 1.0
 _MIN_GRACE_S = 0.5
 _MAX_GRACE_S = 5.0
 _ERROR_BYTES = 2 << 20  # of all ranks together, which one value has to hold
@@ -85,6 +86,8 @@ class World:
         self._rendezvous = rendezvous
         self._next_alarm_check = 0.0
         self._alarmed = False
+        self._moved = False
+        self._next_pulse = 0.0
 
     @property
     def grace_s(self) -> float:
@@ -221,6 +224,10 @@ class World:
             steps = {f"{step}/{self.rank}": answer for step in (self._step, self._step + 1)}
             self._rendezvous.tell({**steps, "alarm": str(self.rank)}, limit_s=self.grace_s)
 
+    def moved(self) -> None:
+        """Notes that this rank gets on; the others learn of it with the next look for an alarm."""
+        self._moved = True
+
     def alarmed(self) -> bool:
         """Whether some rank has failed. Cheap: asks the store a few times a second at most."""
         if self._rendezvous is None or self._alarmed:
@@ -228,7 +235,10 @@ class World:
         now = time.monotonic()
         if now >= self._next_alarm_check:
             self._next_alarm_check = now + min(_ALARM_PERIOD_S, self.grace_s / 4)
-            self._alarmed = self._rendezvous.has("alarm", limit_s=self.patience_s)
+            alive = self._moved and now >= self._next_pulse
+            if alive:
+                self._moved, self._next_pulse = False, now + min(_PULSE_PERIOD_S, self.grace_s / 4)
+            self._alarmed = self._rendezvous.watch("alarm", alive=alive, limit_s=self.patience_s)
         return self._alarmed
 
     # Inside

@@ -211,6 +211,7 @@ class Pipeline:
                 raise Interrupted(f"round {work.index}: rank {lost[0]} is lost")
         except DeadlineExceeded as late:
             raise self._reason(work, late) from None
+        self._world.moved()
         with self.place_watch:
             for rank in plan.readers:
                 if rank not in statuses:

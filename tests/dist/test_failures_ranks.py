@@ -360,6 +360,19 @@ def slow_down(patch: pytest.MonkeyPatch, seconds: float) -> None:
     patch.setattr(LocalStorage, "read_into", read_into)
 
 
+def fall_behind(rank: int, world: int, path: Path) -> None:
+    """Rank 1 takes far longer than the timeout, but it gets on."""
+    patch = pytest.MonkeyPatch()
+    if rank == 1:
+        slow_down(patch, 0.25)
+    given = options(timeout_s=1, strategy="direct", read_threads=2)
+    assert is_intact(fastload.load(path, options=given))
+
+
+def test_slow_rank_that_gets_on_is_waited_for(tmp_path: Path) -> None:
+    run_ranks(fall_behind, 3, deadline_s=30, path=checkpoint(tmp_path / "x.safetensors"))
+
+
 def test_deadline_below_a_second_still_names_the_one_that_failed(tmp_path: Path) -> None:
     ends = run_ranks(short_deadline, 3, deadline_s=20, path=checkpoint(tmp_path / "x.safetensors"))
     assert [set(end.causes) for end in ends] == [{1}] * 3, ends
