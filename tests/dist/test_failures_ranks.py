@@ -326,6 +326,7 @@ def kept_after_failure(rank: int, world: int, path: Path, what: str) -> None:
         with contextlib.suppress(PeerError, StorageError, RuntimeError):
             fastload.load(path, options=options())
         dist.barrier()
+        fastload_threads()  # waits for those that take a group down, and its descriptors with it
         descriptors.append(len(os.listdir("/proc/self/fd")))
     assert made
     alive = sum(ref() is not None for ref in made)
