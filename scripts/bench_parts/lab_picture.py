@@ -10,17 +10,21 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from bench_parts.lab_tables import Cell, cells
-from bench_parts.tables import FLOOR
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+
+from bench_parts.lab_tables import Cell, cells
+from bench_parts.tables import FLOOR
 
 _OURS = "#c1121f"
 _REFERENCE = "#9a9a9a"
 _PEERS = ("#1d4e89", "#e08e00", "#2a9d8f", "#6a4c93", "#8c564b", "#3a86c8", "#6b8e23", "#444444")
 _LABEL_GAP = 0.043  # least distance of two labels, as a part of the axis
-_TITLES = {"shared": "All hosts share one storage link", "share": "Each host has its own storage link"}
-_TICKS = (0.05, 0.1, 0.125, 0.2, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_TITLES = {
+    "shared": "shared: one storage link for all hosts",
+    "share": "share: a storage link for each host",
+}
+_TICKS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -50,6 +54,7 @@ def _draw_panel(panel: Axes, result: dict[str, Any], regime: str) -> None:
     panel.xaxis.set_minor_locator(NullLocator())
     panel.set_xlabel("hosts")
     ends = _draw_lines(panel, result["arms"], measured, hosts)
+    _draw_bound(panel, regime, hosts)
     low, high = panel.get_ylim()
     panel.yaxis.set_major_locator(FixedLocator([tick for tick in _TICKS if low <= tick <= high]))
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -86,11 +91,15 @@ def _draw_lines(
         label = f"{arm}  {points[-1][1]:.2f}"
         if points[-1][0] == hosts[-1]:
             ends.append((points[-1][1], label, colour))
-    panel.axhline(1, color="#222222", linewidth=1)
-    panel.annotate(
-        "floor", (0, 1), xycoords=("axes fraction", "data"), xytext=(3, 3), textcoords="offset points"
-    )
     return ends
+
+
+def _draw_bound(panel: Axes, regime: str, hosts: list[int]) -> None:
+    """Draws what no load can beat: the floor, or in `share` that all links are busy all the time."""
+    best = [1.0 if regime == "shared" else 1 / count for count in hosts]
+    panel.plot(hosts, best, color="#222222", linewidth=1, linestyle=(0, (6, 3)), zorder=1)
+    text = "floor: storage link always busy" if regime == "shared" else "all storage links always busy"
+    panel.annotate(text, (hosts[0], best[0]), xytext=(4, -12), textcoords="offset points", fontsize=9)
 
 
 def _write_labels(panel: Axes, last: int, ends: list[tuple[float, str, str]]) -> None:
