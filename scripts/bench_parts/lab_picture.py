@@ -99,7 +99,15 @@ def _draw_bound(panel: Axes, regime: str, hosts: list[int]) -> None:
     best = [1.0 if regime == "shared" else 1 / count for count in hosts]
     panel.plot(hosts, best, color="#222222", linewidth=1, linestyle=(0, (6, 3)), zorder=1)
     text = "floor: storage link always busy" if regime == "shared" else "all storage links always busy"
-    panel.annotate(text, (hosts[0], best[0]), xytext=(4, -12), textcoords="offset points", fontsize=9)
+    panel.annotate(
+        text,
+        (hosts[-1], best[-1]),
+        xytext=(-6, -5),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        fontsize=9,
+    )
 
 
 def _write_labels(panel: Axes, last: int, ends: list[tuple[float, str, str]]) -> None:
@@ -118,7 +126,14 @@ def _write_labels(panel: Axes, last: int, ends: list[tuple[float, str, str]]) ->
             va="center",
             fontsize=9.5,
             fontweight="bold" if label.startswith("fastload auto") else "normal",
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.6,
+                "relpos": (0, 0.5),
+                "shrinkA": 2,
+                "shrinkB": 3,
+            },
             annotation_clip=False,
         )
 
