@@ -21,7 +21,9 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from importlib import metadata
@@ -93,6 +95,8 @@ def main(
         show(json.loads(drawn.read_text()), png_path)
         return
     need_everything()
+    for number in (signal.SIGINT, signal.SIGTERM):  # either way the lab goes down, in the background too
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     rates = {
         "shared": ["--storage-rate", storage_rate, "--host-rate", host_rate],
         "share": ["--per-host-storage-rate", share_rate, "--host-rate", host_rate],
