@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import xxhash
@@ -18,19 +19,22 @@ from fastload.errors import CheckpointNotFound, OptionError, WorldError
 from fastload.formats.manifest import Manifest
 from fastload.formats.safetensors import read_manifest
 from fastload.loading.access import Access, agree_on_access, require_same
-from fastload.loading.exchange import Exchange, has_nccl, open_exchange
+from fastload.loading.exchange import has_nccl, open_exchange
 from fastload.loading.match import Match, match
 from fastload.loading.pipeline import Pipeline, read_threads
 from fastload.loading.place import Placer
 from fastload.loading.plan import ReadPlan, plan_reads
 from fastload.loading.read import ChunkReader
+from fastload.loading.rounds import Exchange
 from fastload.loading.strategy import Decision, choose_strategy
-from fastload.options import LoadOptions
+from fastload.options import SETTINGS, LoadOptions
 from fastload.report import LoadReport, RankReport
 from fastload.storage import PatientStorage, open_storage
 from fastload.world import World, join
 
 __all__ = ["Checkpoint", "inspect", "load", "open"]
+
+_log = logging.getLogger(__name__)
 
 _MAX_ATTEMPT_S = 30.0  # for one request: what takes longer has stalled
 
@@ -99,16 +103,41 @@ def open(
 
     Args and errors are those of `load`, as far as they go.
     """
-    options = options if options is not None else LoadOptions()
-    world = join(process_group, timeout_s=options.timeout_s)
-    location = os.fspath(path)
+    world, location, options = _meet(path, process_group, options)
 
     def connect() -> PatientStorage:
-        storage = open_storage(location, storage_options, attempt_s=min(_MAX_ATTEMPT_S, world.patience_s / 3))
-        return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s)
+        storage = open_storage(location, storage_options, attempt_s=min(_MAX_ATTEMPT_S, world.patience_s / 6))
+        return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s / 2)
 
-    access = agree_on_access(world, location, connect, {"path": location, **options.shared()})
+    try:
+        access = agree_on_access(world, location, connect, {"path": location, **options.shared()})
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            world.leave(error)
+        raise
     return Checkpoint(world, access, options)
+
+
+def _meet(path: Path, process_group: Any, options: LoadOptions | None) -> tuple[World, str, LoadOptions]:
+    """Forms the world even if this rank cannot go on: the others are not to wait for it in vain."""
+    problem: Exception | None = None
+    location, timeout_s = "", SETTINGS["timeout_s"].default
+    try:
+        location = os.fspath(path)
+        options = options if options is not None else LoadOptions()
+        timeout_s = options.timeout_s
+    except Exception as error:
+        problem = error
+    world = join(process_group, timeout_s=timeout_s)
+    if problem is None and options is not None:
+        return world, location, options
+
+    def fail() -> NoReturn:
+        assert problem is not None
+        raise problem
+
+    world.agree(f"opening {path}", fail)
+    raise AssertionError("the ranks agreed although this one failed")
 
 
 def inspect(path: Path, *, storage_options: Mapping[str, Any] | None = None) -> Manifest:
@@ -151,7 +180,9 @@ class Checkpoint:
         self._access = access
         self._options = options
         self._header_bytes = access.storage.bytes_read
+        self._counted_retries = 0
         self._failed = False
+        self._last_reader: ChunkReader | None = None
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -167,8 +198,12 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Releases files and connections."""
-        self._storage.close()
+        """Releases files and connections, those that a read still waits for as soon as it ends."""
+        if self._last_reader is None:
+            self._storage.close()
+        else:
+            # Not before: the number of a closed descriptor may soon stand for another file.
+            self._last_reader.at_end(self._storage.close)
 
     def load(
         self,
@@ -186,8 +221,10 @@ class Checkpoint:
             began = time.perf_counter()
             job = self._prepare(into, device, dtype, names, strict)
             self._run(job, began)
-        except BaseException:
+        except BaseException as error:
             self._failed = True
+            if not isinstance(error, Exception):
+                self._world.leave(error)
             raise
         job.matched.attach()
         if self._options.on_report is not None and self.report is not None:
@@ -244,7 +281,7 @@ class Checkpoint:
         threads = read_threads(
             options.read_threads, depth=plan.depth, ranks_on_host=access.hosts.count(access.hosts[world.rank])
         )
-        reader = ChunkReader(self._storage, self.manifest.files, plan, threads=threads)
+        reader = ChunkReader(self._storage, self.manifest.files, threads=threads)
         exchange = open_exchange(world, hosts=access.hosts, local=alone, device=device)
         placer = Placer(matched.destinations)
         pipeline = Pipeline(
@@ -256,21 +293,29 @@ class Checkpoint:
         """Moves the data, and settles on all ranks whether all of them have it."""
         error: Exception | None = None
         already_read = self._storage.bytes_read
+        self._last_reader = job.reader
         try:
-            job.pipeline.run()
-        except Exception as caught:
-            error = caught
-            self._world.raise_alarm()
-        except BaseException:
-            self._world.raise_alarm()
-            raise
+            try:
+                job.pipeline.run()
+            except Exception as caught:
+                error = caught
+                self._world.raise_alarm()
+            self._settle(job, began, already_read, error)
         finally:
-            job.reader.close()
+            error = None  # else error → traceback → frame → error would keep all their memory alive
+            job.pipeline.close()
+            if not job.reader.close(wait_s=min(1.0, self._world.grace_s)):
+                _log.warning("%s: a read is still under way and may yet write", self.manifest.url)
+
+    def _settle(self, job: _Job, began: float, already_read: int, error: Exception | None) -> None:
         mine = self._rank_report(job, time.perf_counter() - began, self._storage.bytes_read - already_read)
         what = f"loading {self.manifest.url}"
         wait_s = self._world.patience_s if error is None else self._world.grace_s
         outcomes = self._world.gather(what, asdict(mine), error, wait_s=wait_s)
-        self._world.raise_failures(what, outcomes, error)
+        try:
+            self._world.raise_failures(what, outcomes, error)
+        finally:
+            error = None  # as above
         self.report = LoadReport(
             url=self.manifest.url,
             strategy=job.decision.strategy,
@@ -283,6 +328,10 @@ class Checkpoint:
             depth=job.plan.depth,
             ranks=tuple(RankReport(**outcome.value) for outcome in outcomes),
         )
+        self._access = self._access.without(job.pipeline.broken)
+        for rank in self.report.ranks:
+            if rank.rank in job.pipeline.broken and self._world.rank == 0:
+                _log.warning("%s: rank %d on %s %s", self.manifest.url, rank.rank, rank.host, rank.note)
 
     def _rank_report(self, job: _Job, total_s: float, bytes_read: int) -> RankReport:
         world, pipeline = self._world, job.pipeline
@@ -291,23 +340,25 @@ class Checkpoint:
             job.exchange.watch.seconds,
             pipeline.place_watch.seconds,
         )
-        alone = job.decision.strategy == "direct"
+        # Those of opening count with the first load; a later one counts its own.
+        num_retries = self._storage.num_retries - self._counted_retries
+        self._counted_retries = self._storage.num_retries
         return RankReport(
             rank=world.rank,
             host=world.host,
             reader=world.rank in job.decision.readers,
-            note=self._access.notes.get(world.rank, ""),
+            note=pipeline.drop_out or self._access.notes.get(world.rank, ""),
             bytes_read=bytes_read,
             header_bytes_read=self._header_bytes,
-            bytes_received=0 if alone else job.plan.total_bytes - job.plan.share_bytes(world.rank),
+            bytes_received=pipeline.received_bytes,
             read_s=read_s,
             exchange_s=exchange_s,
             place_s=place_s,
-            exposed_s=pipeline.exposed_s,
+            exposed_s=max(0.0, total_s - read_s),
             total_s=total_s,
             overlapped_s=max(0.0, read_s + exchange_s + place_s - total_s),
             peak_staging_bytes=pipeline.staging_bytes,
-            retries=self._storage.num_retries,
+            retries=num_retries,
         )
 
 

@@ -199,4 +199,4 @@ def _print_report(report: fastload.LoadReport, digests: list[str] | None) -> Non
         console.print(f"digest of rank {rank}: {digest}", highlight=False)
     for own in report.ranks:
         if own.note:
-            console.print(f"rank {own.rank} only received: it {own.note}", highlight=False)
+            console.print(f"rank {own.rank} on {own.host} {own.note}", highlight=False)

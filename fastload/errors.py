@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 from typing import Any
 
 __all__ = [
@@ -23,6 +24,9 @@ __all__ = [
     "from_wire",
     "to_wire",
 ]
+
+
+_WIRE_BYTES = 1 << 20
 
 
 class FastloadError(Exception):
@@ -138,24 +142,47 @@ class Interrupted(WorldError):
     """This rank stopped because of what happened on another; never the cause itself."""
 
 
-_PLAIN = (str, int, float, bool, type(None))
+def to_wire(error: BaseException, limit: int = _WIRE_BYTES) -> dict[str, Any]:
+    """Describes an error in JSON types, so that it can be raised on another rank.
+
+    Args:
+        error: Any exception, however odd.
+        limit: Most characters of the description; longer texts and lists are cut.
+    """
+    fields, left = {}, limit // 2
+    for name, value in vars(error).items():
+        if isinstance(value, str | int | float | bool | tuple | type(None)):
+            size = len(repr(value))
+            if size > left and isinstance(value, tuple):
+                value = (*value[: max(1, len(value) * left // (2 * size))], "...")
+                size = len(repr(value))
+            if size <= left and _is_json(value):
+                fields[name] = value
+                left -= size
+    return {"type": type(error).__name__, "message": _cut(_text(error), limit // 2), "fields": fields}
 
 
-def _is_plain_tuple(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value)
+def _text(error: BaseException) -> str:
+    """The message that makes an equal error; for fastload's own, what they were constructed with."""
+    try:
+        own = isinstance(error, FastloadError) or len(error.args) == 1
+        if own and error.args and not (isinstance(error, OSError) and not isinstance(error, FastloadError)):
+            return str(error.args[0])
+        return str(error)
+    except Exception as odd:
+        return f"its text cannot be shown: {type(odd).__name__}"
 
 
-def to_wire(error: BaseException) -> dict[str, Any]:
-    """Describes an error in JSON types, so that it can be raised on another rank."""
-    fields = {
-        name: value
-        for name, value in vars(error).items()
-        if isinstance(value, _PLAIN) or _is_plain_tuple(value)
-    }
-    text = str(error.args[0]) if error.args else str(error)
-    if isinstance(error, OSError) and not isinstance(error, FastloadError):
-        text = str(error)
-    return {"type": type(error).__name__, "message": text, "fields": fields}
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text) - limit} characters more)"
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def from_wire(wire: dict[str, Any]) -> BaseException:
@@ -175,6 +202,6 @@ def from_wire(wire: dict[str, Any]) -> BaseException:
     if isinstance(builtin, type) and issubclass(builtin, Exception) and builtin is not Exception:
         try:
             return builtin(message)
-        except TypeError:
-            pass
+        except Exception:
+            pass  # it wants other arguments
     return FastloadError(f"{name}: {message}")

@@ -84,10 +84,12 @@ def byte_view(tensor: Tensor) -> Tensor:
 
 
 def host_view(flat: Tensor) -> memoryview:
-    """Views a flat uint8 host tensor as a writable memoryview; the caller keeps the tensor alive."""
+    """Views a flat uint8 host tensor as a writable memoryview, which keeps its memory alive."""
     if flat.numel() == 0:
         return memoryview(bytearray())
-    return memoryview((ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())).cast("B")
+    array = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
+    array._owner = flat  # type: ignore[attr-defined]  # a read that outlasts its load must not hit freed memory
+    return memoryview(array).cast("B")
 
 
 def state_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -66,7 +66,7 @@ class RankReport:
         read_s: Seconds in which at least one read was under way.
         exchange_s: Seconds in which at least one exchange was under way.
         place_s: Seconds spent moving bytes from slabs into tensors.
-        exposed_s: Seconds in which it waited for others after its own read was done.
+        exposed_s: Seconds of `total_s` in which it read nothing: what reading did not hide.
         total_s: Seconds from the agreement on the plan to the last tensor in place.
         overlapped_s: Work done at the same time as other work: read + exchange + place - total, at least 0.
         peak_staging_bytes: Bytes of its slabs.

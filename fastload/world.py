@@ -20,7 +20,7 @@ import torch.distributed as dist
 import xxhash
 
 from fastload.errors import (
-    DeadlineExceeded,
+    CheckpointError,
     FastloadError,
     Interrupted,
     PeerError,
@@ -28,17 +28,17 @@ from fastload.errors import (
     from_wire,
     to_wire,
 )
+from fastload.rendezvous import Rendezvous
 
 __all__ = ["Outcome", "World", "initialize", "join"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_PIECE_BYTES = 4 << 20  # a TCPStore refuses values of more than 8 MiB
-_FIRST_POLL_S = 0.0005
-_LAST_POLL_S = 0.05
 _ALARM_PERIOD_S = 0.2
+_MIN_GRACE_S = 0.5
 _MAX_GRACE_S = 5.0
+_ERROR_BYTES = 2 << 20  # of all ranks together, which one value has to hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,7 @@ class World:
         group: dist.ProcessGroup | None,
         store: dist.Store | None,
         timeout_s: float,
+        rendezvous: Rendezvous | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -81,13 +82,14 @@ class World:
         self.timeout_s = timeout_s
         self._hosts = {rank: self.host}
         self._step = 0
+        self._rendezvous = rendezvous
         self._next_alarm_check = 0.0
         self._alarmed = False
 
     @property
     def grace_s(self) -> float:
         """How long, after a failure, the others get to say what they know."""
-        return min(_MAX_GRACE_S, 0.25 * self.timeout_s)
+        return min(_MAX_GRACE_S, max(0.25 * self.timeout_s, min(0.5 * self.timeout_s, _MIN_GRACE_S)))
 
     @property
     def patience_s(self) -> float:
@@ -108,15 +110,11 @@ class World:
             wait_s: How long to wait for the others. A rank that has not answered by then is given a
                 `DeadlineExceeded` as its error.
         """
-        mine = {"host": self.host, "value": value, "error": to_wire(error) if error is not None else None}
-        if self.store is None:
-            return [Outcome(**mine)]
+        if self._rendezvous is None:
+            return [Outcome(self.host, value, to_wire(error) if error is not None else None)]
         step, self._step = self._step, self._step + 1
-        with self._lost_store(what):
-            self.store.set(f"{step}/{self.rank}", json.dumps(mine))
-            answers = self._verdict(what, step, wait_s)
-            if self.rank == 0 and step >= 2:
-                self._forget(step - 2)  # everyone who is here has read it
+        mine = self._answer(value, error)
+        answers = self._rendezvous.collect(what, step, mine, wait_s=wait_s, grace_s=self.grace_s)
         outcomes = [Outcome(**answer) for answer in answers]
         self._hosts.update({rank: outcome.host for rank, outcome in enumerate(outcomes) if outcome.host})
         return outcomes
@@ -136,28 +134,50 @@ class World:
             value = work()
         except Exception as caught:
             error = caught
-        outcomes = self.gather(what, value, error, wait_s=self.patience_s)
-        self.raise_failures(what, outcomes, error)
+        try:
+            outcomes = self.gather(what, value, error, wait_s=self.patience_s)
+            self.raise_failures(what, outcomes, error)
+        finally:
+            error = None  # else error → traceback → frame → error would keep all their memory alive
         return [outcome.value for outcome in outcomes]
 
     def share(self, what: str, source: int, make: Callable[[], bytes]) -> bytes:
-        """Makes bytes on one rank and returns them on all, or raises there what making them raised."""
-        if self.store is None:
+        """Makes bytes on one rank and returns them on all.
+
+        Raises:
+            CheckpointError: Making them raised it; the same on all ranks.
+            PeerError: Making them raised something else, or a rank did not answer.
+        """
+        if (rendezvous := self._rendezvous) is None:
             return make()
-        step, self._step = self._step, self._step + 1
-        with self._lost_store(what):
-            if self.rank == source:
-                return self._publish(step, make)
-            head = json.loads(self._wait_for(f"{step}/head", what, source))
-            if head["error"] is not None:
-                raise from_wire(head["error"])
-            return b"".join(self.store.get(f"{step}/{piece}") for piece in range(head["pieces"]))
+        step, spoiled = self._step, list[CheckpointError]()
+
+        def publish() -> int:
+            if self.rank != source:
+                return 0
+            try:
+                data = make()
+            except CheckpointError as error:
+                spoiled.append(error)
+                raise
+            return rendezvous.put_bytes(what, step, data, limit_s=self.patience_s)
+
+        try:
+            pieces = self.agree(what, publish)[source]
+        except PeerError as failed:
+            cause = failed.failures.get(source)
+            if isinstance(cause, CheckpointError):
+                raise (spoiled or [cause])[0] from None  # the checkpoint is bad, not the rank
+            raise
+        finally:
+            spoiled.clear()
+        return rendezvous.get_bytes(what, step, pieces, limit_s=self.patience_s)
 
     def raise_failures(self, what: str, outcomes: list[Outcome], own: BaseException | None = None) -> None:
         """Raises on every rank if an outcome is an error.
 
         The same fastload error on all ranks is raised as itself; otherwise all ranks raise one
-        `PeerError` with each failing rank's cause, or `DeadlineExceeded` if waiting is all that failed.
+        `PeerError` with each failing rank's cause.
         """
         failures = {rank: from_wire(o.error) for rank, o in enumerate(outcomes) if o.error is not None}
         if not failures:
@@ -167,7 +187,12 @@ class World:
         first = failures[min(failures)]
         same = len({(type(error), str(error)) for error in failures.values()}) == 1
         if same and len(failures) == self.size and (isinstance(first, FastloadError) or self.size == 1):
-            raise own if own is not None else first
+            try:
+                raise own if own is not None else first
+            finally:
+                # Else error → traceback → frame → error would keep all their memory alive.
+                del own, first
+                failures.clear()
         causes = "; ".join(f"{self._label(rank)}: {_described(error)}" for rank, error in failures.items())
         raise PeerError(
             f"{what} failed on {len(failures)} of {self.size} ranks "
@@ -185,118 +210,35 @@ class World:
     def raise_alarm(self) -> None:
         """Tells the other ranks, wherever they are, that this one has failed."""
         self._alarmed = True
-        if self.store is not None:
-            try:
-                self.store.set("alarm", str(self.rank))
-            except RuntimeError as error:
-                _log.debug("no alarm: %s", error)
+        if self._rendezvous is not None:
+            self._rendezvous.tell({"alarm": str(self.rank)}, limit_s=self.grace_s)
+
+    def leave(self, error: BaseException) -> None:
+        """Answers whatever comes next with an error, since this rank will not be there; never raises."""
+        self._alarmed = True
+        if self._rendezvous is not None:
+            answer = self._answer(None, error)
+            steps = {f"{step}/{self.rank}": answer for step in (self._step, self._step + 1)}
+            self._rendezvous.tell({**steps, "alarm": str(self.rank)}, limit_s=self.grace_s)
 
     def alarmed(self) -> bool:
         """Whether some rank has failed. Cheap: asks the store a few times a second at most."""
-        if self.store is None or self._alarmed:
+        if self._rendezvous is None or self._alarmed:
             return self._alarmed
         now = time.monotonic()
         if now >= self._next_alarm_check:
-            self._next_alarm_check = now + _ALARM_PERIOD_S
-            with self._lost_store("watching the other ranks"):
-                self._alarmed = self.store.check(["alarm"])
+            self._next_alarm_check = now + min(_ALARM_PERIOD_S, self.grace_s / 4)
+            self._alarmed = self._rendezvous.has("alarm", limit_s=self.patience_s)
         return self._alarmed
 
     # Inside
 
-    def _verdict(self, what: str, step: int, wait_s: float) -> list[dict[str, Any]]:
-        """Returns the one list of answers that all ranks use: the first that anyone could publish.
-
-        Rank 0 publishes as soon as all have answered. Where it does not, whoever runs out of patience
-        first publishes in its place, so that even then all ranks see the same list.
-        """
-        assert self.store is not None
-        everyone = [f"{step}/{rank}" for rank in range(self.size)]
-        awaited = everyone if self.rank == 0 else [f"{step}/all"]
-        present = self._poll(awaited, time.monotonic() + wait_s)
-        if not self.store.check([f"{step}/all"]):
-            if (self.rank == 0 or not present) and self.store.add(f"{step}/ticket", 1) == 1:
-                self.store.set(f"{step}/all", json.dumps(self._answers(what, everyone, wait_s)))
-            elif not self._poll([f"{step}/all"], time.monotonic() + self.grace_s):
-                return self._answers(what, everyone, wait_s)  # whoever took the ticket died with it
-        answers: list[dict[str, Any]] = json.loads(self.store.get(f"{step}/all"))
-        return answers
-
-    def _answers(self, what: str, keys: list[str], wait_s: float) -> list[dict[str, Any]]:
-        assert self.store is not None
-        if self.store.check(keys):
-            return [json.loads(text) for text in self.store.multi_get(keys)]
-        error = DeadlineExceeded(f"did not answer within {wait_s:.1f} s: killed, stopped, stuck or cut off")
-        late = {"host": "", "value": None, "error": to_wire(error)}
-        return [json.loads(self.store.get(key)) if self.store.check([key]) else late for key in keys]
-
-    def _publish(self, step: int, make: Callable[[], bytes]) -> bytes:
-        assert self.store is not None
-        try:
-            data = make()
-        except Exception as error:
-            self.store.set(f"{step}/head", json.dumps({"error": to_wire(error)}))
-            raise
-        pieces = [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]
-        for index, piece in enumerate(pieces):
-            self.store.set(f"{step}/{index}", piece)  # type: ignore[arg-type]  # bytes are fine
-        self.store.set(f"{step}/head", json.dumps({"error": None, "pieces": len(pieces)}))
-        return data
-
-    def _wait_for(self, key: str, what: str, source: int) -> bytes:
-        assert self.store is not None
-        if not self._poll([key], time.monotonic() + self.patience_s):
-            error = DeadlineExceeded(
-                f"did not answer within {self.patience_s:.1f} s: killed, stopped, stuck or cut off"
-            )
-            raise PeerError(f"{what} failed: {self._label(source)}: {error}", {source: error})
-        return bytes(self.store.get(key))
-
-    def _poll(self, keys: list[str], until: float) -> bool:
-        """Waits until all keys exist. Polls, since a blocking wait would lock the store for other threads."""
-        assert self.store is not None
-        pause = _FIRST_POLL_S
-        while not self.store.check(keys):
-            if time.monotonic() >= until:
-                return False
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LAST_POLL_S)
-        return True
-
-    def _forget(self, step: int) -> None:
-        assert self.store is not None
-        for name in ("all", "ticket", "head", *map(str, range(self.size))):
-            try:
-                self.store.delete_key(f"{step}/{name}")
-            except (RuntimeError, NotImplementedError):
-                return  # a FileStore keeps its keys; they are small
+    def _answer(self, value: Any, error: BaseException | None) -> str:
+        wire = to_wire(error, _ERROR_BYTES // self.size) if error is not None else None
+        return json.dumps({"host": self.host, "value": value, "error": wire})
 
     def _label(self, rank: int) -> str:
         return f"rank {rank} on {self._hosts[rank]}" if rank in self._hosts else f"rank {rank}"
-
-    def _lost_store(self, what: str) -> _LostStore:
-        return _LostStore(what)
-
-
-class _LostStore:
-    """Turns the store's own errors into one that says what a lost store means."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, FastloadError):
-            failures: dict[int, BaseException] = {}
-            hint = "the launcher that hosted it has ended"
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                hint = "rank 0 of the job, which hosts it, was killed or cut off"
-                failures[0] = DeadlineExceeded("hosted the rendezvous store, which does not answer any more")
-            raise PeerError(
-                f"{self._what}: the rendezvous store is gone: {hint} ({error})", failures
-            ) from error
 
 
 def _described(error: BaseException) -> str:
@@ -321,9 +263,25 @@ def join(process_group: Any = None, *, timeout_s: float) -> World:
     name = xxhash.xxh3_64_hexdigest(json.dumps(members).encode())
     rank = dist.get_rank(group)
     # Counting in the store, not in this process, stays right when torch.distributed is initialized anew.
-    turn = root.add(f"fastload/{name}/{rank}/turns", 1)
+    turns = f"fastload/{name}/{rank}/turns"
+    knows = _fate_of_store(members)
+    whole = Rendezvous(root, rank=rank, size=len(members), **knows)
+    turn = whole.ask("joining the other ranks", timeout_s, lambda: root.add(turns, 1))
     store = dist.PrefixStore(f"fastload/{name}/{turn}", root)
-    return World(rank=rank, size=len(members), group=group, store=store, timeout_s=timeout_s)
+    rendezvous = Rendezvous(store, rank=rank, size=len(members), **knows)
+    return World(
+        rank=rank, size=len(members), group=group, store=store, timeout_s=timeout_s, rendezvous=rendezvous
+    )
+
+
+def _fate_of_store(members: list[int]) -> dict[str, Any]:
+    """Says who takes the rendezvous store along when it goes: the launcher, or rank 0 of the whole job."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return {"host": None, "if_lost": "the launcher that hosted it has ended"}
+    return {
+        "host": members.index(0) if 0 in members else None,
+        "if_lost": "rank 0 of the job, which hosts it, was killed, stopped or cut off",
+    }
 
 
 def initialize(device: str = "cpu") -> tuple[int, str]:

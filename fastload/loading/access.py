@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastload.errors import CheckpointNotFound, PlanMismatch
@@ -13,6 +13,9 @@ from fastload.storage import PatientStorage, Storage
 from fastload.world import World
 
 __all__ = ["Access", "agree_on_access", "require_same"]
+
+_DIRECTORY, _CHECKPOINT = 1, 2  # what a rank sees: more is better, 0 is nothing
+_ENDINGS = (".safetensors", ".safetensors.index.json")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,13 @@ class Access:
     readers: tuple[int, ...]
     notes: Mapping[int, str]
     shared: bool
+
+    def without(self, broken: Collection[int]) -> Access:
+        """Returns the same, but for ranks that turned out not to be able to read."""
+        readers = tuple(rank for rank in self.readers if rank not in broken)
+        return replace(
+            self, readers=readers, notes={**self.notes, **dict.fromkeys(broken, "stopped reading")}
+        )
 
 
 def agree_on_access(
@@ -77,22 +87,26 @@ def _agree(
         storage = connect()
         opened.append(storage)
         # Where looking costs a request, rank 0 finds out when it reads the manifest.
-        sees = storage.stat("") is not None if storage.probes else world.rank == 0
+        sees = _look(storage) if storage.probes else _CHECKPOINT * (world.rank == 0)
         return {"host": world.host, "same": dict(same), "sees": sees}
 
     hellos = world.agree(f"opening {path}", hello)
     storage = opened[0]
     require_same([hello["same"] for hello in hellos])
-    source = next((rank for rank, hello in enumerate(hellos) if hello["sees"]), None)
-    if source is None:
+    views = [hello["sees"] for hello in hellos]
+    source = views.index(max(views))  # an empty mount point must not hide the files from the others
+    if not views[source]:
         where = "any of the hosts" if world.size > 1 else world.host
         raise CheckpointNotFound(f"{storage.url}: no such checkpoint on {where}")
 
-    packed = world.share(f"reading the headers of {storage.url}", source, lambda: _read(storage).to_bytes())
-    manifest = Manifest.from_bytes(packed)
+    if world.size == 1:
+        manifest = _read(storage)
+    else:
+        what = f"reading the headers of {storage.url}"
+        manifest = Manifest.from_bytes(world.share(what, source, lambda: _read(storage).to_bytes()))
 
     def look() -> dict[str, Any]:
-        sees = hellos[world.rank]["sees"] or not storage.probes
+        sees = views[world.rank] == _CHECKPOINT or not storage.probes
         if sees and storage.probes and world.rank != source:
             note = _difference(storage, manifest, source)
         else:
@@ -127,6 +141,14 @@ def require_same(asked: Sequence[Mapping[str, Any]]) -> None:
             lines.append(f"{name}: rank 0 {first!r}, {', '.join(others[:4])}{more}")
     if lines:
         raise PlanMismatch("the ranks did not ask for the same: " + "; ".join(lines))
+
+
+def _look(storage: Storage) -> int:
+    """Looks at what is at the root, without reading it."""
+    names = storage.list()
+    if names is None:
+        return _CHECKPOINT if storage.stat("") is not None else 0
+    return _CHECKPOINT if any(name.endswith(_ENDINGS) for name in names) else _DIRECTORY
 
 
 def _read(storage: Storage) -> Manifest:

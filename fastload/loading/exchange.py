@@ -11,9 +11,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,146 +20,15 @@ from torch import Tensor
 
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.loading.plan import STATUS_BYTES
+from fastload.loading.rounds import FAILED, TICK_S, Exchange, LocalExchange, Round, Slots, wait_for
 from fastload.memory import allocate, allocate_staging
+from fastload.patience import within
 from fastload.report import Stopwatch
 from fastload.world import World
 
-__all__ = ["Exchange", "Round", "open_exchange"]
+__all__ = ["has_nccl", "open_exchange"]
 
-_TICK_S = 0.05
-_FAILED = 1
 _NEVER_SENT = 2**31 - 1  # a tag
-
-
-@dataclass
-class Round:
-    """One round under way.
-
-    Attributes:
-        index: Which round of the plan.
-        own: Host memory of this rank's slot; the reader fills it.
-        slots: The slot of each rank, on the exchange's device.
-        started: Set once this rank's slot is complete and handed over.
-        done: Set once every slot is here.
-        error: What broke the transport, if it broke.
-        placed: Whether the bytes were read to where they belong, past the slot.
-        started_at: When this rank's slot was handed over, by `time.perf_counter`.
-    """
-
-    index: int
-    own: Tensor
-    slots: list[Tensor]
-    started: threading.Event = field(default_factory=threading.Event)
-    done: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-    placed: bool = False
-    started_at: float = 0.0
-    receives: list[Any] = field(default_factory=list)
-    sends: list[Any] = field(default_factory=list)
-
-    def mark(self, *, failed: bool) -> None:
-        """Writes this rank's status word."""
-        self.own[-STATUS_BYTES:].fill_(_FAILED if failed else 0)
-
-
-class Exchange(Protocol):
-    """Moves slots between the ranks. Rounds are posted and started in plan order on every rank.
-
-    Attributes:
-        transport: What carries the bytes, for the report.
-        device: Where slots live.
-        watch: Time with at least one exchange under way.
-    """
-
-    transport: str
-    device: torch.device
-    watch: Stopwatch
-
-    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
-        """Allocates a slab, and host memory for this rank's own slot unless the slab is host memory."""
-        ...
-
-    def connect(self) -> None:
-        """Meets the other ranks; to be called once all of them are known to be ready.
-
-        Raises:
-            Interrupted: Some rank did not come.
-        """
-        ...
-
-    def post(self, work: Round) -> None:
-        """Makes the round's slots ready to receive."""
-        ...
-
-    def start(self, work: Round) -> None:
-        """Hands over this rank's slot, data and status word."""
-        ...
-
-    def failed_ranks(self, work: Round) -> list[int]:
-        """Returns the ranks whose status word in a round that is done says failed."""
-        ...
-
-    def release(self, work: Round) -> None:
-        """Returns once the round's slots may be overwritten."""
-        ...
-
-    def close(self) -> None:
-        """Ends the exchange; rounds that have not ended are abandoned."""
-        ...
-
-
-def wait(work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-    """Waits until every slot of a round is here.
-
-    Args:
-        work: The round.
-        until_s: Longest wait in seconds.
-        give_up: Asked again and again; True ends the wait.
-
-    Raises:
-        Interrupted: The transport broke, or `give_up` said so.
-        DeadlineExceeded: It took too long.
-    """
-    deadline = time.monotonic() + until_s
-    while not work.done.wait(_TICK_S):
-        if give_up():
-            raise Interrupted("another rank failed")
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"round {work.index} made no progress for {until_s:.1f} s")
-    if work.error is not None:
-        raise Interrupted(f"the exchange of round {work.index} broke: {work.error}") from work.error
-
-
-class LocalExchange:
-    """A world of 1, or every rank for itself: nothing to exchange."""
-
-    transport = "none"
-
-    def __init__(self, *, pinned: bool) -> None:
-        self.device = torch.device("cpu")
-        self.watch = Stopwatch()
-        self._pinned = pinned
-
-    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
-        return allocate_staging(slab_bytes, pinned=self._pinned), None
-
-    def connect(self) -> None:
-        pass
-
-    def post(self, work: Round) -> None:
-        pass
-
-    def start(self, work: Round) -> None:
-        work.done.set()
-
-    def failed_ranks(self, work: Round) -> list[int]:
-        return _failed_ranks(work.slots)
-
-    def release(self, work: Round) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class RingExchange:
@@ -193,15 +61,24 @@ class RingExchange:
         self._left = order[place - 1]
         self._incoming = [order[place - distance] for distance in range(1, world.size)]
         self._store = world.corner("ring")
+        self._closed = False
         self._posted: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._forwarder = threading.Thread(target=self._forward_all, name="fastload-ring", daemon=True)
+        # A wait for a send cannot look out for alarms, so it is not for the caller's thread.
+        self._forwarded: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._await_sends, name="fastload-sent", daemon=True)
 
     def connect(self) -> None:
+        def meet() -> Any:
+            return dist.ProcessGroupGloo(self._store, self._rank, self._size, self._timeout)
+
         try:
-            self._group: Any = dist.ProcessGroupGloo(self._store, self._rank, self._size, self._timeout)
-        except RuntimeError as error:
+            # Gloo's own deadline is for each step, and none of it holds when the store does not answer.
+            self._group: Any = within(self._timeout.total_seconds(), "connecting", meet)
+        except (RuntimeError, DeadlineExceeded) as error:
             raise Interrupted(f"the ranks could not connect: {error}") from error
         self._forwarder.start()
+        self._sender.start()
 
     def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
         return allocate_staging(slab_bytes, pinned=self._pinned), None
@@ -209,11 +86,11 @@ class RingExchange:
     def post(self, work: Round) -> None:
         try:
             work.receives = [
-                self._group.recv([work.slots[owner]], self._left, self._tag(work, owner))
+                self._group.recv([work.slots.each[owner]], self._left, self._tag(work, owner))
                 for owner in self._incoming
             ]
         except RuntimeError as error:
-            work.error = error
+            work.broke(error)
         self._posted.put(work)
 
     def start(self, work: Round) -> None:
@@ -221,27 +98,31 @@ class RingExchange:
         try:
             work.sends.append(self._send(work, self._rank))
         except RuntimeError as error:
-            work.error = error
+            work.broke(error)
         work.started.set()
 
-    def failed_ranks(self, work: Round) -> list[int]:
-        return _failed_ranks(work.slots)
-
-    def release(self, work: Round) -> None:
-        try:
-            for send in work.sends:
-                send.wait(self._timeout)
-        except RuntimeError as error:
-            raise Interrupted(f"round {work.index} did not reach rank {self._right}: {error}") from error
+    def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
+        wait_for(work.sent, f"sending round {work.index} to rank {self._right}", until_s, give_up)
+        if work.error is not None:
+            raise Interrupted(f"round {work.index} did not reach rank {self._right}: {work.error}")
 
     def close(self) -> None:
-        if not self._forwarder.is_alive():
-            return
+        self._closed = True
         self._posted.put(None)
-        self._forwarder.join(_TICK_S)
-        if self._forwarder.is_alive():
+        if self._still_alive(TICK_S):
             self._break_connections()
-            self._forwarder.join(10 * _TICK_S)
+            self._still_alive(10 * TICK_S)
+        if not self._still_alive(0.0):
+            # Gloo takes tens of milliseconds to take a group down, which nobody has to wait for.
+            dying = [self.__dict__.pop("_group", None)]
+            threading.Thread(target=dying.clear, name="fastload-down").start()
+
+    def _still_alive(self, wait_s: float) -> bool:
+        deadline = time.monotonic() + wait_s
+        threads = [thread for thread in (self._forwarder, self._sender) if thread.is_alive()]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return any(thread.is_alive() for thread in threads)
 
     def _break_connections(self) -> None:
         """Wakes whoever waits for a peer that will not answer, here and, as a lost connection, there.
@@ -256,27 +137,38 @@ class RingExchange:
         while (work := self._posted.get()) is not None:
             for owner, receive in zip(self._incoming, work.receives, strict=False):
                 self._forward(work, owner, receive)
-            if work.error is None:
-                work.started.wait(self._timeout.total_seconds())
+            while work.error is None and not self._closed and not work.started.wait(TICK_S):
+                pass
             if work.started.is_set():
                 self.watch.stop()
             work.done.set()
+            self._forwarded.put(work)
+        self._forwarded.put(None)
+
+    def _await_sends(self) -> None:
+        while (work := self._forwarded.get()) is not None:
+            try:
+                for send in work.sends:
+                    send.wait(self._timeout)
+            except RuntimeError as error:
+                work.broke(error)
+            work.sent.set()
 
     def _forward(self, work: Round, owner: int, receive: Any) -> None:
         """Passes a slot on; one that could not be received goes on marked as failed: nobody is to wait."""
         try:
             receive.wait(self._timeout)
         except RuntimeError as error:
-            work.error = work.error or error
-            work.slots[owner][-STATUS_BYTES:].fill_(_FAILED)
+            work.broke(error)
+            work.slots.each[owner][-STATUS_BYTES:].fill_(FAILED)
         if owner != self._right:
             try:
                 work.sends.append(self._send(work, owner))
             except RuntimeError as error:
-                work.error = work.error or error
+                work.broke(error)
 
     def _send(self, work: Round, owner: int) -> Any:
-        return self._group.send([work.slots[owner]], self._right, self._tag(work, owner))
+        return self._group.send([work.slots.each[owner]], self._right, self._tag(work, owner))
 
     def _tag(self, work: Round, owner: int) -> int:
         return work.index * self._size + owner
@@ -316,36 +208,30 @@ class NcclExchange:
         sent = torch.cuda.Event()
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-                work.slots[self._rank].copy_(work.own, non_blocking=True)
+                work.slots.each[self._rank].copy_(work.own, non_blocking=True)
                 self._all_gather(work.slots)
                 sent.record(self._stream)
         except RuntimeError as error:
-            work.error = error
+            work.broke(error)
         work.started.set()
         self._running.put((work, sent))
 
-    def failed_ranks(self, work: Round) -> list[int]:
-        words = torch.stack([slot[-1] for slot in work.slots]).cpu()
-        return [rank for rank, word in enumerate(words.tolist()) if word]
-
-    def release(self, work: Round) -> None:
+    def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
         pass  # the round is done, so every rank has sent and received all of it
 
     def close(self) -> None:
         if not self._waiter.is_alive():
             return
         self._running.put(None)
-        self._waiter.join(2 * _TICK_S)
+        self._waiter.join(2 * TICK_S)
 
-    def _all_gather(self, slots: list[Tensor]) -> None:
-        mine = slots[self._rank]
-        if len({slot.numel() for slot in slots}) > 1:
-            dist.all_gather(slots, mine, group=self._group)  # NCCL makes this a group of broadcasts
+    def _all_gather(self, slots: Slots) -> None:
+        mine = slots.each[self._rank]
+        if len({slot.numel() for slot in slots.each}) > 1:
+            dist.all_gather(slots.each, mine, group=self._group)  # NCCL makes this a group of broadcasts
             return
-        whole = torch.empty(0, dtype=torch.uint8, device=self.device)
-        whole.set_(mine.untyped_storage(), slots[0].storage_offset(), (len(slots) * mine.numel(),), (1,))
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(whole, mine, group=self._group)
+        gather(slots.whole, mine, group=self._group)
 
     def _wait_all(self) -> None:
         while (running := self._running.get()) is not None:
@@ -356,21 +242,17 @@ class NcclExchange:
             work.done.set()
 
 
-def _failed_ranks(slots: Sequence[Tensor]) -> list[int]:
-    return [rank for rank, slot in enumerate(slots) if slot[-1].item()]
-
-
 def open_exchange(world: World, *, hosts: Sequence[str], local: bool, device: torch.device) -> Exchange:
     """Opens the exchange that fits the ranks and the device.
 
     Args:
         world: The ranks.
         hosts: Host of each rank.
-        local: Nothing is to be exchanged: one rank, or each rank reads all for itself.
+        local: Nothing is to be exchanged: each rank reads all for itself.
         device: Where the tensors will live on this rank.
     """
     on_cuda = device.type == "cuda"
-    if local:
+    if local or world.size == 1:
         return LocalExchange(pinned=on_cuda)
     if on_cuda and has_nccl(world):
         return NcclExchange(world, device)

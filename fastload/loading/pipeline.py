@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
 
-from torch import Tensor
-
-from fastload.errors import Interrupted
-from fastload.loading.exchange import Exchange, Round, wait
+from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, StorageError
 from fastload.loading.place import Placer
 from fastload.loading.plan import Chunk, ReadPlan
 from fastload.loading.read import ChunkReader
+from fastload.loading.rounds import FAILED, UNREADABLE, Exchange, Round, Slots, wait
 from fastload.memory import host_view
 from fastload.report import Stopwatch
 from fastload.world import World
@@ -23,6 +22,7 @@ from fastload.world import World
 __all__ = ["Pipeline", "read_threads"]
 
 _MAX_READ_THREADS = 8
+_TICK_S = 0.05
 
 
 def read_threads(asked: int | None, *, depth: int, ranks_on_host: int) -> int:
@@ -40,6 +40,7 @@ class Pipeline:
 
     A rank that cannot read says so in its slot's status word, and goes on with the rounds that are in
     flight: every rank learns of it in the same round, and none is left waiting inside a collective.
+    What is left is then dealt anew, to the ranks that can still read.
 
     Args:
         world: The ranks; a failure outside of the rounds is learned from it.
@@ -49,6 +50,11 @@ class Pipeline:
         exchange: Joins the chunks of all ranks.
         placer: Takes them to the tensors.
         progress: Called with (bytes placed, bytes wanted).
+
+    Attributes:
+        broken: Readers that dropped out; the same on every rank.
+        received_bytes: Bytes placed that other ranks have read.
+        place_watch: Time spent placing.
 
     Raises:
         MemoryError: The slabs do not fit into memory.
@@ -72,15 +78,25 @@ class Pipeline:
         self._placer = placer
         self._progress = progress
         self._depth = min(plan.depth, plan.num_rounds)
-        own_bytes = plan.slot_bytes(0, rank) if plan.num_rounds else 0
+        own_bytes = plan.slot_sizes(0)[rank] if plan.num_rounds else 0
         self._slabs = [exchange.allocate(plan.slab_bytes, own_bytes) for _ in range(self._depth)]
+        self._slots: dict[tuple[int, int], Slots] = {}
+        self._first_index = 0
         self._posted: deque[tuple[Round, Future[None] | None]] = deque()
         self._ready = threading.Condition()
         self._ended = False
         self._read_error: BaseException | None = None
         self._starter = threading.Thread(target=self._start_all, name="fastload-start", daemon=True)
+        self._placed_bytes = 0
+        self._total_bytes = plan.total_bytes
+        self.broken: set[int] = set()
+        self.received_bytes = 0
         self.place_watch = Stopwatch()
-        self.exposed_s = 0.0
+
+    @property
+    def drop_out(self) -> str:
+        """Why this rank stopped to read while the load went on; empty if it did not."""
+        return f"stopped reading: {self._read_error}" if self._rank in self.broken else ""
 
     @property
     def staging_bytes(self) -> int:
@@ -98,77 +114,124 @@ class Pipeline:
         self._exchange.connect()
         self._reader.start()
         self._starter.start()
-        rounds: deque[Round] = deque()
         try:
-            for index in range(self._plan.num_rounds):
-                while len(rounds) < self._depth and index + len(rounds) < self._plan.num_rounds:
-                    rounds.append(self._post(index + len(rounds)))
-                self._finish(rounds[0])
-                self._recycle(rounds.popleft())
+            plan: ReadPlan | None = self._plan
+            while plan is not None:
+                self._plan = plan
+                plan = self._run_plan(plan)
         except BaseException:
             self._reader.stop()
             raise
         finally:
-            self._end()
+            with self._ready:
+                self._ended = True
+                self._ready.notify()
+
+    def _run_plan(self, plan: ReadPlan) -> ReadPlan | None:
+        """Runs a plan to its end, or until a reader drops out; then returns the plan of what is left."""
+        rounds: deque[Round] = deque()
+        lacking: list[tuple[int, int]] = []
+        broken: set[int] = set()
+        num_posted = 0
+        self._slots.clear()
+        for index in range(plan.num_rounds):
+            while not broken and len(rounds) < self._depth and num_posted < plan.num_rounds:
+                rounds.append(self._post(plan, num_posted))
+                num_posted += 1
+            if not rounds:
+                break
+            unread = self._finish(plan, index, rounds[0])
+            self._recycle(rounds.popleft())
+            broken.update(unread)
+            lacking += [(index, rank) for rank in unread]
+        self._first_index += num_posted
+        if not broken:
+            return None
+        self.broken |= broken
+        left = plan.without(broken, lacking, num_posted)
+        if left is None:
+            raise self._read_error or Interrupted("no rank is left that can read")
+        return left
+
+    def close(self) -> None:
+        """Ends the threads. After a failure that may take a moment, so the others are to be told before."""
+        if self._starter.is_alive():
+            self._starter.join(self._world.grace_s)
+        self._exchange.close()
+        self._posted.clear()
+        self._read_error = None  # else error → traceback → frame → self → error would keep the slabs alive
 
     # The caller's thread
 
-    def _post(self, index: int) -> Round:
-        slab, own = self._slabs[index % self._depth]
-        slots = self._slots(slab, index)
-        work = Round(index, slots[self._rank] if own is None else own[: len(slots[self._rank])], slots)
-        chunk = self._plan.chunk(index, self._rank)
+    def _post(self, plan: ReadPlan, index: int) -> Round:
+        number = index % self._depth
+        slab, own = self._slabs[number]
+        shape = (number, plan.chunk_bytes_of(index))
+        if shape not in self._slots:
+            self._slots[shape] = Slots.cut(slab, plan.slot_sizes(index))
+        slots = self._slots[shape]
+        mine = slots.each[self._rank]
+        work = Round(self._first_index + index, mine if own is None else own[: len(mine)], slots)
+        chunk = plan.chunk(index, self._rank)
         self._exchange.post(work)
-        future = self._reader.submit(chunk, self._buffers(work, chunk)) if chunk.nbytes else None
+        future = self._submit(plan, work, chunk) if chunk.nbytes else None
         with self._ready:
             self._posted.append((work, future))
             self._ready.notify()
         return work
 
-    def _slots(self, slab: Tensor, index: int) -> list[Tensor]:
-        sizes = [self._plan.slot_bytes(index, rank) for rank in range(self._plan.world_size)]
-        return list(slab[: sum(sizes)].split(sizes))
-
-    def _buffers(self, work: Round, chunk: Chunk) -> Sequence[memoryview]:
-        """Returns where a chunk is read to: the tensors themselves where nobody else needs the slot."""
-        if self._plan.world_size == 1:
-            targets = self._placer.targets(chunk.start, chunk.nbytes)
-            if targets is not None:
+    def _submit(self, plan: ReadPlan, work: Round, chunk: Chunk) -> Future[None]:
+        """Has a chunk read: into the tensors themselves where nobody else needs the slot."""
+        spans = plan.spans(chunk)
+        if plan.world_size == 1 and self._exchange.device.type == "cpu":
+            targets = [self._placer.targets(span.start, span.nbytes) for span in spans]
+            buffers = [buffer for target in targets if target is not None for buffer in target]
+            if None not in targets:
                 work.placed = True
-                return targets
-        return [host_view(work.own[: chunk.nbytes])]
+                return self._reader.submit(spans, buffers)
+        return self._reader.submit(spans, [host_view(work.own[: chunk.nbytes])])
 
-    def _finish(self, work: Round) -> None:
-        began = time.perf_counter()
+    def _finish(self, plan: ReadPlan, index: int, work: Round) -> list[int]:
+        """Places a round once it is here; returns the readers whose chunks it lacks."""
         try:
             wait(work, until_s=self._world.patience_s, give_up=self._world.alarmed)
-            failed = self._exchange.failed_ranks(work)
-            if failed:
-                raise Interrupted(f"round {work.index}: rank {failed[0]} could not deliver its chunk")
+            statuses = work.slots.statuses()
+            if lost := [rank for rank, status in statuses.items() if status != UNREADABLE]:
+                raise Interrupted(f"round {work.index}: rank {lost[0]} is lost")
+        except DeadlineExceeded as late:
+            raise self._reason(work, late) from None
         except Interrupted:
             if self._read_error is not None:
                 raise self._read_error from None
             raise
-        self.exposed_s += max(0.0, time.perf_counter() - max(began, work.started_at))
         with self.place_watch:
-            for rank in self._plan.readers:
-                chunk = self._plan.chunk(work.index, rank)
-                if chunk.nbytes and not work.placed:
-                    self._placer.place(chunk.start, work.slots[rank][: chunk.nbytes])
+            for rank in plan.readers:
+                if rank not in statuses:
+                    self._place(plan, plan.chunk(index, rank), work, rank)
         if self._progress is not None:
-            last = self._plan.chunk(work.index, self._plan.readers[-1])
-            self._progress(last.start + last.nbytes, self._plan.total_bytes)
+            self._progress(self._placed_bytes, self._total_bytes)
+        return [rank for rank in statuses if plan.chunk(index, rank).nbytes]
+
+    def _place(self, plan: ReadPlan, chunk: Chunk, work: Round, rank: int) -> None:
+        position = 0
+        for span in [] if work.placed else plan.spans(chunk):
+            self._placer.place(span.start, work.slots.each[rank][position : position + span.nbytes])
+            position += span.nbytes
+        self._placed_bytes += chunk.nbytes
+        if rank != self._rank:
+            self.received_bytes += chunk.nbytes
+
+    def _reason(self, work: Round, late: DeadlineExceeded) -> FastloadError:
+        """Somebody else's read, or wire, unless this rank has not even handed over its own chunk."""
+        overdue = None if work.started.is_set() else self._reader.overdue(self._world.patience_s)
+        return overdue or Interrupted(str(late))
 
     def _recycle(self, work: Round) -> None:
-        self._exchange.release(work)
+        try:
+            self._exchange.release(work, until_s=self._world.patience_s, give_up=self._world.alarmed)
+        except DeadlineExceeded as late:
+            raise Interrupted(str(late)) from None
         self._placer.settle()
-
-    def _end(self) -> None:
-        with self._ready:
-            self._ended = True
-            self._ready.notify()
-        self._starter.join(self._world.grace_s)
-        self._exchange.close()
 
     # The starter's thread
 
@@ -179,11 +242,28 @@ class Pipeline:
                 if not self._posted:
                     return
                 work, future = self._posted.popleft()
+            if future is not None and not self._is_done(future):
+                return
+            # Not result(): a raised error has this frame in its traceback, and so, in a cycle, itself.
+            error = future.exception() if future is not None else None
+            work.mark(self._note(error) if error is not None else 0)
             try:
-                if future is not None:
-                    future.result()
-            except BaseException as error:
-                self._read_error = self._read_error or error
-            work.mark(failed=self._read_error is not None)
-            work.started_at = time.perf_counter()
-            self._exchange.start(work)
+                self._exchange.start(work)
+            except Exception as error:
+                work.broke(error)
+                work.done.set()
+
+    def _note(self, error: BaseException) -> int:
+        """Keeps the first error of a read, and returns what the others are to be told."""
+        if self._read_error is None:
+            self._read_error = error
+            self._reader.stop()  # this rank drops out: what it has not begun to read, others will
+        return UNREADABLE if isinstance(self._read_error, StorageError) else FAILED
+
+    def _is_done(self, future: Future[None]) -> bool:
+        """Waits for a read, good or bad, and no longer than the load goes on: storage may never answer."""
+        while not self._ended:
+            with contextlib.suppress(NotYet):
+                future.exception(_TICK_S)
+                return True
+        return False

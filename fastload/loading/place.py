@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastload.formats.manifest import TensorEntry
-from fastload.memory import byte_view, host_view
+from fastload.memory import byte_view, host_view, round_up
 
 __all__ = ["Destination", "Placer"]
 
@@ -38,7 +38,7 @@ class Destination:
 
 
 class Placer:
-    """Takes the wanted space, in order, to its destinations.
+    """Takes the wanted space to its destinations.
 
     Args:
         destinations: In the order of the plan's wanted space.
@@ -48,7 +48,7 @@ class Placer:
         self._destinations = [d for d in destinations if d.entry.nbytes]
         self._starts = list(accumulate((d.entry.nbytes for d in self._destinations), initial=0))
         self._bytes = [byte_view(d.tensor.detach()) if d.is_plain else None for d in self._destinations]
-        self._carry = torch.empty(0, dtype=torch.uint8)
+        self._cut: dict[tuple[str, int], tuple[Tensor, int]] = {}
         self._devices = {d.tensor.device for d in self._destinations if d.tensor.device.type == "cuda"}
 
     def targets(self, start: int, nbytes: int) -> list[memoryview] | None:
@@ -65,9 +65,7 @@ class Placer:
         return views
 
     def place(self, start: int, data: Tensor) -> None:
-        """Places a range of the wanted space.
-
-        Ranges must come in order where a tensor is cast or strided, since an element may be cut.
+        """Places a range of the wanted space; ranges may come in any order, each byte once.
 
         Args:
             start: First byte in the wanted space.
@@ -101,19 +99,28 @@ class Placer:
     def _place_elements(self, destination: Destination, begin: int, piece: Tensor) -> None:
         """Casts or scatters whole elements; the bytes of an element that is cut wait for its rest."""
         size = destination.stored.itemsize
-        cut = begin % size
-        if cut:
-            self._carry = torch.cat([self._carry, piece[: size - cut].cpu()])
-            piece, begin = piece[size - cut :], begin - cut
-            if self._carry.numel() < size:
-                return
-            _copy_elements(destination.tensor.detach(), begin // size, self._carry.view(destination.stored))
-            begin += size
-        whole = piece.numel() // size * size
-        self._carry = piece[whole:].cpu().clone()
+        whole_begin = round_up(begin, size)
+        whole_end = max(whole_begin, (begin + piece.numel()) // size * size)
+        head = min(whole_begin - begin, piece.numel())
+        self._place_cut_element(destination, begin, piece[:head])
         # A clone, since a view as another dtype needs memory aligned to it.
-        elements = piece[:whole].clone().view(destination.stored)
-        _copy_elements(destination.tensor.detach(), begin // size, elements)
+        elements = piece[head : head + whole_end - whole_begin].clone().view(destination.stored)
+        _copy_elements(destination.tensor.detach(), whole_begin // size, elements)
+        self._place_cut_element(destination, whole_end, piece[head + whole_end - whole_begin :])
+
+    def _place_cut_element(self, destination: Destination, begin: int, piece: Tensor) -> None:
+        """Keeps some bytes of one element until all of its bytes are here, in whatever order."""
+        if piece.numel() == 0:
+            return
+        size = destination.stored.itemsize
+        element, offset = divmod(begin, size)
+        key = (destination.entry.name, element)
+        kept, num_kept = self._cut.pop(key, (torch.empty(size, dtype=torch.uint8), 0))
+        kept[offset : offset + piece.numel()] = piece.cpu()
+        if num_kept + piece.numel() < size:
+            self._cut[key] = (kept, num_kept + piece.numel())
+        else:
+            _copy_elements(destination.tensor.detach(), element, kept.view(destination.stored))
 
 
 def _copy_elements(target: Tensor, start: int, elements: Tensor) -> None:

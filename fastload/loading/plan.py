@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -26,23 +26,32 @@ __all__ = ["Chunk", "ReadPlan", "Span", "plan_reads"]
 STATUS_BYTES = 8
 
 _MAX_CHUNK_BYTES = 8 << 20
-_MIN_CHUNK_BYTES = 256 << 10
-_GOOD_NUM_ROUNDS = 16
+_MIN_CHUNK_BYTES = 512 << 10
+_GOOD_NUM_ROUNDS = 128  # what a pipeline of rounds cannot overlap is about one round
+_GOOD_NUM_READS = 16  # with nothing to exchange: enough to keep several threads busy to the end
 _MAX_DEPTH = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A contiguous byte range of one file."""
+    """A contiguous byte range of one file that is contiguous in the wanted space too.
+
+    Attributes:
+        file: Index of the file in the manifest.
+        offset: First byte in the file.
+        nbytes: Length in bytes.
+        start: First byte in the wanted space.
+    """
 
     file: int
     offset: int
     nbytes: int
+    start: int
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A contiguous range of the wanted space, read by one rank in one round."""
+    """A contiguous range of what a plan reads, read by one rank in one round."""
 
     start: int
     nbytes: int
@@ -53,7 +62,7 @@ class ReadPlan:
     """Which rank reads which bytes in which round.
 
     Attributes:
-        extents: The wanted bytes as maximal contiguous ranges of files, in order.
+        extents: What is to be read, as maximal spans, in order: the wanted space, or what is left of it.
         world_size: Ranks that end up with the bytes.
         readers: The ranks that read, ascending.
         chunk_bytes: Length of a chunk in every round but the last.
@@ -68,7 +77,7 @@ class ReadPlan:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """Where each extent starts in the wanted space, and where the last one ends."""
+        """Where each extent starts among all that is to be read, and where the last one ends."""
         return list(accumulate((extent.nbytes for extent in self.extents), initial=0))
 
     @cached_property
@@ -77,7 +86,7 @@ class ReadPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Length of the wanted space."""
+        """Bytes to be read, by all readers together."""
         return self._starts[-1]
 
     @property
@@ -101,10 +110,11 @@ class ReadPlan:
         start = min(start, self.total_bytes)
         return Chunk(start, min(length, self.total_bytes - start))
 
-    def slot_bytes(self, round_index: int, rank: int) -> int:
-        """Returns how much of a slab a rank's chunk and status word take: whole pages."""
-        longest = self.chunk_bytes_of(round_index) if rank in self._place_of else 0
-        return round_up(longest + STATUS_BYTES, PAGE_BYTES)
+    def slot_sizes(self, round_index: int) -> list[int]:
+        """Returns how much of a slab each rank's chunk and status word take in a round: whole pages."""
+        longest = self.chunk_bytes_of(round_index)
+        reader, other = round_up(longest + STATUS_BYTES, PAGE_BYTES), round_up(STATUS_BYTES, PAGE_BYTES)
+        return [reader if rank in self._place_of else other for rank in range(self.world_size)]
 
     @property
     def slab_bytes(self) -> int:
@@ -116,21 +126,44 @@ class ReadPlan:
         return sum(self.chunk(index, rank).nbytes for index in range(self.num_rounds))
 
     def spans(self, chunk: Chunk) -> list[Span]:
-        """Returns the file ranges that make up a range of the wanted space, in order."""
+        """Returns the spans that make up a chunk, in order."""
         spans: list[Span] = []
         position, end = chunk.start, chunk.start + chunk.nbytes
         index = bisect_right(self._starts, position) - 1
         while position < end:
             extent, start = self.extents[index], self._starts[index]
             nbytes = min(end, start + extent.nbytes) - position
-            spans.append(Span(extent.file, extent.offset + position - start, nbytes))
+            skip = position - start
+            spans.append(Span(extent.file, extent.offset + skip, nbytes, extent.start + skip))
             position += nbytes
             index += 1
         return spans
 
+    def without(
+        self, broken: Collection[int], lacking: Sequence[tuple[int, int]], num_posted: int
+    ) -> ReadPlan | None:
+        """Returns the plan of what is left to do when some readers drop out.
+
+        Args:
+            broken: The readers that drop out.
+            lacking: (round, rank) of the chunks that are missing in rounds that are over.
+            num_posted: Rounds that are over; those after them have not begun, and are dealt anew.
+
+        Returns:
+            A plan that needs no larger slabs than this one, or None if no reader is left.
+        """
+        readers = tuple(rank for rank in self.readers if rank not in broken)
+        if not readers:
+            return None
+        begun = min(num_posted * self.chunk_bytes * len(self.readers), self.total_bytes)
+        left = [self.chunk(index, rank) for index, rank in lacking]
+        left.append(Chunk(begun, self.total_bytes - begun))
+        extents = tuple(span for chunk in left for span in self.spans(chunk))
+        return replace(self, extents=extents, readers=readers)
+
     def digest(self) -> str:
         """xxh3-128 of the plan, for comparison between ranks."""
-        rows = [(extent.file, extent.offset, extent.nbytes) for extent in self.extents]
+        rows = [(e.file, e.offset, e.nbytes, e.start) for e in self.extents]
         text = json.dumps([rows, self.world_size, self.readers, self.chunk_bytes, self.depth])
         return xxhash.xxh3_128_hexdigest(text.encode())
 
@@ -176,17 +209,18 @@ def plan_reads(
 def _merge(wanted: Sequence[TensorEntry]) -> tuple[Span, ...]:
     """Joins tensors that follow each other without a gap in the same file."""
     extents: list[Span] = []
-    file, begin, end = -1, 0, 0
+    file, begin, end, start = -1, 0, 0, 0
     for entry in wanted:
         if entry.nbytes == 0:
             continue
         if entry.file != file or entry.offset != end:
             if end > begin:
-                extents.append(Span(file, begin, end - begin))
+                extents.append(Span(file, begin, end - begin, start))
+                start += end - begin
             file, begin = entry.file, entry.offset
         end = entry.offset + entry.nbytes
     if end > begin:
-        extents.append(Span(file, begin, end - begin))
+        extents.append(Span(file, begin, end - begin, start))
     return tuple(extents)
 
 
@@ -205,7 +239,8 @@ def _affordable(readers: Sequence[int], world_size: int, staging_bytes: int) -> 
 
 def _good_chunk_bytes(total_bytes: int, num_readers: int, world_size: int, staging_bytes: int) -> int:
     """Chooses chunks short enough for many rounds, long enough for storage, and within staging."""
-    for_overlap = round_up(-(-total_bytes // (num_readers * _GOOD_NUM_ROUNDS)), PAGE_BYTES)
+    num_rounds = _GOOD_NUM_ROUNDS if world_size > 1 else _GOOD_NUM_READS
+    for_overlap = round_up(-(-total_bytes // (num_readers * num_rounds)), PAGE_BYTES)
     per_slab = staging_bytes // _MAX_DEPTH - (world_size - num_readers) * PAGE_BYTES
     for_staging = per_slab // num_readers // PAGE_BYTES * PAGE_BYTES - PAGE_BYTES
     least = PAGE_BYTES - STATUS_BYTES  # no slot is smaller than a page

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 
+from fastload.errors import StorageError
 from fastload.formats.manifest import FileEntry
-from fastload.loading.plan import Chunk, ReadPlan
+from fastload.loading.plan import Span
 from fastload.report import Stopwatch
 from fastload.storage import PatientStorage, take
 
@@ -16,12 +19,11 @@ __all__ = ["ChunkReader"]
 
 
 class ChunkReader:
-    """Reads chunks of a plan in the background.
+    """Reads chunks in the background.
 
     Args:
         storage: Where from.
         files: The files of the manifest.
-        plan: What the chunks are made of.
         threads: Chunks read at once.
 
     Attributes:
@@ -32,32 +34,37 @@ class ChunkReader:
         self,
         storage: PatientStorage,
         files: Sequence[FileEntry],
-        plan: ReadPlan,
         *,
         threads: int,
     ) -> None:
         self._storage = storage
         self._files = files
-        self._plan = plan
-        self._asked: SimpleQueue[tuple[Chunk, Sequence[memoryview], Future[None]] | None] = SimpleQueue()
+        self._asked: SimpleQueue[tuple[Sequence[Span], Sequence[memoryview], Future[None]] | None] = (
+            SimpleQueue()
+        )
         # Daemons, unlike an executor's threads: a read that storage never answers must not hold up the exit.
         self._threads = [
             threading.Thread(target=self._serve, name=f"fastload-read-{n}", daemon=True)
             for n in range(threads)
         ]
+        self._lock = threading.Lock()
+        self._num_serving = 0
+        self._at_end: Callable[[], None] | None = None
+        self._under_way: dict[int, Span] = {}
         self.watch = Stopwatch()
 
-    def submit(self, chunk: Chunk, buffers: Sequence[memoryview]) -> Future[None]:
-        """Starts to fill buffers, together as long as the chunk, with its bytes.
+    def submit(self, spans: Sequence[Span], buffers: Sequence[memoryview]) -> Future[None]:
+        """Starts to fill buffers, together as long as the spans of a chunk, with their bytes.
 
         The future raises `StorageError` if storage fails for good, `Interrupted` after `stop`.
         """
         future: Future[None] = Future()
-        self._asked.put((chunk, buffers, future))
+        self._asked.put((spans, buffers, future))
         return future
 
     def start(self) -> None:
         """Starts the threads."""
+        self._num_serving = len(self._threads)
         for thread in self._threads:
             thread.start()
 
@@ -65,25 +72,81 @@ class ChunkReader:
         """Lets reads that have not begun, and retries, end at once."""
         self._storage.stop()
 
-    def close(self) -> None:
-        """Ends the threads, without waiting for a read that storage does not answer."""
+    def overdue(self, within_s: float) -> StorageError | None:
+        """Returns what to say of the read that has been under way for longest; None if none is."""
+        with self._lock:
+            span = next(iter(self._under_way.values()), None)
+        if span is None:
+            return None
+        name = self._files[span.file].name
+        return StorageError(
+            f"storage did not answer within {within_s:.1f} s",
+            url=f"{self._storage.url}/{name}" if name else self._storage.url,
+            offset=span.offset,
+            nbytes=span.nbytes,
+        )
+
+    def close(self, *, wait_s: float) -> bool:
+        """Ends the threads, and waits a little for reads under way.
+
+        Returns:
+            Whether all have ended. If not, storage does not answer; such a read still writes into its
+            buffers, which it keeps alive, should storage answer after all.
+        """
+        deadline = time.monotonic() + wait_s
         for _ in self._threads:
             self._asked.put(None)
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Calls something once no read is under way any more: now, or in the last thread to end."""
+        with self._lock:
+            if self._num_serving:
+                self._at_end = call
+                return
+        call()
 
     def _serve(self) -> None:
+        try:
+            self._serve_all()
+        finally:
+            with self._lock:
+                self._num_serving -= 1
+                call = self._at_end if not self._num_serving else None
+            if call is not None:
+                call()
+
+    def _serve_all(self) -> None:
         while (asked := self._asked.get()) is not None:
-            chunk, buffers, future = asked
+            spans, buffers, future = asked
+            del asked
             try:
-                self._read(chunk, buffers)
+                self._read(spans, buffers)
             except BaseException as error:
                 future.set_exception(error)
             else:
                 future.set_result(None)
+            del buffers, future  # a thread that waits for more keeps no memory
 
-    def _read(self, chunk: Chunk, buffers: Sequence[memoryview]) -> None:
+    def _read(self, spans: Sequence[Span], buffers: Sequence[memoryview]) -> None:
         rest = list(buffers)
         with self.watch:
-            for span in self._plan.spans(chunk):
+            for span in spans:
                 taken, rest = take(rest, span.nbytes)
-                file = self._files[span.file]
-                self._storage.read_into(file.name, span.offset, taken, file.version)
+                with self._reading(span):
+                    file = self._files[span.file]
+                    self._storage.read_into(file.name, span.offset, taken, file.version)
+
+    @contextlib.contextmanager
+    def _reading(self, span: Span) -> Iterator[None]:
+        me = threading.get_ident()
+        with self._lock:
+            self._under_way[me] = span
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._under_way[me]

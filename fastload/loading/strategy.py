@@ -48,7 +48,7 @@ def choose_strategy(
         OptionError: ``direct`` is asked for and some rank cannot read.
     """
     readers = tuple(readers)
-    if world_size == 1:
+    if world_size == 1 and not (fast_links and asked in ("allgather", "broadcast")):
         return Decision("direct", "one rank: nothing to exchange", readers)
     all_read = len(readers) == world_size
     if asked == "direct" and not all_read:

@@ -86,7 +86,7 @@ class ObjectStorage:
             )
         except Exception as error:
             raise OptionError(f"cannot open {url}: {_first_line(error)}") from error
-        self._listed: dict[str, FileStat] = {}
+        self._known: dict[str, FileStat] = {}
 
     @property
     def url(self) -> str:
@@ -97,24 +97,26 @@ class ObjectStorage:
         return self._count.total
 
     def stat(self, name: str) -> FileStat | None:
-        if name in self._listed:
-            return self._listed[name]
+        if name in self._known:
+            return self._known[name]
         try:
-            return _stat(self._call(name, lambda key: obstore.head(self._store, key)))
+            found = _stat(self._call(name, lambda key: obstore.head(self._store, key)))
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return None
             raise
+        self._known[name] = found
+        return found
 
     def list(self) -> list[str] | None:
         if self._url.endswith(_SUFFIX):
             return None
         if self._is_http:  # which has no listing: look for what a listing would be searched for
-            return [name for name in _HTTP_NAMES if self.stat(name) is not None][:1] or None
+            return next(([name] for name in _HTTP_NAMES if self.stat(name) is not None), None)
         found = self._call("", lambda key: obstore.list_with_delimiter(self._store, key or None))
-        for meta in found["objects"]:
-            self._listed[meta["path"].rsplit("/", 1)[-1]] = _stat(meta)
-        return sorted(self._listed) or None
+        names = {meta["path"].rsplit("/", 1)[-1]: _stat(meta) for meta in found["objects"]}
+        self._known.update(names)
+        return sorted(names) or None
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         nbytes = sum(map(len, buffers))
@@ -140,7 +142,7 @@ class ObjectStorage:
             position += len(buffer)
 
     def close(self) -> None:
-        self._listed.clear()
+        self._known.clear()
 
     def _key(self, name: str) -> str:
         return "/".join(part for part in (self._root, name) if part)

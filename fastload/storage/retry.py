@@ -15,12 +15,22 @@ __all__ = ["PatientStorage"]
 
 T = TypeVar("T")
 
-_FIRST_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 5.0
+_FIRST_BACKOFF_S = 0.8
+_MAX_BACKOFF_S = 8.0
+
+
+def _backoff_s(attempt: int) -> float:
+    """Returns how long to wait after an attempt, the first being 1.
+
+    Jitter, since ranks that failed together must not come back together; over the upper half only, so
+    that four attempts more outlast an outage of 5 s.
+    """
+    longest = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (attempt - 1))
+    return random.uniform(longest / 2, longest)
 
 
 class PatientStorage:
-    """A storage that tries again after transient errors, with full jitter, until a deadline.
+    """A storage that tries again after transient errors, with jitter, until a deadline.
 
     Args:
         storage: The storage.
@@ -97,10 +107,10 @@ class PatientStorage:
                 error.attempts = attempt
                 if not error.transient or attempt > self._retries:
                     raise
-                # Full jitter: ranks that failed together must not come back together.
-                pause = random.uniform(0, min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2**attempt))
-                if time.monotonic() + pause >= deadline:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
                     raise
+                pause = min(_backoff_s(attempt), left_s / 4)
             with self._lock:
                 self._num_retries += 1
             self._stopped.wait(pause)

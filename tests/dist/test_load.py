@@ -493,6 +493,26 @@ def test_an_open_checkpoint_loads_again_and_again(rank: int, world: int, path: P
     assert not [fd for fd in os.listdir("/proc/self/fd") if _link(fd) == str(path)]
 
 
+@prepared([with_index])
+@ranks(2)
+def test_a_retry_counts_in_the_load_it_happened_in(rank: int, world: int, path: Path) -> None:
+    whole, failures = os.preadv, [OSError(5, "Input/output error")] if rank == 1 else []
+
+    def flaky(fd: int, buffers: Any, offset: int) -> int:
+        if failures:
+            raise failures.pop()
+        return whole(fd, buffers, offset)
+
+    retries = []
+    with fastload.open(path, options=fastload.LoadOptions(strategy="allgather")) as checkpoint:
+        os.preadv = flaky
+        for _ in range(2):
+            assert_same_bits(checkpoint.load(), load_reference(path))
+            assert checkpoint.report is not None
+            retries.append([own.retries for own in checkpoint.report.ranks])
+    assert retries == [[0, 1], [0, 0]]
+
+
 def _link(fd: str) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{fd}")

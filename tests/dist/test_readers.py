@@ -185,3 +185,16 @@ def test_a_bad_header_on_the_only_rank_that_sees_it_fails_on_all(rank: int, worl
         (disk / "m.safetensors").write_bytes(b"not a checkpoint at all")
     with pytest.raises(fastload.ManifestError, match="header length"):
         fastload.load(disk / "m.safetensors", options=fastload.LoadOptions(timeout_s=20))
+
+
+@ranks(3, same=True)
+def test_an_empty_mount_point_does_not_hide_the_files_of_others(
+    rank: int, world: int, tmp_path: Path, original: Path
+) -> str:
+    disk = own_disk(tmp_path, rank)
+    if rank:
+        copy(original, disk)
+    tensors, report = load(disk, original)
+    assert [own.reader for own in report.ranks] == [False, True, True]
+    assert report.ranks[0].note.startswith(f"does not see {disk}")
+    return state_digest(tensors)

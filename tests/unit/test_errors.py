@@ -71,7 +71,7 @@ def test_a_peer_error_keeps_its_type() -> None:
     [
         (MemoryError("cannot allocate 5 TB"), "cannot allocate 5 TB"),
         (KeyError("name"), "'name'"),
-        (ValueError("bad", 3), "bad"),
+        (ValueError("bad", 3), "('bad', 3)"),
         (FileNotFoundError(2, "No such file", "/x"), "[Errno 2] No such file: '/x'"),
         (PermissionError(13, "Permission denied"), "[Errno 13] Permission denied"),
         (RuntimeError(), ""),

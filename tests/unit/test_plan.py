@@ -108,7 +108,7 @@ def test_the_slabs_fit_into_staging_and_hold_every_slot(
     assert plan.depth >= 1
     assert plan.depth * plan.slab_bytes <= staging_bytes
     for index in range(plan.num_rounds):
-        slots = [plan.slot_bytes(index, rank) for rank in range(plan.world_size)]
+        slots = plan.slot_sizes(index)
         assert sum(slots) <= plan.slab_bytes
         for rank, slot in enumerate(slots):
             assert slot % PAGE_BYTES == 0
@@ -183,6 +183,39 @@ def test_a_chunk_that_does_not_fit_is_an_option_error() -> None:
         plan(largest + 1)
 
 
+@given(plans(), st.data())
+def test_without_broken_readers_the_others_read_exactly_what_is_left(
+    drawn: tuple[list[TensorEntry], ReadPlan, int], data: st.DataObject
+) -> None:
+    wanted, plan, _ = drawn
+    broken = data.draw(st.sets(st.sampled_from(plan.readers), min_size=1))
+    num_done = data.draw(st.integers(0, plan.num_rounds))
+    num_posted = data.draw(st.integers(num_done, plan.num_rounds))
+    lacking = [(index, rank) for index in range(num_done, num_posted) for rank in sorted(broken)]
+    left = plan.without(broken, lacking, num_posted)
+    if broken == set(plan.readers):
+        assert left is None
+        return
+    assert left is not None
+    assert left.slab_bytes <= plan.slab_bytes
+    assert left.readers == tuple(rank for rank in plan.readers if rank not in broken)
+
+    placed: list[int] = []
+    for index in range(num_posted):
+        for rank in plan.readers:
+            if index < num_done or rank not in broken:
+                placed += wanted_bytes(plan, index, rank)
+    for index in range(left.num_rounds):
+        for rank in left.readers:
+            placed += wanted_bytes(left, index, rank)
+    assert sorted(placed) == list(range(sum(entry.nbytes for entry in wanted)))
+
+
+def wanted_bytes(plan: ReadPlan, index: int, rank: int) -> list[int]:
+    spans = plan.spans(plan.chunk(index, rank))
+    return [at for span in spans for at in range(span.start, span.start + span.nbytes)]
+
+
 def test_a_chunk_longer_than_a_share_is_cut_to_it() -> None:
     plan = plan_reads(
         entries((10, 0, False)), world_size=4, readers=range(4), staging_bytes=1 << 20, chunk_bytes=1 << 30
@@ -194,14 +227,14 @@ def test_a_chunk_longer_than_a_share_is_cut_to_it() -> None:
 def test_spans_lead_back_to_the_files_across_gaps() -> None:
     a, b, c, d = entries((10, 100, False), (5, 0, False), (7, 3, False), (4, 8, True))
     plan = plan_reads([a, b, c, d], world_size=1, readers=(0,), staging_bytes=1 << 20, chunk_bytes=1 << 10)
-    assert plan.extents == (Span(0, 100, 15), Span(0, 118, 7), Span(1, 8, 4))
+    assert plan.extents == (Span(0, 100, 15, 0), Span(0, 118, 7, 15), Span(1, 8, 4, 22))
     assert plan.spans(Chunk(0, 26)) == list(plan.extents)
-    assert plan.spans(Chunk(14, 9)) == [Span(0, 114, 1), Span(0, 118, 7), Span(1, 8, 1)]
-    assert plan.spans(Chunk(15, 7)) == [Span(0, 118, 7)]
-    assert plan.spans(Chunk(16, 1)) == [Span(0, 119, 1)]
+    assert plan.spans(Chunk(14, 9)) == [Span(0, 114, 1, 14), Span(0, 118, 7, 15), Span(1, 8, 1, 22)]
+    assert plan.spans(Chunk(15, 7)) == [Span(0, 118, 7, 15)]
+    assert plan.spans(Chunk(16, 1)) == [Span(0, 119, 1, 16)]
     # Without the tensor in the middle the two that are left are no neighbours.
     subset = plan_reads([a, c], world_size=1, readers=(0,), staging_bytes=1 << 20, chunk_bytes=1 << 10)
-    assert subset.spans(Chunk(9, 2)) == [Span(0, 109, 1), Span(0, 118, 1)]
+    assert subset.spans(Chunk(9, 2)) == [Span(0, 109, 1, 9), Span(0, 118, 1, 10)]
 
 
 def test_the_digest_tells_plans_apart() -> None:

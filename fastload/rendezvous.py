@@ -1,0 +1,161 @@
+"""The rendezvous store of torch.distributed, as the ranks use it to agree: with deadlines throughout."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fastload.errors import DeadlineExceeded, PeerError, to_wire
+from fastload.patience import within
+
+__all__ = ["Rendezvous"]
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_PIECE_BYTES = 4 << 20  # a TCPStore refuses values of more than 8 MiB
+_FIRST_POLL_S = 0.0005
+_LAST_POLL_S = 0.05
+
+
+class Rendezvous:
+    """The corner of the store that one world has to itself, seen from one of its ranks.
+
+    Args:
+        store: A ``torch.distributed.Store``; None for a world of 1, which never asks.
+        rank: This rank.
+        size: Number of ranks.
+        host: The rank that hosts the store, if one of them does.
+        if_lost: What it means that the store is gone.
+    """
+
+    def __init__(self, store: Any, *, rank: int, size: int, host: int | None, if_lost: str) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._host = host
+        self._if_lost = if_lost
+        self._num_pieces: dict[int, int] = {}
+        self._lost: PeerError | None = None
+
+    def ask(self, what: str, limit_s: float, ask: Callable[[], T]) -> T:
+        """Asks the store: a store whose host is stopped or cut off would keep the caller for ever."""
+        if self._lost is not None:
+            raise self._lost
+        try:
+            return within(limit_s, "the rendezvous store", ask)
+        except (RuntimeError, DeadlineExceeded) as error:
+            self._lost = self._explain(what, error)
+        raise self._lost
+
+    def tell(self, values: dict[str, str], *, limit_s: float) -> None:
+        """Leaves values in the store, if it is still there."""
+
+        def tell() -> None:
+            for key, value in values.items():
+                self._store.set(key, value)
+
+        try:
+            self.ask("telling the other ranks", limit_s, tell)
+        except PeerError as error:
+            _log.debug("not told: %s", error)
+
+    def has(self, key: str, *, limit_s: float) -> bool:
+        """Whether somebody has left a value."""
+        return self.ask("watching the other ranks", limit_s, lambda: bool(self._store.check([key])))
+
+    def collect(
+        self, what: str, step: int, mine: str, *, wait_s: float, grace_s: float
+    ) -> list[dict[str, Any]]:
+        """Leaves this rank's answer and returns those of all ranks, the same list on every rank.
+
+        Args:
+            what: Name of the step, for messages.
+            step: Its number.
+            mine: This rank's answer, a JSON object.
+            wait_s: How long to wait for the others; the answer of one that is late is an error.
+            grace_s: How long to wait, then, for the list that holds for all.
+        """
+
+        def collect() -> list[dict[str, Any]]:
+            self._store.set(f"{step}/{self._rank}", mine)
+            answers = self._verdict(step, wait_s, grace_s)
+            if self._rank == 0 and step >= 2:
+                self._forget(step - 2)  # everyone who is here has read it
+            return answers
+
+        return self.ask(what, wait_s + 1.5 * grace_s, collect)
+
+    def put_bytes(self, what: str, step: int, data: bytes, *, limit_s: float) -> int:
+        """Leaves bytes for the others; returns in how many pieces."""
+        pieces = [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]
+        keys = self._piece_keys(step, len(pieces))
+
+        def put() -> int:
+            for key, piece in zip(keys, pieces, strict=True):
+                self._store.set(key, piece)
+            return len(pieces)
+
+        return self.ask(what, limit_s, put)
+
+    def get_bytes(self, what: str, step: int, num_pieces: int, *, limit_s: float) -> bytes:
+        """Returns what one rank has left in so many pieces."""
+        self._num_pieces[step] = num_pieces
+        keys = self._piece_keys(step, num_pieces)
+        return self.ask(what, limit_s, lambda: b"".join(self._store.get(key) for key in keys))
+
+    def _piece_keys(self, step: int, num_pieces: int) -> list[str]:
+        return [f"{step}/piece{index}" for index in range(num_pieces)]
+
+    def _explain(self, what: str, error: Exception) -> PeerError:
+        failures: dict[int, BaseException] = {}
+        if self._host is not None:
+            failures[self._host] = DeadlineExceeded("hosted the rendezvous store, which is gone")
+        first_line = str(error).split("\n", 1)[0]
+        return PeerError(f"{what}: the rendezvous store is gone: {self._if_lost} ({first_line})", failures)
+
+    def _verdict(self, step: int, wait_s: float, grace_s: float) -> list[dict[str, Any]]:
+        """Returns the one list of answers that all ranks use: the first that anyone could publish.
+
+        Rank 0 publishes as soon as all have answered. Where it does not, whoever runs out of patience
+        first publishes in its place, so that even then all ranks see the same list.
+        """
+        everyone = [f"{step}/{rank}" for rank in range(self._size)]
+        awaited = everyone if self._rank == 0 else [f"{step}/all"]
+        present = self._poll(awaited, time.monotonic() + wait_s)
+        if not self._store.check([f"{step}/all"]):
+            if (self._rank == 0 or not present) and self._store.add(f"{step}/ticket", 1) == 1:
+                self._store.set(f"{step}/all", json.dumps(self._answers(everyone, wait_s)))
+            elif not self._poll([f"{step}/all"], time.monotonic() + grace_s):
+                return self._answers(everyone, wait_s)  # whoever took the ticket died with it
+        answers: list[dict[str, Any]] = json.loads(self._store.get(f"{step}/all"))
+        return answers
+
+    def _answers(self, keys: list[str], wait_s: float) -> list[dict[str, Any]]:
+        if self._store.check(keys):
+            return [json.loads(text) for text in self._store.multi_get(keys)]
+        error = DeadlineExceeded(f"did not answer within {wait_s:.1f} s: killed, stopped, stuck or cut off")
+        late = {"host": "", "value": None, "error": to_wire(error)}
+        return [json.loads(self._store.get(key)) if self._store.check([key]) else late for key in keys]
+
+    def _poll(self, keys: list[str], until: float) -> bool:
+        """Waits until all keys exist. Polls, since a blocking wait would lock the store for other threads."""
+        began = time.monotonic()
+        while not self._store.check(keys):
+            now = time.monotonic()
+            if now >= until:
+                return False
+            # In proportion to the time waited so far, so that polling adds a few percent to any wait.
+            time.sleep(min(max(_FIRST_POLL_S, (now - began) / 16), _LAST_POLL_S))
+        return True
+
+    def _forget(self, step: int) -> None:
+        answers = [f"{step}/{name}" for name in ("all", "ticket", *range(self._size))]
+        for key in answers + self._piece_keys(step, self._num_pieces.pop(step, 0)):
+            try:
+                self._store.delete_key(key)
+            except (RuntimeError, NotImplementedError):
+                return  # a FileStore keeps its keys; they are small

@@ -1,0 +1,124 @@
+"""What the failure tests share: small checkpoints, ways to go wrong at a chosen place, and what came of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import fastload
+from fastload import api
+from fastload.errors import PeerError
+from fastload.loading import access
+from fastload.loading.pipeline import Pipeline
+from fastload.storage.local import LocalStorage
+
+TIMEOUT_S = 2.0
+SLACK_S = 1.5  # for two busy cores
+CHUNK_BYTES = 64 << 10
+NUM_BYTES = 3 * 12 * CHUNK_BYTES  # with 3 ranks: 12 rounds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call ended on one rank, in a form that can be compared between ranks."""
+
+    kind: str
+    causes: dict[int, str]
+    text: str
+    seconds: float
+    details: dict[int, dict[str, Any]]
+
+
+def checkpoint(path: Path, nbytes: int = NUM_BYTES, fill: int = 0) -> Path:
+    """Writes one file whose every byte depends on its place."""
+    data = (torch.arange(nbytes) * 31 + (torch.arange(nbytes) >> 8) + fill).to(torch.uint8)
+    save_file({"a": data[: nbytes // 3].clone(), "b": data[nbytes // 3 :].clone()}, path)
+    return path
+
+
+def is_intact(tensors: dict[str, torch.Tensor], nbytes: int = NUM_BYTES, fill: int = 0) -> bool:
+    data = (torch.arange(nbytes) * 31 + (torch.arange(nbytes) >> 8) + fill).to(torch.uint8)
+    return bool(torch.equal(torch.cat([tensors["a"], tensors["b"]]), data))
+
+
+def options(**changes: Any) -> fastload.LoadOptions:
+    given: dict[str, Any] = {"timeout_s": TIMEOUT_S, "chunk_bytes": CHUNK_BYTES, "strategy": "allgather"}
+    return fastload.LoadOptions(**{**given, **changes})
+
+
+def outcome_of(call: Callable[[], Any]) -> Outcome:
+    """Calls what has to raise, and says how it ended."""
+    began = time.monotonic()
+    try:
+        call()
+    except BaseException as error:
+        seconds = time.monotonic() - began
+        failures = error.failures if isinstance(error, PeerError) else {}
+        return Outcome(
+            type(error).__name__,
+            {rank: type(cause).__name__ for rank, cause in failures.items()},
+            str(error),
+            seconds,
+            {rank: dict(vars(cause)) for rank, cause in failures.items()},
+        )
+    raise AssertionError("nothing was raised")
+
+
+def fastload_threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("fastload"))
+
+
+def die(signum: signal.Signals) -> None:
+    os.kill(os.getpid(), signum)
+
+
+# Where a rank can be hit, in the order of a load. Each takes what to do there and changes this process.
+
+STAGES = ("start", "open", "headers", "compare", "prepare", "connect", "first", "middle", "last", "gather")
+
+
+def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None]) -> None:
+    """Lets this process do something when a load gets to a stage."""
+
+    def before(owner: Any, name: str, when: Callable[..., bool] = lambda *_: True) -> None:
+        real = getattr(owner, name)
+
+        def struck(*args: Any, **kwargs: Any) -> Any:
+            if when(*args):
+                act()
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, struck)
+
+    if stage == "start":
+        before(api, "join")
+    elif stage == "open":
+        before(LocalStorage, "stat")
+    elif stage == "headers":
+        before(access, "read_manifest")
+    elif stage == "compare":
+        before(access, "_difference")
+    elif stage == "prepare":
+        before(api, "match")
+    elif stage == "connect":
+        before(Pipeline, "run")
+    elif stage == "first":
+        before(Pipeline, "_finish", lambda self, plan, index, work: index == 0)
+    elif stage == "middle":
+        before(Pipeline, "_finish", lambda self, plan, index, work: index == plan.num_rounds // 2)
+    elif stage == "last":
+        before(Pipeline, "_finish", lambda self, plan, index, work: index == plan.num_rounds - 1)
+    elif stage == "gather":
+        before(api.Checkpoint, "_rank_report")
+    else:
+        raise AssertionError(stage)

@@ -1,0 +1,130 @@
+"""An HTTP server with ranges and ETags that misbehaves on demand: real sockets, real faults."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+__all__ = ["FlakyServer", "serve"]
+
+_SMALL_BYTES = 4096  # ranges below are headers, which most tests leave alone
+
+
+class FlakyServer(ThreadingHTTPServer):
+    """Serves the files of a folder.
+
+    Attributes:
+        faults: How to fail, for the data requests to come: taken from the front, one each.
+        always: How to fail every data request of one client port range; see `fail_client`.
+        log: (method, path, range) of every request.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.folder = folder
+        self.faults: list[str] = []
+        self.log: list[tuple[str, str, str]] = []
+        self.lock = threading.Lock()
+        self.dead_until = 0.0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass  # clients that give up on a stalled answer are part of the test
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FlakyServer
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def _answer(self, *, with_body: bool) -> None:
+        path = self.server.folder / self.path.lstrip("/")
+        wanted = self.headers.get("Range", "")
+        with self.server.lock:
+            self.server.log.append((self.command, self.path, wanted))
+        if time.monotonic() < self.server.dead_until:
+            return self._reset()
+        if not path.is_file():
+            return self._status(404)
+        data = path.read_bytes()
+        begin, end = 0, len(data)
+        if wanted:
+            first, last = wanted.removeprefix("bytes=").split("-")
+            begin, end = int(first), min(int(last) + 1, len(data))
+        fault = ""
+        if with_body and end - begin > _SMALL_BYTES:
+            with self.server.lock:
+                fault = self.server.faults.pop(0) if self.server.faults else ""
+        self._send(data, begin, end, partial=bool(wanted), with_body=with_body, fault=fault)
+
+    def _send(self, data: bytes, begin: int, end: int, *, partial: bool, with_body: bool, fault: str) -> None:
+        if fault.isdigit():
+            return self._status(int(fault))
+        if fault == "reset-before":
+            return self._reset()
+        body = data[begin:end]
+        if fault == "wrong-length":
+            body = body[: len(body) // 2]
+        self.send_response(206 if partial else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", '"replaced"' if fault == "replaced" else '"v1"')
+        if partial:
+            self.send_header("Content-Range", f"bytes {begin}-{begin + len(body) - 1}/{len(data)}")
+        self.end_headers()
+        if not with_body:
+            return None
+        if fault in ("reset", "short", "stall"):
+            self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+            if fault == "stall":
+                time.sleep(30)
+            return self._reset() if fault == "reset" else self._close()
+        self.wfile.write(body)
+        return None
+
+    def _status(self, code: int) -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _close(self) -> None:
+        self.close_connection = True
+
+    def _reset(self) -> None:
+        """Ends the connection with RST."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+
+
+@contextlib.contextmanager
+def serve(folder: Path) -> Iterator[FlakyServer]:
+    """Runs a server on loopback until the end of the block."""
+    server = FlakyServer(folder)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)

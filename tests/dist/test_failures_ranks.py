@@ -1,0 +1,325 @@
+"""A rank that dies, stops or raises at any stage: all others end in time, with one error that names it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fastload
+from fastload.errors import PeerError, StorageError
+from fastload.loading import exchange, match, rounds
+from fastload.storage.local import LocalStorage
+from tests.dist import faults
+from tests.dist.faults import fastload_threads, is_intact, SLACK_S, TIMEOUT_S, Outcome, checkpoint, die, options, outcome_of
+from tests.dist.harness import run_ranks
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+
+
+def load_and_fail(
+    rank: int, world: int, path: Path, victims: dict[int, signal.Signals], stage: str, strategy: str
+) -> Outcome:
+    patch = pytest.MonkeyPatch()
+    if rank in victims:
+        faults.strike(patch, stage, lambda: die(victims[rank]))
+    return outcome_of(lambda: fastload.load(path, options=options(strategy=strategy)))
+
+
+def require_named(ends: list[Outcome | None], victims: set[int], store_died: bool = False) -> None:
+    """All that are left raised the same, in time, and it names the victims and nobody else."""
+    left = {rank: end for rank, end in enumerate(ends) if rank not in victims}
+    for rank, end in left.items():
+        assert end is not None
+        assert end.kind == "PeerError", (rank, end)
+        assert set(end.causes) == victims, (rank, end)
+        assert all(f"rank {victim}" in end.text for victim in victims), (rank, end)
+        assert end.seconds < TIMEOUT_S + SLACK_S, (rank, end)
+    assert len({tuple(end.causes.items()) for end in left.values() if end is not None}) == 1
+
+
+def run_victims(path: Path, world: int, victims: dict[int, signal.Signals], **how: Any) -> None:
+    store = how.pop("store", "agent")
+    arguments: dict[str, Any] = {"stage": "middle", "strategy": "allgather", **how}
+    ends = run_ranks(
+        load_and_fail, world, deadline_s=20, dies=victims, store=store,
+        path=checkpoint(path), victims=victims, **arguments,
+    )  # fmt: skip
+    require_named(ends, set(victims))
+
+
+CASES = [
+    pytest.param(stage, strategy, (place + turn) % 3, id=f"{stage}-{strategy}-rank{(place + turn) % 3}")
+    for place, stage in enumerate(faults.STAGES)
+    for turn, strategy in enumerate(("allgather", "broadcast", "direct"))
+    if stage not in ("headers", "compare")
+]
+
+
+@pytest.mark.parametrize(("stage", "strategy", "victim"), CASES)
+def test_killed_rank_is_named(tmp_path: Path, stage: str, strategy: str, victim: int) -> None:
+    run_victims(tmp_path / "x.safetensors", 3, {victim: KILL}, stage=stage, strategy=strategy)
+
+
+@pytest.mark.parametrize("signum", [KILL, STOP], ids=lambda signum: signum.name)
+@pytest.mark.parametrize(("stage", "victim"), [("headers", 0), ("compare", 1)])
+def test_rank_that_ends_between_agreements_is_named(
+    tmp_path: Path, stage: str, victim: int, signum: signal.Signals
+) -> None:
+    run_victims(tmp_path / "x.safetensors", 3, {victim: signum}, stage=stage)
+
+
+@pytest.mark.parametrize(
+    ("stage", "victim"),
+    [("start", 1), ("open", 2), ("prepare", 0), ("connect", 1), ("first", 0), ("middle", 0), ("middle", 1),
+     ("middle", 2), ("last", 1), ("gather", 0)],
+)  # fmt: skip
+def test_stopped_rank_is_named(tmp_path: Path, stage: str, victim: int) -> None:
+    run_victims(tmp_path / "x.safetensors", 3, {victim: STOP}, stage=stage)
+
+
+@pytest.mark.parametrize("strategy", ["broadcast", "direct"])
+def test_stopped_rank_is_named_with_other_strategies(tmp_path: Path, strategy: str) -> None:
+    run_victims(tmp_path / "x.safetensors", 3, {0: STOP}, stage="middle", strategy=strategy)
+
+
+@pytest.mark.parametrize("signum", [KILL, STOP], ids=lambda signum: signum.name)
+@pytest.mark.parametrize("stage", ["open", "prepare", "connect", "middle", "gather"])
+def test_rank_0_takes_the_rendezvous_store_with_it(
+    tmp_path: Path, stage: str, signum: signal.Signals
+) -> None:
+    run_victims(tmp_path / "x.safetensors", 3, {0: signum}, stage=stage, store="rank0")
+
+
+def test_two_ranks_killed_at_once_are_both_named(tmp_path: Path) -> None:
+    run_victims(tmp_path / "x.safetensors", 4, {1: KILL, 3: KILL}, stage="middle")
+    run_victims(tmp_path / "x.safetensors", 4, {0: KILL, 2: STOP}, stage="first")
+
+
+def load_and_resume(rank: int, world: int, path: Path, notes: Path) -> Outcome:
+    """Rank 1 stops; rank 0 lets it go on when it has failed itself."""
+    patch = pytest.MonkeyPatch()
+    if rank == 1:
+        (notes / "pid").write_text(str(os.getpid()))
+        faults.strike(patch, "middle", lambda: die(STOP))
+    end = outcome_of(lambda: fastload.load(path, options=options()))
+    if rank == 0:
+        os.kill(int((notes / "pid").read_text()), signal.SIGCONT)
+    return end
+
+
+def test_rank_that_goes_on_too_late_raises_what_the_others_raised(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "x.safetensors")
+    ends = run_ranks(load_and_resume, 3, deadline_s=20, path=path, notes=tmp_path)
+    assert [end.kind for end in ends] == ["PeerError"] * 3
+    assert [set(end.causes) for end in ends] == [{1}] * 3, ends
+    assert all(end.seconds < TIMEOUT_S + SLACK_S for end in ends if end is not ends[1])
+
+
+class Odd(Exception):
+    """Carries what no wire can, and its text is no text."""
+
+    def __init__(self) -> None:
+        super().__init__(threading.Lock(), {1, 2})
+        self.lock = threading.Lock()
+        self.deep = ((object(),), float("nan"))
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+RAISES = {
+    "error": lambda: RuntimeError("the callback of the user"),
+    "key": lambda: KeyError("name"),
+    "odd": Odd,
+    "huge": lambda: ValueError("x" * (20 << 20)),
+    "huge-fields": lambda: fastload.MismatchError("no", tuple(str(n) * 9 for n in range(400_000))),
+    "nested": lambda: PeerError("an inner load", {7: KeyError("inner")}),
+    "interrupt": KeyboardInterrupt,
+    "exit": lambda: SystemExit(3),
+}
+
+
+def raise_and_load_again(rank: int, world: int, path: Path, raises: str, stage: str) -> Outcome:
+    """Rank 1 raises in the first load; the second one finds the group as good as new."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            faults.strike(patch, stage, lambda: fail(RAISES[raises]()))
+        end = outcome_of(lambda: fastload.load(path, options=options()))
+    assert is_intact(fastload.load(path, options=options(timeout_s=20)))
+    return end
+
+
+def fail(error: BaseException) -> None:
+    try:
+        raise error
+    finally:
+        del error  # no cycle with its own traceback
+
+
+@pytest.mark.parametrize("stage", ["prepare", "middle"])
+@pytest.mark.parametrize("raises", RAISES)
+def test_any_exception_on_one_rank_is_told_to_all(tmp_path: Path, raises: str, stage: str) -> None:
+    path = checkpoint(tmp_path / "x.safetensors")
+    ends = run_ranks(raise_and_load_again, 3, deadline_s=30, path=path, raises=raises, stage=stage)
+    kinds = [end.kind for end in ends]
+    own = {"interrupt": "KeyboardInterrupt", "exit": "SystemExit"}.get(raises, "PeerError")
+    assert kinds == ["PeerError", own, "PeerError"], ends
+    shown = {"error": "the callback of the user", "key": "KeyError: 'name'", "interrupt": "KeyboardInterrupt",
+             "nested": "an inner load", "odd": "Odd", "huge": "xxx", "exit": "SystemExit"}  # fmt: skip
+    for rank, end in enumerate(ends):
+        assert end.kind != "PeerError" or set(end.causes) == {1}, ends
+        assert rank == 1 or shown.get(raises, "no") in end.text
+        assert end.seconds < 0.6 * TIMEOUT_S, "told, not waited for"
+
+
+def raise_in_progress(rank: int, world: int, path: Path) -> Outcome:
+    def progress(done: int, total: int) -> None:
+        if rank == 2 and done > total // 2:
+            raise LookupError("no such progress bar")
+
+    end = outcome_of(lambda: fastload.load(path, options=options(progress=progress)))
+    assert fastload_threads() == [], "a thread is left"
+    return end
+
+
+def test_exception_in_a_progress_callback(tmp_path: Path) -> None:
+    ends = run_ranks(raise_in_progress, 3, deadline_s=20, path=checkpoint(tmp_path / "x.safetensors"))
+    assert [end.causes for end in ends] == [{2: "LookupError"}] * 3
+
+
+def load_in_groups(rank: int, world: int, path: Path) -> Outcome | None:
+    """Ranks 0 and 1 load while rank 3 kills itself under rank 2."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = groups[rank // 2]
+    patch = pytest.MonkeyPatch()
+    if rank == 3:
+        faults.strike(patch, "middle", lambda: die(KILL))
+    if rank < 2:
+        for _ in range(5):
+            assert is_intact(fastload.load(path, process_group=group, options=options(timeout_s=20)))
+        return None
+    return outcome_of(lambda: fastload.load(path, process_group=group, options=options()))
+
+
+def test_failure_of_one_group_leaves_the_other_alone(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "x.safetensors")
+    ends = run_ranks(load_in_groups, 4, deadline_s=30, dies={3: KILL}, path=path)
+    assert set(ends[2].causes) == {1}, "its rank in the group"
+
+
+def store_host_dies_outside(rank: int, world: int, path: Path) -> Outcome:
+    group = dist.new_group([1, 2])
+    dist.barrier()
+    if rank == 0:
+        die(KILL)
+    time.sleep(0.2)
+    return outcome_of(lambda: fastload.load(path, process_group=group, options=options()))
+
+
+def test_nobody_of_the_group_is_blamed_for_the_store(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "x.safetensors")
+    ends = run_ranks(store_host_dies_outside, 3, deadline_s=20, dies={0: KILL}, store="rank0", path=path)
+    for end in ends[1:]:
+        assert (end.kind, end.causes) == ("PeerError", {})
+        assert "rank 0 of the job" in end.text
+
+
+def fail_and_exit(rank: int, world: int, path: Path, stage: str, how: str) -> None:
+    """Ends as a program does, through the whole of the interpreter's finalization."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(os, "_exit", sys.exit)
+    if rank == 1:
+        faults.strike(patch, stage, lambda: fail(RuntimeError("no")) if how == "raise" else die(KILL))
+    end = outcome_of(lambda: fastload.load(path, options=options()))
+    assert set(end.causes) == {1}
+
+
+@pytest.mark.parametrize("stage", ["prepare", "middle"])
+@pytest.mark.parametrize("how", ["raise", "die"])
+def test_process_exits_cleanly_after_a_failure(tmp_path: Path, stage: str, how: str) -> None:
+    path = checkpoint(tmp_path / "x.safetensors")
+    dies = {1: KILL} if how == "die" else None
+    run_ranks(fail_and_exit, 3, deadline_s=20, dies=dies, path=path, stage=stage, how=how)
+
+
+def kept_after_failure(rank: int, world: int, path: Path, what: str) -> None:
+    """Neither slabs nor tensors, descriptors or threads outlive a load that failed."""
+    gc.collect()
+    gc.disable()
+    made: list[weakref.ref[torch.Tensor]] = []
+    patch = pytest.MonkeyPatch()
+    for owner, name in ((rounds, "allocate_staging"), (exchange, "allocate_staging"), (match, "allocate")):
+        real = getattr(owner, name)
+
+        def noted(*args: Any, real: Any = real, **kwargs: Any) -> torch.Tensor:
+            tensor = real(*args, **kwargs)
+            made.append(weakref.ref(tensor))
+            return tensor
+
+        patch.setattr(owner, name, noted)
+    victim = rank == min(1, world - 1)
+    if victim and what == "raise":
+        faults.strike(patch, "middle", lambda: fail(RuntimeError("no")))
+    if what == "all-read" or (victim and what == "read"):
+        real_read = LocalStorage.read_into
+
+        def read_into(self: LocalStorage, name: str, offset: int, *more: Any) -> None:
+            if offset > faults.NUM_BYTES // 2:
+                raise StorageError("no")
+            real_read(self, name, offset, *more)
+
+        patch.setattr(LocalStorage, "read_into", read_into)
+    descriptors: list[int] = []
+    for _ in range(4):
+        with contextlib.suppress(PeerError, StorageError, RuntimeError):
+            fastload.load(path, options=options())
+        dist.barrier()
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+    assert made
+    alive = sum(ref() is not None for ref in made)
+    assert alive == 0, f"{alive} of {len(made)} buffers are alive"
+    assert fastload_threads() == []
+    assert descriptors[-1] <= descriptors[1], descriptors
+
+
+@pytest.mark.parametrize(("world", "what"), [(3, "raise"), (3, "read"), (3, "all-read"), (1, "raise"), (1, "read")])
+def test_nothing_is_kept_after_failures(tmp_path: Path, world: int, what: str) -> None:
+    path = checkpoint(tmp_path / "x.safetensors")
+    run_ranks(kept_after_failure, world, deadline_s=40, path=path, what=what)
+
+
+def short_deadline(rank: int, world: int, path: Path) -> Outcome:
+    patch = pytest.MonkeyPatch()
+    if rank == 1:
+        # A little later than the others have looked for an alarm.
+        faults.strike(patch, "first", lambda: time.sleep(0.07) or fail(RuntimeError("no")))
+    else:  # busy for far longer than the others wait for its answer
+        slow_down(patch, 0.05)
+    return outcome_of(lambda: fastload.load(path, options=options(timeout_s=0.6, strategy="direct")))
+
+
+def slow_down(patch: pytest.MonkeyPatch, seconds: float) -> None:
+    real = LocalStorage.read_into
+
+    def read_into(*args: Any) -> None:
+        time.sleep(seconds)
+        real(*args)
+
+    patch.setattr(LocalStorage, "read_into", read_into)
+
+
+def test_deadline_below_a_second_still_names_the_one_that_failed(tmp_path: Path) -> None:
+    ends = run_ranks(short_deadline, 3, deadline_s=20, path=checkpoint(tmp_path / "x.safetensors"))
+    assert [set(end.causes) for end in ends] == [{1}] * 3, ends

@@ -1,0 +1,88 @@
+"""A rank whose storage breaks for good while data moves: the others read its chunks.
+
+Every rank has a copy on a disk of its own; the copies of some ranks are truncated once they are open.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastload
+from fastload.errors import PeerError, StorageError
+from tests.checkpoints import assert_same_bits, load_reference, write_sharded
+from tests.dist.harness import ranks
+from tests.dist.test_readers import copy, original, own_disk, pytestmark  # noqa: F401
+
+_NUM_BYTES = sum((200 + number) * 3 * 4 for number in range(5))
+OPTIONS = fastload.LoadOptions(strategy="allgather", chunk_bytes=100, timeout_s=20)
+
+
+def open_copy(original: Path, disk: Path, rank: int) -> fastload.Checkpoint:
+    copy(original, own_disk(disk, rank))
+    return fastload.open(disk, options=OPTIONS)
+
+
+@ranks(2, 3, 5)
+@pytest.mark.parametrize("keep", [0.0, 0.4, 0.99])
+@pytest.mark.parametrize("cast", [None, torch.bfloat16], ids=["as-stored", "cast"])
+def test_others_take_over(
+    rank: int, world: int, tmp_path: Path, original: Path, keep: float, cast: torch.dtype | None
+) -> None:
+    with open_copy(original, tmp_path, rank) as checkpoint:
+        if rank == 1:
+            truncate(tmp_path, keep)
+        tensors = checkpoint.load(dtype=cast)
+        expected = load_reference(original)
+        assert_same_bits(tensors, {name: t.to(cast or t.dtype) for name, t in expected.items()})
+        report = checkpoint.report
+        assert report is not None
+        assert "stopped reading" in report.ranks[1].note
+        assert "it shrank after it was opened" in report.ranks[1].note
+        assert [own.note for own in report.ranks if own.rank != 1] == [""] * (world - 1)
+        assert report.bytes_wanted == _NUM_BYTES
+        for own in report.ranks:
+            others = sum(peer.bytes_read for peer in report.ranks) - own.bytes_read
+            assert own.bytes_received <= others
+
+        # Later loads of the same checkpoint do without it from the start.
+        again = checkpoint.load(names="t1")
+        assert_same_bits(again, {"t1": expected["t1"]})
+        assert checkpoint.report is not None
+        assert checkpoint.report.ranks[1].bytes_read == 0
+
+
+@ranks(4)
+def test_one_after_the_other_drops_out_until_one_is_left(
+    rank: int, world: int, tmp_path: Path, original: Path
+) -> None:
+    with open_copy(original, tmp_path, rank) as checkpoint:
+        if rank != 2:
+            truncate(tmp_path, 0.3 * rank)
+        tensors = checkpoint.load()
+        assert_same_bits(tensors, load_reference(original))
+        assert checkpoint.report is not None
+        assert [bool(own.note) for own in checkpoint.report.ranks] == [True, True, False, True]
+
+
+@ranks(3)
+def test_if_all_are_broken_all_raise_with_every_cause(
+    rank: int, world: int, tmp_path: Path, original: Path
+) -> None:
+    with open_copy(original, tmp_path, rank) as checkpoint:
+        truncate(tmp_path, 0.2 * rank)
+        with pytest.raises(PeerError) as raised:
+            checkpoint.load()
+    assert sorted(raised.value.failures) == [0, 1, 2]
+    for cause in raised.value.failures.values():
+        assert isinstance(cause, StorageError)
+        assert cause.url.startswith(str(tmp_path))
+        assert cause.offset is not None
+
+
+def truncate(disk: Path, keep: float) -> None:
+    for file in disk.glob("*.safetensors"):
+        os.truncate(file, int(keep * file.stat().st_size))

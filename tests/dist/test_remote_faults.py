@@ -1,0 +1,102 @@
+"""Faults of an HTTP server: the load heals, or fails everywhere with the cause."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fastload
+from fastload.errors import PeerError, StorageError
+from tests.checkpoints import assert_same_bits, load_reference, write_sharded
+from tests.dist.flaky_server import FlakyServer, serve
+from tests.dist.harness import ranks, run_ranks
+
+_CHUNK_BYTES = 64 << 10
+_TIMEOUT_S = 24.0  # one request may take a sixth of three quarters of it
+_FAULTS = ["503", "429", "reset-before", "reset", "short", "wrong-length", "stall"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    rows = [(f"t{number}", "F32", (20_000 + number, 3)) for number in range(5)]
+    write_sharded(folder / "ckpt", {"a.safetensors": rows[:3], "b.safetensors": rows[3:]}, index=True)
+    return folder
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[FlakyServer]:
+    with serve(folder) as server:
+        yield server
+
+
+def options(timeout_s: float = _TIMEOUT_S) -> fastload.LoadOptions:
+    return fastload.LoadOptions(strategy="allgather", chunk_bytes=_CHUNK_BYTES, timeout_s=timeout_s)
+
+
+def load(rank: int, world: int, url: str, folder: Path, timeout_s: float = _TIMEOUT_S) -> int:
+    """Loads, compares, and returns how often storage was tried again."""
+    with fastload.open(f"{url}/ckpt", options=options(timeout_s)) as checkpoint:
+        tensors = checkpoint.load()
+    assert_same_bits(tensors, load_reference(folder / "ckpt"))
+    assert checkpoint.report is not None
+    return sum(own.retries for own in checkpoint.report.ranks)
+
+
+@pytest.mark.parametrize("fault", _FAULTS)
+@pytest.mark.parametrize("burst", [1, 6])
+def test_what_passes_is_tried_again(server: FlakyServer, folder: Path, fault: str, burst: int) -> None:
+    if fault == "stall" and burst > 1:
+        burst = 2  # each costs a request's longest time
+    server.faults += [fault] * burst
+    retries = run_ranks(load, 3, url=server.url, folder=folder)
+    assert server.faults == []
+    assert retries == [burst] * 3
+
+
+def test_a_server_that_dies_and_returns(server: FlakyServer, folder: Path) -> None:
+    server.dead_until = time.monotonic() + 5
+    retries = run_ranks(load, 3, url=server.url, folder=folder, timeout_s=60.0)
+    assert retries[0] > 0
+
+
+def test_only_the_first_rank_asks_for_metadata(server: FlakyServer, folder: Path) -> None:
+    run_ranks(load, 4, url=server.url, folder=folder)
+    heads = [path for method, path, _ in server.log if method == "HEAD"]
+    assert len(heads) == len(set(heads))  # nobody asks twice
+    gets = [wanted for method, _, wanted in server.log if method == "GET"]
+    headers = [wanted for wanted in gets if wanted.startswith(("bytes=0-", "bytes=8-"))]
+    assert len(headers) == 2 * 2 + 1  # length and header of two files, and the index
+
+
+def fail(rank: int, world: int, url: str) -> dict[int, str]:
+    began = time.monotonic()
+    with pytest.raises(PeerError) as raised, fastload.open(f"{url}/ckpt", options=options()) as checkpoint:
+        checkpoint.load()
+    assert time.monotonic() - began < _TIMEOUT_S + 3
+    for cause in raised.value.failures.values():
+        assert isinstance(cause, StorageError)
+        assert cause.url.startswith(url)
+        assert cause.nbytes
+    return {rank: str(cause).split("]: ")[1][:40] for rank, cause in raised.value.failures.items()}
+
+
+@pytest.mark.parametrize("fault", ["403", "replaced", "503"])
+def test_what_does_not_pass_ends_on_every_rank(server: FlakyServer, fault: str) -> None:
+    server.faults += [fault] * 1000
+    causes = run_ranks(fail, 3, url=server.url)
+    assert causes[0] == causes[1] == causes[2]
+    assert sorted(causes[0]) == [0, 1, 2]
+    for cause in causes[0].values():
+        assert ("replaced" in cause) == (fault == "replaced")
+
+
+@ranks(3)
+def test_no_server_at_all(rank: int, world: int) -> None:
+    with pytest.raises(PeerError, match="127.0.0.1:9") as raised:
+        fastload.load("http://127.0.0.1:9/ckpt", options=fastload.LoadOptions(timeout_s=4))
+    assert isinstance(raised.value.failures[0], StorageError)
+    assert raised.value.failures[0].attempts == 5
