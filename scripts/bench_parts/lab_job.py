@@ -1,0 +1,180 @@
+"""One job of scripts/bench_lab.py, on every host: runs the arms in turn; rank 0 writes one line per run.
+
+python -m bench_parts.lab_job SETTINGS.json     (under torchrun)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench_parts.lab_arms import Arm, Places, make_arms, set_peer_env
+from bench_parts.tables import FLOOR
+from fastload.memory import state_digest
+
+_MOUNT_S = 10.0
+
+
+class Job:
+    """What a rank does.
+
+    Args:
+        settings: What the class Lab wrote, in lab_control.py.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        self.rank = dist.get_rank()
+        arms = {arm.name: arm for arm in make_arms(settings["tuned"])}
+        self.arms = [arms[name] for name in settings["arms"]]
+
+    def run(self) -> None:
+        """A small checkpoint first: imports and first uses are over then, and what cannot run is known."""
+        working = [arm for arm in self.arms if self.run_once(arm, "small", turn=-1)]
+        for turn in range(self.settings["repeats"]):
+            working = [arm for arm in working if self.run_once(arm, "full", turn=turn)]
+
+    def run_once(self, arm: Arm, which: str, *, turn: int) -> bool:
+        """Runs one arm on all ranks; returns whether all of them managed."""
+        self.write({"begin": arm.name, "turn": turn})
+        with contextlib.ExitStack() as stack:
+            error, folder, client = "", None, 0
+            try:
+                if arm.mounted:
+                    folder, client = stack.enter_context(self.mounted())
+            except Exception as caught:
+                error = describe(caught)
+            if self.gather(error, {}) is None:
+                return False
+            checkpoint = self.settings[which]
+            place = folder / checkpoint["name"] if folder else None
+            places = Places(checkpoint["http"], checkpoint["s3"], place)
+            before = self.storage_bytes()
+            dist.barrier()
+            row = {}
+            try:
+                row = timed(arm, places, client, "" if turn > 0 else checkpoint["digest"])
+            except Exception as caught:
+                error = describe(caught)
+            gc.collect()
+            rows = self.gather(error, row)
+            if rows is None:
+                return False
+            self.write(
+                {
+                    "arm": arm.name,
+                    "turn": turn,
+                    "seconds": max(row["seconds"] for row in rows),
+                    "first_s": min(row["seconds"] for row in rows),
+                    "cpu_s": sum(row["cpu_s"] for row in rows),
+                    "mount_cpu_s": sum(row["mount_cpu_s"] for row in rows),
+                    "storage_bytes": self.storage_bytes() - before,
+                    "report": places.reports[0] if places.reports else None,
+                }
+            )
+        return True
+
+    def gather(self, error: str, row: dict[str, Any]) -> list[dict[str, Any]] | None:
+        """Returns every rank's row, or None on all ranks if one of them has an error, which is written."""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (error, row))
+        errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(everyone) if error]
+        if errors:
+            self.write({"error": errors[0]})
+            return None
+        return [row for _, row in everyone]
+
+    @contextlib.contextmanager
+    def mounted(self) -> Iterator[tuple[Path, int]]:
+        """Mounts the storage, nothing of it cached; yields where, and the pid of the client."""
+        server, port = self.settings["sftp"]
+        with tempfile.TemporaryDirectory(dir=Path(self.settings["results"]).parent) as folder:
+            client = subprocess.Popen(["sshfs", "-f", "-o", f"ro,directport={port}", server, folder])
+            try:
+                until = time.monotonic() + _MOUNT_S
+                while not os.path.ismount(folder):
+                    if client.poll() is not None or time.monotonic() > until:
+                        raise RuntimeError(f"sshfs {server} does not mount on {socket.gethostname()}")
+                    time.sleep(0.01)
+                yield Path(folder), client.pid
+            finally:
+                subprocess.run(["umount", "--lazy", folder], check=False)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    client.wait(_MOUNT_S)
+                client.kill()
+                client.wait()
+
+    def storage_bytes(self) -> int:
+        """Bytes that have left the storage so far; on rank 0 only, elsewhere 0."""
+        if self.rank != 0:
+            return 0
+        shown = subprocess.run(self.settings["counter"], stdout=subprocess.PIPE, check=True, text=True)
+        return int(json.loads(shown.stdout)["storage_tx"])
+
+    def write(self, line: dict[str, Any]) -> None:
+        if self.rank == 0:
+            with Path(self.settings["results"]).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def timed(arm: Arm, places: Places, client: int, digest: str) -> dict[str, float]:
+    """Runs an arm; returns this rank's seconds, its CPU seconds, and those of the process that mounts.
+
+    Raises:
+        ValueError: The state is not the one of that digest.
+    """
+    used, used_by_mount, began = own_cpu_s(), cpu_s(client), time.perf_counter()
+    state = arm.load(places)
+    seconds = time.perf_counter() - began
+    row = {"seconds": seconds, "cpu_s": own_cpu_s() - used, "mount_cpu_s": cpu_s(client) - used_by_mount}
+    if digest and arm.name != FLOOR and state_digest(state) != digest:
+        raise ValueError(f"{len(state)} tensors arrived, but they are not those of the checkpoint")
+    return row
+
+
+def describe(error: Exception) -> str:
+    traceback.print_exc()
+    return f"{type(error).__name__}: {error}"
+
+
+def own_cpu_s() -> float:
+    return sum(os.times()[:2])
+
+
+def cpu_s(pid: int) -> float:
+    """User and system seconds of a process."""
+    if not pid:
+        return 0.0
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")  # deprecations, of the libraries
+    set_peer_env()
+    torch.set_num_threads(1)  # ranks share the cores
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    dist.init_process_group("gloo", timeout=timedelta(seconds=settings["timeout_s"]))
+    Job(settings).run()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""The picture of scripts/bench_lab.py: load time over the floor's, for each regime and number of hosts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+
+from bench_parts.lab_tables import Cell, cells
+from bench_parts.tables import FLOOR
+
+_OURS = "#c1121f"
+_REFERENCE = "#9a9a9a"
+_PEERS = ("#1d4e89", "#e08e00", "#2a9d8f", "#6a4c93", "#8c564b", "#3a86c8", "#6b8e23", "#444444")
+_LABEL_GAP = 0.043  # least distance of two labels, as a part of the axis
+_TITLES = {
+    "shared": "shared: one storage link for all hosts",
+    "share": "share: a storage link for each host",
+}
+_TICKS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draws one panel per regime."""
+    regimes = list(result["rates"])
+    plt.rcParams |= {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    figure, axes = plt.subplots(1, len(regimes), figsize=(8.2 * len(regimes), 7), squeeze=False)
+    for panel, regime in zip(axes[0], regimes, strict=True):
+        _draw_panel(panel, result, regime)
+    axes[0][0].set_ylabel("load time ÷ time in which one host streams every byte once")
+    size = f"{result['nbytes'] / 2**20:.0f} MiB of bf16 in safetensors files"
+    figure.suptitle(f"Loading {size} into every host: CPU tensors, Gloo, cold", fontsize=13)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _draw_panel(panel: Axes, result: dict[str, Any], regime: str) -> None:
+    measured = cells(result, regime)
+    hosts = sorted(measured)
+    rates = [word for word in result["rates"][regime] if not word.startswith("--")]
+    panel.set_title(f"{_TITLES[regime]}\nstorage {rates[0]}, hosts {rates[1]}", fontsize=11)
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.xaxis.set_major_locator(FixedLocator(hosts))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.set_xlabel("hosts")
+    ends = _draw_lines(panel, result["arms"], measured, hosts)
+    _draw_bound(panel, regime, hosts)
+    low, high = panel.get_ylim()
+    panel.yaxis.set_major_locator(FixedLocator([tick for tick in _TICKS if low <= tick <= high]))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.yaxis.set_minor_formatter(NullFormatter())
+    panel.yaxis.set_minor_locator(NullLocator())
+    panel.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    panel.set_axisbelow(True)
+    _write_labels(panel, hosts[-1], ends)
+
+
+def _draw_lines(
+    panel: Axes, arms: list[str], measured: dict[int, dict[str, Cell]], hosts: list[int]
+) -> list[tuple[float, str, str]]:
+    """Draws one line per arm; returns where each ends, its label and its colour."""
+    peers = iter(_PEERS * 2)
+    ends: list[tuple[float, str, str]] = []
+    for arm in arms:
+        points = [(count, measured[count][arm].ratio) for count in hosts if arm in measured[count]]
+        if arm == FLOOR or not points:
+            continue
+        ours = arm.startswith("fastload")
+        main = arm == "fastload auto"
+        reference = arm == "fastload direct"
+        colour = _REFERENCE if reference else _OURS if ours else next(peers)
+        panel.plot(
+            *zip(*points, strict=True),
+            color=colour,
+            marker="o",
+            markersize=6 if main else 4,
+            linewidth=3 if main else 1.5,
+            linestyle="-" if main or not ours else "--" if reference else ":",
+            zorder=4 if main else 3 if ours else 2,
+        )
+        label = f"{arm}  {points[-1][1]:.2f}"
+        if points[-1][0] == hosts[-1]:
+            ends.append((points[-1][1], label, colour))
+    return ends
+
+
+def _draw_bound(panel: Axes, regime: str, hosts: list[int]) -> None:
+    """Draws what no load can beat: the floor, or in `share` that all links are busy all the time."""
+    best = [1.0 if regime == "shared" else 1 / count for count in hosts]
+    panel.plot(hosts, best, color="#222222", linewidth=1, linestyle=(0, (6, 3)), zorder=1)
+    text = "floor: storage link always busy" if regime == "shared" else "all storage links always busy"
+    panel.annotate(
+        text,
+        (hosts[-1], best[-1]),
+        xytext=(-6, -5),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        fontsize=9,
+    )
+
+
+def _write_labels(panel: Axes, last: int, ends: list[tuple[float, str, str]]) -> None:
+    """Writes each label beside its line's end, or as near as its neighbours let it."""
+    low, high = (math.log(limit) for limit in panel.get_ylim())
+    ends = sorted(ends)
+    places = [(math.log(value) - low) / (high - low) for value, _, _ in ends]
+    places = _apart(places)
+    for place, (value, label, colour) in zip(places, ends, strict=True):
+        panel.annotate(
+            label,
+            (last, value),
+            xytext=(1.045, place),
+            textcoords="axes fraction",
+            color=colour,
+            va="center",
+            fontsize=9.5,
+            fontweight="bold" if label.startswith("fastload auto") else "normal",
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.6,
+                "relpos": (0, 0.5),
+                "shrinkA": 2,
+                "shrinkB": 3,
+            },
+            annotation_clip=False,
+        )
+
+
+def _apart(places: list[float]) -> list[float]:
+    """Moves ascending places apart, as little as possible: groups that touch keep their centre."""
+    groups: list[list[float]] = []  # of (centre, number of labels)
+    for place in places:
+        groups.append([place, 1])
+        while len(groups) > 1:
+            (below, few), (above, more) = groups[-2:]
+            if above - below >= _LABEL_GAP * (few + more) / 2:
+                break
+            groups[-2:] = [[(below * few + above * more) / (few + more), few + more]]
+    return [
+        centre + (index - (count - 1) / 2) * _LABEL_GAP
+        for centre, count in groups
+        for index in range(int(count))
+    ]

@@ -1,0 +1,117 @@
+"""The tables of scripts/bench_lab.py, and the numbers that they and its picture show."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from bench_parts.tables import FLOOR, GIB, print_table
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One arm on one number of hosts.
+
+    Attributes:
+        seconds: Median.
+        least: Fastest run.
+        most: Slowest run.
+        ratio: Median over the floor's.
+        amplification: Bytes that left the storage over those of the tensors; median.
+        cpu_s: CPU seconds of all ranks and their mounts per GiB of checkpoint; median.
+        report: fastload's own, of the last run.
+    """
+
+    seconds: float
+    least: float
+    most: float
+    ratio: float
+    amplification: float
+    cpu_s: float
+    report: dict[str, Any] | None
+
+
+def cells(result: dict[str, Any], regime: str) -> dict[int, dict[str, Cell]]:
+    """Returns hosts → arm → what was measured."""
+    found: dict[int, dict[str, Cell]] = {}
+    for job in result["jobs"]:
+        if job["regime"] == regime:
+            found[job["hosts"]] = _cells_of(job["rows"], result["nbytes"])
+    return found
+
+
+def _cells_of(rows: list[dict[str, Any]], nbytes: int) -> dict[str, Cell]:
+    by_arm: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_arm.setdefault(row["arm"], []).append(row)
+
+    def median(arm: str, *keys: str) -> float:
+        return statistics.median(sum(row[key] for key in keys) for row in by_arm[arm])
+
+    reference = median(FLOOR, "seconds") if FLOOR in by_arm else float("nan")
+    return {
+        arm: Cell(
+            seconds=median(arm, "seconds"),
+            least=min(run["seconds"] for run in runs),
+            most=max(run["seconds"] for run in runs),
+            ratio=median(arm, "seconds") / reference,
+            amplification=median(arm, "storage_bytes") / nbytes,
+            cpu_s=median(arm, "cpu_s", "mount_cpu_s") / (nbytes / GIB),
+            report=runs[-1]["report"],
+        )
+        for arm, runs in by_arm.items()
+    }
+
+
+def print_regime(result: dict[str, Any], regime: str) -> None:
+    """Prints the arms of one regime, what did not run, and fastload's own view of its runs."""
+    table, measured = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0)), cells(result, regime)
+    rates = " ".join(result["rates"][regime])
+    table.title = f"{regime}: {result['nbytes'] / 2**20:.0f} MiB, {rates}, median of {result['repeats']}"
+    table.caption = "amp: bytes off the storage ÷ checkpoint. CPU: s per GiB of checkpoint, all ranks and "
+    table.caption += "their sshfs, user + system; servers are not included."
+    table.add_column("\narm", no_wrap=True)
+    for hosts in measured:
+        for head in (f"{hosts} hosts\ns", "\nmin–max", "\n÷floor", "\namp", "\nCPU"):
+            table.add_column(head, justify="right", no_wrap=True)
+    for arm in result["arms"]:
+        row = [arm]
+        for by_arm in measured.values():
+            cell = by_arm.get(arm)
+            if cell is None:
+                row += ["–", "", "", "", ""]
+                continue
+            row += [f"{cell.seconds:.2f}", f"{cell.least:.2f}–{cell.most:.2f}", f"{cell.ratio:.2f}"]
+            row += [f"{cell.amplification:.2f}", f"{cell.cpu_s:.1f}"]
+        table.add_row(*row)
+    Console(width=180).print(table)
+    for job in result["jobs"]:
+        for arm, why in job["failed"].items() if job["regime"] == regime else ():
+            Console(width=150).print(f"{job['hosts']} hosts, {arm}: {why}", markup=False)
+    _print_stages(measured, regime)
+
+
+def _print_stages(measured: dict[int, dict[str, Cell]], regime: str) -> None:
+    """Prints where fastload spent its time by its own report, the longest of all ranks."""
+    table = Table(box=SIMPLE_HEAD, title=f"{regime}: inside fastload, last run, maximum over ranks")
+    names = ("read_s", "exchange_s", "place_s", "exposed_s", "total_s")
+    heads = ("hosts", "arm", "strategy", "chunk KiB", "rounds", "depth", *names)
+    for head in heads:
+        table.add_column(
+            head.replace("_s", " s"), justify="left" if head in ("arm", "strategy") else "right", no_wrap=True
+        )
+    for hosts, by_arm in measured.items():
+        for arm, cell in by_arm.items():
+            if report := cell.report:
+                counts = (report["chunk_bytes"] // 1024, report["num_rounds"], report["depth"])
+                seconds = (max(rank[name] for rank in report["ranks"]) for name in names)
+                table.add_row(
+                    str(hosts), arm, report["strategy"], *map(str, counts), *(f"{s:.2f}" for s in seconds)
+                )
+    if table.rows:
+        print_table(table)
