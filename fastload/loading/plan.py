@@ -26,7 +26,8 @@ __all__ = ["Chunk", "ReadPlan", "Span", "plan_reads"]
 STATUS_BYTES = 8
 
 _MAX_CHUNK_BYTES = 8 << 20
-_MIN_CHUNK_BYTES = 512 << 10
+_MIN_CHUNK_BYTES = 1 << 20  # below, the cost of a message shows
+_LEAST_CHUNK_BYTES = 256 << 10  # rather fewer readers than less than this
 _GOOD_NUM_ROUNDS = 128  # what a pipeline of rounds cannot overlap is about one round
 _GOOD_NUM_READS = 16  # with nothing to exchange: enough to keep several threads busy to the end
 _MAX_DEPTH = 4
@@ -231,7 +232,7 @@ def _slab_bytes(chunk_bytes: int, num_readers: int, world_size: int) -> int:
 
 def _affordable(readers: Sequence[int], world_size: int, staging_bytes: int) -> Sequence[int]:
     """Drops readers, evenly, until a slab per round in flight fits with chunks of useful size."""
-    slot = round_up(_MIN_CHUNK_BYTES + STATUS_BYTES, PAGE_BYTES)
+    slot = round_up(_LEAST_CHUNK_BYTES + STATUS_BYTES, PAGE_BYTES)
     spare = staging_bytes // _MAX_DEPTH - world_size * PAGE_BYTES
     count = max(1, min(len(readers), spare // slot))
     return [readers[index * len(readers) // count] for index in range(count)]
