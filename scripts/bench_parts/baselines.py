@@ -120,7 +120,7 @@ def _spans(manifest: fastload.Manifest, begin: int, end: int) -> Iterator[tuple[
     for extent in plan.extents:
         start, stop = max(begin, position), min(end, position + extent.nbytes)
         for at in range(start, stop, _READ_BYTES):
-            yield at, Span(extent.file, extent.offset + at - position, min(_READ_BYTES, stop - at))
+            yield at, Span(extent.file, extent.offset + at - position, min(_READ_BYTES, stop - at), at)
         position += extent.nbytes
 
 
