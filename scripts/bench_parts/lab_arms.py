@@ -133,8 +133,8 @@ def torch_dcp(places: Places) -> State:
     """A state that is the same on all ranks: DCP lets each of them read it whole."""
     import torch.distributed.checkpoint as dcp
 
-    reader = dcp.FileSystemReader(str(places.folder / "dcp"))  # type: ignore[operator]
-    entries = reader.read_metadata().state_dict_metadata
+    reader = dcp.FileSystemReader(f"{places.folder}/dcp")
+    entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
     state = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in entries.items()}
     dcp.load(state, storage_reader=reader)
     return state
@@ -190,7 +190,7 @@ def _runai(paths: list[str]) -> State:
 def flashpack_sharded(places: Places) -> State:
     from flashpack.deserialization import iterate_from_flash_tensor, read_flashpack_file_distributed
 
-    path = str(places.folder / "state.flashpack")  # type: ignore[operator]
+    path = f"{places.folder}/state.flashpack"
     storage, metadata = read_flashpack_file_distributed(path, device="cpu", sharded=True)
     return dict(iterate_from_flash_tensor(storage, metadata))
 

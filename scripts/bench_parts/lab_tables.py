@@ -51,7 +51,7 @@ def _cells_of(rows: list[dict[str, Any]], nbytes: int) -> dict[str, Cell]:
         by_arm.setdefault(row["arm"], []).append(row)
 
     def median(arm: str, *keys: str) -> float:
-        return statistics.median(sum(row[key] for key in keys) for row in by_arm[arm])
+        return statistics.median(float(sum(row[key] for key in keys)) for row in by_arm[arm])
 
     reference = median(FLOOR, "seconds") if FLOOR in by_arm else float("nan")
     return {
