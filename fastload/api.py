@@ -280,7 +280,7 @@ class Checkpoint:
             chunk_bytes=options.chunk_bytes,
         )
         threads = read_threads(
-            options.read_threads, depth=plan.depth, ranks_on_host=access.hosts.count(access.hosts[world.rank])
+            options.read_threads, plan, ranks_on_host=access.hosts.count(access.hosts[world.rank])
         )
         reader = ChunkReader(self._storage, self.manifest.files, threads=threads)
         exchange = open_exchange(world, hosts=access.hosts, local=alone, device=device)

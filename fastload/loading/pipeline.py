@@ -26,10 +26,18 @@ _MAX_READ_THREADS = 8
 _TICK_S = 0.05
 
 
-def read_threads(asked: int | None, *, depth: int, ranks_on_host: int) -> int:
-    """Returns how many reads a rank has in flight: as asked, or its part of the host's cores, at least 2."""
+def read_threads(asked: int | None, plan: ReadPlan, *, ranks_on_host: int) -> int:
+    """Returns how many reads a rank has in flight.
+
+    As asked. Else, with an exchange, half of the slabs: while those are read the others are exchanged.
+    Without one, this rank's part of the host's cores, at least 2.
+    """
+    if asked is not None:
+        return asked
+    if plan.world_size > 1:
+        return max(1, plan.depth // 2)
     fair = 2 * (os.cpu_count() or 1) // ranks_on_host
-    return asked if asked is not None else min(depth, max(2, min(fair, _MAX_READ_THREADS)))
+    return min(plan.depth, max(2, min(fair, _MAX_READ_THREADS)))
 
 
 class Pipeline:
