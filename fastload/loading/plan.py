@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import xxhash
 
@@ -33,8 +34,7 @@ _GOOD_NUM_READS = 16  # with nothing to exchange: enough to keep several threads
 _MAX_DEPTH = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A contiguous byte range of one file that is contiguous in the wanted space too.
 
     Attributes:
@@ -50,8 +50,7 @@ class Span:
     start: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A contiguous range of what a plan reads, read by one rank in one round."""
 
     start: int
@@ -164,8 +163,7 @@ class ReadPlan:
 
     def digest(self) -> str:
         """xxh3-128 of the plan, for comparison between ranks."""
-        rows = [(e.file, e.offset, e.nbytes, e.start) for e in self.extents]
-        text = json.dumps([rows, self.world_size, self.readers, self.chunk_bytes, self.depth])
+        text = json.dumps([self.extents, self.world_size, self.readers, self.chunk_bytes, self.depth])
         return xxhash.xxh3_128_hexdigest(text.encode())
 
 

@@ -19,7 +19,7 @@ def measure_plan(num_tensors: int, num_ranks: int, *, every: int, repeats: int) 
         for index in range(0, num_tensors, every)
     ]
     row: dict[str, Any] = {"tensors": len(wanted), "ranks": num_ranks}
-    names = "plan", "digest", "own_chunks_and_spans", "slots_of_all_rounds"
+    names = "plan", "digest", "own_chunks_and_spans", "places_of_all_rounds"
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(repeats):
         began = time.perf_counter()
@@ -32,7 +32,7 @@ def measure_plan(num_tensors: int, num_ranks: int, *, every: int, repeats: int) 
         for index in range(made.num_rounds):
             made.spans(made.chunk(index, num_ranks // 2))
         own = time.perf_counter()
-        _slots_of_a_round(made)
+        _places_of_a_round(made)
         slots = (time.perf_counter() - own) * made.num_rounds
         values = planned - began, digested - planned, own - digested, slots
         for name, value in zip(names, values, strict=True):
@@ -42,9 +42,7 @@ def measure_plan(num_tensors: int, num_ranks: int, *, every: int, repeats: int) 
     return {**row, **medians, "plan_to_spans": sum(list(medians.values())[:3])}
 
 
-def _slots_of_a_round(made: ReadPlan) -> None:
-    """What the pipeline asks of the plan for each round: where every rank's slot is, and what goes where."""
-    for one in range(made.world_size):
-        made.slot_bytes(0, one)
+def _places_of_a_round(made: ReadPlan) -> None:
+    """What the pipeline asks of the plan for each round: what goes where."""
     for one in made.readers:
         made.chunk(0, one)

@@ -247,8 +247,8 @@ def test_the_digest_tells_plans_apart() -> None:
         replace(base, chunk_bytes=65),
         replace(base, depth=base.depth - 1),
         replace(base, extents=base.extents[:1]),
-        replace(base, extents=tuple(replace(extent, file=1) for extent in base.extents)),
-        replace(base, extents=tuple(replace(extent, offset=extent.offset + 1) for extent in base.extents)),
+        replace(base, extents=tuple(extent._replace(file=1) for extent in base.extents)),
+        replace(base, extents=tuple(extent._replace(offset=extent.offset + 1) for extent in base.extents)),
     ]
     digests = [plan.digest() for plan in (base, *others)]
     assert len(set(digests)) == len(digests)
