@@ -1,0 +1,128 @@
+"""Collective loads on lab hosts: read once, proved by the counters of the storage link; cut hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastload.memory import state_digest
+from tests.checkpoints import load_reference, write_sharded
+from tests.lab.test_lab import LAB, lab, why_not
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(150)]
+
+_PROGRAM = Path(__file__).with_name("program.py")
+_ROOT = Path(__file__).resolve().parents[2]
+_NUM_HOSTS = 3
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "ckpt"
+    rows = [(f"layer.{number}.weight", "F32", (1000, 1000 + number)) for number in range(12)]
+    write_sharded(folder, {"a.safetensors": rows[:7], "b.safetensors": rows[7:]}, index=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hosts(checkpoint: Path) -> Iterator[None]:
+    if reason := why_not():
+        pytest.skip(reason)
+    try:
+        lab("up", str(_NUM_HOSTS), "--host-rate", "1gbit", "--storage-rate", "60mbit")
+        lab("put", str(checkpoint), "ckpt")
+        yield
+    finally:
+        lab("down")
+
+
+def start(*command: str, num_hosts: int = _NUM_HOSTS) -> subprocess.Popen[str]:
+    environ = os.environ | {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(_ROOT)}
+    return subprocess.Popen(
+        [str(LAB / "run"), "--hosts", str(num_hosts), "--grace", "40", "--", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environ,
+    )
+
+
+def storage_bytes() -> int:
+    sent: int = json.loads(lab("bytes").stdout)["storage_tx"]
+    return sent
+
+
+def digest_of(checkpoint: Path) -> str:
+    return state_digest(load_reference(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("url", "num_hosts"),
+    [("s3://lab/ckpt", 2), ("s3://lab/ckpt", 3), ("http://fl-storage:8080/ckpt", 3)],
+    ids=["s3-2-hosts", "s3-3-hosts", "http-3-hosts"],
+)
+@pytest.mark.usefixtures("hosts")
+def test_the_storage_link_carries_every_byte_once(checkpoint: Path, url: str, num_hosts: int) -> None:
+    before = storage_bytes()
+    job = start("python", "-m", "fastload", "load", url, "--json", "--digest", num_hosts=num_hosts)
+    out, err = job.communicate(timeout=100)
+    assert job.returncode == 0, err
+    report = json.loads(out)
+    assert report["strategy"] == "allgather"
+    assert report["digests"] == [digest_of(checkpoint)] * num_hosts
+    assert report["read_amplification"] == 1.0
+    assert (storage_bytes() - before) / report["bytes_wanted"] < 1.02
+    assert [own["host"] for own in report["ranks"]] == [f"fl-host{n + 1}" for n in range(num_hosts)]
+
+
+@pytest.mark.usefixtures("hosts")
+def test_some_tensors_cost_their_bytes(checkpoint: Path) -> None:
+    before = storage_bytes()
+    job = start("python", "-m", "fastload", "load", "s3://lab/ckpt", "--json", "--names", "layer.[37].*")
+    out, err = job.communicate(timeout=100)
+    assert job.returncode == 0, err
+    report = json.loads(out)
+    assert report["num_tensors"] == 2
+    # Headers of the files, and of the packets, are a percent or two of so little.
+    assert (storage_bytes() - before) / report["bytes_wanted"] < 1.02
+
+
+@pytest.mark.parametrize("how", ["storage", "all"])
+@pytest.mark.usefixtures("hosts")
+def test_a_host_is_cut_off_while_data_moves(checkpoint: Path, tmp_path: Path, how: str) -> None:
+    job = start("python", str(_PROGRAM), "s3://lab/ckpt", str(tmp_path))
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "1.started").exists():
+            assert time.monotonic() < deadline, job.communicate(timeout=5)
+            time.sleep(0.02)
+        lab("cut", "fl-host2", *(["--storage"] if how == "storage" else []))
+        ends = results(tmp_path, [0, 1, 2] if how == "storage" else [0, 2])
+    finally:
+        job.terminate()
+        lab("heal", "fl-host2")
+        job.communicate(timeout=30)
+    if how == "all":
+        assert ends == [{"error": "PeerError", "failures": [1]}] * 2
+        return
+    assert [end["digest"] for end in ends] == [digest_of(checkpoint)] * _NUM_HOSTS
+    notes = [own["note"] for own in ends[0]["ranks"]]
+    assert notes[0] == notes[2] == ""
+    assert "stopped reading" in notes[1]
+
+
+def results(folder: Path, ranks: list[int]) -> list[dict[str, Any]]:
+    deadline = time.monotonic() + 60
+    while not all((folder / f"{rank}.json").exists() for rank in ranks):
+        assert time.monotonic() < deadline, sorted(path.name for path in folder.iterdir())
+        time.sleep(0.1)
+    time.sleep(0.2)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in ranks]
