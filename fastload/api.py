@@ -107,7 +107,8 @@ def open(
     world, location, options = _meet(path, process_group, options)
 
     def connect() -> PatientStorage:
-        storage = open_storage(location, storage_options, attempt_s=min(_MAX_ATTEMPT_S, world.patience_s / 6))
+        attempt_s = min(_MAX_ATTEMPT_S, world.patience_s / 6)
+        storage = open_storage(location, storage_options, io=options.io, attempt_s=attempt_s)
         return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s / 2)
 
     try:
@@ -272,6 +273,10 @@ class Checkpoint:
             fast_links=fast_links,
         )
         alone = decision.strategy == "direct"
+        ranks_on_host = access.hosts.count(access.hosts[world.rank])
+        if options.io == "auto":
+            # Ranks of one host that read the same bytes share the page cache.
+            self._storage.io = "buffered" if alone and ranks_on_host > 1 else "auto"
         plan = plan_reads(
             [d.entry for d in matched.destinations],
             world_size=1 if alone else world.size,
@@ -279,9 +284,7 @@ class Checkpoint:
             staging_bytes=options.staging_bytes,
             chunk_bytes=options.chunk_bytes,
         )
-        threads = read_threads(
-            options.read_threads, plan, ranks_on_host=access.hosts.count(access.hosts[world.rank])
-        )
+        threads = read_threads(options.read_threads, plan, ranks_on_host=ranks_on_host)
         reader = ChunkReader(self._storage, self.manifest.files, threads=threads)
         exchange = open_exchange(world, hosts=access.hosts, local=alone, device=device)
         placer = Placer(matched.destinations)
@@ -293,7 +296,7 @@ class Checkpoint:
     def _run(self, job: _Job, began: float) -> None:
         """Moves the data, and settles on all ranks whether all of them have it."""
         error: Exception | None = None
-        already_read = self._storage.bytes_read
+        already_read = self._storage.bytes_read, self._storage.direct_bytes_read
         self._last_reader = job.reader
         try:
             try:
@@ -308,8 +311,10 @@ class Checkpoint:
             if not job.reader.close(wait_s=min(1.0, self._world.grace_s)):
                 _log.warning("%s: a read is still under way and may yet write", self.manifest.url)
 
-    def _settle(self, job: _Job, began: float, already_read: int, error: Exception | None) -> None:
-        mine = self._rank_report(job, time.perf_counter() - began, self._storage.bytes_read - already_read)
+    def _settle(
+        self, job: _Job, began: float, already_read: tuple[int, int], error: Exception | None
+    ) -> None:
+        mine = self._rank_report(job, time.perf_counter() - began, *already_read)
         what = f"loading {self.manifest.url}"
         # One that is stuck says so itself after its patience: the others wait a little longer than that.
         wait_s = self._world.grace_s if error is not None else self._world.timeout_s - self._world.grace_s / 4
@@ -335,7 +340,7 @@ class Checkpoint:
             if rank.rank in job.pipeline.broken and self._world.rank == 0:
                 _log.warning("%s: rank %d on %s %s", self.manifest.url, rank.rank, rank.host, rank.note)
 
-    def _rank_report(self, job: _Job, total_s: float, bytes_read: int) -> RankReport:
+    def _rank_report(self, job: _Job, total_s: float, already_read: int, already_direct: int) -> RankReport:
         world, pipeline = self._world, job.pipeline
         read_s, exchange_s, place_s = (
             job.reader.watch.seconds,
@@ -350,7 +355,8 @@ class Checkpoint:
             host=world.host,
             reader=world.rank in job.decision.readers,
             note=pipeline.drop_out or self._access.notes.get(world.rank, ""),
-            bytes_read=bytes_read,
+            bytes_read=self._storage.bytes_read - already_read,
+            direct_bytes_read=self._storage.direct_bytes_read - already_direct,
             header_bytes_read=self._header_bytes,
             bytes_received=pipeline.received_bytes,
             read_s=read_s,

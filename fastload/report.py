@@ -61,6 +61,7 @@ class RankReport:
         reader: Whether it read data from storage.
         note: Why it did not read, where it could not.
         bytes_read: Data bytes it read from storage.
+        direct_bytes_read: Those of them that did not go through the page cache (O_DIRECT).
         header_bytes_read: Bytes of headers and indexes it read.
         bytes_received: Data bytes it got from the other ranks.
         read_s: Seconds in which at least one read was under way.
@@ -78,6 +79,7 @@ class RankReport:
     reader: bool
     note: str = ""
     bytes_read: int = 0
+    direct_bytes_read: int = 0
     header_bytes_read: int = 0
     bytes_received: int = 0
     read_s: float = 0.0
