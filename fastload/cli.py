@@ -23,7 +23,7 @@ except ImportError as error:
 import fastload
 from fastload.errors import FastloadError, PeerError
 from fastload.memory import state_digest
-from fastload.options import STRATEGIES
+from fastload.options import SETTINGS, STRATEGIES
 from fastload.world import initialize, join
 
 __all__ = ["main"]
@@ -53,7 +53,7 @@ def inspect(path: str, as_json: bool) -> None:
 @main.command()
 @click.argument("path")
 @click.option("--device", default="cpu", show_default=True, help="Where the tensors go: cpu, cuda, cuda:1.")
-@click.option("--strategy", type=click.Choice(STRATEGIES), help="How to load.  [default: auto]")
+@click.option("--strategy", type=click.Choice(STRATEGIES), help=f"How to load: {SETTINGS['strategy'].help}.")
 @click.option(
     "--names", multiple=True, metavar="NAME", help="Name or glob pattern of tensors to load; repeatable."
 )

@@ -121,10 +121,6 @@ class ReadPlan:
         """Size of a staging buffer that holds a whole round."""
         return _slab_bytes(self.chunk_bytes, len(self.readers), self.world_size)
 
-    def share_bytes(self, rank: int) -> int:
-        """Returns how many bytes a rank reads in all."""
-        return sum(self.chunk(index, rank).nbytes for index in range(self.num_rounds))
-
     def spans(self, chunk: Chunk) -> list[Span]:
         """Returns the spans that make up a chunk, in order."""
         spans: list[Span] = []

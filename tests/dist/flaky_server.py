@@ -21,8 +21,8 @@ class FlakyServer(ThreadingHTTPServer):
 
     Attributes:
         faults: How to fail, for the data requests to come: taken from the front, one each.
-        always: How to fail every data request of one client port range; see `fail_client`.
         log: (method, path, range) of every request.
+        dead_until: Until when, by `time.monotonic`, every connection is reset.
     """
 
     daemon_threads = True

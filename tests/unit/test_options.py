@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,3 +132,9 @@ def test_options_do_not_change_and_callbacks_are_each_rank_s_own() -> None:
         options.strategy = "direct"  # type: ignore[misc]
     assert options.shared() == LoadOptions().shared()
     assert set(options.shared()) == set(SETTINGS)
+
+
+def test_the_readme_lists_every_option() -> None:
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    for name in SETTINGS:
+        assert f"| `{name}` | `FASTLOAD_{name.upper()}` |" in readme
