@@ -1,48 +1,32 @@
-"""The command line: ``fastload inspect`` and, under torchrun, ``python -m fastload load``."""
+"""``fastload inspect`` and, under torchrun, ``python -m fastload load``."""
 
 from __future__ import annotations
 
 import json
-import logging
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-try:
-    import click
-    from rich import box
-    from rich.console import Console
-    from rich.filesize import decimal
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-    from rich.table import Table
-except ImportError as error:
-    sys.exit(f"the command line needs {error.name}: pip install 'fastload[cli]'")
+import click
+from rich import box
+from rich.filesize import decimal
+from rich.table import Table
 
 import fastload
-from fastload.errors import FastloadError, PeerError
+from fastload.cli.console import errors_to_exit_code, progress, shown, stdout
+from fastload.errors import FastloadError
 from fastload.memory import state_digest
 from fastload.options import SETTINGS, STRATEGIES
 from fastload.world import initialize, join
 
-__all__ = ["main"]
+__all__ = ["inspect", "load"]
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(fastload.__version__, prog_name="fastload")
-@click.option("-v", "--verbose", is_flag=True, help="Log what goes on, to stderr.")
-def main(verbose: bool) -> None:
-    """Gets checkpoints into multi-host PyTorch jobs: every byte is read once."""
-    logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING, stream=sys.stderr)
-
-
-@main.command()
+@click.command()
 @click.argument("path")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(path: str, as_json: bool) -> None:
     """Show the tensors, dtypes, sizes and files of the checkpoint at PATH, without reading its data."""
-    with _errors_to_exit_code(rank=0):
+    with errors_to_exit_code(rank=0):
         manifest = fastload.inspect(path)
         if as_json:
             click.echo(json.dumps(_manifest_as_json(manifest)))
@@ -50,7 +34,7 @@ def inspect(path: str, as_json: bool) -> None:
             _print_manifest(manifest)
 
 
-@main.command()
+@click.command()
 @click.argument("path")
 @click.option("--device", default="cpu", show_default=True, help="Where the tensors go: cpu, cuda, cuda:1.")
 @click.option("--strategy", type=click.Choice(STRATEGIES), help=f"How to load: {SETTINGS['strategy'].help}.")
@@ -67,10 +51,10 @@ def load(
     Without torchrun it loads in this one process.
     """
     rank, device = initialize(device)
-    with _errors_to_exit_code(rank):
-        with _progress(rank, shown=not as_json) as progress:
+    with errors_to_exit_code(rank):
+        with progress(rank, shown=not as_json) as show:
             given: dict[str, Any] = {"strategy": strategy} if strategy is not None else {}
-            options = fastload.LoadOptions(progress=progress, **given)
+            options = fastload.LoadOptions(progress=show, **given)
             with fastload.open(path, options=options) as checkpoint:
                 tensors = checkpoint.load(device=device, names=list(names) or None)
         report = checkpoint.report
@@ -87,50 +71,13 @@ def load(
             raise FastloadError(f"the ranks hold different states: {digests}")
 
 
-@contextmanager
-def _errors_to_exit_code(rank: int) -> Iterator[None]:
-    """Prints an error once for the whole job: on rank 0, or, if it has none to print, where it happened."""
-    try:
-        yield
-    except FastloadError as error:
-        at_fault = error.failures if isinstance(error, PeerError) else {}
-        if rank == 0 or 0 in at_fault or rank in at_fault:
-            click.echo(f"fastload: {type(error).__name__}: {error}", err=True)
-        sys.exit(1)
-
-
-@contextmanager
-def _progress(rank: int, *, shown: bool) -> Iterator[Any]:
-    console = Console(stderr=True)
-    if rank != 0 or not shown or not console.is_terminal:
-        yield None
-        return
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress("loading", *columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _stdout() -> Console:
-    """A console that prints names as they are: no markup, no emoji, and in a pipe no line cut at 80."""
-    console = Console(markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = 10_000
-    return console
-
-
-def _shown(text: str) -> str:
-    """A text of the checkpoint, with what a terminal would obey spelled out."""
-    return text if text.isprintable() else repr(text)
-
-
 def _print_manifest(manifest: fastload.Manifest) -> None:
-    console = _stdout()
+    console = stdout()
     table = Table("tensor", "dtype", "shape", "size", "file")
     for entry in manifest.tensors:
         name = manifest.files[entry.file].name or manifest.url
         size = decimal(entry.nbytes)
-        table.add_row(_shown(entry.name), entry.dtype, str(list(entry.shape)), size, _shown(name))
+        table.add_row(shown(entry.name), entry.dtype, str(list(entry.shape)), size, shown(name))
     console.print(table)
     for dtype, (count, nbytes) in _by_dtype(manifest).items():
         console.print(f"{dtype}: {count} tensors, {decimal(nbytes)}")
@@ -168,7 +115,7 @@ def _manifest_as_json(manifest: fastload.Manifest) -> dict[str, Any]:
 
 
 def _print_report(report: fastload.LoadReport, digests: list[str] | None) -> None:
-    console = _stdout()
+    console = stdout()
     rate = report.bytes_wanted / report.total_s if report.total_s else 0.0
     console.print(
         f"{report.url}: {report.num_tensors} tensors, {decimal(report.bytes_wanted)}",

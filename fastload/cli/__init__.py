@@ -1,0 +1,29 @@
+"""The command line: ``fastload COMMAND``, or ``python -m fastload COMMAND`` under torchrun."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+try:
+    import click
+    import rich  # noqa: F401
+except ImportError as error:
+    sys.exit(f"the command line needs {error.name}: pip install 'fastload[cli]'")
+
+import fastload
+from fastload.cli.load import inspect, load
+
+__all__ = ["main"]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(fastload.__version__, prog_name="fastload")
+@click.option("-v", "--verbose", is_flag=True, help="Log what goes on, to stderr.")
+def main(verbose: bool) -> None:
+    """Gets checkpoints into multi-host PyTorch jobs: every byte is read once."""
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING, stream=sys.stderr)
+
+
+for _command in (inspect, load):
+    main.add_command(_command)

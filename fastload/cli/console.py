@@ -1,0 +1,54 @@
+"""What the commands share: errors as exit codes, a console, a progress bar."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+from fastload.errors import FastloadError, PeerError
+
+__all__ = ["errors_to_exit_code", "progress", "shown", "stdout"]
+
+
+@contextmanager
+def errors_to_exit_code(rank: int) -> Iterator[None]:
+    """Prints an error once for the whole job: on rank 0, or, if it has none to print, where it happened."""
+    try:
+        yield
+    except FastloadError as error:
+        at_fault = error.failures if isinstance(error, PeerError) else {}
+        if rank == 0 or 0 in at_fault or rank in at_fault:
+            click.echo(f"fastload: {type(error).__name__}: {error}", err=True)
+        sys.exit(1)
+
+
+@contextmanager
+def progress(rank: int, *, shown: bool, what: str = "loading") -> Iterator[Any]:
+    """Gives a callable (done, total) in bytes that draws a bar: on rank 0, in a terminal; else None."""
+    console = Console(stderr=True)
+    if rank != 0 or not shown or not console.is_terminal:
+        yield None
+        return
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(what, *columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def stdout() -> Console:
+    """A console that prints names as they are: no markup, no emoji, and in a pipe no line cut at 80."""
+    console = Console(markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 10_000
+    return console
+
+
+def shown(text: str) -> str:
+    """A text of the checkpoint, with what a terminal would obey spelled out."""
+    return text if text.isprintable() else repr(text)
