@@ -286,6 +286,8 @@ def _recommend(
         (room_s, _room(background_s, saves_in_flight)),
     )
     interval_s, why = max(candidates, key=lambda candidate: candidate[0])
+    if interval_s > peak_s > 0:
+        why += f" (the ETTR would be highest at {format_duration(peak_s)})"
     interval_steps = None
     if step_s is not None:
         interval_steps = max(_whole_steps(max(room_s, affordable_s), step_s), round(peak_s / step_s))

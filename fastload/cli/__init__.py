@@ -12,7 +12,9 @@ except ImportError as error:
     sys.exit(f"the command line needs {error.name}: pip install 'fastload[cli]'")
 
 import fastload
+from fastload.cli.cadence import cadence
 from fastload.cli.load import inspect, load
+from fastload.cli.size import size
 
 __all__ = ["main"]
 
@@ -25,5 +27,5 @@ def main(verbose: bool) -> None:
     logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING, stream=sys.stderr)
 
 
-for _command in (inspect, load):
+for _command in (inspect, load, size, cadence):
     main.add_command(_command)

@@ -1,0 +1,256 @@
+"""``fastload cadence``: how often to save."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+from rich import box
+from rich.table import Table
+
+from fastload import cadence as theory
+from fastload.cli.console import stdout
+from fastload.cli.ettr_plot import draw_ettr
+from fastload.cli.model import Model, describe, model_as_json, model_options, world_options
+from fastload.cli.quantities import (
+    COUNT,
+    FRACTION,
+    NUMBER,
+    RATE,
+    TIME,
+    output_options,
+    print_csv,
+    print_json,
+)
+from fastload.errors import OptionError
+from fastload.sizing import overhead, topology
+from fastload.units import format_duration
+
+__all__ = ["cadence"]
+
+
+@click.command()
+@model_options
+@world_options
+@click.option("--at", "rate", type=RATE, help="Bandwidth that a save is written with.")
+@click.option("--stall", type=TIME, help="Time training stands still for a save; all of it if not given.")
+@click.option("--background", type=TIME, help="Time after that until it is durable; else by size and --at.")
+@click.option("--step", type=TIME, help="Time of a training step.")
+@click.option("--mtbf", type=TIME, help="Mean time between failures of the job; else by its hosts.")
+@click.option(
+    "--failures-per-1000-host-days", "failures", type=NUMBER, default="6.5", show_default=True,
+    help="Failures of hosts.",
+)  # fmt: skip
+@click.option(
+    "--restart", type=TIME, default="5min", show_default=True, help="From a failure until it trains."
+)
+@click.option("--budget", type=FRACTION, default="3.5%", show_default=True, help="Most time for stalls.")
+@click.option("--in-flight", type=COUNT, default="1", show_default=True, help="Saves under way at once.")
+@click.option("--copies", type=COUNT, help="Copies in the memory of peers: do they survive?")
+@click.option("--png", type=str, help="Draw the ETTR over the interval into this file.")
+@output_options
+def cadence(
+    model: Model,
+    gpus: int | None,
+    hosts: int | None,
+    gpus_per_host: int,
+    rate: float | None,
+    stall: float | None,
+    background: float | None,
+    step: float | None,
+    mtbf: float | None,
+    failures: float,
+    restart: float,
+    budget: float,
+    in_flight: int,
+    copies: int | None,
+    png: str | None,
+    output: str | None,
+) -> None:
+    """How often to save: intervals by the published rules, and one recommendation.
+
+    The checkpoint (SOURCE as for `fastload size`) and --at give the time of a save, unless --stall and
+    --background do.
+    """
+    world = topology(gpus_per_host=gpus_per_host, num_gpus=gpus, num_hosts=hosts)
+    num_hosts = world.num_hosts if gpus or hosts else None
+    stall_s, background_s = _save_times(model, rate, stall, background)
+    if mtbf is None:
+        if num_hosts is None:
+            raise OptionError("how often does the job fail? Give --mtbf, or --gpus or --hosts")
+        mtbf = theory.job_mtbf_s(num_hosts, failures / 1000 / 86400)
+        why_mtbf = f"{num_hosts:,} hosts, {failures:g} failures per 1000 host-days"
+    else:
+        why_mtbf = "as given"
+    facts = {"stall_s": stall_s, "background_s": background_s, "mtbf_s": mtbf, "restart_s": restart}
+    best = theory.recommend(**facts, budget=budget, saves_in_flight=in_flight, step_s=step)
+    rules = _rules(best, budget=budget, saves_in_flight=in_flight, step_s=step, **facts)
+    survival = _survival(num_hosts, copies)
+    if png is not None:
+        draw_ettr(png, rules, best, **facts)
+    if output == "json":
+        print_json(
+            {
+                **model_as_json(model),
+                **facts,
+                "step_s": step,
+                "budget": budget,
+                "saves_in_flight": in_flight,
+                "recommendation": asdict(best),
+                "rules": rules,
+                "recoverable": survival,
+            }
+        )
+    elif output == "csv":
+        print_csv(rules)
+    else:
+        _print_cadence(model, best, rules, why_mtbf, survival, **facts)
+
+
+def _save_times(
+    model: Model, rate: float | None, stall_s: float | None, background_s: float | None
+) -> tuple[float, float]:
+    """Returns how long training stands still for a save, and how long it is written after that."""
+    written_s = None
+    if rate is not None:
+        if model.nbytes is None:
+            raise OptionError("--at needs a checkpoint: a SOURCE, --size, or --layers with --hidden")
+        written_s = model.nbytes / rate
+    if background_s is not None and written_s is not None:
+        raise OptionError("give one of --background and --at: each follows from the other")
+    if stall_s is not None:
+        return stall_s, background_s if background_s is not None else written_s or 0.0
+    if written_s is None:
+        raise OptionError("how long does a save take? Give --stall, or a checkpoint and --at")
+    return written_s, 0.0
+
+
+def _rules(
+    best: theory.Recommendation,
+    *,
+    stall_s: float,
+    background_s: float,
+    mtbf_s: float,
+    restart_s: float,
+    budget: float,
+    saves_in_flight: int,
+    step_s: float | None,
+) -> list[dict[str, Any]]:
+    """Lists what each rule says, and what would come of it."""
+    lost_s = restart_s + background_s
+
+    def row(kind: str, rule: str, interval_s: float, num_steps: int | None = None) -> dict[str, Any]:
+        if num_steps is None and step_s is not None:
+            num_steps = max(1, round(interval_s / step_s))
+        return {
+            "rule": rule,
+            "kind": kind,
+            "interval_s": interval_s,
+            "interval_steps": num_steps,
+            "overhead": overhead(stall_s, interval_s),
+            "ettr": theory.ettr(interval_s, stall_s=stall_s, mtbf_s=mtbf_s, restart_s=lost_s),
+        }
+
+    rows = []
+    if stall_s:
+        peak_s = theory.ettr_peak_s(stall_s=stall_s, mtbf_s=mtbf_s, restart_s=lost_s)
+        affordable_s = theory.budget_interval_s(stall_s, budget)
+        rows += [
+            row("best", "Young", theory.young_s(stall_s, mtbf_s)),
+            row("best", "Daly", theory.daly_s(stall_s, mtbf_s)),
+            row("best", "ETTR peak", peak_s),
+            row("at least", f"budget of {budget * 100:.3g} %", affordable_s),
+        ]
+    if background_s:
+        rule, least_s, num_steps = _room(stall_s, background_s, budget, saves_in_flight, step_s)
+        rows.append(row("at least", rule, least_s, num_steps))
+    return [*rows, row("", "recommended", best.interval_s, best.interval_steps)]
+
+
+def _room(
+    stall_s: float, background_s: float, budget: float, saves_in_flight: int, step_s: float | None
+) -> tuple[str, float, int | None]:
+    """Returns the rule for saves that are not to catch up with each other: name, interval, steps."""
+    slowdown = 1 + budget
+    if saves_in_flight == 1:
+        rule, least_s = "CheckFreq", background_s
+    else:
+        rule, least_s = f"PCcheck, {saves_in_flight} in flight", background_s / (saves_in_flight * slowdown)
+    if step_s is None:
+        return rule, least_s, None
+    if saves_in_flight == 1:
+        whole_s = stall_s + background_s
+        num_steps = theory.checkfreq_steps(checkpoint_s=whole_s, stall_s=stall_s, step_s=step_s)
+    else:
+        num_steps = theory.pccheck_steps(
+            write_s=background_s, step_s=step_s, saves_in_flight=saves_in_flight, slowdown=slowdown
+        )
+    return rule, num_steps * step_s, num_steps
+
+
+def _survival(num_hosts: int | None, copies: int | None) -> list[dict[str, Any]]:
+    if copies is None:
+        return []
+    if num_hosts is None:
+        raise OptionError("--copies needs --gpus or --hosts")
+    most = min(num_hosts, copies + 3)
+    return [
+        {
+            "copies": copies,
+            "failures": failures,
+            "probability": theory.recoverable_probability(
+                num_hosts=num_hosts, copies=copies, failures=failures
+            ),
+        }
+        for failures in range(min(copies, most), most + 1)
+    ]
+
+
+def _print_cadence(
+    model: Model,
+    best: theory.Recommendation,
+    rules: list[dict[str, Any]],
+    why_mtbf: str,
+    survival: list[dict[str, Any]],
+    *,
+    stall_s: float,
+    background_s: float,
+    mtbf_s: float,
+    restart_s: float,
+) -> None:
+    console = stdout()
+    written = (
+        f"then {format_duration(background_s)} in the background" if background_s else "then it is durable"
+    )
+    lines = (
+        *describe(model),
+        f"a save: training stands still for {format_duration(stall_s)}, {written}",
+        f"a failure every {format_duration(mtbf_s)} ({why_mtbf}), {format_duration(restart_s)} to restart",
+    )
+    for line in lines:
+        console.print(line, highlight=False)
+    heads = ("rule", "", "interval", "steps", "overhead", "ETTR")
+    table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for row in rules:
+        table.add_row(
+            row["rule"],
+            row["kind"],
+            format_duration(row["interval_s"]),
+            "–" if row["interval_steps"] is None else f"{row['interval_steps']:,}",
+            f"{row['overhead'] * 100:.2f} %",
+            f"{row['ettr'] * 100:.2f} %",
+            style="bold" if row["rule"] == "recommended" else None,
+        )
+    console.print(table)
+    steps = "" if best.interval_steps is None else f" ({best.interval_steps:,} steps)"
+    console.print(f"save every {format_duration(best.interval_s)}{steps}", style="bold", highlight=False)
+    console.print(f"why: {best.why}", highlight=False)
+    for row in survival:
+        console.print(
+            f"{row['copies']} copies in memory outlive {row['failures']} hosts that fail at once "
+            f"with a probability of at least {row['probability'] * 100:.2f} %",
+            highlight=False,
+        )

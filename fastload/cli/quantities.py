@@ -1,0 +1,70 @@
+"""Quantities as options, and rows as a table, as JSON or as CSV."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import click
+
+from fastload.errors import OptionError
+from fastload.units import (
+    parse_bytes_per_s,
+    parse_duration_s,
+    parse_fraction,
+    parse_number,
+    parse_size_bytes,
+    parse_whole,
+)
+
+__all__ = ["COUNT", "FRACTION", "NUMBER", "RATE", "SIZE", "TIME", "output_options", "print_csv", "print_json"]
+
+
+class _Quantity(click.ParamType[Any]):
+    """A number with its unit; what cannot be read is told in one line, without the usage."""
+
+    def __init__(self, name: str, parse: Callable[[str], float]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Reads the text of an option."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._parse(value)
+        except OptionError as error:
+            option = param.opts[0] if param is not None else self.name
+            raise click.ClickException(f"{option}: {error}") from None
+
+
+SIZE = _Quantity("size", parse_size_bytes)
+RATE = _Quantity("rate", parse_bytes_per_s)
+TIME = _Quantity("time", parse_duration_s)
+FRACTION = _Quantity("percent", parse_fraction)
+NUMBER = _Quantity("number", parse_number)
+COUNT = _Quantity("count", parse_whole)
+
+_Command = Callable[..., None]
+
+
+def output_options(command: _Command) -> _Command:
+    """Adds ``--json`` and ``--csv``, as the one argument `output`: ``table``, ``json`` or ``csv``."""
+    for name, text in (("csv", "Print rows as CSV."), ("json", "Print one JSON object.")):
+        command = click.option(f"--{name}", "output", flag_value=name, help=text)(command)
+    return command
+
+
+def print_json(fields: Mapping[str, Any]) -> None:
+    """Prints one JSON object."""
+    click.echo(json.dumps(fields, ensure_ascii=False))
+
+
+def print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints rows that all have the same columns."""
+    writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)

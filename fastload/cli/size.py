@@ -1,0 +1,139 @@
+"""``fastload size``: how large a checkpoint is, and what moving it asks of storage."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+from rich import box
+from rich.table import Table
+
+from fastload.cli.console import stdout
+from fastload.cli.model import Model, describe, model_as_json, model_options, world_options
+from fastload.cli.quantities import COUNT, RATE, TIME, output_options, print_csv, print_json
+from fastload.errors import OptionError
+from fastload.sizing import RECIPES, Topology, Transfer, checkpoint_bytes, overhead, topology, transfers
+from fastload.units import format_bytes, format_duration, format_rate
+
+__all__ = ["size"]
+
+
+@click.command()
+@model_options
+@click.option("--tp", type=COUNT, default="1", show_default=True, help="Tensor-parallel ranks.")
+@click.option("--pp", type=COUNT, default="1", show_default=True, help="Pipeline stages.")
+@click.option("--dp", type=COUNT, help="Replicas; as many as the GPUs make if not given.")
+@world_options
+@click.option("--at", "rate", type=RATE, help="Bandwidth of storage: how long does it take?")
+@click.option("--within", type=TIME, multiple=True, help="Time: what does it need? Repeatable.")
+@click.option("--every", type=TIME, help="Interval between saves, for their overhead.")
+@output_options
+def size(
+    model: Model,
+    tp: int,
+    pp: int,
+    dp: int | None,
+    gpus: int | None,
+    hosts: int | None,
+    gpus_per_host: int,
+    rate: float | None,
+    within: tuple[float, ...],
+    every: float | None,
+    output: str | None,
+) -> None:
+    """How large a checkpoint is, and what saving and restoring it asks of storage.
+
+    SOURCE is a number of parameters (70B, 1.3e12), a Hugging Face config.json, or a checkpoint.
+    """
+    world = topology(tp=tp, pp=pp, dp=dp, gpus_per_host=gpus_per_host, num_gpus=gpus, num_hosts=hosts)
+    if model.nbytes is None:
+        raise OptionError("size of what? Give a SOURCE, --size, or --layers with --hidden")
+    if rate is not None and within:
+        raise OptionError("give one of --at and --within: each follows from the other")
+    if every is not None and rate is None and not within:
+        raise OptionError("--every needs --at or --within: how long is a save?")
+    times_s = within if rate is None else (model.nbytes / rate,)
+    rows = [row for time_s in times_s for row in transfers(model.nbytes, world, time_s)]
+    overheads = [
+        {"stall_s": time_s, "interval_s": every, "overhead": overhead(time_s, every)}
+        for time_s in times_s
+        if every is not None
+    ]
+    if output == "json":
+        print_json(
+            {
+                **model_as_json(model),
+                "recipes": _recipes(model),
+                "world": asdict(world) | {"num_gpus": world.num_gpus, "num_hosts": world.num_hosts},
+                "transfers": [asdict(row) for row in rows],
+                "overheads": overheads,
+            }
+        )
+    elif output == "csv":
+        print_csv([asdict(row) for row in rows] or _recipes(model) or [{"checkpoint_bytes": model.nbytes}])
+    else:
+        _print_size(model, world, rows)
+        if rate is not None and world.dp > 1:
+            once, often = format_duration(times_s[0]), format_duration(times_s[0] * world.dp)
+            click.echo(
+                f"at {format_rate(rate)} restoring takes {once} read once, {often} read {world.dp} times"
+            )
+        for row in overheads:
+            stall, interval = format_duration(row["stall_s"]), format_duration(row["interval_s"])
+            share = f"{row['overhead'] * 100:.3g} %"
+            click.echo(f"training that stands still for {stall} every {interval} loses {share}")
+
+
+def _recipes(model: Model) -> list[dict[str, Any]]:
+    if model.parameters is None:
+        return []
+    return [
+        {
+            "recipe": name,
+            "bytes_per_parameter": recipe.bytes_per_parameter,
+            "checkpoint_bytes": checkpoint_bytes(model.parameters.num, recipe.bytes_per_parameter),
+        }
+        for name, recipe in RECIPES.items()
+    ]
+
+
+def _print_size(model: Model, world: Topology, rows: list[Transfer]) -> None:
+    for line in describe(model):
+        click.echo(line)
+    if not rows:
+        _print_recipes(model)
+    elif world.num_gpus > 1:
+        _print_transfers(world, rows)
+    else:
+        for row in rows:
+            time, rate = format_duration(row.time_s), format_rate(row.storage_bytes_per_s)
+            click.echo(f"to {row.what} it within {time} takes storage of {rate}")
+
+
+def _print_recipes(model: Model) -> None:
+    table = Table("recipe", "bytes each", "checkpoint", "", box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in _recipes(model):
+        sizes = (format_bytes(row["checkpoint_bytes"], binary=binary) for binary in (False, True))
+        table.add_row(row["recipe"], f"{row['bytes_per_parameter']:g}", *sizes)
+    if table.rows:
+        stdout().print(table)
+
+
+def _print_transfers(world: Topology, rows: list[Transfer]) -> None:
+    parts = f"TP {world.tp} × PP {world.pp} × DP {world.dp}"
+    click.echo(f"{parts} = {world.num_gpus:,} GPUs on {world.num_hosts:,} hosts")
+    heads = ("", "", "GPUs", "bytes", "time", "storage", "per host", "per GPU")
+    table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(
+            row.what,
+            row.how,
+            f"{row.num_gpus:,}",
+            format_bytes(row.nbytes),
+            format_duration(row.time_s),
+            *map(format_rate, (row.storage_bytes_per_s, row.host_bytes_per_s, row.gpu_bytes_per_s)),
+        )
+    stdout().print(table)
