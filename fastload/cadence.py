@@ -197,8 +197,9 @@ def recoverable_probability(*, num_hosts: int, copies: int, failures: int) -> fl
         OptionError: There are more copies or failures than hosts.
     """
     require_whole(num_hosts=num_hosts, copies=copies, failures=failures)
-    if max(copies, failures) > num_hosts:
-        raise OptionError(f"{copies} copies and {failures} failures are too many for {num_hosts} hosts")
+    for count, what in ((copies, "copies"), (failures, "failures")):
+        if count > num_hosts:
+            raise OptionError(f"{count} {what} need as many hosts, not {num_hosts}")
     if failures < copies:
         return 1.0
     lost = num_hosts * math.comb(num_hosts - copies, failures - copies)

@@ -128,7 +128,7 @@ def topology(
     if made.num_gpus > gpus_per_host and made.num_gpus % gpus_per_host:
         raise OptionError(f"{product} do not fill hosts of {gpus_per_host}")
     if num_hosts is not None and made.num_hosts != num_hosts:
-        raise OptionError(f"{product} are {made.num_hosts} hosts of {gpus_per_host}, not {num_hosts}")
+        raise OptionError(f"{product} on hosts of {gpus_per_host} take {made.num_hosts}, not {num_hosts}")
     return made
 
 

@@ -1,0 +1,261 @@
+"""``fastload size`` and ``fastload cadence`` as a user runs them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from fastload.cli import main
+from tests.checkpoints import write_file
+from tests.e2e.test_cli import CONTROL, run
+from tests.unit.test_parameters import LLAMA_8B
+
+TRILLION = "size --size 13.8TB --tp 8 --pp 64 --dp 6".split()
+JOB = "cadence 70B --gpus 1024 --at 20GB/s --stall 5s --step 6s".split()
+
+
+def fastload(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+def output(*arguments: str) -> str:
+    done = fastload(*arguments)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert not CONTROL.search(done.stdout)
+    return done.stdout
+
+
+def as_json(*arguments: str) -> dict[str, Any]:
+    text = output(*arguments, "--json")
+    assert len(text.splitlines()) == 1
+    value = json.loads(text)
+    assert isinstance(value, dict)
+    return value
+
+
+def as_csv(*arguments: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(output(*arguments, "--csv"))))
+
+
+# The questions that one command each answers
+
+
+def test_how_long_does_a_trillion_parameters_take_at_273_gb_per_s() -> None:
+    assert "to save it within 50.5 s takes storage of 273 GB/s" in output(
+        "size", "--size", "13.8TB", "--at", "273GB/s"
+    )
+    assert "to save it within 51.3 s" in output("size", "1T", "--at", "273GB/s")
+
+
+def test_what_restoring_6_replicas_asks_of_storage() -> None:
+    text = output(*TRILLION, "--at", "273 GB/s", "--every", "4h")
+    assert "TP 8 × PP 64 × DP 6 = 3,072 GPUs on 384 hosts" in text
+    rows = {" ".join(line.split()[:4]): line for line in text.splitlines()}
+    assert "1.64 TB/s" in rows["restore every replica reads"]
+    assert "273 GB/s" in rows["restore read once, then"]
+    assert "533 MB/s" in rows["save one replica writes"]
+    assert "restoring takes 50.5 s read once, 5.05 min read 6 times" in text
+    assert "every 4 h loses 0.351 %" in text
+
+
+def test_how_often_should_1024_gpus_save() -> None:
+    text = output(*JOB, "--copies", "2")
+    assert "save every 16.9 min (169 steps)" in text
+    assert "a failure every 28.8 h (128 hosts, 6.5 failures per 1000 host-days)" in text
+    assert "2 copies in memory outlive 2 hosts" in text
+    assert "why: the peak of the ETTR curve" in text
+
+
+def test_through_the_real_program() -> None:
+    done = run(*TRILLION, "--at", "273GB/s")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "1.64 TB/s" in done.stdout
+    wrong = run(*TRILLION, "--at", "273GBps")
+    assert (wrong.returncode, wrong.stdout, len(wrong.stderr.splitlines())) == (1, "", 1)
+
+
+# What they say
+
+
+def test_size_as_json_and_csv() -> None:
+    found = as_json(
+        "size", "70B", "--tp", "8", "--gpus", "64", "--within", "1min", "--within", "10min", "--every", "1h"
+    )
+    assert found["checkpoint_bytes"] == 980 * 10**9
+    assert found["parameters"] == {"num": 70 * 10**9, "exact": True, "source": "as given"}
+    assert {row["recipe"]: row["checkpoint_bytes"] for row in found["recipes"]}["bf16"] == 140 * 10**9
+    assert (found["world"]["dp"], found["world"]["num_hosts"]) == (8, 8)
+    assert [row["time_s"] for row in found["transfers"]] == [60.0] * 4 + [600.0] * 4
+    assert [row["overhead"] for row in found["overheads"]] == [60 / 3600, 600 / 3600]
+    rows = as_csv("size", "70B", "--tp", "8", "--gpus", "64", "--within", "1min")
+    assert [float(row["storage_bytes_per_s"]) for row in rows] == pytest.approx(
+        [row["storage_bytes_per_s"] for row in found["transfers"][:4]]
+    )
+    assert [row["recipe"] for row in as_csv("size", "70B")] == ["mixed-adam", "fp32-adam", "bf16"]
+
+
+def test_shapes_and_recipes() -> None:
+    shape = ["size", "--layers", "128", "--hidden", "25600"]
+    assert as_json(*shape)["parameters"]["num"] == pytest.approx(1008e9, rel=1e-4)
+    assert "Megatron's formula" in output(*shape)
+    assert as_json("size", "65.2B", "--recipe", "fp32-adam")["checkpoint_bytes"] == 782_400_000_000
+    assert as_json("size", "1B", "--bytes-per-parameter", "1.5")["checkpoint_bytes"] == 1_500_000_000
+
+
+def test_a_config(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_8B))
+    found = as_json("size", str(path), "--recipe", "bf16")
+    assert found["parameters"]["num"] == 8_030_261_248
+    assert found["checkpoint_bytes"] == 2 * 8_030_261_248
+    text = output("size", str(path))
+    assert "8,030,261,248 parameters (8.03B), LlamaForCausalLM: 32 layers of 4096" in text
+    path.write_text(json.dumps({**LLAMA_8B, "model_type": "other"}))
+    assert output("size", str(path)).startswith("about ")
+
+
+def test_a_checkpoint_that_exists(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_file(path, [("weight", "BF16", (300, 7)), ("bias", "F32", (7,)), ("step", "I64", ())])
+    found = as_json("size", str(path))
+    assert found["checkpoint_bytes"] == 300 * 7 * 2 + 7 * 4 + 8, "as it is"
+    assert found["parameters"]["num"] == 2107
+    assert as_json("size", str(path), "--recipe", "mixed-adam")["checkpoint_bytes"] == 14 * 2107
+
+
+def test_cadence_as_json_and_csv() -> None:
+    found = as_json(*JOB)
+    assert (found["stall_s"], found["background_s"], found["restart_s"]) == (5, 49, 300)
+    assert found["recommendation"]["interval_steps"] == 169
+    rules = {row["rule"]: row for row in found["rules"]}
+    assert rules["CheckFreq"]["interval_steps"] == 9
+    assert rules["budget of 3.5 %"]["overhead"] == pytest.approx(0.035)
+    assert rules["Young"]["interval_s"] == pytest.approx((2 * 5 * found["mtbf_s"]) ** 0.5)
+    assert [row["rule"] for row in as_csv(*JOB)] == list(rules)
+    both = as_json(*JOB, "--in-flight", "3")["rules"]
+    assert "PCcheck, 3 in flight" in [row["rule"] for row in both]
+
+
+def test_a_save_that_is_not_asynchronous() -> None:
+    found = as_json("cadence", "--size", "13.8TB", "--at", "273GB/s", "--gpus", "3072")
+    assert found["stall_s"] == pytest.approx(50.55, abs=0.005)
+    assert found["background_s"] == 0
+    rules = {row["rule"]: row["interval_s"] for row in found["rules"]}
+    assert rules["Young"] == pytest.approx(1870.7, abs=0.1)
+    assert rules["Daly"] == pytest.approx(1837.2, abs=0.1)
+    assert found["recommendation"]["interval_steps"] is None
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        "--stall 5s --background 49s --mtbf 28h --step 6s",
+        "--stall 0s --background 10min --mtbf 40h --step 6s --in-flight 2",
+        "--stall 30s --background 10min --mtbf 40min",
+        "--stall 1ms --mtbf 1000d --step 1ms",
+        "--stall 10d --mtbf 50d",
+    ],
+)
+def test_the_drawing(tmp_path: Path, facts: str) -> None:
+    path = tmp_path / "ettr.png"
+    output("cadence", *facts.split(), "--png", str(path))
+    head = path.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG\r\n\x1a\n")
+    assert struct.unpack(">II", head[16:]) == (1440, 800)
+
+
+def test_no_drawing_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    refused(1, "a drawing needs matplotlib: pip install 'fastload[plot]'", *JOB, "--png", "ettr.png")
+    assert fastload(*JOB).exit_code == 0
+
+
+# What is wrong is said in one line
+
+
+def refused(code: int, words: str, *arguments: str) -> None:
+    done = fastload(*arguments)
+    assert done.exit_code == code, done.output
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("size", "size of what?"),
+        ("size 70B --size 1TB", "give one of SOURCE, --size"),
+        ("size 70B --layers 3 --hidden 4", "give one of SOURCE, --size"),
+        ("size --layers 3", "--layers and --hidden go together"),
+        ("size --size 1TB --recipe bf16", "it takes no recipe"),
+        ("size 70B --recipe bf16 --bytes-per-parameter 2", "give one of --recipe"),
+        ("size 70X", "'70X': unknown unit 'X'; known: K, M, B, T; nor is it a path"),
+        ("size -- -70B", "is negative"),
+        ("size 70B --tp 8 --pp 64 --dp 6 --gpus 3000", "TP 8 × PP 64 × DP 6 = 3072 GPUs, not 3000"),
+        ("size 70B --dp 8 --hosts 2", "8 GPUs on hosts of 8 take 1, not 2"),
+        ("size 70B --tp 0", "--tp: '0' is not a whole number above 0"),
+        ("size 70B --at 0GB/s", "--at: '0GB/s' is not above 0"),
+        ("size 70B --at=-1GB/s", "--at: '-1GB/s' is negative"),
+        ("size 70B --at nanGB/s", "--at: 'nanGB/s' is not a number"),
+        ("size 70B --at 273", "--at: '273': it has no unit; known: B/s, kB/s"),
+        ("size 70B --at 273GB", "unknown unit 'GB'"),
+        ("size 70B --within 5m", "unknown unit 'm'; known: ms, s, min, h, d"),
+        ("size 70B --within 0s", "time_s=0.0: must be a number above 0"),
+        ("size 70B --at 1GB/s --within 5min", "give one of --at and --within"),
+        ("size 70B --every 4h", "--every needs --at or --within"),
+        ("size 70B --at 1GB/s --every 0s", "interval_s=0.0"),
+        ("size /no/where", "'/no/where' is not a number such as 70B; nor is it a path"),
+        ("size /no/config.json", "/no/config.json: no such file"),
+        ("cadence --gpus 8", "how long does a save take?"),
+        ("cadence --stall 5s", "how often does the job fail?"),
+        ("cadence --at 1GB/s --gpus 8", "--at needs a checkpoint"),
+        ("cadence 1B --at 1GB/s --stall 1s --background 1s --gpus 8", "give one of --background and --at"),
+        ("cadence --stall 5s --mtbf 1min", "the job never gets on"),
+        ("cadence --stall 5s --mtbf 0s", "mtbf_s=0.0"),
+        ("cadence --stall 5s --mtbf 1d --budget 0.035", "--budget: '0.035': it has no unit; known: %"),
+        ("cadence --stall 5s --mtbf 1d --copies 2", "--copies needs --gpus or --hosts"),
+        ("cadence --stall 5s --gpus 16 --copies 3", "3 copies need as many hosts, not 2"),
+        ("cadence --stall 5s --gpus 12", "12 GPUs do not fill hosts of 8"),
+        ("cadence --stall 5s --gpus 8 --failures-per-1000-host-days=-6", "is negative"),
+        ("cadence --stall 5s --mtbf 1d --png /no/where/ettr.png", "cannot write the drawing"),
+    ],
+)  # fmt: skip
+def test_bad_input(command: str, words: str) -> None:
+    refused(1, words, *command.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{}", "the config has no model_type"),
+        ('{"model_type": "llama", "hidden_size": 4096}', "this llama model has no num_hidden_layers"),
+        ("[1, 2]", "not a JSON object"),
+        ("{", "not valid JSON"),
+        ("", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ('"' + "\\u0000" * 10, "not valid JSON"),
+        (" " * (1 << 20) + "{}", "bytes are too many for a config"),
+        ('{"model_type": "llama", "hidden_size": 1e400}', "hidden_size=inf is not a whole number"),
+    ],
+    ids=lambda text: text[:12].strip() or "blank",
+)
+def test_bad_configs(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    refused(1, words, "size", str(path))
+    refused(1, f"{path}: ", "size", str(path))
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(b"\xff\xfe\x00" * 9)
+    refused(1, "not valid JSON", "size", str(path))
