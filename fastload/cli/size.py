@@ -122,7 +122,8 @@ def _print_recipes(model: Model) -> None:
 
 def _print_transfers(world: Topology, rows: list[Transfer]) -> None:
     parts = f"TP {world.tp} × PP {world.pp} × DP {world.dp}"
-    click.echo(f"{parts} = {world.num_gpus:,} GPUs on {world.num_hosts:,} hosts")
+    hosts = "1 host" if world.num_hosts == 1 else f"{world.num_hosts:,} hosts"
+    click.echo(f"{parts} = {world.num_gpus:,} GPUs on {hosts}")
     heads = ("", "", "GPUs", "bytes", "time", "storage", "per host", "per GPU")
     table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False)
     for column in table.columns[2:]:
