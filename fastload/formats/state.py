@@ -98,4 +98,5 @@ def rebuild(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
     except RecursionError:
         raise ManifestError("the structure of the state is nested too deeply") from None
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise ManifestError(f"the structure of the state, at {show_path(rebuilder.path)}: {error}") from None
+        why = str(error)[:400]  # however long a hostile text made it
+        raise ManifestError(f"the structure of the state, at {show_path(rebuilder.path)}: {why}") from None

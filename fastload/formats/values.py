@@ -124,7 +124,10 @@ def show_path(path: Iterable[Any]) -> str:
 
 def show_key(key: Any) -> str:
     """Returns a key for a message, cut short however long it is."""
-    text = repr(key) if type(key) is not int else key_text(key)
+    try:
+        text = repr(key)
+    except ValueError:  # an integer of very many digits
+        text = key_text(key)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 

@@ -171,17 +171,18 @@ def _split(
     """
     num_digits = len(_offsets(max_shard_bytes, max_shard_bytes)) + 1  # and a comma
     shard: list[_Row] = []
-    header_bytes, data_bytes = empty_header_bytes, 0
+    first_bytes = empty_header_bytes + _ALIGN_BYTES  # the blanks at the end
+    header_bytes, data_bytes = first_bytes, 0
     for spec in specs:
         text = _entry(spec)
         entry_bytes = (len(text) if text.isascii() else len(text.encode())) + num_digits
-        if empty_header_bytes + entry_bytes > MAX_HEADER_BYTES:
+        if first_bytes + entry_bytes > MAX_HEADER_BYTES:
             raise OptionError(f"tensor {spec.name[:200]!r}...: its name is too long for a safetensors header")
         header_bytes += entry_bytes
         data_bytes += spec.nbytes
         if shard and (header_bytes > MAX_HEADER_BYTES or header_bytes + data_bytes > max_shard_bytes):
             yield shard
-            shard, header_bytes, data_bytes = [], empty_header_bytes + entry_bytes, spec.nbytes
+            shard, header_bytes, data_bytes = [], first_bytes + entry_bytes, spec.nbytes
         shard.append(_Row(spec, text))
     yield shard
 
