@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fastload.errors import ManifestError
 from fastload.formats.manifest import TensorEntry
 
-__all__ = ["DTYPES", "torch_spec"]
+__all__ = ["DTYPES", "NAMES", "safetensors_spec", "torch_spec"]
 
 # safetensors name -> (bits of one element, torch dtype or None).
 # torch 2.6 lacks the dtypes that are looked up by name; no torch has 6-bit floats.
@@ -36,6 +37,9 @@ DTYPES: dict[str, tuple[int, torch.dtype | None]] = {
     "F6_E3M2": (6, None),
 }
 
+# torch dtype -> safetensors name.
+NAMES: dict[torch.dtype, str] = {dtype: name for name, (_, dtype) in DTYPES.items() if dtype is not None}
+
 
 def torch_spec(entry: TensorEntry) -> tuple[torch.dtype, tuple[int, ...]]:
     """Returns dtype and shape of a tensor as torch sees them.
@@ -54,3 +58,19 @@ def torch_spec(entry: TensorEntry) -> tuple[torch.dtype, tuple[int, ...]]:
     if not entry.shape or entry.shape[-1] % 2:
         raise ManifestError(f"{where} needs an even last dimension in torch, has shape {list(entry.shape)}")
     return dtype, (*entry.shape[:-1], entry.shape[-1] // 2)
+
+
+def safetensors_spec(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    """Returns dtype and shape of a tensor as a safetensors header has them: what `torch_spec` undoes.
+
+    Raises:
+        ValueError: The format has no such dtype, or cannot spell an F4 tensor without dimensions.
+    """
+    name = NAMES.get(tensor.dtype)
+    if name is None:
+        raise ValueError(f"safetensors has no {tensor.dtype}")
+    if name != "F4":
+        return name, tuple(tensor.shape)
+    if not tensor.dim():
+        raise ValueError(f"safetensors has no {tensor.dtype} without dimensions")
+    return name, (*tensor.shape[:-1], 2 * tensor.shape[-1])

@@ -1,0 +1,250 @@
+"""The walk that takes a state apart; `fastload.formats.state` says what comes of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fastload.formats.dtypes import NAMES
+from fastload.formats.values import (
+    BARE_NAME,
+    FACTORIES,
+    MAX_DEPTH,
+    NUMPY_DTYPES,
+    Attribute,
+    NotPlain,
+    encode_value,
+    show_path,
+    tensor_name,
+)
+
+__all__ = ["Describer"]
+
+_RESERVED = "__metadata__"  # what a safetensors header calls something else
+
+
+class Describer:
+    """One walk through a state; `problems` holds a line for each thing that cannot be kept."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.problems: list[str] = []
+        self._path: list[Any] = []
+        self._open: set[int] = set()  # containers on the path
+        self._first: dict[int, str] = {}  # address → the first name there
+        self._others: dict[tuple[Any, ...], str] = {}  # the names of further views of the same address
+        self._converted: dict[int, Tensor] = {}  # by id: what was made of an array or a lazy tensor
+        self._num_of: dict[str, int] = {}  # how often a name was wanted
+
+    def value(self, value: Any, prefix: str, key: Any) -> Any:
+        """Returns the JSON of what is found under a key, and keeps its tensors."""
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
+            return self._tensor(value, tensor_name(prefix, key))
+        if kind in _CONTAINERS:
+            return self._container(value, tensor_name(prefix, key))
+        try:
+            return encode_value(value)
+        except NotPlain:
+            numpy = sys.modules.get("numpy")
+            if numpy is not None and kind is numpy.ndarray:
+                return self._array(value, tensor_name(prefix, key))
+            return self._refuse(_name(value), _why_not_kept(value))
+
+    def _refuse(self, what: str, why: str) -> None:
+        self.problems.append(f"{show_path(self._path)} is {what}: {why}")
+
+    # Containers
+
+    def _container(self, value: Any, name: str) -> Any:
+        if id(value) in self._open:
+            return self._refuse(_name(value), "it contains itself")
+        if len(self._path) >= MAX_DEPTH:
+            return self._refuse(_name(value), f"nested deeper than {MAX_DEPTH} levels")
+        self._open.add(id(value))
+        self._path.append(None)
+        node = _CONTAINERS[type(value)](self, value, f"{name}." if name else "")
+        self._path.pop()
+        self._open.discard(id(value))
+        return node
+
+    def _dict(self, value: Any, prefix: str) -> Any:
+        return {"dict": self._items(value, prefix)}
+
+    def _tuple(self, value: Any, prefix: str) -> Any:
+        return {"tuple": self._elements(value, prefix)}
+
+    def _set(self, value: Any, prefix: str) -> Any:
+        nodes = []
+        for member in value:
+            self._path[-1] = member
+            nodes.append(self._key(member))
+        return {type(value).__name__: sorted(nodes, key=json.dumps)}  # its own order depends on the process
+
+    def _items(self, items: Mapping[Any, Any], prefix: str) -> list[Any]:
+        nodes: list[Any] = []
+        for key, value in items.items():
+            self._path[-1] = key
+            nodes += (self._key(key), self.value(value, prefix, key))
+        return nodes
+
+    def _elements(self, elements: Iterable[Any], prefix: str) -> list[Any]:
+        nodes = []
+        for index, value in enumerate(elements):
+            self._path[-1] = index
+            nodes.append(self.value(value, prefix, index))
+        return nodes
+
+    def _key(self, key: Any) -> Any:
+        """JSON of a dict's key or a set's member: a plain value, or a tuple of such."""
+        if type(key) is str and key.isascii():
+            return key
+        if type(key) is tuple:
+            return {"tuple": [self._key(part) for part in key]}
+        try:
+            return encode_value(key)
+        except NotPlain:
+            return self._refuse(f"keyed by {_name(key)}", "only plain values and tuples of them can be keys")
+
+    def _ordered_dict(self, value: Any, prefix: str) -> Any:
+        items = self._items(value, prefix)
+        self._check_attributes(value, {"_metadata"})
+        if not hasattr(value, "_metadata"):
+            return {"OrderedDict": items}
+        self._path[-1] = Attribute("_metadata")
+        return {"state_dict": [items, self.value(value._metadata, prefix, "_metadata")]}
+
+    def _counter(self, value: Any, prefix: str) -> Any:
+        self._check_attributes(value, set())
+        return {"Counter": self._items(value, prefix)}
+
+    def _defaultdict(self, value: Any, prefix: str) -> Any:
+        factory = value.default_factory
+        name = None if factory is None else getattr(factory, "__name__", "")
+        if name is not None and FACTORIES.get(name) is not factory:
+            self._path[-1] = Attribute("default_factory")
+            self._refuse(_name(factory), f"only None, {', '.join(FACTORIES)} are kept")
+        return {"defaultdict": [name, self._items(value, prefix)]}
+
+    def _check_attributes(self, value: Any, kept: set[str]) -> None:
+        for name in sorted(vars(value).keys() - kept):
+            self._path[-1] = Attribute(name)
+            self._refuse("an attribute of a dict", "it cannot be kept")
+
+    # Tensors
+
+    def _tensor(self, tensor: Tensor, name: str) -> Any:
+        why = _why_not_stored(tensor)
+        if why is not None:
+            return self._refuse(f"a {tensor.dtype} tensor", why)
+        grad = "+grad" if tensor.requires_grad else ""
+        kind = f"{type(tensor).__name__}{grad}" if grad or type(tensor) is Parameter else None
+        plain = tensor.detach() if kind else tensor
+        if plain.is_neg() or plain.is_conj():  # torch negates when it reads the bytes
+            plain = self._converted.setdefault(id(tensor), plain.resolve_conj().resolve_neg())
+        if plain.dtype is torch.complex128:
+            return self._leaf(torch.view_as_real(plain), name, kind, "complex128")
+        return self._leaf(plain, name, kind, None)
+
+    def _array(self, array: Any, name: str) -> Any:
+        dtype = array.dtype
+        if dtype.str not in NUMPY_DTYPES:
+            return self._refuse(f"a NumPy array of {dtype}", "only plain numbers are kept")
+        if id(array) not in self._converted:
+            native = array.astype(dtype.newbyteorder("="), copy=False)
+            flags = native.flags
+            if not (flags.writeable and flags.aligned and flags.c_contiguous):
+                native = native.copy()  # torch cannot look at it where it is
+            self._converted[id(array)] = torch.from_numpy(native)
+        tensor = self._converted[id(array)]
+        if tensor.dtype is torch.complex128:
+            tensor = torch.view_as_real(tensor)
+        return self._leaf(tensor, name, "ndarray", dtype.str)
+
+    def _leaf(self, tensor: Tensor, name: str, kind: str | None, dtype: str | None) -> Any:
+        natural = name or BARE_NAME
+        stored = self._store(tensor, natural)
+        if stored == natural and kind is None and dtype is None:
+            return {}
+        fields = [None if stored == natural else stored, kind, dtype]
+        while fields[-1] is None:
+            fields.pop()
+        return {"tensor": fields}
+
+    def _store(self, tensor: Tensor, name: str) -> str:
+        """Returns the name a tensor is stored under: its own, or the one of a tensor it is tied to."""
+        # Empty tensors have no address; those that share a storage are tied all the same.
+        address = tensor.data_ptr() or tensor.untyped_storage()._cdata
+        first = self._first.get(address)
+        if first is None:
+            self._first[address] = stored = self._add(tensor, name)
+            return stored
+        spec = _spec(tensor)
+        if _spec(self.tensors[first]) == spec:
+            return first
+        key = (address, *spec)
+        if key not in self._others:
+            self._others[key] = self._add(tensor, name)
+        return self._others[key]
+
+    def _add(self, tensor: Tensor, name: str) -> str:
+        free = name
+        while free in self.tensors or free == _RESERVED:
+            self._num_of[name] = self._num_of.get(name, 1) + 1
+            free = f"{name}~{self._num_of[name]}"
+        self.tensors[free] = tensor
+        return free
+
+
+_CONTAINERS: dict[type, Callable[[Describer, Any, str], Any]] = {
+    dict: Describer._dict,
+    OrderedDict: Describer._ordered_dict,
+    defaultdict: Describer._defaultdict,
+    Counter: Describer._counter,
+    list: Describer._elements,
+    tuple: Describer._tuple,
+    set: Describer._set,
+    frozenset: Describer._set,
+}
+
+
+def _spec(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _why_not_stored(tensor: Tensor) -> str | None:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return "only dense tensors are kept"
+    if tensor.is_meta:
+        return "a tensor on the meta device has no values"
+    name = NAMES.get(tensor.dtype)
+    if name is None and tensor.dtype is not torch.complex128:
+        return "safetensors has no such dtype"
+    if name == "F4" and not tensor.dim():
+        return "safetensors has none without dimensions"
+    if not tensor.data_ptr() and tensor.numel():
+        return "its storage has been freed"
+    return None
+
+
+def _name(value: Any) -> str:
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _why_not_kept(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "of the tensors only torch.Tensor and torch.nn.Parameter themselves are kept"
+    if isinstance(value, (dict, list, tuple, set, frozenset, str, int, float)):
+        return "of a subclass nothing but its plain form can be kept: convert it"
+    if callable(getattr(value, "state_dict", None)):
+        return "save its state_dict()"
+    return "only tensors, NumPy arrays, containers and plain values are kept, nothing is pickled"

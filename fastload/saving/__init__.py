@@ -1,0 +1,1 @@
+"""From tensors to files: layout, partition, snapshot, write, commit."""

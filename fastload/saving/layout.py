@@ -1,0 +1,243 @@
+"""Which tensor goes where in which file. Pure, and independent of who writes: the same on every rank.
+
+The files are plain safetensors (https://github.com/huggingface/safetensors#format): the length of the
+header as a little-endian u64, the header as JSON, blanks up to a multiple of 8, then the tensors
+without a gap. Several files come with an index as Hugging Face writes it.
+
+The tensors keep the order they are given in, that of the state, from file to file. So what belongs
+together lies together, and reading a part of the model is one contiguous read. Within a file the
+tensors whose length is no multiple of 8 bytes (step counters, odd biases) come last, those of a multiple of
+4 bytes first among them, then of 2: since the length of a tensor is a multiple of its element's, every
+tensor then begins at a multiple of its element's size, as whoever maps the file expects. The reference writer
+gets there by sorting everything by dtype, which scatters the layers of a model of mixed dtypes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import xxhash
+
+from fastload.errors import OptionError
+from fastload.formats.manifest import TensorEntry
+
+__all__ = ["Block", "Layout", "LayoutFile", "TensorSpec", "checksum_blocks", "lay_out", "num_blocks"]
+
+MAX_HEADER_BYTES = 100_000_000  # the reference library reads no longer ones
+
+_LENGTH_BYTES = 8  # the little-endian u64 before the header
+_ALIGN_BYTES = 8  # of the header's end, and the largest element
+_MIN_BLOCK_BYTES = 256 << 10
+_MAX_BLOCK_BYTES = 4 << 20
+_GOOD_NUM_BLOCKS = 1 << 18  # 4 MiB of checksums in the commit record
+
+_quote = json.encoder.encode_basestring  # a JSON text as UTF-8, not escaped to ASCII
+
+
+class TensorSpec(NamedTuple):
+    """A tensor to be stored.
+
+    Attributes:
+        name: Its name; unique, valid Unicode.
+        dtype: safetensors name of its dtype, such as ``BF16``.
+        shape: Shape in elements of that dtype.
+        nbytes: Length in bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class Block(NamedTuple):
+    """A byte range of a file that has a checksum of its own."""
+
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class LayoutFile:
+    """One file of a checkpoint to be written.
+
+    Attributes:
+        name: Name below the checkpoint's root.
+        header: The bytes before the first tensor.
+        tensors: In the order of their bytes, without a gap, up to the end of the file.
+        nbytes: Size of the whole file in bytes.
+    """
+
+    name: str
+    header: bytes
+    tensors: tuple[TensorEntry, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the files of a checkpoint consist of.
+
+    Attributes:
+        files: In name order; at least one.
+        block_bytes: Longest range with a checksum of its own.
+        index: ``model.safetensors.index.json``, or None for a single file.
+    """
+
+    files: tuple[LayoutFile, ...]
+    block_bytes: int
+    index: bytes | None
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all files together, headers included, without the index."""
+        return sum(file.nbytes for file in self.files)
+
+    def digest(self) -> str:
+        """xxh3-128 of the layout, for comparison between ranks."""
+        sizes = json.dumps([self.block_bytes, [[file.name, file.nbytes] for file in self.files]])
+        hasher = xxhash.xxh3_128(sizes.encode())
+        for file in self.files:
+            hasher.update(file.header)
+        return hasher.hexdigest()
+
+
+def lay_out(
+    specs: Sequence[TensorSpec],
+    *,
+    max_shard_bytes: int,
+    block_bytes: int | None,
+    metadata: Mapping[str, str],
+) -> Layout:
+    """Lays tensors out in files.
+
+    Args:
+        specs: Tensors in the order of the state.
+        max_shard_bytes: Most bytes of a file, header included; a single tensor may make it longer.
+        block_bytes: Longest range with a checksum of its own; None chooses.
+        metadata: The ``__metadata__`` of each file.
+
+    Raises:
+        OptionError: A name does not fit into a header.
+    """
+    empty_header = _header([], metadata)
+    shards = list(_split(specs, max_shard_bytes, len(empty_header)))
+    names = [_file_name(number, len(shards)) for number in range(len(shards))]
+    files = tuple(_lay_out_file(names[number], number, rows, metadata) for number, rows in enumerate(shards))
+    if block_bytes is None:
+        block_bytes = _good_block_bytes(sum(spec.nbytes for spec in specs))
+    return Layout(files, block_bytes, _index(files) if len(files) > 1 else None)
+
+
+def checksum_blocks(tensors: Sequence[TensorEntry], block_bytes: int) -> Iterator[Block]:
+    """Yields the checksum blocks of a file in order.
+
+    Each tensor is cut every `block_bytes` from its first byte, so no block spans two tensors and any
+    subset of the tensors can be verified without reading a byte more.
+
+    Args:
+        tensors: Those of one file in the order of their bytes.
+        block_bytes: Longest block.
+    """
+    for entry in tensors:
+        for start in range(0, entry.nbytes, block_bytes):
+            yield Block(entry.offset + start, min(block_bytes, entry.nbytes - start))
+
+
+def num_blocks(tensors: Sequence[TensorEntry], block_bytes: int) -> int:
+    """Returns how many blocks `checksum_blocks` yields."""
+    return sum(-(-entry.nbytes // block_bytes) for entry in tensors)
+
+
+class _Row(NamedTuple):
+    """A tensor, and its entry in the header up to the offsets."""
+
+    spec: TensorSpec
+    text: str
+
+
+def _split(
+    specs: Sequence[TensorSpec], max_shard_bytes: int, empty_header_bytes: int
+) -> Iterator[list[_Row]]:
+    """Fills one file after the other; at least one, if need be without tensors.
+
+    The length of a header is known only with its offsets; each is taken to have as many digits as the
+    largest, so a file may end up a few bytes per tensor below its limit.
+    """
+    num_digits = len(_offsets(max_shard_bytes, max_shard_bytes)) + 1  # and a comma
+    shard: list[_Row] = []
+    first_bytes = empty_header_bytes + _ALIGN_BYTES  # the blanks at the end
+    header_bytes, data_bytes = first_bytes, 0
+    for spec in specs:
+        text = _entry(spec)
+        entry_bytes = (len(text) if text.isascii() else len(text.encode())) + num_digits
+        if first_bytes + entry_bytes > MAX_HEADER_BYTES:
+            raise OptionError(f"tensor {spec.name[:200]!r}...: its name is too long for a safetensors header")
+        header_bytes += entry_bytes
+        data_bytes += spec.nbytes
+        if shard and (header_bytes > MAX_HEADER_BYTES or header_bytes + data_bytes > max_shard_bytes):
+            yield shard
+            shard, header_bytes, data_bytes = [], first_bytes + entry_bytes, spec.nbytes
+        shard.append(_Row(spec, text))
+    yield shard
+
+
+def _lay_out_file(name: str, number: int, rows: list[_Row], metadata: Mapping[str, str]) -> LayoutFile:
+    rows.sort(key=_by_alignment)  # stable: all that is a multiple of 8 bytes long stays in order
+    ends = list(accumulate((row.spec.nbytes for row in rows), initial=0))
+    header = _header(
+        [row.text + _offsets(*span) for row, span in zip(rows, pairwise(ends), strict=True)], metadata
+    )
+    tensors = tuple(
+        TensorEntry(spec.name, spec.dtype, spec.shape, number, len(header) + begin, spec.nbytes)
+        for (spec, _), begin in zip(rows, ends, strict=False)
+    )
+    return LayoutFile(name, header, tensors, len(header) + ends[-1])
+
+
+def _by_alignment(row: _Row) -> int:
+    """Orders by the largest power of two that divides the length, largest first; none exceeds an element."""
+    nbytes = row.spec.nbytes | _ALIGN_BYTES
+    return -(nbytes & -nbytes)
+
+
+def _entry(spec: TensorSpec) -> str:
+    shape = ",".join(map(str, spec.shape))
+    return f'{_quote(spec.name)}:{{"dtype":"{spec.dtype}","shape":[{shape}],"data_offsets":'
+
+
+def _offsets(begin: int, end: int) -> str:
+    return f"[{begin},{end}]}}"
+
+
+def _header(entries: list[str], metadata: Mapping[str, str]) -> bytes:
+    if metadata:
+        text = json.dumps(dict(metadata), ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+        entries = [f'"__metadata__":{text}', *entries]
+    header = f"{{{','.join(entries)}}}".encode()
+    header += b" " * (-len(header) % _ALIGN_BYTES)
+    return len(header).to_bytes(_LENGTH_BYTES, "little") + header
+
+
+def _file_name(number: int, num_files: int) -> str:
+    if num_files == 1:
+        return "model.safetensors"
+    return f"model-{number + 1:05}-of-{num_files:05}.safetensors"
+
+
+def _index(files: Sequence[LayoutFile]) -> bytes:
+    total_bytes = sum(entry.nbytes for file in files for entry in file.tensors)
+    rows = sorted(f'    {_quote(entry.name)}: "{file.name}"' for file in files for entry in file.tensors)
+    head = f'{{\n  "metadata": {{\n    "total_size": {total_bytes}\n  }},\n  "weight_map": {{\n'
+    return (head + ",\n".join(rows) + "\n  }\n}\n").encode()
+
+
+def _good_block_bytes(total_bytes: int) -> int:
+    """Chooses blocks small enough to be verified one by one, few enough for the commit record."""
+    least = -(-total_bytes // _GOOD_NUM_BLOCKS)
+    return max(_MIN_BLOCK_BYTES, min(1 << (least - 1).bit_length(), _MAX_BLOCK_BYTES))
