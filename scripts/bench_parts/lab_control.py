@@ -162,7 +162,7 @@ class Lab:
             }
             for name, checkpoint in self.checkpoints.items():
                 urls = {"http": f"{services.HTTP_URL}/{name}", "s3": f"s3://{services.BUCKET}/{name}"}
-                given[name] = {"name": name, "digest": checkpoint.digest, **urls}
+                given[name] = {"name": name, "digest": checkpoint.digest, "nbytes": checkpoint.nbytes, **urls}
             settings.write_text(json.dumps(given))
             words = ["python", "-m", "bench_parts.lab_job", str(settings)]
             ended = lab("run", "--timeout", "100000", "--", *words, check=False, job=True)
