@@ -46,7 +46,7 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
 
 
 class IncompleteCheckpoint(CheckpointError):
-    """The checkpoint has no commit record: its save never finished."""
+    """Some of the checkpoint is not there: its commit record, as its save never finished, or its files."""
 
 
 class ManifestError(CheckpointError, ValueError):
@@ -54,7 +54,15 @@ class ManifestError(CheckpointError, ValueError):
 
 
 class ChecksumError(CheckpointError):
-    """Bytes read do not have the checksum that was recorded when they were written."""
+    """Bytes read do not have the checksum that was recorded when they were written.
+
+    Attributes:
+        blocks: One line for each bad block of data: file, block, byte range and tensor.
+    """
+
+    def __init__(self, message: str, blocks: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.blocks = tuple(blocks)
 
 
 class MismatchError(CheckpointError):

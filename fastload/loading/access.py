@@ -8,13 +8,15 @@ from typing import Any
 
 from fastload.errors import CheckpointNotFound, PlanMismatch
 from fastload.formats.manifest import Manifest
+from fastload.formats.record import MARKER_NAME, RECORD_NAME
 from fastload.formats.safetensors import header_digest, read_manifest
 from fastload.storage import PatientStorage, Storage
 from fastload.world import World
 
 __all__ = ["Access", "agree_on_access", "require_same"]
 
-_DIRECTORY, _CHECKPOINT = 1, 2  # what a rank sees: more is better, 0 is nothing
+# What a rank sees: more is better, 0 is nothing.
+_DIRECTORY, _UNFINISHED, _CHECKPOINT = 1, 2, 3
 _ENDINGS = (".safetensors", ".safetensors.index.json")
 
 
@@ -148,6 +150,10 @@ def _look(storage: Storage) -> int:
     names = storage.list()
     if names is None:
         return _CHECKPOINT if storage.stat("") is not None else 0
+    if RECORD_NAME in names:
+        return _CHECKPOINT
+    if MARKER_NAME in names:
+        return _UNFINISHED
     return _CHECKPOINT if any(name.endswith(_ENDINGS) for name in names) else _DIRECTORY
 
 
