@@ -21,6 +21,7 @@ __all__ = [
     "PlanMismatch",
     "StorageError",
     "WorldError",
+    "blames_checkpoint",
     "from_wire",
     "to_wire",
 ]
@@ -148,6 +149,11 @@ class DeadlineExceeded(WorldError, TimeoutError):
 
 class Interrupted(WorldError):
     """This rank stopped because of what happened on another; never the cause itself."""
+
+
+def blames_checkpoint(error: BaseException) -> bool:
+    """Whether an error says that what is on storage is bad, whichever rank happens to read it."""
+    return isinstance(error, CheckpointError) and not isinstance(error, MismatchError)
 
 
 def to_wire(error: BaseException, limit: int = _WIRE_BYTES) -> dict[str, Any]:

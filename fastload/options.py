@@ -14,7 +14,7 @@ from fastload.errors import OptionError
 if TYPE_CHECKING:
     from fastload.report import LoadReport
 
-__all__ = ["SETTINGS", "LoadOptions", "Setting", "parse_bytes"]
+__all__ = ["SETTINGS", "LoadOptions", "Setting", "parse_bool", "parse_bytes"]
 
 STRATEGIES = ("auto", "allgather", "broadcast", "direct")
 IO_MODES = ("auto", "buffered", "direct")
@@ -32,6 +32,19 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise ValueError(f"{text!r} is not a size such as 1048576, 64MiB or 5GB")
     return int(match[1]) * _UNITS[match[2] or ""]
+
+
+def parse_bool(text: str) -> bool:
+    """Reads ``1``, ``true``, ``yes``, ``on`` or ``0``, ``false``, ``no``, ``off``, in any case.
+
+    Raises:
+        ValueError: The text is none of these.
+    """
+    words = {"1": True, "true": True, "yes": True, "on": True}
+    words |= {"0": False, "false": False, "no": False, "off": False}
+    if text.strip().lower() not in words:
+        raise ValueError(f"{text!r} is none of {', '.join(words)}")
+    return words[text.strip().lower()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +76,9 @@ SETTINGS = {
         None, int, "reads in flight on each rank; chosen from the cores of the host if not set"
     ),
     "retries": Setting(4, int, "further attempts at a chunk after a transient storage error"),
+    "verify": Setting(
+        True, parse_bool, "check what is read against the checksums of a checkpoint that fastload saved"
+    ),
 }
 
 
@@ -96,6 +112,8 @@ class LoadOptions:
         io: ``auto``, ``buffered`` or ``direct`` reads of local files.
         read_threads: Reads in flight on each rank; None chooses.
         retries: Further attempts at a chunk after a transient storage error.
+        verify: Whether each rank checks what it reads against the checksums of the commit record, where
+            the checkpoint has one.
         on_report: Called on each rank with the `LoadReport` of a load that succeeded.
         progress: Called on each rank with (bytes placed, bytes wanted) as the load goes on.
 
@@ -110,6 +128,7 @@ class LoadOptions:
     io: str = _setting("io")
     read_threads: int | None = _setting("read_threads")
     retries: int = _setting("retries")
+    verify: bool = _setting("verify")
     on_report: Callable[[LoadReport], None] | None = None
     progress: Callable[[int, int], None] | None = None
 
@@ -132,6 +151,7 @@ class LoadOptions:
             "at least 1",
         )
         _require(_is_count(self.retries, 0), "retries", self.retries, "at least 0")
+        _require(isinstance(self.verify, bool), "verify", self.verify, "True or False")
         number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
         _require(
             number and 0 < self.timeout_s < 1e7, "timeout_s", self.timeout_s, "a number of seconds above 0"

@@ -13,6 +13,7 @@ except ImportError as error:
 
 import fastload
 from fastload.cli.load import inspect, load
+from fastload.cli.verify import verify
 
 __all__ = ["main"]
 
@@ -25,5 +26,5 @@ def main(verbose: bool) -> None:
     logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING, stream=sys.stderr)
 
 
-for _command in (inspect, load):
+for _command in (inspect, load, verify):
     main.add_command(_command)

@@ -162,10 +162,9 @@ class ReadPlan:
             sizes[rank] = _slot_bytes(length)
         return sizes
 
-    @property
-    def slot_bytes(self) -> int:
-        """Size of the largest slot there can be."""
-        return _slot_bytes(self.chunk_bytes + self._longest_block_bytes)
+    def largest_slot_bytes(self, rank: int) -> int:
+        """Returns how much of a slab a rank's chunk and status word take at most."""
+        return _slot_bytes(self.chunk_bytes + self._longest_block_bytes if rank in self._place_of else 0)
 
     @property
     def slab_bytes(self) -> int:
