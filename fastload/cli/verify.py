@@ -35,10 +35,8 @@ def verify(path: str, as_json: bool) -> None:
 def _print_report(report: fastload.VerifyReport) -> None:
     console = stdout()
     rate = report.bytes_verified / report.total_s if report.total_s else 0.0
-    console.print(
-        f"{report.url}: intact: {report.num_blocks} blocks, {decimal(report.nbytes)} in {report.num_files} files",
-        highlight=False,
-    )
+    what = f"{report.num_blocks} blocks, {decimal(report.nbytes)} in {report.num_files} files"
+    console.print(f"{report.url}: intact: {what}", highlight=False)
     console.print(
         f"{report.total_s:.2f} s on {len(report.ranks)} ranks, {decimal(int(rate))}/s together",
         highlight=False,
