@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from fastload.errors import ChecksumError, Interrupted
@@ -88,23 +88,26 @@ class Sweep:
             outcomes = world.gather(what, value, error, wait_s=wait_s)
             world.raise_failures(what, outcomes, error)
         finally:
+            if error is not None:
+                self.reader.stop()
             error = None  # else error → traceback → frame → error would keep all their memory alive
-            self.reader.stop()
             self.reader.close(wait_s=min(1.0, world.grace_s))
         return self._report([outcome.value for outcome in outcomes])
 
     def _plan_reads(self) -> ReadPlan:
-        """Deals the blocks to the team; of a plan's slabs each rank needs its own slots only."""
-        manifest, num_readers = self._access.manifest, max(1, len(self._team))
-        return plan_reads(
+        """Deals the blocks to the team, in chunks of which one rank alone can stage some."""
+        manifest = self._access.manifest
+        alone = plan_reads(
             manifest.tensors,
-            world_size=num_readers,
-            readers=range(num_readers),
-            staging_bytes=self._options.staging_bytes * num_readers,
+            world_size=1,
+            readers=(0,),
+            staging_bytes=self._options.staging_bytes,
             chunk_bytes=self._options.chunk_bytes,
             block_bytes=manifest.block_bytes,
             even_slots=True,
         )
+        places = range(max(1, len(self._team)))
+        return replace(alone, world_size=len(places), readers=tuple(places))
 
     def _read_all(self) -> None:
         if self._world.rank not in self._team or not self._plan.num_rounds:

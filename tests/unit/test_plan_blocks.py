@@ -138,7 +138,7 @@ def test_large_tensors_are_shared_evenly(world: int, block_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "shares"),
-    [(500, [500, 0, 0, 0]), (2500, [1000, 1000, 500, 0]), (5500, [2000, 1000, 1000, 1500])],
+    [(500, [500, 0, 0, 0]), (2500, [1000, 1000, 500, 0]), (5500, [2000, 1500, 1000, 1000])],
 )
 def test_few_blocks_for_many_readers(nbytes: int, shares: list[int]) -> None:
     plan = plan_reads(
