@@ -69,6 +69,7 @@ class Manifest:
             headers, merged).
         block_bytes: A tensor has a checksum for every so many of its bytes; 0 without a commit record.
         structure: How the state was nested, as the commit record has it; None without one.
+        record_digest: xxh3-128 of the commit record; empty without one.
     """
 
     url: str
@@ -77,6 +78,7 @@ class Manifest:
     metadata: Mapping[str, str] = field(default_factory=dict)
     block_bytes: int = 0
     structure: Any = None
+    record_digest: str = ""
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:
@@ -121,6 +123,7 @@ class Manifest:
             metadata=columns["metadata"],
             block_bytes=columns["block_bytes"],
             structure=columns["structure"],
+            record_digest=columns["record_digest"],
         )
 
     def _columns(self) -> dict[str, object]:
@@ -130,4 +133,5 @@ class Manifest:
             "metadata": dict(self.metadata),
             "block_bytes": self.block_bytes,
             "structure": self.structure,
+            "record_digest": self.record_digest,
         }

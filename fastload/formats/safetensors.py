@@ -27,7 +27,6 @@ from fastload.formats.record import (
     MARKER_NAME,
     MAX_RECORD_BYTES,
     RECORD_NAME,
-    Record,
     RecordedFile,
     checksum,
     num_blocks,
@@ -44,7 +43,7 @@ from fastload.formats.untrusted import (
 )
 from fastload.storage.base import FileStat, Storage
 
-__all__ = ["MAX_HEADER_BYTES", "header_digest", "parse_header", "read_manifest"]
+__all__ = ["MAX_HEADER_BYTES", "header_digest", "parse_header", "read_manifest", "record_digest"]
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +111,14 @@ def header_digest(storage: Storage, name: str, file_nbytes: int) -> str:
     if length > min(MAX_HEADER_BYTES, file_nbytes - _LENGTH_BYTES):
         return ""
     return xxhash.xxh3_128_hexdigest(read_bytes(storage, name, _LENGTH_BYTES, length))
+
+
+def record_digest(storage: Storage) -> str:
+    """Returns the `Manifest.record_digest` of a checkpoint as it is here; empty if it has no record."""
+    stat = storage.stat(RECORD_NAME)
+    if stat is None or stat.nbytes > MAX_RECORD_BYTES:
+        return ""
+    return xxhash.xxh3_128_hexdigest(read_bytes(storage, RECORD_NAME, 0, stat.nbytes))
 
 
 def parse_header(
@@ -209,7 +216,8 @@ def _check_tiling(tensors: Sequence[TensorEntry], data_offset: int, file_nbytes:
 
 def _assemble_recorded(storage: Storage) -> Manifest:
     """Reads what the commit record names."""
-    record = _read_record(storage)
+    text = _read_record(storage)
+    record = parse_record(text, url_of(storage, RECORD_NAME))
     names = [file.name for file in record.files]
     try:
         stats = stat_all(storage, names)
@@ -237,15 +245,16 @@ def _assemble_recorded(storage: Storage) -> Manifest:
         metadata=record.metadata,
         block_bytes=record.block_bytes,
         structure=record.state,
+        record_digest=xxhash.xxh3_128_hexdigest(text),
     )
 
 
-def _read_record(storage: Storage) -> Record:
+def _read_record(storage: Storage) -> bytes:
     url = url_of(storage, RECORD_NAME)
     nbytes = stat_all(storage, [RECORD_NAME])[RECORD_NAME].nbytes
     if nbytes > MAX_RECORD_BYTES:
         raise ManifestError(f"{url}: record of {nbytes} bytes is over the limit of {MAX_RECORD_BYTES}")
-    return parse_record(read_bytes(storage, RECORD_NAME, 0, nbytes), url)
+    return read_bytes(storage, RECORD_NAME, 0, nbytes)
 
 
 def _assemble(

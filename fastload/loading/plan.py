@@ -83,7 +83,8 @@ class Grid:
 
     def digest(self) -> str:
         """xxh3-128 of the grid."""
-        return xxhash.xxh3_128_hexdigest(array("Q", (*self.tensor_starts, self.block_bytes)).tobytes())
+        starts = array("Q", self.tensor_starts).tobytes()
+        return f"{self.block_bytes}/{xxhash.xxh3_128_hexdigest(starts)}"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -249,3 +250,26 @@ def test_one_bad_copy_fails_all_without_healing(rank: int, world: int, tmp_path:
     with pytest.raises(ChecksumError, match=r"b.safetensors: block") as raised:
         load(disk, given=options(strategy="allgather"))
     return str(raised.value)
+
+
+@pytest.mark.skipif(*needs_mounts.args, reason="needs root, for mounts")
+@pytest.mark.parametrize("missing", [False, True])
+@ranks(3, same=True)
+def test_a_host_with_another_step_does_not_read(
+    rank: int, world: int, tmp_path: Path, recorded: Path, missing: bool
+) -> str:
+    expected, files = load_reference(recorded), {path.name: path.read_bytes() for path in recorded.iterdir()}
+    disk = own_disk(tmp_path, rank)
+    for name, data in files.items():
+        (disk / name).write_bytes(data)
+    if rank == 1:  # the same names and shapes, other values
+        flip(disk / "a.safetensors", -1)
+        record_by_hand(disk, BLOCK_BYTES)
+        if missing:
+            (disk / "fastload.json").unlink()
+    os.utime(disk / "a.safetensors", ns=(rank, rank))  # equal copies differ in this too
+    tensors, report = load(disk, given=options(strategy="allgather"))
+    assert_same_bits(tensors, expected)
+    assert [own.reader for own in report.ranks] == [True, False, True]
+    assert report.ranks[1].note == "sees another fastload.json than rank 0: not the same checkpoint"
+    return state_digest(tensors)

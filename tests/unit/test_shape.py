@@ -16,7 +16,13 @@ MAX_LINES = 400
 DISTRIBUTED = {"world.py", "loading/exchange.py"}
 ENVIRONMENT = {"options.py", "world.py"}
 FILES = {"storage/local.py"}
-PURE = {"loading/plan.py", "saving/layout.py", "saving/partition.py", "formats/manifest.py"}
+PURE = {
+    "loading/plan.py",
+    "saving/layout.py",
+    "saving/partition.py",
+    "formats/manifest.py",
+    "formats/record.py",
+}
 
 ENVIRONMENT_NAMES = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
 # What takes a path, or reads and writes at an offset; what else there is needs a descriptor from these.
