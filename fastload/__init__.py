@@ -1,6 +1,7 @@
 """fastload: every byte of a checkpoint is read once, and every rank ends with the whole state."""
 
-from fastload.api import Checkpoint, inspect, load, open
+from fastload.api import inspect, load, open, verify
+from fastload.checkpoint import Checkpoint
 from fastload.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -18,7 +19,7 @@ from fastload.errors import (
 )
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
 from fastload.options import LoadOptions
-from fastload.report import LoadReport, RankReport
+from fastload.report import LoadReport, RankReport, VerifyReport
 
 __version__ = "0.1.0"
 
@@ -42,8 +43,10 @@ __all__ = [
     "RankReport",
     "StorageError",
     "TensorEntry",
+    "VerifyReport",
     "WorldError",
     "inspect",
     "load",
     "open",
+    "verify",
 ]

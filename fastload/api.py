@@ -1,40 +1,25 @@
-"""What `fastload.load`, `fastload.open` and `fastload.inspect` do."""
+"""What `fastload.load`, `fastload.open`, `fastload.inspect` and `fastload.verify` do."""
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
-import xxhash
 from torch import Tensor
 
-from fastload.errors import CheckpointNotFound, OptionError, WorldError
+from fastload.checkpoint import Checkpoint
+from fastload.errors import CheckpointNotFound
 from fastload.formats.manifest import Manifest
 from fastload.formats.safetensors import read_manifest
-from fastload.loading.access import Access, agree_on_access, require_same
-from fastload.loading.exchange import has_nccl, open_exchange
-from fastload.loading.match import Match, match
-from fastload.loading.pipeline import Pipeline, read_threads
-from fastload.loading.place import Placer
-from fastload.loading.plan import ReadPlan, plan_reads
-from fastload.loading.read import ChunkReader
-from fastload.loading.rounds import Exchange
-from fastload.loading.strategy import Decision, choose_strategy
+from fastload.loading.access import agree_on_access
 from fastload.options import SETTINGS, LoadOptions
-from fastload.report import LoadReport, RankReport
+from fastload.report import VerifyReport
 from fastload.storage import PatientStorage, open_storage
 from fastload.world import World, join
 
-__all__ = ["Checkpoint", "inspect", "load", "open"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["inspect", "load", "open", "verify"]
 
 _MAX_ATTEMPT_S = 30.0  # for one request: what takes longer has stalled
 
@@ -80,7 +65,9 @@ def load(
 
     Raises:
         CheckpointNotFound: No rank sees a checkpoint there.
+        IncompleteCheckpoint: Its save never finished, or files that it should have are not there.
         ManifestError: It is malformed.
+        ChecksumError: Bytes of it are not as they were written.
         MismatchError: Names, shapes or dtypes do not fit. Nothing was loaded.
         PlanMismatch: The ranks did not ask for the same.
         PeerError: Some ranks failed, or were killed, or did not answer in time; with every cause.
@@ -118,6 +105,32 @@ def open(
             world.leave(error)
         raise
     return Checkpoint(world, access, options)
+
+
+def verify(
+    path: Path,
+    *,
+    process_group: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    options: LoadOptions | None = None,
+) -> VerifyReport:
+    """Checks every byte of a checkpoint that fastload saved; the ranks of a group share the work.
+
+    The data go no further than the rank that reads them, and into no more memory than `staging_bytes`.
+    Where hosts have disks of their own, the ranks of each host check that host's copy.
+
+    Args are those of `load`.
+
+    Raises:
+        ChecksumError: On all ranks, with a line for each bad block (the first 20 in the message, all that
+            were noted in its `blocks`).
+        IncompleteCheckpoint: It has no commit record, and so no checksums.
+        PeerError: A rank could not read its part.
+    """
+    with open(
+        path, process_group=process_group, storage_options=storage_options, options=options
+    ) as checkpoint:
+        return checkpoint.verify()
 
 
 def _meet(path: Path, process_group: Any, options: LoadOptions | None) -> tuple[World, str, LoadOptions]:
@@ -164,232 +177,3 @@ def inspect(path: Path, *, storage_options: Mapping[str, Any] | None = None) -> 
     if manifest is None:
         raise CheckpointNotFound(f"{storage.url}: no such checkpoint")
     return manifest
-
-
-class Checkpoint:
-    """A checkpoint that all ranks of a group have open. Made by `open`.
-
-    Attributes:
-        manifest: What is where.
-        report: What the last `load` did, or None.
-    """
-
-    def __init__(self, world: World, access: Access, options: LoadOptions) -> None:
-        self.manifest = access.manifest
-        self.report: LoadReport | None = None
-        self._world = world
-        self._storage = access.storage
-        self._access = access
-        self._options = options
-        self._header_bytes = access.storage.bytes_read
-        self._counted_retries = 0
-        self._failed = False
-        self._last_reader: ChunkReader | None = None
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """Text that the writer attached."""
-        return dict(self.manifest.metadata)
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Releases files and connections, those that a read still waits for as soon as it ends."""
-        if self._last_reader is None:
-            self._storage.close()
-        else:
-            # Not before: the number of a closed descriptor may soon stand for another file.
-            self._last_reader.at_end(self._storage.close)
-
-    def load(
-        self,
-        *,
-        into: Any = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        names: Sequence[str] | str | None = None,
-        strict: bool = True,
-    ) -> dict[str, Tensor]:
-        """Loads tensors on all ranks; see `fastload.load` for arguments and errors."""
-        if self._failed:
-            raise WorldError("an earlier load of this open checkpoint failed: open it again")
-        try:
-            began = time.perf_counter()
-            job = self._prepare(into, device, dtype, names, strict)
-            self._run(job, began)
-        except BaseException as error:
-            self._failed = True
-            if not isinstance(error, Exception):
-                self._world.leave(error)
-            raise
-        job.matched.attach()
-        if self._options.on_report is not None and self.report is not None:
-            self._options.on_report(self.report)
-        return job.matched.tensors()
-
-    def _prepare(
-        self,
-        into: Any,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-        names: Sequence[str] | str | None,
-        strict: bool,
-    ) -> _Job:
-        """Does on all ranks whatever can fail before data moves, and compares the plans."""
-        jobs: list[_Job] = []
-
-        def prepare() -> dict[str, str]:
-            target = _target_device(device)
-            matched = match(self.manifest, names=names, into=into, device=target, dtype=dtype, strict=strict)
-            job = self._plan(matched, matched.device or target)
-            jobs.append(job)
-            wanted = json.dumps([d.entry.name for d in matched.destinations])
-            return {
-                "strategy": job.decision.strategy,
-                "transport": job.exchange.transport,
-                "names": f"{len(matched.destinations)} tensors ({xxhash.xxh3_64_hexdigest(wanted.encode())})",
-                "dtype": str(dtype),
-                "plan": job.plan.digest(),
-            }
-
-        require_same(self._world.agree(f"preparing to load {self._access.manifest.url}", prepare))
-        return jobs[0]
-
-    def _plan(self, matched: Match, device: torch.device) -> _Job:
-        world, options, access = self._world, self._options, self._access
-        fast_links = device.type == "cuda" and has_nccl(world)
-        decision = choose_strategy(
-            options.strategy,
-            world_size=world.size,
-            readers=access.readers,
-            hosts=access.hosts,
-            shared=access.shared,
-            fast_links=fast_links,
-        )
-        alone = decision.strategy == "direct"
-        ranks_on_host = access.hosts.count(access.hosts[world.rank])
-        if options.io == "auto":
-            # Ranks of one host that read the same bytes share the page cache.
-            self._storage.io = "buffered" if alone and ranks_on_host > 1 else "auto"
-        plan = plan_reads(
-            [d.entry for d in matched.destinations],
-            world_size=1 if alone else world.size,
-            readers=(0,) if alone else decision.readers,
-            staging_bytes=options.staging_bytes,
-            chunk_bytes=options.chunk_bytes,
-        )
-        threads = read_threads(options.read_threads, plan, ranks_on_host=ranks_on_host)
-        reader = ChunkReader(self._storage, self.manifest.files, threads=threads)
-        exchange = open_exchange(world, hosts=access.hosts, local=alone, device=device)
-        placer = Placer(matched.destinations)
-        pipeline = Pipeline(
-            world, plan, 0 if alone else world.rank, reader, exchange, placer, options.progress
-        )
-        return _Job(matched, decision, plan, reader, exchange, pipeline)
-
-    def _run(self, job: _Job, began: float) -> None:
-        """Moves the data, and settles on all ranks whether all of them have it."""
-        error: Exception | None = None
-        already_read = self._storage.bytes_read, self._storage.direct_bytes_read
-        self._last_reader = job.reader
-        try:
-            try:
-                job.pipeline.run()
-            except Exception as caught:
-                error = caught
-                self._world.raise_alarm()
-            self._settle(job, began, already_read, error)
-        finally:
-            error = None  # else error → traceback → frame → error would keep all their memory alive
-            job.pipeline.close()
-            if not job.reader.close(wait_s=min(1.0, self._world.grace_s)):
-                _log.warning("%s: a read is still under way and may yet write", self.manifest.url)
-
-    def _settle(
-        self, job: _Job, began: float, already_read: tuple[int, int], error: Exception | None
-    ) -> None:
-        mine = self._rank_report(job, time.perf_counter() - began, *already_read)
-        what = f"loading {self.manifest.url}"
-        # One that is stuck says so itself after its patience: the others wait a little longer than that.
-        wait_s = self._world.grace_s if error is not None else self._world.timeout_s - self._world.grace_s / 4
-        outcomes = self._world.gather(what, asdict(mine), error, wait_s=wait_s)
-        try:
-            self._world.raise_failures(what, outcomes, error)
-        finally:
-            error = None  # as above
-        self.report = LoadReport(
-            url=self.manifest.url,
-            strategy=job.decision.strategy,
-            why=job.decision.why,
-            transport=job.exchange.transport,
-            bytes_wanted=job.plan.total_bytes,
-            num_tensors=len(job.matched.destinations),
-            chunk_bytes=job.plan.chunk_bytes,
-            num_rounds=job.plan.num_rounds,
-            depth=job.plan.depth,
-            ranks=tuple(RankReport(**outcome.value) for outcome in outcomes),
-        )
-        self._access = self._access.without(job.pipeline.broken)
-        for rank in self.report.ranks:
-            if rank.rank in job.pipeline.broken and self._world.rank == 0:
-                _log.warning("%s: rank %d on %s %s", self.manifest.url, rank.rank, rank.host, rank.note)
-
-    def _rank_report(self, job: _Job, total_s: float, already_read: int, already_direct: int) -> RankReport:
-        world, pipeline = self._world, job.pipeline
-        read_s, exchange_s, place_s = (
-            job.reader.watch.seconds,
-            job.exchange.watch.seconds,
-            pipeline.place_watch.seconds,
-        )
-        # Those of opening count with the first load; a later one counts its own.
-        num_retries = self._storage.num_retries - self._counted_retries
-        self._counted_retries = self._storage.num_retries
-        return RankReport(
-            rank=world.rank,
-            host=world.host,
-            reader=world.rank in job.decision.readers,
-            note=pipeline.drop_out or self._access.notes.get(world.rank, ""),
-            bytes_read=self._storage.bytes_read - already_read,
-            direct_bytes_read=self._storage.direct_bytes_read - already_direct,
-            header_bytes_read=self._header_bytes,
-            bytes_received=pipeline.received_bytes,
-            read_s=read_s,
-            exchange_s=exchange_s,
-            place_s=place_s,
-            exposed_s=max(0.0, total_s - read_s),
-            total_s=total_s,
-            overlapped_s=max(0.0, read_s + exchange_s + place_s - total_s),
-            peak_staging_bytes=pipeline.staging_bytes,
-            retries=num_retries,
-        )
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One load, ready to run."""
-
-    matched: Match
-    decision: Decision
-    plan: ReadPlan
-    reader: ChunkReader
-    exchange: Exchange
-    pipeline: Pipeline
-
-
-def _target_device(device: torch.device | str | None) -> torch.device:
-    try:
-        target = torch.device(device if device is not None else "cpu")
-    except RuntimeError as error:
-        raise OptionError(f"device={device!r}: {error}") from None
-    if target.type == "cuda":
-        if not torch.cuda.is_available():
-            raise OptionError(f"device={device!r}: torch sees no CUDA device")
-        if target.index is None:
-            return torch.device("cuda", torch.cuda.current_device())
-    return target

@@ -22,6 +22,7 @@ __all__ = [
     "PlanMismatch",
     "StorageError",
     "WorldError",
+    "blames_checkpoint",
     "from_wire",
     "to_wire",
 ]
@@ -51,7 +52,7 @@ class CheckpointExists(CheckpointError, FileExistsError):
 
 
 class IncompleteCheckpoint(CheckpointError):
-    """The checkpoint has no commit record: its save never finished."""
+    """Some of the checkpoint is not there: its commit record, as its save never finished, or its files."""
 
 
 class ManifestError(CheckpointError, ValueError):
@@ -59,7 +60,15 @@ class ManifestError(CheckpointError, ValueError):
 
 
 class ChecksumError(CheckpointError):
-    """Bytes read do not have the checksum that was recorded when they were written."""
+    """Bytes read do not have the checksum that was recorded when they were written.
+
+    Attributes:
+        blocks: One line for each bad block of data: file, block, byte range and tensor.
+    """
+
+    def __init__(self, message: str, blocks: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.blocks = tuple(blocks)
 
 
 class MismatchError(CheckpointError):
@@ -145,6 +154,11 @@ class DeadlineExceeded(WorldError, TimeoutError):
 
 class Interrupted(WorldError):
     """This rank stopped because of what happened on another; never the cause itself."""
+
+
+def blames_checkpoint(error: BaseException) -> bool:
+    """Whether an error says that what is on storage is bad, whichever rank happens to read it."""
+    return isinstance(error, CheckpointError) and not isinstance(error, MismatchError)
 
 
 def to_wire(error: BaseException, limit: int = _WIRE_BYTES) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from fastload.errors import OptionError
 if TYPE_CHECKING:
     from fastload.report import LoadReport
 
-__all__ = ["SETTINGS", "LoadOptions", "Setting", "environment", "parse_bytes"]
+__all__ = ["SETTINGS", "LoadOptions", "Setting", "environment", "parse_bool", "parse_bytes"]
 
 STRATEGIES = ("auto", "allgather", "broadcast", "direct")
 IO_MODES = ("auto", "buffered", "direct")
@@ -37,6 +37,19 @@ def parse_bytes(text: str) -> int:
 def environment(prefix: str) -> dict[str, str]:
     """Returns the environment variables whose names begin so, for a library that reads only some of them."""
     return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
+
+
+def parse_bool(text: str) -> bool:
+    """Reads ``1``, ``true``, ``yes``, ``on`` or ``0``, ``false``, ``no``, ``off``, in any case.
+
+    Raises:
+        ValueError: The text is none of these.
+    """
+    words = {"1": True, "true": True, "yes": True, "on": True}
+    words |= {"0": False, "false": False, "no": False, "off": False}
+    if text.strip().lower() not in words:
+        raise ValueError(f"{text!r} is none of {', '.join(words)}")
+    return words[text.strip().lower()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +81,9 @@ SETTINGS = {
         None, int, "reads in flight on each rank; chosen from the cores of the host if not set"
     ),
     "retries": Setting(4, int, "further attempts at a chunk after a transient storage error"),
+    "verify": Setting(
+        True, parse_bool, "check what is read against the checksums of a checkpoint that fastload saved"
+    ),
 }
 
 
@@ -101,6 +117,8 @@ class LoadOptions:
         io: ``auto``, ``buffered`` or ``direct`` reads of local files.
         read_threads: Reads in flight on each rank; None chooses.
         retries: Further attempts at a chunk after a transient storage error.
+        verify: Whether each rank checks what it reads against the checksums of the commit record, where
+            the checkpoint has one.
         on_report: Called on each rank with the `LoadReport` of a load that succeeded.
         progress: Called on each rank with (bytes placed, bytes wanted) as the load goes on.
 
@@ -115,6 +133,7 @@ class LoadOptions:
     io: str = _setting("io")
     read_threads: int | None = _setting("read_threads")
     retries: int = _setting("retries")
+    verify: bool = _setting("verify")
     on_report: Callable[[LoadReport], None] | None = None
     progress: Callable[[int, int], None] | None = None
 
@@ -137,6 +156,7 @@ class LoadOptions:
             "at least 1",
         )
         _require(_is_count(self.retries, 0), "retries", self.retries, "at least 0")
+        _require(isinstance(self.verify, bool), "verify", self.verify, "True or False")
         number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
         _require(
             number and 0 < self.timeout_s < 1e7, "timeout_s", self.timeout_s, "a number of seconds above 0"

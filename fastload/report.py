@@ -1,4 +1,4 @@
-"""What a load did: bytes, seconds, and why it went that way."""
+"""What a load or a verification did: bytes, seconds, and why it went that way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-__all__ = ["LoadReport", "RankReport", "Stopwatch"]
+__all__ = ["LoadReport", "RankReport", "Stopwatch", "VerifyReport"]
 
 
 class Stopwatch:
@@ -62,6 +62,7 @@ class RankReport:
         note: Why it did not read, where it could not.
         bytes_read: Data bytes it read from storage.
         direct_bytes_read: Those of them that did not go through the page cache (O_DIRECT).
+        bytes_verified: Data bytes it checked against the commit record; 0 for checkpoints without one.
         header_bytes_read: Bytes of headers and indexes it read.
         bytes_received: Data bytes it got from the other ranks.
         read_s: Seconds in which at least one read was under way.
@@ -71,7 +72,7 @@ class RankReport:
         total_s: Seconds from the agreement on the plan to the last tensor in place.
         overlapped_s: Work done at the same time as other work: read + exchange + place - total, at least 0.
         peak_staging_bytes: Bytes of its slabs.
-        retries: Attempts at reads beyond the first.
+        retries: Attempts at reads beyond the first, those after a checksum that did not fit included.
     """
 
     rank: int
@@ -80,6 +81,7 @@ class RankReport:
     note: str = ""
     bytes_read: int = 0
     direct_bytes_read: int = 0
+    bytes_verified: int = 0
     header_bytes_read: int = 0
     bytes_received: int = 0
     read_s: float = 0.0
@@ -126,6 +128,11 @@ class LoadReport:
         return sum(rank.bytes_read for rank in self.ranks)
 
     @property
+    def bytes_verified(self) -> int:
+        """Data bytes checked against the commit record, over all ranks."""
+        return sum(rank.bytes_verified for rank in self.ranks)
+
+    @property
     def total_s(self) -> float:
         """Seconds of the slowest rank."""
         return max((rank.total_s for rank in self.ranks), default=0.0)
@@ -139,8 +146,44 @@ class LoadReport:
         """Returns everything in JSON types."""
         totals = {
             "bytes_read": self.bytes_read,
+            "bytes_verified": self.bytes_verified,
             "total_s": self.total_s,
             "read_amplification": self.read_amplification,
         }
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ranks"}
+        return {**own, **totals, "ranks": [asdict(rank) for rank in self.ranks]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """What a verification that found no damage did, over all ranks; the same on every rank.
+
+    Attributes:
+        url: The checkpoint.
+        num_files: Its files.
+        num_blocks: Its checksum blocks; where hosts have disks of their own, of one copy.
+        nbytes: Bytes of its tensors.
+        ranks: One entry per rank.
+    """
+
+    url: str
+    num_files: int
+    num_blocks: int
+    nbytes: int
+    ranks: Sequence[RankReport] = field(default_factory=tuple)
+
+    @property
+    def bytes_verified(self) -> int:
+        """Data bytes checked, over all ranks: more than `nbytes` where hosts have copies of their own."""
+        return sum(rank.bytes_verified for rank in self.ranks)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the slowest rank."""
+        return max((rank.total_s for rank in self.ranks), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything in JSON types."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ranks"}
+        totals = {"bytes_verified": self.bytes_verified, "total_s": self.total_s}
         return {**own, **totals, "ranks": [asdict(rank) for rank in self.ranks]}

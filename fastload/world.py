@@ -20,11 +20,11 @@ import torch.distributed as dist
 import xxhash
 
 from fastload.errors import (
-    CheckpointError,
     FastloadError,
     Interrupted,
     PeerError,
     WorldError,
+    blames_checkpoint,
     from_wire,
     to_wire,
 )
@@ -153,45 +153,37 @@ class World:
         """
         if (rendezvous := self._rendezvous) is None:
             return make()
-        step, spoiled = self._step, list[CheckpointError]()
+        step = self._step
 
         def publish() -> int:
             if self.rank != source:
                 return 0
-            try:
-                data = make()
-            except CheckpointError as error:
-                spoiled.append(error)
-                raise
-            return rendezvous.put_bytes(what, step, data, limit_s=self.patience_s)
+            return rendezvous.put_bytes(what, step, make(), limit_s=self.patience_s)
 
-        try:
-            pieces = self.agree(what, publish)[source]
-        except PeerError as failed:
-            cause = failed.failures.get(source)
-            if isinstance(cause, CheckpointError):
-                raise (spoiled or [cause])[0] from None  # the checkpoint is bad, not the rank
-            raise
-        finally:
-            spoiled.clear()
+        pieces = self.agree(what, publish)[source]
         return rendezvous.get_bytes(what, step, pieces, limit_s=self.patience_s)
 
     def raise_failures(self, what: str, outcomes: list[Outcome], own: BaseException | None = None) -> None:
         """Raises on every rank if an outcome is an error.
 
-        The same fastload error on all ranks is raised as itself; otherwise all ranks raise one
-        `PeerError` with each failing rank's cause.
+        The same fastload error on all ranks is raised as itself. If nothing failed but the checkpoint, which
+        is bad whoever reads it, all ranks raise what the first rank that noticed raised. Otherwise all
+        ranks raise one `PeerError` with each failing rank's cause.
         """
         failures = {rank: from_wire(o.error) for rank, o in enumerate(outcomes) if o.error is not None}
         if not failures:
             return
         causes_only = {rank: e for rank, e in failures.items() if not isinstance(e, Interrupted)}
         failures = causes_only or failures
-        first = failures[min(failures)]
+        source = min(failures)
+        first = failures[source]
         same = len({(type(error), str(error)) for error in failures.values()}) == 1
-        if same and len(failures) == self.size and (isinstance(first, FastloadError) or self.size == 1):
+        everywhere = same and len(failures) == self.size
+        if (everywhere and (isinstance(first, FastloadError) or self.size == 1)) or all(
+            map(blames_checkpoint, failures.values())
+        ):
             try:
-                raise own if own is not None else first
+                raise own if own is not None and (everywhere or self.rank == source) else first
             finally:
                 # Else error → traceback → frame → error would keep all their memory alive.
                 del own, first

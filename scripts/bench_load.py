@@ -149,9 +149,9 @@ def memory(ranks: int, size: int, json_path: str | None) -> None:
 def plan(repeats: int, json_path: str | None) -> None:
     """Time what one rank plans: the reads of all ranks, their digest, and its own chunks and file ranges."""
     rows = [
-        measure_plan(tensors, ranks, every=every, repeats=repeats)
+        measure_plan(tensors, ranks, every=every, block_bytes=block_bytes, repeats=repeats)
         for tensors, ranks in ((100_000, 1024), (1_000_000, 4096))
-        for every in (1, 2)
+        for every, block_bytes in ((1, 0), (2, 0), (1, MIB), (2, MIB))
     ]
     table = Table(title="Planning, seconds on one rank (median)")
     for name in rows[0]:

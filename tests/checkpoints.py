@@ -12,7 +12,10 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import xxhash
 from torch import Tensor
+
+from fastload.formats.record import Record, RecordedFile
 
 BITS = {
     **dict.fromkeys("BOOL U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ".split(), 8),
@@ -62,6 +65,34 @@ def write_sharded(folder: Path, shards: Mapping[str, Iterable[Row]], *, index: b
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})
         (folder / "model.safetensors.index.json").write_text(text)
     return total
+
+
+def record_by_hand(
+    folder: Path, block_bytes: int, *, state: Any = None, metadata: Mapping[str, str] | None = None
+) -> Record:
+    """Writes the commit record of the safetensors files in a folder, as a save would have."""
+    files = []
+    for path in sorted(folder.glob("*.safetensors")):
+        data = path.read_bytes()
+        begin = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:begin])
+        header.pop("__metadata__", None)
+        checksums = b""
+        for start, end in sorted(entry["data_offsets"] for entry in header.values()):
+            for at in range(begin + start, begin + end, block_bytes):
+                checksums += xxhash.xxh3_64_digest(data[at : min(at + block_bytes, begin + end)])
+        digest = xxhash.xxh3_64_digest(data[:begin])
+        files.append(RecordedFile(path.name, len(data), begin, digest, checksums))
+    record = Record(block_bytes, tuple(files), state, dict(metadata or {}))
+    (folder / "fastload.json").write_bytes(record.to_bytes())
+    return record
+
+
+def flip(path: Path, at: int) -> None:
+    """Flips one bit of the byte at a place, counted from the end if negative."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
 
 
 def write_hub_cache(root: Path, shards: Mapping[str, Iterable[Row]]) -> Path:

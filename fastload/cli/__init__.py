@@ -15,6 +15,7 @@ import fastload
 from fastload.cli.cadence import cadence
 from fastload.cli.load import inspect, load
 from fastload.cli.size import size
+from fastload.cli.verify import verify
 
 __all__ = ["main"]
 
@@ -27,5 +28,5 @@ def main(verbose: bool) -> None:
     logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING, stream=sys.stderr)
 
 
-for _command in (inspect, load, size, cadence):
+for _command in (inspect, load, verify, size, cadence):
     main.add_command(_command)

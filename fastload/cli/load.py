@@ -124,7 +124,8 @@ def _print_report(report: fastload.LoadReport, digests: list[str] | None) -> Non
     console.print(f"{report.strategy}: {report.why}", highlight=False)
     console.print(
         f"{report.total_s:.2f} s, {decimal(int(rate))}/s on each of {len(report.ranks)} ranks; "
-        f"read from storage: {decimal(report.bytes_read)} = {report.read_amplification:.2f} × the checkpoint",
+        f"read from storage: {decimal(report.bytes_read)} = {report.read_amplification:.2f} × the checkpoint"
+        + (f", verified: {decimal(report.bytes_verified)}" if report.bytes_verified else ""),
         highlight=False,
     )
     console.print(

@@ -7,10 +7,13 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import xxhash
 
 __all__ = ["FileEntry", "Manifest", "TensorEntry"]
+
+_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +25,15 @@ class FileEntry:
         nbytes: Size of the whole file in bytes.
         version: What storage said identifies this very file (see `FileStat.version`).
         header_digest: xxh3-128 of the header bytes.
+        checksums: xxh3-64 of each checksum block in the order of offsets, 8 bytes each; empty if the
+            checkpoint has no commit record.
     """
 
     name: str
     nbytes: int
     version: str
     header_digest: str
+    checksums: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +65,20 @@ class Manifest:
         url: Where the checkpoint was found.
         files: In name order.
         tensors: In the order of their bytes: by file, offset, length, then name.
-        metadata: Text the writer attached (``__metadata__`` of the headers, merged).
+        metadata: Text the writer attached (that of the commit record, or else ``__metadata__`` of the
+            headers, merged).
+        block_bytes: A tensor has a checksum for every so many of its bytes; 0 without a commit record.
+        structure: How the state was nested, as the commit record has it; None without one.
+        record_digest: xxh3-128 of the commit record; empty without one.
     """
 
     url: str
     files: tuple[FileEntry, ...]
     tensors: tuple[TensorEntry, ...]
     metadata: Mapping[str, str] = field(default_factory=dict)
+    block_bytes: int = 0
+    structure: Any = None
+    record_digest: str = ""
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:
@@ -80,29 +93,45 @@ class Manifest:
     def digest(self) -> str:
         """xxh3-128 of everything but the url, the same on every rank that sees the same files."""
         columns = json.dumps(self._columns(), separators=(",", ":"), sort_keys=True)
-        return xxhash.xxh3_128_hexdigest(columns.encode())
+        digest = xxhash.xxh3_128(columns.encode())
+        for file in self.files:
+            digest.update(file.checksums)
+        return digest.hexdigest()
 
     def to_bytes(self) -> bytes:
         """Packs the manifest to be sent to the other ranks."""
-        return zlib.compress(json.dumps([self.url, self._columns()]).encode(), level=1)
+        text = zlib.compress(json.dumps([self.url, self._columns()]).encode(), level=1)
+        checksums = (file.checksums for file in self.files)  # which nothing compresses
+        return b"".join([len(text).to_bytes(_LENGTH_BYTES, "little"), text, *checksums])
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> Manifest:
         """Unpacks what `to_bytes` packed."""
-        url, columns = json.loads(zlib.decompress(packed))
+        end = _LENGTH_BYTES + int.from_bytes(packed[:_LENGTH_BYTES], "little")
+        url, columns = json.loads(zlib.decompress(packed[_LENGTH_BYTES:end]))
+        files = []
+        for name, nbytes, version, header_digest, length in columns["files"]:
+            files.append(FileEntry(name, nbytes, version, header_digest, packed[end : end + length]))
+            end += length
         return cls(
             url=url,
-            files=tuple(FileEntry(*row) for row in columns["files"]),
+            files=tuple(files),
             tensors=tuple(
                 TensorEntry(name, dtype, tuple(shape), file, offset, nbytes)
                 for name, dtype, shape, file, offset, nbytes in columns["tensors"]
             ),
             metadata=columns["metadata"],
+            block_bytes=columns["block_bytes"],
+            structure=columns["structure"],
+            record_digest=columns["record_digest"],
         )
 
     def _columns(self) -> dict[str, object]:
         return {
-            "files": [[f.name, f.nbytes, f.version, f.header_digest] for f in self.files],
+            "files": [[f.name, f.nbytes, f.version, f.header_digest, len(f.checksums)] for f in self.files],
             "tensors": [[t.name, t.dtype, t.shape, t.file, t.offset, t.nbytes] for t in self.tensors],
             "metadata": dict(self.metadata),
+            "block_bytes": self.block_bytes,
+            "structure": self.structure,
+            "record_digest": self.record_digest,
         }

@@ -8,13 +8,15 @@ from typing import Any
 
 from fastload.errors import CheckpointNotFound, PlanMismatch
 from fastload.formats.manifest import Manifest
-from fastload.formats.safetensors import header_digest, read_manifest
+from fastload.formats.record import MARKER_NAME, RECORD_NAME
+from fastload.formats.safetensors import header_digest, read_manifest, record_digest
 from fastload.storage import PatientStorage, Storage
 from fastload.world import World
 
 __all__ = ["Access", "agree_on_access", "require_same"]
 
-_DIRECTORY, _CHECKPOINT = 1, 2  # what a rank sees: more is better, 0 is nothing
+# What a rank sees: more is better, 0 is nothing.
+_DIRECTORY, _UNFINISHED, _CHECKPOINT = 1, 2, 3
 _ENDINGS = (".safetensors", ".safetensors.index.json")
 
 
@@ -53,7 +55,7 @@ def agree_on_access(
 
     One rank, the lowest that sees the path, lists it and reads its headers; the others get its
     answer. Where looking costs nothing (file systems), a rank counts as a reader if its files are
-    the same as that rank's: same size and version, or else same size and header.
+    the same as that rank's: same size and version, or else same size and commit record (or header).
 
     Args:
         world: The ranks.
@@ -148,6 +150,10 @@ def _look(storage: Storage) -> int:
     names = storage.list()
     if names is None:
         return _CHECKPOINT if storage.stat("") is not None else 0
+    if RECORD_NAME in names:
+        return _CHECKPOINT
+    if MARKER_NAME in names:
+        return _UNFINISHED
     return _CHECKPOINT if any(name.endswith(_ENDINGS) for name in names) else _DIRECTORY
 
 
@@ -160,6 +166,7 @@ def _read(storage: Storage) -> Manifest:
 
 def _difference(storage: Storage, manifest: Manifest, source: int) -> str:
     """Says what is different here from what the rank that read the headers saw; empty if nothing is."""
+    same_record = False
     for file in manifest.files:
         found = storage.stat(file.name)
         label = file.name or storage.url
@@ -167,9 +174,12 @@ def _difference(storage: Storage, manifest: Manifest, source: int) -> str:
             return f"does not see {label}"
         if found.nbytes != file.nbytes:
             return f"sees {label} of {found.nbytes} bytes, rank {source} of {file.nbytes}: not the same file"
-        if (
-            found.version != file.version
-            and header_digest(storage, file.name, file.nbytes) != file.header_digest
-        ):
+        if found.version == file.version or same_record:
+            continue
+        if manifest.record_digest:  # which tells more than headers: those are the same in every step
+            if record_digest(storage) != manifest.record_digest:
+                return f"sees another {RECORD_NAME} than rank {source}: not the same checkpoint"
+            same_record = True
+        elif header_digest(storage, file.name, file.nbytes) != file.header_digest:
             return f"sees {label} with another header than rank {source}: not the same file"
     return ""

@@ -26,7 +26,7 @@ _MAX_READ_THREADS = 8
 _TICK_S = 0.05
 
 
-def read_threads(asked: int | None, plan: ReadPlan, *, ranks_on_host: int) -> int:
+def read_threads(asked: int | None, *, depth: int, exchanges: bool, ranks_on_host: int) -> int:
     """Returns how many reads a rank has in flight.
 
     As asked. Else, with an exchange, half of the slabs: while those are read the others are exchanged.
@@ -34,10 +34,10 @@ def read_threads(asked: int | None, plan: ReadPlan, *, ranks_on_host: int) -> in
     """
     if asked is not None:
         return asked
-    if plan.world_size > 1:
-        return max(1, plan.depth // 2)
+    if exchanges:
+        return max(1, depth // 2)
     fair = 2 * (os.cpu_count() or 1) // ranks_on_host
-    return min(plan.depth, max(2, min(fair, _MAX_READ_THREADS)))
+    return min(depth, max(2, min(fair, _MAX_READ_THREADS)))
 
 
 class Pipeline:
@@ -87,9 +87,9 @@ class Pipeline:
         self._placer = placer
         self._progress = progress
         self._depth = min(plan.depth, plan.num_rounds)
-        own_bytes = plan.slot_sizes(0)[rank] if plan.num_rounds else 0
+        own_bytes = plan.largest_slot_bytes(rank)
         self._slabs = [exchange.allocate(plan.slab_bytes, own_bytes) for _ in range(self._depth)]
-        self._slots: dict[tuple[int, int], Slots] = {}
+        self._slots: dict[int, tuple[list[int], Slots]] = {}
         self._staged = plan.world_size > 1
         self._first_index = 0
         self._posted: deque[tuple[Round, Future[None] | None]] = deque()
@@ -184,10 +184,10 @@ class Pipeline:
     def _post(self, plan: ReadPlan, index: int) -> Round:
         number = index % self._depth
         slab, own = self._slabs[number]
-        shape = (number, plan.chunk_bytes_of(index))
-        if shape not in self._slots:
-            self._slots[shape] = Slots.cut(slab, plan.slot_sizes(index))
-        slots = self._slots[shape]
+        sizes = plan.slot_sizes(index)
+        if number not in self._slots or self._slots[number][0] != sizes:
+            self._slots[number] = sizes, Slots.cut(slab, sizes)
+        slots = self._slots[number][1]
         mine = slots.each[self._rank]
         work = Round(self._first_index + index, mine if own is None else own[: len(mine)], slots)
         chunk = plan.chunk(index, self._rank)

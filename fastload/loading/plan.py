@@ -4,11 +4,16 @@ The bytes of the wanted tensors, in file order, form one *wanted space* from 0 t
 is cut into rounds, and each round into one chunk per reader: in round k, reader i of R reads the
 i-th chunk of that round. All chunks of a round have the same length (the very last ones may be
 shorter), so shares differ by less than one chunk, whatever the tensors look like.
+
+Where checksum blocks are to be verified, each bound between two chunks is moved down to the nearest
+bound between two blocks, so that whoever reads a block reads all of it. Chunks are then longer or
+shorter by less than a block.
 """
 
 from __future__ import annotations
 
 import json
+from array import array
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +27,7 @@ from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
 from fastload.memory import PAGE_BYTES, round_up
 
-__all__ = ["Chunk", "ReadPlan", "Span", "plan_reads"]
+__all__ = ["Chunk", "Grid", "ReadPlan", "Span", "plan_reads"]
 
 STATUS_BYTES = 8
 
@@ -58,6 +63,31 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Grid:
+    """Where checksum blocks begin in the wanted space.
+
+    Attributes:
+        tensor_starts: The first byte of each tensor that is not empty, ascending.
+        block_bytes: Length of a block; the last one of a tensor may be shorter.
+        longest_bytes: Length of the longest block there is.
+    """
+
+    tensor_starts: tuple[int, ...]
+    block_bytes: int
+    longest_bytes: int
+
+    def block_start(self, position: int) -> int:
+        """Returns where the block that holds a byte begins."""
+        tensor = self.tensor_starts[bisect_right(self.tensor_starts, position) - 1]
+        return position - (position - tensor) % self.block_bytes
+
+    def digest(self) -> str:
+        """xxh3-128 of the grid."""
+        starts = array("Q", self.tensor_starts).tobytes()
+        return f"{self.block_bytes}/{xxhash.xxh3_128_hexdigest(starts)}"
+
+
+@dataclass(frozen=True)
 class ReadPlan:
     """Which rank reads which bytes in which round.
 
@@ -65,8 +95,10 @@ class ReadPlan:
         extents: What is to be read, as maximal spans, in order: the wanted space, or what is left of it.
         world_size: Ranks that end up with the bytes.
         readers: The ranks that read, ascending.
-        chunk_bytes: Length of a chunk in every round but the last.
+        chunk_bytes: Length of a chunk in every round but the last, before bounds are moved to blocks.
         depth: Rounds that may be in flight at once.
+        grid: The checksum blocks that no chunk may cut; None if there are none to verify.
+        even_slots: Whether the slots of all readers have to be equally long in each round.
     """
 
     extents: tuple[Span, ...]
@@ -74,6 +106,8 @@ class ReadPlan:
     readers: tuple[int, ...]
     chunk_bytes: int
     depth: int
+    grid: Grid | None = None
+    even_slots: bool = False
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -95,31 +129,53 @@ class ReadPlan:
         return -(-self.total_bytes // (self.chunk_bytes * len(self.readers)))
 
     def chunk_bytes_of(self, round_index: int) -> int:
-        """Returns the length of the longest chunk of a round."""
-        start = round_index * self.chunk_bytes * len(self.readers)
-        left = self.total_bytes - start
-        return min(self.chunk_bytes, -(-left // len(self.readers)))
+        """Returns the length of the longest chunk of a round, before bounds are moved to those of blocks."""
+        left = self.total_bytes - round_index * self.chunk_bytes * len(self.readers)
+        return min(self.chunk_bytes, max(-(-left // len(self.readers)), self._longest_block_bytes))
 
     def chunk(self, round_index: int, rank: int) -> Chunk:
         """Returns what a rank reads in a round; empty for a rank that is no reader."""
         place = self._place_of.get(rank)
         if place is None:
             return Chunk(self.total_bytes, 0)
-        length = self.chunk_bytes_of(round_index)
-        start = round_index * self.chunk_bytes * len(self.readers) + place * length
-        start = min(start, self.total_bytes)
-        return Chunk(start, min(length, self.total_bytes - start))
+        start, end = self._bound(round_index, place), self._bound(round_index, place + 1)
+        return Chunk(start, end - start)
+
+    def _bound(self, round_index: int, place: int) -> int:
+        """Returns where the chunk of the reader at a place begins among all that is to be read."""
+        begin = round_index * self.chunk_bytes * len(self.readers)
+        position = min(begin + place * self.chunk_bytes_of(round_index), self.total_bytes)
+        if self.grid is None or position == self.total_bytes:
+            return position
+        index = bisect_right(self._starts, position) - 1
+        wanted = self.extents[index].start + position - self._starts[index]
+        return position - wanted + self.grid.block_start(wanted)  # an extent begins with a block
 
     def slot_sizes(self, round_index: int) -> list[int]:
         """Returns how much of a slab each rank's chunk and status word take in a round: whole pages."""
-        longest = self.chunk_bytes_of(round_index)
-        reader, other = round_up(longest + STATUS_BYTES, PAGE_BYTES), round_up(STATUS_BYTES, PAGE_BYTES)
-        return [reader if rank in self._place_of else other for rank in range(self.world_size)]
+        if self.grid is None:
+            lengths = [self.chunk_bytes_of(round_index)] * len(self.readers)
+        else:
+            lengths = [self.chunk(round_index, rank).nbytes for rank in self.readers]
+            lengths = [max(lengths)] * len(lengths) if self.even_slots else lengths
+        sizes = [_slot_bytes(0)] * self.world_size
+        for rank, length in zip(self.readers, lengths, strict=True):
+            sizes[rank] = _slot_bytes(length)
+        return sizes
+
+    def largest_slot_bytes(self, rank: int) -> int:
+        """Returns how much of a slab a rank's chunk and status word take at most."""
+        return _slot_bytes(self.chunk_bytes + self._longest_block_bytes if rank in self._place_of else 0)
 
     @property
     def slab_bytes(self) -> int:
         """Size of a staging buffer that holds a whole round."""
-        return _slab_bytes(self.chunk_bytes, len(self.readers), self.world_size)
+        slab = _Slab(len(self.readers), self.world_size, self._longest_block_bytes, self.even_slots)
+        return slab.nbytes(self.chunk_bytes)
+
+    @property
+    def _longest_block_bytes(self) -> int:
+        return self.grid.longest_bytes if self.grid is not None else 0
 
     def spans(self, chunk: Chunk) -> list[Span]:
         """Returns the spans that make up a chunk, in order."""
@@ -151,7 +207,7 @@ class ReadPlan:
         readers = tuple(rank for rank in self.readers if rank not in broken)
         if not readers:
             return None
-        begun = min(num_posted * self.chunk_bytes * len(self.readers), self.total_bytes)
+        begun = self._bound(num_posted, 0)
         left = [self.chunk(index, rank) for index, rank in lacking]
         left.append(Chunk(begun, self.total_bytes - begun))
         extents = tuple(span for chunk in left for span in self.spans(chunk))
@@ -159,7 +215,9 @@ class ReadPlan:
 
     def digest(self) -> str:
         """xxh3-128 of the plan, for comparison between ranks."""
-        text = json.dumps([self.extents, self.world_size, self.readers, self.chunk_bytes, self.depth])
+        grid = self.grid.digest() if self.grid is not None else None
+        shape = [self.world_size, self.readers, self.chunk_bytes, self.depth, grid, self.even_slots]
+        text = json.dumps([self.extents, *shape])
         return xxhash.xxh3_128_hexdigest(text.encode())
 
 
@@ -170,11 +228,13 @@ def plan_reads(
     readers: Sequence[int],
     staging_bytes: int,
     chunk_bytes: int | None,
+    block_bytes: int = 0,
+    even_slots: bool = False,
 ) -> ReadPlan:
     """Deals the bytes of the wanted tensors to the readers.
 
     Where staging is too small for a chunk of useful size from each reader, only some of the readers,
-    spread evenly, read.
+    spread evenly, read. No chunk is shorter than a checksum block, but for the last ones.
 
     Args:
         wanted: Tensors in manifest order.
@@ -182,23 +242,41 @@ def plan_reads(
         readers: Ranks that can read, ascending; at least one.
         staging_bytes: Most bytes for all slabs of one rank together.
         chunk_bytes: Unit of reading and of exchange; None chooses it.
+        block_bytes: Length of the checksum blocks that are to be verified; 0 if there are none.
+        even_slots: See `ReadPlan`.
 
     Raises:
-        OptionError: `chunk_bytes` does not fit into `staging_bytes`.
+        OptionError: `chunk_bytes`, or a checksum block, does not fit into `staging_bytes`.
     """
+    grid = _grid(wanted, block_bytes)
+    longest = grid.longest_bytes if grid is not None else 0
     extents = _merge(wanted)
     total_bytes = sum(extent.nbytes for extent in extents)
     if chunk_bytes is None:
-        readers = _affordable(readers, world_size, staging_bytes)
-        chunk_bytes = _good_chunk_bytes(total_bytes, len(readers), world_size, staging_bytes)
+        readers = _affordable(readers, _Slab(1, world_size, longest, even_slots), staging_bytes)
+    slab = _Slab(len(readers), world_size, longest, even_slots)
+    if chunk_bytes is None:
+        chunk_bytes = _good_chunk_bytes(total_bytes, slab, staging_bytes)
     chunk_bytes = max(1, min(chunk_bytes, -(-total_bytes // len(readers))))
-    depth = min(_MAX_DEPTH, staging_bytes // _slab_bytes(chunk_bytes, len(readers), world_size))
+    if longest:
+        # Whole blocks, else the readers at some places would always get the larger part.
+        chunk_bytes = max(1, chunk_bytes // longest) * longest
+    depth = min(_MAX_DEPTH, staging_bytes // slab.nbytes(chunk_bytes))
     if depth < 1:
+        blocks = f" (checksum blocks have {longest}: verify=False reads without)" if longest else ""
         raise OptionError(
             f"chunk_bytes={chunk_bytes}: one chunk of each of {len(readers)} readers does not fit into "
-            f"staging_bytes={staging_bytes}"
+            f"staging_bytes={staging_bytes}{blocks}"
         )
-    return ReadPlan(extents, world_size, tuple(readers), chunk_bytes, depth)
+    return ReadPlan(extents, world_size, tuple(readers), chunk_bytes, depth, grid, even_slots)
+
+
+def _grid(wanted: Sequence[TensorEntry], block_bytes: int) -> Grid | None:
+    lengths = [entry.nbytes for entry in wanted if entry.nbytes]
+    if not block_bytes or not lengths:
+        return None
+    starts = accumulate(lengths[:-1], initial=0)
+    return Grid(tuple(starts), block_bytes, min(block_bytes, max(lengths)))
 
 
 def _merge(wanted: Sequence[TensorEntry]) -> tuple[Span, ...]:
@@ -219,24 +297,49 @@ def _merge(wanted: Sequence[TensorEntry]) -> tuple[Span, ...]:
     return tuple(extents)
 
 
-def _slab_bytes(chunk_bytes: int, num_readers: int, world_size: int) -> int:
-    slot = round_up(chunk_bytes + STATUS_BYTES, PAGE_BYTES)
-    return num_readers * slot + (world_size - num_readers) * PAGE_BYTES
+def _slot_bytes(chunk_bytes: int) -> int:
+    return round_up(chunk_bytes + STATUS_BYTES, PAGE_BYTES)
 
 
-def _affordable(readers: Sequence[int], world_size: int, staging_bytes: int) -> Sequence[int]:
+@dataclass(frozen=True)
+class _Slab:
+    """How much room a round takes."""
+
+    num_readers: int
+    world_size: int
+    longest_block_bytes: int
+    even_slots: bool
+
+    def nbytes(self, chunk_bytes: int) -> int:
+        """Returns the most that the slots of a round take together."""
+        others = (self.world_size - self.num_readers) * PAGE_BYTES
+        return self.num_readers * self.each_bytes(chunk_bytes) + self.once_bytes + others
+
+    def each_bytes(self, chunk_bytes: int) -> int:
+        """Returns what to reckon for each reader."""
+        if self.even_slots or not self.longest_block_bytes:
+            return _slot_bytes(chunk_bytes + self.longest_block_bytes)
+        return _slot_bytes(chunk_bytes + PAGE_BYTES)  # lengths that differ are rounded up one by one
+
+    @property
+    def once_bytes(self) -> int:
+        """What moved bounds add to one chunk they take from the one before it: a block more in all."""
+        return 0 if self.even_slots else round_up(self.longest_block_bytes, PAGE_BYTES)
+
+
+def _affordable(readers: Sequence[int], slab: _Slab, staging_bytes: int) -> Sequence[int]:
     """Drops readers, evenly, until a slab per round in flight fits with chunks of useful size."""
-    slot = round_up(_LEAST_CHUNK_BYTES + STATUS_BYTES, PAGE_BYTES)
-    spare = staging_bytes // _MAX_DEPTH - world_size * PAGE_BYTES
+    slot = slab.each_bytes(max(_LEAST_CHUNK_BYTES, slab.longest_block_bytes))
+    spare = staging_bytes // _MAX_DEPTH - slab.world_size * PAGE_BYTES - slab.once_bytes
     count = max(1, min(len(readers), spare // slot))
     return [readers[index * len(readers) // count] for index in range(count)]
 
 
-def _good_chunk_bytes(total_bytes: int, num_readers: int, world_size: int, staging_bytes: int) -> int:
+def _good_chunk_bytes(total_bytes: int, slab: _Slab, staging_bytes: int) -> int:
     """Chooses chunks short enough for many rounds, long enough for storage, and within staging."""
-    num_rounds = _GOOD_NUM_ROUNDS if world_size > 1 else _GOOD_NUM_READS
-    for_overlap = round_up(-(-total_bytes // (num_readers * num_rounds)), PAGE_BYTES)
-    per_slab = staging_bytes // _MAX_DEPTH - (world_size - num_readers) * PAGE_BYTES
-    for_staging = per_slab // num_readers // PAGE_BYTES * PAGE_BYTES - PAGE_BYTES
+    num_rounds = _GOOD_NUM_ROUNDS if slab.world_size > 1 else _GOOD_NUM_READS
+    for_overlap = round_up(-(-total_bytes // (slab.num_readers * num_rounds)), PAGE_BYTES)
+    spare = staging_bytes // _MAX_DEPTH - slab.nbytes(0)
+    for_staging = spare // slab.num_readers // PAGE_BYTES * PAGE_BYTES
     least = PAGE_BYTES - STATUS_BYTES  # no slot is smaller than a page
     return max(least, min(max(for_overlap, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES, for_staging))

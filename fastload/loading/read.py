@@ -12,9 +12,11 @@ from queue import SimpleQueue
 from fastload.errors import StorageError
 from fastload.formats.manifest import FileEntry
 from fastload.loading.plan import Span
+from fastload.loading.verify import Damage, Verifier
 from fastload.patience import background
 from fastload.report import Stopwatch
 from fastload.storage import PatientStorage, take
+from fastload.storage.base import ByteCounter
 
 __all__ = ["ChunkReader"]
 
@@ -26,9 +28,13 @@ class ChunkReader:
         storage: Where from.
         files: The files of the manifest.
         threads: Chunks read at once.
+        verifier: Checks what was read; None if there is nothing to check it against.
+        on_damage: Called with each block that is not as it was written; what it raises ends the read.
 
     Attributes:
         watch: Time with at least one read under way.
+        verified: Bytes that were checked.
+        rereads: Blocks read again because they had not.
     """
 
     def __init__(
@@ -37,6 +43,8 @@ class ChunkReader:
         files: Sequence[FileEntry],
         *,
         threads: int,
+        verifier: Verifier | None,
+        on_damage: Callable[[Damage], object],
     ) -> None:
         self._storage = storage
         self._files = files
@@ -49,12 +57,17 @@ class ChunkReader:
         self._num_serving = 0
         self._at_end: Callable[[], None] | None = None
         self._under_way: dict[int, Span] = {}
+        self._verifier = verifier
+        self._on_damage = on_damage
         self.watch = Stopwatch()
+        self.verified = ByteCounter()
+        self.rereads = ByteCounter()
 
     def submit(self, spans: Sequence[Span], buffers: Sequence[memoryview]) -> Future[None]:
         """Starts to fill buffers, together as long as the spans of a chunk, with their bytes.
 
-        The future raises `StorageError` if storage fails for good, `Interrupted` after `stop`.
+        The future raises `StorageError` if storage fails for good, what `on_damage` raises, `Interrupted`
+        after `stop`.
         """
         future: Future[None] = Future()
         self._asked.put((spans, buffers, future))
@@ -131,12 +144,25 @@ class ChunkReader:
 
     def _read(self, spans: Sequence[Span], buffers: Sequence[memoryview]) -> None:
         rest = list(buffers)
-        with self.watch:
-            for span in spans:
-                taken, rest = take(rest, span.nbytes)
-                with self._reading(span):
-                    file = self._files[span.file]
-                    self._storage.read_into(file.name, span.offset, taken, file.version)
+        for span in spans:
+            taken, rest = take(rest, span.nbytes)
+            self._read_span(span, taken)
+            if self._verifier is not None:
+                self._verify(self._verifier, span, taken)
+
+    def _read_span(self, span: Span, buffers: Sequence[memoryview]) -> None:
+        with self.watch, self._reading(span):
+            file = self._files[span.file]
+            self._storage.read_into(file.name, span.offset, buffers, file.version)
+
+    def _read_again(self, span: Span, buffers: Sequence[memoryview]) -> None:
+        self.rereads.add(1)
+        self._read_span(span, buffers)
+
+    def _verify(self, verifier: Verifier, span: Span, buffers: Sequence[memoryview]) -> None:
+        for damage in verifier.damage(span, buffers, self._read_again):
+            self._on_damage(damage)
+        self.verified.add(span.nbytes)
 
     @contextlib.contextmanager
     def _reading(self, span: Span) -> Iterator[None]:

@@ -29,6 +29,7 @@ _from_url: Any = from_url  # its overloads want the kind of store to be known
 
 _SUFFIX = ".safetensors"
 _HTTP_NAMES = ("model.safetensors.index.json", "model.safetensors")
+_RECORD_NAME = "fastload.json"
 _CONNECT_TIMEOUT = timedelta(seconds=5)
 # What another try will not change.
 _PERMANENT = (
@@ -112,11 +113,21 @@ class ObjectStorage:
         if self._url.endswith(_SUFFIX):
             return None
         if self._is_http:  # which has no listing: look for what a listing would be searched for
-            return next(([name] for name in _HTTP_NAMES if self.stat(name) is not None), None)
+            record = [_RECORD_NAME] if self._has_record() else []
+            return record or next(([name] for name in _HTTP_NAMES if self.stat(name) is not None), None)
         found = self._call("", lambda key: obstore.list_with_delimiter(self._store, key or None))
         names = {meta["path"].rsplit("/", 1)[-1]: _stat(meta) for meta in found["objects"]}
         self._known.update(names)
         return sorted(names) or None
+
+    def _has_record(self) -> bool:
+        """Whether there is a commit record; a server that refuses to say has none."""
+        try:
+            return self.stat(_RECORD_NAME) is not None
+        except StorageError as error:
+            if error.transient:
+                raise
+            return False
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         nbytes = sum(map(len, buffers))

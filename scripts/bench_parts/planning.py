@@ -12,19 +12,29 @@ from fastload.loading.plan import ReadPlan, plan_reads
 MIB = 2**20
 
 
-def measure_plan(num_tensors: int, num_ranks: int, *, every: int, repeats: int) -> dict[str, Any]:
-    """Times one rank's planning of 1 MiB tensors, 1000 to a file, of which every so many-th is wanted."""
+def measure_plan(
+    num_tensors: int, num_ranks: int, *, every: int, block_bytes: int, repeats: int
+) -> dict[str, Any]:
+    """Times one rank's planning of 1 MiB tensors, 1000 to a file, of which every so many-th is wanted.
+
+    With `block_bytes` the chunks keep checksum blocks of that length whole.
+    """
     wanted = [
         TensorEntry(f"layers.{index}.weight", "BF16", (512, 1024), index // 1000, index % 1000 * MIB, MIB)
         for index in range(0, num_tensors, every)
     ]
-    row: dict[str, Any] = {"tensors": len(wanted), "ranks": num_ranks}
+    row: dict[str, Any] = {"tensors": len(wanted), "ranks": num_ranks, "block_bytes": block_bytes}
     names = "plan", "digest", "own_chunks_and_spans", "places_of_all_rounds"
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(repeats):
         began = time.perf_counter()
         made = plan_reads(
-            wanted, world_size=num_ranks, readers=range(num_ranks), staging_bytes=256 * MIB, chunk_bytes=None
+            wanted,
+            world_size=num_ranks,
+            readers=range(num_ranks),
+            staging_bytes=256 * MIB,
+            chunk_bytes=None,
+            block_bytes=block_bytes,
         )
         planned = time.perf_counter()
         made.digest()

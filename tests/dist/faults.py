@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import fastload
-from fastload import api
+from fastload import api, checkpoint as checkpoints
 from fastload.errors import PeerError
 from fastload.loading import access
 from fastload.loading.pipeline import Pipeline
@@ -123,7 +123,7 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
     elif stage == "compare":
         before(access, "_difference")
     elif stage == "prepare":
-        before(api, "match")
+        before(checkpoints, "match")
     elif stage == "connect":
         before(Pipeline, "run")
     elif stage == "first":
@@ -133,6 +133,6 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
     elif stage == "last":
         before(Pipeline, "_finish", lambda self, plan, index, work: index == plan.num_rounds - 1)
     elif stage == "gather":
-        before(api.Checkpoint, "_rank_report")
+        before(checkpoints.Checkpoint, "_rank_report")
     else:
         raise AssertionError(stage)

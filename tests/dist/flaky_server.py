@@ -83,6 +83,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "reset-before":
             return self._reset()
         body = data[begin:end]
+        if fault == "flip":
+            body = body[:-1] + bytes([body[-1] ^ 1])
         if fault == "wrong-length":
             body = body[: len(body) // 2]
         self.send_response(206 if partial else 200)

@@ -14,7 +14,7 @@ import pytest
 
 import fastload
 from fastload.memory import state_digest
-from tests.checkpoints import load_reference, write_file, write_sharded
+from tests.checkpoints import flip, load_reference, record_by_hand, write_file, write_sharded
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")  # what is for a terminal; tab and newline are text
@@ -145,6 +145,37 @@ def test_inspect_shows_names_as_they_are(tmp_path: Path) -> None:
     loaded = run("load", str(path))
     assert loaded.returncode == 0, loaded.stderr
     assert f"{path}: 7 tensors" in loaded.stdout
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_verify(checkpoint: Path, ranks: int) -> None:
+    record_by_hand(checkpoint, 1000)
+    done = run("verify", str(checkpoint), "--json", ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    report = one_object(done.stdout)
+    assert (report["num_files"], report["num_blocks"]) == (2, 9 + 1 + 9 + 1)
+    assert report["bytes_verified"] == report["nbytes"] == 8400 + 600 + 8428 + 8
+    assert len(report["ranks"]) == max(1, ranks)
+    flip(checkpoint / "b.safetensors", -1)
+    flip(checkpoint / "a.safetensors", -1)
+    bad = run("verify", str(checkpoint), ranks=ranks)
+    assert (bad.returncode, bad.stdout) == (1, "")
+    assert bad.stderr.count(f"fastload: ChecksumError: {checkpoint}: 2 of 20 blocks are damaged:") == 1
+    for file, number, tensor in (("a", 9, "layers.0.bias"), ("b", 9, "step")):
+        assert f"{checkpoint}/{file}.safetensors: block {number} [bytes " in bad.stderr
+        assert f"of tensor '{tensor}'" in bad.stderr
+
+
+def test_verify_for_people_to_read(checkpoint: Path) -> None:
+    none = run("verify", str(checkpoint))
+    assert (none.returncode, none.stdout) == (1, "")
+    assert none.stderr.startswith("fastload: IncompleteCheckpoint: ")
+    record_by_hand(checkpoint, 1000)
+    done = run("verify", str(checkpoint))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{checkpoint}: intact: 20 blocks, 17.4 kB in 2 files" in done.stdout
+    loaded = run("load", str(checkpoint))
+    assert "verified: 17.4 kB" in loaded.stdout
 
 
 def test_version_and_help() -> None:

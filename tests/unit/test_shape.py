@@ -16,9 +16,17 @@ MAX_LINES = 400
 DISTRIBUTED = {"world.py", "loading/exchange.py"}
 ENVIRONMENT = {"options.py", "world.py"}
 FILES = {"storage/local.py", "storage/local_target.py", "storage/owner.py", "storage/staging.py"}
-PURE = {"loading/plan.py", "saving/layout.py", "saving/partition.py", "formats/manifest.py"} | {
-    "cadence.py", "parameters.py", "sizing.py", "units.py"
-}  # fmt: skip
+PURE = {
+    "cadence.py",
+    "formats/manifest.py",
+    "formats/record.py",
+    "loading/plan.py",
+    "parameters.py",
+    "saving/layout.py",
+    "saving/partition.py",
+    "sizing.py",
+    "units.py",
+}
 
 ENVIRONMENT_NAMES = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
 # What takes a path, or reads and writes at an offset; what else there is needs a descriptor from these.

@@ -1,0 +1,299 @@
+"""A checkpoint that all ranks of a group have open, and what they do with it together."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from fastload.errors import IncompleteCheckpoint, OptionError, WorldError
+from fastload.formats.record import RECORD_NAME
+from fastload.loading.access import Access, require_same
+from fastload.loading.exchange import has_nccl, open_exchange
+from fastload.loading.match import Match, match
+from fastload.loading.pipeline import Pipeline, read_threads
+from fastload.loading.place import Placer
+from fastload.loading.plan import ReadPlan, plan_reads
+from fastload.loading.read import ChunkReader
+from fastload.loading.rounds import Exchange
+from fastload.loading.strategy import Decision, choose_strategy
+from fastload.loading.sweep import Sweep
+from fastload.loading.verify import Verifier, refuse
+from fastload.options import LoadOptions
+from fastload.report import LoadReport, RankReport, VerifyReport
+from fastload.world import World
+
+__all__ = ["Checkpoint"]
+
+_log = logging.getLogger(__name__)
+
+
+class Checkpoint:
+    """A checkpoint that all ranks of a group have open. Made by `fastload.open`.
+
+    Attributes:
+        manifest: What is where.
+        report: What the last `load` did, or None.
+    """
+
+    def __init__(self, world: World, access: Access, options: LoadOptions) -> None:
+        self.manifest = access.manifest
+        self.report: LoadReport | None = None
+        self._world = world
+        self._storage = access.storage
+        self._access = access
+        self._options = options
+        self._header_bytes = access.storage.bytes_read
+        self._counted_retries = 0
+        self._failed = False
+        self._last_reader: ChunkReader | None = None
+        self._verifier = Verifier(self.manifest) if self.manifest.block_bytes and options.verify else None
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Text that the writer attached: that of the commit record, if there is one."""
+        return dict(self.manifest.metadata)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Releases files and connections, those that a read still waits for as soon as it ends."""
+        if self._last_reader is None:
+            self._storage.close()
+        else:
+            # Not before: the number of a closed descriptor may soon stand for another file.
+            self._last_reader.at_end(self._storage.close)
+
+    def load(
+        self,
+        *,
+        into: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        names: Sequence[str] | str | None = None,
+        strict: bool = True,
+    ) -> dict[str, Tensor]:
+        """Loads tensors on all ranks; see `fastload.load` for arguments and errors."""
+        with self._at_most_one_failure():
+            began = time.perf_counter()
+            job = self._prepare(into, device, dtype, names, strict)
+            self._run(job, began)
+        job.matched.attach()
+        if self._options.on_report is not None and self.report is not None:
+            self._options.on_report(self.report)
+        return job.matched.tensors()
+
+    def verify(self) -> VerifyReport:
+        """Checks every byte, whatever `LoadOptions.verify` says; see `fastload.verify` for errors."""
+        if not self.manifest.block_bytes:
+            raise IncompleteCheckpoint(
+                f"{self.manifest.url}: it has no checksums to verify: no commit record ({RECORD_NAME})"
+            )
+        with self._at_most_one_failure():
+            verifier = self._verifier or Verifier(self.manifest)
+            sweep = Sweep(self._world, self._access, verifier, self._options)
+            self._last_reader = sweep.reader
+            return sweep.run()
+
+    @contextmanager
+    def _at_most_one_failure(self) -> Iterator[None]:
+        """After a failure the ranks may be anywhere: nothing more is done with this open checkpoint."""
+        if self._failed:
+            raise WorldError("an earlier load of this open checkpoint failed: open it again")
+        try:
+            yield
+        except BaseException as error:
+            self._failed = True
+            if not isinstance(error, Exception):
+                self._world.leave(error)
+            raise
+
+    def _prepare(
+        self,
+        into: Any,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        names: Sequence[str] | str | None,
+        strict: bool,
+    ) -> _Job:
+        """Does on all ranks whatever can fail before data moves, and compares the plans."""
+        jobs: list[_Job] = []
+
+        def prepare() -> dict[str, str]:
+            target = _target_device(device)
+            matched = match(self.manifest, names=names, into=into, device=target, dtype=dtype, strict=strict)
+            job = self._plan(matched, matched.device or target)
+            jobs.append(job)
+            wanted = json.dumps([d.entry.name for d in matched.destinations])
+            return {
+                "strategy": job.decision.strategy,
+                "transport": job.exchange.transport,
+                "names": f"{len(matched.destinations)} tensors ({xxhash.xxh3_64_hexdigest(wanted.encode())})",
+                "dtype": str(dtype),
+                "plan": job.plan.digest(),
+            }
+
+        require_same(self._world.agree(f"preparing to load {self._access.manifest.url}", prepare))
+        return jobs[0]
+
+    def _plan(self, matched: Match, device: torch.device) -> _Job:
+        world, options, access = self._world, self._options, self._access
+        fast_links = device.type == "cuda" and has_nccl(world)
+        decision = choose_strategy(
+            options.strategy,
+            world_size=world.size,
+            readers=access.readers,
+            hosts=access.hosts,
+            shared=access.shared,
+            fast_links=fast_links,
+        )
+        alone = decision.strategy == "direct"
+        ranks_on_host = access.hosts.count(access.hosts[world.rank])
+        if options.io == "auto":
+            # Ranks of one host that read the same bytes share the page cache.
+            self._storage.io = "buffered" if alone and ranks_on_host > 1 else "auto"
+        plan = plan_reads(
+            [d.entry for d in matched.destinations],
+            world_size=1 if alone else world.size,
+            readers=(0,) if alone else decision.readers,
+            staging_bytes=options.staging_bytes,
+            chunk_bytes=options.chunk_bytes,
+            block_bytes=self.manifest.block_bytes if self._verifier is not None else 0,
+            even_slots=fast_links and not alone,
+        )
+        threads = read_threads(
+            options.read_threads,
+            depth=plan.depth,
+            exchanges=plan.world_size > 1,
+            ranks_on_host=ranks_on_host,
+        )
+        reader = ChunkReader(
+            self._storage,
+            self.manifest.files,
+            threads=threads,
+            verifier=self._verifier,
+            on_damage=refuse,
+        )
+        exchange = open_exchange(world, hosts=access.hosts, local=alone, device=device)
+        placer = Placer(matched.destinations)
+        pipeline = Pipeline(
+            world, plan, 0 if alone else world.rank, reader, exchange, placer, options.progress
+        )
+        return _Job(matched, decision, plan, reader, exchange, pipeline)
+
+    def _run(self, job: _Job, began: float) -> None:
+        """Moves the data, and settles on all ranks whether all of them have it."""
+        error: Exception | None = None
+        already_read = self._storage.bytes_read, self._storage.direct_bytes_read
+        self._last_reader = job.reader
+        try:
+            try:
+                job.pipeline.run()
+            except Exception as caught:
+                error = caught
+                self._world.raise_alarm()
+            self._settle(job, began, already_read, error)
+        finally:
+            error = None  # else error → traceback → frame → error would keep all their memory alive
+            job.pipeline.close()
+            if not job.reader.close(wait_s=min(1.0, self._world.grace_s)):
+                _log.warning("%s: a read is still under way and may yet write", self.manifest.url)
+
+    def _settle(
+        self, job: _Job, began: float, already_read: tuple[int, int], error: Exception | None
+    ) -> None:
+        mine = self._rank_report(job, time.perf_counter() - began, *already_read)
+        what = f"loading {self.manifest.url}"
+        # One that is stuck says so itself after its patience: the others wait a little longer than that.
+        wait_s = self._world.grace_s if error is not None else self._world.timeout_s - self._world.grace_s / 4
+        outcomes = self._world.gather(what, asdict(mine), error, wait_s=wait_s)
+        try:
+            self._world.raise_failures(what, outcomes, error)
+        finally:
+            error = None  # as above
+        self.report = LoadReport(
+            url=self.manifest.url,
+            strategy=job.decision.strategy,
+            why=job.decision.why,
+            transport=job.exchange.transport,
+            bytes_wanted=job.plan.total_bytes,
+            num_tensors=len(job.matched.destinations),
+            chunk_bytes=job.plan.chunk_bytes,
+            num_rounds=job.plan.num_rounds,
+            depth=job.plan.depth,
+            ranks=tuple(RankReport(**outcome.value) for outcome in outcomes),
+        )
+        self._access = self._access.without(job.pipeline.broken)
+        for rank in self.report.ranks:
+            if rank.rank in job.pipeline.broken and self._world.rank == 0:
+                _log.warning("%s: rank %d on %s %s", self.manifest.url, rank.rank, rank.host, rank.note)
+
+    def _rank_report(self, job: _Job, total_s: float, already_read: int, already_direct: int) -> RankReport:
+        world, pipeline = self._world, job.pipeline
+        read_s, exchange_s, place_s = (
+            job.reader.watch.seconds,
+            job.exchange.watch.seconds,
+            pipeline.place_watch.seconds,
+        )
+        # Those of opening count with the first load; a later one counts its own.
+        num_retries = self._storage.num_retries - self._counted_retries
+        self._counted_retries = self._storage.num_retries
+        return RankReport(
+            rank=world.rank,
+            host=world.host,
+            reader=world.rank in job.decision.readers,
+            note=pipeline.drop_out or self._access.notes.get(world.rank, ""),
+            bytes_read=self._storage.bytes_read - already_read,
+            direct_bytes_read=self._storage.direct_bytes_read - already_direct,
+            bytes_verified=job.reader.verified.total,
+            header_bytes_read=self._header_bytes,
+            bytes_received=pipeline.received_bytes,
+            read_s=read_s,
+            exchange_s=exchange_s,
+            place_s=place_s,
+            exposed_s=max(0.0, total_s - read_s),
+            total_s=total_s,
+            overlapped_s=max(0.0, read_s + exchange_s + place_s - total_s),
+            peak_staging_bytes=pipeline.staging_bytes,
+            retries=num_retries + job.reader.rereads.total,
+        )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One load, ready to run."""
+
+    matched: Match
+    decision: Decision
+    plan: ReadPlan
+    reader: ChunkReader
+    exchange: Exchange
+    pipeline: Pipeline
+
+
+def _target_device(device: torch.device | str | None) -> torch.device:
+    try:
+        target = torch.device(device if device is not None else "cpu")
+    except RuntimeError as error:
+        raise OptionError(f"device={device!r}: {error}") from None
+    if target.type == "cuda":
+        if not torch.cuda.is_available():
+            raise OptionError(f"device={device!r}: torch sees no CUDA device")
+        if target.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+    return target

@@ -1,0 +1,43 @@
+"""``fastload verify`` and, under torchrun, ``python -m fastload verify``."""
+
+from __future__ import annotations
+
+import json
+
+import click
+from rich.filesize import decimal
+
+import fastload
+from fastload.cli.console import errors_to_exit_code, progress, stdout
+from fastload.world import initialize
+
+__all__ = ["verify"]
+
+
+@click.command()
+@click.argument("path")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, from rank 0.")
+def verify(path: str, as_json: bool) -> None:
+    """Check every byte of the checkpoint at PATH against the checksums of its commit record.
+
+    The ranks of a torchrun job share the work. Exits with 1, and lists the bad blocks, if there are any.
+    """
+    rank, _ = initialize()
+    with errors_to_exit_code(rank):
+        with progress(rank, shown=not as_json, what="verifying") as show:
+            report = fastload.verify(path, options=fastload.LoadOptions(progress=show))
+        if rank == 0 and as_json:
+            click.echo(json.dumps(report.to_dict()))
+        elif rank == 0:
+            _print_report(report)
+
+
+def _print_report(report: fastload.VerifyReport) -> None:
+    console = stdout()
+    rate = report.bytes_verified / report.total_s if report.total_s else 0.0
+    what = f"{report.num_blocks} blocks, {decimal(report.nbytes)} in {report.num_files} files"
+    console.print(f"{report.url}: intact: {what}", highlight=False)
+    console.print(
+        f"{report.total_s:.2f} s on {len(report.ranks)} ranks, {decimal(int(rate))}/s together",
+        highlight=False,
+    )

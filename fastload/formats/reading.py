@@ -1,0 +1,50 @@
+"""Reading small things whole: what the readers of all formats ask of storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from fastload.errors import ManifestError
+from fastload.formats.untrusted import show
+from fastload.storage.base import FileStat, Storage
+
+__all__ = ["in_threads", "read_bytes", "stat_all", "url_of"]
+
+_NUM_READERS = 8  # headers read at once; network storage answers each after a round trip
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+def url_of(storage: Storage, name: str) -> str:
+    """Returns what to call a file in messages."""
+    return f"{storage.url.rstrip('/')}/{name}" if name else storage.url
+
+
+def read_bytes(storage: Storage, name: str, offset: int, nbytes: int) -> bytes:
+    """Reads a range of a file."""
+    buffer = bytearray(nbytes)
+    storage.read_into(name, offset, [memoryview(buffer)])
+    return bytes(buffer)
+
+
+def stat_all(storage: Storage, names: Sequence[str]) -> dict[str, FileStat]:
+    """Returns size and version of files, by name.
+
+    Raises:
+        ManifestError: Some are missing.
+    """
+    stats = dict(zip(names, in_threads(storage.stat, names), strict=True))
+    missing = [name for name, stat in stats.items() if stat is None]
+    if missing:
+        raise ManifestError(f"{storage.url}: {len(missing)} of {len(names)} files missing: {show(missing)}")
+    return {name: stat for name, stat in stats.items() if stat is not None}
+
+
+def in_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    """Maps in order; of several failures the first in order is raised, so errors are deterministic."""
+    num_threads = max(1, min(_NUM_READERS, len(items)))
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="fastload-header") as pool:
+        return list(pool.map(function, items))

@@ -1,0 +1,191 @@
+"""The commit record ``fastload.json``: what a save wrote, and the checksums to prove it.
+
+A checkpoint that fastload saved exists once its record does. Next to the files and their sizes it holds
+one xxh3-64 checksum for each *block*: the bytes of a tensor are cut every `block_bytes` from its first
+byte (so its last block may be shorter, and an empty tensor has none), the blocks of a file are listed in
+the order of their offsets. As no block spans two tensors, any subset can be verified without reading a
+byte more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from fastload.errors import ChecksumError, ManifestError
+from fastload.formats.untrusted import is_plain_path, is_size, parse_json, parse_metadata, show
+
+__all__ = [
+    "CHECKSUM_BYTES",
+    "MARKER_NAME",
+    "MAX_RECORD_BYTES",
+    "RECORD_NAME",
+    "Record",
+    "RecordedFile",
+    "checksum",
+    "num_blocks",
+    "parse",
+]
+
+RECORD_NAME = "fastload.json"
+MARKER_NAME = "fastload.saving.json"  # there while a save is under way, or after one that died
+MAX_RECORD_BYTES = 1 << 30
+CHECKSUM_BYTES = 8
+
+_FORMAT, _VERSION = "fastload", 1
+_KEYS = {"block_bytes", "checksum", "files", "format", "metadata", "state", "version"}
+_FILE_KEYS = {"checksums", "header_bytes", "header_checksum", "name", "nbytes"}
+_MIN_HEADER_BYTES = 8 + 2  # the length, and "{}"
+
+
+def checksum(data: bytes | memoryview) -> bytes:
+    """Returns the xxh3-64 of a block, most significant byte first; its hex digits go into the record."""
+    return xxhash.xxh3_64_digest(data)
+
+
+def num_blocks(tensor_bytes: Iterable[int], block_bytes: int) -> int:
+    """Returns how many blocks the tensors of a file have, given the length of each in bytes."""
+    return sum(-(-nbytes // block_bytes) for nbytes in tensor_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedFile:
+    """What a record says of one file.
+
+    Attributes:
+        name: Name below the checkpoint's root.
+        nbytes: Size of the whole file in bytes.
+        header_bytes: Length of its header: 8 bytes and the JSON text with its padding.
+        header_checksum: Checksum of those bytes.
+        checksums: The checksum of each block, 8 bytes each, one after the other.
+    """
+
+    name: str
+    nbytes: int
+    header_bytes: int
+    header_checksum: bytes
+    checksums: bytes
+
+
+@dataclass(frozen=True)
+class Record:
+    """The commit record of a checkpoint.
+
+    Attributes:
+        block_bytes: Length of a block.
+        files: All its files, in name order.
+        state: The structure of the state that was saved, in JSON types; opaque here.
+        metadata: Text that the user attached.
+    """
+
+    block_bytes: int
+    files: tuple[RecordedFile, ...]
+    state: Any = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Returns the text of the record, which follows from its contents alone.
+
+        Raises:
+            ValueError: `state` has something that JSON has not, such as an infinity.
+        """
+        body = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "block_bytes": self.block_bytes,
+            "files": [
+                {
+                    "name": file.name,
+                    "nbytes": file.nbytes,
+                    "header_bytes": file.header_bytes,
+                    "header_checksum": file.header_checksum.hex(),
+                    "checksums": file.checksums.hex(),
+                }
+                for file in self.files
+            ],
+            "state": self.state,
+            "metadata": dict(self.metadata),
+        }
+        return _canonical({**body, "checksum": checksum(_canonical(body)).hex()})
+
+
+def parse(data: bytes, url: str = RECORD_NAME) -> Record:
+    """Parses the text of a record, which nobody need have written in good faith.
+
+    Args:
+        data: The text.
+        url: Where it is from, for messages.
+
+    Raises:
+        ManifestError: It is malformed, or of a version that this fastload does not know.
+        ChecksumError: It is not as it was written.
+    """
+    raw = parse_json(data, f"{url}: commit record", any_int=True)
+    if raw.get("format") != _FORMAT or raw.get("version") != _VERSION:
+        found = f"format {show(raw.get('format'))}, version {show(raw.get('version'))}"
+        raise ManifestError(f"{url}: {found}: this fastload reads {_FORMAT!r}, version {_VERSION}")
+    if raw.keys() != _KEYS:
+        raise ManifestError(f"{url}: needs exactly the keys {sorted(_KEYS)}, got {show(sorted(raw))}")
+    _check_own_checksum(raw, url)
+    if not is_size(raw["block_bytes"]) or raw["block_bytes"] == 0:
+        raise ManifestError(f"{url}: block_bytes is not a size above 0: {show(raw['block_bytes'])}")
+    if type(raw["files"]) is not list:
+        raise ManifestError(f"{url}: files is not a list but {show(raw['files'])}")
+    files = []
+    for number, fields in enumerate(raw["files"]):
+        try:
+            files.append(_parse_file(fields))
+        except ValueError as error:
+            raise ManifestError(f"{url}: file {number}: {error}") from None
+    names = [file.name for file in files]
+    if names != sorted(set(names)):
+        raise ManifestError(f"{url}: files are not in name order, each once: {show(names)}")
+    metadata = parse_metadata(raw["metadata"], f"{url}: metadata")
+    return Record(raw["block_bytes"], tuple(files), raw["state"], metadata)
+
+
+def _check_own_checksum(raw: dict[str, Any], url: str) -> None:
+    claimed = raw.pop("checksum")
+    try:
+        found = checksum(_canonical(raw)).hex()
+    except (ValueError, RecursionError) as error:  # 1e999 is an infinity once it is parsed
+        raise ManifestError(f"{url}: commit record cannot be checked: {error}") from None
+    if claimed != found:
+        raise ChecksumError(
+            f"{url}: the commit record is damaged: checksum {show(claimed)} expected, {found!r} found"
+        )
+
+
+def _parse_file(fields: Any) -> RecordedFile:
+    if not isinstance(fields, dict) or fields.keys() != _FILE_KEYS:
+        raise ValueError(f"needs exactly the keys {sorted(_FILE_KEYS)}, got {show(fields)}")
+    name, nbytes, header_bytes = fields["name"], fields["nbytes"], fields["header_bytes"]
+    if not isinstance(name, str) or not is_plain_path(name):
+        raise ValueError(f"not a plain relative file name: {show(name)}")
+    if not is_size(nbytes) or not is_size(header_bytes) or not _MIN_HEADER_BYTES <= header_bytes <= nbytes:
+        raise ValueError(f"{show(name)}: a header of {show(header_bytes)} bytes in a file of {show(nbytes)}")
+    header_checksum = _unhex(fields["header_checksum"], "header_checksum")
+    if len(header_checksum) != CHECKSUM_BYTES:
+        raise ValueError(f"{show(name)}: header_checksum is not of {2 * CHECKSUM_BYTES} hex digits")
+    checksums = _unhex(fields["checksums"], "checksums")
+    if len(checksums) % CHECKSUM_BYTES:
+        raise ValueError(f"{show(name)}: checksums are not of {2 * CHECKSUM_BYTES} hex digits each")
+    return RecordedFile(name, nbytes, header_bytes, header_checksum, checksums)
+
+
+def _unhex(text: Any, what: str) -> bytes:
+    try:
+        value = bytes.fromhex(text)
+    except (TypeError, ValueError):
+        value = None
+    if value is None or value.hex() != text:  # fromhex takes blanks and capitals too
+        raise ValueError(f"{what} is not hex digits: {show(text)}")
+    return value
+
+
+def _canonical(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

@@ -1,0 +1,127 @@
+"""Reading what a checkpoint claims: JSON, texts, names and sizes, none of them trusted."""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from fastload.errors import ManifestError
+
+__all__ = [
+    "MAX_INT",
+    "are_sizes",
+    "is_plain_path",
+    "is_size",
+    "is_unicode",
+    "parse_json",
+    "parse_metadata",
+    "show",
+]
+
+MAX_INT = 2**63 - 1
+
+_repr = reprlib.Repr()
+_repr.maxstring, _repr.maxother, _repr.maxlist, _repr.maxlevel = 200, 200, 16, 3
+
+
+def show(value: Any) -> str:
+    """A value of the file for a message, cut short however long a hostile file made it."""
+    text = _repr.repr(value)
+    return text if len(text) <= 400 else f"{text[:400]}..."
+
+
+def parse_json(text: bytes, where: str, *, any_int: bool = False) -> dict[str, Any]:
+    """Parses a JSON object, no more liberal than the parser of the safetensors library.
+
+    Args:
+        text: The text, in UTF-8.
+        where: What it is, for messages.
+        any_int: Keeps integers of any size. Otherwise those that cannot fit 64 bits become floats, so that
+            they are refused wherever an integer is due, and no number costs more than its digits.
+
+    Raises:
+        ManifestError: It is not valid JSON, an object says two things of one key, or it is no object.
+    """
+    try:
+        value = (_EXACT if any_int else _DECODER).decode(text.decode())
+    except RecursionError:
+        raise ManifestError(f"{where} is nested too deeply") from None
+    except ValueError as error:
+        raise ManifestError(f"{where} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ManifestError(f"{where} is not a JSON object but {show(value)}")
+    return value
+
+
+def parse_metadata(raw: Any, where: str) -> dict[str, str]:
+    """Checks that a value is an object of texts.
+
+    Raises:
+        ManifestError: It is not.
+    """
+    if not isinstance(raw, dict):
+        raise ManifestError(f"{where} is not an object of texts but {show(raw)}")
+    for key, value in raw.items():
+        if not (isinstance(value, str) and is_unicode(key) and is_unicode(value)):
+            raise ManifestError(f"{where} {show(key)} is not a valid text: {show(value)}")
+    return raw
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text is free of lone surrogates, which JSON escapes can spell and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value is an integer from 0 to 2**63-1."""
+    # type() and not isinstance(): a bool is an int to Python, but not to JSON.
+    return type(value) is int and 0 <= value <= MAX_INT
+
+
+def are_sizes(value: Any) -> bool:
+    """Whether a value is a list of integers from 0 to 2**63-1."""
+    return type(value) is list and all(type(size) is int and 0 <= size <= MAX_INT for size in value)
+
+
+def is_plain_path(name: str) -> bool:
+    """Whether a name stays below the root on every system and spells its file in one way only."""
+    if "\\" in name or "\0" in name or re.match("[A-Za-z]:", name) or not is_unicode(name):
+        return False
+    return not any(part in ("", ".", "..") for part in name.split("/"))
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuses what json.loads would take: an object that says two things of one key."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"key {show(twice)} appears twice in {show(pairs)}")
+    return fields
+
+
+def _parse_int(text: str) -> int | float:
+    """Reads an integer; ``-0`` and what cannot fit 64 bits become floats, as the reference reads them."""
+    return int(text) if len(text) < 20 and text != "-0" else float(text)
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def _decoder(parse_int: Callable[[str], int | float]) -> json.JSONDecoder:
+    return json.JSONDecoder(
+        object_pairs_hook=_unique_keys,
+        parse_int=parse_int,
+        parse_constant=_refuse_constant,
+    )
+
+
+_DECODER, _EXACT = _decoder(_parse_int), _decoder(int)

@@ -1,0 +1,219 @@
+"""Reads a whole checkpoint to check it: each rank a part, and nothing goes on to the others."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import asdict, replace
+from typing import Any
+
+from fastload.errors import ChecksumError, Interrupted
+from fastload.formats.record import CHECKSUM_BYTES
+from fastload.loading.access import Access, require_same
+from fastload.loading.pipeline import read_threads
+from fastload.loading.plan import ReadPlan, plan_reads
+from fastload.loading.read import ChunkReader
+from fastload.loading.verify import Damage, Verifier
+from fastload.memory import allocate_staging, host_view
+from fastload.options import LoadOptions
+from fastload.report import RankReport, VerifyReport
+from fastload.world import World
+
+__all__ = ["Sweep"]
+
+_TICK_S = 0.05
+_NUM_SHOWN = 20
+_MAX_KEPT = 1000
+
+
+class Sweep:
+    """Checks all blocks of a checkpoint, split among the ranks that read through the same link.
+
+    Args:
+        world: The ranks.
+        access: The checkpoint; its manifest has checksums.
+        verifier: Knows its blocks.
+        options: How to read.
+
+    Attributes:
+        reader: Does the reading.
+    """
+
+    def __init__(self, world: World, access: Access, verifier: Verifier, options: LoadOptions) -> None:
+        self._world = world
+        self._access = access
+        self._options = options
+        self._team = _team(access, world.rank)
+        self._damage = _Damages()
+        self._plan = self._plan_reads()
+        threads = read_threads(
+            options.read_threads,
+            depth=self._plan.depth,
+            exchanges=False,
+            ranks_on_host=access.hosts.count(world.host),
+        )
+        self.reader = ChunkReader(
+            access.storage,
+            access.manifest.files,
+            threads=threads,
+            verifier=verifier,
+            on_damage=self._damage.add,
+        )
+
+    def run(self) -> VerifyReport:
+        """Reads everything.
+
+        Raises:
+            ChecksumError: Blocks are damaged; the same error on all ranks.
+            PeerError: A rank could not read its part.
+        """
+        world, what = self._world, f"verifying {self._access.manifest.url}"
+        require_same(world.agree(what, lambda: {"call": "verify"}))
+        error: Exception | None = None
+        began, already_read = time.perf_counter(), self._access.storage.bytes_read
+        try:
+            try:
+                self._read_all()
+            except Exception as caught:
+                error = caught
+                world.raise_alarm()
+            mine = self._rank_report(time.perf_counter() - began, already_read)
+            value = {"report": asdict(mine), "num": self._damage.num, "damage": self._damage.first()}
+            wait_s = world.grace_s if error is not None else world.timeout_s - world.grace_s / 4
+            outcomes = world.gather(what, value, error, wait_s=wait_s)
+            world.raise_failures(what, outcomes, error)
+        finally:
+            if error is not None:
+                self.reader.stop()
+            error = None  # else error → traceback → frame → error would keep all their memory alive
+            self.reader.close(wait_s=min(1.0, world.grace_s))
+        return self._report([outcome.value for outcome in outcomes])
+
+    def _plan_reads(self) -> ReadPlan:
+        """Deals the blocks to the team, in chunks of which one rank alone can stage some."""
+        manifest = self._access.manifest
+        alone = plan_reads(
+            manifest.tensors,
+            world_size=1,
+            readers=(0,),
+            staging_bytes=self._options.staging_bytes,
+            chunk_bytes=self._options.chunk_bytes,
+            block_bytes=manifest.block_bytes,
+            even_slots=True,
+        )
+        places = range(max(1, len(self._team)))
+        return replace(alone, world_size=len(places), readers=tuple(places))
+
+    def _read_all(self) -> None:
+        if self._world.rank not in self._team or not self._plan.num_rounds:
+            return
+        plan, place = self._plan, self._team.index(self._world.rank)
+        slot_bytes = plan.largest_slot_bytes(place)
+        slabs = [allocate_staging(slot_bytes, pinned=False) for _ in range(self._num_slabs)]
+        reads: deque[Future[None]] = deque()
+        self.reader.start()
+        for index in range(plan.num_rounds):
+            if len(reads) == len(slabs):
+                self._finish(reads.popleft(), index - len(slabs))
+            chunk = plan.chunk(index, place)
+            view = host_view(slabs[index % len(slabs)][: chunk.nbytes])
+            reads.append(self.reader.submit(plan.spans(chunk), [view]))
+        while reads:
+            self._finish(reads.popleft(), plan.num_rounds - len(reads) - 1)
+
+    @property
+    def _num_slabs(self) -> int:
+        return min(self._plan.depth, self._plan.num_rounds) if self._world.rank in self._team else 0
+
+    def _finish(self, read: Future[None], index: int) -> None:
+        """Waits for a read, no longer than all ranks go on."""
+        deadline = time.monotonic() + self._world.patience_s
+        while not self._world.alarmed():
+            with contextlib.suppress(NotYet):
+                read.exception(_TICK_S)
+            if not read.done():
+                if time.monotonic() > deadline and (late := self.reader.overdue(self._world.patience_s)):
+                    raise late
+                continue
+            try:
+                read.result()
+            finally:
+                del read  # else error → traceback → frame → read → error would keep the slabs alive
+            self._world.moved()
+            if self._options.progress is not None:
+                plan = self._plan
+                done = (index + 1) * plan.chunk_bytes * len(plan.readers)
+                self._options.progress(min(done, plan.total_bytes), plan.total_bytes)
+            return
+        raise Interrupted("another rank failed")
+
+    def _rank_report(self, total_s: float, already_read: int) -> RankReport:
+        world, access = self._world, self._access
+        return RankReport(
+            rank=world.rank,
+            host=world.host,
+            reader=world.rank in self._team,
+            note=access.notes.get(world.rank, ""),
+            bytes_read=access.storage.bytes_read - already_read,
+            bytes_verified=self.reader.verified.total,
+            read_s=self.reader.watch.seconds,
+            total_s=total_s,
+            peak_staging_bytes=self._num_slabs * self._plan.largest_slot_bytes(0),
+            retries=access.storage.num_retries + self.reader.rereads.total,
+        )
+
+    def _report(self, found: Sequence[dict[str, Any]]) -> VerifyReport:
+        """Puts together what all ranks found."""
+        manifest, access = self._access.manifest, self._access
+        num_blocks = sum(len(file.checksums) // CHECKSUM_BYTES for file in manifest.files)
+        if num_bad := sum(part["num"] for part in found):
+            several = not access.shared and len(set(access.hosts)) > 1
+            rows = [
+                (*position, f"on {host}: {text}" if several else text)
+                for host, part in zip(access.hosts, found, strict=True)
+                for *position, text in part["damage"]
+            ]
+            lines = [text for *_, text in sorted(rows)[:_NUM_SHOWN]]
+            more = f"\n... and {num_bad - len(lines)} more" if num_bad > len(lines) else ""
+            raise ChecksumError(
+                f"{manifest.url}: {num_bad} of {num_blocks} blocks are damaged:\n" + "\n".join(lines) + more,
+                tuple(lines),
+            )
+        return VerifyReport(
+            url=manifest.url,
+            num_files=len(manifest.files),
+            num_blocks=num_blocks,
+            nbytes=manifest.nbytes,
+            ranks=tuple(RankReport(**part["report"]) for part in found),
+        )
+
+
+class _Damages:
+    """The damage that the threads of one rank find: all of it counted, the first in order kept."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[Damage] = []
+        self.num = 0
+
+    def add(self, damage: Damage) -> None:
+        with self._lock:
+            self.num += 1
+            self._kept.append(damage)
+            if len(self._kept) > _MAX_KEPT:
+                self._kept = sorted(self._kept)[:_NUM_SHOWN]
+
+    def first(self) -> list[Damage]:
+        return sorted(self._kept)[:_NUM_SHOWN]
+
+
+def _team(access: Access, rank: int) -> list[int]:
+    """Returns the ranks that share the work on the copy which this rank reads."""
+    if access.shared:
+        return list(access.readers)
+    return [reader for reader in access.readers if access.hosts[reader] == access.hosts[rank]]
