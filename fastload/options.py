@@ -12,12 +12,22 @@ from typing import TYPE_CHECKING, Any
 from fastload.errors import OptionError
 
 if TYPE_CHECKING:
-    from fastload.report import LoadReport
+    from fastload.report import LoadReport, SaveReport
 
-__all__ = ["SETTINGS", "LoadOptions", "Setting", "environment", "parse_bool", "parse_bytes"]
+__all__ = [
+    "SAVE_SETTINGS",
+    "SETTINGS",
+    "LoadOptions",
+    "SaveOptions",
+    "Setting",
+    "environment",
+    "parse_bool",
+    "parse_bytes",
+]
 
 STRATEGIES = ("auto", "allgather", "broadcast", "direct")
 IO_MODES = ("auto", "buffered", "direct")
+REPLICA_CHECKS = ("off", "sample", "full")
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -87,8 +97,34 @@ SETTINGS = {
 }
 
 
+def _parse_writers(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def _parse_shared(text: str) -> bool | str:
+    return text if text == "auto" else parse_bool(text)
+
+
+SAVE_SETTINGS = {
+    "max_shard_bytes": Setting(
+        5_000_000_000, parse_bytes, "largest file; a tensor that is larger gets a file of its own"
+    ),
+    "block_bytes": Setting(None, parse_bytes, "bytes of a tensor with one checksum; chosen from the size if not set"),
+    "writers": Setting("auto", _parse_writers, "who writes: all ranks, one per host (host), a number, or auto"),
+    "staging_bytes": SETTINGS["staging_bytes"],
+    "io": SETTINGS["io"],
+    "write_threads": Setting(2, int, "writes in flight on each rank"),
+    "shared": Setting(
+        "auto", _parse_shared, "whether all hosts write to one place (True), each a copy of its own (False), auto"
+    ),
+    "check_replicas": Setting("off", str, "compare the ranks' tensors before they are mixed: off, sample, full"),
+    "timeout_s": SETTINGS["timeout_s"],
+    "retries": SETTINGS["retries"],
+}
+
+
 def _default(name: str) -> Any:
-    setting = SETTINGS[name]
+    setting = SETTINGS.get(name) or SAVE_SETTINGS[name]
     text = os.environ.get(f"FASTLOAD_{name.upper()}")
     if text is None:
         return setting.default
@@ -157,14 +193,80 @@ class LoadOptions:
         )
         _require(_is_count(self.retries, 0), "retries", self.retries, "at least 0")
         _require(isinstance(self.verify, bool), "verify", self.verify, "True or False")
-        number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
-        _require(
-            number and 0 < self.timeout_s < 1e7, "timeout_s", self.timeout_s, "a number of seconds above 0"
-        )
+        _require_timeout(self.timeout_s)
 
     def shared(self) -> dict[str, Any]:
         """Returns the values that must be the same on every rank."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name in SETTINGS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """How to save. An argument beats ``FASTLOAD_<NAME>``, which beats the default.
+
+    All ranks of a group must use the same values, except for `on_report` and `progress`.
+
+    Attributes:
+        max_shard_bytes: Largest file in bytes; a tensor that is larger gets a file of its own.
+        block_bytes: Bytes of a tensor that have one checksum; None chooses.
+        writers: Who writes: ``all`` ranks, one per ``host``, a number of ranks, or ``auto``.
+        staging_bytes: Most memory in bytes that a rank uses beyond the state and, in the background,
+            its share of it.
+        io: ``auto``, ``buffered`` or ``direct`` writes of local files.
+        write_threads: Writes in flight on each rank.
+        overwrite: Whether a checkpoint that is there is replaced.
+        shared: Whether all hosts write to one place together (True), or each writes a copy of its own
+            (False). ``auto`` is True, and an error where the hosts do not see the same.
+        check_replicas: Whether the ranks first compare what they are to hold alike: ``off``, ``sample``
+            (a part of each tensor) or ``full``.
+        timeout_s: Seconds without progress after which a step fails on all ranks.
+        retries: Further attempts after a transient storage error.
+        on_report: Called on each rank with the `SaveReport` of a save that succeeded, in the background
+            if that is where it ran.
+        progress: Called on each rank with (bytes written, bytes to write) by this rank, likewise.
+
+    Raises:
+        OptionError: A value cannot be used.
+    """
+
+    max_shard_bytes: int = _setting("max_shard_bytes")
+    block_bytes: int | None = _setting("block_bytes")
+    writers: int | str = _setting("writers")
+    staging_bytes: int = _setting("staging_bytes")
+    io: str = _setting("io")
+    write_threads: int = _setting("write_threads")
+    overwrite: bool = False
+    shared: bool | str = _setting("shared")
+    check_replicas: str = _setting("check_replicas")
+    timeout_s: float = _setting("timeout_s")
+    retries: int = _setting("retries")
+    on_report: Callable[[SaveReport], None] | None = None
+    progress: Callable[[int, int], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in {"max_shard_bytes": 1, "staging_bytes": 1 << 16, "write_threads": 1, "retries": 0}.items():
+            value = getattr(self, name)
+            _require(_is_count(value, least), name, value, f"at least {least}")
+        _require(
+            self.block_bytes is None or _is_count(self.block_bytes, 4096), "block_bytes", self.block_bytes, "at least 4096"
+        )
+        known = self.writers in ("auto", "all", "host") or _is_count(self.writers, 1)
+        _require(known, "writers", self.writers, "auto, all, host or a number of at least 1")
+        _require(self.io in IO_MODES, "io", self.io, f"one of {', '.join(IO_MODES)}")
+        _require(isinstance(self.overwrite, bool), "overwrite", self.overwrite, "True or False")
+        _require(self.shared in ("auto", True, False), "shared", self.shared, "True, False or auto")
+        checks = f"one of {', '.join(REPLICA_CHECKS)}"
+        _require(self.check_replicas in REPLICA_CHECKS, "check_replicas", self.check_replicas, checks)
+        _require_timeout(self.timeout_s)
+
+    def shared_values(self) -> dict[str, Any]:
+        """Returns the values that must be the same on every rank."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("on_report", "progress")}
+
+
+def _require_timeout(timeout_s: object) -> None:
+    number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    _require(number and 0 < timeout_s < 1e7, "timeout_s", timeout_s, "a number of seconds above 0")  # type: ignore[operator]
 
 
 def _is_count(value: object, least: int) -> bool:

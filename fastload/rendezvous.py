@@ -115,6 +115,28 @@ class Rendezvous:
 
         return self.ask(what, limit_s, put)
 
+    def hand_over(self, what: str, name: str, data: bytes, *, limit_s: float) -> int:
+        """Leaves bytes that one other rank will take; returns in how many pieces."""
+        pieces = [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]
+
+        def put() -> int:
+            for index, piece in enumerate(pieces):
+                self._store.set(f"{name}/{index}", piece)
+            return len(pieces)
+
+        return self.ask(what, limit_s, put)
+
+    def take_over(self, what: str, name: str, num_pieces: int, *, limit_s: float) -> bytes:
+        """Takes bytes that another rank has left for this one in so many pieces, out of the store."""
+
+        def take() -> bytes:
+            keys = [f"{name}/{index}" for index in range(num_pieces)]
+            data = b"".join(self._store.get(key) for key in keys)
+            self._delete(keys)
+            return data
+
+        return self.ask(what, limit_s, take)
+
     def get_bytes(self, what: str, step: int, num_pieces: int, *, limit_s: float) -> bytes:
         """Returns what one rank has left in so many pieces."""
         self._num_pieces[step] = num_pieces
@@ -185,7 +207,10 @@ class Rendezvous:
 
     def _forget(self, step: int) -> None:
         answers = [f"{step}/{name}" for name in ("all", "ticket", *range(self._size))]
-        for key in answers + self._piece_keys(step, self._num_pieces.pop(step, 0)):
+        self._delete(answers + self._piece_keys(step, self._num_pieces.pop(step, 0)))
+
+    def _delete(self, keys: list[str]) -> None:
+        for key in keys:
             try:
                 self._store.delete_key(key)
             except (RuntimeError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""What a load or a verification did: bytes, seconds, and why it went that way."""
+"""What a load, a save or a verification did: bytes, seconds, and why it went that way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-__all__ = ["LoadReport", "RankReport", "Stopwatch", "VerifyReport"]
+__all__ = ["LoadReport", "RankReport", "SaveRankReport", "SaveReport", "Stopwatch", "VerifyReport"]
 
 
 class Stopwatch:
@@ -186,4 +186,79 @@ class VerifyReport:
         """Returns everything in JSON types."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ranks"}
         totals = {"bytes_verified": self.bytes_verified, "total_s": self.total_s}
+        return {**own, **totals, "ranks": [asdict(rank) for rank in self.ranks]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveRankReport:
+    """What one rank did in a save.
+
+    Attributes:
+        rank: Rank in the group.
+        host: Name of its host.
+        bytes_written: Bytes of the files that this rank wrote.
+        stall_s: Seconds until the caller went on: until the snapshot was taken, or the save over.
+        snapshot_s: Seconds copying from the state.
+        write_s: Seconds with at least one write under way.
+        flush_s: Seconds until what it wrote was durable, after the last write.
+        commit_s: Seconds from then until the checkpoint existed: waiting for the others, and publishing.
+        total_s: Seconds from the call until the checkpoint existed.
+        peak_staging_bytes: Most host memory used for it.
+    """
+
+    rank: int
+    host: str
+    bytes_written: int
+    stall_s: float
+    snapshot_s: float
+    write_s: float
+    flush_s: float
+    commit_s: float
+    total_s: float
+    peak_staging_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveReport:
+    """What a save did, over all ranks; the same on every rank.
+
+    Attributes:
+        url: The checkpoint.
+        nbytes: Bytes of its files, without index and record.
+        num_tensors: Its tensors.
+        num_files: Its safetensors files.
+        block_bytes: Bytes with one checksum.
+        num_writers: Ranks that wrote; of each copy, where hosts wrote copies of their own.
+        num_copies: Copies: 1, or one for each host.
+        ranks: One entry per rank.
+    """
+
+    url: str
+    nbytes: int
+    num_tensors: int
+    num_files: int
+    block_bytes: int
+    num_writers: int
+    num_copies: int
+    ranks: Sequence[SaveRankReport] = field(default_factory=tuple)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of safetensors files written, over all ranks."""
+        return sum(rank.bytes_written for rank in self.ranks)
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that the slowest rank's caller waited."""
+        return max((rank.stall_s for rank in self.ranks), default=0.0)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the slowest rank, until the checkpoint existed."""
+        return max((rank.total_s for rank in self.ranks), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything in JSON types."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ranks"}
+        totals = {"bytes_written": self.bytes_written, "stall_s": self.stall_s, "total_s": self.total_s}
         return {**own, **totals, "ranks": [asdict(rank) for rank in self.ranks]}

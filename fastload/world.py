@@ -163,6 +163,30 @@ class World:
         pieces = self.agree(what, publish)[source]
         return rendezvous.get_bytes(what, step, pieces, limit_s=self.patience_s)
 
+    def deliver(self, what: str, data: bytes, to: int) -> list[bytes]:
+        """Hands bytes to one rank; each rank names whom its own are for.
+
+        Returns:
+            What was for this rank, by rank of origin; nothing if it was for others.
+
+        Raises:
+            PeerError: A rank did not answer.
+        """
+        if (rendezvous := self._rendezvous) is None:
+            return [data]
+        step = self._step
+
+        def hand_over() -> list[int]:
+            name = f"{step}/for{to}/{self.rank}"
+            return [to, rendezvous.hand_over(what, name, data, limit_s=self.patience_s)]
+
+        sent = enumerate(self.agree(what, hand_over))
+        return [
+            rendezvous.take_over(what, f"{step}/for{to}/{rank}", pieces, limit_s=self.patience_s)
+            for rank, (to, pieces) in sent
+            if to == self.rank
+        ]
+
     def raise_failures(self, what: str, outcomes: list[Outcome], own: BaseException | None = None) -> None:
         """Raises on every rank if an outcome is an error.
 
