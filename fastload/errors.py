@@ -8,6 +8,7 @@ from typing import Any
 
 __all__ = [
     "CheckpointError",
+    "CheckpointExists",
     "CheckpointNotFound",
     "ChecksumError",
     "DeadlineExceeded",
@@ -43,6 +44,10 @@ class CheckpointError(FastloadError):
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
     """No rank of the group sees a checkpoint at the path."""
+
+
+class CheckpointExists(CheckpointError, FileExistsError):
+    """There is something at the path already, and to replace it was not asked for."""
 
 
 class IncompleteCheckpoint(CheckpointError):

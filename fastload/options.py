@@ -14,7 +14,7 @@ from fastload.errors import OptionError
 if TYPE_CHECKING:
     from fastload.report import LoadReport
 
-__all__ = ["SETTINGS", "LoadOptions", "Setting", "parse_bytes"]
+__all__ = ["SETTINGS", "LoadOptions", "Setting", "environment", "parse_bytes"]
 
 STRATEGIES = ("auto", "allgather", "broadcast", "direct")
 IO_MODES = ("auto", "buffered", "direct")
@@ -32,6 +32,11 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise ValueError(f"{text!r} is not a size such as 1048576, 64MiB or 5GB")
     return int(match[1]) * _UNITS[match[2] or ""]
+
+
+def environment(prefix: str) -> dict[str, str]:
+    """Returns the environment variables whose names begin so, for a library that reads only some of them."""
+    return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 from weakref import WeakSet
 
 from fastload.errors import DeadlineExceeded
 
-__all__ = ["background", "within"]
+__all__ = ["background", "each", "within"]
 
 T = TypeVar("T")
 
@@ -79,3 +79,32 @@ def within(limit_s: float, what: str, call: Callable[[], T], *, since: Callable[
         finally:
             errors.clear()  # else error → traceback → frame → error would keep all their memory alive
     return values[0]
+
+
+def each(names: Iterable[str], call: Callable[[str], object], *, num_threads: int) -> None:
+    """Calls with every name, several at a time; raises the first error once all have returned."""
+    left = sorted(names, reverse=True)
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not errors:
+            with lock:
+                if not left:
+                    return
+                name = left.pop()
+            try:
+                call(name)
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [background(work, "fastload-each") for _ in range(min(num_threads, len(left)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # else error → traceback → frame → error would keep all their memory alive

@@ -8,15 +8,30 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from fastload.errors import OptionError
 from fastload.storage.base import FileStat, Storage, take
 from fastload.storage.local import LocalStorage
+from fastload.storage.local_target import LocalTarget
 from fastload.storage.remote import RemoteStorage
 from fastload.storage.retry import PatientStorage
+from fastload.storage.target import RECORD_NAME, SAVING_NAME, Target
 
-__all__ = ["FileStat", "PatientStorage", "Storage", "open_storage", "take"]
+__all__ = [
+    "RECORD_NAME",
+    "SAVING_NAME",
+    "FileStat",
+    "PatientStorage",
+    "Storage",
+    "Target",
+    "open_storage",
+    "open_target",
+    "take",
+]
 
 _log = logging.getLogger(__name__)
 
+_S3 = frozenset("s3 s3a".split())
+_READ_ONLY = frozenset("http https hf".split())
 _OBJECT_STORES = frozenset("s3 s3a gs az adl azure abfs abfss http https".split())
 
 
@@ -51,3 +66,56 @@ def open_storage(
             return ObjectStorage(text, options or {}, attempt_s)
         _log.warning("reading %s:// through fsspec, the slower way: pip install 'fastload[remote]'", scheme)
     return RemoteStorage(text, options or {})
+
+
+def open_target(
+    path: str | os.PathLike[str],
+    options: Mapping[str, Any] | None = None,
+    *,
+    io: str = "auto",
+    timeout_s: float = 300.0,
+    attempt_s: float = 30.0,
+    retries: int = 4,
+) -> Target:
+    """Opens write access to a checkpoint that is to be at a path: a local one, or a URL.
+
+    Nothing is asked of the storage yet.
+
+    Args:
+        path: Local path or URL.
+        options: The same as for `open_storage`.
+        io: How to write local files: ``auto``, ``buffered`` or ``direct``.
+        timeout_s: Longest time in seconds for one request to an object store, with its retries.
+        attempt_s: Longest time in seconds for one attempt.
+        retries: Further attempts.
+
+    Raises:
+        OptionError: The URL cannot be written to, or what it needs is not installed.
+    """
+    text = os.fspath(path)
+    scheme, separator, rest = text.partition("://")
+    if not separator or scheme == "file":
+        return LocalTarget(rest if separator else text, io=io)
+    if scheme in _READ_ONLY:
+        raise OptionError(f"cannot save to {text}: {scheme}:// can only be read")
+    url = text.rstrip("/")
+    parent, _, name = rest.rstrip("/").rpartition("/")
+    if not name or (scheme in _OBJECT_STORES and not parent):
+        raise OptionError(f"cannot save to {text}: name a place below the bucket")
+    from fastload.storage.bucket import Bucket, FsspecBucket, ObstoreBucket
+    from fastload.storage.object_target import ObjectTarget
+
+    root = f"{scheme}://{parent}"
+    if scheme not in _OBJECT_STORES:
+        bucket: Bucket = FsspecBucket(root, options or {})
+        return ObjectTarget(url, bucket, name, timeout_s=timeout_s)
+    if importlib.util.find_spec("obstore") is None:
+        raise OptionError(f"saving to {scheme}:// needs obstore: pip install 'fastload[remote]'")
+    store = ObstoreBucket(root, options or {}, timeout_s=timeout_s, attempt_s=attempt_s, retries=retries)
+    if scheme not in _S3:
+        return ObjectTarget(url, store, name, timeout_s=timeout_s)
+    from fastload.storage.s3_target import S3Target, make_client
+
+    bucket_name, _, prefix = parent.partition("/")
+    client = make_client(store.store, attempt_s=attempt_s, retries=retries)
+    return S3Target(url, store, name, client=client, location=(bucket_name, prefix), timeout_s=timeout_s)

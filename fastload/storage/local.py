@@ -14,14 +14,14 @@ from fastload.errors import StorageError
 from fastload.memory import PAGE_BYTES, round_up
 from fastload.storage.base import ByteCounter, FileStat, take
 
-__all__ = ["LocalStorage"]
+__all__ = ["IN_MEMORY_TYPES", "LocalStorage", "file_system_type", "is_network"]
 
 _MAX_BUFFERS = 1024  # IOV_MAX on Linux
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
 _TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO)
 _MIN_DIRECT_BYTES = 1 << 20
 _DIRECT_BLOCK_BYTES = 4 << 20
-_IN_MEMORY_TYPES = frozenset("tmpfs ramfs hugetlbfs".split())
+IN_MEMORY_TYPES = frozenset("tmpfs ramfs hugetlbfs".split())
 _NETWORK_TYPES = frozenset(
     "nfs nfs4 lustre gpfs beegfs ceph cifs smb3 9p glusterfs wekafs pvfs2 orangefs afs virtiofs".split()
 )
@@ -59,11 +59,11 @@ class LocalStorage:
 
     @property
     def shared(self) -> bool:
-        return self._kind in _NETWORK_TYPES or self._kind.startswith("fuse")
+        return is_network(self._kind)
 
     @cached_property
     def _kind(self) -> str:
-        return _file_system_type(os.path.realpath(self._root))
+        return file_system_type(os.path.realpath(self._root))
 
     @property
     def bytes_read(self) -> int:
@@ -181,7 +181,7 @@ class LocalStorage:
         with self._lock:
             if name not in self._files:
                 path = self._path(name)
-                directly = self.io == "direct" or (self.io == "auto" and self._kind not in _IN_MEMORY_TYPES)
+                directly = self.io == "direct" or (self.io == "auto" and self._kind not in IN_MEMORY_TYPES)
                 self._files[name] = _File(path, directly=directly and not self.shared)
             return self._files[name]
 
@@ -238,7 +238,12 @@ def _is_cold(file: _File, offset: int, nbytes: int) -> bool:
     return True
 
 
-def _file_system_type(path: str) -> str:
+def is_network(kind: str) -> bool:
+    """Tells whether a file system of this type is, or may be, the same one on several hosts."""
+    return kind in _NETWORK_TYPES or kind.startswith("fuse")
+
+
+def file_system_type(path: str) -> str:
     """Looks up the type of the file system that holds a path; empty where the system does not say."""
     best, kind = "", ""
     try:

@@ -1,0 +1,231 @@
+"""What a target needs of an object store besides the writing of large files, through obstore or fsspec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime, timedelta
+from typing import Any, Protocol
+
+import fsspec
+
+from fastload.errors import OptionError
+
+__all__ = ["Bucket", "FsspecBucket", "ObstoreBucket", "Writer"]
+
+_CONNECT_TIMEOUT = timedelta(seconds=5)
+_WRITER_BYTES = 16 << 20
+_WRITER_REQUESTS = 4
+
+
+class Writer(Protocol):
+    """An object that is being written from its first byte to its last; it is there once closed."""
+
+    def write(self, data: memoryview, /) -> object: ...
+
+    def close(self) -> object: ...
+
+
+class Bucket(Protocol):
+    """The objects below a prefix; keys are relative to it. Errors are those of the library."""
+
+    def get(self, key: str) -> bytes | None:
+        """Returns an object, or None if there is none."""
+        ...
+
+    def put(self, key: str, content: bytes, *, fresh: bool = False) -> bool:
+        """Writes an object.
+
+        Args:
+            key: Its key.
+            content: All of it.
+            fresh: Only if there is none, where the store can do that; elsewhere it means nothing.
+
+        Returns:
+            Whether it was written.
+        """
+        ...
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Deletes objects, in that order; those that are not there as well."""
+        ...
+
+    def delete_folder(self, folder: str) -> None:
+        """Deletes all objects below a prefix."""
+        ...
+
+    def files(self, folder: str) -> dict[str, int]:
+        """Returns name → bytes of the objects directly below a prefix."""
+        ...
+
+    def folders(self) -> list[str]:
+        """Returns the names of the prefixes directly below the root."""
+        ...
+
+    def modified_s(self, key: str) -> float:
+        """Returns when an object was written, in seconds since 1970; infinity if there is none."""
+        ...
+
+    def move(self, key: str, to: str) -> None:
+        """Renames an object, without its bytes coming here."""
+        ...
+
+    def writer(self, key: str) -> Writer:
+        """Begins to write an object."""
+        ...
+
+
+class ObstoreBucket:
+    """Access through obstore.
+
+    Args:
+        url: Root, with its scheme.
+        options: Configuration of the store, as obstore takes it, beyond what the environment says.
+        timeout_s: Longest time in seconds for one request with its retries.
+        attempt_s: Longest time in seconds for one attempt.
+        retries: Further attempts.
+    """
+
+    def __init__(
+        self, url: str, options: Mapping[str, Any], *, timeout_s: float, attempt_s: float, retries: int
+    ) -> None:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+        from obstore.store import from_url
+
+        self._api: Any = obstore
+        self._exists = AlreadyExistsError
+        config = dict(options)
+        attempt = timedelta(seconds=attempt_s)
+        client: dict[str, Any] = {
+            "timeout": attempt,
+            "connect_timeout": min(_CONNECT_TIMEOUT, attempt),
+            "allow_http": True,  # whoever names an http:// endpoint means it
+        }
+        client |= config.pop("client_options", {})
+        retry = {"max_retries": retries, "retry_timeout": timedelta(seconds=timeout_s)}
+        make: Any = from_url
+        try:
+            self.store: Any = make(url, client_options=client, retry_config=retry, **config)
+        except Exception as error:
+            raise OptionError(f"cannot open {url}: {str(error).splitlines()[0]}") from error
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            return bytes(self._api.get(self.store, key).bytes())
+        except FileNotFoundError:
+            return None
+
+    def put(self, key: str, content: bytes, *, fresh: bool = False) -> bool:
+        try:
+            self._api.put(self.store, key, content, mode="create" if fresh else "overwrite")
+        except self._exists:
+            return False
+        return True
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            try:
+                self._api.delete(self.store, key)
+            except FileNotFoundError:
+                continue
+
+    def delete_folder(self, folder: str) -> None:
+        self.delete([f"{folder}/{name}" for name in self.files(folder)])
+
+    def files(self, folder: str) -> dict[str, int]:
+        found = self._api.list_with_delimiter(self.store, folder)["objects"]
+        return {meta["path"].rsplit("/", 1)[-1]: meta["size"] for meta in found}
+
+    def folders(self) -> list[str]:
+        found = self._api.list_with_delimiter(self.store)["common_prefixes"]
+        return sorted(path.strip("/").rsplit("/", 1)[-1] for path in found)
+
+    def modified_s(self, key: str) -> float:
+        try:
+            modified: datetime = self._api.head(self.store, key)["last_modified"]
+        except FileNotFoundError:
+            return float("inf")
+        return modified.timestamp()
+
+    def move(self, key: str, to: str) -> None:
+        self._api.rename(self.store, key, to)
+
+    def writer(self, key: str) -> Writer:
+        writer: Writer = self._api.open_writer(
+            self.store, key, buffer_size=_WRITER_BYTES, max_concurrency=_WRITER_REQUESTS
+        )
+        return writer
+
+
+class FsspecBucket:
+    """Access through an fsspec file system.
+
+    Args:
+        url: Root, with its scheme.
+        options: Arguments of the fsspec file system.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(url, **options)
+        except (ValueError, ImportError, TypeError) as error:
+            raise OptionError(f"cannot open {url}: {error}") from error
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            return bytes(self._files.cat_file(self._path(key)))
+        except FileNotFoundError:
+            return None
+
+    def put(self, key: str, content: bytes, *, fresh: bool = False) -> bool:
+        self._make_folder(key)
+        self._files.pipe_file(self._path(key), content)
+        return True
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            try:
+                self._files.rm_file(self._path(key))
+            except FileNotFoundError:
+                continue
+
+    def delete_folder(self, folder: str) -> None:
+        with suppress(FileNotFoundError):
+            self._files.rm(self._path(folder), recursive=True)
+
+    def files(self, folder: str) -> dict[str, int]:
+        return {name: info["size"] for name, info in self._list(folder) if info["type"] == "file"}
+
+    def folders(self) -> list[str]:
+        return sorted(name for name, info in self._list("") if info["type"] == "directory")
+
+    def modified_s(self, key: str) -> float:
+        try:
+            modified: datetime = self._files.modified(self._path(key))
+        except FileNotFoundError:
+            return float("inf")
+        return modified.timestamp()
+
+    def move(self, key: str, to: str) -> None:
+        self._make_folder(to)
+        self._files.mv(self._path(key), self._path(to))
+
+    def writer(self, key: str) -> Writer:
+        self._make_folder(key)
+        writer: Writer = self._files.open(self._path(key), "wb")
+        return writer
+
+    def _list(self, folder: str) -> list[tuple[str, Any]]:
+        self._files.invalidate_cache()
+        try:
+            found = self._files.ls(self._path(folder), detail=True)
+        except FileNotFoundError:
+            return []
+        return [(info["name"].rstrip("/").rsplit("/", 1)[-1], info) for info in found]
+
+    def _make_folder(self, key: str) -> None:
+        self._files.makedirs(self._path(key).rpartition("/")[0], exist_ok=True)
+
+    def _path(self, key: str) -> str:
+        return f"{self._root.rstrip('/')}/{key}" if key else self._root

@@ -1,0 +1,378 @@
+"""A new checkpoint on an object store: what is large is uploaded out of sight, the record comes last.
+
+While a save lives, the parent of the checkpoint holds ``.<name>.<token>.saving/owner.json``, which says
+which process saves and what it has begun. To publish takes several steps here, so a marker
+(`SAVING_NAME`) stands beside the files from before the first of them until after the commit record. It
+keeps other saves out, and names all files that may be there without a record if the save dies.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from fastload.errors import CheckpointExists, DeadlineExceeded, FastloadError, OptionError, StorageError
+from fastload.patience import each
+from fastload.storage.bucket import Bucket, Writer
+from fastload.storage.owner import Owner
+from fastload.storage.target import (
+    RECORD_NAME,
+    SAVING_NAME,
+    Written,
+    check_written,
+    new_token,
+    saved_name,
+    staging_name,
+)
+
+__all__ = ["NUM_REQUESTS", "ObjectTarget"]
+
+_log = logging.getLogger(__name__)
+
+NUM_REQUESTS = 8
+_REFRESH_S = 60.0
+_PUBLISHING_S = 600.0  # a marker that is this old was left behind: a living save refreshes its own
+_ABANDONED_S = 24 * 3600.0  # a save of another machine that is this old is dead
+_SETTLE_S = 0.5  # longer than one request takes; see `_acquire`
+
+
+class ObjectTarget:
+    """Write access to an object store; each file has one writer, which uploads it below the staging prefix.
+
+    To publish moves the files to their names, which is the store's business: no byte comes here.
+
+    Args:
+        url: Where the checkpoint will be.
+        bucket: The store, at the parent of that place.
+        name: Last part of the URL.
+        timeout_s: Longest time in seconds that a write waits for those before it.
+    """
+
+    shared = True
+    ordered = True
+
+    def __init__(self, url: str, bucket: Bucket, name: str, *, timeout_s: float) -> None:
+        self._url = url
+        self._bucket = bucket
+        self._name = name
+        self._timeout_s = timeout_s
+        self._written = Written()
+        self._sizes: dict[str, int] = {}
+        self._token = ""
+        self._staging = ""
+        self._prepared = False
+        self._marked: list[str] = []
+        self._marked_at = 0.0
+        self._streams: dict[str, _Stream] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def align_bytes(self, largest_bytes: int) -> int | None:
+        return None
+
+    def prepare(self, files: Sequence[tuple[str, int]], *, overwrite: bool) -> dict[str, Any]:
+        self._sizes = dict(files)
+        with self._errors(""):
+            self._check_free(overwrite=overwrite)
+            self.clean_abandoned()
+            self._set_token(new_token())
+            self._prepared = True
+            try:
+                self._put_owner({})
+                uploads = self._begin()
+                if uploads:
+                    self._put_owner(uploads)
+            except BaseException:
+                self.abort()
+                raise
+        return {"token": self._token, "files": self._sizes, "uploads": uploads}
+
+    def join(self, ticket: Mapping[str, Any]) -> None:
+        self._set_token(ticket["token"])
+        self._sizes = ticket["files"]
+        with self._errors(""):
+            if self._bucket.get(self._owner_key) is None:
+                raise StorageError("the save that this rank is to join is not there", self._url)
+
+    def write(self, name: str, offset: int, data: memoryview) -> None:
+        assert offset + len(data) <= self._sizes[name], (name, offset, len(data))
+        with self._noted(), self._errors(name, offset, len(data)):
+            with self._lock:
+                if name not in self._streams:
+                    self._streams[name] = _Stream(self._bucket.writer(self._staged(name)), self._timeout_s)
+                stream = self._streams[name]
+            stream.write(offset, data)
+        self._written.add(name, offset, offset + len(data))
+
+    def flush(self) -> dict[str, Any]:
+        self._written.check()
+        for name, stream in self._streams.items():
+            with self._noted(), self._errors(name):
+                stream.close()
+        return {"written": self._written.to_json()}
+
+    def publish(
+        self,
+        receipts: Sequence[Mapping[str, Any]],
+        small_files: Sequence[tuple[str, bytes]],
+        *,
+        overwrite: bool,
+    ) -> None:
+        self._written.check()
+        check_written(self._sizes, receipts, self._url)
+        *others, (record, content) = small_files
+        with self._errors(""):
+            names = [*self._sizes, *(name for name, _ in small_files)]
+            self._acquire(names, overwrite=overwrite)
+        each(self._sizes, lambda name: self._publish_file(name, receipts), num_threads=NUM_REQUESTS)
+        for name, small in others:
+            with self._errors(name, 0, len(small)):
+                self._bucket.put(self._key(name), small)
+        with self._errors(record, 0, len(content)):
+            if self._marker().get("token") != self._token:
+                self._marked = []
+                raise StorageError("another save took this one for dead and took its place")
+            self._bucket.put(self._key(record), content)
+            self._marked = []
+        try:
+            self._bucket.delete([self._key(SAVING_NAME)])
+            self._discard(self._staging)
+        except Exception as error:  # the checkpoint is there; what is left beside it harms nobody
+            _log.warning("%s: cannot remove what the save needed: %s", self._url, _first_line(error))
+        self._prepared = False
+
+    def _publish_file(self, name: str, receipts: Sequence[Mapping[str, Any]]) -> None:
+        with self._errors(name):
+            self._finish(name, receipts)
+            with self._lock:
+                if time.monotonic() > self._marked_at + _REFRESH_S:
+                    self._put_marker()
+
+    # What S3 does in another way: it joins the parts that all ranks uploaded.
+
+    def _begin(self) -> dict[str, str]:
+        """Begins the uploads; returns what names them."""
+        return {}
+
+    def _finish(self, name: str, receipts: Sequence[Mapping[str, Any]]) -> None:
+        """Makes a file appear under its name."""
+        self._bucket.move(self._staged(name), self._key(name))
+
+    def _give_up(self, prefix: str, uploads: Mapping[str, str]) -> None:
+        """Ends uploads that will not be finished."""
+
+    def _give_up_old(self, age_s: float) -> list[str]:
+        """Ends uploads beside the checkpoint that are that old and that no owner names."""
+        return []
+
+    # The marker, and what stands beside it.
+
+    def _acquire(self, names: Sequence[str], *, overwrite: bool) -> None:
+        """Puts the marker, keeps out all other saves by it, and clears the place.
+
+        The store decides between two saves that do so at once, if it honours a condition on a put: of
+        which it is asked by a second such put, which has to fail. If it does not, or if the marker of a
+        dead save is replaced, the last one to put it wins, and each looks who that was after a while.
+        """
+        self._check_free(overwrite=overwrite)
+        there = self._bucket.files(self._name)
+        self._marked = sorted({*names, *there} - {SAVING_NAME})
+        is_fresh = SAVING_NAME not in there
+        won = self._put_marker(fresh=is_fresh)
+        if won and not (is_fresh and not self._put_marker(fresh=True)):
+            time.sleep(_SETTLE_S)
+            won = self._marker().get("token") == self._token
+        if not won:
+            self._marked = []
+            raise CheckpointExists(f"{self._url}: another save is being published there")
+        there = self._bucket.files(self._name)
+        if RECORD_NAME in there and not overwrite:
+            self._marked = []
+            self._bucket.delete([self._key(SAVING_NAME)])
+            raise CheckpointExists(f"{self._url}: another save was faster")
+        self._clear([name for name in there if name != SAVING_NAME])
+
+    def _clear(self, names: Iterable[str]) -> None:
+        """Deletes files of the checkpoint, the record first."""
+        self._bucket.delete([self._key(name) for name in sorted(names, key=lambda n: (n != RECORD_NAME, n))])
+
+    def _put_marker(self, *, fresh: bool = False) -> bool:
+        marker = {"token": self._token, "owner": Owner.here().to_bytes().decode(), "files": self._marked}
+        self._marked_at = time.monotonic()
+        return self._bucket.put(self._key(SAVING_NAME), json.dumps(marker).encode(), fresh=fresh)
+
+    def _marker(self) -> dict[str, Any]:
+        """Returns the marker that stands beside the files, or nothing."""
+        return _parse(self._bucket.get(self._key(SAVING_NAME)))
+
+    def _check_free(self, *, overwrite: bool) -> None:
+        """Refuses to take the place of what is there, unless it may be replaced or a dead save left it."""
+        there = set(self._bucket.files(self._name))
+        marker = self._marker() if SAVING_NAME in there else {}
+        owner = Owner.parse(str(marker.get("owner", "")).encode())
+        if SAVING_NAME in there and not (owner and owner.is_gone):
+            age_s = time.time() - self._bucket.modified_s(self._key(SAVING_NAME))
+            if age_s < _PUBLISHING_S:
+                raise CheckpointExists(f"{self._url}: {owner or 'another save'} is publishing there")
+        if RECORD_NAME in there:
+            if not overwrite:
+                raise CheckpointExists(f"{self._url} exists already, and overwrite=True was not asked for")
+            return
+        foreign = sorted(there - {SAVING_NAME} - set(map(str, marker.get("files", ()))))
+        if foreign and not overwrite:
+            raise CheckpointExists(f"{self._url} holds something already: {foreign[:5]}")
+        if foreign:
+            raise OptionError(
+                f"{self._url} has no {RECORD_NAME}: overwrite=True replaces checkpoints of fastload's only"
+            )
+
+    def abort(self) -> None:
+        self._written.fail(StorageError("the save was given up", self._url))
+        prepared, self._prepared = self._prepared, False
+        marked, self._marked = self._marked, []
+        if not prepared:
+            return
+        try:
+            if marked:
+                self._clear(marked)
+                self._bucket.delete([self._key(SAVING_NAME)])
+            self._discard(self._staging)
+        except Exception as error:
+            _log.warning("%s: cannot remove what was staged: %s", self._url, _first_line(error))
+
+    def clean_abandoned(self) -> list[str]:
+        removed = []
+        with self._errors(""):
+            for folder in self._bucket.folders():
+                if saved_name(folder) is not None and self._is_abandoned(folder):
+                    self._clear_published(folder)
+                    self._discard(folder)
+                    removed.append(f"{self._url.rpartition('/')[0]}/{folder}")
+            removed += self._give_up_old(_ABANDONED_S)
+        return removed
+
+    def _is_abandoned(self, folder: str) -> bool:
+        key = f"{folder}/owner.json"
+        owner = Owner.parse(str(_parse(self._bucket.get(key)).get("owner", "")).encode())
+        if owner is not None and owner.is_gone is not None:
+            return owner.is_gone
+        return time.time() - self._bucket.modified_s(key) > _ABANDONED_S
+
+    def _clear_published(self, folder: str) -> None:
+        """Deletes what a dead save had published when it died, unless that was all."""
+        name = saved_name(folder) or ""
+        marker = _parse(self._bucket.get(f"{name}/{SAVING_NAME}"))
+        if folder != staging_name(name, str(marker.get("token"))):
+            return
+        there = self._bucket.files(name)
+        if RECORD_NAME not in there:
+            self._bucket.delete(
+                [f"{name}/{file}" for file in sorted(there) if file in marker.get("files", ())]
+            )
+        self._bucket.delete([f"{name}/{SAVING_NAME}"])
+
+    def _discard(self, folder: str) -> None:
+        """Removes a staging prefix; its owner goes last, so that what is left after a failure is found."""
+        uploads = _parse(self._bucket.get(f"{folder}/owner.json")).get("uploads", {})
+        if isinstance(uploads, dict):
+            self._give_up(saved_name(folder) or "", uploads)
+        names = [name for name in self._bucket.files(folder) if name != "owner.json"]
+        self._bucket.delete([f"{folder}/{name}" for name in [*names, "owner.json"]])
+        self._bucket.delete_folder(folder)
+
+    def remove(self) -> None:
+        with self._errors(""):
+            self._marked = sorted(set(self._bucket.files(self._name)) - {SAVING_NAME})
+            self._put_marker()
+            self._clear(self._marked)
+            self._bucket.delete_folder(self._name)
+            self._marked = []
+
+    def close(self) -> None:
+        self._streams.clear()
+
+    # Names and errors.
+
+    def _set_token(self, token: str) -> None:
+        self._token, self._staging = token, staging_name(self._name, token)
+
+    @property
+    def _owner_key(self) -> str:
+        return f"{self._staging}/owner.json"
+
+    def _put_owner(self, uploads: Mapping[str, str]) -> None:
+        owner = {"owner": Owner.here().to_bytes().decode(), "uploads": dict(uploads)}
+        self._bucket.put(self._owner_key, json.dumps(owner).encode())
+
+    def _key(self, name: str) -> str:
+        return f"{self._name}/{name}"
+
+    def _staged(self, name: str) -> str:
+        return f"{self._staging}/{name}"
+
+    @contextmanager
+    def _errors(self, name: str, offset: int | None = None, nbytes: int | None = None) -> Iterator[None]:
+        url = f"{self._url}/{name}" if name else self._url
+        try:
+            yield
+        except DeadlineExceeded as error:
+            raise StorageError(str(error), url, offset, nbytes) from error
+        except FastloadError as error:
+            if isinstance(error, StorageError) and not error.url:
+                error.url, error.offset, error.nbytes = url, offset, nbytes
+            raise
+        except Exception as error:
+            raise StorageError(_first_line(error), url, offset, nbytes) from error
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Keeps an error for good: after it nobody knows what is on storage."""
+        self._written.check()
+        try:
+            yield
+        except StorageError as error:
+            self._written.fail(error)
+            raise
+
+
+class _Stream:
+    """Puts the writes of one file, which come from several threads, in order."""
+
+    def __init__(self, writer: Writer, timeout_s: float) -> None:
+        self._writer = writer
+        self._timeout_s = timeout_s
+        self._position = 0
+        self._turn = threading.Condition()
+
+    def write(self, offset: int, data: memoryview) -> None:
+        with self._turn:
+            if not self._turn.wait_for(lambda: self._position >= offset, self._timeout_s):
+                raise StorageError(f"the bytes before it did not come within {self._timeout_s:.0f} s")
+            assert self._position == offset, (self._position, offset)
+            self._writer.write(data)
+            self._position += len(data)
+            self._turn.notify_all()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _parse(text: bytes | None) -> dict[str, Any]:
+    """Reads a JSON object; whatever else is there counts as an empty one."""
+    try:
+        found = json.loads(text or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".split("\n", 1)[0]
