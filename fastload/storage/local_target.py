@@ -230,13 +230,7 @@ class LocalTarget:
 
     def remove(self) -> None:
         with _errors(self._path):
-            self._staging, self._owner = staging.stage(*os.path.split(self._path))
-            try:
-                # Out of sight in one step; and not as `data`, which a rename would take for a new one.
-                os.rename(self._path, os.path.join(self._staging, "removed"))
-                staging.sync(os.path.dirname(self._path))
-            finally:
-                self._release()
+            staging.remove(self._path)
 
     def close(self) -> None:
         with self._lock:

@@ -82,7 +82,7 @@ class ObjectTarget:
         self._sizes = dict(files)
         with self._errors(""):
             self._check_free(overwrite=overwrite)
-            self.clean_abandoned()
+            self._clean()
             self._set_token(new_token())
             self._prepared = True
             try:
@@ -94,6 +94,12 @@ class ObjectTarget:
                 self.abort()
                 raise
         return {"token": self._token, "files": self._sizes, "uploads": uploads}
+
+    def _clean(self) -> None:
+        try:
+            self.clean_abandoned()
+        except StorageError as error:  # a lack of rights to do that is no reason not to save
+            _log.warning("cannot remove what dead saves left behind: %s", error)
 
     def join(self, ticket: Mapping[str, Any]) -> None:
         self._set_token(ticket["token"])

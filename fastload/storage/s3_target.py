@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 from fastload.errors import OptionError, StorageError
@@ -28,6 +28,7 @@ _MAX_PARTS = 10_000
 _MAX_CONNECTIONS = 32
 _CONNECT_TIMEOUT_S = 5.0
 _GONE = ("NoSuchUpload", "404")
+_making = threading.Lock()  # a session makes one client at a time
 
 
 class S3Target(ObjectTarget):
@@ -146,12 +147,16 @@ class S3Target(ObjectTarget):
         """Ends uploads that were begun by saves that died before they could say so."""
         old = []
         pages = self._client.get_paginator("list_multipart_uploads")
-        for page in pages.paginate(Bucket=self._bucket_name, Prefix=self._in_bucket("")):
-            for upload in page.get("Uploads", ()):
-                if time.time() - upload["Initiated"].timestamp() > age_s:
-                    request = {"Bucket": self._bucket_name, "Key": upload["Key"]}
-                    self._client.abort_multipart_upload(**request, UploadId=upload["UploadId"])
-                    old.append(f"{self._bucket_name}/{upload['Key']}")
+        try:
+            for page in pages.paginate(Bucket=self._bucket_name, Prefix=self._in_bucket("")):
+                for upload in page.get("Uploads", ()):
+                    if time.time() - upload["Initiated"].timestamp() > age_s:
+                        request = {"Bucket": self._bucket_name, "Key": upload["Key"]}
+                        self._client.abort_multipart_upload(**request, UploadId=upload["UploadId"])
+                        old.append(f"s3://{self._bucket_name}/{upload['Key']}")
+        except self._client.exceptions.ClientError as error:
+            if _code(error) not in _GONE:  # which some stores say where there are none at all
+                _log.warning("%s: cannot look for uploads of dead saves: %s", self._url, error)
         return old
 
     def _object(self, name: str) -> dict[str, str]:
@@ -211,9 +216,8 @@ def make_client(store: Any, *, attempt_s: float, retries: int) -> Any:
         OptionError: boto3 is not installed.
     """
     try:
-        boto3 = importlib.import_module("boto3")
-        botocore = importlib.import_module("botocore")
-        config_type = importlib.import_module("botocore.config").Config
+        import boto3  # noqa: F401
+        import botocore.config
     except ImportError as error:
         raise OptionError("saving to S3 needs boto3: pip install 'fastload[remote]'") from error
     # What obstore reads from the environment and boto3 does not, or by other names.
@@ -222,7 +226,7 @@ def make_client(store: Any, *, attempt_s: float, retries: int) -> Any:
     is_on = {"1", "true", "yes", "on", "y"}
     virtual = str(known.get("virtual_hosted_style_request", "")).lower() in is_on
     unsigned = str(known.get("skip_signature", "")).lower() in is_on
-    config = config_type(
+    config = botocore.config.Config(
         signature_version=botocore.UNSIGNED if unsigned else None,
         s3={"addressing_style": "virtual" if virtual else "path"},
         connect_timeout=min(_CONNECT_TIMEOUT_S, attempt_s),
@@ -233,15 +237,24 @@ def make_client(store: Any, *, attempt_s: float, retries: int) -> Any:
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
-    return boto3.session.Session().client(
-        "s3",
-        config=config,
-        region_name=known.get("region") or known.get("default_region") or "us-east-1",
-        endpoint_url=known.get("endpoint") or known.get("endpoint_url"),
-        aws_access_key_id=known.get("access_key_id"),
-        aws_secret_access_key=known.get("secret_access_key"),
-        aws_session_token=known.get("token") or known.get("session_token"),
-    )
+    with _making:
+        return _session().client(
+            "s3",
+            config=config,
+            region_name=known.get("region") or known.get("default_region") or "us-east-1",
+            endpoint_url=known.get("endpoint") or known.get("endpoint_url"),
+            aws_access_key_id=known.get("access_key_id"),
+            aws_secret_access_key=known.get("secret_access_key"),
+            aws_session_token=known.get("token") or known.get("session_token"),
+        )
+
+
+@cache
+def _session() -> Any:
+    """Returns the one session: it reads a description of S3 that takes most of a second."""
+    import boto3
+
+    return boto3.session.Session()
 
 
 def _code(error: BaseException) -> str:

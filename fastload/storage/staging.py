@@ -32,6 +32,7 @@ __all__ = [
     "discard",
     "exchange",
     "make_folders",
+    "remove",
     "reserve",
     "restore",
     "stage",
@@ -167,12 +168,28 @@ def restore(staging: str) -> None:
 
 def discard(staging: str) -> None:
     """Removes a staging directory; what cannot be removed now stays for the next one that cleans."""
-    for entry in os.listdir(staging):
-        if entry != _OWNER:
-            shutil.rmtree(os.path.join(staging, entry), ignore_errors=True)
-    if os.listdir(staging) == [_OWNER]:
-        os.unlink(os.path.join(staging, _OWNER))
+    for entry in list(os.scandir(staging)):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path, ignore_errors=True)
+        elif entry.name != _OWNER:
+            os.unlink(entry.path)
+    if set(os.listdir(staging)) <= {_OWNER}:
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(staging, _OWNER))
         os.rmdir(staging)
+
+
+def remove(path: str) -> None:
+    """Deletes a directory, out of sight from the first step on; that needs no room, which may be why.
+
+    It becomes a staging directory that nobody owns, so another process finishes what this one cannot.
+    """
+    parent, name = os.path.split(path)
+    staging = os.path.join(parent, staging_name(name, new_token()))
+    os.rename(path, staging)
+    sync(parent)
+    with suppress(FileNotFoundError):  # one that cleans helped
+        discard(staging)
 
 
 def exchange(one: str, other: str) -> None:

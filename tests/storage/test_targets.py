@@ -1,0 +1,145 @@
+"""The contract of targets, run against every one of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from fastload.errors import OptionError
+from fastload.storage import Target, open_target, s3_target
+from fastload.storage.bucket import ObstoreBucket
+from fastload.storage.local_target import LocalTarget
+from fastload.storage.object_target import ObjectTarget
+from fastload.storage.s3_target import S3Target
+from tests.storage.s3_server import BUCKET, s3_server
+from tests.storage.target_contract import TargetContract
+
+
+def hidden(names: list[str]) -> list[str]:
+    return sorted(name for name in names if ".saving" in name or name.endswith(".new"))
+
+
+class TestLocal(TargetContract):
+    def place(self, where: str) -> str:
+        return where
+
+    def leftovers(self, root: str) -> list[str]:
+        return hidden([str(path) for path in Path(root).rglob("*")])
+
+    def test_it_is_local(self, url: str) -> None:
+        assert isinstance(self.target(url), LocalTarget)
+
+
+class TestLocalBuffered(TestLocal):
+    def target(self, url: str) -> Target:
+        return open_target(f"file://{url}", io="buffered")
+
+    def test_url_is_where_it_will_be(self, url: str) -> None:
+        assert self.target(url).url == url
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no /dev/shm")
+class TestInMemory(TestLocal):
+    """tmpfs, where writes past the page cache make no sense, but are asked for."""
+
+    @pytest.fixture
+    def root(self) -> Iterator[str]:
+        root = f"/dev/shm/fastload-{uuid.uuid4().hex}"
+        os.mkdir(root)
+        yield root
+        shutil.rmtree(root)
+
+    def target(self, url: str) -> Target:
+        return open_target(url, io="direct")
+
+
+class TestFsspecMemory(TargetContract):
+    processes = False
+
+    def place(self, where: str) -> str:
+        return f"memory://{where}"
+
+    def leftovers(self, root: str) -> list[str]:
+        return hidden(fsspec.filesystem("memory").find(root.removeprefix("memory://")))
+
+    def test_it_is_shared(self, url: str) -> None:
+        target = self.target(url)
+        assert isinstance(target, ObjectTarget)
+        assert target.shared
+
+
+class TestFsspecFiles(TargetContract):
+    def place(self, where: str) -> str:
+        return f"local://{where}"
+
+    def leftovers(self, root: str) -> list[str]:
+        return hidden([str(path) for path in Path(root.removeprefix("local://")).rglob("*")])
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    with s3_server(tmp_path_factory.mktemp("s3")) as options:
+        yield options
+
+
+class TestS3(TargetContract):
+    @pytest.fixture(autouse=True)
+    def _serve(self, s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.options = s3
+        monkeypatch.setattr(s3_target, "_PART_BYTES", 1 << 20)  # which this server takes, and is faster
+
+    def client(self) -> Any:
+        target = open_target(f"s3://{BUCKET}/x", self.options)
+        assert isinstance(target, S3Target)
+        return target._client
+
+    def read(self, url: str) -> dict[str, bytes]:
+        """Reads by S3's own client, since this server answers a range with all of the object."""
+        client, prefix = self.client(), url.removeprefix(f"s3://{BUCKET}/") + "/"
+        found = client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", ())
+        keys = [entry["Key"] for entry in found]
+        return {
+            key.removeprefix(prefix): client.get_object(Bucket=BUCKET, Key=key)["Body"].read() for key in keys
+        }
+
+    def place(self, where: str) -> str:
+        return f"s3://{BUCKET}/{uuid.uuid4().hex}/runs"
+
+    def leftovers(self, root: str) -> list[str]:
+        client, prefix = self.client(), root.removeprefix(f"s3://{BUCKET}/")
+        objects = client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", ())
+        uploads = client.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix).get("Uploads", ())
+        return hidden([found["Key"] for found in objects]) + [found["Key"] for found in uploads]
+
+
+class TestObstore(TestS3):
+    """The way of stores that are not S3, where whole files are dealt to the ranks; on S3, for want of one."""
+
+    processes = False  # another process would take it for what it is
+
+    def target(self, url: str) -> Target:
+        parent, _, name = url.rpartition("/")
+        bucket = ObstoreBucket(parent, self.options, timeout_s=20, attempt_s=10, retries=2)
+        return ObjectTarget(url, bucket, name, timeout_s=20)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("https://host/model", "https:// can only be read"),
+        ("s3://bucket", "below the bucket"),
+        ("s3://bucket/", "below the bucket"),
+        ("gs://bucket", "below the bucket"),
+        ("nosuchscheme://a/b", "nosuchscheme"),
+    ],
+)
+def test_where_nothing_can_be_saved(url: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        open_target(url)
