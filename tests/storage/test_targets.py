@@ -13,7 +13,7 @@ import fsspec
 import pytest
 
 from fastload.errors import OptionError
-from fastload.storage import Target, open_target, s3_target
+from fastload.storage import Target, object_target, open_target, s3_target
 from fastload.storage.bucket import ObstoreBucket
 from fastload.storage.local_target import LocalTarget
 from fastload.storage.object_target import ObjectTarget
@@ -128,6 +128,32 @@ class TestObstore(TestS3):
         parent, _, name = url.rpartition("/")
         bucket = ObstoreBucket(parent, self.options, timeout_s=20, attempt_s=10, retries=2)
         return ObjectTarget(url, bucket, name, timeout_s=20)
+
+
+class TestObstoreMemory(TargetContract):
+    """A store that honours conditions on a put, as Google's and Azure's do."""
+
+    processes = False
+
+    def place(self, where: str) -> str:
+        self.bucket = ObstoreBucket("memory:///", {}, timeout_s=20, attempt_s=10, retries=2)
+        return f"memory://{where}"
+
+    def target(self, url: str) -> Target:
+        return ObjectTarget(url, self.bucket, url.rpartition("/")[2], timeout_s=20)
+
+    def read(self, url: str) -> dict[str, bytes]:
+        folder = url.rpartition("/")[2]
+        return {name: self.bucket.get(f"{folder}/{name}") or b"" for name in self.bucket.files(folder)}
+
+    def leftovers(self, root: str) -> list[str]:
+        return hidden(self.bucket.folders())
+
+    def test_a_condition_decides_at_once(
+        self, url: str, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(object_target, "_SETTLE_S", float("nan"))  # no sleep takes that
+        self.save(url, files)
 
 
 @pytest.mark.parametrize(

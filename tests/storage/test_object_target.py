@@ -1,0 +1,326 @@
+"""What goes wrong on object stores while a checkpoint is written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from fastload.errors import CheckpointExists, OptionError, StorageError
+from fastload.storage import RECORD_NAME, SAVING_NAME, object_target, open_target, s3_target
+from fastload.storage.bucket import FsspecBucket
+from fastload.storage.object_target import ObjectTarget
+from fastload.storage.owner import Owner
+from fastload.storage.s3_target import S3Target
+from tests.storage.s3_server import BUCKET, s3_server
+
+OLD = {"a": b"old a", "b": b"old b", "gone": b"gone"}
+NEW = {"a": b"new a!", "b": b"new b!"}
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class MortalBucket(FsspecBucket):
+    """Ends the process at the n-th change, before or after it is made."""
+
+    changes = ("put", "delete", "delete_folder", "move", "writer")
+
+    def __init__(self, url: str, dies_at: float, *, late: bool) -> None:
+        super().__init__(url, {})
+        self._left = dies_at
+        for name in self.changes:
+            setattr(self, name, self._mortal(getattr(super(), name), late))
+
+    def _mortal(self, change: Any, late: bool) -> Any:
+        def call(*args: Any, **knobs: Any) -> Any:
+            self._left -= 1
+            if self._left < 0 or (self._left == 0 and not late):
+                raise Killed
+            result = change(*args, **knobs)
+            if self._left == 0:
+                raise Killed
+            return result
+
+        return call
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_target, "_SETTLE_S", 0.01)
+
+
+@pytest.fixture
+def root() -> str:
+    return f"memory://{uuid.uuid4().hex}"
+
+
+def save(target: ObjectTarget, files: Mapping[str, bytes], *, overwrite: bool = False) -> None:
+    target.prepare([(name, len(content)) for name, content in files.items()], overwrite=overwrite)
+    for name, content in files.items():
+        target.write(name, 0, memoryview(content))
+    record = json.dumps(sorted(files)).encode()
+    target.publish([target.flush()], [("index", b"index"), (RECORD_NAME, record)], overwrite=overwrite)
+    target.close()
+
+
+def mortal(root: str, dies_at: float = float("inf"), *, late: bool = False) -> ObjectTarget:
+    return ObjectTarget(f"{root}/step", MortalBucket(root, dies_at, late=late), "step", timeout_s=5)
+
+
+def found(root: str) -> dict[str, bytes]:
+    store = fsspec.filesystem("memory")
+    prefix = f"/{root.removeprefix('memory://')}/"
+    return {path.removeprefix(prefix): store.cat_file(path) for path in store.find(prefix)}
+
+
+def whole(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    small = {"index": b"index", RECORD_NAME: json.dumps(sorted(files)).encode()}
+    return {f"step/{name}": content for name, content in {**files, **small}.items()}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
+def test_killed_at_any_change(
+    root: str, late: bool, overwrite: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record is there only beside all of its files; and the next save finds and removes the rest."""
+    outcomes = set()
+    for dies_at in itertools.count(1):
+        place = f"{root}/{dies_at}"
+        if overwrite:
+            save(mortal(place), OLD)
+        try:
+            dying = mortal(place, dies_at, late=late)
+            save(dying, NEW, overwrite=overwrite)
+            break
+        except Killed:
+            pass
+        there = {name: content for name, content in found(place).items() if name.startswith("step/")}
+        marked = there.pop(f"step/{SAVING_NAME}", None)
+        if f"step/{RECORD_NAME}" in there:
+            assert there in (whole(OLD), whole(NEW))
+            outcomes.add("new" if there == whole(NEW) else "old")
+        else:
+            assert marked or not there, "what has no record has a marker"
+            outcomes.add("none" if not there else "rest")
+        with monkeypatch.context() as patch:
+            patch.setattr(Owner, "is_gone", True)
+            kept = f"step/{RECORD_NAME}" in there
+            save(mortal(place), OLD, overwrite=kept)
+        assert found(place) == whole(OLD)
+    assert found(place) == whole(NEW)
+    assert outcomes == ({"old", "rest", "none", "new"} if overwrite else {"rest", "none", "new"})
+
+
+def test_the_rest_of_a_dead_publish_is_cleaned_from_beside_it(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for dies_at in range(8, 12):
+        with pytest.raises(Killed):
+            save(mortal(root, dies_at), NEW)
+        monkeypatch.setattr(Owner, "is_gone", True)
+        other = ObjectTarget(f"{root}/other", FsspecBucket(root, {}), "other", timeout_s=5)
+        assert len(other.clean_abandoned()) == 1
+        monkeypatch.undo()
+        monkeypatch.setattr(object_target, "_SETTLE_S", 0.01)
+        assert found(root) in ({}, whole(NEW))
+        mortal(root).remove()
+
+
+def test_a_publish_that_fails_is_taken_back(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = mortal(root)
+    real = target._bucket.put
+
+    def broken(key: str, content: bytes, **knobs: Any) -> bool:
+        if key.endswith(RECORD_NAME):
+            raise OSError("no route to host")
+        return real(key, content, **knobs)
+
+    monkeypatch.setattr(target._bucket, "put", broken)
+    with pytest.raises(StorageError, match=rf"step/{RECORD_NAME} \[bytes 0-10\]: OSError: no route"):
+        save(target, NEW)
+    target.abort()
+    assert found(root) == {}
+
+
+def test_who_publishes_keeps_others_out_until_silent(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = ObjectTarget(f"{root}/step", FsspecBucket(root, {}), "step", timeout_s=5)
+    marker = {"token": "x", "owner": Owner("elsewhere", "k", "p", 1, "1").to_bytes().decode(), "files": ["a"]}
+    other._bucket.put(f"step/{SAVING_NAME}", json.dumps(marker).encode())
+    other._bucket.put("step/a", b"half")
+    with pytest.raises(CheckpointExists, match="process 1 on elsewhere is publishing"):
+        save(mortal(root), NEW, overwrite=True)
+    monkeypatch.setattr(object_target, "_PUBLISHING_S", 0.0)
+    save(mortal(root), NEW)
+    assert found(root) == whole(NEW)
+
+
+def test_a_save_that_was_taken_for_dead_does_not_commit(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = mortal(root)
+    real = target._finish
+
+    def slow(name: str, receipts: Any) -> None:
+        real(name, receipts)
+        target._bucket.put(f"step/{SAVING_NAME}", b'{"token": "another"}')
+
+    monkeypatch.setattr(target, "_finish", slow)
+    with pytest.raises(StorageError, match="another save took this one for dead"):
+        save(target, NEW)
+    target.abort()
+    assert f"step/{RECORD_NAME}" not in found(root)
+    assert found(root)[f"step/{SAVING_NAME}"] == b'{"token": "another"}', "the other one needs it"
+
+
+def test_a_write_that_waits_in_vain_says_so(root: str) -> None:
+    target = ObjectTarget(f"{root}/step", FsspecBucket(root, {}), "step", timeout_s=0.1)
+    target.prepare([("a", 10)], overwrite=False)
+    with pytest.raises(StorageError, match=r"step/a \[bytes 5-10\]: the bytes before it did not come"):
+        target.write("a", 5, memoryview(b"56789"))
+    with pytest.raises(StorageError, match="the bytes before it"):
+        target.flush()
+    target.abort()
+    assert found(root) == {}
+
+
+# S3
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    with s3_server(tmp_path_factory.mktemp("s3")) as options:
+        yield options
+
+
+@pytest.fixture
+def target(s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Target]:
+    monkeypatch.setattr(s3_target, "_PART_BYTES", 1 << 20)
+    target = open_target(f"s3://{BUCKET}/{uuid.uuid4().hex}/step", s3, timeout_s=20, attempt_s=10)
+    assert isinstance(target, S3Target)
+    yield target
+    target.abort()
+    target.close()
+
+
+def names(target: S3Target) -> list[str]:
+    listed = target._client.list_objects_v2(Bucket=BUCKET, Prefix=f"{target._prefix}/").get("Contents", ())
+    return [entry["Key"].removeprefix(f"{target._prefix}/step/") for entry in listed]
+
+
+def test_parts_come_from_several_processes(s3: dict[str, Any]) -> None:
+    program = (
+        "import json, sys; from fastload.storage import open_target\n"
+        "rank, url, options, ticket = int(sys.argv[1]), *map(json.loads, sys.argv[2:])\n"
+        "target = open_target(url, options); target.join(ticket)\n"
+        "[(name, nbytes)] = ticket['files'].items(); step = target.align_bytes(nbytes)\n"
+        "for number in range(rank, -(-nbytes // step), 2):\n"
+        "    part = bytes([number]) * min(step, nbytes - number * step)\n"
+        "    target.write(name, number * step, memoryview(part))\n"
+        "print(json.dumps(target.flush()))"
+    )
+    url = f"s3://{BUCKET}/{uuid.uuid4().hex}/step"
+    target = open_target(url, s3)
+    assert isinstance(target, S3Target)
+    step = target.align_bytes(1) or 0
+    ticket = target.prepare([("a", 3 * step + 5)], overwrite=False)
+    words = [json.dumps(word) for word in (url, s3, ticket)]
+    commands = [[sys.executable, "-c", program, str(rank), *words] for rank in range(2)]
+    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
+    receipts = [json.loads(rank.communicate(timeout=50)[0]) for rank in ranks]
+    target.publish(receipts, [(RECORD_NAME, b"{}")], overwrite=False)
+    key = f"{target._prefix}/step/a"
+    content = target._client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
+    assert content == b"".join(bytes([number]) * step for number in range(3)) + bytes([3]) * 5
+    target.close()
+
+
+@pytest.mark.parametrize(("nbytes", "aligned"), [(0, 16 << 20), (150 << 30, 16 << 20), (1 << 40, 105 << 20)])
+def test_a_file_has_at_most_ten_thousand_parts(s3: dict[str, Any], nbytes: int, aligned: int) -> None:
+    target = open_target(f"s3://{BUCKET}/a", s3)
+    assert target.align_bytes(nbytes) == aligned
+    assert -(-nbytes // aligned) <= 10_000
+    target.close()
+
+
+def test_a_lost_answer_to_the_completion_is_no_error(target: S3Target) -> None:
+    target.prepare([("a", 5)], overwrite=False)
+    target.write("a", 0, memoryview(b"abcde"))
+    receipt = target.flush()
+    real = target._client.complete_multipart_upload
+
+    def twice(**request: Any) -> Any:
+        real(**request)
+        return real(**request)
+
+    target._client.complete_multipart_upload = twice
+    target.publish([receipt], [(RECORD_NAME, b"{}")], overwrite=False)
+    assert names(target) == ["a", RECORD_NAME]
+
+
+def test_an_upload_that_somebody_ended_is_an_error(target: S3Target) -> None:
+    ticket = target.prepare([("a", 5)], overwrite=False)
+    target.write("a", 0, memoryview(b"abcde"))
+    receipt = target.flush()
+    target._give_up("step", ticket["uploads"])
+    with pytest.raises(StorageError, match="step/a: the store made None bytes of the 5"):
+        target.publish([receipt], [(RECORD_NAME, b"{}")], overwrite=False)
+    target.abort()
+    assert names(target) == []
+
+
+def test_old_uploads_that_nobody_owns_are_ended(target: S3Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = f"{target._prefix}/another/file"
+    target._client.create_multipart_upload(Bucket=BUCKET, Key=key)
+    assert target.clean_abandoned() == []
+    monkeypatch.setattr(object_target, "_ABANDONED_S", -1.0)
+    assert target.clean_abandoned() == [f"s3://{BUCKET}/{key}"]
+    assert target.clean_abandoned() == []
+
+
+def test_a_part_that_fails_for_good(tmp_path: Path) -> None:
+    with s3_server(tmp_path) as options:
+        url = f"s3://{BUCKET}/runs/step"
+        target = open_target(url, options, timeout_s=10, attempt_s=2, retries=1)
+        target.prepare([("a", 5)], overwrite=False)
+    with pytest.raises(StorageError, match=rf"{url}/a \[bytes 0-5\]: EndpointConnectionError"):
+        target.write("a", 0, memoryview(b"abcde"))
+    with pytest.raises(StorageError, match="EndpointConnectionError"):
+        target.flush()
+    target.abort()
+    target.close()
+
+
+def test_what_loads_also_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client for writing takes the same options, and the same variables, as the one for reading."""
+    for name in ("AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_REGION", "eu-north-7")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-environment")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+
+    def client(**options: str) -> Any:
+        target = open_target("s3://bucket/a/b", options)
+        assert isinstance(target, S3Target)
+        return target._client
+
+    found = client()
+    assert (found.meta.endpoint_url, found.meta.region_name) == ("http://127.0.0.1:9", "eu-north-7")
+    assert found._get_credentials().access_key == "from-environment"
+    found = client(
+        aws_endpoint_url="http://127.0.0.1:8", aws_access_key_id="from-options", secret_access_key="s"
+    )
+    assert found.meta.endpoint_url == "http://127.0.0.1:8"
+    assert found._get_credentials().access_key == "from-options"
+    assert client(virtual_hosted_style_request="true").meta.config.s3["addressing_style"] == "virtual"
+    with pytest.raises(OptionError, match="cannot open"):
+        client(no_such_option="1")
