@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -40,6 +41,8 @@ class MortalBucket(FsspecBucket):
         self._left = dies_at
         for name in self.changes:
             setattr(self, name, self._mortal(getattr(super(), name), late))
+        delete = self.delete
+        self.delete = lambda keys: [delete([key]) for key in keys]  # each is a change of its own
 
     def _mortal(self, change: Any, late: bool) -> Any:
         def call(*args: Any, **knobs: Any) -> Any:
@@ -163,6 +166,39 @@ def test_who_publishes_keeps_others_out_until_silent(root: str, monkeypatch: pyt
     monkeypatch.setattr(object_target, "_PUBLISHING_S", 0.0)
     save(mortal(root), NEW)
     assert found(root) == whole(NEW)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_of_two_that_both_found_the_place_free_one_wins(
+    root: str, overwrite: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store decides nothing here: it knows no conditions."""
+    start, outcomes = threading.Barrier(2), []
+
+    def work(files: Mapping[str, bytes]) -> None:
+        target = mortal(root)
+        real = target._acquire
+
+        def acquire(*args: Any, **knobs: Any) -> None:
+            check = target._check_free
+            target._check_free = lambda **knobs: (check(**knobs), start.wait(10))
+            real(*args, **knobs)
+
+        target._acquire = acquire
+        try:
+            save(target, files, overwrite=overwrite)
+            outcomes.append(files)
+        except CheckpointExists:
+            target.abort()
+
+    monkeypatch.setattr(object_target, "_SETTLE_S", 0.3)
+    threads = [threading.Thread(target=work, args=(files,)) for files in (OLD, NEW)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(outcomes) == 1
+    assert found(root) == whole(outcomes[0])
 
 
 def test_a_save_that_was_taken_for_dead_does_not_commit(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
