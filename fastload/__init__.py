@@ -3,6 +3,7 @@
 from fastload.api import Checkpoint, inspect, load, open
 from fastload.errors import (
     CheckpointError,
+    CheckpointExists,
     CheckpointNotFound,
     ChecksumError,
     DeadlineExceeded,
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "CheckpointExists",
     "CheckpointNotFound",
     "ChecksumError",
     "DeadlineExceeded",
