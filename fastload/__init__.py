@@ -4,6 +4,7 @@ from fastload.api import inspect, load, open, verify
 from fastload.checkpoint import Checkpoint
 from fastload.errors import (
     CheckpointError,
+    CheckpointExists,
     CheckpointNotFound,
     ChecksumError,
     DeadlineExceeded,
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "CheckpointExists",
     "CheckpointNotFound",
     "ChecksumError",
     "DeadlineExceeded",

@@ -18,12 +18,11 @@ import xxhash
 
 from fastload.errors import ChecksumError, ManifestError
 from fastload.formats.untrusted import is_plain_path, is_size, parse_json, parse_metadata, show
+from fastload.storage.target import RECORD_NAME
 
 __all__ = [
     "CHECKSUM_BYTES",
-    "MARKER_NAME",
     "MAX_RECORD_BYTES",
-    "RECORD_NAME",
     "Record",
     "RecordedFile",
     "checksum",
@@ -31,8 +30,6 @@ __all__ = [
     "parse",
 ]
 
-RECORD_NAME = "fastload.json"
-MARKER_NAME = "fastload.saving.json"  # there while a save is under way, or after one that died
 MAX_RECORD_BYTES = 1 << 30
 CHECKSUM_BYTES = 8
 

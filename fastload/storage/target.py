@@ -27,7 +27,7 @@ SAVING_NAME = "fastload.saving.json"
 """On object stores, stands beside the files while they are published; without a record next to it, what
 is there is the rest of a save that has not ended, or never will."""
 
-_STAGING = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.saving")
+_STAGING = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.saving", re.DOTALL)
 
 
 class Target(Protocol):

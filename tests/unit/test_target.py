@@ -1,0 +1,56 @@
+"""The accounts of what was written, and the names of what is staged."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastload.errors import StorageError
+from fastload.storage.target import Written, check_written, new_token, saved_name, staging_name
+
+RANGES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda pair: tuple(sorted(pair))))
+
+
+@given(st.lists(RANGES, max_size=3), st.integers(12, 14))
+def test_every_byte_has_to_be_written_by_somebody(writers: list[list[tuple[int, int]]], nbytes: int) -> None:
+    receipts = []
+    for ranges in writers:
+        written = Written()
+        for begin, end in ranges:
+            written.add("a", begin, end)
+        receipts.append({"written": written.to_json()})
+    covered = {byte for ranges in writers for begin, end in ranges for byte in range(begin, end)}
+    missing = sorted(set(range(nbytes)) - covered)
+    if not missing:
+        check_written({"a": nbytes}, receipts, "url")
+        return
+    with pytest.raises(StorageError, match=r"url/a .*nobody wrote it") as raised:
+        check_written({"a": nbytes}, receipts, "url")
+    assert raised.value.offset == missing[0]
+    assert raised.value.nbytes is not None
+    assert set(range(missing[0], missing[0] + raised.value.nbytes)) <= set(missing)
+
+
+def test_the_first_error_is_raised_again_and_again() -> None:
+    written = Written()
+    written.check()
+    written.fail(StorageError("first", "url", 1, 2))
+    written.fail(StorageError("second", "url", 3, 4))
+    for _ in range(2):
+        with pytest.raises(StorageError, match=re.escape("url [bytes 1-3]: first")):
+            written.check()
+
+
+@given(st.text(st.characters(exclude_characters="/\0"), min_size=1))
+def test_a_staging_name_tells_what_it_is_for(name: str) -> None:
+    assert saved_name(staging_name(name, new_token())) == name
+
+
+@pytest.mark.parametrize(
+    "name", ["step-7", ".saving", ".a.saving", ".a.0123.saving", "a.0123456789abcdef.saving"]
+)
+def test_what_is_no_staging_name(name: str) -> None:
+    assert saved_name(name) is None
