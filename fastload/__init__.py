@@ -1,6 +1,6 @@
 """fastload: every byte of a checkpoint is read once, and every rank ends with the whole state."""
 
-from fastload.api import inspect, load, open, verify
+from fastload.api import async_save, inspect, load, open, save, verify
 from fastload.checkpoint import Checkpoint
 from fastload.errors import (
     CheckpointError,
@@ -19,8 +19,9 @@ from fastload.errors import (
     WorldError,
 )
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
-from fastload.options import LoadOptions
-from fastload.report import LoadReport, RankReport, VerifyReport
+from fastload.handle import SaveHandle
+from fastload.options import LoadOptions, SaveOptions
+from fastload.report import LoadReport, RankReport, SaveRankReport, SaveReport, VerifyReport
 
 __version__ = "0.1.0"
 
@@ -43,12 +44,18 @@ __all__ = [
     "PeerError",
     "PlanMismatch",
     "RankReport",
+    "SaveHandle",
+    "SaveOptions",
+    "SaveRankReport",
+    "SaveReport",
     "StorageError",
     "TensorEntry",
     "VerifyReport",
     "WorldError",
+    "async_save",
     "inspect",
     "load",
     "open",
+    "save",
     "verify",
 ]

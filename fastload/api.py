@@ -1,25 +1,27 @@
-"""What `fastload.load`, `fastload.open`, `fastload.inspect` and `fastload.verify` do."""
+"""What `fastload.load`, `fastload.save` and the other public functions do."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastload.checkpoint import Checkpoint
 from fastload.errors import CheckpointNotFound
 from fastload.formats.manifest import Manifest
 from fastload.formats.safetensors import read_manifest
+from fastload.handle import SaveHandle
 from fastload.loading.access import agree_on_access
-from fastload.options import SETTINGS, LoadOptions
-from fastload.report import VerifyReport
+from fastload.options import SAVE_SETTINGS, SETTINGS, LoadOptions, SaveOptions
+from fastload.report import SaveReport, VerifyReport
+from fastload.saver import Save
 from fastload.storage import PatientStorage, open_storage
-from fastload.world import World, join
+from fastload.world import meet
 
-__all__ = ["inspect", "load", "open", "verify"]
+__all__ = ["async_save", "inspect", "load", "open", "save", "verify"]
 
 _MAX_ATTEMPT_S = 30.0  # for one request: what takes longer has stalled
 
@@ -37,7 +39,7 @@ def load(
     strict: bool = True,
     storage_options: Mapping[str, Any] | None = None,
     options: LoadOptions | None = None,
-) -> dict[str, Tensor]:
+) -> Any:
     """Loads a checkpoint on all ranks of a group; together they read every byte once.
 
     Every rank of the group has to call it, with the same arguments (`device` may differ). Either all
@@ -61,7 +63,9 @@ def load(
         options: How to load; None for the defaults.
 
     Returns:
-        Tensors by name, each with a storage of its own; with `into`, its tensors that were loaded.
+        The state as it was saved, if `fastload.save` wrote the checkpoint and neither `names` nor `into`
+        is given. Else tensors by name, each with a storage of its own; with `into`, those of its tensors
+        that were loaded.
 
     Raises:
         CheckpointNotFound: No rank sees a checkpoint there.
@@ -91,7 +95,17 @@ def open(
 
     Args and errors are those of `load`, as far as they go.
     """
-    world, location, options = _meet(path, process_group, options)
+
+    def ready() -> tuple[str, LoadOptions]:
+        return os.fspath(path), options if options is not None else LoadOptions()
+
+    world, (location, options) = meet(
+        process_group,
+        f"opening {path}",
+        ready,
+        timeout_s=lambda ready: ready[1].timeout_s,
+        default_s=SETTINGS["timeout_s"].default,
+    )
 
     def connect() -> PatientStorage:
         attempt_s = min(_MAX_ATTEMPT_S, world.patience_s / 6)
@@ -133,26 +147,90 @@ def verify(
         return checkpoint.verify()
 
 
-def _meet(path: Path, process_group: Any, options: LoadOptions | None) -> tuple[World, str, LoadOptions]:
-    """Forms the world even if this rank cannot go on: the others are not to wait for it in vain."""
-    problem: Exception | None = None
-    location, timeout_s = "", SETTINGS["timeout_s"].default
-    try:
-        location = os.fspath(path)
-        options = options if options is not None else LoadOptions()
-        timeout_s = options.timeout_s
-    except Exception as error:
-        problem = error
-    world = join(process_group, timeout_s=timeout_s)
-    if problem is None and options is not None:
-        return world, location, options
+def save(
+    state: Any,
+    path: Path,
+    *,
+    process_group: Any = None,
+    metadata: Mapping[str, str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    options: SaveOptions | None = None,
+) -> SaveReport:
+    """Saves a state that all ranks of a group hold alike; together they write every byte once.
 
-    def fail() -> NoReturn:
-        assert problem is not None
-        raise problem
+    Every rank of the group has to call it, with an equal state. When it returns the checkpoint exists and
+    is durable. When it raises, it does so on all ranks, and whatever was at `path` is still there.
 
-    world.agree(f"opening {path}", fail)
-    raise AssertionError("the ranks agreed although this one failed")
+    Args:
+        state: Nested dicts, lists, tuples and sets of tensors, NumPy arrays and plain values, such as
+            state dicts of models, optimizers and schedulers, random states and counters. Tied tensors are
+            stored once and come back tied.
+        path: A directory that is to be; a local path or a URL.
+        process_group: As for `load`.
+        metadata: Text to keep with it; see `Checkpoint.metadata`.
+        storage_options: As for `load`.
+        options: How to save; None for the defaults.
+
+    Raises:
+        OptionError: Something in the state cannot be kept (it names the keys), or an argument cannot be used.
+        PlanMismatch: The ranks hold different structures, or did not ask for the same.
+        CheckpointExists: There is something at `path`, and `SaveOptions.overwrite` is off.
+        PeerError: Some ranks failed, or were killed, or did not answer in time; with every cause.
+        StorageError: With one rank only: storage failed.
+    """
+    return _start(state, path, process_group, metadata, storage_options, options).run()
+
+
+def async_save(
+    state: Any,
+    path: Path,
+    *,
+    process_group: Any = None,
+    metadata: Mapping[str, str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    options: SaveOptions | None = None,
+) -> SaveHandle:
+    """Saves in the background: returns as soon as each rank has copied its share of the state.
+
+    Args and errors are those of `save`. What cannot be saved is an error here; what goes wrong later is
+    raised by `SaveHandle.wait`, or by the next save if nobody waits. The memory of the copy, a rank's share
+    of the state, is kept for the next time.
+    """
+    job = _start(state, path, process_group, metadata, storage_options, options)
+    job.take_snapshot()
+    return SaveHandle(os.fspath(path), job.run)
+
+
+def _start(
+    state: Any,
+    path: Path,
+    process_group: Any,
+    metadata: Mapping[str, str] | None,
+    storage_options: Mapping[str, Any] | None,
+    options: SaveOptions | None,
+) -> Save:
+    began = time.perf_counter()
+
+    def ready() -> tuple[str, dict[str, str], SaveOptions]:
+        SaveHandle.raise_unseen()
+        return os.fspath(path), dict(metadata or {}), options if options is not None else SaveOptions()
+
+    world, (location, texts, chosen) = meet(
+        process_group,
+        f"saving to {path}",
+        ready,
+        timeout_s=lambda ready: ready[2].timeout_s,
+        default_s=SAVE_SETTINGS["timeout_s"].default,
+    )
+    return Save(
+        world,
+        state,
+        location,
+        metadata=texts,
+        storage_options=storage_options,
+        options=chosen,
+        began=began,
+    )
 
 
 def inspect(path: Path, *, storage_options: Mapping[str, Any] | None = None) -> Manifest:

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor
 
 from fastload.errors import IncompleteCheckpoint, OptionError, WorldError
-from fastload.formats.record import RECORD_NAME
-from fastload.loading.access import Access, require_same
+from fastload.formats.state import rebuild
+from fastload.loading.access import Access
 from fastload.loading.exchange import has_nccl, open_exchange
 from fastload.loading.match import Match, match
 from fastload.loading.pipeline import Pipeline, read_threads
@@ -30,7 +29,8 @@ from fastload.loading.sweep import Sweep
 from fastload.loading.verify import Verifier, refuse
 from fastload.options import LoadOptions
 from fastload.report import LoadReport, RankReport, VerifyReport
-from fastload.world import World
+from fastload.storage import RECORD_NAME
+from fastload.world import World, require_same
 
 __all__ = ["Checkpoint"]
 
@@ -87,8 +87,8 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
         names: Sequence[str] | str | None = None,
         strict: bool = True,
-    ) -> dict[str, Tensor]:
-        """Loads tensors on all ranks; see `fastload.load` for arguments and errors."""
+    ) -> Any:
+        """Loads on all ranks; see `fastload.load` for arguments, result and errors."""
         with self._at_most_one_failure():
             began = time.perf_counter()
             job = self._prepare(into, device, dtype, names, strict)
@@ -96,7 +96,9 @@ class Checkpoint:
         job.matched.attach()
         if self._options.on_report is not None and self.report is not None:
             self._options.on_report(self.report)
-        return job.matched.tensors()
+        tensors = job.matched.tensors()
+        whole = names is None and into is None and self.manifest.block_bytes
+        return rebuild(self.manifest.structure, tensors) if whole else tensors
 
     def verify(self) -> VerifyReport:
         """Checks every byte, whatever `LoadOptions.verify` says; see `fastload.verify` for errors."""

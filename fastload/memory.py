@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import xxhash
 from torch import Tensor
 
-__all__ = ["PAGE_BYTES", "allocate", "allocate_staging", "byte_view", "host_view", "round_up", "state_digest"]
+__all__ = [
+    "PAGE_BYTES",
+    "allocate",
+    "allocate_staging",
+    "byte_view",
+    "host_view",
+    "round_up",
+    "runs",
+    "state_digest",
+]
 
 PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
@@ -90,6 +99,31 @@ def host_view(flat: Tensor) -> memoryview:
     array = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
     array._owner = flat  # type: ignore[attr-defined]  # a read that outlasts its load must not hit freed memory
     return memoryview(array).cast("B")
+
+
+def runs(tensor: Tensor, start: int, count: int) -> Iterator[Tensor]:
+    """Yields views of a tensor of any strides that together are a run of its elements in row-major order.
+
+    Args:
+        tensor: Any shape.
+        start: Index of the first element in row-major order.
+        count: Number of elements.
+    """
+    if count == 0:
+        return
+    if tensor.dim() <= 1:
+        yield tensor.reshape(-1)[start : start + count]
+        return
+    row = tensor[0].numel()
+    first, within = divmod(start, row)
+    if within or count < row:
+        head = min(row - within, count)
+        yield from runs(tensor[first], within, head)
+        yield from runs(tensor, start + head, count - head)
+        return
+    rows = count // row
+    yield tensor[first : first + rows]
+    yield from runs(tensor, start + rows * row, count - rows * row)
 
 
 def state_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -109,15 +109,23 @@ SAVE_SETTINGS = {
     "max_shard_bytes": Setting(
         5_000_000_000, parse_bytes, "largest file; a tensor that is larger gets a file of its own"
     ),
-    "block_bytes": Setting(None, parse_bytes, "bytes of a tensor with one checksum; chosen from the size if not set"),
-    "writers": Setting("auto", _parse_writers, "who writes: all ranks, one per host (host), a number, or auto"),
+    "block_bytes": Setting(
+        None, parse_bytes, "bytes of a tensor with one checksum; chosen from the size if not set"
+    ),
+    "writers": Setting(
+        "auto", _parse_writers, "who writes: all ranks, one per host (host), a number, or auto"
+    ),
     "staging_bytes": SETTINGS["staging_bytes"],
     "io": SETTINGS["io"],
     "write_threads": Setting(2, int, "writes in flight on each rank"),
     "shared": Setting(
-        "auto", _parse_shared, "whether all hosts write to one place (True), each a copy of its own (False), auto"
+        "auto",
+        _parse_shared,
+        "whether all hosts write to one place (True), each a copy of its own (False), auto",
     ),
-    "check_replicas": Setting("off", str, "compare the ranks' tensors before they are mixed: off, sample, full"),
+    "check_replicas": Setting(
+        "off", str, "compare the ranks' tensors before they are mixed: off, sample, full"
+    ),
     "timeout_s": SETTINGS["timeout_s"],
     "retries": SETTINGS["retries"],
 }
@@ -244,11 +252,19 @@ class SaveOptions:
     progress: Callable[[int, int], None] | None = None
 
     def __post_init__(self) -> None:
-        for name, least in {"max_shard_bytes": 1, "staging_bytes": 1 << 16, "write_threads": 1, "retries": 0}.items():
+        for name, least in {
+            "max_shard_bytes": 1,
+            "staging_bytes": 1 << 16,
+            "write_threads": 1,
+            "retries": 0,
+        }.items():
             value = getattr(self, name)
             _require(_is_count(value, least), name, value, f"at least {least}")
         _require(
-            self.block_bytes is None or _is_count(self.block_bytes, 4096), "block_bytes", self.block_bytes, "at least 4096"
+            self.block_bytes is None or _is_count(self.block_bytes, 4096),
+            "block_bytes",
+            self.block_bytes,
+            "at least 4096",
         )
         known = self.writers in ("auto", "all", "host") or _is_count(self.writers, 1)
         _require(known, "writers", self.writers, "auto, all, host or a number of at least 1")
@@ -261,7 +277,9 @@ class SaveOptions:
 
     def shared_values(self) -> dict[str, Any]:
         """Returns the values that must be the same on every rank."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("on_report", "progress")}
+        return {
+            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("on_report", "progress")
+        }
 
 
 def _require_timeout(timeout_s: object) -> None:

@@ -6,12 +6,14 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from fastload.errors import DeadlineExceeded
 
-__all__ = ["background", "each", "within"]
+__all__ = ["Workers", "background", "each", "within"]
 
 T = TypeVar("T")
 
@@ -37,6 +39,49 @@ def _await_threads() -> None:
     for thread in list(_threads):
         if thread.is_alive():
             thread.join(max(0.0, deadline - time.monotonic()))
+
+
+class Workers:
+    """Threads that make calls; unlike an executor's, they hold up no exit.
+
+    Args:
+        num_threads: Calls at once; they begin in the order in which they are submitted.
+        name: Of the threads.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._threads = [background(self._serve, f"{name}-{number}") for number in range(num_threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Makes a call as soon as a thread is free."""
+        future: Future[T] = Future()
+        self._calls.put((call, future))
+        return future
+
+    def close(self, *, wait_s: float) -> bool:
+        """Ends the threads after the calls submitted so far; returns whether they have ended in time."""
+        deadline = time.monotonic() + wait_s
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _serve(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            call, future = asked
+            del asked
+            try:
+                result = call()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+                del result
+            del call, future  # a thread that waits for more keeps no memory
 
 
 def within(limit_s: float, what: str, call: Callable[[], T], *, since: Callable[[], float] = float) -> T:

@@ -12,9 +12,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 import xxhash
@@ -23,6 +24,7 @@ from fastload.errors import (
     FastloadError,
     Interrupted,
     PeerError,
+    PlanMismatch,
     WorldError,
     blames_checkpoint,
     from_wire,
@@ -30,7 +32,7 @@ from fastload.errors import (
 )
 from fastload.rendezvous import Rendezvous
 
-__all__ = ["Outcome", "World", "initialize", "join"]
+__all__ = ["Outcome", "World", "initialize", "join", "meet", "require_same"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -300,6 +302,42 @@ def join(process_group: Any = None, *, timeout_s: float) -> World:
     )
 
 
+def meet(
+    process_group: Any,
+    what: str,
+    prepare: Callable[[], T],
+    *,
+    timeout_s: Callable[[T], float],
+    default_s: float,
+) -> tuple[World, T]:
+    """Forms the world even if this rank cannot go on: the others are not to wait for it in vain.
+
+    Args:
+        process_group: As for `join`.
+        what: Name of the step, for messages.
+        prepare: What this rank has to get ready on its own; what it raises is raised on all ranks.
+        timeout_s: The timeout in what it returns.
+        default_s: The timeout if it raises.
+    """
+    problem: Exception | None = None
+    try:
+        ready = prepare()
+    except Exception as error:
+        problem = error
+    try:
+        world = join(process_group, timeout_s=timeout_s(ready) if problem is None else default_s)
+        if problem is None:
+            return world, ready
+        world.agree(what, partial(_raise, problem))
+    finally:
+        problem = None  # else error → traceback → frame → error would keep all their memory alive
+    raise AssertionError("the ranks agreed although this one failed")
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
 def _fate_of_store(members: list[int]) -> dict[str, Any]:
     """Says who takes the rendezvous store along when it goes: the launcher, or rank 0 of the whole job."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -308,6 +346,24 @@ def _fate_of_store(members: list[int]) -> dict[str, Any]:
         "host": members.index(0) if 0 in members else None,
         "if_lost": "rank 0 of the job, which hosts it, was killed, stopped or cut off",
     }
+
+
+def require_same(asked: Sequence[Mapping[str, Any]]) -> None:
+    """Checks that all ranks asked for the same.
+
+    Raises:
+        PlanMismatch: They did not; it names what differs and on which ranks.
+    """
+    lines = []
+    for name, first in asked[0].items():
+        others = [
+            f"rank {rank} {ask.get(name)!r}" for rank, ask in enumerate(asked) if ask.get(name) != first
+        ]
+        if others:
+            more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+            lines.append(f"{name}: rank 0 {first!r}, {', '.join(others[:4])}{more}")
+    if lines:
+        raise PlanMismatch("the ranks did not ask for the same: " + "; ".join(lines))
 
 
 def initialize(device: str = "cpu") -> tuple[int, str]:

@@ -24,9 +24,7 @@ from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
 from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
 from fastload.formats.record import (
     CHECKSUM_BYTES,
-    MARKER_NAME,
     MAX_RECORD_BYTES,
-    RECORD_NAME,
     RecordedFile,
     checksum,
     num_blocks,
@@ -42,8 +40,16 @@ from fastload.formats.untrusted import (
     show,
 )
 from fastload.storage.base import FileStat, Storage
+from fastload.storage.target import RECORD_NAME, SAVING_NAME
 
-__all__ = ["MAX_HEADER_BYTES", "header_digest", "parse_header", "read_manifest", "record_digest"]
+__all__ = [
+    "INDEX_NAME",
+    "MAX_HEADER_BYTES",
+    "header_digest",
+    "parse_header",
+    "read_manifest",
+    "record_digest",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +59,7 @@ _LENGTH_BYTES = 8  # the little-endian u64 before the header
 
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".safetensors.index.json"
-_MODEL_INDEX = "model.safetensors.index.json"
+INDEX_NAME = "model.safetensors.index.json"
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 
 
@@ -90,9 +96,9 @@ def read_manifest(storage: Storage) -> Manifest | None:
         return None if stat is None else _assemble(storage, {"": stat})
     if RECORD_NAME in listing:
         return _assemble_recorded(storage)
-    if MARKER_NAME in listing:
+    if SAVING_NAME in listing:
         raise IncompleteCheckpoint(
-            f"{storage.url}: a save to it has not ended: {MARKER_NAME} but no {RECORD_NAME}"
+            f"{storage.url}: a save to it has not ended: {SAVING_NAME} but no {RECORD_NAME}"
         )
     index = _find_index(storage.url, listing)
     if index is None:
@@ -327,11 +333,11 @@ def _check_names(url: str, files: Sequence[FileEntry], tensors: Sequence[TensorE
 
 
 def _find_index(url: str, listing: Sequence[str]) -> str | None:
-    if _MODEL_INDEX in listing:
-        return _MODEL_INDEX
+    if INDEX_NAME in listing:
+        return INDEX_NAME
     indexes = _ending_in(_INDEX_SUFFIX, listing)
     if len(indexes) > 1:
-        raise ManifestError(f"{url}: several indexes, none named {_MODEL_INDEX!r}: {show(indexes)}")
+        raise ManifestError(f"{url}: several indexes, none named {INDEX_NAME!r}: {show(indexes)}")
     return indexes[0] if indexes else None
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastload.errors import CheckpointNotFound, PlanMismatch
+from fastload.errors import CheckpointNotFound
 from fastload.formats.manifest import Manifest
-from fastload.formats.record import MARKER_NAME, RECORD_NAME
 from fastload.formats.safetensors import header_digest, read_manifest, record_digest
 from fastload.storage import PatientStorage, Storage
-from fastload.world import World
+from fastload.storage.target import RECORD_NAME, SAVING_NAME
+from fastload.world import World, require_same
 
-__all__ = ["Access", "agree_on_access", "require_same"]
+__all__ = ["Access", "agree_on_access"]
 
 # What a rank sees: more is better, 0 is nothing.
 _DIRECTORY, _UNFINISHED, _CHECKPOINT = 1, 2, 3
@@ -127,24 +127,6 @@ def _agree(
     )
 
 
-def require_same(asked: Sequence[Mapping[str, Any]]) -> None:
-    """Checks that all ranks asked for the same.
-
-    Raises:
-        PlanMismatch: They did not; it names what differs and on which ranks.
-    """
-    lines = []
-    for name, first in asked[0].items():
-        others = [
-            f"rank {rank} {ask.get(name)!r}" for rank, ask in enumerate(asked) if ask.get(name) != first
-        ]
-        if others:
-            more = f" and {len(others) - 4} more" if len(others) > 4 else ""
-            lines.append(f"{name}: rank 0 {first!r}, {', '.join(others[:4])}{more}")
-    if lines:
-        raise PlanMismatch("the ranks did not ask for the same: " + "; ".join(lines))
-
-
 def _look(storage: Storage) -> int:
     """Looks at what is at the root, without reading it."""
     names = storage.list()
@@ -152,7 +134,7 @@ def _look(storage: Storage) -> int:
         return _CHECKPOINT if storage.stat("") is not None else 0
     if RECORD_NAME in names:
         return _CHECKPOINT
-    if MARKER_NAME in names:
+    if SAVING_NAME in names:
         return _UNFINISHED
     return _CHECKPOINT if any(name.endswith(_ENDINGS) for name in names) else _DIRECTORY
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastload.formats.manifest import TensorEntry
-from fastload.memory import byte_view, host_view, round_up
+from fastload.memory import byte_view, host_view, round_up, runs
 
 __all__ = ["Destination", "Placer"]
 
@@ -124,26 +124,8 @@ class Placer:
 
 
 def _copy_elements(target: Tensor, start: int, elements: Tensor) -> None:
-    """Copies a run of elements, in row-major order, into a tensor of any strides.
-
-    Args:
-        target: Shape as stored.
-        start: Index of the first element in row-major order.
-        elements: One dimension; cast to the target's dtype.
-    """
-    count = elements.numel()
-    if count == 0:
-        return
-    if target.dim() <= 1:
-        target.reshape(-1)[start : start + count].copy_(elements)
-        return
-    row = target[0].numel()
-    first, within = divmod(start, row)
-    if within or count < row:
-        head = min(row - within, count)
-        _copy_elements(target[first], within, elements[:head])
-        _copy_elements(target, start + head, elements[head:])
-        return
-    rows = count // row
-    target[first : first + rows].copy_(elements[: rows * row].view(rows, *target.shape[1:]))
-    _copy_elements(target, start + rows * row, elements[rows * row :])
+    """Copies a run of elements, in row-major order, into a tensor of any strides; cast to its dtype."""
+    position = 0
+    for run in runs(target, start, elements.numel()):
+        run.copy_(elements[position : position + run.numel()].view(run.shape))
+        position += run.numel()

@@ -14,7 +14,7 @@ from typing import Any
 
 from fastload.errors import ChecksumError, Interrupted
 from fastload.formats.record import CHECKSUM_BYTES
-from fastload.loading.access import Access, require_same
+from fastload.loading.access import Access
 from fastload.loading.pipeline import read_threads
 from fastload.loading.plan import ReadPlan, plan_reads
 from fastload.loading.read import ChunkReader
@@ -22,7 +22,7 @@ from fastload.loading.verify import Damage, Verifier
 from fastload.memory import allocate_staging, host_view
 from fastload.options import LoadOptions
 from fastload.report import RankReport, VerifyReport
-from fastload.world import World
+from fastload.world import World, require_same
 
 __all__ = ["Sweep"]
 

@@ -9,9 +9,10 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from fastload.errors import OptionError
+from fastload.formats.manifest import TensorEntry
 from fastload.saving.layout import Layout
 
-__all__ = ["FileRange", "OwnedBlock", "blocks_of", "partition"]
+__all__ = ["FileRange", "OwnedBlock", "blocks_of", "cut", "partition", "tail_of", "tensors_within"]
 
 
 class FileRange(NamedTuple):
@@ -79,9 +80,7 @@ def blocks_of(layout: Layout, ranges: Sequence[FileRange]) -> Iterator[OwnedBloc
     """
     for file, begin, end in ranges:
         tensors = layout.files[file].tensors
-        # Of tensors at one offset only the last one has bytes: step back to what holds `begin`.
-        first = max(0, bisect_right(tensors, begin, key=attrgetter("offset")) - 1)
-        last = bisect_left(tensors, end, key=attrgetter("offset"))
+        first, last = _within(tensors, begin, end)
         number = sum(-(-entry.nbytes // layout.block_bytes) for entry in tensors[:first])
         for entry in tensors[first:last]:
             for start in range(0, entry.nbytes, layout.block_bytes):
@@ -89,6 +88,45 @@ def blocks_of(layout: Layout, ranges: Sequence[FileRange]) -> Iterator[OwnedBloc
                 if begin <= offset < end:
                     yield OwnedBlock(file, number, offset, min(layout.block_bytes, entry.nbytes - start))
                 number += 1
+
+
+def cut(ranges: Sequence[FileRange], piece_bytes: int) -> list[FileRange]:
+    """Cuts ranges at the multiples of a length in each file, into what is copied and written at once."""
+    pieces = []
+    for file, begin, end in ranges:
+        while begin < end:
+            stop = min(end, (begin // piece_bytes + 1) * piece_bytes)
+            pieces.append(FileRange(file, begin, stop))
+            begin = stop
+    return pieces
+
+
+def tail_of(layout: Layout, ranges: Sequence[FileRange]) -> list[FileRange]:
+    """Returns the bytes beyond a writer's range that belong to a block it has to hash; at most one range."""
+    if not ranges:
+        return []
+    file, begin, end = ranges[-1]
+    for entry in tensors_within(layout, FileRange(file, end - 1, end)):
+        start = entry.offset + (end - 1 - entry.offset) // layout.block_bytes * layout.block_bytes
+        stop = min(start + layout.block_bytes, entry.offset + entry.nbytes)
+        if start >= begin and stop > end:
+            return [FileRange(file, end, stop)]
+    return []
+
+
+def tensors_within(layout: Layout, wanted: FileRange) -> Iterator[TensorEntry]:
+    """Yields the tensors that have bytes in a range of a file, in order."""
+    tensors = layout.files[wanted.file].tensors
+    first, last = _within(tensors, wanted.begin, wanted.end)
+    for entry in tensors[first:last]:
+        if entry.nbytes and entry.offset + entry.nbytes > wanted.begin:
+            yield entry
+
+
+def _within(tensors: Sequence[TensorEntry], begin: int, end: int) -> tuple[int, int]:
+    # Of tensors at one offset only the last one has bytes: step back to what holds `begin`.
+    first = max(0, bisect_right(tensors, begin, key=attrgetter("offset")) - 1)
+    return first, bisect_left(tensors, end, key=attrgetter("offset"))
 
 
 def _cut(starts: Sequence[int], position: int, align_bytes: int) -> int:

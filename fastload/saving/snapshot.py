@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from queue import SimpleQueue
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +52,10 @@ class Source:
                 begin, end = max(wanted.begin, entry.offset), min(wanted.end, entry.offset + entry.nbytes)
                 self._copy_tensor(entry, begin, end, slab[begin - wanted.begin : end - wanted.begin])
 
+    def forget(self) -> None:
+        """Lets go of the state."""
+        self._tensors = {}
+
     def settle(self) -> None:
         """Returns once all copies that were started are done."""
         with self.watch:
@@ -74,70 +78,81 @@ class Source:
 
 
 class Slabs(Protocol):
-    """Host memory with the pieces of a rank's share, to be asked for in order."""
+    """Host memory with the pieces of a rank's share, to be asked for in order.
 
-    def piece(self, index: int) -> memoryview:
-        """Returns the bytes of a piece; they stay until it is released."""
-        ...
+    Attributes:
+        depth: So many pieces stay valid at once: that of piece i until piece i + depth is asked for.
+        nbytes: Host memory that it takes, in bytes.
+    """
 
-    def release(self, index: int) -> None:
-        """Lets the memory of a piece be used for another one; from any thread."""
+    @property
+    def depth(self) -> int:
+        """See above."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Host memory that it takes, in bytes."""
+        """See above."""
+        ...
+
+    def piece(self, index: int) -> memoryview:
+        """Returns the bytes of a piece."""
         ...
 
 
 class Snapshot:
     """All pieces at once: when it is made, the state may change.
 
-    Its memory is kept for the next one of the same size, since the first touch of memory costs several
-    times as much as the copy.
+    Its memory is kept for the next one, since the first touch of memory costs several times as much as
+    the copy.
+
+    Args:
+        source: What to copy from.
+        pieces: What to copy.
     """
 
-    _spare: list[Tensor] = []
+    _spare: ClassVar[list[Tensor]] = []
     _lock = threading.Lock()
 
     def __init__(self, source: Source, pieces: Sequence[FileRange]) -> None:
-        starts, position = [], 0
-        for piece in pieces:
-            starts.append(position)
-            position = round_up(position + piece.end - piece.begin, PAGE_BYTES)
-        self._memory = self._take(max(position, 1), pinned=source.on_device)
+        starts = list(accumulate((_whole_pages(piece) for piece in pieces), initial=0))
+        self._memory = self._take(max(starts[-1], PAGE_BYTES), pinned=source.on_device)
         self._pieces = [
             self._memory[start : start + piece.end - piece.begin]
-            for start, piece in zip(starts, pieces, strict=True)
+            for start, piece in zip(starts, pieces, strict=False)
         ]
         for piece, slab in zip(pieces, self._pieces, strict=True):
             source.copy(piece, slab)
         source.settle()
 
-    @classmethod
-    def _take(cls, nbytes: int, *, pinned: bool) -> Tensor:
-        with cls._lock:
-            kept, cls._spare = cls._spare, []
-        if kept and kept[0].numel() == nbytes and kept[0].is_pinned() == pinned:
-            return kept[0]
-        kept.clear()
-        return allocate_staging(nbytes, pinned=pinned)
-
-    def piece(self, index: int) -> memoryview:
-        return host_view(self._pieces[index])
-
-    def release(self, index: int) -> None:
-        pass
+    @property
+    def depth(self) -> int:
+        """All of them."""
+        return max(1, len(self._pieces))
 
     @property
     def nbytes(self) -> int:
+        """Length of the whole snapshot."""
         return self._memory.numel()
+
+    def piece(self, index: int) -> memoryview:
+        """Returns the bytes of a piece."""
+        return host_view(self._pieces[index])
 
     def keep(self) -> None:
         """Leaves the memory to the next snapshot; this one cannot be used any more."""
         with self._lock:
-            type(self)._spare = [self._memory]
+            self._spare[:] = [self._memory]
         self._pieces.clear()
+
+    @classmethod
+    def _take(cls, nbytes: int, *, pinned: bool) -> Tensor:
+        with cls._lock:
+            spare = cls._spare.pop() if cls._spare else None
+        if spare is not None and spare.numel() == nbytes and spare.is_pinned() == pinned:
+            return spare
+        del spare
+        return allocate_staging(nbytes, pinned=pinned)
 
 
 class Staging:
@@ -152,35 +167,23 @@ class Staging:
     def __init__(self, source: Source, pieces: Sequence[FileRange], *, num_slabs: int) -> None:
         self._source = source
         self._pieces = pieces
-        largest = round_up(max((piece.end - piece.begin for piece in pieces), default=1), PAGE_BYTES)
-        num_slabs = min(num_slabs, max(1, len(pieces)))
-        self._memory = allocate_staging(num_slabs * largest, pinned=source.on_device)
-        self._free: SimpleQueue[Tensor] = SimpleQueue()
-        self._used: dict[int, Tensor] = {}
-        for slab in self._memory.split(largest):
-            self._free.put(slab)
+        self.depth = max(1, min(num_slabs, len(pieces)))
+        largest = max(map(_whole_pages, pieces), default=PAGE_BYTES)
+        self._memory = allocate_staging(self.depth * largest, pinned=source.on_device)
+        self._slabs = self._memory.split(largest)
+
+    @property
+    def nbytes(self) -> int:
+        """Length of all slabs."""
+        return self._memory.numel()
 
     def piece(self, index: int) -> memoryview:
-        slab, wanted = self._free.get(), self._pieces[index]
-        self._used[index] = slab
+        """Copies a piece, and returns its bytes."""
+        slab, wanted = self._slabs[index % self.depth], self._pieces[index]
         self._source.copy(wanted, slab)
         self._source.settle()
         return host_view(slab[: wanted.end - wanted.begin])
 
-    def release(self, index: int) -> None:
-        self._free.put(self._used.pop(index))
 
-    @property
-    def nbytes(self) -> int:
-        return self._memory.numel()
-
-
-def copy_all(source: Source, wanted: Iterable[FileRange]) -> list[bytes]:
-    """Returns some ranges as bytes of their own."""
-    copies = []
-    for piece in wanted:
-        slab = torch.empty(piece.end - piece.begin, dtype=torch.uint8)
-        source.copy(piece, slab)
-        source.settle()
-        copies.append(bytes(host_view(slab)))
-    return copies
+def _whole_pages(piece: FileRange) -> int:
+    return round_up(piece.end - piece.begin, PAGE_BYTES)

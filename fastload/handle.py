@@ -1,0 +1,95 @@
+"""Saves that go on in the background, none of whose failures is lost."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable
+from typing import ClassVar
+
+from fastload.errors import DeadlineExceeded
+from fastload.patience import background
+from fastload.report import SaveReport
+
+__all__ = ["SaveHandle"]
+
+_log = logging.getLogger(__name__)
+
+
+class SaveHandle:
+    """A save that goes on in the background. Made by `fastload.async_save`.
+
+    A program that ends waits for its saves. An error that nobody has waited for is raised by the next
+    save.
+
+    Attributes:
+        report: What it did, once it has succeeded; else None.
+    """
+
+    _running: ClassVar[list[SaveHandle]] = []
+    _unseen: ClassVar[list[SaveHandle]] = []
+
+    def __init__(self, url: str, save: Callable[[], SaveReport]) -> None:
+        self.report: SaveReport | None = None
+        self._url = url
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._running.append(self)
+        background(lambda: self._run(save), "fastload-save").start()
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> SaveReport:
+        """Waits until the checkpoint exists.
+
+        Args:
+            timeout: Longest wait in seconds; None waits until the save ends, which it does by itself.
+
+        Raises:
+            DeadlineExceeded: It has not ended by then, and goes on.
+            FastloadError: It failed; the same error at every call.
+        """
+        if not self._ended.wait(timeout):
+            raise DeadlineExceeded(f"the save to {self._url} has not ended within {timeout} s")
+        if self in self._unseen:
+            self._unseen.remove(self)
+        if self._error is not None:
+            raise self._error
+        assert self.report is not None
+        return self.report
+
+    @classmethod
+    def raise_unseen(cls) -> None:
+        """Raises the error of a save that nobody has waited for."""
+        if cls._unseen:
+            cls._unseen[0].wait()
+
+    def _run(self, save: Callable[[], SaveReport]) -> None:
+        try:
+            self.report = save()
+        except BaseException as error:
+            _log.error("the save to %s failed: %s", self._url, error)
+            self._error = _without_frames(error)
+            self._unseen.append(self)
+        finally:
+            del save
+            self._running.remove(self)
+            self._ended.set()
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """Returns an error that can be kept: its frames would keep the memory of the save alive."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
+
+
+@atexit.register
+def _await_saves() -> None:
+    for handle in list(SaveHandle._running):
+        handle._ended.wait()

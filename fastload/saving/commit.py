@@ -1,0 +1,94 @@
+"""The single step that makes a checkpoint exist, once every byte of it is known to be durable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+from fastload.errors import StorageError
+from fastload.formats.record import CHECKSUM_BYTES, Record, RecordedFile, checksum, num_blocks
+from fastload.formats.safetensors import INDEX_NAME
+from fastload.saving.hash import Checksums
+from fastload.saving.layout import Layout
+from fastload.storage import RECORD_NAME, Target
+
+__all__ = ["digests", "pack", "publish"]
+
+_MAX_NAMED = 64
+
+
+def digests(structure: Any) -> dict[str, str]:
+    """Returns a digest of the structure, by part, so that ranks that differ can say in what.
+
+    Where the state is a dict of not too many keys, each key is a part.
+    """
+    items = structure.get("dict") if isinstance(structure, dict) and len(structure) == 1 else None
+    if not isinstance(items, list) or len(items) > 2 * _MAX_NAMED:
+        return {"state": _digest(structure)}
+    return {f"state[{key!r}]": _digest(value) for key, value in zip(items[::2], items[1::2], strict=True)}
+
+
+def _digest(structure: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(structure, separators=(",", ":")).encode())
+
+
+def pack(receipt: Mapping[str, Any], checksums: Checksums) -> bytes:
+    """Packs what a rank has to tell its leader."""
+    sums = {file: [[first, text.hex()] for first, text in parts] for file, parts in checksums.items()}
+    return json.dumps({"receipt": receipt, "checksums": sums}).encode()
+
+
+def publish(
+    target: Target,
+    layout: Layout,
+    packed: Sequence[bytes],
+    *,
+    structure: Any,
+    metadata: Mapping[str, str],
+    overwrite: bool,
+) -> None:
+    """Writes index and commit record, and makes the checkpoint exist.
+
+    Args:
+        target: Where all ranks have written.
+        layout: The files.
+        packed: What each of the ranks packed.
+        structure: The state but for its tensors.
+        metadata: Text of the user's.
+        overwrite: Whether a checkpoint that is there may be replaced.
+
+    Raises:
+        StorageError: Bytes or checksums are missing, or storage failed.
+        CheckpointExists: Another save was faster.
+    """
+    told = [json.loads(text) for text in packed]
+    record = Record(
+        block_bytes=layout.block_bytes,
+        files=_recorded(layout, [each["checksums"] for each in told], target.url),
+        state=structure,
+        metadata=metadata,
+    )
+    small_files = [(INDEX_NAME, layout.index)] if layout.index is not None else []
+    small_files.append((RECORD_NAME, record.to_bytes()))
+    target.publish([each["receipt"] for each in told], small_files, overwrite=overwrite)
+
+
+def _recorded(layout: Layout, checksums: Sequence[dict[str, Any]], url: str) -> tuple[RecordedFile, ...]:
+    files = []
+    for index, file in enumerate(layout.files):
+        parts = sorted(part for each in checksums for part in each.get(str(index), ()))
+        wanted, sums = num_blocks((e.nbytes for e in file.tensors), layout.block_bytes), bytearray()
+        for first, text in parts:
+            if first * CHECKSUM_BYTES != len(sums):
+                break
+            sums += bytes.fromhex(text)
+        if len(sums) != wanted * CHECKSUM_BYTES:
+            found = len(sums) // CHECKSUM_BYTES
+            raise StorageError(f"nobody hashed block {found} of {wanted}", url=f"{url}/{file.name}")
+        files.append(
+            RecordedFile(file.name, file.nbytes, len(file.header), checksum(file.header), bytes(sums))
+        )
+    return tuple(files)
