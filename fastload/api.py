@@ -30,6 +30,7 @@ from fastload.loading.strategy import Decision, choose_strategy
 from fastload.options import SETTINGS, LoadOptions
 from fastload.report import LoadReport, RankReport
 from fastload.storage import PatientStorage, open_storage
+from fastload.tracing import Tracing
 from fastload.world import World, join
 
 __all__ = ["Checkpoint", "inspect", "load", "open"]
@@ -185,6 +186,7 @@ class Checkpoint:
         self._counted_retries = 0
         self._failed = False
         self._last_reader: ChunkReader | None = None
+        self._tracing = Tracing(world, access.hosts, options.trace)
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -298,6 +300,9 @@ class Checkpoint:
         error: Exception | None = None
         already_read = self._storage.bytes_read, self._storage.direct_bytes_read
         self._last_reader = job.reader
+        self._tracing.follow(
+            read=job.reader.watch, exchange=job.exchange.watch, place=job.pipeline.place_watch
+        )
         try:
             try:
                 job.pipeline.run()
@@ -318,7 +323,9 @@ class Checkpoint:
         what = f"loading {self.manifest.url}"
         # One that is stuck says so itself after its patience: the others wait a little longer than that.
         wait_s = self._world.grace_s if error is not None else self._world.timeout_s - self._world.grace_s / 4
+        self._tracing.leave("load", began, error)
         outcomes = self._world.gather(what, asdict(mine), error, wait_s=wait_s)
+        self._tracing.write({"what": what, "bytes_wanted": job.plan.total_bytes})
         try:
             self._world.raise_failures(what, outcomes, error)
         finally:

@@ -62,6 +62,7 @@ SETTINGS = {
     "read_threads": Setting(
         None, int, "reads in flight on each rank; chosen from the cores of the host if not set"
     ),
+    "trace": Setting(None, str, "file that rank 0 writes a Chrome/Perfetto trace of all ranks to"),
     "retries": Setting(4, int, "further attempts at a chunk after a transient storage error"),
 }
 
@@ -96,6 +97,8 @@ class LoadOptions:
         io: ``auto``, ``buffered`` or ``direct`` reads of local files.
         read_threads: Reads in flight on each rank; None chooses.
         retries: Further attempts at a chunk after a transient storage error.
+        trace: A local file to which rank 0 writes when each rank read, exchanged and placed what, for
+            Chrome, Perfetto or ``fastload timeline``; also of a load that fails.
         on_report: Called on each rank with the `LoadReport` of a load that succeeded.
         progress: Called on each rank with (bytes placed, bytes wanted) as the load goes on.
 
@@ -110,6 +113,7 @@ class LoadOptions:
     io: str = _setting("io")
     read_threads: int | None = _setting("read_threads")
     retries: int = _setting("retries")
+    trace: str | os.PathLike[str] | None = _setting("trace")  # noqa: RUF009  (as the others)
     on_report: Callable[[LoadReport], None] | None = None
     progress: Callable[[int, int], None] | None = None
 
@@ -132,6 +136,10 @@ class LoadOptions:
             "at least 1",
         )
         _require(_is_count(self.retries, 0), "retries", self.retries, "at least 0")
+        if isinstance(self.trace, os.PathLike):
+            object.__setattr__(self, "trace", os.fspath(self.trace))
+        is_path = isinstance(self.trace, str) and bool(self.trace)
+        _require(self.trace is None or is_path, "trace", self.trace, "the path of a file")
         number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
         _require(
             number and 0 < self.timeout_s < 1e7, "timeout_s", self.timeout_s, "a number of seconds above 0"

@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -175,6 +175,31 @@ class World:
         finally:
             spoiled.clear()
         return rendezvous.get_bytes(what, step, pieces, limit_s=self.patience_s)
+
+    def clock_offset_s(self, hosts: Sequence[str]) -> float | None:
+        """Returns what takes this rank's `time.perf_counter` to rank 0's; None if that cannot be said.
+
+        Args:
+            hosts: Host of each rank; on one host all clocks are the same.
+        """
+        if self._rendezvous is None or len(set(hosts)) == 1:
+            return 0.0
+        step, self._step = self._step, self._step + 1
+        leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
+        return self._rendezvous.compare_clocks(
+            "comparing clocks", step, leaders, hosts.index(hosts[self.rank]), limit_s=self.patience_s
+        )
+
+    def leave_bytes(self, what: str, place: str, data: bytes) -> None:
+        """Leaves bytes for another rank, which takes them with `take_bytes`, from the same place, once."""
+        if self._rendezvous is not None:
+            self._rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.grace_s)
+
+    def take_bytes(self, what: str, place: str, rank: int) -> bytes | None:
+        """Returns what a rank has left; None if it has left nothing."""
+        if self._rendezvous is None:
+            return None
+        return self._rendezvous.take(what, f"{place}/{rank}", limit_s=self.grace_s)
 
     def raise_failures(self, what: str, outcomes: list[Outcome], own: BaseException | None = None) -> None:
         """Raises on every rank if an outcome is an error.

@@ -220,7 +220,7 @@ class Pipeline:
         except DeadlineExceeded as late:
             raise self._reason(work, late) from None
         self._world.moved()
-        with self.place_watch:
+        with self.place_watch.span(round=work.index):
             for rank in plan.readers:
                 if rank not in statuses:
                     self._place(plan, plan.chunk(index, rank), work, rank)

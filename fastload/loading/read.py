@@ -131,7 +131,7 @@ class ChunkReader:
 
     def _read(self, spans: Sequence[Span], buffers: Sequence[memoryview]) -> None:
         rest = list(buffers)
-        with self.watch:
+        with self.watch.span(nbytes=sum(map(len, buffers))):
             for span in spans:
                 taken, rest = take(rest, span.nbytes)
                 with self._reading(span):

@@ -98,6 +98,8 @@ def test_bad_variables(name: str, text: str, words: str, monkeypatch: pytest.Mon
         {"read_threads": 2.0},
         {"retries": -1},
         {"retries": None},
+        {"trace": ""},
+        {"trace": 3},
     ],
     ids=str,
 )

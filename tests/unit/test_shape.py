@@ -17,7 +17,7 @@ DISTRIBUTED = {"world.py", "loading/exchange.py"}
 ENVIRONMENT = {"options.py", "world.py"}
 FILES = {"storage/local.py"}
 PURE = {"loading/plan.py", "saving/layout.py", "saving/partition.py", "formats/manifest.py"} | {
-    "cadence.py", "parameters.py", "sizing.py", "units.py"
+    "cadence.py", "loading/simulate.py", "parameters.py", "sizing.py", "units.py"
 }  # fmt: skip
 
 ENVIRONMENT_NAMES = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
