@@ -300,9 +300,7 @@ class Checkpoint:
         error: Exception | None = None
         already_read = self._storage.bytes_read, self._storage.direct_bytes_read
         self._last_reader = job.reader
-        self._tracing.follow(
-            read=job.reader.watch, exchange=job.exchange.watch, place=job.pipeline.place_watch
-        )
+        self._tracing.follow(job.pipeline.watches)
         try:
             try:
                 job.pipeline.run()

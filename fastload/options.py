@@ -62,8 +62,8 @@ SETTINGS = {
     "read_threads": Setting(
         None, int, "reads in flight on each rank; chosen from the cores of the host if not set"
     ),
-    "trace": Setting(None, str, "file that rank 0 writes a Chrome/Perfetto trace of all ranks to"),
     "retries": Setting(4, int, "further attempts at a chunk after a transient storage error"),
+    "trace": Setting(None, str, "file that rank 0 writes a Chrome/Perfetto trace of all ranks to"),
 }
 
 

@@ -44,7 +44,7 @@ class Tracing:
         self._recorder = Recorder(world.size)
         self._offset_s = world.clock_offset_s(hosts) if path is not None else None
 
-    def follow(self, **watches: Stopwatch) -> None:
+    def follow(self, watches: Mapping[str, Stopwatch]) -> None:
         """Records from now on what these stopwatches measure, by stage, and nothing that was before."""
         if self._path is None:
             return

@@ -14,7 +14,9 @@ except ImportError as error:
 import fastload
 from fastload.cli.cadence import cadence
 from fastload.cli.load import inspect, load
+from fastload.cli.plan import plan
 from fastload.cli.size import size
+from fastload.cli.timeline import timeline
 
 __all__ = ["main"]
 
@@ -27,5 +29,5 @@ def main(verbose: bool) -> None:
     logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING, stream=sys.stderr)
 
 
-for _command in (inspect, load, size, cadence):
+for _command in (inspect, load, plan, timeline, size, cadence):
     main.add_command(_command)

@@ -5,7 +5,8 @@ The model is the pipeline of `loading/pipeline.py`, seen from one rank that stan
 - Every reader posts `depth` rounds, has `depth // 2` of their chunks read at once, hands over what is
   read in order, and posts the next round into the slab that a placed round frees.
 - All readers are alike and keep step. Storage and its shares are divided evenly among them, and a
-  reader's part among its reads in flight. A request adds `request_s` in which nothing comes.
+  reader's part among its reads in flight. A request adds `request_s` in which nothing comes for it;
+  as a reader's requests keep step too, that is not hidden by its other reads.
 - Storage traffic and exchange arrive over the same link of a host, which works both ways at once. With
   more than one host each byte of a round enters every host exactly once, read or received: a round
   occupies the link for round_bytes ÷ link rate. Hops inside of a host cost messages, not link time.
@@ -355,7 +356,7 @@ class _Rank:
     def _pass_on(self, index: int, ready_s: float) -> None:
         """Exchanges and places a round."""
         if self._alone:
-            self._placed.append(ready_s)
+            self._placed.append(max([ready_s, *self._placed[-1:]]))  # finished in order, like any round
             return
         part, costs = self._part(index), self._costs
         start_s = max(self._next_start_s, ready_s)

@@ -27,6 +27,7 @@ CASES: list[tuple[str, str, Any, Any]] = [
     ("io", "buffered", "buffered", "direct"),
     ("read_threads", "3", 3, 1),
     ("retries", "0", 0, 9),
+    ("trace", "a/b.json", "a/b.json", "c.json"),
 ]
 
 
