@@ -8,10 +8,13 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from rich.filesize import decimal
 
-from fastload.cli.timeline import Row, Trace, union
+from fastload.cli.timeline import Row, Times, Trace
 
 __all__ = ["draw"]
 
@@ -24,7 +27,7 @@ _COLOURS = {
     "commit": "#c1121f",
 }
 _OTHER, _IDLE, _INK, _FLOOR = "#7f7f7f", "#eef0f2", "#2b2d33", "#c1121f"
-_WIDTH_PIXELS = 1500  # gaps of less than one are not drawn, and no bar is narrower
+_WIDTH_PIXELS = 1500  # of the time axis
 
 
 def draw(trace: Trace, path: str, floor_s: float, floor: str, *, most_rows: int) -> None:
@@ -66,12 +69,25 @@ def _draw_row(axes: Any, place: int, row: Row, stages: list[str], until: float) 
     lane = 0.84 / max(1, len(stages))
     axes.broken_barh([(0.0, row.end_s)], (place - 0.42, 0.84), color=_IDLE, linewidth=0)
     for number, stage in enumerate(stages):
-        pixel_s = until / _WIDTH_PIXELS
-        times = union(row.stages.get(stage, []), pixel_s)
-        bars = [(begin, max(end - begin, pixel_s)) for begin, end in times]
-        colour = _COLOURS.get(stage, _OTHER)
-        axes.broken_barh(bars, (place - 0.42 + number * lane, lane), color=colour, linewidth=0, zorder=3)
+        top = place - 0.42 + number * lane
+        pixels = np.zeros((1, _WIDTH_PIXELS, 4))
+        pixels[0, :, :3] = to_rgb(_COLOURS.get(stage, _OTHER))
+        pixels[0, :, 3] = _density(row.stages.get(stage, []), until)
+        where = (0.0, until, top + lane, top)
+        axes.imshow(pixels, extent=where, aspect="auto", interpolation="nearest", zorder=3)
     axes.plot([row.end_s] * 2, [place - 0.42, place + 0.42], color=_INK, linewidth=1.2, zorder=4)
+
+
+def _density(times: Times, until: float) -> Any:
+    """Returns which part of each pixel's time is covered: what is too short to see is pale, not lost."""
+    done = np.zeros(_WIDTH_PIXELS + 1)  # covered time before each edge
+    edges = np.linspace(0.0, until, _WIDTH_PIXELS + 1)
+    if times:
+        begins, ends = np.array(times).T
+        total = np.concatenate([[0.0], np.cumsum(ends - begins)])
+        index = np.searchsorted(begins, edges, side="right")
+        done = total[index] - np.where(index > 0, np.maximum(0.0, ends[index - 1] - edges), 0.0)
+    return np.clip(np.diff(done) / (until / _WIDTH_PIXELS), 0.0, 1.0)
 
 
 def _label(axes: Any, trace: Trace, rows: list[Row], until: float) -> None:
@@ -103,10 +119,11 @@ def _legend(figure: Any, axes: Any, trace: Trace, stages: list[str], floor: str,
     what = str(trace.about.get("what", "timeline"))
     nbytes = trace.about.get("bytes_wanted")
     if nbytes:
-        what += f" — {nbytes / 1e9:,.3g} GB"
-    what += f" — {trace.end_s:.3g} s"
-    if shown < len(trace.rows):
-        what += f" — {shown} of {len(trace.rows):,} ranks"
+        what += f", {decimal(int(nbytes))}"
+    what += f", {trace.end_s:.3g} s"
+    num_ranks = int(trace.about.get("num_ranks", len(trace.rows)))
+    if shown < num_ranks:
+        what += f", {shown} of {num_ranks:,} ranks"
     axes.set_title(what, loc="left", fontsize=12, fontweight="bold", pad=10)
 
 

@@ -303,6 +303,7 @@ def _events(prediction: Prediction, cluster: Cluster, nbytes: int) -> Any:
     about = {
         "what": f"predicted {prediction.decision.strategy}",
         "bytes_wanted": nbytes,
+        "num_ranks": cluster.num_ranks,
         "floor_s": _floor_s(nbytes, cluster),
     }
     return chrome_events(ranks, about)

@@ -12,7 +12,7 @@ import click
 from fastload.cli.console import errors_to_exit_code
 from fastload.errors import FastloadError
 
-__all__ = ["Row", "read_trace", "timeline"]
+__all__ = ["Row", "Times", "Trace", "read_trace", "timeline"]
 
 Times = list[tuple[float, float]]  # begin and end in seconds, ascending, apart
 
@@ -132,11 +132,11 @@ def _rows(events: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
         yield Row(titles[rank], {stage: union(stages[stage]) for stage in order}, ends[rank])
 
 
-def union(times: Any, gap_s: float = 0.0) -> Times:
-    """Joins intervals that overlap or are no further apart than a gap."""
+def union(times: Any) -> Times:
+    """Joins intervals that overlap."""
     joined: Times = []
     for begin, end in sorted(times):
-        if joined and begin <= joined[-1][1] + gap_s:
+        if joined and begin <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
         else:
             joined.append((begin, end))

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -41,6 +41,7 @@ __all__ = ["STRATEGIES", "Cluster", "Interval", "Prediction", "predict"]
 STRATEGIES = ("allgather", "broadcast", "direct")
 
 _NUM_SIMULATED = 6144  # rounds; of a longer load the middle is extrapolated
+_NUM_TYPICAL = 96  # rounds that the picture of that middle is made of
 _PERIOD = 1536  # rounds, over which their pace is measured: a multiple of every depth
 _MAX_DIRECT_READS = 8
 _LATENCY_SHOWS = 1.1
@@ -312,9 +313,22 @@ class _Rank:
         more_s = self._skipped * (begin_s - self._placed[middle - _PERIOD]) / _PERIOD
         head = [event for event in self._events if event.first_round <= middle]
         tail = [event.later(more_s, self._skipped) for event in self._events if event.first_round > middle]
-        stages = dict.fromkeys(event.stage for event in self._events)
-        between = [Interval(stage, begin_s, begin_s + more_s, middle + 1, self._skipped) for stage in stages]
-        return [*head, *between, *tail], self._placed[-1] + more_s
+        return [*head, *self._typical(middle, more_s), *tail], self._placed[-1] + more_s
+
+    def _typical(self, middle: int, more_s: float) -> Iterator[Interval]:
+        """Shows the rounds left out as the last ones before them in slow motion: as busy, and as idle."""
+        begin_s, end_s = self._placed[middle - _NUM_TYPICAL], self._placed[middle]
+        slower, num_rounds = more_s / max(end_s - begin_s, 1e-12), max(1, self._skipped // _NUM_TYPICAL)
+        for event in self._events:
+            if event.begin_s < end_s and event.end_s > begin_s:
+                since_s, until_s = max(event.begin_s, begin_s), min(event.end_s, end_s)
+                yield Interval(
+                    event.stage,
+                    end_s + (since_s - begin_s) * slower,
+                    end_s + (until_s - begin_s) * slower,
+                    middle + 1 + max(0, event.first_round - middle + _NUM_TYPICAL) * num_rounds,
+                    num_rounds,
+                )
 
     def _simulate(self) -> None:
         """Goes from event to event: a round is posted, a read's first byte comes, or its last."""
