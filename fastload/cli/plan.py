@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Sequence
-from decimal import Decimal
 from typing import Any
 
 import click
 from rich import box
-from rich.filesize import decimal
 from rich.table import Table
 
 import fastload
 from fastload.cli.console import errors_to_exit_code, stdout
+from fastload.cli.quantities import COUNT, LINK_RATE, SIZE
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
 from fastload.loading.plan import ReadPlan
@@ -24,61 +22,24 @@ from fastload.loading.simulate import STRATEGIES, Cluster, Prediction, predict
 from fastload.options import LoadOptions
 from fastload.storage.local import write_text
 from fastload.trace import RankTrace, Span, chrome_events, to_json
+from fastload.units import format_bytes, format_duration, format_rate
 
 __all__ = ["plan"]
 
-_BYTES = {"B": 1} | {f"{p}B": 1000**n for n, p in enumerate("kMGTP", 1)}
-_BYTES |= {f"{p}iB": 1024**n for n, p in enumerate("KMGTP", 1)}
-_RATES = {f"{unit}/s": Decimal(size) for unit, size in _BYTES.items()}
-_RATES |= {f"{p}bit/s": Decimal(1000**n) / 8 for n, p in enumerate(["", "k", "M", "G", "T"])}
 _MOST_CHUNKS = 100_000  # of which the shares are added up one by one
 _MOST_TRACED = 64
 
 
-class Quantity(click.ParamType[int]):
-    """A number with a unit.
-
-    Args:
-        name: What it is, for messages.
-        units: By name.
-        bare: The unit of a number without one; None to ask for a unit.
-    """
-
-    def __init__(self, name: str, units: dict[str, Any], bare: str | None) -> None:
-        self.name = name
-        self._units = units
-        self._bare = bare
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Returns it in bytes, or bytes per second."""
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z/]*)\s*", value)
-        unit = (match[2] or self._bare) if match else None
-        if match is None or unit not in self._units:
-            some = ", ".join(list(self._units)[-8:])
-            self.fail(f"{value!r} is no {self.name}: a number and a unit such as {some}", param, ctx)
-        amount = int(Decimal(match[1]) * self._units[unit])
-        if amount < 1:
-            self.fail(f"{value!r} is no {self.name}: it must be above 0", param, ctx)
-        return amount
-
-
-_RATE = Quantity("rate", _RATES, "Gbit/s")
-_SIZE = Quantity("size", _BYTES, None)
-_COUNT = click.IntRange(min=1)
-
-
 @click.command()
 @click.argument("path", required=False)
-@click.option("--size", type=_SIZE, help="Instead of PATH: bytes of a checkpoint, such as 13.8TB or 512GiB.")
-@click.option("--hosts", required=True, type=_COUNT, help="Hosts.")
-@click.option("--ranks-per-host", default=1, show_default=True, type=_COUNT, help="Ranks on each host.")
-@click.option("--storage-gbps", type=_RATE, help="What storage delivers to all hosts together.")
-@click.option("--per-host-storage-gbps", type=_RATE, help="What storage delivers to one host at most.")
-@click.option("--host-gbps", required=True, type=_RATE, help="A host's network link, each way.")
+@click.option("--size", type=SIZE, help="Instead of PATH: bytes of a checkpoint, such as 13.8TB or 512GiB.")
+@click.option("--hosts", required=True, type=COUNT, help="Hosts.")
+@click.option("--ranks-per-host", default="1", show_default=True, type=COUNT, help="Ranks on each host.")
+@click.option("--storage-gbps", type=LINK_RATE, help="What storage delivers to all hosts together.")
+@click.option("--per-host-storage-gbps", type=LINK_RATE, help="What storage delivers to one host at most.")
+@click.option("--host-gbps", required=True, type=LINK_RATE, help="A host's network link, each way.")
 @click.option(
-    "--rank-gbps", type=_RATE, help="What a rank's cores can receive and pass on; 1.6GB/s if not given."
+    "--rank-gbps", type=LINK_RATE, help="What a rank's cores can receive and pass on; 1.6GB/s if not given."
 )
 @click.option(
     "--device",
@@ -87,8 +48,8 @@ _COUNT = click.IntRange(min=1)
     type=click.Choice(["cpu", "cuda"]),
     help="Where the tensors go: with cuda the exchange is NCCL's.",
 )
-@click.option("--staging", type=_SIZE, help="staging_bytes of each rank; 256MiB if not given.")
-@click.option("--chunk", type=_SIZE, help="chunk_bytes; chosen if not given.")
+@click.option("--staging", type=SIZE, help="staging_bytes of each rank; 256MiB if not given.")
+@click.option("--chunk", type=SIZE, help="chunk_bytes; chosen if not given.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--trace", metavar="FILE", help="Write the timeline of the fastest strategy there.")
 def plan(
@@ -96,10 +57,10 @@ def plan(
     size: int | None,
     hosts: int,
     ranks_per_host: int,
-    storage_gbps: int | None,
-    per_host_storage_gbps: int | None,
-    host_gbps: int,
-    rank_gbps: int | None,
+    storage_gbps: float | None,
+    per_host_storage_gbps: float | None,
+    host_gbps: float,
+    rank_gbps: float | None,
     device: str,
     staging: int | None,
     chunk: int | None,
@@ -216,7 +177,8 @@ def _print(path: str | None, nbytes: int, cluster: Cluster, predictions: dict[st
     console, floor_s = stdout(), _floor_s(nbytes, cluster)
     exchange = "NCCL" if cluster.nccl else "Gloo ring"
     console.print(
-        f"{path or 'a checkpoint'}: {decimal(nbytes)} into each of {cluster.num_ranks:,} ranks", style="bold"
+        f"{path or 'a checkpoint'}: {format_bytes(nbytes)} into each of {cluster.num_ranks:,} ranks",
+        style="bold",
     )
     console.print(f"{cluster.num_hosts:,} hosts × {cluster.ranks_per_host} ranks; exchange: {exchange}")
     rates = {
@@ -227,8 +189,8 @@ def _print(path: str | None, nbytes: int, cluster: Cluster, predictions: dict[st
     shown = (f"{name} {_rate(rate)}" for name, rate in rates.items() if math.isfinite(rate))
     console.print("; ".join(shown), highlight=False)
     console.print(
-        f"floor, one client streams all: {_seconds(floor_s)}; "
-        f"the least possible here: {_seconds(_least_s(nbytes, cluster))}",
+        f"floor, one client streams all: {format_duration(floor_s)}; "
+        f"the least possible here: {format_duration(_least_s(nbytes, cluster))}",
         highlight=False,
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -255,14 +217,14 @@ def _cells(prediction: Prediction, cluster: Cluster, floor_s: float) -> list[str
     alone = prediction.decision.strategy == "direct"
     return [
         prediction.decision.strategy,
-        _seconds(prediction.total_s),
+        format_duration(prediction.total_s),
         f"{prediction.total_s / floor_s:.2f}" if floor_s else "–",
-        decimal(prediction.storage_bytes),
+        format_bytes(prediction.storage_bytes),
         f"{cluster.num_ranks if alone else len(plan.readers):,}",
-        decimal(int(mean)),
+        format_bytes(int(mean)),
         f"{most / mean:.3f}" if mean else "–",
         f"{plan.num_rounds:,}",
-        decimal(plan.chunk_bytes),
+        format_bytes(plan.chunk_bytes),
         prediction.bound_by,
     ]
 
@@ -270,16 +232,7 @@ def _cells(prediction: Prediction, cluster: Cluster, floor_s: float) -> list[str
 def _rate(bytes_per_s: float) -> str:
     """Both units, so that nobody takes one for the other."""
     bits = bytes_per_s * 8
-    return f"{bits / 1e9:,.4g} Gbit/s = {bytes_per_s / 1e9:,.4g} GB/s"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds < 600:
-        return f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.1f} s"
-    minutes = seconds / 60
-    if minutes < 120:
-        return f"{minutes:,.1f} min"
-    return f"{minutes / 60:,.1f} h" if minutes < 72 * 60 else f"{minutes / 1440:,.0f} days"
+    return f"{bits / 1e9:,.4g} Gbit/s = {format_rate(bytes_per_s)}"
 
 
 def _events(prediction: Prediction, cluster: Cluster, nbytes: int) -> Any:
