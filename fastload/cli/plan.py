@@ -176,10 +176,8 @@ def _prediction_as_json(prediction: Prediction, floor_s: float) -> dict[str, Any
 def _print(path: str | None, nbytes: int, cluster: Cluster, predictions: dict[str, Prediction]) -> None:
     console, floor_s = stdout(), _floor_s(nbytes, cluster)
     exchange = "NCCL" if cluster.nccl else "Gloo ring"
-    console.print(
-        f"{path or 'a checkpoint'}: {format_bytes(nbytes)} into each of {cluster.num_ranks:,} ranks",
-        style="bold",
-    )
+    what = f"{path or 'a checkpoint'}: {format_bytes(nbytes)}"
+    console.print(f"{what} into each of {cluster.num_ranks:,} ranks", style="bold")
     console.print(f"{cluster.num_hosts:,} hosts × {cluster.ranks_per_host} ranks; exchange: {exchange}")
     rates = {
         "storage": cluster.storage_bytes_per_s,

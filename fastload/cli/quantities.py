@@ -54,7 +54,8 @@ class _Quantity(click.ParamType[Any]):
 
 def _parse_link_rate(text: str) -> float:
     """Reads what an option ending in -gbps says: a number of Gbit/s, or a rate with a unit of its own."""
-    return parse_bytes_per_s(f"{text} Gbit/s" if text.replace(".", "", 1).isdigit() else text)
+    bare = text.lstrip("+-").replace(".", "", 1).isdigit()
+    return parse_bytes_per_s(f"{text} Gbit/s" if bare else text)
 
 
 SIZE = _Quantity("size", parse_size_bytes)

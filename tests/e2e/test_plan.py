@@ -43,10 +43,10 @@ def test_plan_of_a_real_checkpoint(tmp_path: Path) -> None:
 def test_plan_for_people_to_read() -> None:
     done = call("plan", "--size", "512MiB", *WORLD)
     assert done.exit_code == 0, done.stderr
-    assert "storage 0.4 Gbit/s = 0.05 GB/s; each host's link 2 Gbit/s = 0.25 GB/s" in done.stdout
-    assert "floor, one client streams all: 10.74 s" in done.stdout
+    assert "storage 0.4 Gbit/s = 50 MB/s; each host's link 2 Gbit/s = 250 MB/s" in done.stdout
+    assert "floor, one client streams all: 10.7 s" in done.stdout
     row = next(line for line in done.stdout.splitlines() if line.lstrip().startswith("allgather"))
-    assert re.search(r"10\.9\d s +1\.0\d +536\.9 MB +4 .*storage", row), row
+    assert re.search(r"10\.9 s +1\.0\d +537 MB +4 .*storage", row), row
 
 
 def test_plan_of_a_world_that_nobody_here_owns() -> None:
@@ -65,12 +65,12 @@ def test_plan_of_a_world_that_nobody_here_owns() -> None:
         (WORLD, "give either PATH or --size"),
         (["x", "--size", "1GB", *WORLD], "give either PATH or --size"),
         (["--size", "1GB", "--hosts", "2", "--host-gbps", "2"], "give the rate of storage"),
-        (["--size", "1GB", "--hosts", "0", "--host-gbps", "2"], "0 is not in the range x>=1"),
-        (["--size", "1GB", "--hosts", "2", "--host-gbps", "0"], "'0' is no rate: it must be above 0"),
-        (["--size", "1GB", "--hosts", "2", "--host-gbps", "-3"], "'-3' is no rate"),
-        (["--size", "1GB", "--hosts", "2", "--host-gbps", "2Gb/s"], "'2Gb/s' is no rate"),
-        (["--size", "7", *WORLD], "'7' is no size: a number and a unit"),
-        (["--size", "7 parsecs", *WORLD], "'7 parsecs' is no size"),
+        (["--size", "1GB", "--hosts", "0", "--host-gbps", "2"], "--hosts: '0' is not a whole number above 0"),
+        (["--size", "1GB", "--hosts", "2", "--host-gbps", "0"], "'0 Gbit/s' is not above 0"),
+        (["--size", "1GB", "--hosts", "2", "--host-gbps", "-3"], "'-3 Gbit/s' is negative"),
+        (["--size", "1GB", "--hosts", "2", "--host-gbps", "2Gb/s"], "'2Gb/s': unknown unit 'Gb/s'"),
+        (["--size", "7", *WORLD], "'7': it has no unit"),
+        (["--size", "7 parsecs", *WORLD], "unknown unit 'parsecs'"),
         (["--size", "1GB", *WORLD, "--chunk", "1GB"], "does not fit into staging_bytes"),
         (["nowhere", *WORLD], "nowhere: no such checkpoint"),
     ],
