@@ -30,6 +30,7 @@ from fastload.loading.verify import Verifier, refuse
 from fastload.options import LoadOptions
 from fastload.report import LoadReport, RankReport, VerifyReport
 from fastload.storage import RECORD_NAME
+from fastload.tracing import Tracing
 from fastload.world import World, require_same
 
 __all__ = ["Checkpoint"]
@@ -56,6 +57,7 @@ class Checkpoint:
         self._counted_retries = 0
         self._failed = False
         self._last_reader: ChunkReader | None = None
+        self._tracing = Tracing(world, access.hosts, options.trace)
         self._verifier = Verifier(self.manifest) if self.manifest.block_bytes and options.verify else None
 
     @property
@@ -203,6 +205,7 @@ class Checkpoint:
         error: Exception | None = None
         already_read = self._storage.bytes_read, self._storage.direct_bytes_read
         self._last_reader = job.reader
+        self._tracing.follow(job.pipeline.watches)
         try:
             try:
                 job.pipeline.run()
@@ -223,7 +226,9 @@ class Checkpoint:
         what = f"loading {self.manifest.url}"
         # One that is stuck says so itself after its patience: the others wait a little longer than that.
         wait_s = self._world.grace_s if error is not None else self._world.timeout_s - self._world.grace_s / 4
+        self._tracing.leave("load", began, error)
         outcomes = self._world.gather(what, asdict(mine), error, wait_s=wait_s)
+        self._tracing.write({"what": what, "bytes_wanted": job.plan.total_bytes})
         try:
             self._world.raise_failures(what, outcomes, error)
         finally:

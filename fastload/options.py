@@ -94,6 +94,7 @@ SETTINGS = {
     "verify": Setting(
         True, parse_bool, "check what is read against the checksums of a checkpoint that fastload saved"
     ),
+    "trace": Setting(None, str, "file that rank 0 writes a Chrome/Perfetto trace of all ranks to"),
 }
 
 
@@ -163,6 +164,8 @@ class LoadOptions:
         retries: Further attempts at a chunk after a transient storage error.
         verify: Whether each rank checks what it reads against the checksums of the commit record, where
             the checkpoint has one.
+        trace: A local file to which rank 0 writes when each rank read, exchanged and placed what, for
+            Chrome, Perfetto or ``fastload timeline``; also of a load that fails.
         on_report: Called on each rank with the `LoadReport` of a load that succeeded.
         progress: Called on each rank with (bytes placed, bytes wanted) as the load goes on.
 
@@ -178,6 +181,7 @@ class LoadOptions:
     read_threads: int | None = _setting("read_threads")
     retries: int = _setting("retries")
     verify: bool = _setting("verify")
+    trace: str | os.PathLike[str] | None = _setting("trace")  # noqa: RUF009  (as the others)
     on_report: Callable[[LoadReport], None] | None = None
     progress: Callable[[int, int], None] | None = None
 
@@ -201,6 +205,10 @@ class LoadOptions:
         )
         _require(_is_count(self.retries, 0), "retries", self.retries, "at least 0")
         _require(isinstance(self.verify, bool), "verify", self.verify, "True or False")
+        if isinstance(self.trace, os.PathLike):
+            object.__setattr__(self, "trace", os.fspath(self.trace))
+        is_path = isinstance(self.trace, str) and bool(self.trace)
+        _require(self.trace is None or is_path, "trace", self.trace, "the path of a file")
         _require_timeout(self.timeout_s)
 
     def shared(self) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from fastload.errors import DeadlineExceeded, Interrupted, PeerError, to_wire
@@ -17,6 +19,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PIECE_BYTES = 4 << 20  # a TCPStore refuses values of more than 8 MiB
+_NUM_PINGS = 8
 _FIRST_POLL_S = 0.0005
 _LISTENING_S = 1.0
 _LAST_POLL_S = 0.05
@@ -115,36 +118,91 @@ class Rendezvous:
 
         return self.ask(what, limit_s, put)
 
-    def hand_over(self, what: str, name: str, data: bytes, *, limit_s: float) -> int:
-        """Leaves bytes that one other rank will take; returns in how many pieces."""
-        pieces = [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]
-
-        def put() -> int:
-            for index, piece in enumerate(pieces):
-                self._store.set(f"{name}/{index}", piece)
-            return len(pieces)
-
-        return self.ask(what, limit_s, put)
-
-    def take_over(self, what: str, name: str, num_pieces: int, *, limit_s: float) -> bytes:
-        """Takes bytes that another rank has left for this one in so many pieces, out of the store."""
-
-        def take() -> bytes:
-            keys = [f"{name}/{index}" for index in range(num_pieces)]
-            data = b"".join(self._store.get(key) for key in keys)
-            self._delete(keys)
-            return data
-
-        return self.ask(what, limit_s, take)
-
     def get_bytes(self, what: str, step: int, num_pieces: int, *, limit_s: float) -> bytes:
         """Returns what one rank has left in so many pieces."""
         self._num_pieces[step] = num_pieces
         keys = self._piece_keys(step, num_pieces)
         return self.ask(what, limit_s, lambda: b"".join(self._store.get(key) for key in keys))
 
-    def _piece_keys(self, step: int, num_pieces: int) -> list[str]:
-        return [f"{step}/piece{index}" for index in range(num_pieces)]
+    def leave(self, what: str, place: str, data: bytes, *, limit_s: float) -> None:
+        """Leaves bytes at a place that nobody else uses, to be taken once."""
+
+        def leave() -> None:
+            pieces = range(0, len(data), _PIECE_BYTES)
+            for key, start in zip(self._piece_keys(place, len(pieces)), pieces, strict=True):
+                self._store.set(key, data[start : start + _PIECE_BYTES])
+            self._store.set(f"{place}/count", str(len(pieces)))
+
+        self.ask(what, limit_s, leave)
+
+    def take(self, what: str, place: str, *, limit_s: float) -> bytes | None:
+        """Returns what was left at a place, and takes it away; None if nothing was, or not all of it."""
+
+        def take() -> bytes | None:
+            if not self._store.check([f"{place}/count"]):
+                return None
+            keys = self._piece_keys(place, int(self._store.get(f"{place}/count")))
+            data = b"".join(self._store.get(key) for key in keys)
+            self._delete([f"{place}/count", *keys])
+            return data
+
+        return self.ask(what, limit_s, take)
+
+    def compare_clocks(
+        self, what: str, step: int, leaders: Sequence[int], leader: int, *, limit_s: float
+    ) -> float | None:
+        """Returns what takes this rank's `time.perf_counter` to that of rank 0; None if nobody knows.
+
+        Rank 0 asks each leader for its time, again and again; the shortest round trip says it best.
+        What one leader does not answer is not known for its host only.
+
+        Args:
+            what: Name of the step, for messages.
+            step: Its number.
+            leaders: One rank of each host: ranks of one host have the same clock.
+            leader: That of this rank's host.
+            limit_s: Longest wait.
+        """
+        wait = timedelta(seconds=limit_s / 2)
+
+        def await_value(key: str) -> str:
+            # A blocking wait, which locks the store for other threads: there is none yet that asks.
+            self._store.wait([key], wait)
+            return str(self._store.get(key), "ascii")
+
+        def ask_all() -> float | None:
+            for other in leaders:
+                if other == 0:
+                    continue
+                offset = ""
+                with contextlib.suppress(RuntimeError, ValueError):
+                    offset = repr(min(self._ping(step, other, n, await_value) for n in range(_NUM_PINGS))[1])
+                self._store.set(f"{step}/offset/{other}", offset)
+            return 0.0
+
+        def answer() -> float | None:
+            with contextlib.suppress(RuntimeError):
+                for number in range(_NUM_PINGS if leader == self._rank else 0):
+                    await_value(f"{step}/ping/{leader}/{number}")
+                    self._store.set(f"{step}/pong/{leader}/{number}", repr(time.perf_counter()))
+                offset = await_value(f"{step}/offset/{leader}") if leader else "0.0"
+                return float(offset) if offset else None
+            return None
+
+        return self.ask(what, limit_s, ask_all if self._rank == 0 else answer)
+
+    def _ping(
+        self, step: int, other: int, number: int, await_value: Callable[[str], str]
+    ) -> tuple[float, float]:
+        """Returns a round trip to another rank, and what takes its clock to this one, in seconds."""
+        began = time.perf_counter()
+        self._store.set(f"{step}/ping/{other}/{number}", "")
+        there = float(await_value(f"{step}/pong/{other}/{number}"))
+        ended = time.perf_counter()
+        return ended - began, (began + ended) / 2 - there
+
+    def _piece_keys(self, place: int | str, num_pieces: int) -> list[str]:
+        return [f"{place}/piece{index}" for index in range(num_pieces)]
 
     def _explain(self, what: str, error: str) -> PeerError:
         failures: dict[int, BaseException] = {}
@@ -209,7 +267,7 @@ class Rendezvous:
         answers = [f"{step}/{name}" for name in ("all", "ticket", *range(self._size))]
         self._delete(answers + self._piece_keys(step, self._num_pieces.pop(step, 0)))
 
-    def _delete(self, keys: list[str]) -> None:
+    def _delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             try:
                 self._store.delete_key(key)

@@ -9,30 +9,26 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
-import xxhash
 
 from fastload.errors import (
     FastloadError,
     Interrupted,
     PeerError,
     PlanMismatch,
-    WorldError,
     blames_checkpoint,
     from_wire,
     to_wire,
 )
 from fastload.rendezvous import Rendezvous
 
-__all__ = ["Outcome", "World", "initialize", "join", "meet", "require_same"]
+__all__ = ["Outcome", "World", "require_same"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -176,18 +172,41 @@ class World:
         """
         if (rendezvous := self._rendezvous) is None:
             return [data]
-        step = self._step
+        place = f"{self._step}/for"
 
-        def hand_over() -> list[int]:
-            name = f"{step}/for{to}/{self.rank}"
-            return [to, rendezvous.hand_over(what, name, data, limit_s=self.patience_s)]
+        def leave() -> int:
+            rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.patience_s)
+            return to
 
-        sent = enumerate(self.agree(what, hand_over))
-        return [
-            rendezvous.take_over(what, f"{step}/for{to}/{rank}", pieces, limit_s=self.patience_s)
-            for rank, (to, pieces) in sent
-            if to == self.rank
-        ]
+        senders = [rank for rank, receiver in enumerate(self.agree(what, leave)) if receiver == self.rank]
+        parts = [rendezvous.take(what, f"{place}/{rank}", limit_s=self.patience_s) for rank in senders]
+        assert None not in parts  # all have said that they have left theirs
+        return [part for part in parts if part is not None]
+
+    def clock_offset_s(self, hosts: Sequence[str]) -> float | None:
+        """Returns what takes this rank's `time.perf_counter` to rank 0's; None if that cannot be said.
+
+        Args:
+            hosts: Host of each rank; on one host all clocks are the same.
+        """
+        if self._rendezvous is None or len(set(hosts)) == 1:
+            return 0.0
+        step, self._step = self._step, self._step + 1
+        leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
+        return self._rendezvous.compare_clocks(
+            "comparing clocks", step, leaders, hosts.index(hosts[self.rank]), limit_s=self.patience_s
+        )
+
+    def leave_bytes(self, what: str, place: str, data: bytes) -> None:
+        """Leaves bytes for another rank, which takes them with `take_bytes`, from the same place, once."""
+        if self._rendezvous is not None:
+            self._rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.grace_s)
+
+    def take_bytes(self, what: str, place: str, rank: int) -> bytes | None:
+        """Returns what a rank has left; None if it has left nothing."""
+        if self._rendezvous is None:
+            return None
+        return self._rendezvous.take(what, f"{place}/{rank}", limit_s=self.grace_s)
 
     def raise_failures(self, what: str, outcomes: list[Outcome], own: BaseException | None = None) -> None:
         """Raises on every rank if an outcome is an error.
@@ -273,81 +292,6 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def join(process_group: Any = None, *, timeout_s: float) -> World:
-    """Forms the world of the ranks of a group; without torch.distributed it is this process alone.
-
-    Args:
-        process_group: A process group, a one-dimensional ``DeviceMesh``, or None for the default group.
-        timeout_s: Longest wait without progress, in seconds.
-
-    Raises:
-        WorldError: This process is not in the group, or the mesh has more than one dimension.
-    """
-    group = _as_group(process_group)
-    if group is None or dist.get_world_size(group) == 1:
-        return World(rank=0, size=1, group=group, store=None, timeout_s=timeout_s)
-    members = dist.get_process_group_ranks(group)
-    root = dist.distributed_c10d._get_default_store()
-    name = xxhash.xxh3_64_hexdigest(json.dumps(members).encode())
-    rank = dist.get_rank(group)
-    # Counting in the store, not in this process, stays right when torch.distributed is initialized anew.
-    turns = f"fastload/{name}/{rank}/turns"
-    knows = _fate_of_store(members)
-    whole = Rendezvous(root, rank=rank, size=len(members), **knows)
-    turn = whole.ask("joining the other ranks", timeout_s, lambda: root.add(turns, 1))
-    store = dist.PrefixStore(f"fastload/{name}/{turn}", root)
-    rendezvous = Rendezvous(store, rank=rank, size=len(members), **knows)
-    return World(
-        rank=rank, size=len(members), group=group, store=store, timeout_s=timeout_s, rendezvous=rendezvous
-    )
-
-
-def meet(
-    process_group: Any,
-    what: str,
-    prepare: Callable[[], T],
-    *,
-    timeout_s: Callable[[T], float],
-    default_s: float,
-) -> tuple[World, T]:
-    """Forms the world even if this rank cannot go on: the others are not to wait for it in vain.
-
-    Args:
-        process_group: As for `join`.
-        what: Name of the step, for messages.
-        prepare: What this rank has to get ready on its own; what it raises is raised on all ranks.
-        timeout_s: The timeout in what it returns.
-        default_s: The timeout if it raises.
-    """
-    problem: Exception | None = None
-    try:
-        ready = prepare()
-    except Exception as error:
-        problem = error
-    try:
-        world = join(process_group, timeout_s=timeout_s(ready) if problem is None else default_s)
-        if problem is None:
-            return world, ready
-        world.agree(what, partial(_raise, problem))
-    finally:
-        problem = None  # else error → traceback → frame → error would keep all their memory alive
-    raise AssertionError("the ranks agreed although this one failed")
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
-
-
-def _fate_of_store(members: list[int]) -> dict[str, Any]:
-    """Says who takes the rendezvous store along when it goes: the launcher, or rank 0 of the whole job."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return {"host": None, "if_lost": "the launcher that hosted it has ended"}
-    return {
-        "host": members.index(0) if 0 in members else None,
-        "if_lost": "rank 0 of the job, which hosts it, was killed, stopped or cut off",
-    }
-
-
 def require_same(asked: Sequence[Mapping[str, Any]]) -> None:
     """Checks that all ranks asked for the same.
 
@@ -364,38 +308,3 @@ def require_same(asked: Sequence[Mapping[str, Any]]) -> None:
             lines.append(f"{name}: rank 0 {first!r}, {', '.join(others[:4])}{more}")
     if lines:
         raise PlanMismatch("the ranks did not ask for the same: " + "; ".join(lines))
-
-
-def initialize(device: str = "cpu") -> tuple[int, str]:
-    """Joins the job that torchrun describes in the environment; without one, does nothing.
-
-    Args:
-        device: Where tensors will go. ``cuda`` becomes the device of this rank's local rank.
-
-    Returns:
-        This process's rank, 0 without a job, and the device.
-    """
-    if device == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return 0, device
-    if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
-    return dist.get_rank(), device
-
-
-def _as_group(process_group: Any) -> dist.ProcessGroup | None:
-    if not (dist.is_available() and dist.is_initialized()):
-        if process_group is not None:
-            raise WorldError("process_group= is given but torch.distributed is not initialized")
-        return None
-    group: Any = process_group if process_group is not None else dist.group.WORLD
-    if hasattr(group, "get_group") and hasattr(group, "ndim"):
-        if group.ndim != 1:
-            raise WorldError(
-                f"process_group= is a DeviceMesh of {group.ndim} dimensions: pass one, such as mesh['dp']"
-            )
-        group = group.get_group()
-    if dist.get_rank(group) < 0:
-        raise WorldError(f"rank {dist.get_rank()} is not a member of process_group=")
-    return group  # type: ignore[no-any-return]

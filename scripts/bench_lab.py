@@ -13,6 +13,10 @@ state is compared with the checkpoint's digest once for each arm, outside of the
 The regimes: in `shared` all hosts share one storage link; in `share` each host has a link of its own
 to the storage, as where a file system gives every client a fixed share. The floor is one host that
 streams every byte once: in `share` N hosts can be up to N times as fast.
+
+Beside each of fastload's arms stands what `fastload plan` predicts from the rates. As all hosts share
+this machine's cores, one load without any rates comes first, for each number of hosts: it says what
+those manage.
 """
 
 from __future__ import annotations
@@ -32,8 +36,9 @@ from typing import Any
 
 import click
 from bench_parts.lab_arms import make_arms
-from bench_parts.lab_control import FULL, SCRIPTS, SMALL, Lab, make_checkpoint
+from bench_parts.lab_control import FULL, SCRIPTS, SMALL, Checkpoint, Lab, make_checkpoint
 from bench_parts.lab_tables import print_regime
+from bench_parts.prediction import print_predictions
 from rich.console import Console
 
 from fastload.options import parse_bytes
@@ -117,6 +122,10 @@ def main(
         full = make_checkpoint(Path(folder, FULL), size, num_files)
         small = make_checkpoint(Path(folder, SMALL), _SMALL_BYTES, num_files)
         result |= {"nbytes": full.nbytes}
+        if any(name.startswith("fastload") for name in names):
+            result["unshaped_s"] = {
+                count: unshaped_s(int(count), {SMALL: small, FULL: full}, timeout_s) for count in hosts
+            }
         for regime in regimes:
             for count in map(int, hosts):
                 with Lab(count, rates[regime], {SMALL: small, FULL: full}) as running:
@@ -132,11 +141,21 @@ def show(result: dict[str, Any], png_path: Path | None) -> None:
     """Prints the tables, and draws the picture if a path is given."""
     for regime in result["rates"]:
         print_regime(result, regime)
+        print_predictions(result, regime)
     if png_path:
         from bench_parts.lab_picture import draw
 
         draw(result, png_path)
         Console().print(f"picture in {png_path}")
+
+
+def unshaped_s(hosts: int, checkpoints: dict[str, Checkpoint], timeout_s: float) -> float:
+    """Seconds of a load with links as fast as they get: what the cores of this machine manage."""
+    with Lab(hosts, [], checkpoints) as running:
+        outcome = running.run(["fastload allgather"], [], 1, timeout_s)
+    if not outcome.rows:
+        raise click.ClickException(f"{hosts} hosts without rates: {outcome.failed}")
+    return float(outcome.rows[-1]["seconds"])
 
 
 def need_everything() -> None:

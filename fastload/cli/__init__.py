@@ -14,7 +14,9 @@ except ImportError as error:
 import fastload
 from fastload.cli.cadence import cadence
 from fastload.cli.load import inspect, load
+from fastload.cli.plan import plan
 from fastload.cli.size import size
+from fastload.cli.timeline import timeline
 from fastload.cli.verify import verify
 
 __all__ = ["main"]
@@ -28,5 +30,5 @@ def main(verbose: bool) -> None:
     logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING, stream=sys.stderr)
 
 
-for _command in (inspect, load, verify, size, cadence):
+for _command in (inspect, load, verify, plan, timeline, size, cadence):
     main.add_command(_command)

@@ -14,9 +14,9 @@ from rich.table import Table
 import fastload
 from fastload.cli.console import errors_to_exit_code, progress, shown, stdout
 from fastload.errors import FastloadError
+from fastload.group import initialize, join
 from fastload.memory import state_digest
 from fastload.options import SETTINGS, STRATEGIES
-from fastload.world import initialize, join
 
 __all__ = ["inspect", "load"]
 
@@ -42,9 +42,16 @@ def inspect(path: str, as_json: bool) -> None:
     "--names", multiple=True, metavar="NAME", help="Name or glob pattern of tensors to load; repeatable."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, from rank 0.")
+@click.option("--trace", metavar="FILE", help=f"Write a trace: {SETTINGS['trace'].help}.")
 @click.option("--digest", is_flag=True, help="Compute one xxh3 digest of the loaded state on each rank.")
 def load(
-    path: str, device: str, strategy: str | None, names: tuple[str, ...], as_json: bool, digest: bool
+    path: str,
+    device: str,
+    strategy: str | None,
+    names: tuple[str, ...],
+    as_json: bool,
+    trace: str | None,
+    digest: bool,
 ) -> None:
     """Load the checkpoint at PATH on all ranks of a torchrun job, and report how it went.
 
@@ -53,7 +60,8 @@ def load(
     rank, device = initialize(device)
     with errors_to_exit_code(rank):
         with progress(rank, shown=not as_json) as show:
-            given: dict[str, Any] = {"strategy": strategy} if strategy is not None else {}
+            asked: dict[str, Any] = {"strategy": strategy, "trace": trace}
+            given = {name: value for name, value in asked.items() if value is not None}
             options = fastload.LoadOptions(progress=show, **given)
             with fastload.open(path, options=options) as checkpoint:
                 tensors = checkpoint.load(device=device, names=list(names) or None)

@@ -20,7 +20,18 @@ from fastload.units import (
     parse_whole,
 )
 
-__all__ = ["COUNT", "FRACTION", "NUMBER", "RATE", "SIZE", "TIME", "output_options", "print_csv", "print_json"]
+__all__ = [
+    "COUNT",
+    "FRACTION",
+    "LINK_RATE",
+    "NUMBER",
+    "RATE",
+    "SIZE",
+    "TIME",
+    "output_options",
+    "print_csv",
+    "print_json",
+]
 
 
 class _Quantity(click.ParamType[Any]):
@@ -41,8 +52,15 @@ class _Quantity(click.ParamType[Any]):
             raise click.ClickException(f"{option}: {error}") from None
 
 
+def _parse_link_rate(text: str) -> float:
+    """Reads what an option ending in -gbps says: a number of Gbit/s, or a rate with a unit of its own."""
+    bare = text.lstrip("+-").replace(".", "", 1).isdigit()
+    return parse_bytes_per_s(f"{text} Gbit/s" if bare else text)
+
+
 SIZE = _Quantity("size", parse_size_bytes)
 RATE = _Quantity("rate", parse_bytes_per_s)
+LINK_RATE = _Quantity("rate", _parse_link_rate)
 TIME = _Quantity("time", parse_duration_s)
 FRACTION = _Quantity("percent", parse_fraction)
 NUMBER = _Quantity("number", parse_number)

@@ -94,7 +94,7 @@ class RingExchange:
         self._posted.put(work)
 
     def start(self, work: Round) -> None:
-        self.watch.start()
+        work.began = self.watch.start()
         try:
             work.sends.append(self._send(work, self._rank))
         except RuntimeError as error:
@@ -140,7 +140,7 @@ class RingExchange:
             while work.error is None and not self._closed and not work.started.wait(TICK_S):
                 pass
             if work.started.is_set():
-                self.watch.stop()
+                self.watch.stop(work.began, round=work.index)
             work.done.set()
             self._forwarded.put(work)
         self._forwarded.put(None)
@@ -204,7 +204,7 @@ class NcclExchange:
         pass
 
     def start(self, work: Round) -> None:
-        self.watch.start()
+        work.began = self.watch.start()
         sent = torch.cuda.Event()
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
@@ -238,7 +238,7 @@ class NcclExchange:
             work, sent = running
             while work.error is None and not sent.query():
                 time.sleep(0.0002)  # a blocking wait could not be abandoned
-            self.watch.stop()
+            self.watch.stop(work.began, round=work.index)
             work.done.set()
 
 

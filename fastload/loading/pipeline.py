@@ -116,6 +116,11 @@ class Pipeline:
             return 0
         return sum(slab.numel() + (own.numel() if own is not None else 0) for slab, own in self._slabs)
 
+    @property
+    def watches(self) -> dict[str, Stopwatch]:
+        """The stopwatch of each stage."""
+        return {"read": self._reader.watch, "exchange": self._exchange.watch, "place": self.place_watch}
+
     def run(self) -> None:
         """Returns when every byte is in place on this rank.
 
@@ -220,7 +225,7 @@ class Pipeline:
         except DeadlineExceeded as late:
             raise self._reason(work, late) from None
         self._world.moved()
-        with self.place_watch:
+        with self.place_watch.span(round=work.index):
             for rank in plan.readers:
                 if rank not in statuses:
                     self._place(plan, plan.chunk(index, rank), work, rank)

@@ -151,7 +151,7 @@ class ChunkReader:
                 self._verify(self._verifier, span, taken)
 
     def _read_span(self, span: Span, buffers: Sequence[memoryview]) -> None:
-        with self.watch, self._reading(span):
+        with self.watch.span(nbytes=span.nbytes), self._reading(span):
             file = self._files[span.file]
             self._storage.read_into(file.name, span.offset, buffers, file.version)
 

@@ -74,6 +74,7 @@ class Round:
         sent: Set once the transport has no more use for the slots.
         error: What broke the transport, if it broke.
         placed: Whether the bytes were read to where they belong, past the slot.
+        began: When its exchange began, by the stopwatch.
     """
 
     index: int
@@ -84,6 +85,7 @@ class Round:
     sent: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     placed: bool = False
+    began: float | None = None
     receives: list[Any] = field(default_factory=list)
     sends: list[Any] = field(default_factory=list)
 

@@ -7,14 +7,14 @@ import mmap
 import os
 import stat as stat_flags
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from fastload.errors import StorageError
 from fastload.memory import PAGE_BYTES, round_up
 from fastload.storage.base import ByteCounter, FileStat, take
 
-__all__ = ["IN_MEMORY_TYPES", "LocalStorage", "file_system_type", "is_network"]
+__all__ = ["IN_MEMORY_TYPES", "LocalStorage", "file_system_type", "is_network", "write_text"]
 
 _MAX_BUFFERS = 1024  # IOV_MAX on Linux
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
@@ -223,6 +223,19 @@ class _File:
         os.close(self.buffered)
         if self._direct is not None:
             os.close(self._direct)
+
+
+def write_text(path: str, pieces: Iterable[str]) -> None:
+    """Writes a small file of a user's own: text, piece by piece.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(pieces)
+    except OSError as error:
+        raise StorageError(str(error.strerror), url=path) from error
 
 
 def _is_cold(file: _File, offset: int, nbytes: int) -> bool:

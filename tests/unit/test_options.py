@@ -28,6 +28,7 @@ CASES: list[tuple[str, str, Any, Any]] = [
     ("read_threads", "3", 3, 1),
     ("retries", "0", 0, 9),
     ("verify", "off", False, False),
+    ("trace", "a/b.json", "a/b.json", "c.json"),
 ]
 
 
@@ -99,6 +100,8 @@ def test_bad_variables(name: str, text: str, words: str, monkeypatch: pytest.Mon
         {"read_threads": 2.0},
         {"retries": -1},
         {"retries": None},
+        {"trace": ""},
+        {"trace": 3},
     ],
     ids=str,
 )

@@ -13,14 +13,15 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 
 MAX_LINES = 400
 # What may name them (an import for type checkers only is free: it does not happen).
-DISTRIBUTED = {"world.py", "loading/exchange.py"}
-ENVIRONMENT = {"options.py", "world.py"}
+DISTRIBUTED = {"group.py", "world.py", "loading/exchange.py"}
+ENVIRONMENT = {"group.py", "options.py"}
 FILES = {"storage/local.py", "storage/local_target.py", "storage/owner.py", "storage/staging.py"}
 PURE = {
     "cadence.py",
     "formats/manifest.py",
     "formats/record.py",
     "loading/plan.py",
+    "loading/simulate.py",
     "parameters.py",
     "saving/layout.py",
     "saving/partition.py",

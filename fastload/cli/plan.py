@@ -1,0 +1,260 @@
+"""``fastload plan``: who would read what, and how long that would take, in any world."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import click
+from rich import box
+from rich.table import Table
+
+import fastload
+from fastload.cli.console import errors_to_exit_code, stdout
+from fastload.cli.quantities import COUNT, LINK_RATE, SIZE
+from fastload.errors import OptionError
+from fastload.formats.manifest import TensorEntry
+from fastload.loading.plan import ReadPlan
+from fastload.loading.simulate import STRATEGIES, Cluster, Prediction, predict
+from fastload.options import LoadOptions
+from fastload.storage.local import write_text
+from fastload.trace import RankTrace, Span, chrome_events, to_json
+from fastload.units import format_bytes, format_duration, format_rate
+
+__all__ = ["plan"]
+
+_MOST_CHUNKS = 100_000  # of which the shares are added up one by one
+_MOST_TRACED = 64
+
+
+@click.command()
+@click.argument("path", required=False)
+@click.option("--size", type=SIZE, help="Instead of PATH: bytes of a checkpoint, such as 13.8TB or 512GiB.")
+@click.option("--hosts", required=True, type=COUNT, help="Hosts.")
+@click.option("--ranks-per-host", default="1", show_default=True, type=COUNT, help="Ranks on each host.")
+@click.option("--storage-gbps", type=LINK_RATE, help="What storage delivers to all hosts together.")
+@click.option("--per-host-storage-gbps", type=LINK_RATE, help="What storage delivers to one host at most.")
+@click.option("--host-gbps", required=True, type=LINK_RATE, help="A host's network link, each way.")
+@click.option(
+    "--rank-gbps", type=LINK_RATE, help="What a rank's cores can receive and pass on; 1.6GB/s if not given."
+)
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    type=click.Choice(["cpu", "cuda"]),
+    help="Where the tensors go: with cuda the exchange is NCCL's.",
+)
+@click.option("--staging", type=SIZE, help="staging_bytes of each rank; 256MiB if not given.")
+@click.option("--chunk", type=SIZE, help="chunk_bytes; chosen if not given.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--trace", metavar="FILE", help="Write the timeline of the fastest strategy there.")
+def plan(
+    path: str | None,
+    size: int | None,
+    hosts: int,
+    ranks_per_host: int,
+    storage_gbps: float | None,
+    per_host_storage_gbps: float | None,
+    host_gbps: float,
+    rank_gbps: float | None,
+    device: str,
+    staging: int | None,
+    chunk: int | None,
+    as_json: bool,
+    trace: str | None,
+) -> None:
+    """Show who would read what of the checkpoint at PATH, and predict how long it would take.
+
+    The world need not exist. A rate is a number of Gbit/s, or has a unit: 400Gbit/s, 50GB/s, 46GiB/s.
+    Rates are goodput: some 95 % of an Ethernet line. Storage and exchange share a host's link.
+    """
+    with errors_to_exit_code(rank=0):
+        if (path is None) == (size is None):
+            raise OptionError("give either PATH or --size")
+        cluster = Cluster(
+            num_hosts=hosts,
+            ranks_per_host=ranks_per_host,
+            host_bytes_per_s=host_gbps,
+            storage_bytes_per_s=storage_gbps or math.inf,
+            host_storage_bytes_per_s=per_host_storage_gbps or math.inf,
+            nccl=device == "cuda",
+            rank_bytes_per_s=rank_gbps,
+        )
+        options = LoadOptions(chunk_bytes=chunk)
+        if staging is not None:
+            options = dataclasses.replace(options, staging_bytes=staging)
+        wanted = _wanted(path, size)
+        predictions = [
+            predict(
+                wanted,
+                cluster,
+                strategy,
+                staging_bytes=options.staging_bytes,
+                chunk_bytes=options.chunk_bytes,
+            )
+            for strategy in STRATEGIES
+        ]
+        by_strategy = {prediction.decision.strategy: prediction for prediction in predictions}
+        nbytes = sum(entry.nbytes for entry in wanted)
+        if as_json:
+            click.echo(json.dumps(_as_json(path, nbytes, cluster, by_strategy)))
+        else:
+            _print(path, nbytes, cluster, by_strategy)
+        if trace is not None:
+            best = min(by_strategy.values(), key=lambda prediction: prediction.total_s)
+            write_text(trace, to_json(_events(best, cluster, nbytes)))
+
+
+def _wanted(path: str | None, size: int | None) -> Sequence[TensorEntry]:
+    if path is not None:
+        return fastload.inspect(path).tensors
+    assert size is not None
+    return [TensorEntry("all", "U8", (size,), 0, 0, size)]
+
+
+def _floor_s(nbytes: int, cluster: Cluster) -> float:
+    """How long one client needs to stream all."""
+    return nbytes / cluster.client_bytes_per_s
+
+
+def _least_s(nbytes: int, cluster: Cluster) -> float:
+    """How long it takes at least: every byte leaves the storage once, and enters each host."""
+    return max(nbytes / cluster.all_clients_bytes_per_s, nbytes / cluster.host_bytes_per_s)
+
+
+def _shares(plan: ReadPlan) -> tuple[int, float]:
+    """Returns the most bytes that one reader reads, and the mean."""
+    mean = plan.total_bytes / len(plan.readers)
+    if plan.num_rounds * len(plan.readers) <= _MOST_CHUNKS:
+        rounds = range(plan.num_rounds)
+        return max(sum(plan.chunk(index, rank).nbytes for index in rounds) for rank in plan.readers), mean
+    return math.ceil(mean) + plan.chunk_bytes_of(plan.num_rounds - 1), mean  # no less than it is
+
+
+def _as_json(
+    path: str | None, nbytes: int, cluster: Cluster, predictions: dict[str, Prediction]
+) -> dict[str, Any]:
+    world = {
+        name: value if value is None or math.isfinite(value) else None
+        for name, value in dataclasses.asdict(cluster).items()
+    }
+    return {
+        "path": path,
+        "nbytes": nbytes,
+        "cluster": world,
+        "floor_s": _floor_s(nbytes, cluster),
+        "least_s": _least_s(nbytes, cluster),
+        "strategies": [
+            _prediction_as_json(prediction, _floor_s(nbytes, cluster)) for prediction in predictions.values()
+        ],
+    }
+
+
+def _prediction_as_json(prediction: Prediction, floor_s: float) -> dict[str, Any]:
+    plan = prediction.plan
+    most, mean = _shares(plan)
+    return {
+        "strategy": prediction.decision.strategy,
+        "total_s": prediction.total_s,
+        "to_floor": prediction.total_s / floor_s if floor_s else None,
+        "bound_by": prediction.bound_by,
+        "storage_bytes": prediction.storage_bytes,
+        "num_readers": len(plan.readers),
+        "share_bytes": {"mean": mean, "max": most},
+        "chunk_bytes": plan.chunk_bytes,
+        "num_rounds": plan.num_rounds,
+        "depth": plan.depth,
+        "slab_bytes": plan.slab_bytes,
+        "round_s": prediction.limits,
+    }
+
+
+def _print(path: str | None, nbytes: int, cluster: Cluster, predictions: dict[str, Prediction]) -> None:
+    console, floor_s = stdout(), _floor_s(nbytes, cluster)
+    exchange = "NCCL" if cluster.nccl else "Gloo ring"
+    what = f"{path or 'a checkpoint'}: {format_bytes(nbytes)}"
+    console.print(f"{what} into each of {cluster.num_ranks:,} ranks", style="bold")
+    console.print(f"{cluster.num_hosts:,} hosts × {cluster.ranks_per_host} ranks; exchange: {exchange}")
+    rates = {
+        "storage": cluster.storage_bytes_per_s,
+        "storage to each host": cluster.host_storage_bytes_per_s,
+        "each host's link": cluster.host_bytes_per_s,
+    }
+    shown = (f"{name} {_rate(rate)}" for name, rate in rates.items() if math.isfinite(rate))
+    console.print("; ".join(shown), highlight=False)
+    console.print(
+        f"floor, one client streams all: {format_duration(floor_s)}; "
+        f"the least possible here: {format_duration(_least_s(nbytes, cluster))}",
+        highlight=False,
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    heads = "strategy time ÷floor off_storage readers share max/mean rounds chunk bound_by"
+    for head in heads.split():
+        left = head in ("strategy", "bound_by")
+        table.add_column(head.replace("_", " "), justify="left" if left else "right", no_wrap=True)
+    for prediction in predictions.values():
+        table.add_row(*_cells(prediction, cluster, floor_s))
+    console.print(table)
+    for prediction in predictions.values():
+        plan = prediction.plan
+        if prediction.decision.strategy == "allgather" and len(plan.readers) < cluster.num_ranks:
+            console.print(
+                f"allgather: only {len(plan.readers):,} of {cluster.num_ranks:,} ranks read, since "
+                f"{plan.depth} rounds with a chunk of each have to fit into staging: give more of it",
+                highlight=False,
+            )
+
+
+def _cells(prediction: Prediction, cluster: Cluster, floor_s: float) -> list[str]:
+    plan = prediction.plan
+    most, mean = _shares(plan)
+    alone = prediction.decision.strategy == "direct"
+    return [
+        prediction.decision.strategy,
+        format_duration(prediction.total_s),
+        f"{prediction.total_s / floor_s:.2f}" if floor_s else "–",
+        format_bytes(prediction.storage_bytes),
+        f"{cluster.num_ranks if alone else len(plan.readers):,}",
+        format_bytes(int(mean)),
+        f"{most / mean:.3f}" if mean else "–",
+        f"{plan.num_rounds:,}",
+        format_bytes(plan.chunk_bytes),
+        prediction.bound_by,
+    ]
+
+
+def _rate(bytes_per_s: float) -> str:
+    """Both units, so that nobody takes one for the other."""
+    bits = bytes_per_s * 8
+    return f"{bits / 1e9:,.4g} Gbit/s = {format_rate(bytes_per_s)}"
+
+
+def _events(prediction: Prediction, cluster: Cluster, nbytes: int) -> Any:
+    """The predicted timeline as a trace: of all ranks, or of some where they are many."""
+    step = -(-cluster.num_ranks // _MOST_TRACED)
+    readers = set(prediction.plan.readers)
+    alone = prediction.decision.strategy == "direct"
+    spans = [
+        Span(one.stage, one.begin_s, one.end_s, {"round": one.first_round, "rounds": one.num_rounds})
+        for one in prediction.timeline
+    ]
+    whole = Span("load", 0.0, prediction.total_s)
+    others = [span for span in spans if span.stage != "read"]
+    ranks = {
+        rank: RankTrace(
+            f"host {rank // cluster.ranks_per_host}",
+            (whole, *(spans if alone or rank in readers else others)),
+        )
+        for rank in range(0, cluster.num_ranks, step)
+    }
+    about = {
+        "what": f"predicted {prediction.decision.strategy}",
+        "bytes_wanted": nbytes,
+        "num_ranks": cluster.num_ranks,
+        "floor_s": _floor_s(nbytes, cluster),
+    }
+    return chrome_events(ranks, about)

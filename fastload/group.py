@@ -1,0 +1,130 @@
+"""From a process group of torch.distributed, or the environment of a launcher, to a world."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+import xxhash
+
+from fastload.errors import WorldError
+from fastload.rendezvous import Rendezvous
+from fastload.world import World
+
+__all__ = ["initialize", "join", "meet"]
+
+T = TypeVar("T")
+
+
+def join(process_group: Any = None, *, timeout_s: float) -> World:
+    """Forms the world of the ranks of a group; without torch.distributed it is this process alone.
+
+    Args:
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or None for the default group.
+        timeout_s: Longest wait without progress, in seconds.
+
+    Raises:
+        WorldError: This process is not in the group, or the mesh has more than one dimension.
+    """
+    group = _as_group(process_group)
+    if group is None or dist.get_world_size(group) == 1:
+        return World(rank=0, size=1, group=group, store=None, timeout_s=timeout_s)
+    members = dist.get_process_group_ranks(group)
+    root = dist.distributed_c10d._get_default_store()
+    name = xxhash.xxh3_64_hexdigest(json.dumps(members).encode())
+    rank = dist.get_rank(group)
+    # Counting in the store, not in this process, stays right when torch.distributed is initialized anew.
+    turns = f"fastload/{name}/{rank}/turns"
+    knows = _fate_of_store(members)
+    whole = Rendezvous(root, rank=rank, size=len(members), **knows)
+    turn = whole.ask("joining the other ranks", timeout_s, lambda: root.add(turns, 1))
+    store = dist.PrefixStore(f"fastload/{name}/{turn}", root)
+    rendezvous = Rendezvous(store, rank=rank, size=len(members), **knows)
+    return World(
+        rank=rank, size=len(members), group=group, store=store, timeout_s=timeout_s, rendezvous=rendezvous
+    )
+
+
+def meet(
+    process_group: Any,
+    what: str,
+    prepare: Callable[[], T],
+    *,
+    timeout_s: Callable[[T], float],
+    default_s: float,
+) -> tuple[World, T]:
+    """Forms the world even if this rank cannot go on: the others are not to wait for it in vain.
+
+    Args:
+        process_group: As for `join`.
+        what: Name of the step, for messages.
+        prepare: What this rank has to get ready on its own; what it raises is raised on all ranks.
+        timeout_s: The timeout in what it returns.
+        default_s: The timeout if it raises.
+    """
+    problem: Exception | None = None
+    try:
+        ready = prepare()
+    except Exception as error:
+        problem = error
+    try:
+        world = join(process_group, timeout_s=timeout_s(ready) if problem is None else default_s)
+        if problem is None:
+            return world, ready
+        world.agree(what, partial(_raise, problem))
+    finally:
+        problem = None  # else error → traceback → frame → error would keep all their memory alive
+    raise AssertionError("the ranks agreed although this one failed")
+
+
+def initialize(device: str = "cpu") -> tuple[int, str]:
+    """Joins the job that torchrun describes in the environment; without one, does nothing.
+
+    Args:
+        device: Where tensors will go. ``cuda`` becomes the device of this rank's local rank.
+
+    Returns:
+        This process's rank, 0 without a job, and the device.
+    """
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return 0, device
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
+    return dist.get_rank(), device
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
+def _fate_of_store(members: list[int]) -> dict[str, Any]:
+    """Says who takes the rendezvous store along when it goes: the launcher, or rank 0 of the whole job."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return {"host": None, "if_lost": "the launcher that hosted it has ended"}
+    return {
+        "host": members.index(0) if 0 in members else None,
+        "if_lost": "rank 0 of the job, which hosts it, was killed, stopped or cut off",
+    }
+
+
+def _as_group(process_group: Any) -> dist.ProcessGroup | None:
+    if not (dist.is_available() and dist.is_initialized()):
+        if process_group is not None:
+            raise WorldError("process_group= is given but torch.distributed is not initialized")
+        return None
+    group: Any = process_group if process_group is not None else dist.group.WORLD
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):
+        if group.ndim != 1:
+            raise WorldError(
+                f"process_group= is a DeviceMesh of {group.ndim} dimensions: pass one, such as mesh['dp']"
+            )
+        group = group.get_group()
+    if dist.get_rank(group) < 0:
+        raise WorldError(f"rank {dist.get_rank()} is not a member of process_group=")
+    return group  # type: ignore[no-any-return]

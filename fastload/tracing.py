@@ -1,0 +1,91 @@
+"""Traces of all ranks, on one clock, in one file: through the store, for hosts that share no file system."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastload.errors import FastloadError
+from fastload.report import Stopwatch
+from fastload.storage.local import write_text
+from fastload.trace import RankTrace, Recorder, chrome_events, to_json
+from fastload.world import World
+
+__all__ = ["Tracing"]
+
+_log = logging.getLogger(__name__)
+
+
+class Tracing:
+    """Records what this rank does and, in the end, brings it to rank 0, which writes the file.
+
+    All ranks make the same calls. None of them fails because of the trace.
+
+    Args:
+        world: The ranks.
+        hosts: Host of each rank.
+        path: The file; None to record nothing.
+
+    Raises:
+        PeerError: The rendezvous store, which the clocks are compared through, is gone.
+    """
+
+    def __init__(self, world: World, hosts: Sequence[str], path: str | os.PathLike[str] | None) -> None:
+        self._world = world
+        self._hosts = hosts
+        self._path = os.fspath(path) if path is not None else None
+        self._turn = itertools.count()
+        self._place = ""
+        self._own: RankTrace | None = None
+        self._recorder = Recorder(world.size)
+        self._offset_s = world.clock_offset_s(hosts) if path is not None else None
+
+    def follow(self, watches: Mapping[str, Stopwatch]) -> None:
+        """Records from now on what these stopwatches measure, by stage, and nothing that was before."""
+        if self._path is None:
+            return
+        self._recorder = Recorder(self._world.size)
+        for stage, watch in watches.items():
+            self._recorder.follow(stage, watch)
+
+    def leave(self, whole: str, began_s: float, error: BaseException | None) -> None:
+        """Leaves this rank's spans for rank 0; to be called before the ranks settle how it went.
+
+        Args:
+            whole: What has ended, such as ``load``.
+            began_s: When it began, by `time.perf_counter`.
+            error: What ended it, if it failed.
+        """
+        if self._path is None:
+            return
+        self._place = f"trace/{next(self._turn)}"
+        self._recorder.add(whole, began_s, time.perf_counter(), {})
+        self._own = self._recorder.trace(self._world.host, self._offset_s, error)
+        if self._world.rank != 0:
+            try:
+                self._world.leave_bytes("leaving a trace", self._place, self._own.to_bytes())
+            except FastloadError as lost:
+                _log.debug("no trace of rank %d: %s", self._world.rank, lost)
+
+    def write(self, about: Mapping[str, Any]) -> None:
+        """Writes on rank 0 what the ranks have left; to be called once they have settled."""
+        if self._world.rank != 0 or self._path is None:
+            return
+        try:
+            traces = {rank: self._trace_of(rank) for rank in range(self._world.size)}
+            write_text(self._path, to_json(chrome_events(traces, about)))
+        except FastloadError as error:
+            _log.warning("no trace in %s: %s", self._path, error)
+
+    def _trace_of(self, rank: int) -> RankTrace:
+        assert self._own is not None
+        if rank == 0:
+            return self._own
+        packed = self._world.take_bytes("collecting traces", self._place, rank)
+        if packed is None:
+            return RankTrace(self._hosts[rank], (), error="it has left no trace")
+        return RankTrace.from_bytes(packed)

@@ -1,0 +1,48 @@
+"""The prediction beside a load from storage of a fixed rate. The lab, with links that are real, is stricter."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+import fastload
+from fastload.loading.simulate import Cluster, predict
+from scripts.bench_parts.throttled_storage import Link, ThrottledFiles
+from tests.checkpoints import write_file
+from tests.dist.harness import ranks
+
+_BYTES_PER_S = 16e6  # slow enough for a machine that does other things too
+_NUM_BYTES = 24 << 20
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_file(tmp_path / "checkpoint" / "model.safetensors", [("a", "U8", (_NUM_BYTES,))])
+    return tmp_path
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["allgather", "broadcast", "direct"])
+def test_a_load_takes_as_long_as_predicted(rank: int, world: int, folder: Path, strategy: str) -> None:
+    ThrottledFiles.link = Link(str(folder / "link"), _BYTES_PER_S)
+    options = fastload.LoadOptions(strategy=strategy, timeout_s=30)
+    began = time.perf_counter()
+    with fastload.open(f"throttled://{folder}/checkpoint", options=options) as checkpoint:
+        checkpoint.load()
+    measured_s = time.perf_counter() - began
+    cluster = Cluster(
+        num_hosts=1, ranks_per_host=world, host_bytes_per_s=1e9, storage_bytes_per_s=_BYTES_PER_S
+    )
+    done = predict(
+        checkpoint.manifest.tensors,
+        cluster,
+        strategy,
+        staging_bytes=options.staging_bytes,
+        chunk_bytes=options.chunk_bytes,
+    )
+    assert checkpoint.report is not None
+    assert done.storage_bytes == checkpoint.report.bytes_read
+    assert (done.plan.num_rounds, done.plan.depth) == (checkpoint.report.num_rounds, checkpoint.report.depth)
+    assert 0.85 * done.total_s < measured_s < 1.4 * done.total_s + 0.3

@@ -1,0 +1,113 @@
+"""``fastload plan`` and ``fastload timeline`` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from fastload.cli import main
+from tests.checkpoints import write_file
+from tests.e2e.test_cli import one_object, run
+
+WORLD = ["--hosts", "4", "--storage-gbps", "400Mbit/s", "--host-gbps", "2"]
+
+
+def call(*words: str) -> Result:
+    """The command in this process: starting Python and torch takes seconds."""
+    return CliRunner().invoke(main, words)
+
+
+def test_plan_of_a_real_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_file(path, [("a", "U8", (3 << 20,)), ("b", "U8", (1001,))])
+    done = call("plan", str(path), *WORLD, "--ranks-per-host", "2", "--json")
+    assert done.exit_code == 0, done.stderr
+    told = one_object(done.stdout)
+    assert told["nbytes"] == (3 << 20) + 1001
+    assert told["cluster"]["storage_bytes_per_s"] == 50e6
+    assert told["cluster"]["host_bytes_per_s"] == 250e6
+    assert told["floor_s"] == pytest.approx(told["nbytes"] / 50e6)
+    by_name = {one["strategy"]: one for one in told["strategies"]}
+    assert set(by_name) == {"allgather", "broadcast", "direct"}
+    assert by_name["allgather"]["num_readers"] == 8
+    share = by_name["allgather"]["share_bytes"]
+    assert share["mean"] <= share["max"] <= share["mean"] + by_name["allgather"]["chunk_bytes"]
+    assert by_name["direct"]["storage_bytes"] == 8 * told["nbytes"]
+    assert by_name["direct"]["total_s"] > by_name["allgather"]["total_s"] > told["floor_s"]
+
+
+def test_plan_for_people_to_read() -> None:
+    done = call("plan", "--size", "512MiB", *WORLD)
+    assert done.exit_code == 0, done.stderr
+    assert "storage 0.4 Gbit/s = 50 MB/s; each host's link 2 Gbit/s = 250 MB/s" in done.stdout
+    assert "floor, one client streams all: 10.7 s" in done.stdout
+    row = next(line for line in done.stdout.splitlines() if line.lstrip().startswith("allgather"))
+    assert re.search(r"10\.9 s +1\.0\d +537 MB +4 .*storage", row), row
+
+
+def test_plan_of_a_world_that_nobody_here_owns() -> None:
+    done = call(
+        "plan", "--size", "13.8TB", "--hosts", "2048", "--ranks-per-host", "8", "--device", "cuda",
+        "--storage-gbps", "273GB/s", "--host-gbps", "400Gbit/s", "--staging", "8GiB",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    assert "13.8 TB into each of 16,384 ranks" in done.stdout
+    assert "of 16,384 ranks read" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (WORLD, "give either PATH or --size"),
+        (["x", "--size", "1GB", *WORLD], "give either PATH or --size"),
+        (["--size", "1GB", "--hosts", "2", "--host-gbps", "2"], "give the rate of storage"),
+        (["--size", "1GB", "--hosts", "0", "--host-gbps", "2"], "--hosts: '0' is not a whole number above 0"),
+        (["--size", "1GB", "--hosts", "2", "--host-gbps", "0"], "'0 Gbit/s' is not above 0"),
+        (["--size", "1GB", "--hosts", "2", "--host-gbps", "-3"], "'-3 Gbit/s' is negative"),
+        (["--size", "1GB", "--hosts", "2", "--host-gbps", "2Gb/s"], "'2Gb/s': unknown unit 'Gb/s'"),
+        (["--size", "7", *WORLD], "'7': it has no unit"),
+        (["--size", "7 parsecs", *WORLD], "unknown unit 'parsecs'"),
+        (["--size", "1GB", *WORLD, "--chunk", "1GB"], "does not fit into staging_bytes"),
+        (["nowhere", *WORLD], "nowhere: no such checkpoint"),
+    ],
+    ids=str,
+)
+def test_impossible_input_is_one_line(words: list[str], problem: str) -> None:
+    done = call("plan", *words)
+    assert done.exit_code in (1, 2)
+    assert done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert problem in last
+    assert "Traceback" not in done.stderr
+
+
+def test_a_picture_of_a_load_and_of_a_prediction(tmp_path: Path) -> None:
+    path, trace, png = tmp_path / "model.safetensors", tmp_path / "trace.json", tmp_path / "trace.png"
+    write_file(path, [("a", "U8", (5 << 20,))])
+    done = run("load", str(path), "--strategy", "allgather", "--trace", str(trace), ranks=2)
+    assert done.returncode == 0, done.stderr
+    names = {event["name"] for event in json.loads(trace.read_text())}
+    assert {"load", "read", "exchange", "place"} <= names
+    done = call("timeline", str(trace), "--png", str(png), "--floor-s", "0.01")
+    assert (done.exit_code, done.stdout[: len(f"{png}: 2 ranks, ")]) == (0, f"{png}: 2 ranks, "), done.stderr
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+    many = call("plan", "--size", "1GB", *WORLD, "--ranks-per-host", "64", "--trace", str(trace))
+    assert many.exit_code == 0, many.stderr
+    done = call("timeline", str(trace), "--png", str(png))
+    assert done.exit_code == 0, done.stderr
+    assert png.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "[1]", '[{"name": "x", "ph": "X"}]', "\x89PNG"])
+def test_something_else_than_a_trace(tmp_path: Path, text: str) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_text(text)
+    done = call("timeline", str(trace), "--png", str(tmp_path / "trace.png"))
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert "trace" in done.stderr
