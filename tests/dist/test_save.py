@@ -1,0 +1,229 @@
+"""Collective saves: the same files whoever writes, loaded by any number of ranks, bit for bit."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fastload
+from fastload import SaveOptions
+from tests.dist.harness import ranks, run_ranks
+
+SMALL = SaveOptions(max_shard_bytes=300_000, block_bytes=4096, writers="all", timeout_s=20)
+
+
+def make_state(seed: int = 0) -> dict[str, Any]:
+    """Everything a training keeps; the same on every rank."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(128, 256), nn.BatchNorm1d(256), nn.Linear(256, 128), nn.Linear(128, 3))
+    model[3].weight = nn.Parameter(torch.randn(3, 128).to(torch.bfloat16))
+    optimizer = torch.optim.AdamW(model[:3].parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+    model[:3](torch.randn(8, 128)).square().sum().backward()
+    optimizer.step()
+    scheduler.step()
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "rng": torch.get_rng_state(),
+        "strided": torch.randn(300, 200).t()[::2],
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "empty": torch.empty(0, 5),
+        "step": 17,
+        "loss": [0.25, float("inf")],
+    }
+
+
+def assert_equal(found: Any, wanted: Any, path: str = "state") -> None:
+    assert type(found) is type(wanted), path
+    if isinstance(wanted, torch.Tensor):
+        assert found.dtype == wanted.dtype, path
+        assert torch.equal(found.contiguous().view(-1).view(torch.uint8), wanted.contiguous().view(-1).view(torch.uint8)), path  # noqa: E501
+    elif isinstance(wanted, dict):
+        assert list(found) == list(wanted), path
+        for key in wanted:
+            assert_equal(found[key], wanted[key], f"{path}[{key!r}]")
+    elif isinstance(wanted, list | tuple):
+        assert len(found) == len(wanted), path
+        for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            assert_equal(one, other, f"{path}[{index}]")
+    else:
+        assert found == wanted, path
+
+
+def save_on(rank: int, world: int, path: str) -> None:
+    report = fastload.save(make_state(), path, options=SMALL)
+    assert len(report.ranks) == world
+    assert report.bytes_written == report.nbytes
+
+
+def load_on(rank: int, world: int, path: str, strategy: str) -> None:
+    options = fastload.LoadOptions(strategy=strategy, chunk_bytes=100_000, timeout_s=20)
+    assert_equal(fastload.load(path, options=options), make_state())
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3, 4, 8])
+def test_saved_by_n_is_loaded_by_m(writers: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
+    run_ranks(save_on, writers, path=path)
+    for readers in (1, 2, 3, 4, 8):
+        run_ranks(load_on, readers, path=path, strategy="allgather" if readers > 1 else "auto")
+
+
+def test_files_do_not_show_who_wrote_them(tmp_path: Path) -> None:
+    for writers in (1, 3, 8):
+        run_ranks(save_on, writers, path=str(tmp_path / str(writers)))
+    names = sorted(os.listdir(tmp_path / "1"))
+    assert len([name for name in names if name.endswith(".safetensors")]) > 3
+    for other in ("3", "8"):
+        assert sorted(os.listdir(tmp_path / other)) == names
+        same, different, odd = filecmp.cmpfiles(tmp_path / "1", tmp_path / other, names, shallow=False)
+        assert (sorted(same), different, odd) == (names, [], [])
+    index = json.loads((tmp_path / "1" / "model.safetensors.index.json").read_text())
+    for name, file in index["weight_map"].items():
+        assert name in safetensors.torch.load_file(tmp_path / "1" / file)
+
+
+@ranks(3)
+def test_asynchronous_save_keeps_what_was(rank: int, world: int, tmp_path: Path) -> None:
+    state = make_state()
+    handle = fastload.async_save(state, tmp_path / "step", options=SMALL)
+    for tensor in state["model"].values():
+        tensor.zero_()  # training goes on
+    report = handle.wait(20)
+    assert handle.done()
+    assert handle.report is report
+    assert report.bytes_written == report.nbytes
+    dist.barrier()
+    assert_equal(fastload.load(tmp_path / "step"), make_state())
+    assert not [thread.name for thread in threading.enumerate() if "fastload-write" in thread.name]
+
+
+@ranks(2)
+def test_ranks_with_different_states_are_told_in_what(rank: int, world: int, tmp_path: Path) -> None:
+    state = make_state()
+    state["step"] = 17 + rank
+    with pytest.raises(fastload.PlanMismatch, match=r"state\['step'\]"):
+        fastload.save(state, tmp_path / "step", options=SMALL)
+    handle = fastload.async_save(state, tmp_path / "step", options=SMALL)
+    with pytest.raises(fastload.PlanMismatch, match=r"state\['step'\]"):
+        handle.wait(20)
+    state["step"], state["extra"] = 17, torch.zeros(1 + rank)
+    with pytest.raises(fastload.PlanMismatch, match="tensors"):
+        fastload.save(state, tmp_path / "step", options=SMALL)
+    dist.barrier()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_what_cannot_be_kept_is_named_before_anything_is_written(in_background: bool, tmp_path: Path) -> None:
+    run_ranks(refuse, 2, path=tmp_path / "step", in_background=in_background)
+    assert os.listdir(tmp_path) == []
+
+
+def refuse(rank: int, world: int, path: Path, in_background: bool) -> None:
+    state = {"model": torch.zeros(3), "hook": print if rank == 1 else None}
+    save = fastload.async_save if in_background else fastload.save
+    expected: Any = fastload.FastloadError if rank == 1 or not in_background else None
+    if expected is None:
+        with pytest.raises(fastload.PeerError, match=r"rank 1.*state\['hook'\]"):
+            fastload.async_save(state, path, options=SMALL).wait(20)
+    else:
+        with pytest.raises(expected, match=r"state\['hook'\]"):
+            save(state, path, options=SMALL)
+
+
+@ranks(2)
+def test_failure_in_the_background_is_raised_by_the_next_save(rank: int, world: int, tmp_path: Path) -> None:
+    (tmp_path / "step").mkdir(exist_ok=True)
+    (tmp_path / "step" / "mine").write_text("not a checkpoint")
+    dist.barrier()
+    handle = fastload.async_save(make_state(), tmp_path / "step", options=SMALL)
+    while not handle.done():
+        pass
+    with pytest.raises(fastload.FastloadError, match="exists already"):
+        fastload.save(make_state(), tmp_path / "other", options=SMALL)
+    fastload.save(make_state(), tmp_path / "other", options=SMALL)
+    assert (tmp_path / "step" / "mine").read_text() == "not a checkpoint"
+
+
+@ranks(3)
+def test_overwriting_needs_to_be_asked_for(rank: int, world: int, tmp_path: Path) -> None:
+    fastload.save(make_state(0), tmp_path / "step", options=SMALL)
+    with pytest.raises(fastload.FastloadError, match="exists already"):
+        fastload.save(make_state(1), tmp_path / "step", options=SMALL)
+    assert_equal(fastload.load(tmp_path / "step"), make_state(0))
+    options = SaveOptions(**{**SMALL.shared_values(), "overwrite": True})
+    fastload.save(make_state(1), tmp_path / "step", options=options)
+    assert_equal(fastload.load(tmp_path / "step"), make_state(1))
+    dist.barrier()
+    assert os.listdir(tmp_path) == ["step"]
+
+
+@ranks(4)
+def test_fewer_writers_than_ranks(rank: int, world: int, tmp_path: Path) -> None:
+    for writers, count in ((2, 2), ("host", 1), ("auto", 1), (9, 4)):
+        options = SaveOptions(**{**SMALL.shared_values(), "writers": writers})
+        report = fastload.save(make_state(), tmp_path / str(writers), options=options)
+        assert report.num_writers == count
+        assert sum(own.bytes_written > 0 for own in report.ranks) <= count  # there may be less than that many MiB
+        assert_equal(fastload.load(tmp_path / str(writers)), make_state())
+
+
+def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
+    run_ranks(train, 2, path=tmp_path / "step", deadline_s=60)
+
+
+def train(rank: int, world: int, path: Path) -> None:
+    torch.manual_seed(3)
+    whole = Training()
+    whole.run(6)
+    torch.manual_seed(3)
+    first = Training()
+    first.run(3)
+    fastload.save(first.state(), path, metadata={"step": "3"}, options=SMALL)
+    torch.manual_seed(99)
+    second = Training()
+    second.resume(fastload.load(path))
+    second.run(3)
+    for one, other in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+class Training:
+    """A model with dropout, so that the random state counts, trained on data that all ranks share."""
+
+    def __init__(self) -> None:
+        self.model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 4))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 6)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.model(torch.randn(8, 16)).square().sum().backward()
+            for parameter in self.model.parameters():
+                dist.all_reduce(parameter.grad)
+            self.optimizer.step()
+            self.scheduler.step()
+
+    def state(self) -> dict[str, Any]:
+        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        return {**{name: part.state_dict() for name, part in parts.items()}, "rng": torch.get_rng_state()}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        torch.set_rng_state(state["rng"])
