@@ -13,13 +13,13 @@ from fastload.checkpoint import Checkpoint
 from fastload.errors import CheckpointNotFound
 from fastload.formats.manifest import Manifest
 from fastload.formats.safetensors import read_manifest
-from fastload.group import meet
 from fastload.handle import SaveHandle
 from fastload.loading.access import agree_on_access
 from fastload.options import SAVE_SETTINGS, SETTINGS, LoadOptions, SaveOptions
 from fastload.report import SaveReport, VerifyReport
 from fastload.saver import Save
 from fastload.storage import PatientStorage, open_storage
+from fastload.world import meet
 
 __all__ = ["async_save", "inspect", "load", "open", "save", "verify"]
 

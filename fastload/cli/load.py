@@ -1,4 +1,4 @@
-"""``fastload inspect`` and, under torchrun, ``python -m fastload load``."""
+"""``fastload inspect`` and, under torchrun or srun, ``python -m fastload load``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rich.table import Table
 import fastload
 from fastload.cli.console import errors_to_exit_code, progress, shown, stdout
 from fastload.errors import FastloadError
-from fastload.group import initialize, join
 from fastload.memory import state_digest
 from fastload.options import SETTINGS, STRATEGIES
+from fastload.world import initialize, join
 
 __all__ = ["inspect", "load"]
 
@@ -53,11 +53,12 @@ def load(
     trace: str | None,
     digest: bool,
 ) -> None:
-    """Load the checkpoint at PATH on all ranks of a torchrun job, and report how it went.
+    """Load the checkpoint at PATH on all ranks of a torchrun or srun job, and report how it went.
 
-    Without torchrun it loads in this one process.
+    Without a launcher it loads in this one process.
     """
-    rank, device = initialize(device)
+    with errors_to_exit_code(rank=0):  # each rank has its own to say of its environment
+        rank, device = initialize(device)
     with errors_to_exit_code(rank):
         with progress(rank, shown=not as_json) as show:
             asked: dict[str, Any] = {"strategy": strategy, "trace": trace}

@@ -34,6 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import network
+import slurm
 from network import (
     ETC_NETNS,
     MAX_HOSTS,
@@ -104,9 +105,9 @@ def up(args: argparse.Namespace) -> int:
 
 
 def summary(state: State) -> str:
-    last = state["num_hosts"]
+    first, last = host_name(1), host_name(state["num_hosts"])
     lines = [
-        f"hosts    {host_name(1)} to {host_name(last)}, 10.77.0.1 to 10.77.0.{last}",
+        f"hosts    {first} to {last}, {address_of(first)} to {address_of(last)}",
         f"links    host {show_rate(state['host_rate'])}, "
         f"storage {show_rate(state['storage_rate'])}, "
         f"storage per host {show_rate(state['share_rate'])}",
@@ -131,7 +132,7 @@ def tear_down() -> None:
     end_processes(pids_in_namespaces)
     for name in network.namespaces():
         call("ip", "netns", "delete", name)
-    for directory in (*ETC_NETNS.glob("fl-*"), SERVICES, LOGS, DATA_DIR):
+    for directory in (*ETC_NETNS.glob(f"{network.PREFIX}*"), SERVICES, LOGS, slurm.SLURM, DATA_DIR):
         if directory.exists():
             shutil.rmtree(directory)
     if made_netns_mount and network.is_mounted(NETNS_DIR) and not any(NETNS_DIR.iterdir()):
@@ -369,6 +370,13 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--storage", action="store_true", help="only between it and the storage")
     sub = add("heal", heal, "Undo every cut of a host.")
     sub.add_argument("host", metavar="HOST")
+
+    text = "Start Slurm: a controller, and a node on each of the first N hosts."
+    sub = add("slurm_up", lambda args: slurm.up(args.hosts, load_state()), text)
+    sub.add_argument("hosts", type=int, metavar="N", help="how many nodes")
+    add("slurm_down", lambda args: slurm.down(), "End Slurm and its jobs; the lab stays.")
+    sub = add("slurm", lambda args: slurm.command(args.command), "Run sbatch, squeue, ... on the first host.")
+    sub.add_argument("command", nargs="+", metavar="COMMAND", help="after --")
     return top
 
 

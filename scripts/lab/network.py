@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -10,7 +11,13 @@ from typing import Any
 
 NETNS_DIR = Path("/run/netns")
 ETC_NETNS = Path("/etc/netns")
-BRIDGE, STORAGE = "fl-bridge", "fl-storage"
+# Several labs may be up at once: FASTLOAD_LAB=b is one more, with names, addresses and state of its own.
+LETTER = os.environ.get("FASTLOAD_LAB", "")
+if not re.fullmatch("[a-z]?", LETTER):
+    raise SystemExit(f"lab: FASTLOAD_LAB={LETTER!r} is not one letter, a to z")
+PREFIX = f"fl{LETTER}-"
+SUBNET = f"10.77.{ord(LETTER) - ord('a') + 1 if LETTER else 0}"
+BRIDGE, STORAGE = f"{PREFIX}bridge", f"{PREFIX}storage"
 BRIDGE_MAC = "02:4c:00:00:00:00"
 STORAGE_NUMBER = 254
 MAX_HOSTS = 200
@@ -64,15 +71,15 @@ def inside(name: str) -> list[str]:
 
 
 def host_name(number: int) -> str:
-    return f"fl-host{number}"
+    return f"{PREFIX}host{number}"
 
 
 def number_of(name: str) -> int:
-    return STORAGE_NUMBER if name == STORAGE else int(name.removeprefix("fl-host"))
+    return STORAGE_NUMBER if name == STORAGE else int(name.removeprefix(f"{PREFIX}host"))
 
 
 def address_of(name: str) -> str:
-    return f"10.77.0.{number_of(name)}"
+    return f"{SUBNET}.{number_of(name)}"
 
 
 def mac_of(name: str) -> str:
@@ -91,8 +98,8 @@ def is_mounted(path: Path) -> bool:
 
 def namespaces() -> list[str]:
     """The lab's namespaces that exist now, whoever made them."""
-    names = [path.name for path in NETNS_DIR.glob("fl-*")] if NETNS_DIR.is_dir() else []
-    return sorted(name for name in names if re.fullmatch(r"fl-(host\d+|bridge|storage)", name))
+    names = [path.name for path in NETNS_DIR.glob(f"{PREFIX}*")] if NETNS_DIR.is_dir() else []
+    return sorted(name for name in names if re.fullmatch(rf"{PREFIX}(host\d+|bridge|storage)", name))
 
 
 # ------------------------------------------------------------------------------------------- links

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from network import STORAGE, LabError, address_of, call, host_name, inside
+from network import LETTER, STORAGE, LabError, address_of, call, host_name, inside
 from processes import is_running
 
 OWN_DIR = os.environ.get("FASTLOAD_LAB_DIR")
-LAB_DIR = Path(OWN_DIR or "/run/fastload-lab").absolute()
-DATA_DIR = LAB_DIR / "data" if OWN_DIR else Path("/var/tmp/fastload-lab")  # /run may be small
+NAME = f"fastload{LETTER}-lab"
+LAB_DIR = Path(OWN_DIR or f"/run/{NAME}").absolute()
+DATA_DIR = LAB_DIR / "data" if OWN_DIR else Path(f"/var/tmp/{NAME}")  # /run may be small
 SERVICES = LAB_DIR / "services"
 
 STORAGE_ADDRESS = address_of(STORAGE)

@@ -20,10 +20,16 @@ TIMED_OUT = 28  # curl's exit status; a refused or unreachable peer would be 7
 OBJECT_BYTES = 32 << 20
 SHARED_RATE = 400e6
 PER_HOST_RATE = 80e6
+LETTER = os.environ.get("FASTLOAD_LAB", "")  # of the lab that these tests use
+PREFIX = f"fl{LETTER}-"
+STORAGE = f"{PREFIX}storage"
+HOST_1, HOST_2 = f"{PREFIX}host1", f"{PREFIX}host2"
+NAME = f"fastload{LETTER}-lab"
+STATE = Path(os.environ.get("FASTLOAD_LAB_DIR", f"/run/{NAME}"))
 HEADERS_SHARE = 1500 / 1566  # of a full frame as tc counts it, what TCP delivers: 95.7 %
 
 
-def lab(name: str, *args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+def lab(name: str, *args: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run one entry point with this interpreter's environment first on its path."""
     done = subprocess.run(
         [str(LAB / name), *args],
@@ -31,7 +37,7 @@ def lab(name: str, *args: str, check: bool = True) -> subprocess.CompletedProces
         text=True,
         check=False,
         timeout=50,
-        env=os.environ | {"VIRTUAL_ENV": sys.prefix},
+        env=os.environ | {"VIRTUAL_ENV": sys.prefix} | environment,
     )
     if check:
         assert done.returncode == 0, done.stderr
@@ -45,7 +51,7 @@ def why_not() -> str | None:
     tools = ("ip", "tc", "nginx", "rclone", "curl", "unshare", "torchrun")
     if missing := [tool for tool in tools if shutil.which(tool, path=path) is None]:
         return f"the lab lacks {', '.join(missing)}; run scripts/lab/setup"
-    if any(Path("/run/netns").glob("fl-*")):
+    if any(Path("/run/netns").glob(f"{PREFIX}*")):
         return "somebody's lab is up; end it with scripts/lab/down"
     return None
 
@@ -66,7 +72,7 @@ def payload(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def traces() -> dict[str, object]:
     """What a lab could leave behind on the machine."""
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    places = ("/run/netns", "/etc/netns", "/run/fastload-lab", "/var/tmp/fastload-lab")
+    places = ("/run/netns", "/etc/netns", f"/run/{NAME}", f"/var/tmp/{NAME}")
     return {
         "mounts": sorted(mounts),
         "places": {place: os.path.exists(place) for place in places},
@@ -74,7 +80,7 @@ def traces() -> dict[str, object]:
         "services": [
             path.parent.name
             for path in Path("/proc").glob("[0-9]*/cmdline")
-            if b"fastload-lab" in path.read_bytes()
+            if f"/{NAME}/".encode() in path.read_bytes()
         ],
     }
 
@@ -111,7 +117,7 @@ def measured_rate(output: str) -> float:
 
 def fetch(num_bytes: int) -> list[str]:
     form = "%{http_code} %{speed_download}\n"
-    url = "http://fl-storage:8080/object.bin"
+    url = f"http://{STORAGE}:8080/object.bin"
     return ["curl", "-sf", "-r", f"0-{num_bytes - 1}", "-o", os.devnull, "-w", form, url]
 
 
@@ -124,7 +130,7 @@ def test_each_host_has_its_own_share_of_storage(payload: Path) -> None:
         lab("up", "2", "--host-rate", "1gbit", "--per-host-storage-rate", "80mbit")
         lab("put", str(payload), "object.bin")
         done = lab("run", "--plain", "--keep-logs", "--", *fetch(8 << 20))
-        logs = list(Path(os.environ.get("FASTLOAD_LAB_DIR", "/run/fastload-lab")).glob("logs/*/*"))
+        logs = list(STATE.glob("logs/*/*"))
         for output in (done.stdout, *(log.read_text() for log in logs)):
             expected = HEADERS_SHARE * PER_HOST_RATE
             assert measured_rate(output) == pytest.approx(expected, rel=0.1)
@@ -156,30 +162,31 @@ def test_run_gives_each_host_a_rank_a_name_and_a_way_to_the_others(two_hosts: Pa
         """)
     )
     done = lab("run", "--timeout", "40", "--", "python", str(script))
-    assert json.loads(done.stdout) == {"total": 2.0, "names": ["fl-host1", "fl-host2"]}
+    assert json.loads(done.stdout) == {"total": 2.0, "names": [HOST_1, HOST_2]}
 
 
 def test_bytes_counts_what_one_host_read(two_hosts: Path) -> None:
     before = json.loads(lab("bytes").stdout)
-    on("fl-host2", *fetch(OBJECT_BYTES))
+    on(HOST_2, *fetch(OBJECT_BYTES))
     after = json.loads(lab("bytes").stdout)
     sent = after["storage_tx"] - before["storage_tx"]
-    received = after["hosts"]["fl-host2"]["rx"] - before["hosts"]["fl-host2"]["rx"]
-    elsewhere = after["hosts"]["fl-host1"]["rx"] - before["hosts"]["fl-host1"]["rx"]
+    received = after["hosts"][HOST_2]["rx"] - before["hosts"][HOST_2]["rx"]
+    elsewhere = after["hosts"][HOST_1]["rx"] - before["hosts"][HOST_1]["rx"]
     assert OBJECT_BYTES < received <= sent < 1.02 * OBJECT_BYTES
     assert elsewhere < 10_000
 
 
 def test_shared_storage_link_is_capped(two_hosts: Path) -> None:
-    rate = measured_rate(on("fl-host1", *fetch(OBJECT_BYTES)).stdout)
+    rate = measured_rate(on(HOST_1, *fetch(OBJECT_BYTES)).stdout)
     assert rate == pytest.approx(HEADERS_SHARE * SHARED_RATE, rel=0.1)
 
 
 def test_s3_answers_ranges_with_the_right_bytes(two_hosts: Path) -> None:
-    url = "http://10.77.0.254:9000/lab/object.bin"
+    subnet = ord(LETTER) - ord("a") + 1 if LETTER else 0
+    url = f"http://10.77.{subnet}.254:9000/lab/object.bin"
     signed = ("--aws-sigv4", "aws:amz:us-east-1:s3", "--user", "labkey:labsecret")
     form = ("-w", "%{http_code}", "-o", str(two_hosts.parent / "part.bin"))
-    done = on("fl-host1", "curl", "-sf", *signed, *form, "-r", "1000-2999", url)
+    done = on(HOST_1, "curl", "-sf", *signed, *form, "-r", "1000-2999", url)
     assert done.stdout == "206"
     part = (two_hosts.parent / "part.bin").read_bytes()
     assert part == two_hosts.read_bytes()[1000:3000]
@@ -187,20 +194,20 @@ def test_s3_answers_ranges_with_the_right_bytes(two_hosts: Path) -> None:
 
 @pytest.mark.parametrize("option", [(), ("--storage",)])
 def test_cut_is_silent_and_heals(two_hosts: Path, option: tuple[str, ...]) -> None:
-    lab("cut", "fl-host1", *option)
-    assert reaches("fl-host1", "fl-storage") == TIMED_OUT
-    assert reaches("fl-host2", "fl-storage") == 0
-    peer = reaches("fl-host1", "fl-host2")  # nothing listens: refused if the way is open
+    lab("cut", HOST_1, *option)
+    assert reaches(HOST_1, STORAGE) == TIMED_OUT
+    assert reaches(HOST_2, STORAGE) == 0
+    peer = reaches(HOST_1, HOST_2)  # nothing listens: refused if the way is open
     assert peer == (7 if option else TIMED_OUT)
-    lab("heal", "fl-host1")
-    assert reaches("fl-host1", "fl-storage") == 0
+    lab("heal", HOST_1)
+    assert reaches(HOST_1, STORAGE) == 0
 
 
 def test_run_fails_with_the_failing_hosts_status_and_words(two_hosts: Path) -> None:
-    script = 'test "$(hostname)" = fl-host1 || { echo no luck >&2; exit 7; }'
+    script = f'test "$(hostname)" = {HOST_1} || {{ echo no luck >&2; exit 7; }}'
     done = lab("run", "--plain", "--", "sh", "-c", script, check=False)
     assert done.returncode == 7
-    assert "[fl-host2] no luck" in done.stderr
+    assert f"[{HOST_2}] no luck" in done.stderr
 
 
 def test_run_ends_everything_at_its_timeout(two_hosts: Path) -> None:
@@ -214,4 +221,18 @@ def test_second_up_is_refused(two_hosts: Path) -> None:
     done = lab("up", "2", check=False)
     assert done.returncode == 1
     assert "already" in done.stderr
-    assert reaches("fl-host1", "fl-storage") == 0
+    assert reaches(HOST_1, STORAGE) == 0
+
+
+def test_another_lab_beside_it_is_its_own(two_hosts: Path, tmp_path: Path) -> None:
+    letter = "y" if LETTER == "z" else "z"
+    other = {"FASTLOAD_LAB": letter, "FASTLOAD_LAB_DIR": str(tmp_path / "lab")}
+    try:
+        lab("up", "1", **other)
+        done = lab("run", "--plain", "--", "hostname", **other)
+        assert done.stdout == f"fl{letter}-host1\n"
+        assert reaches(HOST_1, STORAGE) == 0
+    finally:
+        lab("down", **other)
+    assert not (tmp_path / "lab").exists()
+    assert reaches(HOST_1, STORAGE) == 0

@@ -15,7 +15,7 @@ import pytest
 
 from fastload.memory import state_digest
 from tests.checkpoints import load_reference, write_sharded
-from tests.lab.test_lab import LAB, lab, why_not
+from tests.lab.test_lab import HOST_2, LAB, PREFIX, STORAGE, lab, why_not
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(150)]
 
@@ -66,7 +66,7 @@ def digest_of(checkpoint: Path) -> str:
 
 @pytest.mark.parametrize(
     ("url", "num_hosts"),
-    [("s3://lab/ckpt", 2), ("s3://lab/ckpt", 3), ("http://fl-storage:8080/ckpt", 3)],
+    [("s3://lab/ckpt", 2), ("s3://lab/ckpt", 3), (f"http://{STORAGE}:8080/ckpt", 3)],
     ids=["s3-2-hosts", "s3-3-hosts", "http-3-hosts"],
 )
 @pytest.mark.usefixtures("hosts")
@@ -80,7 +80,7 @@ def test_the_storage_link_carries_every_byte_once(checkpoint: Path, url: str, nu
     assert report["digests"] == [digest_of(checkpoint)] * num_hosts
     assert report["read_amplification"] == 1.0
     assert (storage_bytes() - before) / report["bytes_wanted"] < 1.02
-    assert [own["host"] for own in report["ranks"]] == [f"fl-host{n + 1}" for n in range(num_hosts)]
+    assert [own["host"] for own in report["ranks"]] == [f"{PREFIX}host{n + 1}" for n in range(num_hosts)]
 
 
 @pytest.mark.usefixtures("hosts")
@@ -104,11 +104,11 @@ def test_a_host_is_cut_off_while_data_moves(checkpoint: Path, tmp_path: Path, ho
         while not (tmp_path / "1.started").exists():
             assert time.monotonic() < deadline, job.communicate(timeout=5)
             time.sleep(0.02)
-        lab("cut", "fl-host2", *(["--storage"] if how == "storage" else []))
+        lab("cut", HOST_2, *(["--storage"] if how == "storage" else []))
         ends = results(tmp_path, [0, 1, 2] if how == "storage" else [0, 2])
     finally:
         job.terminate()
-        lab("heal", "fl-host2")
+        lab("heal", HOST_2)
         job.communicate(timeout=30)
     if how == "all":
         assert ends == [{"error": "PeerError", "failures": [1]}] * 2

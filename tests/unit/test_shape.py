@@ -13,8 +13,8 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 
 MAX_LINES = 400
 # What may name them (an import for type checkers only is free: it does not happen).
-DISTRIBUTED = {"group.py", "world.py", "loading/exchange.py"}
-ENVIRONMENT = {"group.py", "options.py"}
+DISTRIBUTED = {"agreement.py", "world.py", "loading/exchange.py"}
+ENVIRONMENT = {"launch.py", "options.py", "world.py"}
 FILES = {"storage/local.py", "storage/local_target.py", "storage/owner.py", "storage/staging.py"}
 PURE = {
     "cadence.py",

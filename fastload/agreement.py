@@ -1,0 +1,310 @@
+"""Ranks and their agreement: who is here, what they agree on, and how they learn of a failure.
+
+Everything here goes through the rendezvous store of torch.distributed, not through collectives: a
+store can say which rank is missing, works the same under every backend, and stays usable when a
+peer has died in the middle of a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from fastload.errors import (
+    FastloadError,
+    Interrupted,
+    PeerError,
+    PlanMismatch,
+    blames_checkpoint,
+    from_wire,
+    to_wire,
+)
+from fastload.rendezvous import Rendezvous
+
+__all__ = ["Outcome", "World", "require_same"]
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_ALARM_PERIOD_S = 0.2
+_PULSE_PERIOD_S = 1.0
+_MIN_GRACE_S = 0.5
+_MAX_GRACE_S = 5.0
+_ERROR_BYTES = 2 << 20  # of all ranks together, which one value has to hold
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one rank brought to an agreement: a value, or the error that stopped it."""
+
+    host: str
+    value: Any
+    error: dict[str, Any] | None
+
+
+class World:
+    """The ranks that load together, seen from one of them. One process alone is a world of 1.
+
+    All members make the same calls in the same order, as with collectives.
+
+    Attributes:
+        rank: This process's rank in the group.
+        size: Number of ranks in the group.
+        host: Name of this host.
+        group: The caller's process group, or None for a world of 1.
+        store: A corner of the rendezvous store that is this world's own, or None for a world of 1.
+        timeout_s: Longest wait without progress, in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        group: dist.ProcessGroup | None,
+        store: dist.Store | None,
+        timeout_s: float,
+        rendezvous: Rendezvous | None = None,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.host = socket.gethostname()
+        self.group = group
+        self.store = store
+        self.timeout_s = timeout_s
+        self._hosts = {rank: self.host}
+        self._step = 0
+        self._rendezvous = rendezvous
+        self._next_alarm_check = 0.0
+        self._alarmed = False
+        self._moved = False
+        self._next_pulse = 0.0
+
+    @property
+    def grace_s(self) -> float:
+        """How long, after a failure, the others get to say what they know."""
+        return min(_MAX_GRACE_S, max(0.25 * self.timeout_s, min(0.5 * self.timeout_s, _MIN_GRACE_S)))
+
+    @property
+    def patience_s(self) -> float:
+        """Longest wait inside a step, such that wait and grace together end within `timeout_s`."""
+        return self.timeout_s - self.grace_s
+
+    # Agreement
+
+    def gather(
+        self, what: str, value: Any = None, error: BaseException | None = None, *, wait_s: float
+    ) -> list[Outcome]:
+        """Collects one JSON value, or one error, from every rank; all ranks return the same list.
+
+        Args:
+            what: Name of the step, for messages.
+            value: What this rank brings.
+            error: What stopped this rank, instead of a value.
+            wait_s: How long to wait for the others. A rank that has not answered by then is given a
+                `DeadlineExceeded` as its error.
+        """
+        if self._rendezvous is None:
+            return [Outcome(self.host, value, to_wire(error) if error is not None else None)]
+        step, self._step = self._step, self._step + 1
+        mine = self._answer(value, error)
+        answers = self._rendezvous.collect(what, step, mine, wait_s=wait_s, grace_s=self.grace_s)
+        outcomes = [Outcome(**answer) for answer in answers]
+        self._hosts.update({rank: outcome.host for rank, outcome in enumerate(outcomes) if outcome.host})
+        return outcomes
+
+    def agree(self, what: str, work: Callable[[], T]) -> list[T]:
+        """Does work on every rank and returns what each of them made of it, or raises on all ranks.
+
+        Args:
+            what: Name of the step, for messages.
+            work: Returns a JSON value; an exception it raises is raised on all ranks.
+
+        Raises:
+            FastloadError: Work failed on a rank (see `raise_failures`), or a rank did not answer.
+        """
+        value, error = None, None
+        try:
+            value = work()
+        except Exception as caught:
+            error = caught
+        try:
+            outcomes = self.gather(what, value, error, wait_s=self.patience_s)
+            self.raise_failures(what, outcomes, error)
+        finally:
+            error = None  # else error → traceback → frame → error would keep all their memory alive
+        return [outcome.value for outcome in outcomes]
+
+    def share(self, what: str, source: int, make: Callable[[], bytes]) -> bytes:
+        """Makes bytes on one rank and returns them on all.
+
+        Raises:
+            CheckpointError: Making them raised it; the same on all ranks.
+            PeerError: Making them raised something else, or a rank did not answer.
+        """
+        if (rendezvous := self._rendezvous) is None:
+            return make()
+        step = self._step
+
+        def publish() -> int:
+            if self.rank != source:
+                return 0
+            return rendezvous.put_bytes(what, step, make(), limit_s=self.patience_s)
+
+        pieces = self.agree(what, publish)[source]
+        return rendezvous.get_bytes(what, step, pieces, limit_s=self.patience_s)
+
+    def deliver(self, what: str, data: bytes, to: int) -> list[bytes]:
+        """Hands bytes to one rank; each rank names whom its own are for.
+
+        Returns:
+            What was for this rank, by rank of origin; nothing if it was for others.
+
+        Raises:
+            PeerError: A rank did not answer.
+        """
+        if (rendezvous := self._rendezvous) is None:
+            return [data]
+        place = f"{self._step}/for"
+
+        def leave() -> int:
+            rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.patience_s)
+            return to
+
+        senders = [rank for rank, receiver in enumerate(self.agree(what, leave)) if receiver == self.rank]
+        parts = [rendezvous.take(what, f"{place}/{rank}", limit_s=self.patience_s) for rank in senders]
+        assert None not in parts  # all have said that they have left theirs
+        return [part for part in parts if part is not None]
+
+    def clock_offset_s(self, hosts: Sequence[str]) -> float | None:
+        """Returns what takes this rank's `time.perf_counter` to rank 0's; None if that cannot be said.
+
+        Args:
+            hosts: Host of each rank; on one host all clocks are the same.
+        """
+        if self._rendezvous is None or len(set(hosts)) == 1:
+            return 0.0
+        step, self._step = self._step, self._step + 1
+        leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
+        return self._rendezvous.compare_clocks(
+            "comparing clocks", step, leaders, hosts.index(hosts[self.rank]), limit_s=self.patience_s
+        )
+
+    def leave_bytes(self, what: str, place: str, data: bytes) -> None:
+        """Leaves bytes for another rank, which takes them with `take_bytes`, from the same place, once."""
+        if self._rendezvous is not None:
+            self._rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.grace_s)
+
+    def take_bytes(self, what: str, place: str, rank: int) -> bytes | None:
+        """Returns what a rank has left; None if it has left nothing."""
+        if self._rendezvous is None:
+            return None
+        return self._rendezvous.take(what, f"{place}/{rank}", limit_s=self.grace_s)
+
+    def raise_failures(self, what: str, outcomes: list[Outcome], own: BaseException | None = None) -> None:
+        """Raises on every rank if an outcome is an error.
+
+        The same fastload error on all ranks is raised as itself. If nothing failed but the checkpoint, which
+        is bad whoever reads it, all ranks raise what the first rank that noticed raised. Otherwise all
+        ranks raise one `PeerError` with each failing rank's cause.
+        """
+        failures = {rank: from_wire(o.error) for rank, o in enumerate(outcomes) if o.error is not None}
+        if not failures:
+            return
+        causes_only = {rank: e for rank, e in failures.items() if not isinstance(e, Interrupted)}
+        failures = causes_only or failures
+        source = min(failures)
+        first = failures[source]
+        same = len({(type(error), str(error)) for error in failures.values()}) == 1
+        everywhere = same and len(failures) == self.size
+        if (everywhere and (isinstance(first, FastloadError) or self.size == 1)) or all(
+            map(blames_checkpoint, failures.values())
+        ):
+            try:
+                raise own if own is not None and (everywhere or self.rank == source) else first
+            finally:
+                # Else error → traceback → frame → error would keep all their memory alive.
+                del own, first
+                failures.clear()
+        causes = "; ".join(f"{self._label(rank)}: {_described(error)}" for rank, error in failures.items())
+        raise PeerError(
+            f"{what} failed on {len(failures)} of {self.size} ranks "
+            f"(this is {self._label(self.rank)}): {causes}",
+            failures,
+        ) from own
+
+    def corner(self, name: str) -> dist.Store:
+        """Returns a part of the store that nothing has written to; another one after each agreement."""
+        assert self.store is not None
+        return dist.PrefixStore(f"{name}/{self._step}", self.store)
+
+    # Failures outside of an agreement
+
+    def raise_alarm(self) -> None:
+        """Tells the other ranks, wherever they are, that this one has failed."""
+        self._alarmed = True
+        if self._rendezvous is not None:
+            self._rendezvous.tell({"alarm": str(self.rank)}, limit_s=self.grace_s)
+
+    def leave(self, error: BaseException) -> None:
+        """Answers whatever comes next with an error, since this rank will not be there; never raises."""
+        self._alarmed = True
+        if self._rendezvous is not None:
+            answer = self._answer(None, error)
+            steps = {f"{step}/{self.rank}": answer for step in (self._step, self._step + 1)}
+            self._rendezvous.tell({**steps, "alarm": str(self.rank)}, limit_s=self.grace_s)
+
+    def moved(self) -> None:
+        """Notes that this rank gets on; the others learn of it with the next look for an alarm."""
+        self._moved = True
+
+    def alarmed(self) -> bool:
+        """Whether some rank has failed. Cheap: asks the store a few times a second at most."""
+        if self._rendezvous is None or self._alarmed:
+            return self._alarmed
+        now = time.monotonic()
+        if now >= self._next_alarm_check:
+            self._next_alarm_check = now + min(_ALARM_PERIOD_S, self.grace_s / 4)
+            alive = self._moved and now >= self._next_pulse
+            if alive:
+                self._moved, self._next_pulse = False, now + min(_PULSE_PERIOD_S, self.grace_s / 4)
+            self._alarmed = self._rendezvous.watch("alarm", alive=alive, limit_s=self.patience_s)
+        return self._alarmed
+
+    # Inside
+
+    def _answer(self, value: Any, error: BaseException | None) -> str:
+        wire = to_wire(error, _ERROR_BYTES // self.size) if error is not None else None
+        return json.dumps({"host": self.host, "value": value, "error": wire})
+
+    def _label(self, rank: int) -> str:
+        return f"rank {rank} on {self._hosts[rank]}" if rank in self._hosts else f"rank {rank}"
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def require_same(asked: Sequence[Mapping[str, Any]]) -> None:
+    """Checks that all ranks asked for the same.
+
+    Raises:
+        PlanMismatch: They did not; it names what differs and on which ranks.
+    """
+    lines = []
+    for name, first in asked[0].items():
+        others = [
+            f"rank {rank} {ask.get(name)!r}" for rank, ask in enumerate(asked) if ask.get(name) != first
+        ]
+        if others:
+            more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+            lines.append(f"{name}: rank 0 {first!r}, {', '.join(others[:4])}{more}")
+    if lines:
+        raise PlanMismatch("the ranks did not ask for the same: " + "; ".join(lines))

@@ -1,0 +1,176 @@
+"""What the launcher says about this process: its rank, how many there are, and where they meet.
+
+torchrun sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
+``MASTER_PORT``. srun alone sets ``SLURM_*``, where the meeting point has to be derived. Under torchrun
+inside of srun, torchrun's word holds: it has started the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from fastload.errors import WorldError
+
+__all__ = ["Launch", "from_env"]
+
+# Below the ports that Linux gives to outgoing connections (32768 and up), above those of services.
+_FIRST_PORT = 20000
+_NUM_PORTS = 10000
+_STEPS_APART = 16  # ports from one job to the next
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """This process's place in its job.
+
+    Attributes:
+        rank: This process's rank.
+        world_size: Number of ranks of the job.
+        local_rank: This process's rank among those of its host.
+        num_local_ranks: Number of ranks on this host, or None where the launcher does not say.
+        master_addr: Name or address of the host where the ranks meet; empty without a launcher.
+        master_port: The port there; 0 without a launcher.
+        launcher: ``torchrun`` (or whatever else sets ``RANK`` and ``WORLD_SIZE``), ``srun`` or ``none``.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    num_local_ranks: int | None
+    master_addr: str
+    master_port: int
+    launcher: Literal["torchrun", "srun", "none"]
+
+    @property
+    def init_method(self) -> str:
+        """Where the ranks meet, as ``torch.distributed.init_process_group`` takes it."""
+        host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
+        return f"tcp://{host}:{self.master_port}"
+
+
+def from_env() -> Launch:
+    """Reads what torchrun, or srun alone, has set in the environment of this process.
+
+    ``MASTER_ADDR`` and ``MASTER_PORT`` beat what is derived from Slurm's list of nodes and job number.
+
+    Returns:
+        This process's place. Without a launcher it is a world of 1; so it is in a batch script, outside
+        of srun, whatever the number of tasks of the job.
+
+    Raises:
+        WorldError: A variable is missing, has a value that cannot be, or contradicts another.
+    """
+    if _get("RANK") or _get("WORLD_SIZE"):
+        return _from_torchrun()
+    if _get("SLURM_STEP_ID") and _get("SLURM_PROCID"):
+        return _from_srun()
+    return Launch(0, 1, 0, None, "", 0, "none")
+
+
+def _from_torchrun() -> Launch:
+    _require("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    rank, size = _number("RANK"), _number("WORLD_SIZE", least=1)
+    _check_below("RANK", rank, "WORLD_SIZE", size)
+    # Operators that start one process on each host set no local variables.
+    local_rank = _number("LOCAL_RANK") if _get("LOCAL_RANK") else 0
+    num_local = _number("LOCAL_WORLD_SIZE", least=1) if _get("LOCAL_WORLD_SIZE") else None
+    if num_local is not None:
+        _check_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", num_local)
+        if num_local > size:
+            raise WorldError(f"LOCAL_WORLD_SIZE={num_local} contradicts WORLD_SIZE={size}: it is above")
+    return Launch(
+        rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        num_local_ranks=num_local,
+        master_addr=_get("MASTER_ADDR"),
+        master_port=_port("MASTER_PORT"),
+        launcher="torchrun",
+    )
+
+
+def _from_srun() -> Launch:
+    # The job's number of tasks need not be that of the step.
+    counted = "SLURM_STEP_NUM_TASKS" if _get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    _require("SLURM_PROCID", counted, "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID")
+    rank, size, node = _number("SLURM_PROCID"), _number(counted, least=1), _number("SLURM_NODEID")
+    _check_below("SLURM_PROCID", rank, counted, size)
+    local_rank, num_local = _number("SLURM_LOCALID"), _tasks_of(node)
+    if num_local is not None:
+        _check_below("SLURM_LOCALID", local_rank, f"SLURM_STEP_TASKS_PER_NODE on node {node}", num_local)
+    address = _get("MASTER_ADDR")
+    if not address and rank == 0 and node != 0:
+        raise WorldError(
+            f"SLURM_PROCID=0 has SLURM_NODEID={node}: rank 0 is not on the first node, where the ranks would "
+            "look for it; set MASTER_ADDR to the node of rank 0"
+        )
+    return Launch(
+        rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        num_local_ranks=num_local,
+        master_addr=address or _first_host(),
+        master_port=_port("MASTER_PORT") if _get("MASTER_PORT") else _derived_port(),
+        launcher="srun",
+    )
+
+
+def _first_host() -> str:
+    """The first name of a list such as ``rack[2-3]-[07,09],login``; Slurm puts rank 0 there."""
+    nodes = _get("SLURM_STEP_NODELIST") or _get("SLURM_JOB_NODELIST")
+    match = re.match(r"(?:[^\[\],]|\[[^\[\]]+\])+", nodes)
+    if match is None:
+        raise WorldError(
+            f"SLURM_STEP_NODELIST={nodes!r} names no host where the ranks could meet: set MASTER_ADDR"
+        )
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", match[0])
+
+
+def _derived_port() -> int:
+    """The same on all ranks, and another for jobs, and for steps of a job, that may run side by side."""
+    return _FIRST_PORT + (_STEPS_APART * _number("SLURM_JOB_ID") + _number("SLURM_STEP_ID")) % _NUM_PORTS
+
+
+def _tasks_of(node: int) -> int | None:
+    """The number of tasks on a node, from a list such as ``4(x2),3``: two nodes of 4, one of 3."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", _get("SLURM_STEP_TASKS_PER_NODE")):
+        counts += [int(count)] * int(times or 1)
+    return counts[node] if node < len(counts) else None
+
+
+def _get(name: str) -> str:
+    """A variable's text; one that is set to nothing counts as not set."""
+    return os.environ.get(name, "").strip()
+
+
+def _require(*names: str) -> None:
+    missing = [name for name in names if not _get(name)]
+    if missing:
+        there = ", ".join(f"{name}={_get(name)}" for name in names if _get(name))
+        raise WorldError(
+            f"{', '.join(missing)} not set, but {there}: torchrun sets all of RANK, WORLD_SIZE, LOCAL_RANK, "
+            "MASTER_ADDR and MASTER_PORT, srun all of SLURM_*"
+        )
+
+
+def _number(name: str, *, least: int = 0) -> int:
+    text = _get(name)
+    if not re.fullmatch(r"\d{1,18}", text) or int(text) < least:
+        raise WorldError(f"{name}={text!r}: must be a whole number of at least {least}")
+    return int(text)
+
+
+def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
+    if value >= limit:
+        raise WorldError(f"{name}={value} contradicts {limit_name}={limit}: it must be below")
+
+
+def _port(name: str) -> int:
+    port = _number(name, least=1)
+    if port > 65535:
+        raise WorldError(f"{name}={port}: must be a port, 1 to 65535")
+    return port

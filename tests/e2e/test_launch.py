@@ -1,0 +1,92 @@
+"""A job on this machine, started by launch/torchrun_single.sh, and by what srun would set."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastload.memory import state_digest
+from tests.checkpoints import load_reference, write_file
+
+_ROOT = Path(__file__).resolve().parents[2]
+_LAUNCHER = re.compile(r"RANK|LOCAL_RANK|WORLD_SIZE|MASTER_\w+|SLURM_\w+|FASTLOAD_\w+")
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> list[str]:
+    path = tmp_path / "model.safetensors"
+    write_file(path, [("a", "F32", (1000, 300)), ("b", "I64", (7,))])
+    return ["-m", "fastload", "load", str(path), "--json", "--digest"]
+
+
+def start(*command: str, **environment: str) -> subprocess.Popen[str]:
+    clean = {name: text for name, text in os.environ.items() if not _LAUNCHER.fullmatch(name)}
+    path = os.pathsep.join([f"{sys.prefix}/bin", clean["PATH"]])
+    clean |= {"PATH": path, "PYTHONPATH": str(_ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=clean | environment, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def report_of(job: subprocess.Popen[str]) -> dict[str, Any]:
+    out, err = job.communicate(timeout=100)
+    assert job.returncode == 0, err
+    report: dict[str, Any] = json.loads(out)
+    return report
+
+
+def digests(load: list[str], num_ranks: int) -> list[str]:
+    return [state_digest(load_reference(Path(load[3])))] * num_ranks
+
+
+def test_torchrun_single(load: list[str]) -> None:
+    job = start("launch/torchrun_single.sh", *load, RANKS_PER_NODE="2")
+    assert report_of(job)["digests"] == digests(load, 2)
+
+
+def test_srun_alone(load: list[str]) -> None:
+    job_id = str(os.getpid())  # the port follows from it
+    step = {"SLURM_JOB_ID": job_id, "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
+    step |= {"SLURM_NTASKS": "2", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    ranks = [start(sys.executable, *load, **step, SLURM_PROCID=n, SLURM_LOCALID=n) for n in "01"]
+    try:
+        assert report_of(ranks[0])["digests"] == digests(load, 2)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def test_an_environment_that_cannot_be_is_one_line(load: list[str]) -> None:
+    job = start(sys.executable, *load, RANK="2", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
+    out, err = job.communicate(timeout=60)
+    assert (job.returncode, out) == (1, "")
+    assert err == "fastload: WorldError: RANK=2 contradicts WORLD_SIZE=2: it must be below\n"
+
+
+def test_a_port_in_use_is_named(load: list[str]) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        job = start(
+            sys.executable, *load, RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port
+        )
+        _, err = job.communicate(timeout=60)
+    assert job.returncode == 1
+    assert f"WorldError: rank 0 of 2 did not meet the others at localhost:{port}: The server socket" in err
+    assert "EADDRINUSE" in err
+
+
+def test_torchrun_multi_says_how_it_is_used() -> None:
+    job = start("launch/torchrun_multi.sh", "host", "29400")
+    _, err = job.communicate(timeout=10)
+    assert (job.returncode, err) == (2, "usage: torchrun_multi.sh HOST PORT NODES [PROGRAM ARGS...]\n")

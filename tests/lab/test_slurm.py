@@ -1,0 +1,229 @@
+"""The launchers of launch/ as they are shipped, most of them on a real Slurm: loads, stops, returns."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fastload.memory import state_digest
+from tests.checkpoints import load_reference, write_sharded
+from tests.lab.test_lab import HOST_1, LAB, NAME, PREFIX, lab, why_not
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(120)]
+
+_ROOT = Path(__file__).resolve().parents[2]
+_TRAPPER = Path(__file__).with_name("trapper.py")
+_NUM_NODES = 4
+_JOB_DEADLINE_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "ckpt"
+    rows = [(f"layer.{number}.weight", "F32", (1000, 1000 + number)) for number in range(12)]
+    write_sharded(folder, {"a.safetensors": rows[:7], "b.safetensors": rows[7:]}, index=True)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster(checkpoint: Path) -> Iterator[None]:
+    path = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
+    tools = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+    if reason := why_not():
+        pytest.skip(reason)
+    if missing := [tool for tool in tools if shutil.which(tool, path=path) is None]:
+        pytest.skip(f"Slurm lacks {', '.join(missing)}; run scripts/lab/setup")
+    try:
+        lab("up", str(_NUM_NODES))
+        lab("put", str(checkpoint), "ckpt")
+        lab("slurm_up", str(_NUM_NODES))
+        yield
+        slurm("sbatch", "--nodes=2", "--output=/dev/null", "--wrap=srun sleep 4321")
+        deadline = time.monotonic() + 20
+        while f"{shutil.which('sleep')} 4321" not in command_lines():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        lab("slurm_down")
+        assert lab("run", "--plain", "--", "true").returncode == 0, "the lab outlives Slurm"
+        assert not Path(f"/run/{NAME}/slurm").exists()
+        assert remains() == []
+    finally:
+        lab("down")
+
+
+def command_lines() -> list[str]:
+    lines = [path.read_bytes().split(b"\0") for path in Path("/proc").glob("[0-9]*/cmdline")]
+    return [b" ".join(words).decode(errors="replace").strip() for words in lines]
+
+
+def remains() -> list[str]:
+    """Command lines of what Slurm in this lab is made of, and of the job that was there at its end."""
+    ours = ("slurmstepd", "sleep 4321", f"/{NAME}/slurm/")
+    return [line for line in command_lines() if any(part in line for part in ours)]
+
+
+def slurm(*command: str, cwd: Path = _ROOT, **environment: str) -> str:
+    done = subprocess.run(
+        [str(LAB / "slurm"), "--", *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+        cwd=cwd,
+        env=os.environ | {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(_ROOT)} | environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+class Job:
+    """A template that was submitted, with what a site sets: the shape of the job and the interface."""
+
+    def __init__(
+        self,
+        template: str,
+        program: list[str],
+        *,
+        nodes: int,
+        ranks_per_node: int,
+        folder: Path,
+        **environment: str,
+    ) -> None:
+        path = str(_ROOT / "launch" / f"slurm_{template}.sbatch")
+        shape = [f"--nodes={nodes}", "--time=5"]
+        site = {"INTERFACE": "eth0"}
+        if template == "torchrun":
+            site["RANKS_PER_NODE"] = str(ranks_per_node)
+        else:
+            shape.append(f"--ntasks-per-node={ranks_per_node}")
+        command = ("sbatch", "--parsable", *shape, path, *program)
+        self.id = slurm(*command, cwd=folder, **site, **environment).strip()
+        self._output = folder / f"train-{self.id}.out"
+
+    def output(self) -> str:
+        return self._output.read_text(errors="replace") if self._output.exists() else ""
+
+    def fact(self, name: str) -> str:
+        """A value that Slurm gives for the job, such as its JobState."""
+        shown = slurm("scontrol", "--oneliner", "show", "job", self.id)
+        match = re.search(rf"\b{name}=(\S+)", shown)
+        assert match is not None, shown
+        return match[1]
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _JOB_DEADLINE_S
+        while not happened():
+            state = self.fact("JobState")
+            alive = time.monotonic() < deadline and state in ("PENDING", "RUNNING", "COMPLETING", "COMPLETED")
+            assert alive, f"the job is {state}:\n{self.output()}"
+            time.sleep(0.2)
+
+    def is_over(self) -> bool:
+        return self.fact("JobState") == "COMPLETED"
+
+
+def storage_bytes() -> int:
+    sent: int = json.loads(lab("bytes").stdout)["storage_tx"]
+    return sent
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize("template", ["torchrun", "srun"])
+def test_a_template_loads_and_storage_is_read_once(
+    template: str, nodes: int, ranks_per_node: int, checkpoint: Path, tmp_path: Path
+) -> None:
+    program = ["-m", "fastload", "load", "s3://lab/ckpt", "--json", "--digest"]
+    before = storage_bytes()
+    job = Job(template, program, nodes=nodes, ranks_per_node=ranks_per_node, folder=tmp_path)
+    job.until(job.is_over)
+    reports = [line for line in job.output().splitlines() if line.startswith('{"url"')]
+    assert len(reports) == 1, job.output()
+    report = json.loads(reports[0])
+    num_ranks = nodes * ranks_per_node
+    assert report["digests"] == [state_digest(load_reference(checkpoint))] * num_ranks
+    assert report["read_amplification"] == 1.0
+    assert (storage_bytes() - before) / report["bytes_wanted"] < 1.02
+    hosts = Counter(own["host"] for own in report["ranks"])
+    assert hosts == {f"{PREFIX}host{n + 1}": ranks_per_node for n in range(nodes)}
+
+
+# What stops a job, and what the program learns of it.
+_STOPS = {
+    "time-limit": "SIGUSR1",  # Slurm's signal to the batch shell, as --signal asks for it
+    "at-start": "SIGUSR1",  # the same, before the program listens
+    "requeue": "SIGTERM",
+    "preemption": "SIGTERM",  # with a grace time, of a job in a partition of lower priority
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "how"),
+    [("torchrun", "time-limit"), ("torchrun", "preemption"), ("srun", "at-start"), ("srun", "requeue")],
+)
+def test_a_job_that_is_stopped_saves_and_comes_back(template: str, how: str, tmp_path: Path) -> None:
+    # It is deaf for 3 s, and is told 5 s later again: it has to run for longer.
+    num_steps, deaf = (60, {"TRAPPER_STARTS_S": "3"}) if how == "at-start" else (40, {})
+    program = [str(_TRAPPER), str(tmp_path), str(num_steps)]
+    job = Job(template, program, nodes=2, ranks_per_node=1, folder=tmp_path, **deaf)
+    logs = [tmp_path / f"{rank}.log" for rank in range(2)]
+    if how == "at-start":
+        job.until(lambda: f"{job.id}.0" in slurm("squeue", "--steps", "--noheader", "--format=%i"))
+        time.sleep(0.5)
+        assert not any(log.exists() for log in logs)
+    else:
+        job.until(lambda: all(log.exists() and "\n5\n" in log.read_text() for log in logs))
+    if how == "requeue":
+        slurm("scontrol", "requeue", job.id)
+    elif how == "preemption":
+        slurm("sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=true")
+    else:
+        slurm("scancel", "--batch", "--signal=USR1", job.id)
+    job.until(lambda: job.is_over() and all((tmp_path / f"{rank}.saved").exists() for rank in range(2)))
+    assert job.fact("Restarts") == "1"
+    for log in logs:
+        lines = log.read_text().splitlines()
+        stops = [line for line in lines if line.startswith("ends")]
+        assert stops == [stops[0], f"ends at {num_steps}, told []"]
+        assert stops[0].endswith(f"told ['{_STOPS[how]}']")
+        assert [int(line) for line in lines if line.isdecimal()] == list(range(1, num_steps + 1))
+    if how != "requeue":  # there Slurm itself puts it back
+        assert "stopped (the step ended with 0); back into the queue" in job.output()
+
+
+@pytest.mark.parametrize("template", ["torchrun", "srun", "container"])
+def test_slurm_would_take_the_template_as_it_is(template: str) -> None:
+    path = _ROOT / "launch" / f"slurm_{template}.sbatch"
+    said = slurm("sbatch", "--test-only", str(path))
+    assert re.search(rf"Job \d+ to start at .* on nodes {HOST_1[:-1]}\[1-2\] in partition batch", said)
+
+
+def test_a_program_that_fails_ends_the_job(tmp_path: Path) -> None:
+    job = Job("srun", ["-c", "raise SystemExit(3)"], nodes=1, ranks_per_node=1, folder=tmp_path)
+    with pytest.raises(AssertionError, match="the job is FAILED"):
+        job.until(job.is_over)
+    assert job.fact("ExitCode") == "3:0"
+
+
+def test_torchrun_multi_starts_all_ranks_anew_when_one_is_killed(tmp_path: Path) -> None:
+    site = 'INTERFACE=eth0 RANKS_PER_NODE=1 LOCAL_ADDR=$(hostname) exec "$@"'
+    job = [str(_ROOT / "launch" / "torchrun_multi.sh"), HOST_1, "29400", "2"]
+    job += [str(_TRAPPER), str(tmp_path), "40", "1"]
+    lab("run", "--plain", "--hosts", "2", "--timeout", "45", "--", "bash", "-c", site, "bash", *job)
+    logs = [(tmp_path / f"{rank}.log").read_text().splitlines() for rank in range(2)]
+    begins = [[line for line in lines if line.startswith("begins")] for lines in logs]
+    told = [[line for line in lines if line.endswith("told ['SIGTERM']")] for lines in logs]
+    # The rank that was killed has saved nothing; torchrun tells the other to end, which saves.
+    assert begins[1] == ["begins at 0", "begins at 0"]
+    assert told[1] == []
+    assert begins[0] == ["begins at 0", told[0][0].replace("ends", "begins").partition(",")[0]]
+    assert [lines[-1] for lines in logs] == ["ends at 40, told []"] * 2
