@@ -99,7 +99,7 @@ class Checkpoint:
         if self._options.on_report is not None and self.report is not None:
             self._options.on_report(self.report)
         tensors = job.matched.tensors()
-        whole = names is None and into is None and self.manifest.block_bytes
+        whole = names is None and into is None and self.manifest.structure is not None
         return rebuild(self.manifest.structure, tensors) if whole else tensors
 
     def verify(self) -> VerifyReport:

@@ -46,7 +46,9 @@ def allocate_staging(nbytes: int, *, pinned: bool) -> Tensor:
     if pinned:
         return allocate((nbytes,), torch.uint8, torch.device("cpu"), pinned=True)
     try:
-        pages = mmap.mmap(-1, max(nbytes, PAGE_BYTES))
+        # Private: what could be shared with a fork gets no huge pages.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        pages = mmap.mmap(-1, max(nbytes, PAGE_BYTES), flags=flags)
     except (OSError, OverflowError) as error:
         raise MemoryError(f"cannot stage {nbytes} bytes: {error}") from None
     if nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):

@@ -11,13 +11,14 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from fastload.errors import DeadlineExceeded
+from fastload.errors import DeadlineExceeded, Interrupted
 
 __all__ = ["Workers", "background", "each", "within"]
 
 T = TypeVar("T")
 
 _LEAVING_S = 1.0
+_TICK_S = 0.05
 _threads: WeakSet[threading.Thread] = WeakSet()
 
 
@@ -84,7 +85,14 @@ class Workers:
             del call, future  # a thread that waits for more keeps no memory
 
 
-def within(limit_s: float, what: str, call: Callable[[], T], *, since: Callable[[], float] = float) -> T:
+def within(
+    limit_s: float,
+    what: str,
+    call: Callable[[], T],
+    *,
+    since: Callable[[], float] = float,
+    give_up: Callable[[], bool] | None = None,
+) -> T:
     """Returns what a call returns or raises, unless that takes too long.
 
     The call runs in a thread of its own, and is left behind there if it takes too long: nothing can
@@ -95,9 +103,11 @@ def within(limit_s: float, what: str, call: Callable[[], T], *, since: Callable[
         what: What is called, for the message.
         call: The call.
         since: Returns the `time.monotonic` from which the limit counts, if that is after the beginning.
+        give_up: Asked again and again; True ends the wait.
 
     Raises:
         DeadlineExceeded: It took too long.
+        Interrupted: `give_up` said so.
     """
     values: list[T] = []
     errors: list[BaseException] = []
@@ -115,7 +125,10 @@ def within(limit_s: float, what: str, call: Callable[[], T], *, since: Callable[
 
     began = time.monotonic()
     background(run, "fastload-call").start()
-    while not ended.wait(max(0.0, left_s())):
+    longest_s = limit_s if give_up is None else _TICK_S
+    while not ended.wait(min(longest_s, max(0.0, left_s()))):
+        if give_up is not None and give_up():
+            raise Interrupted(f"{what}: another rank failed")
         if left_s() <= 0:
             raise DeadlineExceeded(f"{what} did not end within {limit_s:.1f} s")
     if errors:

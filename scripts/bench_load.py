@@ -2,6 +2,7 @@
 
     python scripts/bench_load.py throttled --ranks 4 --size 512MiB --rate 150MB/s
     python scripts/bench_load.py warm
+    python scripts/bench_load.py cold --ranks 4 --size 1GiB --repeats 5
     python scripts/bench_load.py memory
     python scripts/bench_load.py plan
 
@@ -30,9 +31,9 @@ import click
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from bench_parts import baselines
+from bench_parts import baselines, cold
 from bench_parts.planning import measure_plan
-from bench_parts.tables import FLOOR, print_arms, print_stages, print_table
+from bench_parts.tables import FLOOR, print_arms, print_cold, print_stages, print_table
 from bench_parts.throttled_storage import Link, ThrottledFiles
 from fsspec.implementations.local import LocalFileSystem
 from rich.table import Table
@@ -111,6 +112,28 @@ def warm(ranks: int, size: int, repeats: int, arms: str, json_path: str | None) 
         digest = make_checkpoint(Path(folder, "checkpoint"), size)
         rows = run_on_ranks(ranks, folder, part="warm", digest=digest, repeats=repeats, arms=arms)
     print_arms(rows, f"{size / MIB:.0f} MiB, local and warm, to {ranks} ranks of one host")
+    print_stages(rows)
+    write_json(json_path, rows)
+
+
+@main.command("cold")
+@ranks_option
+@click.option("--size", type=Bytes(), default="1GiB", show_default=True, help="Of the checkpoint.")
+@click.option("--repeats", default=5, show_default=True, help="Runs of each arm.")
+@click.option("--folder", default=None, help="Where to put the checkpoint: a folder on the disk to measure.")
+@arms_option
+@json_option
+def cold_files(
+    ranks: int, size: int, repeats: int, folder: str | None, arms: str, json_path: str | None
+) -> None:
+    """Load local files that are not in the page cache, which is emptied before every run (root only)."""
+    with tempfile.TemporaryDirectory(prefix="bench-load-", dir=folder) as place:
+        checkpoint = Path(place, "checkpoint")
+        checkpoint.mkdir()
+        digest = make_checkpoint(checkpoint / "safetensors", size)
+        cold.prepare(checkpoint)
+        rows = run_on_ranks(ranks, place, part="cold", digest=digest, repeats=repeats, arms=arms)
+    print_cold(rows, f"{size / MIB:.0f} MiB, local and cold, to {ranks} ranks of one host")
     print_stages(rows)
     write_json(json_path, rows)
 
@@ -205,7 +228,7 @@ def rank(settings: str) -> None:
     """Be one rank of the job."""
     given = json.loads(settings)
     dist.init_process_group("gloo")
-    parts = {"throttled": throttled_rows, "warm": warm_rows, "memory": memory_rows}
+    parts = {"throttled": throttled_rows, "warm": warm_rows, "cold": cold_rows, "memory": memory_rows}
     rows = parts[given.pop("part")](**given)
     if dist.get_rank() == 0:
         Path(given["folder"], "rows.json").write_text(json.dumps(rows))
@@ -241,6 +264,12 @@ def warm_rows(folder: str, digest: str, repeats: int, arms: str) -> list[dict[st
     return measure(named, root, digest, repeats, arms, wanted=fastload.inspect(root).nbytes)
 
 
+def cold_rows(folder: str, digest: str, repeats: int, arms: str) -> list[dict[str, Any]]:
+    root, files = f"{folder}/checkpoint/safetensors", Path(folder, "checkpoint")
+    wanted = fastload.inspect(root).nbytes
+    return measure(cold.arms(files), root, digest, repeats, arms, wanted=wanted, cold_folder=root)
+
+
 def measure(
     named: dict[str, Arm],
     url: str,
@@ -250,6 +279,7 @@ def measure(
     *,
     wanted: int,
     link: Link | None = None,
+    cold_folder: str = "",
 ) -> list[dict[str, Any]]:
     """Runs all arms in turn, so that what the machine is doing meanwhile hits all of them."""
     reports: list[LoadReport] = []
@@ -266,13 +296,17 @@ def measure(
             reports.clear()
             before = link.counts() if link else None
             row = rows[name]
+            if cold_folder:
+                cold.make_cold(wanted + 256 * MIB)
+            disk_bytes = cold.disk_bytes(cold_folder) if cold_folder else 0
             dist.barrier()
             state, seconds, cpu_s = timed(arm)
+            everyone = all_ranks((seconds, cpu_s))
+            disk_bytes_after = cold.disk_bytes(cold_folder) if cold_folder else 0
             if turn == 0 and state:
                 assert state_digest(state) == digest, f"{name}: rank {dist.get_rank()} got other bytes"
             del state
             gc.collect()
-            everyone = all_ranks((seconds, cpu_s))
             row["seconds"].append(max(one for one, _ in everyone))
             row["cpu_s"].append(sum(one for _, one in everyone))
             row["report"] = reports[0].to_dict() if reports else None
@@ -280,6 +314,8 @@ def measure(
                 data, header = (now - then for now, then in zip(link.counts(), before, strict=True))
                 row.setdefault("data_bytes", []).append(data)
                 row.setdefault("header_bytes", []).append(header)
+            if cold_folder:
+                row.setdefault("disk_bytes", []).append(disk_bytes_after - disk_bytes)
             dist.barrier()
     return list(rows.values())
 

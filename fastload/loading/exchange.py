@@ -68,13 +68,15 @@ class RingExchange:
         self._forwarded: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._sender = background(self._await_sends, "fastload-sent")
 
-    def connect(self) -> None:
+    def connect(self, *, give_up: Callable[[], bool]) -> None:
         def meet() -> Any:
-            return dist.ProcessGroupGloo(self._store, self._rank, self._size, self._timeout)
+            # Gloo waits for the others inside of the store's connection, which is not to be ours.
+            store = self._store.clone() if hasattr(self._store, "clone") else self._store
+            return dist.ProcessGroupGloo(store, self._rank, self._size, self._timeout)
 
         try:
             # Gloo's own deadline is for each step, and none of it holds when the store does not answer.
-            self._group: Any = within(self._timeout.total_seconds(), "connecting", meet)
+            self._group: Any = within(self._timeout.total_seconds(), "connecting", meet, give_up=give_up)
         except (RuntimeError, DeadlineExceeded) as error:
             raise Interrupted(f"the ranks could not connect: {error}") from error
         self._forwarder.start()
@@ -193,7 +195,7 @@ class NcclExchange:
         self._running: queue.SimpleQueue[tuple[Round, torch.cuda.Event] | None] = queue.SimpleQueue()
         self._waiter = background(self._wait_all, "fastload-nccl")
 
-    def connect(self) -> None:
+    def connect(self, *, give_up: Callable[[], bool]) -> None:
         self._waiter.start()
 
     def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:

@@ -129,7 +129,7 @@ class Pipeline:
         """
         if self._plan.num_rounds == 0:
             return
-        self._exchange.connect()
+        self._exchange.connect(give_up=self._world.alarmed)
         self._reader.start()
         self._starter.start()
         try:

@@ -117,11 +117,14 @@ class Exchange(Protocol):
         """Allocates a slab, and host memory for this rank's own slot unless the slab is host memory."""
         ...
 
-    def connect(self) -> None:
+    def connect(self, *, give_up: Callable[[], bool]) -> None:
         """Meets the other ranks; to be called once all of them are known to be ready.
 
+        Args:
+            give_up: Asked again and again; True ends the wait for them.
+
         Raises:
-            Interrupted: Some rank did not come.
+            Interrupted: Some rank did not come, or `give_up` said so.
         """
         ...
 
@@ -184,7 +187,7 @@ class LocalExchange:
     def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
         return allocate_staging(slab_bytes, pinned=self._pinned), None
 
-    def connect(self) -> None:
+    def connect(self, *, give_up: Callable[[], bool]) -> None:
         pass
 
     def post(self, work: Round) -> None:

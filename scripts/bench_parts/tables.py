@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -32,6 +33,26 @@ def print_arms(rows: list[dict[str, Any]], title: str) -> None:
         if on_link:
             cells += [f"{row['data_bytes'][-1] / row['wanted']:.4f}", f"{row['header_bytes'][-1]:,}"]
         table.add_row(row["arm"], *cells, f"{statistics.median(row['cpu_s']) / (row['wanted'] / GIB):.2f}")
+    print_table(table)
+
+
+def print_cold(rows: list[dict[str, Any]], title: str) -> None:
+    """Prints seconds of the arms, and at what part of the rate of the best reference they got the bytes."""
+    medians = {row["arm"]: statistics.median(row["seconds"]) for row in rows}
+    reference = min((s for arm, s in medians.items() if arm.startswith("reference")), default=math.nan)
+    table = Table(title=title)
+    table.add_column("arm", no_wrap=True)
+    for name in (
+        "median s", "min-max", "rate ÷ reference", "disk ÷ checkpoint", "CPU s per GiB, all ranks",
+    ):  # fmt: skip
+        table.add_column(name, justify="right")
+    for row in rows:
+        seconds, median = row["seconds"], medians[row["arm"]]
+        disk, cpu_s = statistics.median(row["disk_bytes"]), statistics.median(row["cpu_s"])
+        cells = f"{median:.2f}", f"{min(seconds):.2f}-{max(seconds):.2f}", f"{reference / median:.2f}"
+        table.add_row(
+            row["arm"], *cells, f"{disk / row['wanted']:.2f}", f"{cpu_s / (row['wanted'] / GIB):.2f}"
+        )
     print_table(table)
 
 

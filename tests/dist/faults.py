@@ -19,7 +19,10 @@ import fastload
 from fastload import api, checkpoint as checkpoints
 from fastload.errors import PeerError
 from fastload.loading import access
+from fastload.loading.exchange import RingExchange
 from fastload.loading.pipeline import Pipeline
+from fastload.loading.read import ChunkReader
+from fastload.loading.rounds import LocalExchange
 from fastload.storage.local import LocalStorage
 
 TIMEOUT_S = 1.6
@@ -98,7 +101,10 @@ def die(signum: signal.Signals) -> None:
 
 # Where a rank can be hit, in the order of a load. Each takes what to do there and changes this process.
 
-STAGES = ("start", "open", "headers", "compare", "prepare", "connect", "first", "middle", "last", "gather")
+STAGES = (
+    "start", "open", "headers", "compare", "prepare", "connect", "read", "exchange", "place", "first", "middle",
+    "last", "gather",
+)  # fmt: skip
 
 
 def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None]) -> None:
@@ -126,6 +132,13 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
         before(checkpoints, "match")
     elif stage == "connect":
         before(Pipeline, "run")
+    elif stage == "read":
+        before(ChunkReader, "_read")
+    elif stage == "exchange":
+        before(RingExchange, "start")
+        before(LocalExchange, "start")
+    elif stage == "place":
+        before(Pipeline, "_place")
     elif stage == "first":
         before(Pipeline, "_finish", lambda self, plan, index, work: index == 0)
     elif stage == "middle":

@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-__all__ = ["FlakyServer", "serve"]
+__all__ = ["OUTAGE_S", "FlakyServer", "serve"]
 
+OUTAGE_S = 5.0
 _SMALL_BYTES = 4096  # ranges below are headers, which most tests leave alone
+_STALL_S = 30.0
+_TRICKLE_S = 0.25
 
 
 class FlakyServer(ThreadingHTTPServer):
@@ -23,6 +26,7 @@ class FlakyServer(ThreadingHTTPServer):
         faults: How to fail, for the data requests to come: taken from the front, one each.
         log: (method, path, range) of every request.
         dead_until: Until when, by `time.monotonic`, every connection is reset.
+        cut_off: Clients that name themselves so (header ``X-Rank``) get a reset for every data request.
     """
 
     daemon_threads = True
@@ -35,6 +39,7 @@ class FlakyServer(ThreadingHTTPServer):
         self.log: list[tuple[str, str, str]] = []
         self.lock = threading.Lock()
         self.dead_until = 0.0
+        self.cut_off = ""
 
     @property
     def url(self) -> str:
@@ -73,14 +78,18 @@ class _Handler(BaseHTTPRequestHandler):
             begin, end = int(first), min(int(last) + 1, len(data))
         fault = ""
         if with_body and end - begin > _SMALL_BYTES:
+            if self.server.cut_off and self.headers.get("X-Rank") == self.server.cut_off:
+                return self._reset()
             with self.server.lock:
                 fault = self.server.faults.pop(0) if self.server.faults else ""
+                if fault == "outage":
+                    self.server.dead_until = time.monotonic() + OUTAGE_S
         self._send(data, begin, end, partial=bool(wanted), with_body=with_body, fault=fault)
 
     def _send(self, data: bytes, begin: int, end: int, *, partial: bool, with_body: bool, fault: str) -> None:
         if fault.isdigit():
             return self._status(int(fault))
-        if fault == "reset-before":
+        if fault in ("reset-before", "outage"):
             return self._reset()
         body = data[begin:end]
         if fault == "flip":
@@ -95,11 +104,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if not with_body:
             return None
-        if fault in ("reset", "short", "stall"):
+        if fault in ("reset", "short", "stall", "trickle"):
             self.wfile.write(body[: len(body) // 2])
             self.wfile.flush()
             if fault == "stall":
-                time.sleep(30)
+                time.sleep(_STALL_S)
+            for byte in body[: int(_STALL_S / _TRICKLE_S)] if fault == "trickle" else b"":
+                self.wfile.write(bytes([byte]))
+                time.sleep(_TRICKLE_S)
             return self._reset() if fault == "reset" else self._close()
         self.wfile.write(body)
         return None

@@ -61,12 +61,14 @@ def run_victims(path: Path, world: int, victims: dict[int, signal.Signals], **ho
     require_named(ends, set(victims))
 
 
+STAGES = [stage for stage in faults.STAGES if stage not in ("headers", "compare")]
 CASES = [
-    pytest.param(stage, strategy, (place + turn) % 3, id=f"{stage}-{strategy}-rank{(place + turn) % 3}")
-    for place, stage in enumerate(faults.STAGES)
+    pytest.param(stage, strategy, victim, id=f"{stage}-{strategy}-rank{victim}")
+    for place, stage in enumerate(STAGES)
     for turn, strategy in enumerate(("allgather", "broadcast", "direct"))
+    for victim in [0 if (stage, strategy) == ("read", "broadcast") else (place + turn) % 3]
     # Before data moves the strategy makes no difference.
-    if stage not in ("headers", "compare") and (turn == 0 or stage not in ("start", "open", "prepare"))
+    if turn == 0 or stage not in ("start", "open", "prepare")
 ]
 
 
@@ -85,8 +87,8 @@ def test_rank_that_ends_between_agreements_is_named(
 
 @pytest.mark.parametrize(
     ("stage", "victim"),
-    [("open", 2), ("prepare", 0), ("connect", 1), ("first", 0), ("middle", 0), ("middle", 1),
-     ("middle", 2), ("last", 1), ("gather", 0)],
+    [("open", 2), ("prepare", 0), ("connect", 1), ("read", 2), ("exchange", 1), ("place", 0), ("first", 0),
+     ("middle", 0), ("middle", 1), ("middle", 2), ("last", 1), ("gather", 0)],
 )  # fmt: skip
 def test_stopped_rank_is_named(tmp_path: Path, stage: str, victim: int) -> None:
     run_victims(tmp_path / "x.safetensors", 3, {victim: STOP}, stage=stage)
@@ -108,6 +110,21 @@ def test_rank_0_takes_the_rendezvous_store_with_it(
 def test_two_ranks_killed_at_once_are_both_named(tmp_path: Path) -> None:
     run_victims(tmp_path / "x.safetensors", 4, {1: KILL, 3: KILL}, stage="middle")
     run_victims(tmp_path / "x.safetensors", 4, {0: KILL, 2: STOP}, stage="first")
+
+
+def fail_to_connect(rank: int, world: int, path: Path) -> Outcome:
+    if rank == 1:
+        pytest.MonkeyPatch().setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    return outcome_of(lambda: fastload.load(path, options=options(timeout_s=12)))
+
+
+def test_ranks_that_wait_for_one_that_cannot_connect_are_told(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "x.safetensors")
+    for end in run_ranks(fail_to_connect, 3, deadline_s=20, path=path):
+        assert end.kind == "PeerError"
+        assert "nowhere0" in end.text
+        assert "did not answer" not in end.text
+        assert end.seconds < 2
 
 
 def load_and_resume(rank: int, world: int, path: Path, notes: Path) -> Outcome:

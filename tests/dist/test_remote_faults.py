@@ -16,7 +16,7 @@ from tests.dist.harness import ranks, run_ranks
 
 _CHUNK_BYTES = 64 << 10
 _TIMEOUT_S = 24.0  # one request may take a sixth of three quarters of it
-_FAULTS = ["503", "429", "reset-before", "reset", "short", "wrong-length", "stall"]
+_FAULTS = ["503", "429", "reset-before", "reset", "short", "wrong-length", "stall", "trickle"]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def load(rank: int, world: int, url: str, folder: Path, timeout_s: float = _TIME
 @pytest.mark.parametrize("fault", _FAULTS)
 @pytest.mark.parametrize("burst", [1, 6])
 def test_what_passes_is_tried_again(server: FlakyServer, folder: Path, fault: str, burst: int) -> None:
-    if fault == "stall" and burst > 1:
+    if fault in ("stall", "trickle") and burst > 1:
         burst = 2  # each costs a request's longest time
     server.faults += [fault] * burst
     retries = run_ranks(load, 3, url=server.url, folder=folder)

@@ -1,30 +1,43 @@
-"""One iteration of the soak: a world, a way to load, a storage and a fault, and how that may end."""
+"""One iteration of the soak: a world, a way to load, a storage, what goes wrong, and how that may end.
+
+Two kinds of faults are mixed. A load has to get over *weather*: answers of the server that go wrong now and
+then, or a server that is away for a while. Of *blows* there is one at most, and none or one way to end.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import signal
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
 from typing import Any
+
+import pytest
+import torch
 
 import fastload
 from fastload.errors import FastloadError, PeerError
 from tests.checkpoints import assert_same_bits, load_reference, write_sharded
+from tests.dist import faults
 from tests.dist.flaky_server import FlakyServer
 from tests.dist.harness import run_ranks
+from tests.dist.test_readers import own_disk
 
-_TIMEOUT_S = 6.0
-_SLACK_S = 3.0
-_PASSING = ("503", "429", "reset-before", "reset", "short", "wrong-length", "stall")
-_PERMANENT = ("403", "replaced")
+_SLACK_S = 10.0  # a busy machine may keep a process waiting for seconds
+_WEATHER_S = 15.0  # a stalled answer and pauses between attempts, or an outage
+_STALLS = ("stall", "trickle")
+_BAD_ANSWERS = ("503", "429", "reset-before", "reset", "short", "wrong-length", *_STALLS)
+_STRATEGIES = ("auto", "allgather", "allgather", "broadcast", "direct")
+_BLOWS = ("SIGKILL", "SIGKILL", "SIGSTOP", "SIGSTOP", "gone", "gone", "raise")
+_LOCAL_ONLY, _REMOTE_ONLY = ("truncate",), ("403", "replaced")
+_ALL = 10_000
+_SIGNALS = ("SIGKILL", "SIGSTOP")
 
-__all__ = ["draw", "run"]
+__all__ = ["Case", "draw", "run"]
 
 
 @dataclass(frozen=True)
@@ -36,104 +49,185 @@ class Case:
         strategy: How to load.
         chunk_bytes: Unit of reading and of exchange.
         remote: Whether the checkpoint is behind the HTTP server.
-        fault: What goes wrong.
-        burst: How many answers of the server go wrong.
-        victim: The rank that is killed, stopped or raises, or -1.
-        after_s: How long after the start that happens.
+        weather: What goes wrong with the server's next answers, or one outage.
+        blow: What else goes wrong; empty for nothing. Signals and the caller's own error hit the victim,
+            ``gone`` takes its storage away; ``truncate``, ``403`` and ``replaced`` hit all ranks.
+        victim: A rank.
+        stage: Where in the load a signal hits; empty for some time after its start.
+        after_s: How long after, then.
+        store: Where the rendezvous store lives, as `run_ranks` has it.
     """
 
     world: int
     strategy: str
     chunk_bytes: int
     remote: bool
-    fault: str
-    burst: int = 0
-    victim: int = -1
-    after_s: float = 0.0
+    weather: tuple[str, ...]
+    blow: str
+    victim: int
+    stage: str
+    after_s: float
+    store: Any
 
     @property
-    def dies(self) -> dict[int, signal.Signals]:
+    def dies(self) -> dict[int, Signals]:
         """Which rank a signal ends."""
-        return {self.victim: signal.Signals[self.fault]} if self.fault.startswith("SIG") else {}
+        return {self.victim: Signals[self.blow]} if self.blow in _SIGNALS else {}
+
+    @property
+    def timeout_s(self) -> float:
+        """Long enough for what has to be outlasted, on a busy machine."""
+        return 60.0 if "outage" in self.weather else 40.0 if self.weather else 20.0
+
+    @property
+    def own_disks(self) -> bool:
+        """Whether each rank has a copy of its own."""
+        return self.blow == "gone" and not self.remote
+
+    @property
+    def label(self) -> str:
+        """What is counted together."""
+        storage = "" if self.blow != "gone" else " (own disk)" if self.own_disks else " (route)"
+        when = f" in stage {self.stage}" if self.stage else " at any time" if self.dies else ""
+        return f"{self.blow or 'no blow'}{storage}{when}"
 
 
 def draw(rng: random.Random) -> Case:
     """Draws a case."""
-    case = Case(
-        world=rng.randint(1, 5),
-        strategy=rng.choice(["auto", "allgather", "allgather", "broadcast", "direct"]),
+    world, remote, strategy = rng.randint(1, 5), rng.random() < 0.6, rng.choice(_STRATEGIES)
+    victim = rng.randrange(world)
+    blow = rng.choice(["", "", *_BLOWS, *(_REMOTE_ONLY if remote else _LOCAL_ONLY)])
+    if world == 1 and blow in _SIGNALS:
+        blow = ""  # there would be nobody to tell
+    weather = _draw_weather(rng) if remote and rng.random() < (0.4 if blow else 0.9) else ()
+    if "outage" in weather and blow == "SIGSTOP":
+        weather = ()  # it takes the whole timeout to notice, which is a minute then
+    stages = _stages(strategy, remote, victim)
+    return Case(
+        world=world,
+        strategy=strategy,
         chunk_bytes=rng.choice([5_000, 16_384, 65_536, 200_001]),
-        remote=rng.random() < 0.6,
-        fault="none",
+        remote=remote,
+        weather=weather,
+        blow=blow,
+        victim=victim,
+        stage=rng.choice(["", *stages]) if blow in _SIGNALS else "",
+        after_s=rng.choice([0, 1, 1]) * rng.random() * 0.4,
+        store=rng.choice(["agent", "agent", "rank0"]),
     )
-    kinds = ["none", "SIGKILL", "SIGSTOP", "raise", "truncate"] + ["passing", "permanent"] * 2 * case.remote
-    kind = rng.choice(kinds)
-    if kind in ("SIGKILL", "SIGSTOP", "raise"):
-        if case.world == 1:
-            return case
-        return replace(
-            case,
-            fault=kind,
-            victim=rng.randrange(case.world),
-            after_s=rng.choice([0, 1, 1]) * rng.random() * 0.4,
-        )
-    if kind == "passing":
-        fault = rng.choice(_PASSING)
-        return replace(case, fault=fault, burst=1 if fault == "stall" else rng.randint(1, 4))
-    if kind == "permanent":
-        return replace(case, fault=rng.choice(_PERMANENT), burst=10_000)
-    return replace(case, fault=kind) if kind != "truncate" or not case.remote else case
 
 
-def attempt(rank: int, world: int, case: Case, url: str, folder: Path) -> tuple[str, str, float]:
-    """Loads on one rank; returns how it ended, why, and after how long."""
-    began = time.monotonic()
+def _draw_weather(rng: random.Random) -> tuple[str, ...]:
+    """Draws no more bad answers in a row than a read is tried again, and one that costs time at most."""
+    if rng.random() < 0.15:
+        return ("outage",)
+    quick = [answer for answer in _BAD_ANSWERS if answer not in _STALLS]
+    answers = [rng.choice(_BAD_ANSWERS), *rng.choices(quick, k=rng.randint(0, 3))]
+    rng.shuffle(answers)
+    return tuple(answers)
+
+
+def _stages(strategy: str, remote: bool, victim: int) -> list[str]:
+    """Returns the stages that the victim passes: rank 0 reads headers, the others compare files with them."""
+    passed = set(faults.STAGES)
+    passed -= {"open", "compare"} if remote else set()
+    passed -= {"compare"} if victim == 0 else {"headers"}
+    passed -= {"read"} if strategy == "broadcast" and victim else set()
+    return [stage for stage in faults.STAGES if stage in passed]
+
+
+def attempt(rank: int, world: int, case: Case, url: str, folder: Path) -> tuple[str, str, float, str]:
+    """Loads on one rank; returns how it ended, why, after how long, and what the error said."""
+    reference = load_reference(folder)
+    if case.own_disks:
+        files = {file.name: file.read_bytes() for file in folder.iterdir()}
+        own_disk(folder, rank)
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank in case.dies:
+            _arm(case, patch)
+        began = time.monotonic()
+        kind, why, text = _load(rank, case, url, folder, reference)
+        seconds = time.monotonic() - began
+    if rank in case.dies:
+        # Not to be waited for in a stage: judge() will see that the load did not fail.
+        faults.die(case.dies[rank]) if case.stage else time.sleep(60)
+    return kind, why, seconds, text
+
+
+def _arm(case: Case, patch: pytest.MonkeyPatch) -> None:
+    def die() -> None:
+        faults.die(case.dies[case.victim])
+
+    if case.stage:
+        faults.strike(patch, case.stage, die)
+    else:
+        threading.Timer(case.after_s, die).start()
+
+
+def _load(
+    rank: int, case: Case, url: str, folder: Path, reference: dict[str, torch.Tensor]
+) -> tuple[str, str, str]:
+    """Returns whether it loaded, and who stopped to read; or that it raised, what, and in which words."""
 
     def progress(done: int, total: int) -> None:
-        if case.fault == "raise" and rank == case.victim:
+        if case.blow == "raise" and rank == case.victim:
             raise ValueError("the caller's own error")
 
-    if rank in case.dies:
-        threading.Timer(case.after_s, os.kill, (os.getpid(), case.dies[rank])).start()
     options = fastload.LoadOptions(
-        strategy=case.strategy, chunk_bytes=case.chunk_bytes, timeout_s=_TIMEOUT_S, progress=progress
+        strategy=case.strategy, chunk_bytes=case.chunk_bytes, timeout_s=case.timeout_s, progress=progress
     )
+    name_tag = {"client_options": {"default_headers": {"X-Rank": str(rank)}}} if case.remote else None
     try:
-        with fastload.open(url, options=options) as checkpoint:
-            if case.fault == "truncate" and rank == 0:
+        with fastload.open(url, storage_options=name_tag, options=options) as checkpoint:
+            if (case.blow == "truncate" and rank == 0) or (case.own_disks and rank == case.victim):
                 for file in folder.glob("*.safetensors"):
                     os.truncate(file, file.stat().st_size // 2)
             tensors = checkpoint.load()
     except FastloadError as error:
         failures = sorted(error.failures) if isinstance(error, PeerError) else []
-        ended = ("raised", f"{type(error).__name__} {failures}", time.monotonic() - began)
+        return "raised", f"{type(error).__name__} {failures}", str(error)
     except ValueError as error:  # world of 1: the caller's own
-        ended = ("raised", f"{type(error).__name__}", time.monotonic() - began)
-    else:
-        with contextlib.suppress(FileNotFoundError):
-            assert_same_bits(tensors, load_reference(folder / "reference"))
-        ended = ("loaded", "", time.monotonic() - began)
-    if rank in case.dies:
-        time.sleep(60)  # the signal is on its way
-    return ended
+        return "raised", f"{type(error).__name__}", str(error)
+    assert_same_bits(tensors, reference)
+    assert checkpoint.report is not None
+    stopped = [own.rank for own in checkpoint.report.ranks if "stopped" in own.note]
+    return "loaded", f"without {stopped}", ""
 
 
 def judge(case: Case, ends: list[Any]) -> str:
     """Returns how all ranks ended; raises if that is not how it may end."""
     living = [end for rank, end in enumerate(ends) if rank not in case.dies]
-    kinds = {(kind, why) for kind, why, _ in living}
-    assert len(kinds) == 1, f"the ranks ended differently: {ends}"
-    kind, why = kinds.pop()
-    slowest = max(seconds for _, _, seconds in living)
-    if kind == "raised":
-        assert slowest < _TIMEOUT_S + _SLACK_S, f"too late: {ends}"
-        assert case.fault != "none", f"nothing was wrong: {ends}"
-        assert case.fault not in _PASSING or case.strategy == "direct", f"it would have passed: {ends}"
-        if case.dies or (case.fault == "raise" and case.world > 1):
-            assert f"[{case.victim}]" in why, f"the wrong rank is named: {ends}"
-    else:
-        assert case.fault not in ("raise", *_PERMANENT), f"wrong bytes were taken: {ends}"
-    return f"{case.fault}: {kind}"
+    assert len({end[:2] for end in living}) == 1, f"the ranks ended differently: {ends}"
+    kind, why, _, _ = living[0]
+    limit_s = case.timeout_s + _SLACK_S + _WEATHER_S * bool(case.weather)
+    assert max(seconds for _, _, seconds, _ in living) < limit_s, f"too late: {ends}"
+    expected = _expected(case)
+    assert kind in expected, f"not one of {expected}: {ends}"
+    if kind == "loaded":
+        healed = [case.victim] * (case.blow == "gone" and _reads(case))
+        assert why == f"without {healed}", f"not what stopped to read: {ends}"
+    elif case.world > 1 and case.blow in (*_SIGNALS, "gone", "raise"):
+        assert f"[{case.victim}]" in why, f"the wrong rank is named: {ends}"
+    return kind
+
+
+def _expected(case: Case) -> tuple[str, ...]:
+    if case.blow == "":
+        return ("loaded",)
+    if case.blow in _SIGNALS and not case.stage:
+        return ("loaded", "raised")  # whichever comes first
+    if case.blow != "gone":
+        return ("raised",)
+    # Somebody else takes over where the ranks read for each other.
+    alone = case.world == 1 or case.strategy == "direct" or (case.strategy == "auto" and case.own_disks)
+    only_reader = case.strategy == "broadcast" and case.victim == 0
+    return ("raised",) if alone or only_reader else ("loaded",)
+
+
+def _reads(case: Case) -> bool:
+    return case.strategy != "broadcast" or case.victim == 0
 
 
 def run(case: Case, server: FlakyServer, root: Path) -> str:
@@ -141,12 +235,13 @@ def run(case: Case, server: FlakyServer, root: Path) -> str:
     with tempfile.TemporaryDirectory(dir=root) as name:
         folder = Path(name)
         rows = [(f"t{number}", "F32", (9_000 + number, 3)) for number in range(6)]
-        shards = {"a.safetensors": rows[:4], "b.safetensors": rows[4:]}
-        write_sharded(folder, shards, index=True)
-        write_sharded(folder / "reference", shards, index=True)
-        server.faults[:] = [case.fault] * case.burst
+        write_sharded(folder, {"a.safetensors": rows[:4], "b.safetensors": rows[4:]}, index=True)
+        server.faults[:] = [case.blow] * _ALL if case.blow in _REMOTE_ONLY else case.weather
+        server.cut_off = str(case.victim) if case.blow == "gone" and case.remote else ""
+        server.dead_until = 0.0
         url = f"{server.url}/{folder.name}" if case.remote else str(folder)
         ends = run_ranks(
-            attempt, case.world, deadline_s=40, dies=case.dies, case=case, url=url, folder=folder
-        )
+            attempt, case.world, deadline_s=case.timeout_s + 60, dies=case.dies, store=case.store,
+            case=case, url=url, folder=folder,
+        )  # fmt: skip
         return judge(case, ends)

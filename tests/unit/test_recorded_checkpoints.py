@@ -184,6 +184,6 @@ def test_a_huge_record_is_refused_unread(folder: Path) -> None:
 def test_a_record_of_no_files(folder: Path) -> None:
     for file in folder.iterdir():
         file.unlink()
-    record_by_hand(folder, BLOCK_BYTES, state=json.loads('{"step": 1}'))
-    assert fastload.load(folder) == {}
+    record_by_hand(folder, BLOCK_BYTES, state=json.loads('{"dict": ["step", 1]}'))
+    assert fastload.load(folder) == {"step": 1}
     assert fastload.verify(folder).num_blocks == 0
