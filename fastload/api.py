@@ -48,10 +48,11 @@ def load(
     Args:
         path: A ``.safetensors`` file, or a directory with an index or with several such files; a
             local path or a URL.
-        into: A module or nested dicts and lists of tensors, to be loaded in place. Meta tensors are
-            replaced by real ones on `device`; tied tensors stay tied. If the load fails while data
-            moves, the contents of its tensors are undefined; and if storage did not answer a read (the
-            error and a warning say so), they stay so until it does or the process ends.
+        into: A module or nested dicts and lists of tensors and modules, to be loaded in place. Meta tensors
+            are replaced by real ones on `device`; tied tensors stay tied. From what `fastload.save` wrote,
+            objects with ``load_state_dict``, such as optimizers, and plain values get theirs too. If the
+            load fails while data moves, the contents of its tensors are undefined; and if storage did not
+            answer a read (the error and a warning say so), they stay so until it does or the process ends.
         device: Where new tensors live; the CPU if None.
         dtype: Casts floating point tensors to this dtype; None keeps what is stored.
         process_group: A group this rank is a member of, or a one-dimensional ``DeviceMesh``; None for

@@ -23,6 +23,7 @@ from fastload.loading.pipeline import Pipeline, read_threads
 from fastload.loading.place import Placer
 from fastload.loading.plan import ReadPlan, plan_reads
 from fastload.loading.read import ChunkReader
+from fastload.loading.restore import check, restore
 from fastload.loading.rounds import Exchange
 from fastload.loading.strategy import Decision, choose_strategy
 from fastload.loading.sweep import Sweep
@@ -99,8 +100,12 @@ class Checkpoint:
         if self._options.on_report is not None and self.report is not None:
             self._options.on_report(self.report)
         tensors = job.matched.tensors()
-        whole = names is None and into is None and self.manifest.structure is not None
-        return rebuild(self.manifest.structure, tensors) if whole else tensors
+        if names is not None or self.manifest.structure is None:
+            return tensors
+        if into is None:
+            return rebuild(self.manifest.structure, tensors)
+        restore(self.manifest, into, tensors)
+        return tensors
 
     def verify(self) -> VerifyReport:
         """Checks every byte, whatever `LoadOptions.verify` says; see `fastload.verify` for errors."""
@@ -140,6 +145,7 @@ class Checkpoint:
 
         def prepare() -> dict[str, str]:
             target = _target_device(device)
+            check(self.manifest, into)
             matched = match(self.manifest, names=names, into=into, device=target, dtype=dtype, strict=strict)
             job = self._plan(matched, matched.device or target)
             jobs.append(job)

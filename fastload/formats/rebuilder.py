@@ -19,11 +19,12 @@ from fastload.formats.values import (
     Attribute,
     decode_value,
     import_numpy,
+    key_text,
     show_key,
     tensor_name,
 )
 
-__all__ = ["Rebuilder"]
+__all__ = ["Rebuilder", "children_of"]
 
 _KINDS = frozenset({None, "Tensor+grad", "Parameter", "Parameter+grad", "ndarray"})
 _MISSING: Any = object()
@@ -75,16 +76,11 @@ class Rebuilder:
     def _fill(self, target: Any, payload: Any, prefix: str) -> Any:
         nodes = iter(_list(payload))
         for node in nodes:
-            key = self.path[-1] = self._key(node)
+            key = self.path[-1] = _key(node)
             target[key] = self.value(next(nodes, _MISSING), prefix, key)
         if 2 * len(target) != len(payload):
             raise ValueError("a key without a value, or twice")
         return target
-
-    def _key(self, node: Any) -> Any:
-        if type(node) is dict and node.keys() == {"tuple"}:
-            return tuple(map(self._key, _list(node["tuple"])))
-        return decode_value(node)
 
     def _state_dict(self, payload: Any, prefix: str) -> Any:
         items, metadata = _list(payload)
@@ -125,9 +121,32 @@ _CONTAINERS: dict[str, Callable[[Rebuilder, Any, str], Any]] = {
     "state_dict": Rebuilder._state_dict,
     "defaultdict": Rebuilder._defaultdict,
     "tuple": lambda self, payload, prefix: tuple(self._elements(payload, prefix)),
-    "set": lambda self, payload, _: set(map(self._key, _list(payload))),
-    "frozenset": lambda self, payload, _: frozenset(map(self._key, _list(payload))),
+    "set": lambda self, payload, _: set(map(_key, _list(payload))),
+    "frozenset": lambda self, payload, _: frozenset(map(_key, _list(payload))),
 }
+
+
+def children_of(node: Any) -> dict[Any, tuple[str, Any]] | None:
+    """Returns the nodes below one by their keys, each with the end of its name; None if it has none."""
+    if type(node) is list:
+        return {index: (str(index), child) for index, child in enumerate(node)}
+    if type(node) is not dict or len(node) != 1:
+        return None
+    ((tag, payload),) = node.items()
+    if tag == "tuple":
+        return children_of(_list(payload))
+    if tag in ("state_dict", "defaultdict"):
+        payload = _list(payload)[tag == "defaultdict"]
+    elif tag not in ("dict", "OrderedDict", "Counter"):
+        return None
+    keys = list(map(_key, _list(payload)[::2]))
+    return {key: (key_text(key), child) for key, child in zip(keys, payload[1::2], strict=True)}
+
+
+def _key(node: Any) -> Any:
+    if type(node) is dict and node.keys() == {"tuple"}:
+        return tuple(map(_key, _list(node["tuple"])))
+    return decode_value(node)
 
 
 def _list(payload: Any) -> list[Any]:

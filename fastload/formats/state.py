@@ -36,10 +36,10 @@ from torch import Tensor
 
 from fastload.errors import ManifestError, OptionError
 from fastload.formats.describer import Describer
-from fastload.formats.rebuilder import Rebuilder
+from fastload.formats.rebuilder import Rebuilder, children_of
 from fastload.formats.values import show_path
 
-__all__ = ["Description", "describe", "rebuild"]
+__all__ = ["Description", "children", "describe", "rebuild"]
 
 _MAX_PROBLEMS = 20
 
@@ -81,12 +81,13 @@ def describe(state: Any) -> Description:
     return Description(describer.tensors, structure)
 
 
-def rebuild(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
+def rebuild(structure: Any, tensors: Mapping[str, Tensor], name: str = "") -> Any:
     """Puts a state together again.
 
     Args:
         structure: From `describe`, perhaps by way of JSON; untrusted.
         tensors: By name. They become part of the state, they are not copied.
+        name: If this is the structure of a part of the state, the name of that part.
 
     Raises:
         ManifestError: The structure is malformed or does not fit the tensors; says where.
@@ -94,9 +95,23 @@ def rebuild(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
     """
     rebuilder = Rebuilder(tensors)
     try:
-        return rebuilder.value(structure, "", "")
+        return rebuilder.value(structure, "", name)
     except RecursionError:
         raise ManifestError("the structure of the state is nested too deeply") from None
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         why = str(error)[:400]  # however long a hostile text made it
         raise ManifestError(f"the structure of the state, at {show_path(rebuilder.path)}: {why}") from None
+
+
+def children(structure: Any) -> dict[Any, tuple[str, Any]] | None:
+    """Returns the keys of a dict, a list or a tuple, each with the end of its name and its structure.
+
+    None if the structure stands for something else.
+
+    Raises:
+        ManifestError: It is malformed.
+    """
+    try:
+        return children_of(structure)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ManifestError(f"the structure of the state: {str(error)[:400]}") from None

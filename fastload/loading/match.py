@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.loading.place import Destination
 from fastload.memory import allocate
 
-__all__ = ["Match", "flatten", "match"]
+__all__ = ["Match", "flatten", "holders", "items_of", "match"]
 
 _GLOB = re.compile(r"[*?\[]")
 
@@ -67,7 +67,8 @@ def match(
     Args:
         manifest: The checkpoint.
         names: Names or glob patterns, or None for all.
-        into: A module, or nested dicts and lists of tensors, to be loaded in place; None for new tensors.
+        into: A module, or nested dicts and lists of tensors and modules, to be loaded in place; what takes
+            its state as a whole gets new tensors; None for new tensors throughout.
         device: Where new tensors and those that replace meta tensors live.
         dtype: Cast of floating point tensors, or None for none.
         strict: Whether the names of the checkpoint and of `into` have to be the same.
@@ -83,19 +84,47 @@ def match(
         return Match([_fresh(entry, device, dtype) for entry in picked], lambda: None)
 
     leaves = flatten(into)
+    owned = [entry for entry in picked if entry.name not in leaves and _owned(entry.name, holders(into))]
+    apart = {entry.name for entry in owned}
     pairs = [(entry, leaves[entry.name]) for entry in picked if entry.name in leaves]
     loaded = {_identity(leaf.tensor) for _, leaf in pairs}
     chosen = leaves if names is None else {n: leaf for n, leaf in leaves.items() if _chosen(n, names)}
     known = manifest.by_name
     missing = [n for n, leaf in chosen.items() if n not in known and _identity(leaf.tensor) not in loaded]
-    unexpected = [entry.name for entry in picked if entry.name not in leaves]
+    unexpected = [entry.name for entry in picked if entry.name not in leaves and entry.name not in apart]
     _raise_unfit(
         manifest,
         missing=missing + [n for n in absent if n not in missing] if strict else [],
         unexpected=unexpected if strict else [],
         mismatched=[line for entry, leaf in pairs if (line := _misfit(entry, leaf.tensor, dtype))],
     )
-    return _in_place(pairs, leaves, device)
+    match = _in_place(pairs, leaves, device)
+    destinations = match.destinations + [_fresh(entry, device, None) for entry in owned]
+    places = {entry.name: place for place, entry in enumerate(manifest.tensors)}
+    return replace(match, destinations=sorted(destinations, key=lambda d: places[d.entry.name]))
+
+
+def holders(into: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns what takes its state as a whole (``load_state_dict``), such as optimizers, by its name."""
+    found: dict[str, Any] = {}
+    for key, value in items_of(into):
+        name = f"{prefix}{key}"
+        if hasattr(value, "load_state_dict") and not isinstance(value, nn.Module):
+            found[name] = value
+        elif isinstance(value, Mapping | list | tuple):
+            found.update(holders(value, f"{name}."))
+    return found
+
+
+def items_of(node: Any) -> Iterable[tuple[Any, Any]]:
+    """Returns keys and values of a dict, a list or a tuple; nothing of anything else."""
+    if isinstance(node, Mapping):
+        return node.items()
+    return enumerate(node) if isinstance(node, list | tuple) else ()
+
+
+def _owned(name: str, holders: Mapping[str, Any]) -> bool:
+    return any(name.startswith(f"{prefix}.") for prefix in holders)
 
 
 def flatten(into: Any) -> dict[str, Leaf]:
@@ -126,19 +155,14 @@ def _module_leaves(module: nn.Module) -> Iterator[tuple[str, Leaf]]:
 
 
 def _nested_leaves(node: Any, prefix: str) -> Iterator[tuple[str, Leaf]]:
-    items: Any
-    if isinstance(node, Mapping):
-        items = node.items()
-    elif isinstance(node, list | tuple):
-        items = enumerate(node)
-    elif prefix:
-        return
-    else:
+    if not prefix and not isinstance(node, Mapping | list | tuple):
         raise OptionError(f"into= is a {type(node).__name__}: pass a module, or a dict of tensors")
-    for key, value in items:
+    for key, value in items_of(node):
         name = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, Tensor):
             yield name, Leaf(value, node, key)
+        elif isinstance(value, nn.Module):
+            yield from ((f"{name}.{inner}", leaf) for inner, leaf in _module_leaves(value))
         elif isinstance(value, Mapping | list | tuple):
             yield from _nested_leaves(value, name)
 

@@ -201,6 +201,42 @@ def train(rank: int, world: int, path: Path) -> None:
         assert torch.equal(one, other)
 
 
+@ranks(2)
+def test_into_takes_back_optimizers_and_counters(rank: int, world: int, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    saved = Training()
+    saved.run(2)
+    state = {**saved.state(), "step": 2, "best": {"loss": 0.5, "at": [1, 2]}}
+    fastload.save(state, tmp_path / "step", options=SMALL)
+    other = Training()
+    place = {
+        "model": other.model,
+        "optimizer": other.optimizer,
+        "scheduler": other.scheduler,
+        "rng": torch.get_rng_state(),
+        "step": 0,
+        "best": {"loss": None, "at": [0, 0]},
+    }
+    weight = other.model[0].weight
+    fastload.load(tmp_path / "step", into=place)
+    assert other.model[0].weight is weight
+    assert (place["step"], place["best"]) == (2, {"loss": 0.5, "at": [1, 2]})
+    assert_equal(other.optimizer.state_dict(), saved.optimizer.state_dict())
+    assert_equal(other.scheduler.state_dict(), saved.scheduler.state_dict())
+    torch.set_rng_state(place["rng"])
+    other.run(1)
+    torch.set_rng_state(state["rng"])
+    saved.run(1)
+    assert torch.equal(weight, saved.model[0].weight)
+    with pytest.raises(fastload.MismatchError, match=r"into\['more'\] is missing"):
+        fastload.load(tmp_path / "step", into={**place, "more": 1})
+    plain = tmp_path / f"plain{rank}"
+    plain.mkdir()
+    safetensors.torch.save_file({"model.a": torch.zeros(1)}, plain / "model.safetensors")
+    with pytest.raises(fastload.FastloadError, match="into= has optimizer"):
+        fastload.load(tmp_path / "plain0", into={"model": {"a": torch.ones(1)}, "optimizer": other.optimizer})
+
+
 class Training:
     """A model with dropout, so that the random state counts, trained on data that all ranks share."""
 
