@@ -15,6 +15,7 @@ from fastload.errors import (
     OptionError,
     PeerError,
     PlanMismatch,
+    ReplicaMismatch,
     StorageError,
     WorldError,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "PeerError",
     "PlanMismatch",
     "RankReport",
+    "ReplicaMismatch",
     "SaveHandle",
     "SaveOptions",
     "SaveRankReport",

@@ -20,6 +20,7 @@ __all__ = [
     "OptionError",
     "PeerError",
     "PlanMismatch",
+    "ReplicaMismatch",
     "StorageError",
     "WorldError",
     "blames_checkpoint",
@@ -134,6 +135,10 @@ class WorldError(FastloadError):
 
 class PlanMismatch(WorldError):
     """The ranks of the group did not ask for the same thing."""
+
+
+class ReplicaMismatch(WorldError):
+    """Ranks that are to hold identical tensors do not; nothing was saved."""
 
 
 class PeerError(WorldError):

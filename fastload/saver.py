@@ -17,6 +17,7 @@ from fastload.saving.commit import digests, pack, publish
 from fastload.saving.hash import BlockHasher
 from fastload.saving.layout import TensorSpec, lay_out
 from fastload.saving.partition import blocks_of, cut, partition, tail_of
+from fastload.saving.replicas import compare_replicas, replica_digests
 from fastload.saving.snapshot import Slabs, Snapshot, Source, Staging
 from fastload.saving.stage import choose_team, open_stage
 from fastload.saving.write import Writing
@@ -75,10 +76,12 @@ class Save:
         """Copies this rank's share; after that the state may change.
 
         Who writes what follows from state and options alone, so the ranks need not meet for it, unless
-        it matters which hosts they are on. What cannot be saved is an error here, on all ranks.
+        it matters which hosts they are on, or their tensors are to be compared. What cannot be saved is
+        an error here, on all ranks.
         """
+        options = self._options
         try:
-            if self._options.writers == "host" or self._options.shared is False:
+            if options.writers == "host" or options.shared is False or options.check_replicas != "off":
                 self._agree()
             else:
                 self._describe()
@@ -152,6 +155,9 @@ class Save:
 
         told = self._world.agree(self._what, compare)
         require_same([each["same"] for each in told])
+        if self._options.check_replicas != "off":
+            mine = replica_digests(self._layout, self._source, how=self._options.check_replicas)
+            compare_replicas(self._world, self._layout, mine, f"{self._what}: comparing replicas")
         self._hosts = [each["host"] for each in told]
 
     def _describe(self) -> None:

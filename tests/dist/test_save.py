@@ -201,6 +201,26 @@ def train(rank: int, world: int, path: Path) -> None:
         assert torch.equal(one, other)
 
 
+@ranks(3)
+def test_replicas_that_differ_are_named(rank: int, world: int, tmp_path: Path) -> None:
+    for how in ("sample", "full"):
+        options = SaveOptions(**{**SMALL.shared_values(), "check_replicas": how})
+        fastload.save(make_state(), tmp_path / how, options=options)
+        state = make_state()
+        if rank == 1:
+            state["model"]["0.weight"][0, 0] += 1
+        for save in (fastload.save, fastload.async_save):
+            with pytest.raises(fastload.ReplicaMismatch, match=r"model\.0\.weight: rank 1 not as the 2 others"):
+                save(state, tmp_path / "other", options=options)
+    if rank == 2:
+        state["model"]["2.weight"][77, 77] += 1  # between the samples
+    assert state["model"]["2.weight"].nbytes > 1 << 16
+    with pytest.raises(fastload.ReplicaMismatch, match=r"2\.weight: rank 2"):
+        fastload.save(state, tmp_path / "other", options=options)
+    dist.barrier()
+    assert sorted(os.listdir(tmp_path)) == ["full", "sample"]
+
+
 @ranks(2)
 def test_into_takes_back_optimizers_and_counters(rank: int, world: int, tmp_path: Path) -> None:
     torch.manual_seed(5)

@@ -1,0 +1,91 @@
+"""Whether the ranks really hold alike what they are about to save together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import xxhash
+
+from fastload.agreement import World
+from fastload.errors import ReplicaMismatch
+from fastload.formats.manifest import TensorEntry
+from fastload.memory import allocate_staging, host_view
+from fastload.saving.layout import Layout
+from fastload.saving.partition import FileRange, cut
+from fastload.saving.snapshot import Source
+
+__all__ = ["compare_replicas", "replica_digests"]
+
+_DIGEST_BYTES = 8
+_PIECE_BYTES = 8 << 20
+_NUM_SAMPLES = 16  # ranges of a tensor
+_SAMPLE_BYTES = 4096
+_NUM_SHOWN = 20
+
+
+def replica_digests(layout: Layout, source: Source, *, how: str) -> bytes:
+    """Returns one xxh3-64 for each tensor, in layout order.
+
+    Args:
+        layout: The files.
+        source: This rank's tensors.
+        how: ``full``, or ``sample``: the first and the last 4 KiB of each tensor, and 14 such ranges
+            evenly between them.
+    """
+    staging = allocate_staging(_PIECE_BYTES, pinned=source.on_device)
+    digests = bytearray()
+    for index, file in enumerate(layout.files):
+        for entry in file.tensors:
+            hasher = xxhash.xxh3_64()
+            for piece in _ranges(index, entry, how):
+                slab = staging[: piece.end - piece.begin]
+                source.copy(piece, slab)
+                source.settle()
+                hasher.update(host_view(slab))
+            digests += hasher.digest()
+    return bytes(digests)
+
+
+def compare_replicas(world: World, layout: Layout, mine: bytes, what: str) -> None:
+    """Compares the digests of all ranks.
+
+    Raises:
+        ReplicaMismatch: They differ; names ranks and tensors. The same on all ranks.
+    """
+    same = world.agree(what, lambda: xxhash.xxh3_128_hexdigest(mine))
+    if len(set(same)) == 1:
+        return
+    everyone = world.deliver(what, mine, 0)  # a mismatch is rare: only then does anybody see all digests
+
+    def tell() -> bytes:
+        return "\n".join(_differences(layout, everyone)).encode()
+
+    raise ReplicaMismatch(
+        "the ranks hold different tensors, so nothing was saved:\n" + world.share(what, 0, tell).decode()
+    )
+
+
+def _ranges(file: int, entry: TensorEntry, how: str) -> Sequence[FileRange]:
+    begin, end = entry.offset, entry.offset + entry.nbytes
+    if how == "full" or entry.nbytes <= _NUM_SAMPLES * _SAMPLE_BYTES:
+        return cut([FileRange(file, begin, end)], _PIECE_BYTES)
+    last = end - _SAMPLE_BYTES
+    starts = [begin + (last - begin) * number // (_NUM_SAMPLES - 1) for number in range(_NUM_SAMPLES)]
+    return [FileRange(file, start, start + _SAMPLE_BYTES) for start in starts]
+
+
+def _differences(layout: Layout, digests: Sequence[bytes]) -> list[str]:
+    """Says for each tensor which ranks have not what most have."""
+    lines = []
+    names = [entry.name for file in layout.files for entry in file.tensors]
+    for number, name in enumerate(names):
+        at = number * _DIGEST_BYTES
+        found = [each[at : at + _DIGEST_BYTES] for each in digests]
+        if len(set(found)) == 1:
+            continue
+        usual, count = Counter(found).most_common(1)[0]
+        odd = [str(rank) for rank, digest in enumerate(found) if digest != usual]
+        lines.append(f"  {name}: rank {', '.join(odd)} not as the {count} other{'s' * (count > 1)}")
+    more = len(lines) - _NUM_SHOWN
+    return lines[:_NUM_SHOWN] + ([f"  and {more} more"] if more > 0 else [])
