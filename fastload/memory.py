@@ -43,8 +43,8 @@ def allocate_staging(nbytes: int, *, pinned: bool) -> Tensor:
     Raises:
         MemoryError: The system refuses that much.
     """
-    if pinned:
-        return allocate((nbytes,), torch.uint8, torch.device("cpu"), pinned=True)
+    if pinned or not nbytes:
+        return allocate((nbytes,), torch.uint8, torch.device("cpu"), pinned=pinned)
     try:
         # Private: what could be shared with a fork gets no huge pages.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

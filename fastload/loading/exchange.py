@@ -89,7 +89,7 @@ class RingExchange:
         try:
             work.receives = [
                 self._group.recv([work.slots.each[owner]], self._left, self._tag(work, owner))
-                for owner in self._incoming
+                for owner in self._incoming_of(work)
             ]
         except RuntimeError as error:
             work.broke(error)
@@ -98,7 +98,8 @@ class RingExchange:
     def start(self, work: Round) -> None:
         work.began = self.watch.start()
         try:
-            work.sends.append(self._send(work, self._rank))
+            if work.slots.each[self._rank].numel():
+                work.sends.append(self._send(work, self._rank))
         except RuntimeError as error:
             work.broke(error)
         work.started.set()
@@ -137,7 +138,7 @@ class RingExchange:
 
     def _forward_all(self) -> None:
         while (work := self._posted.get()) is not None:
-            for owner, receive in zip(self._incoming, work.receives, strict=False):
+            for owner, receive in zip(self._incoming_of(work), work.receives, strict=False):
                 self._forward(work, owner, receive)
             while work.error is None and not self._closed and not work.started.wait(TICK_S):
                 pass
@@ -168,6 +169,9 @@ class RingExchange:
                 work.sends.append(self._send(work, owner))
             except RuntimeError as error:
                 work.broke(error)
+
+    def _incoming_of(self, work: Round) -> list[int]:
+        return [owner for owner in self._incoming if work.slots.each[owner].numel()]
 
     def _send(self, work: Round, owner: int) -> Any:
         return self._group.send([work.slots.each[owner]], self._right, self._tag(work, owner))
@@ -230,7 +234,8 @@ class NcclExchange:
     def _all_gather(self, slots: Slots) -> None:
         mine = slots.each[self._rank]
         if len({slot.numel() for slot in slots.each}) > 1:
-            dist.all_gather(slots.each, mine, group=self._group)  # NCCL makes this a group of broadcasts
+            for owner in slots.owners:
+                dist.broadcast(slots.each[owner], group=self._group, group_src=owner)
             return
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(slots.whole, mine, group=self._group)

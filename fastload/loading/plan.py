@@ -152,20 +152,23 @@ class ReadPlan:
         return position - wanted + self.grid.block_start(wanted)  # an extent begins with a block
 
     def slot_sizes(self, round_index: int) -> list[int]:
-        """Returns how much of a slab each rank's chunk and status word take in a round: whole pages."""
+        """Returns how much of a slab each rank's chunk and status word take in a round: whole pages.
+
+        Nothing for a rank that is no reader: what goes wrong there it tells by an alarm.
+        """
         if self.grid is None:
             lengths = [self.chunk_bytes_of(round_index)] * len(self.readers)
         else:
             lengths = [self.chunk(round_index, rank).nbytes for rank in self.readers]
             lengths = [max(lengths)] * len(lengths) if self.even_slots else lengths
-        sizes = [_slot_bytes(0)] * self.world_size
+        sizes = [0] * self.world_size
         for rank, length in zip(self.readers, lengths, strict=True):
             sizes[rank] = _slot_bytes(length)
         return sizes
 
     def largest_slot_bytes(self, rank: int) -> int:
         """Returns how much of a slab a rank's chunk and status word take at most."""
-        return _slot_bytes(self.chunk_bytes + self._longest_block_bytes if rank in self._place_of else 0)
+        return _slot_bytes(self.chunk_bytes + self._longest_block_bytes) if rank in self._place_of else 0
 
     @property
     def slab_bytes(self) -> int:
@@ -312,8 +315,7 @@ class _Slab:
 
     def nbytes(self, chunk_bytes: int) -> int:
         """Returns the most that the slots of a round take together."""
-        others = (self.world_size - self.num_readers) * PAGE_BYTES
-        return self.num_readers * self.each_bytes(chunk_bytes) + self.once_bytes + others
+        return self.num_readers * self.each_bytes(chunk_bytes) + self.once_bytes
 
     def each_bytes(self, chunk_bytes: int) -> int:
         """Returns what to reckon for each reader."""
@@ -330,7 +332,7 @@ class _Slab:
 def _affordable(readers: Sequence[int], slab: _Slab, staging_bytes: int) -> Sequence[int]:
     """Drops readers, evenly, until a slab per round in flight fits with chunks of useful size."""
     slot = slab.each_bytes(max(_LEAST_CHUNK_BYTES, slab.longest_block_bytes))
-    spare = staging_bytes // _MAX_DEPTH - slab.world_size * PAGE_BYTES - slab.once_bytes
+    spare = staging_bytes // _MAX_DEPTH - slab.once_bytes
     count = max(1, min(len(readers), spare // slot))
     return [readers[index * len(readers) // count] for index in range(count)]
 

@@ -40,25 +40,28 @@ class Slots:
 
     Attributes:
         whole: All slots, flat uint8, on the exchange's device.
-        each: The slot of each rank.
-        ends: Position of the last byte of each slot, on the same device.
+        each: The slot of each rank; empty for a rank that is no reader.
+        owners: The ranks with a slot.
+        ends: Position of the last byte of each of their slots, on the same device.
     """
 
     whole: Tensor
     each: list[Tensor]
+    owners: list[int]
     ends: Tensor
 
     @classmethod
     def cut(cls, slab: Tensor, sizes: Sequence[int]) -> Slots:
         """Cuts the beginning of a slab into slots of these sizes."""
         whole = slab[: sum(sizes)]
-        ends = torch.tensor(list(accumulate(sizes))) - 1
-        return cls(whole, list(whole.split(list(sizes))), ends.to(slab.device))
+        owners = [rank for rank, size in enumerate(sizes) if size]
+        ends = torch.tensor(list(accumulate(sizes[rank] for rank in owners)), dtype=torch.long) - 1
+        return cls(whole, list(whole.split(list(sizes))), owners, ends.to(slab.device))
 
     def statuses(self) -> dict[int, int]:
         """Returns what the status words say, of those ranks where it is not that all is well."""
         words = self.whole[self.ends].cpu()
-        return {rank: int(words[rank]) for rank in words.nonzero().flatten().tolist()}
+        return {self.owners[place]: int(words[place]) for place in words.nonzero().flatten().tolist()}
 
 
 @dataclass
