@@ -58,7 +58,8 @@ class Checkpoint:
         self._counted_retries = 0
         self._failed = False
         self._last_reader: ChunkReader | None = None
-        self._tracing = Tracing(world, access.hosts, options.trace)
+        self._tracing = Tracing(world, options.trace)
+        self._tracing.synchronize(access.hosts)
         self._verifier = Verifier(self.manifest) if self.manifest.block_bytes and options.verify else None
 
     @property

@@ -129,6 +129,7 @@ SAVE_SETTINGS = {
     ),
     "timeout_s": SETTINGS["timeout_s"],
     "retries": SETTINGS["retries"],
+    "trace": SETTINGS["trace"],
 }
 
 
@@ -205,10 +206,7 @@ class LoadOptions:
         )
         _require(_is_count(self.retries, 0), "retries", self.retries, "at least 0")
         _require(isinstance(self.verify, bool), "verify", self.verify, "True or False")
-        if isinstance(self.trace, os.PathLike):
-            object.__setattr__(self, "trace", os.fspath(self.trace))
-        is_path = isinstance(self.trace, str) and bool(self.trace)
-        _require(self.trace is None or is_path, "trace", self.trace, "the path of a file")
+        _require_trace(self)
         _require_timeout(self.timeout_s)
 
     def shared(self) -> dict[str, Any]:
@@ -237,6 +235,7 @@ class SaveOptions:
             (a part of each tensor) or ``full``.
         timeout_s: Seconds without progress after which a step fails on all ranks.
         retries: Further attempts after a transient storage error.
+        trace: As in `LoadOptions`, for copying, writing and publishing; of a save that succeeds.
         on_report: Called on each rank with the `SaveReport` of a save that succeeded, in the background
             if that is where it ran.
         progress: Called on each rank with (bytes written, bytes to write) by this rank, likewise.
@@ -256,6 +255,7 @@ class SaveOptions:
     check_replicas: str = _setting("check_replicas")
     timeout_s: float = _setting("timeout_s")
     retries: int = _setting("retries")
+    trace: str | os.PathLike[str] | None = _setting("trace")  # noqa: RUF009  (as the others)
     on_report: Callable[[SaveReport], None] | None = None
     progress: Callable[[int, int], None] | None = None
 
@@ -281,6 +281,7 @@ class SaveOptions:
         _require(self.shared in ("auto", True, False), "shared", self.shared, "True, False or auto")
         checks = f"one of {', '.join(REPLICA_CHECKS)}"
         _require(self.check_replicas in REPLICA_CHECKS, "check_replicas", self.check_replicas, checks)
+        _require_trace(self)
         _require_timeout(self.timeout_s)
 
     def shared_values(self) -> dict[str, Any]:
@@ -288,6 +289,13 @@ class SaveOptions:
         return {
             f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("on_report", "progress")
         }
+
+
+def _require_trace(options: LoadOptions | SaveOptions) -> None:
+    if isinstance(options.trace, os.PathLike):
+        object.__setattr__(options, "trace", os.fspath(options.trace))
+    is_path = isinstance(options.trace, str) and bool(options.trace)
+    _require(options.trace is None or is_path, "trace", options.trace, "the path of a file")
 
 
 def _require_timeout(timeout_s: object) -> None:

@@ -22,6 +22,7 @@ from fastload.saving.snapshot import Slabs, Snapshot, Source, Staging
 from fastload.saving.stage import choose_team, open_stage
 from fastload.saving.write import Writing
 from fastload.storage import Target, open_target
+from fastload.tracing import Tracing
 from fastload.world import World, require_same
 
 __all__ = ["Save"]
@@ -67,6 +68,7 @@ class Save:
         self._options = options
         self._began = began
         self._stall_s: float | None = None
+        self._tracing = Tracing(world, options.trace)
         self._same: dict[str, Any] | None = None
         self._hosts: list[str] = []
         self._target: Target | None = None
@@ -128,12 +130,14 @@ class Save:
             self._agree()
         if self._slabs is None:
             self._assign()
+        self._tracing.synchronize(self._hosts)
         assert self._target is not None
         overwrite = self._options.overwrite
         open_stage(self._world, self._team, self._target, self._open, self._layout, overwrite=overwrite)
         told, mine = self._write(self._target)
         packed = self._world.deliver(f"{self._what}: collecting checksums", told, self._team.leader)
         ranks = self._world.agree(f"{self._what}: publishing", lambda: self._publish(packed, mine))
+        self._tracing.write({"what": self._what, "nbytes": self._layout.nbytes})
         return SaveReport(
             url=self._url,
             nbytes=self._layout.nbytes,
@@ -178,6 +182,7 @@ class Save:
             metadata=_HEADER_METADATA,
         )
         self._source = Source(self._layout, description.tensors)
+        self._tracing.follow({"snapshot": self._source.watch})
         self._same = {
             "call": "save",
             "path": self._url,
@@ -230,6 +235,7 @@ class Save:
             num_threads=options.write_threads,
             progress=options.progress,
         )
+        self._tracing.follow({"snapshot": self._source.watch, "write": writing.watch})
         told, error = b"", None
         slabs = self._slabs
         try:
@@ -278,6 +284,8 @@ class Save:
                 metadata=self._metadata,
                 overwrite=self._options.overwrite,
             )
+            self._tracing.add("commit", began)
+        self._tracing.leave("save", self._began, None)
         now = time.perf_counter()
         stall_s = self._stall_s if self._stall_s is not None else now - self._began
         return asdict(replace(mine, commit_s=now - began, total_s=now - self._began, stall_s=stall_s))

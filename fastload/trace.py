@@ -17,7 +17,7 @@ __all__ = ["RankTrace", "Recorder", "Span", "chrome_events", "to_json"]
 
 _MAX_SPANS = 2_000_000  # of all ranks together
 _MOST_SPANS, _LEAST_SPANS = 50_000, 256  # of one rank
-_WHOLE = "load"
+_WHOLES = ("load", "save")
 
 
 class Span(NamedTuple):
@@ -129,7 +129,7 @@ def chrome_events(
         yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": _title(rank, trace)}}
         yield {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}}
         stages = dict.fromkeys(
-            span.stage for span in sorted(trace.spans, key=lambda span: span.stage != _WHOLE)
+            span.stage for span in sorted(trace.spans, key=lambda span: span.stage not in _WHOLES)
         )
         thread = 0
         for stage in stages:

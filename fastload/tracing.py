@@ -27,28 +27,41 @@ class Tracing:
 
     Args:
         world: The ranks.
-        hosts: Host of each rank.
         path: The file; None to record nothing.
-
-    Raises:
-        PeerError: The rendezvous store, which the clocks are compared through, is gone.
     """
 
-    def __init__(self, world: World, hosts: Sequence[str], path: str | os.PathLike[str] | None) -> None:
+    def __init__(self, world: World, path: str | os.PathLike[str] | None) -> None:
         self._world = world
-        self._hosts = hosts
+        self._hosts: Sequence[str] = ()
         self._path = os.fspath(path) if path is not None else None
         self._turn = itertools.count()
         self._place = ""
         self._own: RankTrace | None = None
         self._recorder = Recorder(world.size)
-        self._offset_s = world.clock_offset_s(hosts) if path is not None else None
+        self._offset_s: float | None = None
+
+    def synchronize(self, hosts: Sequence[str]) -> None:
+        """Compares the clocks of the hosts.
+
+        Args:
+            hosts: Host of each rank.
+
+        Raises:
+            PeerError: The rendezvous store, which the clocks are compared through, is gone.
+        """
+        self._hosts = hosts
+        if self._path is not None:
+            self._offset_s = self._world.clock_offset_s(hosts)
+
+    def add(self, stage: str, began_s: float) -> None:
+        """Records something that began then, by `time.perf_counter`, and ends now."""
+        if self._path is not None:
+            self._recorder.add(stage, began_s, time.perf_counter(), {})
 
     def follow(self, watches: Mapping[str, Stopwatch]) -> None:
-        """Records from now on what these stopwatches measure, by stage, and nothing that was before."""
+        """Records from now on what these stopwatches measure, by stage."""
         if self._path is None:
             return
-        self._recorder = Recorder(self._world.size)
         for stage, watch in watches.items():
             self._recorder.follow(stage, watch)
 
@@ -65,6 +78,7 @@ class Tracing:
         self._place = f"trace/{next(self._turn)}"
         self._recorder.add(whole, began_s, time.perf_counter(), {})
         self._own = self._recorder.trace(self._world.host, self._offset_s, error)
+        self._recorder = Recorder(self._world.size)  # what comes next is another trace
         if self._world.rank != 0:
             try:
                 self._world.leave_bytes("leaving a trace", self._place, self._own.to_bytes())

@@ -44,7 +44,7 @@ class Source:
     def copy(self, wanted: FileRange, slab: Tensor) -> None:
         """Starts to copy a range of a file into the beginning of a flat uint8 host tensor; see `settle`."""
         header = self._layout.files[wanted.file].header
-        with self.watch:
+        with self.watch.span(nbytes=wanted.end - wanted.begin):
             if wanted.begin < len(header):
                 text = header[wanted.begin : wanted.end]
                 host_view(slab[: len(text)])[:] = text

@@ -108,7 +108,7 @@ class Writing:
         return self._workers.close(wait_s=min(1.0, self._world.grace_s))
 
     def _write(self, piece: FileRange, data: memoryview) -> None:
-        with self.watch:
+        with self.watch.span(nbytes=len(data)):
             self._target.write(self._names[piece.file], piece.begin, data)
 
     def _await(self, work: Future[T], piece: FileRange | None) -> T:

@@ -1,0 +1,173 @@
+"""Trains a small language model on several ranks: initial weights, saves, stops and resumes with fastload.
+
+    torchrun --nproc-per-node 2 launch/train.py --root /tmp/run --steps 200 --save-every 50
+    launch/slurm_torchrun.sbatch and the others beside it start it on a cluster
+
+Started again it goes on from its last commit, and ends with the very weights that it would have had without
+the interruption. SIGUSR1 and SIGTERM make it save and end with 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import fastload
+from fastload.memory import state_digest
+from fastload.world import initialize
+
+VOCABULARY = 128  # ASCII
+_WORDS = "one rank reads a part of it and every rank ends with the whole state of the model".split()
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer; logits of the next character, (batch, length, VOCABULARY)."""
+
+    def __init__(self, *, width: int, layers: int, heads: int, length: int) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(VOCABULARY, width)
+        self.places = nn.Embedding(length, width)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.1, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.characters.weight  # tied
+
+    def forward(self, text: Tensor) -> Tensor:
+        length = text.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
+        hidden = self.characters(text) + self.places(torch.arange(length, device=text.device))
+        return self.head(self.norm(self.layers(hidden, mask=mask, is_causal=True)))
+
+
+def batch(step: int, rank: int, *, size: int, length: int, device: str) -> Tensor:
+    """Generates the text that a rank sees in a step, (size, length + 1); the same whenever it is asked."""
+    generator = torch.Generator().manual_seed(step * 65_537 + rank)
+    rows = []
+    for _ in range(size):
+        picks = torch.randint(len(_WORDS), (length,), generator=generator)
+        rows.append(list(" ".join(_WORDS[pick] for pick in picks).encode()[: length + 1]))
+    return torch.tensor(rows, device=device)
+
+
+class Training:
+    """All that a training consists of; everything a checkpoint has to hold is in `parts`."""
+
+    def __init__(self, args: argparse.Namespace, rank: int, device: str) -> None:
+        self.args, self.rank, self.device = args, rank, device
+        torch.manual_seed(args.seed)  # the same weights on every rank
+        self.model = Decoder(width=args.width, layers=args.layers, heads=4, length=args.length).to(device)
+        if args.init:
+            fastload.load(args.init, into=self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / 1000))
+        )
+        self.step = 0
+        self.loss = math.inf
+
+    def parts(self) -> dict[str, Any]:
+        """What a checkpoint holds; the same on every rank, so that they can share the writing."""
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "step": self.step,
+            "loss": self.loss,
+        }
+
+    def state(self) -> dict[str, Any]:
+        return {name: getattr(part, "state_dict", lambda p=part: p)() for name, part in self.parts().items()}
+
+    def restore(self, manager: fastload.CheckpointManager) -> None:
+        parts = self.parts()
+        manager.restore(into=parts)
+        self.step, self.loss = parts["step"], parts["loss"]
+
+    def run(self, manager: fastload.CheckpointManager) -> None:
+        """Trains until all steps are done or somebody asks to stop."""
+        args = self.args
+        parallel = DistributedDataParallel(self.model) if dist.is_initialized() else self.model
+        while self.step < args.steps and not manager.stop_requested:
+            # Dropout draws from the step's and the rank's own numbers: nothing random is left to be saved.
+            torch.manual_seed(args.seed + self.step * 65_537 + self.rank)
+            text = batch(self.step, self.rank, size=args.batch, length=args.length, device=self.device)
+            logits = parallel(text[:, :-1])
+            loss = functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.step += 1
+            self.loss = agreed(loss.detach())
+            if self.rank == 0 and self.step % args.log_every == 0:
+                print(f"step {self.step}: loss {self.loss:.4f}", flush=True)
+            if manager.should_save(self.step) or self.step == args.steps:
+                manager.save(self.step, self.state(), metrics={"loss": self.loss})
+            time.sleep(args.pause)
+
+
+def agreed(loss: Tensor) -> float:
+    """Returns the mean over all ranks."""
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+        loss /= dist.get_world_size()
+    return float(loss)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Trains a small language model; goes on where it stopped.")
+    parser.add_argument("--root", default="checkpoints", help="where checkpoints go: a directory or URL")
+    parser.add_argument("--init", help="a checkpoint with the model's initial weights")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--save-every", type=int, metavar="STEPS")
+    parser.add_argument("--save-seconds", type=float, metavar="S")
+    parser.add_argument("--keep-last", type=int, default=3)
+    parser.add_argument("--log-every", type=int, default=20)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="seconds to wait in each step")
+    parser.add_argument("--digest", action="store_true", help="print a digest of the weights at the end")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    logging.basicConfig(level=logging.WARNING)
+    rank, device = initialize(args.device)  # torchrun, srun, or alone
+    every = {"every_steps": args.save_every, "every_seconds": args.save_seconds}
+    # First of all: from here on the signals of Slurm do not end the process.
+    with fastload.CheckpointManager(args.root, keep_last=args.keep_last, **every) as manager:
+        training = Training(args, rank, device)
+        if manager.latest() is not None:
+            training.restore(manager)
+        if rank == 0:
+            print(f"begins at step {training.step} of {args.steps}", flush=True)
+        training.run(manager)
+    # Here the last save is committed, on all ranks.
+    if rank == 0:
+        print(f"ends at step {training.step} of {args.steps}: loss {training.loss:.4f}", flush=True)
+    if args.digest:
+        print(f"rank {rank}: weights {state_digest(training.model.state_dict())}", flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
