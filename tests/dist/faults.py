@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import fastload
-from fastload import api, checkpoint as checkpoints
+from fastload import world, checkpoint as checkpoints
 from fastload.errors import PeerError
 from fastload.loading import access
 from fastload.loading.exchange import RingExchange
@@ -121,7 +121,7 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
         monkeypatch.setattr(owner, name, struck)
 
     if stage == "start":
-        before(api, "join")
+        before(world, "join")
     elif stage == "open":
         before(LocalStorage, "stat")
     elif stage == "headers":
