@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from fastload.errors import FastloadError, OptionError
 from fastload.formats.dtypes import safetensors_spec
@@ -21,6 +22,7 @@ from fastload.saving.replicas import compare_replicas, replica_digests
 from fastload.saving.snapshot import Slabs, Snapshot, Source, Staging
 from fastload.saving.stage import choose_team, open_stage
 from fastload.saving.write import Writing
+from fastload.saving.writers import WriterTuner
 from fastload.storage import Target, open_target
 from fastload.tracing import Tracing
 from fastload.world import World, require_same
@@ -30,6 +32,8 @@ __all__ = ["Save"]
 _GOOD_PIECE_BYTES = 8 << 20
 _MAX_ATTEMPT_S = 30.0  # for one request: what takes longer has stalled
 _HEADER_METADATA = {"format": "pt"}  # what transformers asks for
+
+_tuner = WriterTuner()
 
 
 class Save:
@@ -78,22 +82,45 @@ class Save:
         """Copies this rank's share; after that the state may change.
 
         Who writes what follows from state and options alone, so the ranks need not meet for it, unless
-        it matters which hosts they are on, or their tensors are to be compared. What cannot be saved is
-        an error here, on all ranks.
+        it matters which hosts they are on, their tensors are to be compared, or the state is so large
+        that the number of writers is found by measuring.
+
+        Raises:
+            FastloadError: This rank cannot save, which the others learn, or they have met and one cannot.
         """
-        options = self._options
-        try:
-            if options.writers == "host" or options.shared is False or options.check_replicas != "off":
-                self._agree()
-            else:
-                self._describe()
-            self._assign()
-            self._slabs = Snapshot(self._source, [*self._pieces, *self._tail])
-        except BaseException as error:
-            self._give_up(error)
-            raise
-        self._source.forget()
+        self._or_tell(self._describe)
+        if self._has_to_meet:
+            self._agree()
+        self._or_tell(self._copy)
         self._stall_s = time.perf_counter() - self._began
+
+    @property
+    def _has_to_meet(self) -> bool:
+        options = self._options
+        measures = options.writers == "auto" and WriterTuner.is_worth_it(self._layout.nbytes)
+        return (
+            measures
+            or options.writers == "host"
+            or options.shared is False
+            or options.check_replicas != "off"
+        )
+
+    def _copy(self) -> None:
+        self._assign()
+        self._slabs = Snapshot(self._source, [*self._pieces, *self._tail])
+        self._source.forget()
+
+    def _or_tell(self, work: Callable[[], None]) -> None:
+        """Tells the others, who may be in the background already, if this rank cannot go on."""
+        try:
+            work()
+        except BaseException as error:
+            if not isinstance(error, Exception) or self._hosts:
+                self._world.leave(error)
+            else:
+                with suppress(FastloadError):
+                    self._world.agree(self._what, partial(_raise, error))
+            raise
 
     def run(self) -> SaveReport:
         """Does whatever is left, until the checkpoint exists.
@@ -113,18 +140,6 @@ class Save:
             if self._target is not None:
                 self._target.close()
 
-    def _give_up(self, error: BaseException) -> None:
-        """Tells the others, who may be in the background already, that this rank cannot save."""
-        if not isinstance(error, Exception) or self._hosts:
-            self._world.leave(error)
-            return
-
-        def fail() -> None:
-            raise error
-
-        with suppress(FastloadError):
-            self._world.agree(self._what, fail)
-
     def _run(self) -> SaveReport:
         if not self._hosts:
             self._agree()
@@ -138,7 +153,7 @@ class Save:
         packed = self._world.deliver(f"{self._what}: collecting checksums", told, self._team.leader)
         ranks = self._world.agree(f"{self._what}: publishing", lambda: self._publish(packed, mine))
         self._tracing.write({"what": self._what, "nbytes": self._layout.nbytes})
-        return SaveReport(
+        report = SaveReport(
             url=self._url,
             nbytes=self._layout.nbytes,
             num_tensors=len(self._specs),
@@ -148,6 +163,9 @@ class Save:
             num_copies=self._team.num_copies,
             ranks=tuple(SaveRankReport(**rank) for rank in ranks),
         )
+        taken_s = max(own.write_s + own.flush_s for own in report.ranks)
+        _tuner.learn(self._place, self._world.size, report.nbytes, report.num_writers, taken_s)
+        return report
 
     def _agree(self) -> None:
         """Compares what the ranks are about to save, and learns on which hosts they are."""
@@ -155,7 +173,8 @@ class Save:
         def compare() -> dict[str, Any]:
             if self._same is None:
                 self._describe()
-            return {"host": self._world.host, "same": self._same}
+            # Rank 0 says how many are to write: its saves may have ended sooner than those of others.
+            return {"host": self._world.host, "same": self._same, "writers": self._good_writers()}
 
         told = self._world.agree(self._what, compare)
         require_same([each["same"] for each in told])
@@ -163,6 +182,7 @@ class Save:
             mine = replica_digests(self._layout, self._source, how=self._options.check_replicas)
             compare_replicas(self._world, self._layout, mine, f"{self._what}: comparing replicas")
         self._hosts = [each["host"] for each in told]
+        self._num_writers = told[0]["writers"]
 
     def _describe(self) -> None:
         """Takes the state apart."""
@@ -181,7 +201,8 @@ class Save:
             block_bytes=self._options.block_bytes,
             metadata=_HEADER_METADATA,
         )
-        self._source = Source(self._layout, description.tensors)
+        self._num_writers = self._good_writers()
+        self._source: Source = Source(self._layout, description.tensors)
         self._tracing.follow({"snapshot": self._source.watch})
         self._same = {
             "call": "save",
@@ -198,9 +219,8 @@ class Save:
         self._team = choose_team(
             world.rank,
             self._hosts or [world.host] * world.size,
-            writers=options.writers,
+            writers=options.writers if options.writers != "auto" else self._num_writers,
             shared=options.shared is not False,
-            nbytes=layout.nbytes,
         )
         self._target = self._open()
         largest = max(file.nbytes for file in layout.files)
@@ -213,6 +233,13 @@ class Save:
         self._pieces = cut(ranges, max(1, piece_bytes // unit) * unit)
         self._tail = tail_of(layout, ranges)
         self._hasher = BlockHasher(blocks_of(layout, ranges))
+
+    def _good_writers(self) -> int:
+        return _tuner.choose(self._place, self._world.size, self._layout.nbytes)
+
+    @property
+    def _place(self) -> str:
+        return self._url.rstrip("/").rpartition("/")[0]
 
     def _open(self) -> Target:
         options = self._options
@@ -289,3 +316,7 @@ class Save:
         now = time.perf_counter()
         stall_s = self._stall_s if self._stall_s is not None else now - self._began
         return asdict(replace(mine, commit_s=now - began, total_s=now - self._began, stall_s=stall_s))
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -14,6 +14,7 @@ from rich.table import Table
 import fastload
 from fastload.cli.console import errors_to_exit_code, progress, shown, stdout
 from fastload.errors import FastloadError
+from fastload.formats.state import describe
 from fastload.memory import state_digest
 from fastload.options import SETTINGS, STRATEGIES
 from fastload.world import initialize, join
@@ -65,13 +66,13 @@ def load(
             given = {name: value for name, value in asked.items() if value is not None}
             options = fastload.LoadOptions(progress=show, **given)
             with fastload.open(path, options=options) as checkpoint:
-                tensors = checkpoint.load(device=device, names=list(names) or None)
+                state = checkpoint.load(device=device, names=list(names) or None)
         report = checkpoint.report
         assert report is not None
         digests = None
         if digest:
             world = join(timeout_s=options.timeout_s)
-            digests = world.agree("comparing digests", lambda: state_digest(tensors))
+            digests = world.agree("comparing digests", lambda: state_digest(describe(state).tensors))
         if rank == 0 and as_json:
             click.echo(json.dumps({**report.to_dict(), "digests": digests}))
         elif rank == 0:

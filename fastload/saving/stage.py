@@ -13,8 +13,6 @@ from fastload.world import World
 
 __all__ = ["Team", "choose_team", "open_stage"]
 
-_MIN_SHARE_BYTES = 32 << 20  # below, one more writer costs more than it saves
-
 
 @dataclass(frozen=True)
 class Team:
@@ -36,15 +34,14 @@ class Team:
         return self.members[0]
 
 
-def choose_team(rank: int, hosts: Sequence[str], *, writers: int | str, shared: bool, nbytes: int) -> Team:
+def choose_team(rank: int, hosts: Sequence[str], *, writers: int | str, shared: bool) -> Team:
     """Chooses with whom a rank writes.
 
     Args:
         rank: The rank.
         hosts: Host of each rank.
-        writers: See `SaveOptions.writers`.
+        writers: ``all``, ``host`` or how many of those that write one copy.
         shared: Whether all hosts write one copy together; else each host writes its own.
-        nbytes: Bytes to write.
     """
     everyone = range(len(hosts))
     members = tuple(r for r in everyone if shared or hosts[r] == hosts[rank])
@@ -52,9 +49,7 @@ def choose_team(rank: int, hosts: Sequence[str], *, writers: int | str, shared: 
         chosen = tuple({hosts[r]: r for r in reversed(members)}.values())
         return Team(members, tuple(sorted(chosen)), 1 if shared else len(set(hosts)))
     count = len(members)
-    if writers == "auto":
-        count = min(count, max(1, nbytes // _MIN_SHARE_BYTES))
-    elif isinstance(writers, int):
+    if isinstance(writers, int):
         count = min(count, writers)
     spread = tuple(members[index * len(members) // count] for index in range(count))
     return Team(members, spread, 1 if shared else len(set(hosts)))

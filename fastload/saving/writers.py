@@ -1,0 +1,55 @@
+"""How many ranks write, where that is left open: as many as pay, by what the saves themselves take."""
+
+from __future__ import annotations
+
+import threading
+
+__all__ = ["WriterTuner"]
+
+_MIN_SHARE_BYTES = 32 << 20  # below, one more writer costs more than it saves
+_MIN_TUNED_BYTES = 1 << 30  # below, a save says little about the storage
+_GAIN = 1.1  # fewer writers have to be that much faster: more of them wait less for their snapshots
+
+
+class WriterTuner:
+    """Finds out how many writers a place can use. May be used by several threads.
+
+    The first save uses all ranks, the next one half of them, and so on as long as fewer are clearly
+    faster: more writers than the storage can use only get in each other's way.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rates: dict[tuple[str, int], dict[int, float]] = {}
+
+    @staticmethod
+    def is_worth_it(nbytes: int) -> bool:
+        """Whether so many bytes are enough to measure by; else the number follows from the bytes alone."""
+        return nbytes >= _MIN_TUNED_BYTES
+
+    def choose(self, place: str, num_ranks: int, nbytes: int) -> int:
+        """Returns how many of the ranks are to write next.
+
+        Args:
+            place: What the checkpoints have in common, such as the directory they are in.
+            num_ranks: Ranks that could write.
+            nbytes: Bytes to write.
+        """
+        most = max(1, min(num_ranks, nbytes // _MIN_SHARE_BYTES))
+        if not self.is_worth_it(nbytes):
+            return most
+        with self._lock:
+            rates = self._rates.get((place, num_ranks), {})
+            count = most
+            while count in rates and count > 1:
+                fewer = count // 2
+                if fewer in rates and rates[fewer] < _GAIN * rates[count]:
+                    break
+                count = fewer
+            return count
+
+    def learn(self, place: str, num_ranks: int, nbytes: int, num_writers: int, seconds: float) -> None:
+        """Takes note of what a save took, from the first write until all was durable."""
+        if self.is_worth_it(nbytes) and seconds > 0:
+            with self._lock:
+                self._rates.setdefault((place, num_ranks), {})[num_writers] = nbytes / seconds
