@@ -242,9 +242,10 @@ class CheckpointManager:
             FastloadError: A rank could not ask storage, or the save in the background has failed.
         """
         self._check_open()
+        # First, so that no rank sees what another one is about to delete.
+        self._world.agree("saving in the background", self._finish)
 
         def look() -> list[int]:
-            self._finish()
             return [one.step for one in self._catalog.entries() if one.complete] if self._lists else []
 
         return sorted({step for steps in self._world.agree("listing checkpoints", look) for step in steps})
