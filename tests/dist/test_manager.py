@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from fastload.errors import CheckpointNotFound, FastloadError, OptionError, Plan
 from fastload.storage.local_target import LocalTarget
 from tests.checkpoints import flip
 from tests.dist.harness import ranks
+from tests.dist.test_readers import own_disk
+from tests.dist.test_readers import pytestmark as needs_mounts
 
 OPTIONS = SaveOptions(timeout_s=20, writers="all", block_bytes=4096)
 
@@ -274,6 +277,24 @@ def test_what_cannot_be_deleted_does_not_end_a_training(
         assert any("not today" in line for line in lines)
     finally:
         LocalTarget.remove = real  # type: ignore[method-assign]
+
+
+@needs_mounts
+@ranks(3)
+def test_each_host_keeps_its_own_copies_in_order(rank: int, world: int, tmp_path: Path) -> None:
+    disk = own_disk(tmp_path, rank)
+    options = SaveOptions(timeout_s=20, shared=False)
+    with manage(disk, keep_last=2, options=options) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+        assert manager.all_steps() == [2, 3]
+        assert steps_in(disk) == [2, 3]
+        if rank == 0:  # a host that was replaced
+            shutil.rmtree(disk / "step_00000002")
+            shutil.rmtree(disk / "step_00000003")
+        dist.barrier()
+        assert manager.latest() == 3
+        assert manager.restore()["step"] == 3
 
 
 # What goes wrong
