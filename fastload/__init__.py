@@ -21,6 +21,7 @@ from fastload.errors import (
 )
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
 from fastload.handle import SaveHandle
+from fastload.manager import CheckpointManager
 from fastload.options import LoadOptions, SaveOptions
 from fastload.report import LoadReport, RankReport, SaveRankReport, SaveReport, VerifyReport
 
@@ -30,6 +31,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointExists",
+    "CheckpointManager",
     "CheckpointNotFound",
     "ChecksumError",
     "DeadlineExceeded",

@@ -60,6 +60,7 @@ class World:
         host: Name of this host.
         group: The caller's process group, or None for a world of 1.
         store: A corner of the rendezvous store that is this world's own, or None for a world of 1.
+        rendezvous: The same with deadlines, for what is no agreement of all ranks; None for a world of 1.
         timeout_s: Longest wait without progress, in seconds.
     """
 
@@ -81,7 +82,7 @@ class World:
         self.timeout_s = timeout_s
         self._hosts = {rank: self.host}
         self._step = 0
-        self._rendezvous = rendezvous
+        self.rendezvous = rendezvous
         self._next_alarm_check = 0.0
         self._alarmed = False
         self._moved = False
@@ -111,11 +112,11 @@ class World:
             wait_s: How long to wait for the others. A rank that has not answered by then is given a
                 `DeadlineExceeded` as its error.
         """
-        if self._rendezvous is None:
+        if self.rendezvous is None:
             return [Outcome(self.host, value, to_wire(error) if error is not None else None)]
         step, self._step = self._step, self._step + 1
         mine = self._answer(value, error)
-        answers = self._rendezvous.collect(what, step, mine, wait_s=wait_s, grace_s=self.grace_s)
+        answers = self.rendezvous.collect(what, step, mine, wait_s=wait_s, grace_s=self.grace_s)
         outcomes = [Outcome(**answer) for answer in answers]
         self._hosts.update({rank: outcome.host for rank, outcome in enumerate(outcomes) if outcome.host})
         return outcomes
@@ -149,7 +150,7 @@ class World:
             CheckpointError: Making them raised it; the same on all ranks.
             PeerError: Making them raised something else, or a rank did not answer.
         """
-        if (rendezvous := self._rendezvous) is None:
+        if (rendezvous := self.rendezvous) is None:
             return make()
         step = self._step
 
@@ -170,7 +171,7 @@ class World:
         Raises:
             PeerError: A rank did not answer.
         """
-        if (rendezvous := self._rendezvous) is None:
+        if (rendezvous := self.rendezvous) is None:
             return [data]
         place = f"{self._step}/for"
 
@@ -189,24 +190,24 @@ class World:
         Args:
             hosts: Host of each rank; on one host all clocks are the same.
         """
-        if self._rendezvous is None or len(set(hosts)) == 1:
+        if self.rendezvous is None or len(set(hosts)) == 1:
             return 0.0
         step, self._step = self._step, self._step + 1
         leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
-        return self._rendezvous.compare_clocks(
+        return self.rendezvous.compare_clocks(
             "comparing clocks", step, leaders, hosts.index(hosts[self.rank]), limit_s=self.patience_s
         )
 
     def leave_bytes(self, what: str, place: str, data: bytes) -> None:
         """Leaves bytes for another rank, which takes them with `take_bytes`, from the same place, once."""
-        if self._rendezvous is not None:
-            self._rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.grace_s)
+        if self.rendezvous is not None:
+            self.rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.grace_s)
 
     def take_bytes(self, what: str, place: str, rank: int) -> bytes | None:
         """Returns what a rank has left; None if it has left nothing."""
-        if self._rendezvous is None:
+        if self.rendezvous is None:
             return None
-        return self._rendezvous.take(what, f"{place}/{rank}", limit_s=self.grace_s)
+        return self.rendezvous.take(what, f"{place}/{rank}", limit_s=self.grace_s)
 
     def raise_failures(self, what: str, outcomes: list[Outcome], own: BaseException | None = None) -> None:
         """Raises on every rank if an outcome is an error.
@@ -250,16 +251,16 @@ class World:
     def raise_alarm(self) -> None:
         """Tells the other ranks, wherever they are, that this one has failed."""
         self._alarmed = True
-        if self._rendezvous is not None:
-            self._rendezvous.tell({"alarm": str(self.rank)}, limit_s=self.grace_s)
+        if self.rendezvous is not None:
+            self.rendezvous.tell({"alarm": str(self.rank)}, limit_s=self.grace_s)
 
     def leave(self, error: BaseException) -> None:
         """Answers whatever comes next with an error, since this rank will not be there; never raises."""
         self._alarmed = True
-        if self._rendezvous is not None:
+        if self.rendezvous is not None:
             answer = self._answer(None, error)
             steps = {f"{step}/{self.rank}": answer for step in (self._step, self._step + 1)}
-            self._rendezvous.tell({**steps, "alarm": str(self.rank)}, limit_s=self.grace_s)
+            self.rendezvous.tell({**steps, "alarm": str(self.rank)}, limit_s=self.grace_s)
 
     def moved(self) -> None:
         """Notes that this rank gets on; the others learn of it with the next look for an alarm."""
@@ -267,7 +268,7 @@ class World:
 
     def alarmed(self) -> bool:
         """Whether some rank has failed. Cheap: asks the store a few times a second at most."""
-        if self._rendezvous is None or self._alarmed:
+        if self.rendezvous is None or self._alarmed:
             return self._alarmed
         now = time.monotonic()
         if now >= self._next_alarm_check:
@@ -275,7 +276,7 @@ class World:
             alive = self._moved and now >= self._next_pulse
             if alive:
                 self._moved, self._next_pulse = False, now + min(_PULSE_PERIOD_S, self.grace_s / 4)
-            self._alarmed = self._rendezvous.watch("alarm", alive=alive, limit_s=self.patience_s)
+            self._alarmed = self.rendezvous.watch("alarm", alive=alive, limit_s=self.patience_s)
         return self._alarmed
 
     # Inside

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 import xxhash
@@ -47,6 +49,9 @@ class Checkpoint:
         report: What the last `load` did, or None.
     """
 
+    _opened: ClassVar[WeakSet[Checkpoint]] = WeakSet()
+    _opening: ClassVar[threading.Lock] = threading.Lock()
+
     def __init__(self, world: World, access: Access, options: LoadOptions) -> None:
         self.manifest = access.manifest
         self.report: LoadReport | None = None
@@ -57,6 +62,8 @@ class Checkpoint:
         self._header_bytes = access.storage.bytes_read
         self._counted_retries = 0
         self._failed = False
+        with self._opening:
+            self._opened.add(self)
         self._last_reader: ChunkReader | None = None
         self._tracing = Tracing(world, options.trace)
         self._tracing.synchronize(access.hosts)
@@ -77,11 +84,19 @@ class Checkpoint:
 
     def close(self) -> None:
         """Releases files and connections, those that a read still waits for as soon as it ends."""
+        with self._opening:
+            self._opened.discard(self)
         if self._last_reader is None:
             self._storage.close()
         else:
             # Not before: the number of a closed descriptor may soon stand for another file.
             self._last_reader.at_end(self._storage.close)
+
+    @classmethod
+    def urls_in_use(cls) -> set[str]:
+        """Returns where the checkpoints are that this process has open, to be left alone."""
+        with cls._opening:
+            return {checkpoint._storage.url for checkpoint in cls._opened}
 
     def load(
         self,

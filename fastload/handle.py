@@ -42,6 +42,14 @@ class SaveHandle:
         """Whether it has ended, well or not."""
         return self._ended.is_set()
 
+    def failed(self) -> bool:
+        """Whether it has ended, and the checkpoint does not exist."""
+        return self.done() and self.report is None
+
+    def settle(self) -> None:
+        """Waits until it has ended, well or not; an error is left for `wait` or the next save."""
+        self._ended.wait()
+
     def wait(self, timeout: float | None = None) -> SaveReport:
         """Waits until the checkpoint exists.
 

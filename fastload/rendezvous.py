@@ -83,6 +83,35 @@ class Rendezvous:
 
         return self.ask("watching the other ranks", limit_s, look)
 
+    def post(self, what: str, key: str, text: str, *, forget: Sequence[str], limit_s: float) -> None:
+        """Leaves a text for whoever wants it, and deletes others that nobody will want any more."""
+
+        def post() -> None:
+            self._store.set(key, text)
+            self._delete(forget)
+
+        self.ask(what, limit_s, post)
+
+    def await_text(self, what: str, key: str, source: int, *, wait_s: float, grace_s: float) -> str:
+        """Returns a text as soon as a rank has left it.
+
+        Raises:
+            PeerError: It has not, for so long.
+        """
+
+        def wait() -> str | None:
+            return str(self._store.get(key), "utf-8") if self._poll([key], wait_s, listen=False) else None
+
+        text = self.ask(what, wait_s + grace_s, wait)
+        if text is None:
+            late = DeadlineExceeded(f"did not come to it within {wait_s:.1f} s: killed, stopped or stuck")
+            raise PeerError(f"{what}: waiting for rank {source}, which {late}", {source: late})
+        return text
+
+    def count(self, what: str, key: str, more: int, *, limit_s: float) -> int:
+        """Adds to a number that all ranks share, and returns it."""
+        return self.ask(what, limit_s, lambda: int(self._store.add(key, more)))
+
     def collect(
         self, what: str, step: int, mine: str, *, wait_s: float, grace_s: float
     ) -> list[dict[str, Any]]:

@@ -13,7 +13,9 @@ except ImportError as error:
 
 import fastload
 from fastload.cli.cadence import cadence
+from fastload.cli.convert import convert
 from fastload.cli.load import inspect, load
+from fastload.cli.ls import ls, prune
 from fastload.cli.plan import plan
 from fastload.cli.size import size
 from fastload.cli.timeline import timeline
@@ -30,5 +32,5 @@ def main(verbose: bool) -> None:
     logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING, stream=sys.stderr)
 
 
-for _command in (inspect, load, verify, plan, timeline, size, cadence):
+for _command in (inspect, load, verify, ls, prune, convert, plan, timeline, size, cadence):
     main.add_command(_command)

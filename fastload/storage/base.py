@@ -18,10 +18,12 @@ class FileStat:
         nbytes: Size in bytes.
         version: Opaque text that changes when the file is replaced and is the same on every host
             that sees the same file (inode and modification time, an ETag); empty where storage has none.
+        modified_s: When it was written, in seconds since 1970; 0 where storage does not say.
     """
 
     nbytes: int
     version: str
+    modified_s: float = 0.0
 
 
 def take(buffers: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
@@ -89,6 +91,14 @@ class Storage(Protocol):
 
     def list(self) -> list[str] | None:
         """Returns the sorted names of the files directly below the root, or None if it is no directory."""
+        ...
+
+    def folders(self) -> Sequence[str]:
+        """Returns the sorted names of the directories (common prefixes) directly below the root, if any.
+
+        Raises:
+            StorageError: There is no asking for them (HTTP).
+        """
         ...
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:

@@ -7,7 +7,7 @@ import mmap
 import os
 import stat as stat_flags
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 from fastload.errors import StorageError
@@ -25,6 +25,8 @@ IN_MEMORY_TYPES = frozenset("tmpfs ramfs hugetlbfs".split())
 _NETWORK_TYPES = frozenset(
     "nfs nfs4 lustre gpfs beegfs ceph cifs smb3 9p glusterfs wekafs pvfs2 orangefs afs virtiofs".split()
 )
+
+_Names = list[str]  # the classes have a `list` of their own
 
 
 class LocalStorage:
@@ -86,11 +88,17 @@ class LocalStorage:
             if error.errno in _ABSENT:
                 return None
             raise self._error(error, name) from error
-        return FileStat(found.st_size, f"{found.st_ino}:{found.st_mtime_ns}")
+        return FileStat(found.st_size, f"{found.st_ino}:{found.st_mtime_ns}", found.st_mtime)
 
     def list(self) -> list[str] | None:
+        return self._scan(os.DirEntry.is_file)
+
+    def folders(self) -> Sequence[str]:
+        return self._scan(os.DirEntry.is_dir) or []
+
+    def _scan(self, wanted: Callable[[os.DirEntry[str]], bool]) -> _Names | None:
         try:
-            return sorted(entry.name for entry in os.scandir(self._root) if entry.is_file())
+            return sorted(entry.name for entry in os.scandir(self._root) if wanted(entry))
         except OSError as error:
             if error.errno in _ABSENT:
                 return None

@@ -120,6 +120,12 @@ class ObjectStorage:
         self._known.update(names)
         return sorted(names) or None
 
+    def folders(self) -> Sequence[str]:
+        if self._is_http:
+            raise self._error("HTTP has no listing of directories", "", None, None, transient=False)
+        found = self._call("", lambda key: obstore.list_with_delimiter(self._store, key or None))
+        return sorted(path.strip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"])
+
     def _has_record(self) -> bool:
         """Whether there is a commit record; a server that refuses to say has none."""
         try:
@@ -176,7 +182,8 @@ class ObjectStorage:
 
 def _stat(meta: Mapping[str, Any]) -> FileStat:
     tag = (meta.get("e_tag") or "").strip('"')  # quoted in answers, bare in some listings
-    return FileStat(meta["size"], tag or str(meta.get("last_modified") or ""))
+    modified = meta.get("last_modified")
+    return FileStat(meta["size"], tag or str(modified or ""), modified.timestamp() if modified else 0.0)
 
 
 def _first_line(error: BaseException) -> str:

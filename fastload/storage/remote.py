@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, TypeVar
 
 import fsspec
@@ -16,6 +17,8 @@ T = TypeVar("T")
 
 # What another try will not change.
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
+
+_Names = list[str]  # the classes have a `list` of their own
 
 
 class RemoteStorage:
@@ -60,18 +63,25 @@ class RemoteStorage:
         if info["type"] == "directory":
             return None if name else FileStat(0, "")
         version = info.get("ETag") or info.get("etag") or info.get("mtime") or info.get("created") or ""
-        return FileStat(int(info["size"]), str(version))
+        return FileStat(int(info["size"]), str(version), _seconds(info.get("mtime") or info.get("created")))
 
     def list(self) -> list[str] | None:
+        return self._names("file")
+
+    def folders(self) -> Sequence[str]:
+        self._files.invalidate_cache()
+        return self._names("directory") or []
+
+    def _names(self, kind: str) -> _Names | None:
         try:
             found = self._call("", lambda path: self._files.ls(path, detail=True))
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
                 return None
             raise
-        names = [entry["name"].rsplit("/", 1)[-1] for entry in found if entry["type"] == "file"]
         is_file = len(found) == 1 and found[0]["name"].strip("/") == self._root.strip("/")
-        return None if is_file else sorted(names)
+        names = (entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in found if entry["type"] == kind)
+        return None if is_file and found[0]["type"] == "file" else sorted(names)
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         nbytes = sum(map(len, buffers))
@@ -116,6 +126,13 @@ class RemoteStorage:
                 nbytes=nbytes,
                 transient=isinstance(error, OSError) and not isinstance(error, _PERMANENT),
             ) from error
+
+
+def _seconds(when: Any) -> float:
+    """Returns the time that a file system tells, in seconds since 1970: each does it in its own way."""
+    if isinstance(when, datetime):
+        return when.timestamp()
+    return float(when) if isinstance(when, int | float) else 0.0
 
 
 def _first_line(error: Any) -> str:

@@ -85,6 +85,9 @@ class PatientStorage:
     def list(self) -> list[str] | None:
         return self._patiently(self._storage.list)
 
+    def folders(self) -> Sequence[str]:
+        return self._patiently(self._storage.folders)
+
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         self._patiently(lambda: self._storage.read_into(name, offset, buffers, version))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -67,6 +68,18 @@ class StorageContract:
 
     def test_list_names_files_only_and_sorted(self, storage: Storage) -> None:
         assert storage.list() == sorted(name for name in FILES if "/" not in name)
+
+    def test_folders(self, storage: Storage, root: str) -> None:
+        assert storage.folders() == ["sub"]
+        for where, wanted in (("sub", ["deep"]), ("sub/deep", []), ("nothing", [])):
+            below = open_storage(f"{root}/{where}")
+            assert below.folders() == wanted
+            below.close()
+
+    def test_stat_says_when_it_was_written(self, storage: Storage) -> None:
+        found = storage.stat("b.bin")
+        assert found is not None
+        assert found.modified_s == 0.0 or abs(found.modified_s - time.time()) < 600
 
     def test_a_root_that_is_a_file(self, root: str) -> None:
         storage = open_storage(f"{root}/b.bin")

@@ -23,6 +23,7 @@ PURE = {
     "loading/plan.py",
     "loading/simulate.py",
     "parameters.py",
+    "retention.py",
     "saving/layout.py",
     "saving/partition.py",
     "sizing.py",

@@ -1,0 +1,121 @@
+"""ls, prune and convert, as a user runs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import fastload
+from fastload import CheckpointManager
+from fastload.cli import main
+from tests.checkpoints import assert_same_bits, flip, load_reference, write_sharded
+from tests.e2e.test_cli import CONTROL, one_object, run
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    with CheckpointManager(tmp_path / "run") as manager:
+        for step in range(1, 7):
+            manager.save(step, {"weight": torch.ones(1000, step)}, metrics={"lo[ss]": 1 / step})
+    (tmp_path / "run/step_00000007").mkdir()
+    (tmp_path / "run/step_00000007/model.safetensors").write_bytes(b"half")
+    (tmp_path / "run/other").mkdir()
+    flip(tmp_path / "run/step_00000006/fastload.json", 40)
+    return tmp_path / "run"
+
+
+def run_here(*arguments: str) -> Result:
+    """The same in this process, which takes a hundredth of the time."""
+    return CliRunner().invoke(main, arguments)
+
+
+def steps_in(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in root.glob("step_*"))
+
+
+def test_ls(root: Path, tmp_path: Path) -> None:
+    done = run("ls", str(root), "--json")
+    assert done.returncode == 0, done.stderr
+    listed = one_object(done.stdout)["checkpoints"]
+    assert [row["step"] for row in listed] == [1, 2, 3, 4, 5, 6, 7]
+    assert [row["state"] for row in listed] == ["complete"] * 5 + ["damaged", "incomplete"]
+    assert listed[1]["metrics"] == {"lo[ss]": 0.5}
+    assert listed[1]["nbytes"] == (root / "step_00000002/model.safetensors").stat().st_size
+    assert listed[1]["saved_s"] == pytest.approx((root / "step_00000002/fastload.json").stat().st_mtime)
+    shown = run_here("ls", str(root)).stdout
+    assert not CONTROL.search(shown)
+    assert "lo[ss]" in shown
+    assert "incomplete" in shown
+    nothing = run_here("ls", str(tmp_path / "nothing"))
+    assert (nothing.exit_code, nothing.stdout) == (1, "")
+    assert nothing.stderr.startswith("fastload: CheckpointNotFound: ")
+
+
+def test_prune(root: Path) -> None:
+    arguments = ("prune", str(root), "--keep-last", "2", "--keep-every", "2")
+    dry = run_here(*arguments, "--dry-run")
+    assert dry.exit_code == 0, dry.stderr
+    assert [line for line in dry.stdout.splitlines() if "would delete" in line] == [
+        f"would delete {root}/step_0000000{step}" for step in (1, 3)
+    ]
+    assert steps_in(root) == [1, 2, 3, 4, 5, 6, 7]
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert "2 checkpoints, 16.2 kB; 3 stay" in done.stdout
+    assert steps_in(root) == [2, 4, 5, 6, 7]
+    assert run_here("prune", str(root)).exit_code == 0
+    assert steps_in(root) == [5, 6, 7], "the newest that is whole stays, what is not is left alone"
+    assert fastload.load(root / "step_00000005")["weight"].shape == (1000, 5)
+    assert run_here("prune", str(root), "--keep-last", "0").exit_code == 2
+
+
+def test_convert_safetensors(tmp_path: Path) -> None:
+    rows = [("a", "F32", (300, 7)), ("b", "BF16", (5,))]
+    write_sharded(tmp_path / "hub", {"x.safetensors": rows[:1], "y.safetensors": rows[1:]}, index=True)
+    done = run("convert", str(tmp_path / "hub"), str(tmp_path / "new"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "2 tensors, " in done.stdout
+    assert_same_bits(fastload.load(tmp_path / "new"), load_reference(tmp_path / "hub"))
+    assert fastload.verify(tmp_path / "new").num_blocks == 2
+    again = run_here("convert", str(tmp_path / "hub"), str(tmp_path / "new"))
+    assert again.stderr.startswith("fastload: CheckpointExists: ")
+    assert run_here("convert", str(tmp_path / "hub"), str(tmp_path / "new"), "--overwrite").exit_code == 0
+
+
+class Unwelcome:
+    pass
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_convert_what_torch_saved(tmp_path: Path, zipped: bool) -> None:
+    model = torch.nn.Linear(30, 7)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(30)).sum().backward()
+    optimizer.step()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "tied": model.weight.data,
+        "step": 3,
+    }
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=zipped)
+    done = run_here("convert", str(tmp_path / "old.pt"), str(tmp_path / "new"), "--json")
+    assert done.exit_code == 0, done.stderr
+    assert one_object(done.stdout)["num_files"] == 1
+    found = fastload.load(tmp_path / "new")
+    assert torch.equal(found["model"]["weight"], model.weight)
+    assert found["tied"].data_ptr() == found["model"]["weight"].data_ptr()
+    assert found["optimizer"]["param_groups"] == optimizer.state_dict()["param_groups"]
+    torch.save({"a": Unwelcome()}, tmp_path / "bad.pt")
+    bad = run_here("convert", str(tmp_path / "bad.pt"), str(tmp_path / "never"))
+    assert (bad.exit_code, bad.stdout) == (1, "")
+    assert bad.stderr.startswith("fastload: ManifestError: ")
+    assert len(bad.stderr.splitlines()) == 1
+    assert not (tmp_path / "never").exists()
+    missing = run_here("convert", str(tmp_path / "no.pt"), str(tmp_path / "never"))
+    assert missing.stderr.startswith("fastload: CheckpointNotFound: ")

@@ -1,0 +1,126 @@
+"""What is kept, as the rules say, whatever order things come in."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastload.errors import OptionError
+from fastload.retention import Retention, Saved
+
+rules = st.builds(
+    Retention,
+    keep_last=st.none() | st.integers(1, 4),
+    keep_every=st.none() | st.integers(1, 10),
+    keep_every_seconds=st.none() | st.floats(0.5, 50),
+    best=st.none() | st.sampled_from([("loss", "min"), ("loss", "max")]),
+)
+measured = st.none() | st.floats(allow_nan=True, allow_infinity=True)
+runs = st.lists(st.tuples(st.integers(1, 5), st.floats(0.01, 20), measured), max_size=30)
+
+
+def history(run: list[tuple[int, float, float | None]]) -> list[Saved]:
+    step, now, saved = 0, 0.0, []
+    for steps, seconds, loss in run:
+        step, now = step + steps, now + seconds
+        saved.append(Saved(step, now, {"loss": loss} if loss is not None else {}))
+    return saved
+
+
+def steps_after(retention: Retention, saved: list[Saved]) -> list[Saved]:
+    gone = retention.expendable(saved, needed=())
+    return [one for one in saved if one.step not in gone]
+
+
+@given(rules, runs)
+def test_every_rule_is_kept_and_nothing_else(retention: Retention, run: Any) -> None:
+    saved = history(run)
+    kept = {one.step for one in steps_after(retention, saved)}
+    if retention.keep_last is None:
+        assert len(kept) == len(saved)
+        return
+    last = {one.step for one in saved[-retention.keep_last :]}
+    multiples = {one.step for one in saved if retention.keep_every and one.step % retention.keep_every == 0}
+    assert last | multiples <= kept
+    losses = {
+        one.step: one.metrics["loss"] for one in saved if not math.isnan(one.metrics.get("loss", math.nan))
+    }
+    best = {step for step in kept - last - multiples if retention.best and step in losses}
+    if retention.best and losses:
+        pick = min if retention.best[1] == "min" else max
+        wanted = max(step for step, loss in losses.items() if loss == pick(losses.values()))
+        assert wanted in kept
+        best &= {wanted}
+    spaced = sorted(kept - last - multiples - best)
+    if retention.keep_every_seconds is None:
+        assert spaced == []
+    times = {one.step: one.saved_s for one in saved}
+    assert all(times[b] - times[a] > 0 for a, b in itertools.pairwise(spaced))
+
+
+@given(st.floats(0.5, 50), runs)
+def test_one_in_so_many_seconds(seconds: float, run: Any) -> None:
+    saved = history(run)
+    kept = steps_after(Retention(keep_last=1, keep_every_seconds=seconds), saved)
+    chain = kept if not kept or len(kept) == 1 else kept[:-1]
+    assert kept[:1] == saved[:1], "the first is the anchor of all others"
+    assert all(b.saved_s >= a.saved_s + seconds for a, b in itertools.pairwise(chain))
+    for one in saved:  # no gap that is wider than it has to be
+        before = [other for other in chain if other.saved_s <= one.saved_s]
+        assert one in kept or one.saved_s < before[-1].saved_s + seconds
+
+
+@given(rules, runs)
+def test_pruning_after_each_save_ends_where_pruning_once_does(retention: Retention, run: Any) -> None:
+    saved = history(run)
+    left: list[Saved] = []
+    for one in saved:
+        left = steps_after(retention, [*left, one])
+    once = steps_after(retention, saved)
+    if retention.best is None:
+        assert left == once
+    assert {one.step for one in once} <= {one.step for one in left}
+    assert steps_after(retention, once) == once, "a second time there is nothing to do"
+
+
+@given(rules, runs, st.integers(0, 100), st.randoms())
+def test_order_does_not_matter_and_what_is_needed_stays(
+    retention: Retention, run: Any, needed: int, random: Any
+) -> None:
+    saved = history(run)
+    gone = retention.expendable(saved, needed=(needed,))
+    shuffled = random.sample(saved, len(saved))
+    assert retention.expendable(shuffled, needed=(needed,)) == gone == sorted(gone)
+    assert needed not in gone
+    assert not saved or saved[-1].step not in gone
+
+
+def test_the_best_of_equals_is_the_latest() -> None:
+    saved = [
+        Saved(step, step, {"loss": loss}) for step, loss in enumerate([2.0, 1.0, math.nan, 1.0, 3.0, 4.0])
+    ]
+    rule = Retention(keep_last=1, best=("loss", "min"))
+    assert rule.expendable(saved, needed=()) == [0, 1, 2, 4]
+    assert Retention(keep_last=1, best=("loss", "max")).expendable(saved, needed=()) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"keep_last": 0},
+        {"keep_last": True},
+        {"keep_every": 1.5},
+        {"keep_every_seconds": 0},
+        {"keep_every_seconds": math.inf},
+        {"best": "loss"},
+        {"best": ("loss", "least")},
+    ],
+)
+def test_what_cannot_be_a_rule(wrong: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=next(iter(wrong))):
+        Retention(**wrong)
