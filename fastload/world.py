@@ -37,7 +37,7 @@ def join(process_group: Any = None, *, timeout_s: float) -> World:
         return World(rank=0, size=1, group=group, store=None, timeout_s=timeout_s)
     members = dist.get_process_group_ranks(group)
     root = dist.distributed_c10d._get_default_store()
-    name = xxhash.xxh3_64_hexdigest(json.dumps(members).encode())
+    name = f"{_restart()}/{xxhash.xxh3_64_hexdigest(json.dumps(members).encode())}"
     rank = dist.get_rank(group)
     # Counting in the store, not in this process, stays right when torch.distributed is initialized anew.
     turns = f"fastload/{name}/{rank}/turns"
@@ -111,11 +111,19 @@ def initialize(device: str = "cpu") -> tuple[int, str]:
 def _join_job(launch: Launch, *, backend: str) -> None:
     rank, size = launch.rank, launch.world_size
     try:
-        dist.init_process_group(backend, init_method=launch.init_method, rank=rank, world_size=size)
+        store, _, _ = next(dist.rendezvous(launch.init_method, rank, size))
+        # Else a rank may find the address that another one had before the restart, and wait for it for ever.
+        store = dist.PrefixStore(f"restart/{_restart()}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     except RuntimeError as error:  # torch's DistError is one
         cause = str(error).partition("\n")[0]
         where = f"{launch.master_addr}:{launch.master_port}"
         raise WorldError(f"rank {rank} of {size} did not meet the others at {where}: {cause}") from error
+
+
+def _restart() -> str:
+    """Which life of the ranks this is: torchrun keeps its store, and all in it, when it starts them anew."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -36,6 +36,7 @@ class Decoder(nn.Module):
     def __init__(self, *, width: int, layers: int, heads: int, length: int) -> None:
         super().__init__()
         self.characters = nn.Embedding(VOCABULARY, width)
+        nn.init.normal_(self.characters.weight, std=width**-0.5)
         self.places = nn.Embedding(length, width)
         layer = nn.TransformerEncoderLayer(
             width, heads, 4 * width, dropout=0.1, activation="gelu", batch_first=True, norm_first=True

@@ -1,0 +1,118 @@
+"""launch/train.py as its users run it: stopped by a signal or by force, it ends with the same weights."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import fastload
+
+_ROOT = Path(__file__).resolve().parents[2]
+_STEPS = 24
+
+
+class Run:
+    """A torchrun of launch/train.py on two ranks."""
+
+    def __init__(self, root: Path, *arguments: str, restarts: int = 0) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command += [f"--max-restarts={restarts}", str(_ROOT / "launch" / "train.py"), "--root", str(root)]
+        command += ["--steps", str(_STEPS), "--width", "32", "--log-every", "1", "--digest", *arguments]
+        self._output = root.with_suffix(".out")
+        with self._output.open("a") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)},
+                start_new_session=True,
+            )
+
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def until(self, happened: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 60
+        while not happened():
+            assert time.monotonic() < deadline, self.output()
+            assert self._process.poll() is None, self.output()
+            time.sleep(0.05)
+
+    def ranks(self) -> list[int]:
+        """The processes of the ranks, in their order."""
+        pid = self._process.pid
+        pids = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        found = {}
+        for child in pids:
+            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            found.update({int(v[5:]): child for v in variables if v.startswith(b"RANK=")})
+        return [found[rank] for rank in sorted(found)]
+
+    def end(self) -> str:
+        try:
+            assert self._process.wait(90) == 0, self.output()
+        finally:
+            ranks = self.ranks() if self._process.poll() is None else []
+            for pid in [*ranks, self._process.pid] if ranks else []:
+                os.kill(pid, signal.SIGKILL)
+            self._process.wait(10)
+        return self.output()
+
+
+def weights(output: str) -> set[str]:
+    return set(re.findall(r"rank \d: weights (\w+)", output))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
+    output = Run(tmp_path_factory.mktemp("whole") / "run", "--save-every", "8").end()
+    assert f"ends at step {_STEPS} of {_STEPS}" in output
+    (digest,) = weights(output)
+    return digest
+
+
+@pytest.mark.timeout(150)
+def test_stopped_by_a_signal_it_saves_and_goes_on(uninterrupted: str, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    run = Run(root, "--save-every", "1000", "--pause", "0.1")
+    run.until(lambda: "step 3:" in run.output())
+    os.kill(run.ranks()[1], signal.SIGUSR1)  # one rank is told, all of them stop
+    output = run.end()
+    stopped = re.search(rf"ends at step (\d+) of {_STEPS}", output)
+    assert stopped is not None
+    assert 3 <= int(stopped[1]) < _STEPS
+    assert fastload.inspect(root / f"step_{int(stopped[1]):08d}").block_bytes
+    assert weights(output) != {uninterrupted}
+    again = Run(root).end()
+    assert f"begins at step {stopped[1]} of {_STEPS}" in again
+    assert weights(again[len(output) :]) == {uninterrupted}
+
+
+@pytest.mark.timeout(150)
+def test_killed_it_is_started_anew_and_goes_on_from_its_last_commit(
+    uninterrupted: str, tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "run", "--save-every", "4", "--pause", "0.1", restarts=1)
+    run.until(lambda: "step 10:" in run.output())
+    os.kill(run.ranks()[1], signal.SIGKILL)
+    output = run.end()
+    begins = [int(step) for step in re.findall(rf"begins at step (\d+) of {_STEPS}", output)]
+    assert begins in ([0, 4], [0, 8])
+    assert weights(output) == {uninterrupted}
+
+
+def test_initial_weights_come_from_a_checkpoint(uninterrupted: str, tmp_path: Path) -> None:
+    first = Run(tmp_path / "first", "--save-every", "1000").end()
+    step = tmp_path / "first" / f"step_{_STEPS:08d}"
+    state = fastload.load(step)["model"]
+    fastload.save(state, tmp_path / "weights")
+    second = Run(tmp_path / "second", "--init", str(tmp_path / "weights"), "--steps", "0").end()
+    assert weights(first) == weights(second) == {uninterrupted}
