@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,14 +19,10 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(150)]
 _NUM_HOSTS = 4
 _LINK_BYTES_PER_S = 400e6 / 8 * 0.957  # what TCP gets of 400 Mbit/s
 
-# Each host gets a disk of its own for as long as its shell lives; then the load finds the copies there.
-_PROLOGUE = """
-set -e
-mount --make-rprivate / && mount -t tmpfs none /mnt
-python -m fastload stage s3://lab/staged /mnt/copy --json > "$1/stage.$RANK"
-touch "$1/staged.$RANK"
-until [ -e "$1/go" ]; do sleep 0.05; done
-python -m fastload load /mnt/copy --json --digest > "$1/load.$RANK"
+# Each host sees a folder of its own at one and the same path, as if it were a disk.
+_ON_ITS_DISK = """
+mkdir -p "$1/$(hostname)" && mount --make-rprivate / && mount --bind "$1/$(hostname)" /mnt || exit 1
+shift && exec python -m fastload "$@"
 """
 
 
@@ -49,29 +47,34 @@ def hosts(checkpoint: Path) -> Iterator[None]:
         lab("down")
 
 
+@pytest.fixture
+def disks() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="fastload-disks-") as folder:
+        yield Path(folder)
+
+
+def fastload(disks: Path, *arguments: str) -> dict[str, Any]:
+    command = ("unshare", "--mount", "bash", "-c", _ON_ITS_DISK, "host", str(disks), *arguments, "--json")
+    job = start(*command, num_hosts=_NUM_HOSTS)
+    out, err = job.communicate(timeout=100)
+    assert job.returncode == 0, err
+    report: dict[str, Any] = json.loads(out)
+    return report
+
+
 @pytest.mark.usefixtures("hosts")
 def test_each_byte_crosses_the_storage_link_once_and_a_load_reads_nothing(
-    checkpoint: Path, tmp_path: Path
+    checkpoint: Path, disks: Path
 ) -> None:
-    before = storage_bytes()
-    command = ("unshare", "--mount", "bash", "-c", _PROLOGUE, "prologue", str(tmp_path))
-    job = start(*command, num_hosts=_NUM_HOSTS)
-    try:
-        while len(list(tmp_path.glob("staged.*"))) < _NUM_HOSTS:
-            assert job.poll() is None, job.communicate(timeout=5)
-        between = storage_bytes()
-        (tmp_path / "go").touch()
-        _, err = job.communicate(timeout=100)
-    finally:
-        job.terminate()
-    assert job.returncode == 0, err
-    report = json.loads((tmp_path / "stage.0").read_text())
     whole = sum(file.stat().st_size for file in checkpoint.iterdir())
+    before = storage_bytes()
+    report = fastload(disks, "stage", "s3://lab/staged", "/mnt/copy")
+    between = storage_bytes()
     assert (report["nbytes"], report["num_hosts"]) == (whole, _NUM_HOSTS)
     assert report["bytes_read"] == whole
     assert (between - before) / whole < 1.02
-    assert report["total_s"] < 1.10 * whole / _LINK_BYTES_PER_S
-    loaded = json.loads((tmp_path / "load.0").read_text())
+    loaded = fastload(disks, "load", "/mnt/copy", "--digest", "--names", "*")
     assert loaded["strategy"] == "direct"
     assert loaded["digests"] == [digest_of(checkpoint)] * _NUM_HOSTS
     assert storage_bytes() - between < 0.001 * whole
+    assert report["total_s"] < 1.10 * whole / _LINK_BYTES_PER_S
