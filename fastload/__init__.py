@@ -1,6 +1,6 @@
 """fastload: every byte of a checkpoint is read once, and every rank ends with the whole state."""
 
-from fastload.api import async_save, inspect, load, open, save, verify
+from fastload.api import async_save, inspect, load, open, save, stage, verify
 from fastload.checkpoint import Checkpoint
 from fastload.errors import (
     CheckpointError,
@@ -22,8 +22,16 @@ from fastload.errors import (
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
 from fastload.handle import SaveHandle
 from fastload.manager import CheckpointManager
-from fastload.options import LoadOptions, SaveOptions
-from fastload.report import LoadReport, RankReport, SaveRankReport, SaveReport, VerifyReport
+from fastload.options import LoadOptions, SaveOptions, StageOptions
+from fastload.report import (
+    LoadReport,
+    RankReport,
+    SaveRankReport,
+    SaveReport,
+    StageRankReport,
+    StageReport,
+    VerifyReport,
+)
 
 __version__ = "0.1.0"
 
@@ -52,6 +60,9 @@ __all__ = [
     "SaveOptions",
     "SaveRankReport",
     "SaveReport",
+    "StageOptions",
+    "StageRankReport",
+    "StageReport",
     "StorageError",
     "TensorEntry",
     "VerifyReport",
@@ -61,5 +72,6 @@ __all__ = [
     "load",
     "open",
     "save",
+    "stage",
     "verify",
 ]

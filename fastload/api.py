@@ -5,23 +5,25 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from fastload.checkpoint import Checkpoint
-from fastload.errors import CheckpointNotFound
+from fastload.errors import CheckpointNotFound, OptionError
 from fastload.formats.manifest import Manifest
 from fastload.formats.safetensors import read_manifest
 from fastload.handle import SaveHandle
 from fastload.loading.access import agree_on_access
-from fastload.options import SAVE_SETTINGS, SETTINGS, LoadOptions, SaveOptions
-from fastload.report import SaveReport, VerifyReport
+from fastload.options import SAVE_SETTINGS, SETTINGS, LoadOptions, SaveOptions, StageOptions
+from fastload.report import SaveReport, StageReport, VerifyReport
 from fastload.saver import Save
+from fastload.stager import Stage
 from fastload.storage import PatientStorage, open_storage
-from fastload.world import meet
+from fastload.world import World, meet
 
-__all__ = ["async_save", "inspect", "load", "open", "save", "verify"]
+__all__ = ["async_save", "inspect", "load", "open", "save", "stage", "verify"]
 
 _MAX_ATTEMPT_S = 30.0  # for one request: what takes longer has stalled
 
@@ -108,11 +110,7 @@ def open(
         default_s=SETTINGS["timeout_s"].default,
     )
 
-    def connect() -> PatientStorage:
-        attempt_s = min(_MAX_ATTEMPT_S, world.patience_s / 6)
-        storage = open_storage(location, storage_options, io=options.io, attempt_s=attempt_s)
-        return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s / 2)
-
+    connect = partial(_connect, world, location, storage_options, options.io, options.retries)
     try:
         access = agree_on_access(world, location, connect, {"path": location, **options.shared()})
     except BaseException as error:
@@ -120,6 +118,81 @@ def open(
             world.leave(error)
         raise
     return Checkpoint(world, access, options)
+
+
+def _connect(
+    world: World, location: str, storage_options: Mapping[str, Any] | None, io: str, retries: int
+) -> PatientStorage:
+    attempt_s = min(_MAX_ATTEMPT_S, world.patience_s / 6)
+    storage = open_storage(location, storage_options, io=io, attempt_s=attempt_s)
+    return PatientStorage(storage, retries=retries, timeout_s=world.patience_s / 2)
+
+
+def stage(
+    src: Path,
+    dst: Path,
+    *,
+    process_group: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    options: StageOptions | None = None,
+) -> StageReport:
+    """Copies a checkpoint to a disk of each host, byte for byte; together the hosts read every byte once.
+
+    Every rank of the group has to call it; one of each host writes. All files directly below `src` are
+    copied, and checked on every host: against the commit record where there is one, and against what the
+    other hosts received. On each host the copy appears whole, in one step.
+
+    What is there already is not read again. A whole copy is left as it is, and feeds the hosts that have
+    none. After a failure, or a kill, the next call goes on where the last one ended.
+
+    Args:
+        src: A directory; a local path or a URL.
+        dst: A directory that is to be, on a file system that each host has for itself; ``/dev/shm`` will do.
+        process_group: As for `load`.
+        storage_options: As for `load`; for `src`.
+        options: How to stage; None for the defaults.
+
+    Raises:
+        CheckpointNotFound: No rank sees a checkpoint at `src`.
+        IncompleteCheckpoint: Its save never finished, or files that it should have are not there.
+        ManifestError: It is malformed.
+        ChecksumError: Bytes of it are not as they were written.
+        PeerError: Some ranks failed, such as one whose disk is full or has something else at `dst`
+            (`CheckpointExists`); with every cause.
+        StorageError: With one rank only: storage failed.
+        OptionError: An option or argument cannot be used.
+    """
+    began = time.perf_counter()
+
+    def ready() -> tuple[str, str, StageOptions]:
+        return os.fspath(src), _local(os.fspath(dst)), options if options is not None else StageOptions()
+
+    world, (location, path, chosen) = meet(
+        process_group,
+        f"staging {src}",
+        ready,
+        timeout_s=lambda ready: ready[2].timeout_s,
+        default_s=SETTINGS["timeout_s"].default,
+    )
+    connect = partial(_connect, world, location, storage_options, chosen.io, chosen.retries)
+    same = {"call": "stage", "src": location, "dst": path, **chosen.shared_values()}
+    try:
+        access = agree_on_access(world, location, connect, same)
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            world.leave(error)
+        raise
+    report = Stage(world, access, path, chosen, began=began).run()
+    if chosen.on_report is not None:
+        chosen.on_report(report)
+    return report
+
+
+def _local(path: str) -> str:
+    scheme, separator, rest = path.partition("://")
+    if separator and scheme != "file":
+        raise OptionError(f"cannot stage to {path}: name a directory on a disk of each host")
+    return os.path.abspath(rest if separator else path)
 
 
 def verify(

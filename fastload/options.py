@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastload.errors import OptionError
 
 if TYPE_CHECKING:
-    from fastload.report import LoadReport, SaveReport
+    from fastload.report import LoadReport, SaveReport, StageReport
 
 __all__ = [
     "SAVE_SETTINGS",
@@ -20,6 +20,7 @@ __all__ = [
     "LoadOptions",
     "SaveOptions",
     "Setting",
+    "StageOptions",
     "environment",
     "parse_bool",
     "parse_bytes",
@@ -296,6 +297,62 @@ def _require_trace(options: LoadOptions | SaveOptions) -> None:
         object.__setattr__(options, "trace", os.fspath(options.trace))
     is_path = isinstance(options.trace, str) and bool(options.trace)
     _require(options.trace is None or is_path, "trace", options.trace, "the path of a file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOptions:
+    """How to stage. An argument beats ``FASTLOAD_<NAME>``, which beats the default.
+
+    All ranks of a group must use the same values, except for `on_report` and `progress`.
+
+    Attributes:
+        overwrite: Whether another checkpoint that is there is replaced.
+        verify: Whether bytes that are there already are read and checked, not only their sizes, and what
+            comes is compared with the commit record, where the checkpoint has one.
+        chunk_bytes, staging_bytes, timeout_s, retries, read_threads: As in `LoadOptions`.
+        write_threads: Writes in flight on each host.
+        io: ``auto``, ``buffered`` or ``direct`` reads and writes of local files.
+        on_report: Called on each rank with the `StageReport` of a success.
+        progress: Called on one rank of each host with (bytes here, bytes to come).
+
+    Raises:
+        OptionError: A value cannot be used.
+    """
+
+    overwrite: bool = False
+    verify: bool = _setting("verify")
+    chunk_bytes: int | None = _setting("chunk_bytes")
+    staging_bytes: int = _setting("staging_bytes")
+    timeout_s: float = _setting("timeout_s")
+    io: str = _setting("io")
+    read_threads: int | None = _setting("read_threads")
+    write_threads: int = _setting("write_threads")
+    retries: int = _setting("retries")
+    on_report: Callable[[StageReport], None] | None = None
+    progress: Callable[[int, int], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("overwrite", "verify"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        least = {
+            "chunk_bytes": 1,
+            "staging_bytes": 1 << 16,
+            "read_threads": 1,
+            "write_threads": 1,
+            "retries": 0,
+        }
+        for name, lower in least.items():
+            value = getattr(self, name)
+            optional = value is None and name in ("chunk_bytes", "read_threads")
+            _require(optional or _is_count(value, lower), name, value, f"at least {lower}")
+        _require(self.io in IO_MODES, "io", self.io, f"one of {', '.join(IO_MODES)}")
+        _require_timeout(self.timeout_s)
+
+    def shared_values(self) -> dict[str, Any]:
+        """Returns the values that must be the same on every rank."""
+        return {
+            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("on_report", "progress")
+        }
 
 
 def _require_timeout(timeout_s: object) -> None:

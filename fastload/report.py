@@ -9,7 +9,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-__all__ = ["LoadReport", "RankReport", "SaveRankReport", "SaveReport", "Stopwatch", "VerifyReport"]
+__all__ = [
+    "LoadReport",
+    "RankReport",
+    "SaveRankReport",
+    "SaveReport",
+    "StageRankReport",
+    "StageReport",
+    "Stopwatch",
+    "VerifyReport",
+]
 
 
 class Stopwatch:
@@ -286,4 +295,101 @@ class SaveReport:
         """Returns everything in JSON types."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ranks"}
         totals = {"bytes_written": self.bytes_written, "stall_s": self.stall_s, "total_s": self.total_s}
+        return {**own, **totals, "ranks": [asdict(rank) for rank in self.ranks]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRankReport:
+    """What one rank did to stage a checkpoint.
+
+    Attributes:
+        rank: Rank in the group.
+        host: Name of its host.
+        leads: Whether it works for its host; the other ranks of a host only wait.
+        note: Why it did not read, where it could not.
+        bytes_read: Bytes it read from where the checkpoint comes from.
+        bytes_fed: Bytes it read from its host's own copy for hosts that have none.
+        bytes_received: Bytes it got from other hosts.
+        bytes_written: Bytes it wrote to its host's copy.
+        bytes_kept: Bytes that were there already.
+        bytes_verified: Bytes it compared with the commit record as they came.
+        read_s: Seconds with at least one read under way.
+        exchange_s: Seconds with at least one exchange under way.
+        write_s: Seconds with at least one write under way.
+        flush_s: Seconds until what it wrote was durable, after the last write.
+        total_s: Seconds from the call until its host had the copy.
+        peak_staging_bytes: Bytes of its slabs.
+        retries: Attempts at reads beyond the first.
+    """
+
+    rank: int
+    host: str
+    leads: bool
+    note: str = ""
+    bytes_read: int = 0
+    bytes_fed: int = 0
+    bytes_received: int = 0
+    bytes_written: int = 0
+    bytes_kept: int = 0
+    bytes_verified: int = 0
+    read_s: float = 0.0
+    exchange_s: float = 0.0
+    write_s: float = 0.0
+    flush_s: float = 0.0
+    total_s: float = 0.0
+    peak_staging_bytes: int = 0
+    retries: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageReport:
+    """What staging a checkpoint did, over all ranks; the same on every rank.
+
+    Attributes:
+        url: Where the checkpoint comes from.
+        path: Where each host has its copy.
+        nbytes: Bytes of its files.
+        num_files: Its files.
+        num_hosts: Hosts, each with a copy.
+        digest: One digest of all bytes, which all hosts found the same.
+        ranks: One entry per rank.
+    """
+
+    url: str
+    path: str
+    nbytes: int
+    num_files: int
+    num_hosts: int
+    digest: str
+    ranks: Sequence[StageRankReport] = field(default_factory=tuple)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from where the checkpoint comes from, over all ranks; headers, read first, are extra."""
+        return sum(rank.bytes_read for rank in self.ranks)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes written, over all hosts."""
+        return sum(rank.bytes_written for rank in self.ranks)
+
+    @property
+    def read_amplification(self) -> float:
+        """Bytes read over bytes of the checkpoint: at most 1.0 unless reads were repeated."""
+        return self.bytes_read / self.nbytes if self.nbytes else 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the slowest rank."""
+        return max((rank.total_s for rank in self.ranks), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything in JSON types."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ranks"}
+        totals = {
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "read_amplification": self.read_amplification,
+            "total_s": self.total_s,
+        }
         return {**own, **totals, "ranks": [asdict(rank) for rank in self.ranks]}

@@ -18,6 +18,7 @@ from fastload.cli.load import inspect, load
 from fastload.cli.ls import ls, prune
 from fastload.cli.plan import plan
 from fastload.cli.size import size
+from fastload.cli.stage import stage
 from fastload.cli.timeline import timeline
 from fastload.cli.verify import verify
 
@@ -32,5 +33,5 @@ def main(verbose: bool) -> None:
     logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING, stream=sys.stderr)
 
 
-for _command in (inspect, load, verify, ls, prune, convert, plan, timeline, size, cadence):
+for _command in (inspect, load, stage, verify, ls, prune, convert, plan, timeline, size, cadence):
     main.add_command(_command)

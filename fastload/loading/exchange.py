@@ -26,7 +26,7 @@ from fastload.patience import background, within
 from fastload.report import Stopwatch
 from fastload.world import World
 
-__all__ = ["has_nccl", "open_exchange"]
+__all__ = ["has_nccl", "open_exchange", "open_members_exchange"]
 
 _NEVER_SENT = 2**31 - 1  # a tag
 
@@ -43,7 +43,7 @@ class RingExchange:
 
     Args:
         world: The ranks.
-        order: The ranks in ring order.
+        order: Those of them that take part, in ring order; their slots are in the order of their ranks.
         pinned: Page-locks slabs, for copies to a CUDA device.
     """
 
@@ -53,13 +53,15 @@ class RingExchange:
         self.device = torch.device("cpu")
         self.watch = Stopwatch()
         self._pinned = pinned
-        self._rank = world.rank
-        self._size = world.size
+        self._members = sorted(order)
+        self._rank = self._members.index(world.rank)
+        self._size = len(order)
         self._timeout = timedelta(seconds=world.patience_s)
-        place = order.index(world.rank)
-        self._right = order[(place + 1) % world.size]
-        self._left = order[place - 1]
-        self._incoming = [order[place - distance] for distance in range(1, world.size)]
+        ring = [self._members.index(rank) for rank in order]
+        place = ring.index(self._rank)
+        self._right = ring[(place + 1) % self._size]
+        self._left = ring[place - 1]
+        self._incoming = [ring[place - distance] for distance in range(1, self._size)]
         self._store = world.corner("ring")
         self._closed = False
         self._posted: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
@@ -105,9 +107,10 @@ class RingExchange:
         work.started.set()
 
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        wait_for(work.sent, f"sending round {work.index} to rank {self._right}", until_s, give_up)
+        right = self._members[self._right]
+        wait_for(work.sent, f"sending round {work.index} to rank {right}", until_s, give_up)
         if work.error is not None:
-            raise Interrupted(f"round {work.index} did not reach rank {self._right}: {work.error}")
+            raise Interrupted(f"round {work.index} did not reach rank {right}: {work.error}")
 
     def close(self) -> None:
         self._closed = True
@@ -266,6 +269,18 @@ def open_exchange(world: World, *, hosts: Sequence[str], local: bool, device: to
     first = {host: hosts.index(host) for host in hosts}
     order = sorted(range(world.size), key=lambda rank: (first[hosts[rank]], rank))
     return RingExchange(world, order, pinned=on_cuda)
+
+
+def open_members_exchange(world: World, members: Sequence[int]) -> Exchange:
+    """Opens an exchange through host memory between some ranks, each on a host of its own.
+
+    Args:
+        world: The ranks.
+        members: Those that take part, ascending; this rank is one of them.
+    """
+    if len(members) == 1:
+        return LocalExchange(pinned=False)
+    return RingExchange(world, members, pinned=False)
 
 
 def has_nccl(world: World) -> bool:

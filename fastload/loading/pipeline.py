@@ -9,9 +9,11 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
+from typing import Protocol
+
+from torch import Tensor
 
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, StorageError
-from fastload.loading.place import Placer
 from fastload.loading.plan import Chunk, ReadPlan
 from fastload.loading.read import ChunkReader
 from fastload.loading.rounds import FAILED, UNREADABLE, Exchange, Round, Slots, wait
@@ -20,7 +22,7 @@ from fastload.patience import background
 from fastload.report import Stopwatch
 from fastload.world import World
 
-__all__ = ["Pipeline", "read_threads"]
+__all__ = ["Pipeline", "Places", "read_threads"]
 
 _MAX_READ_THREADS = 8
 _TICK_S = 0.05
@@ -40,6 +42,22 @@ def read_threads(asked: int | None, *, depth: int, exchanges: bool, ranks_on_hos
     return min(depth, max(2, min(fair, _MAX_READ_THREADS)))
 
 
+class Places(Protocol):
+    """Where the bytes go: tensors (`Placer`), or files (`FilePlacer`)."""
+
+    def targets(self, start: int, nbytes: int) -> list[memoryview] | None:
+        """Returns memory that a range of the wanted space may be read into; None if it is to be placed."""
+        ...
+
+    def place(self, start: int, data: Tensor) -> None:
+        """Takes a range of the wanted space; it may go on doing so until `settle`."""
+        ...
+
+    def settle(self) -> None:
+        """Returns once everything placed so far has left the buffers it came from."""
+        ...
+
+
 class Pipeline:
     """Moves all rounds of a plan through read, exchange and place.
 
@@ -57,7 +75,7 @@ class Pipeline:
         rank: This rank's place in the plan.
         reader: Reads its chunks.
         exchange: Joins the chunks of all ranks.
-        placer: Takes them to the tensors.
+        placer: Takes them to where they belong.
         progress: Called with (bytes placed, bytes wanted).
 
     Attributes:
@@ -76,7 +94,7 @@ class Pipeline:
         rank: int,
         reader: ChunkReader,
         exchange: Exchange,
-        placer: Placer,
+        placer: Places,
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self._world = world

@@ -18,7 +18,7 @@ from fastload.storage import staging
 from fastload.storage.local import IN_MEMORY_TYPES, file_system_type, is_network
 from fastload.storage.target import RECORD_NAME, Written, check_written
 
-__all__ = ["LocalTarget"]
+__all__ = ["LocalTarget", "os_errors"]
 
 _ALIGN_BYTES = 1 << 20
 _MIN_DIRECT_BYTES = 1 << 20
@@ -41,6 +41,7 @@ class LocalTarget:
     """
 
     ordered = False
+    _signs: tuple[str, ...] = (RECORD_NAME,)  # files that tell a checkpoint of fastload's from anything else
 
     def __init__(self, path: str, *, io: str) -> None:
         self._path = os.path.realpath(path)
@@ -72,14 +73,14 @@ class LocalTarget:
         parent, name = os.path.split(self._path)
         self._sizes = dict(files)
         try:
-            with _errors(parent):
+            with os_errors(parent):
                 staging.make_folders(parent)
             self._check_free(overwrite=overwrite)
             self.clean_abandoned()
-            with _errors(parent):
+            with os_errors(parent):
                 self._staging, self._owner = staging.stage(parent, name)
             for file, nbytes in files:
-                with _errors(self._data(file), 0, nbytes):
+                with os_errors(self._data(file), 0, nbytes):
                     staging.reserve(self._data(file), nbytes)
         except FastloadError:
             self.abort()
@@ -88,14 +89,14 @@ class LocalTarget:
 
     def join(self, ticket: Mapping[str, Any]) -> None:
         self._staging, self._sizes = ticket["staging"], ticket["files"]
-        with _errors(self._staging):
+        with os_errors(self._staging):
             os.stat(self._data(""))
 
     def write(self, name: str, offset: int, data: memoryview) -> None:
         nbytes = len(data)
         assert offset + nbytes <= self._sizes[name], (name, offset, nbytes)
         begin, end = round_up(offset, PAGE_BYTES), (offset + nbytes) // PAGE_BYTES * PAGE_BYTES
-        with self._noted(), _errors(self._data(name), offset, nbytes):
+        with self._noted(), os_errors(self._data(name), offset, nbytes):
             file = self._file(name)
             if end - begin < _MIN_DIRECT_BYTES or file.direct() is None:
                 begin = end = offset + nbytes
@@ -143,7 +144,7 @@ class LocalTarget:
     def flush(self) -> dict[str, Any]:
         self._written.check()
         for name, file in list(self._files.items()):
-            with self._noted(), _errors(self._data(name)):
+            with self._noted(), os_errors(self._data(name)):
                 file.sync()
         return {"written": self._written.to_json()}
 
@@ -157,9 +158,9 @@ class LocalTarget:
         self._written.check()
         check_written(self._sizes, receipts, self._path)
         for name, content in small_files:
-            with _errors(self._data(name), 0, len(content)):
+            with os_errors(self._data(name), 0, len(content)):
                 _write_whole(self._data(name), content)
-        with _errors(self._path):
+        with os_errors(self._path):
             staging.sync(self._data(""))
             self._swap_in(overwrite=overwrite)
         self._release()
@@ -200,7 +201,7 @@ class LocalTarget:
     def _check_free(self, *, overwrite: bool) -> None:
         """Refuses to take the place of what is there, unless it is a checkpoint that may be replaced."""
         try:
-            with _errors(self._path):
+            with os_errors(self._path):
                 entries = list(os.scandir(self._path))
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError):
@@ -212,9 +213,10 @@ class LocalTarget:
             return
         if not overwrite:
             raise CheckpointExists(f"{self._path} exists already, and overwrite=True was not asked for")
-        if all(entry.name != RECORD_NAME for entry in entries):
+        if all(entry.name not in self._signs for entry in entries):
             raise OptionError(
-                f"{self._path} has no {RECORD_NAME}: overwrite=True replaces checkpoints of fastload's only"
+                f"{self._path} has no {' or '.join(self._signs)}: "
+                "overwrite=True replaces checkpoints of fastload's only"
             )
         folders = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
         if folders:
@@ -229,7 +231,7 @@ class LocalTarget:
         return staging.clean_abandoned(os.path.dirname(self._path))
 
     def remove(self) -> None:
-        with _errors(self._path):
+        with os_errors(self._path):
             staging.remove(self._path)
 
     def close(self) -> None:
@@ -307,7 +309,7 @@ class _File:
 
 
 @contextmanager
-def _errors(path: str, offset: int | None = None, nbytes: int | None = None) -> Iterator[None]:
+def os_errors(path: str, offset: int | None = None, nbytes: int | None = None) -> Iterator[None]:
     """Turns errors of the operating system into fastload's."""
     try:
         yield

@@ -35,6 +35,7 @@ __all__ = [
     "remove",
     "reserve",
     "restore",
+    "resume",
     "stage",
     "sync",
 ]
@@ -61,18 +62,72 @@ def stage(parent: str, name: str) -> tuple[str, int]:
     """
     for _ in range(_NUM_TRIES):
         staging = os.path.join(parent, staging_name(name, new_token()))
-        os.mkdir(staging)
-        try:
-            owner = os.open(os.path.join(staging, _OWNER), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
-        except (FileNotFoundError, FileExistsError):
-            continue  # one that cleans came between the two steps: it takes what has no owner for dead
-        if _lock(owner) is not False:
-            os.pwrite(owner, Owner.here().to_bytes(), 0)
-            if os.fstat(owner).st_nlink:
-                os.mkdir(os.path.join(staging, "data"))
-                return staging, owner
-        os.close(owner)
+        if (owner := _found(staging)) is not None:
+            return staging, owner
     raise OSError(errno.EBUSY, "the staging directory is removed again and again", parent)
+
+
+def resume(parent: str, name: str, token: str) -> tuple[str, int]:
+    """Makes a staging directory with a token of the caller's, or takes over that of a dead process.
+
+    Returns:
+        As `stage`. What is in its `data` is what the predecessor left.
+
+    Raises:
+        OSError: ``EBUSY`` if a living process has it.
+    """
+    staging = os.path.join(parent, staging_name(name, token))
+    network = is_network(file_system_type(os.path.realpath(parent)))
+    for _ in range(_NUM_TRIES):
+        try:
+            owner = _found(staging)
+        except FileExistsError:
+            owner = _take_over(staging, network)
+            if owner is None and (other := _owner_of(staging)) is not None:
+                raise OSError(
+                    errno.EBUSY,
+                    f"in use by {other}; hosts that share this path cannot each have a copy there",
+                    staging,
+                ) from None
+            if owner is not None:
+                restore(staging)
+                if not _move_in(staging, owner):
+                    os.close(owner)
+                    continue
+        if owner is not None:
+            return staging, owner
+    raise OSError(errno.EBUSY, "the staging directory is removed again and again", staging)
+
+
+def _found(staging: str) -> int | None:
+    """Makes a staging directory; returns the descriptor of its owner file, or None if others took it."""
+    os.mkdir(staging)
+    try:
+        owner = os.open(os.path.join(staging, _OWNER), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+    except (FileNotFoundError, FileExistsError):
+        return None  # one that cleans came between the two steps: it takes what has no owner for dead
+    if _lock(owner) is not False and _move_in(staging, owner):
+        return owner
+    os.close(owner)
+    return None
+
+
+def _move_in(staging: str, owner: int) -> bool:
+    """Signs a locked owner file; returns whether it is still there, and not of a directory being removed."""
+    os.pwrite(owner, Owner.here().to_bytes().ljust(os.fstat(owner).st_size), 0)
+    if not os.fstat(owner).st_nlink:
+        return False
+    with suppress(FileExistsError):
+        os.mkdir(os.path.join(staging, "data"))
+    return True
+
+
+def _owner_of(staging: str) -> Owner | None:
+    try:
+        with open(os.path.join(staging, _OWNER), "rb") as file:
+            return Owner.parse(file.read(_MAX_OWNER_BYTES))
+    except OSError:
+        return None
 
 
 def clean_abandoned(parent: str) -> list[str]:

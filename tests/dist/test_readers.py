@@ -6,10 +6,7 @@ another host.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import socket
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,38 +16,16 @@ import fastload
 from fastload.memory import state_digest
 from tests.checkpoints import assert_same_bits, load_reference, write_file, write_sharded
 from tests.dist.harness import ranks
-
-_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18
-
-
-def _can_mount() -> bool:
-    try:
-        probe = subprocess.run(
-            ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return os.geteuid() == 0 and probe.returncode == 0
-
+from tests.dist.hosts import can_mount, mount_memory
 
 pytestmark = pytest.mark.skipif(
-    not _can_mount(), reason="needs root: every rank gets mounts of its own, like a host with a disk of its own"
+    not can_mount(), reason="needs root: every rank gets mounts of its own, like a host with a disk of its own"
 )
 
 
 def own_disk(folder: Path, rank: int) -> Path:
     """Mounts a file system that only this rank sees, and makes it look like a host of its own."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def call(name: str, *arguments: object) -> None:
-        if getattr(libc, name)(*arguments):
-            raise OSError(ctypes.get_errno(), name)
-
-    call("unshare", _CLONE_NEWNS)
-    call("mount", b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
-    call("mount", b"tmpfs", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(0), None)
-    socket.gethostname = lambda: f"host{rank}"
-    return folder
+    return mount_memory(folder, rank, 64 << 20)
 
 
 @pytest.fixture

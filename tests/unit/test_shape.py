@@ -15,11 +15,18 @@ MAX_LINES = 400
 # What may name them (an import for type checkers only is free: it does not happen).
 DISTRIBUTED = {"agreement.py", "world.py", "loading/exchange.py"}
 ENVIRONMENT = {"launch.py", "options.py", "world.py"}
-FILES = {"storage/local.py", "storage/local_target.py", "storage/owner.py", "storage/staging.py"}
+FILES = {
+    "storage/local.py",
+    "storage/local_copy.py",
+    "storage/local_target.py",
+    "storage/owner.py",
+    "storage/staging.py",
+}
 PURE = {
     "cadence.py",
     "formats/manifest.py",
     "formats/record.py",
+    "loading/blocks.py",
     "loading/plan.py",
     "loading/simulate.py",
     "parameters.py",
