@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -20,6 +24,9 @@ from fastload.rendezvous import Rendezvous
 __all__ = ["Launch", "World", "from_env", "initialize", "join", "meet", "require_same"]
 
 T = TypeVar("T")
+
+_POLL_S = 0.01
+_MEETING_S = 300.0  # hosts of a large job do not start in the same minute
 
 
 def join(process_group: Any = None, *, timeout_s: float) -> World:
@@ -37,7 +44,9 @@ def join(process_group: Any = None, *, timeout_s: float) -> World:
         return World(rank=0, size=1, group=group, store=None, timeout_s=timeout_s)
     members = dist.get_process_group_ranks(group)
     root = dist.distributed_c10d._get_default_store()
-    name = f"{_restart()}/{xxhash.xxh3_64_hexdigest(json.dumps(members).encode())}"
+    # As far as torchrun's store outlives the ranks; `initialize` sees to it by itself.
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _agent_hosts_store() else "0"
+    name = f"{life}/{xxhash.xxh3_64_hexdigest(json.dumps(members).encode())}"
     rank = dist.get_rank(group)
     # Counting in the store, not in this process, stays right when torch.distributed is initialized anew.
     turns = f"fastload/{name}/{rank}/turns"
@@ -112,8 +121,7 @@ def _join_job(launch: Launch, *, backend: str) -> None:
     rank, size = launch.rank, launch.world_size
     try:
         store, _, _ = next(dist.rendezvous(launch.init_method, rank, size))
-        # Else a rank may find the address that another one had before the restart, and wait for it for ever.
-        store = dist.PrefixStore(f"restart/{_restart()}", store)
+        store = _of_this_life(store, rank, size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     except RuntimeError as error:  # torch's DistError is one
         cause = str(error).partition("\n")[0]
@@ -121,9 +129,40 @@ def _join_job(launch: Launch, *, backend: str) -> None:
         raise WorldError(f"rank {rank} of {size} did not meet the others at {where}: {cause}") from error
 
 
-def _restart() -> str:
-    """Which life of the ranks this is: torchrun keeps its store, and all in it, when it starts them anew."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+def _of_this_life(store: dist.Store, rank: int, size: int) -> dist.Store:
+    """Returns a part of the store that only the present ranks use.
+
+    torchrun keeps its store when it starts the ranks anew, on all hosts or on one that takes the place of
+    another, with the addresses that the ranks had before; who reads an old one waits for it for ever. So
+    rank 0 draws a name for this life, and says when all ranks have come under it. Whoever still comes under
+    an old one finds either that all had been there, or that rank 0 does not answer but draws another.
+
+    Raises:
+        RuntimeError: Some rank did not come in time.
+    """
+    deadline = time.monotonic() + _MEETING_S
+    if rank == 0:
+        life = secrets.token_hex(8)
+        store.set("life", life)
+        store.add(f"{life}/ranks", 1)
+        while (found := store.add(f"{life}/ranks", 0)) < size:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"only {found} of {size} ranks came within {_MEETING_S:.0f} s")
+            time.sleep(_POLL_S)
+        store.set(f"{life}/all", "here")
+        return dist.PrefixStore(life, store)
+    life = ""
+    while time.monotonic() < deadline:
+        now = str(store.get("life"), "ascii")
+        if now != life:
+            life, is_old = now, store.add(f"{now}/ranks", 1) > size
+        if is_old:
+            time.sleep(_POLL_S)
+            continue
+        with suppress(RuntimeError):  # torch's DistStoreError is one
+            store.wait([f"{life}/all"], timedelta(seconds=1))
+            return dist.PrefixStore(life, store)
+    raise RuntimeError(f"rank 0 did not say within {_MEETING_S:.0f} s that all ranks have come")
 
 
 def _raise(error: Exception) -> NoReturn:
@@ -132,12 +171,16 @@ def _raise(error: Exception) -> NoReturn:
 
 def _fate_of_store(members: list[int]) -> dict[str, Any]:
     """Says who takes the rendezvous store along when it goes: the launcher, or rank 0 of the whole job."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if _agent_hosts_store():
         return {"host": None, "if_lost": "the launcher that hosted it has ended"}
     return {
         "host": members.index(0) if 0 in members else None,
         "if_lost": "rank 0 of the job, which hosts it, was killed, stopped or cut off",
     }
+
+
+def _agent_hosts_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _as_group(process_group: Any) -> dist.ProcessGroup | None:

@@ -1,0 +1,50 @@
+"""Ranks that meet in a store which still holds what earlier ranks left there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from fastload.world import _of_this_life
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield server.port
+    del server
+
+
+def meet(port: int, ranks: list[int], size: int) -> list[str]:
+    """Lets ranks meet, and returns what rank 0 of those that met has left for each of them."""
+
+    def come(rank: int) -> str:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        own = _of_this_life(store, rank, size)
+        if rank == 0:
+            assert not own.check(["address"])
+            own.set("address", str(id(own)))
+        return own.get("address").decode()
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(come, ranks))
+
+
+def test_every_life_has_a_place_of_its_own(port: int) -> None:
+    first, second = meet(port, [0, 1, 2], 3), meet(port, [2, 1, 0], 3)
+    assert len(set(first)) == len(set(second)) == 1
+    assert first != second
+
+
+def test_ranks_that_died_before_all_had_come_do_not_count(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastload.world._MEETING_S", 0.3)
+    with pytest.raises(RuntimeError, match="only 1 of 2 ranks came"):
+        meet(port, [0], 2)
+    with pytest.raises(RuntimeError, match="rank 0 did not say"):
+        meet(port, [1], 2)
+    monkeypatch.setattr("fastload.world._MEETING_S", 20.0)
+    for _ in range(5):
+        assert len(set(meet(port, [1, 0], 2))) == 1
