@@ -17,6 +17,7 @@ from fastload.errors import CheckpointNotFound, FastloadError, OptionError, Worl
 from fastload.handle import SaveHandle
 from fastload.housekeeping import Housekeeper
 from fastload.options import SAVE_SETTINGS, LoadOptions, SaveOptions
+from fastload.pacing import Rhythm
 from fastload.retention import Retention
 from fastload.schedule import Schedule
 from fastload.signals import StopSignals
@@ -52,6 +53,10 @@ class CheckpointManager:
         root: A directory or URL; its checkpoints are ``step_00001234`` and so on.
         every_steps: Steps between saves.
         every_seconds: Seconds between saves.
+        every: ``auto`` works the interval out, from what steps and saves take and the three that follow:
+        mtbf_s: Mean time between failures of the job, in seconds.
+        restart_s: Seconds from a failure until training goes on.
+        budget: Largest part of the time that training may stand still to save.
         keep_last: Number of newest checkpoints to keep; None keeps all. Older ones are deleted once a
             newer one is committed; never one that this process has open.
         keep_every: Keeps those whose step is a multiple of this, too.
@@ -76,6 +81,10 @@ class CheckpointManager:
         *,
         every_steps: int | None = None,
         every_seconds: float | None = None,
+        every: str | None = None,
+        mtbf_s: float | None = None,
+        restart_s: float = 300.0,
+        budget: float = 0.035,
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_every_seconds: float | None = None,
@@ -89,7 +98,7 @@ class CheckpointManager:
             return _Plan(
                 os.fspath(root),
                 every_steps,
-                every_seconds,
+                Rhythm(every, every_seconds, mtbf_s, restart_s, budget),
                 Retention(
                     keep_last=keep_last,
                     keep_every=keep_every,
@@ -124,10 +133,11 @@ class CheckpointManager:
         self._num_saves = 0
         self._housekeeper: Housekeeper | None = None
         self._closed = False
+        self._pace = plan.rhythm.start()
         self._schedule = Schedule(
             self._world,
             every_steps=every_steps,
-            every_seconds=every_seconds,
+            interval_s=lambda: self._pace.interval_s,
             signalled=lambda: self._signals.received,
             failed=lambda: self._num_saves if self._handle is not None and self._handle.failed() else 0,
         )
@@ -164,6 +174,7 @@ class CheckpointManager:
             FastloadError: A save in the background has failed.
         """
         self._check_open()
+        self._pace.stepped()
         answer = self._schedule.ask(step)
         if answer.failed and answer.failed == self._num_saves:
             self._world.agree("saving in the background", self._finish)
@@ -206,10 +217,14 @@ class CheckpointManager:
             "storage_options": self._storage_options,
             "options": self._options,
         }
-        if self._async:
-            self._handle = api.async_save(state, self.path(step), **given)
-        else:
+
+        def save() -> SaveHandle | None:
+            if self._async:
+                return api.async_save(state, self.path(step), **given)
             api.save(state, self.path(step), **given)
+            return None
+
+        self._handle = self._pace.saving(save)
         self._damaged.discard(step)
         if self._housekeeper is not None:
             committed = partial(_has_succeeded, self._handle)
@@ -356,17 +371,15 @@ class _Plan:
 
     root: str
     every_steps: int | None
-    every_seconds: float | None
+    rhythm: Rhythm
     retention: Retention
     async_: bool
     options: SaveOptions
 
     def __post_init__(self) -> None:
-        steps, seconds = self.every_steps, self.every_seconds
+        steps = self.every_steps
         if steps is not None and (type(steps) is not int or steps < 1):
             raise OptionError(f"every_steps={steps!r}: must be a number of at least 1")
-        if seconds is not None and not (type(seconds) in (int, float) and seconds > 0):
-            raise OptionError(f"every_seconds={seconds!r}: must be a number of seconds above 0")
 
     def shared_values(self) -> dict[str, Any]:
         """Returns the values that must be the same on every rank."""
@@ -375,7 +388,7 @@ class _Plan:
             "call": "CheckpointManager",
             "root": self.root,
             "every_steps": self.every_steps,
-            "every_seconds": self.every_seconds,
+            **asdict(self.rhythm),
             **asdict(self.retention),
             "best": list(best) if best is not None else None,
             "async_": self.async_,

@@ -45,7 +45,7 @@ class Schedule:
     Args:
         world: The ranks.
         every_steps: Steps between saves; None for none by steps.
-        every_seconds: Seconds between saves, by the clock of rank 0; None for none by time.
+        interval_s: Returns the seconds between saves, by the clock of rank 0; None for none by time.
         signalled: Whether this rank has got a signal to stop.
         failed: Returns the number of a save of this rank's that has failed, or 0.
     """
@@ -55,13 +55,13 @@ class Schedule:
         world: World,
         *,
         every_steps: int | None,
-        every_seconds: float | None,
+        interval_s: Callable[[], float | None],
         signalled: Callable[[], bool],
         failed: Callable[[], int],
     ) -> None:
         self._world = world
         self._every_steps = every_steps
-        self._every_seconds = every_seconds
+        self._interval_s = interval_s
         self._signalled = signalled
         self._failed = failed
         self._since = time.monotonic()
@@ -89,7 +89,7 @@ class Schedule:
         return self._answer.stop
 
     def saved(self) -> None:
-        """Notes that a save begins, from which `every_seconds` counts anew."""
+        """Notes that a save begins, from which the interval counts anew."""
         self._since = time.monotonic()
 
     def tell(self) -> None:
@@ -124,7 +124,8 @@ class Schedule:
         now = time.monotonic()
         stop = not self._stopping and self._is_signalled()
         self._stopping = self._stopping or stop
-        due = self._every_seconds is not None and now >= self._since + self._every_seconds
+        interval_s = self._interval_s()
+        due = interval_s is not None and now >= self._since + interval_s
         if stop or due:
             self._since = now
         return Answer(stop or due, stop, self._failed())

@@ -390,3 +390,25 @@ def warned(name: str) -> Iterator[list[str]]:
     logging.getLogger(name).addHandler(handler)
     yield lines
     logging.getLogger(name).removeHandler(handler)
+
+
+@ranks(2)
+def test_the_interval_follows_from_what_saves_take(rank: int, world: int, tmp_path: Path) -> None:
+    """Failures every 40 s and steps of 20 ms: the first save comes soon, the others as the stall allows."""
+    with manage(tmp_path, every="auto", mtbf_s=40.0, restart_s=0.0, budget=0.1) as manager:
+        saved = []
+        for step in range(1, 200):
+            time.sleep(0.02 if rank == 0 else 0.0)
+            if manager.should_save(step):
+                manager.save(step, {"weight": torch.zeros(1000) + step, "step": step})
+                saved.append(step)
+                if len(saved) == 5:
+                    break
+        manager.wait()
+        seen: list[Any] = [None] * world
+        dist.all_gather_object(seen, saved)
+        assert seen[0] == seen[1]
+        assert len(saved) >= 2
+        assert saved[0] >= 2
+    with pytest.raises(OptionError, match="needs mtbf_s="):
+        fastload.CheckpointManager(tmp_path, every="auto")

@@ -1,4 +1,4 @@
-"""The launchers of launch/ as they are shipped, most of them on a real Slurm: loads, stops, returns."""
+"""What is in launch/ as it is shipped, most of it on a real Slurm: loads, trains, stops, returns."""
 
 from __future__ import annotations
 
@@ -100,6 +100,7 @@ class Job:
         **environment: str,
     ) -> None:
         path = str(_ROOT / "launch" / f"slurm_{template}.sbatch")
+        program = [str(_ROOT / word) if word.startswith("launch/") else word for word in program]
         shape = [f"--nodes={nodes}", "--time=5"]
         site = {"INTERFACE": "eth0"}
         if template == "torchrun":
@@ -159,16 +160,14 @@ def test_a_template_loads_and_storage_is_read_once(
 
 # What stops a job, and what the program learns of it.
 _STOPS = {
-    "time-limit": "SIGUSR1",  # Slurm's signal to the batch shell, as --signal asks for it
-    "at-start": "SIGUSR1",  # the same, before the program listens
-    "requeue": "SIGTERM",
+    "at-start": "SIGUSR1",  # Slurm's signal to the batch shell, before the program listens
     "preemption": "SIGTERM",  # with a grace time, of a job in a partition of lower priority
 }
 
 
 @pytest.mark.parametrize(
     ("template", "how"),
-    [("torchrun", "time-limit"), ("torchrun", "preemption"), ("srun", "at-start"), ("srun", "requeue")],
+    [("torchrun", "preemption"), ("srun", "at-start")],
 )
 def test_a_job_that_is_stopped_saves_and_comes_back(template: str, how: str, tmp_path: Path) -> None:
     # It is deaf for 3 s, and is told 5 s later again: it has to run for longer.
@@ -182,9 +181,7 @@ def test_a_job_that_is_stopped_saves_and_comes_back(template: str, how: str, tmp
         assert not any(log.exists() for log in logs)
     else:
         job.until(lambda: all(log.exists() and "\n5\n" in log.read_text() for log in logs))
-    if how == "requeue":
-        slurm("scontrol", "requeue", job.id)
-    elif how == "preemption":
+    if how == "preemption":
         slurm("sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=true")
     else:
         slurm("scancel", "--batch", "--signal=USR1", job.id)
@@ -196,8 +193,45 @@ def test_a_job_that_is_stopped_saves_and_comes_back(template: str, how: str, tmp
         assert stops == [stops[0], f"ends at {num_steps}, told []"]
         assert stops[0].endswith(f"told ['{_STOPS[how]}']")
         assert [int(line) for line in lines if line.isdecimal()] == list(range(1, num_steps + 1))
-    if how != "requeue":  # there Slurm itself puts it back
-        assert "stopped (the step ended with 0); back into the queue" in job.output()
+    assert "stopped (the step ended with 0); back into the queue" in job.output()
+
+
+_TRAINING = "--steps 40 --width 32 --batch 2 --log-every 1 --save-every 8 --digest".split()
+_TRAINED = "ends at step 40 of 40"
+
+
+def weights(output: str) -> set[str]:
+    """Digests of the weights at the end, of all ranks."""
+    return set(re.findall(r"rank \d: weights (\w+)", output.partition(_TRAINED)[2] or output))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """What the weights are after a training that nobody interrupts."""
+    folder = tmp_path_factory.mktemp("trained")
+    job = Job("srun", ["launch/train.py", *_TRAINING], nodes=2, ranks_per_node=1, folder=folder)
+    job.until(lambda: job.is_over() and _TRAINED in job.output())
+    (digest,) = weights(job.output())
+    return {digest}
+
+
+@pytest.mark.parametrize(("template", "how"), [("torchrun", "time-limit"), ("srun", "requeue")])
+def test_a_training_that_is_stopped_ends_with_the_same_weights(
+    template: str, how: str, trained: set[str], tmp_path: Path
+) -> None:
+    program = ["launch/train.py", *_TRAINING, "--pause", "0.2"]
+    job = Job(template, program, nodes=2, ranks_per_node=1, folder=tmp_path)
+    job.until(lambda: "step 10:" in job.output())
+    if how == "requeue":
+        slurm("scontrol", "requeue", job.id)
+    else:
+        slurm("scancel", "--batch", "--signal=USR1", job.id)
+    job.until(lambda: job.is_over() and _TRAINED in job.output())
+    assert job.fact("Restarts") == "1"
+    begins = [int(step) for step in re.findall(r"begins at step (\d+) of 40", job.output())]
+    assert len(begins) == 2
+    assert begins[1] >= 10, "it saved when it was stopped"
+    assert weights(job.output()) == trained
 
 
 @pytest.mark.parametrize("template", ["torchrun", "srun", "container"])
