@@ -50,11 +50,18 @@ def _striking(faults: Sequence[Fault]) -> Iterator[None]:
 
 def _await_attached(tracer: subprocess.Popen[str]) -> None:
     limit = time.monotonic() + _ATTACHING_S
-    while not all(_is_traced(task) for task in Path("/proc/self/task").iterdir()):
+    while not _is_attached():
         if tracer.poll() is not None:
             raise OSError(f"strace ended: {tracer.communicate()[1]}")
         assert time.monotonic() < limit, "strace does not attach"
         time.sleep(0.01)
+
+
+def _is_attached() -> bool:
+    try:
+        return all(_is_traced(task) for task in Path("/proc/self/task").iterdir())
+    except OSError:
+        return True  # which was a fault of ours
 
 
 def _is_traced(task: Path) -> bool:
