@@ -53,14 +53,23 @@ def options(**changes: Any) -> fastload.SaveOptions:
     return fastload.SaveOptions(**{**given, **changes})
 
 
-def save(value: Any, path: Path | str, *, background: bool, storage: Any = None, **changes: Any) -> None:
+def save(
+    value: Any,
+    path: Path | str,
+    *,
+    background: bool,
+    process_group: Any = None,
+    storage: Any = None,
+    **changes: Any,
+) -> None:
+    how: Any = {"process_group": process_group, "storage_options": storage, "options": options(**changes)}
     if background:
-        handle = fastload.async_save(value, path, storage_options=storage, options=options(**changes))
+        handle = fastload.async_save(value, path, **how)
         for tensor in value["model"].values():
             tensor.fill_(-1)  # training goes on
         handle.wait(60)
     else:
-        fastload.save(value, path, storage_options=storage, options=options(**changes))
+        fastload.save(value, path, **how)
 
 
 @dataclass(frozen=True)
