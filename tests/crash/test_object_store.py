@@ -22,9 +22,10 @@ _TIMEOUT_S = 8.0
 
 
 @pytest.fixture
-def proxy(tmp_path: Path) -> Iterator[tuple[FlakyProxy, dict[str, Any]]]:
+def proxy(tmp_path: Path) -> Iterator[tuple[FlakyProxy, dict[str, Any], Path]]:
     with s3_server(tmp_path) as options, proxy_of(options["endpoint"]) as proxy:
-        yield proxy, {**options, "endpoint": proxy.url}
+        # Read from where the server keeps it, since this one answers some ranges with more than asked for.
+        yield proxy, {**options, "endpoint": proxy.url}, tmp_path / URL.removeprefix("s3://")
 
 
 def put(rank: int, world: int, version: int, storage: Any, victim: int = -1, **how: Any) -> End:
@@ -58,7 +59,7 @@ CASES = [("PUT", "partNumber=5", 500, True), ("POST", "uploads", 403, False)]
 
 @pytest.mark.parametrize("fault", CASES, ids=["part-500-async", "begin-403-sync"])
 def test_refused_for_good(proxy: Any, fault: tuple[str, str, int, bool]) -> None:
-    server, storage = proxy
+    server, storage, folder = proxy
     first = run_ranks(put, 3, version=1, storage=storage, background=False)
     assert [end.kind for end in first] == ["saved"] * 3, first
     method, text, status, background = fault
@@ -74,15 +75,15 @@ def test_refused_for_good(proxy: Any, fault: tuple[str, str, int, bool]) -> None
     assert server.log != []
     server.fails.clear()
     assert objects(storage) == (WHOLE, [])
-    assert version_of(fastload.load(URL, storage_options=storage)) == 1
+    assert version_of(fastload.load(folder)) == 1
     again = run_ranks(put, 2, version=3, storage=storage, background=background, overwrite=True)
     assert [end.kind for end in again] == ["saved"] * 2, again
-    assert version_of(fastload.load(URL, storage_options=storage)) == 3
+    assert version_of(fastload.load(folder)) == 3
     assert objects(storage) == (WHOLE, [])
 
 
 def test_killed_between_parts(proxy: Any) -> None:
-    (_, storage), victim = proxy, 0
+    (_, storage, folder), victim = proxy, 0
     run_ranks(put, 3, version=1, storage=storage, background=False)
     how = {"storage": storage, "background": True, "overwrite": True}
     ends = run_ranks(put, 3, dies={victim: signal.SIGKILL}, version=2, victim=victim, **how)
@@ -90,8 +91,8 @@ def test_killed_between_parts(proxy: Any) -> None:
         assert (end.kind, list(end.causes)) == ("PeerError", [victim]), ends
         assert end.seconds < 2 * _TIMEOUT_S, ends
         assert end.threads == [], ends
-    assert version_of(fastload.load(URL, storage_options=storage)) == 1
+    assert version_of(fastload.load(folder)) == 1
     again = run_ranks(put, 2, version=3, **how)
     assert [end.kind for end in again] == ["saved"] * 2, again
-    assert version_of(fastload.load(URL, storage_options=storage)) == 3
+    assert version_of(fastload.load(folder)) == 3
     assert objects(storage) == (WHOLE, [])
