@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 import fastload
-from fastload.errors import FastloadError
+from fastload.errors import FastloadError, IncompleteCheckpoint
+from fastload.storage.local import LocalStorage
 from tests.crash.saves import (
     End,
     end_of,
@@ -149,3 +150,27 @@ def test_a_program_that_ends_says_what_went_wrong(tmp_path: Path) -> None:
     assert f"the save to {tmp_path}/a failed: {tmp_path}/a exists already" in ended.stderr
     require_whole(tmp_path / "a", 1)
     save_again(tmp_path / "a")
+
+
+@pytest.mark.parametrize("moment", ["fastload.json", "model.safetensors"])
+def test_a_load_never_mixes_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """Between the files that a load opens, all are replaced: it goes on with the old ones, or says so."""
+    path = tmp_path / "a"
+    save(state(1), path, background=False)
+    real = LocalStorage.stat
+
+    def stat(self: LocalStorage, name: str) -> Any:
+        found = real(self, name)
+        if name == moment:
+            monkeypatch.undo()
+            save(state(2), path, background=False, overwrite=True)
+        return found
+
+    monkeypatch.setattr(LocalStorage, "stat", stat)
+    try:
+        loaded = fastload.load(path, options=fastload.LoadOptions(verify=False))
+    except IncompleteCheckpoint:
+        pass
+    else:
+        assert version_of(loaded) == 1
+    require_whole(path, 2)
