@@ -144,7 +144,7 @@ class Save:
         if not self._hosts:
             self._agree()
         if self._slabs is None:
-            self._assign()
+            self._or_tell(self._assign)
         self._tracing.synchronize(self._hosts)
         assert self._target is not None
         overwrite = self._options.overwrite

@@ -33,7 +33,8 @@ class LocalStorage:
     """Read access to a file or directory through the operating system.
 
     Symbolic links are followed (the Hugging Face cache is made of them). Descriptors are opened once
-    and kept, so that a file replaced during a load is still read as it was.
+    and kept, that of the directory too, so that what is replaced during a load is still read as it was,
+    and never mixed with what took its place.
 
     Each request is direct or buffered, whichever is faster. Direct (past the page cache) pays for large
     reads that are not cached, on file systems that do it; the head and tail that fill no page stay
@@ -53,6 +54,7 @@ class LocalStorage:
         self._direct_count = ByteCounter()
         self._lock = threading.Lock()
         self._files: dict[str, _File] = {}
+        self._folder: int | None = None
         self._own = threading.local()
 
     @property
@@ -76,9 +78,9 @@ class LocalStorage:
         return self._direct_count.total
 
     def stat(self, name: str) -> FileStat | None:
-        path = self._path(name)
         try:
-            mode = os.stat(path).st_mode
+            path, folder = self._place(name)
+            mode = os.stat(path, dir_fd=folder).st_mode
             if stat_flags.S_ISDIR(mode):
                 return None if name else FileStat(0, "")
             if not stat_flags.S_ISREG(mode):
@@ -181,16 +183,30 @@ class LocalStorage:
             for file in self._files.values():
                 file.close()
             self._files.clear()
+            if self._folder is not None:
+                os.close(self._folder)
+                self._folder = None
+
+    def _place(self, name: str) -> tuple[str, int | None]:
+        """Says where a file is: its path, and the directory in which that begins, if not the current one."""
+        with self._lock:
+            if name and self._folder is None:
+                try:
+                    self._folder = os.open(self._root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                except OSError as error:
+                    if error.errno not in _ABSENT:
+                        raise
+            return (name, self._folder) if name and self._folder is not None else (self._path(name), None)
 
     def _path(self, name: str) -> str:
         return os.path.join(self._root, name) if name else self._root
 
     def _file(self, name: str) -> _File:
+        place = self._place(name)
         with self._lock:
             if name not in self._files:
-                path = self._path(name)
                 directly = self.io == "direct" or (self.io == "auto" and self._kind not in IN_MEMORY_TYPES)
-                self._files[name] = _File(path, directly=directly and not self.shared)
+                self._files[name] = _File(self._path(name), *place, directly=directly and not self.shared)
             return self._files[name]
 
     def _error(
@@ -205,9 +221,9 @@ class LocalStorage:
 class _File:
     """An open file: a descriptor for the page cache and, once it is wanted, one for past it."""
 
-    def __init__(self, path: str, *, directly: bool) -> None:
-        self.path = path
-        self.buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, url: str, path: str, folder: int | None, *, directly: bool) -> None:
+        self.path = url
+        self.buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
         self._directly = directly
         self._direct: int | None = None
         self._lock = threading.Lock()

@@ -102,13 +102,21 @@ def resume(parent: str, name: str, token: str) -> tuple[str, int]:
 def _found(staging: str) -> int | None:
     """Makes a staging directory; returns the descriptor of its owner file, or None if others took it."""
     os.mkdir(staging)
+    owner = None
     try:
         owner = os.open(os.path.join(staging, _OWNER), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+        if _lock(owner) is not False and _move_in(staging, owner):
+            return owner
     except (FileNotFoundError, FileExistsError):
-        return None  # one that cleans came between the two steps: it takes what has no owner for dead
-    if _lock(owner) is not False and _move_in(staging, owner):
-        return owner
-    os.close(owner)
+        pass  # one that cleans came between two steps: it takes what has no owner for dead
+    except BaseException:
+        with suppress(OSError):
+            discard(staging)
+        if owner is not None:
+            os.close(owner)  # else its lock would keep everybody from cleaning for as long as we live
+        raise
+    if owner is not None:
+        os.close(owner)
     return None
 
 

@@ -20,6 +20,7 @@ from fastload.errors import CheckpointExists, OptionError, StorageError
 from fastload.storage import RECORD_NAME, staging
 from fastload.storage.local_target import LocalTarget
 from fastload.storage.owner import Owner
+from tests.storage.disks import small_disk_in
 
 NAME = "model.safetensors"
 
@@ -157,18 +158,8 @@ def test_a_publish_that_is_not_durable_is_undone(tmp_path: Path, monkeypatch: py
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MiB of its own."""
-    image, folder = tmp_path / "image", tmp_path / "disk"
-    folder.mkdir()
-    with open(image, "wb") as file:
-        file.truncate(16 << 20)
-    if os.geteuid() != 0 or subprocess.run(["mkfs.ext4", "-q", image], capture_output=True).returncode:
-        pytest.skip("a small file system needs root and mkfs.ext4: NOT TESTED HERE")
-    if subprocess.run(["mount", "-o", "loop", image, folder], capture_output=True).returncode:
-        pytest.skip("cannot mount a loop device: NOT TESTED HERE")
-    (folder / "lost+found").rmdir()
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with small_disk_in(tmp_path, 16) as folder:
+        yield folder
 
 
 def test_a_full_disk_shows_before_anything_is_written(small_disk: Path) -> None:

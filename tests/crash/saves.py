@@ -1,0 +1,173 @@
+"""What the crash tests share: states that tell their version, saves that go wrong, and what they leave."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastload
+from fastload.errors import CheckpointNotFound, PeerError
+from tests.crash.tracer import Fault, striking
+from tests.dist.faults import fastload_threads
+from tests.dist.harness import run_ranks
+
+__all__ = [
+    "SLACK_S",
+    "TIMEOUT_S",
+    "End",
+    "attempt",
+    "end_of",
+    "leftovers",
+    "options",
+    "require_named",
+    "require_whole",
+    "save",
+    "save_again",
+    "save_struck",
+    "state",
+    "version_of",
+]
+
+TIMEOUT_S = 1.6
+SLACK_S = 2.0  # for two busy cores
+_MIB = 1 << 20
+
+
+def state(version: int, num_mib: int = 9) -> dict[str, Any]:
+    """A nested state every byte of which depends on the version; 3 ranks write 3 pieces of it each."""
+    place = torch.arange(_MIB // 4 * num_mib // 3, dtype=torch.int32)
+    tensors = {f"layer{number}": place * 7 + version * 31 + number for number in range(3)}
+    return {"model": tensors, "step": version, "rates": [version / 3, None, "x"]}
+
+
+def options(**changes: Any) -> fastload.SaveOptions:
+    """One thread, pieces of 1 MiB and one kind of descriptor: system calls come in a known order."""
+    given: dict[str, Any] = {"timeout_s": TIMEOUT_S, "writers": "all", "io": "buffered"}
+    given |= {"write_threads": 1, "staging_bytes": 2 * _MIB}
+    return fastload.SaveOptions(**{**given, **changes})
+
+
+def save(
+    value: Any,
+    path: Path | str,
+    *,
+    background: bool,
+    process_group: Any = None,
+    storage: Any = None,
+    **changes: Any,
+) -> None:
+    how: Any = {"process_group": process_group, "storage_options": storage, "options": options(**changes)}
+    if background:
+        handle = fastload.async_save(value, path, **how)
+        for tensor in value["model"].values():
+            tensor.fill_(-1)  # training goes on
+        handle.wait(60)
+    else:
+        fastload.save(value, path, **how)
+
+
+@dataclass(frozen=True)
+class End:
+    """How a save ended on one rank.
+
+    Attributes:
+        kind: Name of the error's type, or ``saved``.
+        causes: Rank → its cause, as text.
+        text: The error's.
+        seconds: How long it took.
+        threads: Of fastload's that are left.
+    """
+
+    kind: str
+    causes: Mapping[int, str]
+    text: str
+    seconds: float
+    threads: list[str]
+
+
+def end_of(call: Callable[[], Any]) -> End:
+    """Calls, and says how it ended."""
+    began, kind, text, causes = time.monotonic(), "saved", "", {}
+    try:
+        call()
+    except BaseException as error:
+        kind, text = type(error).__name__, str(error)
+        if isinstance(error, PeerError):
+            causes = {rank: f"{type(cause).__name__}: {cause}" for rank, cause in error.failures.items()}
+    return End(kind, causes, text, time.monotonic() - began, fastload_threads())
+
+
+def attempt(
+    rank: int, world: int, path: Path, version: int, faults: Mapping[int, Sequence[Fault]], **how: Any
+) -> End:
+    """A rank's body: saves, while system calls of some ranks go wrong."""
+    value = state(version)
+    with striking(faults.get(rank, ())):
+        return end_of(lambda: save(value, path, **how))
+
+
+def save_struck(path: Path, faults: Mapping[int, Sequence[Fault]], **how: Any) -> list[End]:
+    """Saves version 2 on three ranks, while system calls of some go wrong; returns the ends of who lives."""
+    dies = {rank: 9 for rank, own in faults.items() if any("SIGKILL" in fault for _, fault in own)}
+    store = how.pop("store", "agent")
+    ends = run_ranks(
+        attempt, 3, deadline_s=30, dies=dies, store=store, path=path, version=2, faults=faults, **how
+    )
+    return [end for rank, end in enumerate(ends) if rank not in dies]
+
+
+def require_named(ends: Sequence[End], causes: Mapping[int, str]) -> None:
+    """All raised the same, in time, with these ranks' causes; nothing of the save is left in them."""
+    for end in ends:
+        assert end.kind == "PeerError", ends
+        assert sorted(end.causes) == sorted(causes), ends
+        for rank, text in causes.items():
+            assert text in end.causes[rank], ends
+            assert f"rank {rank}" in end.text, ends
+        assert end.seconds < TIMEOUT_S + SLACK_S, ends
+        assert end.threads == [], ends
+    assert len({tuple(end.causes.items()) for end in ends}) == 1, ends
+
+
+def version_of(loaded: Any) -> int:
+    """Returns the version of a state, all of which must be of that version, bit for bit."""
+    version: int = loaded["step"]
+    wanted = state(version)
+    assert loaded["rates"] == wanted["rates"]
+    assert loaded["model"].keys() == wanted["model"].keys()
+    for name, tensor in wanted["model"].items():
+        assert torch.equal(loaded["model"][name], tensor), f"{name} is not that of version {version}"
+    return version
+
+
+def require_whole(path: Path, version: int | None) -> None:
+    """What a reader sees: a whole checkpoint of that version which verifies, or none at all."""
+    try:
+        found = version_of(fastload.load(path))
+    except CheckpointNotFound:
+        assert version is None, f"{path} is gone"
+        return
+    assert found == version
+    fastload.verify(path)
+
+
+def leftovers(root: Path) -> list[str]:
+    """Lists what is beside the checkpoints."""
+    return sorted(name for name in os.listdir(root) if name.startswith("."))
+
+
+def _again(rank: int, world: int, path: Path, version: int) -> None:
+    save(state(version), path, background=False, overwrite=True, timeout_s=20.0)
+
+
+def save_again(path: Path, version: int = 3) -> None:
+    """The next save: it succeeds, and cleans what is left of those before."""
+    run_ranks(_again, 2, deadline_s=30, path=path, version=version)
+    require_whole(path, version)
+    assert leftovers(path.parent) == []

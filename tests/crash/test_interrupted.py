@@ -1,0 +1,69 @@
+"""Ctrl-C on one rank, and errors in the background that nobody waits for."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import fastload
+from fastload.errors import PeerError
+from tests.crash.saves import (
+    leftovers,
+    options,
+    require_named,
+    require_whole,
+    save,
+    save_again,
+    save_struck,
+    state,
+    version_of,
+)
+from tests.crash.tracer import needs_strace, striking
+from tests.dist.faults import fastload_threads
+from tests.dist.harness import ranks
+
+# See test_killed.py for which call is which.
+INTERRUPTS = [("pwrite64", 2, 1), ("fsync", 1, 2), ("pwrite64", 3, 0), ("fsync", 2, 0), ("fallocate", 1, 0)]
+
+
+@needs_strace
+@pytest.mark.parametrize(("call", "count", "rank"), INTERRUPTS)
+def test_interrupted(tmp_path: Path, call: str, count: int, rank: int) -> None:
+    path = tmp_path / "a"
+    save(state(1), path, background=False)
+    faults = {rank: [(call, f"signal=SIGINT:when={count}")]}
+    ends = save_struck(path, faults, overwrite=True, background=False)
+    own = ends.pop(rank)
+    assert own.kind == "KeyboardInterrupt", own
+    assert own.threads == [], own
+    require_named(ends, {rank: "KeyboardInterrupt"})
+    require_whole(path, 1)
+    assert leftovers(tmp_path) == []
+    save_again(path)
+
+
+@ranks(3)
+def test_an_error_that_nobody_waited_for_is_raised_by_the_next_save(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "a"
+    faults = [("pwrite64", "error=EIO:when=2")] if rank == 1 else []
+    with striking(faults):
+        handle = fastload.async_save(state(1), path, options=options(timeout_s=20.0))
+        while not handle.done():
+            time.sleep(0.01)
+    assert handle.report is None
+    with pytest.raises(PeerError, match=r"rank 1.* Input/output error \(EIO\)") as raised:
+        save(state(2), path, background=rank < 0, timeout_s=20.0)
+    assert sorted(raised.value.failures) == [0, 1, 2]
+    assert not path.exists()
+    save(state(2), path, background=False, timeout_s=20.0)  # it is raised once
+    with pytest.raises(PeerError, match="EIO"):
+        handle.wait()  # but whoever asks that save itself hears the same again
+    dist.barrier()
+    assert version_of(fastload.load(path)) == 2
+    assert fastload_threads() == []
+    assert leftovers(tmp_path) == []

@@ -1,0 +1,139 @@
+"""SIGKILL of any rank before, during and after every step of a save."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastload import saver
+from tests.crash.saves import (
+    End,
+    end_of,
+    leftovers,
+    require_named,
+    require_whole,
+    save,
+    save_again,
+    save_struck,
+    state,
+)
+from tests.crash.tracer import needs_strace
+from tests.dist.harness import run_ranks
+
+LATE = "DeadlineExceeded: did not answer within"
+
+# The thread that writes makes three pwrites and one fsync. The one that publishes makes, on the leader:
+# pwrite of the owner, fallocate; pwrite, fsync and rename of the record; fsync of the data, rename of the
+# data, which is refused if there is something to replace, renameat2 then, fsync of parent and staging.
+KILLS = [
+    # call, count, rank, whether something is replaced, in the background, what is there afterwards
+    ("fallocate", 1, 0, True, False, 1),
+    ("pwrite64", 1, 0, True, True, 1),
+    ("pwrite64", 1, 1, True, False, 1),
+    ("pwrite64", 2, 0, False, False, None),
+    ("pwrite64", 2, 2, True, True, 1),
+    ("pwrite64", 3, 1, False, True, None),
+    ("fsync", 1, 0, True, False, 1),
+    ("fsync", 1, 1, True, True, 1),
+    ("fsync", 1, 2, False, False, None),
+    ("rename", 1, 0, True, True, 1),
+    ("fsync", 2, 0, True, False, 1),
+    ("rename", 2, 0, False, True, None),
+    ("renameat2", 1, 0, True, False, 1),
+    ("fsync", 3, 0, False, False, 2),
+    ("fsync", 3, 0, True, True, 2),
+    ("fsync", 4, 0, True, False, 2),
+    ("unlinkat", 1, 0, True, True, 2),
+    ("rmdir", 1, 0, False, False, 2),
+]
+
+
+def name_of(case: tuple[Any, ...]) -> str:
+    call, count, rank, replaces, background, _ = case
+    return f"{call}{count}-rank{rank}-{'over' if replaces else 'new'}-{'async' if background else 'sync'}"
+
+
+@needs_strace
+@pytest.mark.parametrize("case", KILLS, ids=name_of)
+def test_killed_before_a_system_call(tmp_path: Path, case: tuple[Any, ...]) -> None:
+    call, count, rank, replaces, background, left = case
+    path = tmp_path / "a"
+    save(state(1), path if replaces else tmp_path / "other", background=False)
+    ends = save_struck(
+        path, {rank: [(call, f"signal=SIGKILL:when={count}")]}, overwrite=replaces, background=background
+    )
+    require_named(ends, {rank: LATE})
+    require_whole(path, left)
+    if not replaces:
+        require_whole(tmp_path / "other", 1)
+    if rank != 0:
+        assert leftovers(tmp_path) == []  # the leader lives, and has cleaned up itself
+    save_again(path)
+
+
+@needs_strace
+def test_killed_where_names_cannot_be_exchanged(tmp_path: Path) -> None:
+    """The old one is out of sight until the next save, to any place beside it, puts it back."""
+    save(state(1), tmp_path / "a", background=False)
+    faults = [("renameat2", "error=EINVAL"), ("rename", "signal=SIGKILL:when=4")]
+    ends = save_struck(tmp_path / "a", {0: faults}, overwrite=True, background=False)
+    require_named(ends, {0: LATE})
+    require_whole(tmp_path / "a", None)
+    save_again(tmp_path / "b")
+    require_whole(tmp_path / "a", 1)
+
+
+@needs_strace
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
+def test_rank_0_takes_the_rendezvous_store_along(tmp_path: Path, background: bool) -> None:
+    save(state(1), tmp_path / "a", background=False)
+    faults = {0: [("pwrite64", "signal=SIGKILL:when=2")]}
+    ends = save_struck(tmp_path / "a", faults, overwrite=True, background=background, store="rank0")
+    require_named(ends, {0: "hosted the rendezvous store"})
+    require_whole(tmp_path / "a", 1)
+    save_again(tmp_path / "a")
+
+
+def die_in_between(rank: int, world: int, path: Path, victim: int, **how: Any) -> End:
+    """The victim has written its data, and dies before it is published."""
+    if rank == victim:
+        real = saver.Save._publish
+
+        def publish(*args: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args)
+
+        saver.Save._publish = publish  # type: ignore[method-assign]
+    return end_of(lambda: save(state(2), path, **how))
+
+
+@pytest.mark.parametrize(("victim", "left"), [(0, 1), (2, 2)])
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
+def test_dies_between_data_and_commit(tmp_path: Path, victim: int, left: int, background: bool) -> None:
+    """All data is durable by then, so the leader publishes it without the other one; who lives raises."""
+    path = tmp_path / "a"
+    save(state(1), path, background=False)
+    ends = run_ranks(
+        die_in_between, 3, deadline_s=30, dies={victim: signal.SIGKILL},
+        path=path, victim=victim, overwrite=True, background=background,
+    )  # fmt: skip
+    require_named([end for rank, end in enumerate(ends) if rank != victim], {victim: LATE})
+    require_whole(path, left)
+    save_again(path)
+
+
+def never_come(rank: int, world: int, path: Path, **how: Any) -> End | None:
+    return end_of(lambda: save(state(2), path, **how)) if rank != 1 else None
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
+def test_rank_that_never_comes(tmp_path: Path, background: bool) -> None:
+    save(state(1), tmp_path / "a", background=False)
+    ends = run_ranks(never_come, 3, deadline_s=30, path=tmp_path / "a", overwrite=True, background=background)
+    require_named([ends[0], ends[2]], {1: LATE})
+    require_whole(tmp_path / "a", 1)
+    assert leftovers(tmp_path) == []
