@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -28,6 +28,7 @@ __all__ = ["Save"]
 
 _GOOD_PIECE_BYTES = 8 << 20
 _MAX_ATTEMPT_S = 30.0  # for one request: what takes longer has stalled
+_CHECKSUMS = "checksums"  # where in the store the ranks leave theirs
 _HEADER_METADATA = {"format": "pt"}  # what transformers asks for
 
 
@@ -132,8 +133,7 @@ class Save:
         overwrite = self._options.overwrite
         open_stage(self._world, self._team, self._target, self._open, self._layout, overwrite=overwrite)
         told, mine = self._write(self._target)
-        packed = self._world.deliver(f"{self._what}: collecting checksums", told, self._team.leader)
-        ranks = self._world.agree(f"{self._what}: publishing", lambda: self._publish(packed, mine))
+        ranks = self._world.agree(f"{self._what}: publishing", lambda: self._publish(told, mine))
         return SaveReport(
             url=self._url,
             nbytes=self._layout.nbytes,
@@ -240,6 +240,8 @@ class Save:
                     )
                 receipt = writing.write(self._pieces, self._tail, slabs, self._hasher)
                 told = pack(receipt, self._hasher.checksums())
+                if world.rank != self._team.leader:
+                    world.leave_bytes(f"{self._what}: leaving checksums", _CHECKSUMS, told)
             except Exception as caught:
                 error = caught
                 world.raise_alarm()
@@ -265,7 +267,7 @@ class Save:
             peak_staging_bytes=slabs.nbytes if slabs is not None else 0,
         )
 
-    def _publish(self, packed: Sequence[bytes], mine: SaveRankReport) -> dict[str, Any]:
+    def _publish(self, told: bytes, mine: SaveRankReport) -> dict[str, Any]:
         """Makes the checkpoint exist, if that is this rank's to do; returns the rank's report."""
         began = time.perf_counter()
         if self._world.rank == self._team.leader:
@@ -273,7 +275,7 @@ class Save:
             publish(
                 self._target,
                 self._layout,
-                packed,
+                [told, *map(self._told_by, self._team.members[1:])],
                 structure=self._structure,
                 metadata=self._metadata,
                 overwrite=self._options.overwrite,
@@ -281,3 +283,9 @@ class Save:
         now = time.perf_counter()
         stall_s = self._stall_s if self._stall_s is not None else now - self._began
         return asdict(replace(mine, commit_s=now - began, total_s=now - self._began, stall_s=stall_s))
+
+    def _told_by(self, rank: int) -> bytes:
+        """Returns what another member of the team packed, who left it before it said that it had written."""
+        told = self._world.take_bytes(f"{self._what}: collecting checksums", _CHECKSUMS, rank)
+        assert told is not None
+        return told
