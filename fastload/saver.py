@@ -26,7 +26,7 @@ from fastload.world import World, require_same
 
 __all__ = ["Save"]
 
-_GOOD_PIECE_BYTES = 8 << 20
+_GOOD_PIECE_BYTES = 4 << 20  # more would leave the cache before it is hashed, and touch more new memory
 _MAX_ATTEMPT_S = 30.0  # for one request: what takes longer has stalled
 _CHECKSUMS = "checksums"  # where in the store the ranks leave theirs
 _HEADER_METADATA = {"format": "pt"}  # what transformers asks for
