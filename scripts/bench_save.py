@@ -15,9 +15,9 @@ import gc
 import json
 import os
 import shutil
-import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,7 +105,7 @@ def stall(ranks: int, size: int, repeats: int, arms: str, folder: str | None, js
 @main.command()
 @click.option("--ranks", default=2, show_default=True, help="Processes that train together.")
 @click.option("--width", default=1024, show_default=True, help="Of the model's layers.")
-@click.option("--batch", default=256, show_default=True, help="Samples per rank and step.")
+@click.option("--batch", default=64, show_default=True, help="Samples per rank and step.")
 @click.option("--every", default=20, show_default=True, help="Steps between saves.")
 @repeats_option
 @arms_option
@@ -231,16 +231,21 @@ def training_rows(
         with fresh_path(folder) as path:
             job.run(2, arm, path)
     rows = new_rows(named, wanted=job.nbytes)
-    for _ in range(repeats):
-        for name, arm in named.items():
-            with fresh_path(folder) as path:
-                began = time.perf_counter()
-                steps_s, busy_s = job.run(every, arm, path)
-                everyone = all_ranks(time.perf_counter() - began)
-            rows[name]["seconds"].append(max(everyone))
-            rows[name]["steps_s"].append(statistics.median(steps_s))
-            rows[name]["busy_s"].extend(busy_s)
-    return list(rows.values())
+    for turn in range(repeats):
+        for name in list(named)[1:]:
+            pair = ["no saves", name]  # side by side, and not always the same one first
+            for which in pair if turn % 2 else reversed(pair):
+                with fresh_path(folder) as path:
+                    cpu, began = sum(os.times()[:2]), time.perf_counter()
+                    steps_s, beside_s = job.run(every, named[which], path)
+                    everyone = all_ranks((time.perf_counter() - began, sum(os.times()[:2]) - cpu))
+                field = "" if which == name else "base_"
+                rows[name][f"{field}seconds"].append(max(one for one, _ in everyone))
+                rows[name][f"{field}cpu_s"].append(sum(one for _, one in everyone))
+                rows[name][f"{field}steps_s"].extend(steps_s)
+                if which == name:
+                    rows[name]["beside_s"].extend(beside_s)
+    return [rows[name] for name in list(named)[1:]]
 
 
 def chosen(named: dict[str, Any], only: str) -> dict[str, Any]:
@@ -248,8 +253,7 @@ def chosen(named: dict[str, Any], only: str) -> dict[str, Any]:
 
 
 def new_rows(named: dict[str, Any], **facts: Any) -> dict[str, dict[str, Any]]:
-    lists = ("seconds", "cpu_s", "total_s", "extra_bytes", "steps_s", "busy_s")
-    return {name: {"arm": name, **facts, **{each: [] for each in lists}} for name in named}
+    return {name: defaultdict(list, arm=name, **facts) for name in named}
 
 
 def warm_up(folder: str, named: dict[str, Any]) -> None:

@@ -54,22 +54,30 @@ def print_stalls(rows: list[Row], title: str) -> None:
 
 
 def print_training(rows: list[Row], title: str) -> None:
-    """Prints the wall-clock time of each arm, against the one without saves, and of steps beside a save."""
-    base = rows[0]
-    title = (
-        f"{title}; state of {base['wanted'] / MIB:.0f} MiB; {statistics.median(base['steps_s']):.3f} s a step"
-    )
-    table = _table(
-        title, "median s", "min-max", "% more", "a step, % more", "a step beside a save, % more", "such steps"
-    )
+    """Prints what saving adds: in time and CPU, to the same steps without, run just before or after."""
+    steps_s = statistics.median(step for row in rows for step in row["base_steps_s"])
+    title = f"{title}; state of {rows[0]['wanted'] / MIB:.0f} MiB; {steps_s:.3f} s a step without"
+    heads = [
+        "median s",
+        "min-max",
+        "without s",
+        "% more",
+        "% more CPU",
+        "a step beside a save, % more",
+        "such",
+    ]
+    table = _table(title, *heads)
     for row in rows:
-        step_s = statistics.median(base["steps_s"])
-        beside = f"{100 * (statistics.median(row['busy_s']) / step_s - 1):+.1f}" if row["busy_s"] else ""
-        more, step_more = 100 * (ratio(row, base) - 1), 100 * (ratio(row, base, "steps_s") - 1)
-        counts = f"{len(row['busy_s'])}"
-        table.add_row(
-            row["arm"], *_spread(row["seconds"]), f"{more:+.1f}", f"{step_more:+.1f}", beside, counts
-        )
+        more = [
+            100 * (statistics.median(a / b for a, b in zip(row[x], row[f"base_{x}"], strict=True)) - 1)
+            for x in ("seconds", "cpu_s")
+        ]
+        beside = row["beside_s"]
+        base_s = statistics.median(row["base_steps_s"])
+        slower = f"{100 * (statistics.median(beside) / base_s - 1):+.1f}" if beside else ""
+        without = f"{statistics.median(row['base_seconds']):.3f}"
+        cells = [f"{value:+.1f}" for value in more]
+        table.add_row(row["arm"], *_spread(row["seconds"]), without, *cells, slower, f"{len(beside)}")
     print_table(table)
 
 

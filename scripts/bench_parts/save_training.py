@@ -45,16 +45,16 @@ class Training:
         """Saves, does some steps, and waits for the save, as it would before the next one.
 
         Returns:
-            Seconds of all steps, and of those that ran beside the save from their beginning to their end.
+            Seconds of all steps, and of those at whose beginning the save had not ended.
         """
         wait = begin(self.state(), path)
         steps_s, beside_s = [], []
         done = getattr(getattr(wait, "__self__", None), "done", lambda: True)
         for _ in range(num_steps):
-            began = time.perf_counter()
+            beside, began = not done(), time.perf_counter()
             self._step()
             steps_s.append(time.perf_counter() - began)
-            if not done():
+            if beside:
                 beside_s.append(steps_s[-1])
         wait()
         return steps_s, beside_s
