@@ -233,7 +233,8 @@ def save(
     """Saves a state that all ranks of a group hold alike; together they write every byte once.
 
     Every rank of the group has to call it, with an equal state. When it returns the checkpoint exists and
-    is durable. When it raises, it does so on all ranks, and whatever was at `path` is still there.
+    is durable. When it raises, it does so on all ranks, and whatever was at `path` is still there; only if
+    a rank dies in the very last step, after publishing, may the new checkpoint be there all the same.
 
     Args:
         state: Nested dicts, lists, tuples and sets of tensors, NumPy arrays and plain values, such as

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -29,8 +29,9 @@ from fastload.world import World, require_same
 
 __all__ = ["Save"]
 
-_GOOD_PIECE_BYTES = 8 << 20
+_GOOD_PIECE_BYTES = 4 << 20  # more would leave the cache before it is hashed, and touch more new memory
 _MAX_ATTEMPT_S = 30.0  # for one request: what takes longer has stalled
+_CHECKSUMS = "checksums"  # where in the store the ranks leave theirs
 _HEADER_METADATA = {"format": "pt"}  # what transformers asks for
 
 _tuner = WriterTuner()
@@ -150,8 +151,7 @@ class Save:
         overwrite = self._options.overwrite
         open_stage(self._world, self._team, self._target, self._open, self._layout, overwrite=overwrite)
         told, mine = self._write(self._target)
-        packed = self._world.deliver(f"{self._what}: collecting checksums", told, self._team.leader)
-        ranks = self._world.agree(f"{self._what}: publishing", lambda: self._publish(packed, mine))
+        ranks = self._world.agree(f"{self._what}: publishing", lambda: self._publish(told, mine))
         self._tracing.write({"what": self._what, "nbytes": self._layout.nbytes})
         report = SaveReport(
             url=self._url,
@@ -273,6 +273,8 @@ class Save:
                     )
                 receipt = writing.write(self._pieces, self._tail, slabs, self._hasher)
                 told = pack(receipt, self._hasher.checksums())
+                if world.rank != self._team.leader:
+                    world.leave_bytes(f"{self._what}: leaving checksums", _CHECKSUMS, told)
             except Exception as caught:
                 error = caught
                 world.raise_alarm()
@@ -298,7 +300,7 @@ class Save:
             peak_staging_bytes=slabs.nbytes if slabs is not None else 0,
         )
 
-    def _publish(self, packed: Sequence[bytes], mine: SaveRankReport) -> dict[str, Any]:
+    def _publish(self, told: bytes, mine: SaveRankReport) -> dict[str, Any]:
         """Makes the checkpoint exist, if that is this rank's to do; returns the rank's report."""
         began = time.perf_counter()
         if self._world.rank == self._team.leader:
@@ -306,7 +308,7 @@ class Save:
             publish(
                 self._target,
                 self._layout,
-                packed,
+                [told, *map(self._told_by, self._team.members[1:])],
                 structure=self._structure,
                 metadata=self._metadata,
                 overwrite=self._options.overwrite,
@@ -316,6 +318,12 @@ class Save:
         now = time.perf_counter()
         stall_s = self._stall_s if self._stall_s is not None else now - self._began
         return asdict(replace(mine, commit_s=now - began, total_s=now - self._began, stall_s=stall_s))
+
+    def _told_by(self, rank: int) -> bytes:
+        """Returns what another member of the team packed, who left it before it said that it had written."""
+        told = self._world.take_bytes(f"{self._what}: collecting checksums", _CHECKSUMS, rank)
+        assert told is not None
+        return told
 
 
 def _raise(error: Exception) -> NoReturn:

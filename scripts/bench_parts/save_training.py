@@ -1,0 +1,74 @@
+"""A small training with DDP on CPUs, which saves now and then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bench_parts.save_arms import Begin
+
+_NUM_LAYERS = 8
+
+
+class Training:
+    """One rank's part of it.
+
+    Args:
+        width: Of the model's layers.
+        batch: Samples of this rank in a step.
+    """
+
+    def __init__(self, *, width: int, batch: int) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        layers = [part for _ in range(_NUM_LAYERS) for part in (nn.Linear(width, width), nn.GELU())]
+        self._model = DistributedDataParallel(nn.Sequential(*layers))
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
+        self._samples = torch.randn(batch, width)
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a user saves."""
+        return {"model": self._model.module.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors in the state, once there has been a step."""
+        return sum(tensor.nbytes for tensor in _tensors(self.state()))
+
+    def run(self, num_steps: int, begin: Begin, path: Path) -> tuple[list[float], list[float]]:
+        """Saves, does some steps, and waits for the save, as it would before the next one.
+
+        Returns:
+            Seconds of all steps, and of those at whose beginning the save had not ended.
+        """
+        wait = begin(self.state(), path)
+        steps_s, beside_s = [], []
+        done = getattr(getattr(wait, "__self__", None), "done", lambda: True)
+        for _ in range(num_steps):
+            beside, began = not done(), time.perf_counter()
+            self._step()
+            steps_s.append(time.perf_counter() - began)
+            if beside:
+                beside_s.append(steps_s[-1])
+        wait()
+        return steps_s, beside_s
+
+    def _step(self) -> None:
+        loss = (self._model(self._samples) - self._samples).square().mean()
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)

@@ -1,0 +1,290 @@
+"""How long saving takes on one machine: fastload next to the ways people save without it.
+
+    python scripts/bench_save.py local --ranks 4 --size 1GiB
+    python scripts/bench_save.py stall
+    python scripts/bench_save.py training
+
+Arms run interleaved in one job that this script launches itself, each from a barrier until the slowest
+rank is done. Every save goes to a path of its own. What the one before wrote is removed, and the file
+system synced, outside of the timing.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+
+import click
+import torch.distributed as dist
+from bench_parts import save_arms as arms_of
+from bench_parts import save_tables
+from bench_parts.job import (
+    GIB,
+    MIB,
+    Bytes,
+    all_ranks,
+    available_bytes,
+    forget_peak,
+    peak_bytes,
+    run_on_ranks,
+    write_json,
+)
+from bench_parts.save_training import Training
+
+import fastload
+from fastload.memory import state_digest
+from fastload.options import SaveOptions
+from fastload.saving.snapshot import Snapshot
+
+# ---- what the user calls
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Benchmarks of saving on one machine."""
+
+
+ranks_option = click.option("--ranks", default=4, show_default=True, help="Processes that save together.")
+size_option = click.option("--size", type=Bytes(), default="1GiB", show_default=True, help="Of the state.")
+repeats_option = click.option("--repeats", default=7, show_default=True, help="Runs of each arm.")
+arms_option = click.option("--arms", default="", help="Only arms whose name contains one of these (a,b,c).")
+folder_option = click.option(
+    "--folder", type=click.Path(file_okay=False), help="On the file system to save to; else a temporary one."
+)
+json_option = click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False), help="Write all numbers there."
+)
+
+
+@main.command()
+@ranks_option
+@size_option
+@repeats_option
+@arms_option
+@folder_option
+@json_option
+def local(ranks: int, size: int, repeats: int, arms: str, folder: str | None, json_path: str | None) -> None:
+    """Save to a local file system, until all is durable."""
+    require_memory((ranks + 2) * size + 2 * GIB)
+    with tempfile.TemporaryDirectory(prefix="bench-save-", dir=folder) as place:
+        settings = {"part": "local", "size": size, "repeats": repeats, "arms": arms}
+        rows = run_on_ranks(__file__, ranks, place, **settings)
+    save_tables.print_saves(rows, f"{size / MIB:.0f} MiB saved by {ranks} ranks of one host, until durable")
+    save_tables.print_inside(rows)
+    write_json(json_path, rows)
+
+
+@main.command()
+@ranks_option
+@size_option
+@repeats_option
+@arms_option
+@folder_option
+@json_option
+def stall(ranks: int, size: int, repeats: int, arms: str, folder: str | None, json_path: str | None) -> None:
+    """Save in the background: how long training waits, and how much memory it takes."""
+    require_memory((ranks + 2) * size + 4 * GIB)
+    with tempfile.TemporaryDirectory(prefix="bench-save-", dir=folder) as place:
+        settings = {"part": "stall", "size": size, "repeats": repeats, "arms": arms}
+        rows = run_on_ranks(__file__, ranks, place, **settings)
+    save_tables.print_stalls(rows, f"{size / MIB:.0f} MiB saved in the background by {ranks} ranks")
+    write_json(json_path, rows)
+
+
+@main.command()
+@click.option("--ranks", default=2, show_default=True, help="Processes that train together.")
+@click.option("--width", default=1024, show_default=True, help="Of the model's layers.")
+@click.option("--batch", default=64, show_default=True, help="Samples per rank and step.")
+@click.option("--every", default=20, show_default=True, help="Steps between saves.")
+@repeats_option
+@arms_option
+@folder_option
+@json_option
+def training(
+    ranks: int,
+    width: int,
+    batch: int,
+    every: int,
+    repeats: int,
+    arms: str,
+    folder: str | None,
+    json_path: str | None,
+) -> None:
+    """Train with DDP on CPUs, save every few steps: what that costs in wall-clock time."""
+    with tempfile.TemporaryDirectory(prefix="bench-save-", dir=folder) as place:
+        model = {"width": width, "batch": batch, "every": every}
+        rows = run_on_ranks(__file__, ranks, place, part="training", repeats=repeats, arms=arms, **model)
+    save_tables.print_training(rows, f"{ranks} ranks, a save every {every} steps")
+    write_json(json_path, rows)
+
+
+def require_memory(nbytes: int) -> None:
+    if available_bytes() < nbytes:
+        raise click.ClickException(f"needs {nbytes / GIB:.0f} GiB, free are {available_bytes() / GIB:.0f}")
+
+
+# ---- what each rank does
+
+
+@main.command(hidden=True)
+@click.argument("settings")
+def rank(settings: str) -> None:
+    """Be one rank of the job."""
+    given = json.loads(settings)
+    dist.init_process_group("gloo")
+    parts = {"local": local_rows, "stall": stall_rows, "training": training_rows}
+    rows = parts[given.pop("part")](**given)
+    if dist.get_rank() == 0:
+        Path(given["folder"], "rows.json").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def local_rows(folder: str, size: int, repeats: int, arms: str) -> list[dict[str, Any]]:
+    state = arms_of.make_state(size)
+    ours = arms_of.FastloadSave()
+    named = {
+        "torch.save + fsync, rank 0": arms_of.torch_save,
+        "safetensors.save_file + fsync, rank 0": arms_of.safetensors_save,
+        "dcp.save": arms_of.dcp_save,
+        "plain parallel O_DIRECT write": arms_of.PlainWrite(state),
+        "fastload.save": ours,
+    }
+    named = chosen(named, arms)
+    warm_up(folder, named)
+    rows = new_rows(named, wanted=arms_of.nbytes_of(state))
+    for turn in range(repeats):
+        for name, arm in named.items():
+            with fresh_path(folder) as path:
+                ours.report = None
+                cpu, began = sum(os.times()[:2]), time.perf_counter()
+                arm(state, path)
+                took = time.perf_counter() - began, sum(os.times()[:2]) - cpu
+                everyone = all_ranks(took)
+                assert stored_bytes(path) >= arms_of.nbytes_of(state) - arms_of.SLACK_BYTES
+                if turn == 0 and ours.report:
+                    assert state_digest(fastload.load(path)) == state_digest(state)
+            rows[name]["seconds"].append(max(seconds for seconds, _ in everyone))
+            rows[name]["cpu_s"].append(sum(seconds for _, seconds in everyone))
+            if ours.report:
+                rows[name].setdefault("reports", []).append(ours.report.to_dict())
+    return list(rows.values())
+
+
+def stall_rows(folder: str, size: int, repeats: int, arms: str) -> list[dict[str, Any]]:
+    state = arms_of.make_state(size)
+    named = {
+        "copy of the share, to memory that was touched": arms_of.CopyShare(state, fresh=False),
+        "copy of the share, to fresh memory": arms_of.CopyShare(state, fresh=True),
+        "torch.save in a thread, rank 0": arms_of.torch_save_in_thread,
+        "dcp.async_save": arms_of.dcp_async_save,
+        "fastload.async_save, first": arms_of.fastload_async_save,
+        "fastload.async_save, later": arms_of.fastload_async_save,
+    }
+    named = chosen(named, arms)
+    warm_up(folder, named)
+    rows = new_rows(named, wanted=arms_of.nbytes_of(state), staging_bytes=SaveOptions().staging_bytes)
+    for _ in range(repeats):
+        for name, arm in named.items():
+            with fresh_path(folder) as path:
+                if name.endswith("first"):
+                    Snapshot._spare.clear()  # as if nothing had been saved in this process before
+                before, began = forget_peak(), time.perf_counter()
+                wait = arm(state, path)
+                stall_s = time.perf_counter() - began
+                wait()
+                total_s = time.perf_counter() - began
+                extra = peak_bytes() - before
+                del wait
+                everyone = all_ranks((stall_s, total_s, extra))
+            rows[name]["seconds"].append(max(one for one, _, _ in everyone))
+            rows[name]["total_s"].append(max(one for _, one, _ in everyone))
+            rows[name]["extra_bytes"].append(max(one for _, _, one in everyone))
+    return list(rows.values())
+
+
+def training_rows(
+    folder: str, width: int, batch: int, every: int, repeats: int, arms: str
+) -> list[dict[str, Any]]:
+    job = Training(width=width, batch=batch)
+    own_group = dist.new_group(backend="gloo")  # dcp's collectives must not mix with those of training
+    named = {
+        "torch.save": arms_of.blocking(arms_of.torch_save),
+        "dcp.save": arms_of.blocking(arms_of.dcp_save),
+        "dcp.async_save": arms_of.dcp_async_save_in(own_group),
+        "fastload.save": arms_of.blocking(arms_of.FastloadSave()),
+        "fastload.async_save": arms_of.fastload_async_save,
+    }
+    named = {"no saves": arms_of.nothing, **chosen(named, arms)}
+    for arm in named.values():  # imports and first uses are over then
+        with fresh_path(folder) as path:
+            job.run(2, arm, path)
+    rows = new_rows(named, wanted=job.nbytes)
+    for turn in range(repeats):
+        for name in list(named)[1:]:
+            pair = ["no saves", name]  # side by side, and not always the same one first
+            for which in pair if turn % 2 else reversed(pair):
+                with fresh_path(folder) as path:
+                    cpu, began = sum(os.times()[:2]), time.perf_counter()
+                    steps_s, beside_s = job.run(every, named[which], path)
+                    everyone = all_ranks((time.perf_counter() - began, sum(os.times()[:2]) - cpu))
+                field = "" if which == name else "base_"
+                rows[name][f"{field}seconds"].append(max(one for one, _ in everyone))
+                rows[name][f"{field}cpu_s"].append(sum(one for _, one in everyone))
+                rows[name][f"{field}steps_s"].extend(steps_s)
+                if which == name:
+                    rows[name]["beside_s"].extend(beside_s)
+    return [rows[name] for name in list(named)[1:]]
+
+
+def chosen(named: dict[str, Any], only: str) -> dict[str, Any]:
+    return {name: arm for name, arm in named.items() if any(part in name for part in only.split(","))}
+
+
+def new_rows(named: dict[str, Any], **facts: Any) -> dict[str, dict[str, Any]]:
+    return {name: defaultdict(list, arm=name, **facts) for name in named}
+
+
+def warm_up(folder: str, named: dict[str, Any]) -> None:
+    """Saves something small first: imports and first uses are over then."""
+    state = arms_of.make_state(64 * MIB)
+    for arm in named.values():
+        with fresh_path(folder) as path:
+            wait = arm(state, path)
+            if wait is not None:
+                wait()
+
+
+@contextmanager
+def fresh_path(folder: str) -> Iterator[Path]:
+    """Yields a path where nothing is, on all ranks at once; what is there afterwards is removed."""
+    path = Path(folder, "saved", "checkpoint")
+    gc.collect()
+    if dist.get_rank() == 0:
+        path.parent.mkdir()
+        os.sync()
+    dist.barrier()
+    yield path
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(path.parent)
+
+
+def stored_bytes(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)
+
+
+if __name__ == "__main__":
+    main()
