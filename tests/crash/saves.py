@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,6 +108,7 @@ def attempt(
     rank: int, world: int, path: Path, version: int, faults: Mapping[int, Sequence[Fault]], **how: Any
 ) -> End:
     """A rank's body: saves, while system calls of some ranks go wrong."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     value = state(version)
     with striking(faults.get(rank, ())):
         return end_of(lambda: save(value, path, **how))
