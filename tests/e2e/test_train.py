@@ -15,6 +15,8 @@ import pytest
 
 import fastload
 
+pytestmark = pytest.mark.timeout(150)
+
 _ROOT = Path(__file__).resolve().parents[2]
 _STEPS = 24
 
@@ -79,7 +81,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
     return digest
 
 
-@pytest.mark.timeout(150)
 def test_stopped_by_a_signal_it_saves_and_goes_on(uninterrupted: str, tmp_path: Path) -> None:
     root = tmp_path / "run"
     run = Run(root, "--save-every", "1000", "--pause", "0.1")
@@ -96,7 +97,6 @@ def test_stopped_by_a_signal_it_saves_and_goes_on(uninterrupted: str, tmp_path: 
     assert weights(again[len(output) :]) == {uninterrupted}
 
 
-@pytest.mark.timeout(150)
 def test_killed_it_is_started_anew_and_goes_on_from_its_last_commit(
     uninterrupted: str, tmp_path: Path
 ) -> None:
