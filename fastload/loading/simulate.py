@@ -47,7 +47,7 @@ _MAX_DIRECT_READS = 8
 _LATENCY_SHOWS = 1.1
 _NOTHING = 1e-9  # what rounding leaves of a read
 
-# Measured on CPUs: one core of TCP, and copies to memory that is touched for the first time.
+# Assumed, of the order that one core of TCP and a copy to memory touched for the first time take.
 _RING = {"rank_bytes_per_s": 1.6e9, "copy_bytes_per_s": 2e9, "message_s": 80e-6}
 _NCCL = {"rank_bytes_per_s": math.inf, "copy_bytes_per_s": math.inf, "message_s": 10e-6}  # an assumption
 
