@@ -72,6 +72,7 @@ class Save:
         self._storage_options = storage_options
         self._options = options
         self._began = began
+        self._in_background = False
         self._stall_s: float | None = None
         self._tracing = Tracing(world, options.trace)
         self._same: dict[str, Any] | None = None
@@ -83,12 +84,13 @@ class Save:
         """Copies this rank's share; after that the state may change.
 
         Who writes what follows from state and options alone, so the ranks need not meet for it, unless
-        it matters which hosts they are on, their tensors are to be compared, or the state is so large
-        that the number of writers is found by measuring.
+        it matters which hosts they are on, or their tensors are to be compared. With `writers="auto"` all
+        ranks write: the more there are, the less each of them has to copy.
 
         Raises:
             FastloadError: This rank cannot save, which the others learn, or they have met and one cannot.
         """
+        self._in_background = True
         self._or_tell(self._describe)
         if self._has_to_meet:
             self._agree()
@@ -98,13 +100,7 @@ class Save:
     @property
     def _has_to_meet(self) -> bool:
         options = self._options
-        measures = options.writers == "auto" and WriterTuner.is_worth_it(self._layout.nbytes)
-        return (
-            measures
-            or options.writers == "host"
-            or options.shared is False
-            or options.check_replicas != "off"
-        )
+        return options.writers == "host" or options.shared is False or options.check_replicas != "off"
 
     def _copy(self) -> None:
         self._assign()
@@ -163,8 +159,9 @@ class Save:
             num_copies=self._team.num_copies,
             ranks=tuple(SaveRankReport(**rank) for rank in ranks),
         )
-        taken_s = max(own.write_s + own.flush_s for own in report.ranks)
-        _tuner.learn(self._place, self._world.size, report.nbytes, report.num_writers, taken_s)
+        if not self._in_background:
+            taken_s = max(own.write_s + own.flush_s for own in report.ranks)
+            _tuner.learn(self._place, self._world.size, report.nbytes, report.num_writers, taken_s)
         return report
 
     def _agree(self) -> None:
@@ -235,6 +232,8 @@ class Save:
         self._hasher = BlockHasher(blocks_of(layout, ranges))
 
     def _good_writers(self) -> int:
+        if self._in_background:
+            return WriterTuner.most(self._world.size, self._layout.nbytes)
         return _tuner.choose(self._place, self._world.size, self._layout.nbytes)
 
     @property

@@ -23,9 +23,9 @@ class WriterTuner:
         self._rates: dict[tuple[str, int], dict[int, float]] = {}
 
     @staticmethod
-    def is_worth_it(nbytes: int) -> bool:
-        """Whether so many bytes are enough to measure by; else the number follows from the bytes alone."""
-        return nbytes >= _MIN_TUNED_BYTES
+    def most(num_ranks: int, nbytes: int) -> int:
+        """Returns how many writers so many bytes are worth."""
+        return max(1, min(num_ranks, nbytes // _MIN_SHARE_BYTES))
 
     def choose(self, place: str, num_ranks: int, nbytes: int) -> int:
         """Returns how many of the ranks are to write next.
@@ -35,8 +35,8 @@ class WriterTuner:
             num_ranks: Ranks that could write.
             nbytes: Bytes to write.
         """
-        most = max(1, min(num_ranks, nbytes // _MIN_SHARE_BYTES))
-        if not self.is_worth_it(nbytes):
+        most = self.most(num_ranks, nbytes)
+        if nbytes < _MIN_TUNED_BYTES:
             return most
         with self._lock:
             rates = self._rates.get((place, num_ranks), {})
@@ -50,6 +50,6 @@ class WriterTuner:
 
     def learn(self, place: str, num_ranks: int, nbytes: int, num_writers: int, seconds: float) -> None:
         """Takes note of what a save took, from the first write until all was durable."""
-        if self.is_worth_it(nbytes) and seconds > 0:
+        if nbytes >= _MIN_TUNED_BYTES and seconds > 0:
             with self._lock:
                 self._rates.setdefault((place, num_ranks), {})[num_writers] = nbytes / seconds
