@@ -70,7 +70,7 @@ class Run:
 
 
 def weights(output: str) -> set[str]:
-    return set(re.findall(r"rank \d: weights (\w+)", output))
+    return set(re.findall(r"rank \d: weights ([0-9a-f]{32})", output))
 
 
 @pytest.fixture(scope="module")

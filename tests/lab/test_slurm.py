@@ -202,7 +202,7 @@ _TRAINED = "ends at step 40 of 40"
 
 def weights(output: str) -> set[str]:
     """Digests of the weights at the end, of all ranks."""
-    return set(re.findall(r"rank \d: weights (\w+)", output.partition(_TRAINED)[2] or output))
+    return set(re.findall(r"rank \d: weights ([0-9a-f]{32})", output.partition(_TRAINED)[2] or output))
 
 
 @pytest.fixture(scope="module")
