@@ -184,7 +184,7 @@ class TargetContract:
             try:
                 targets[number].publish([receipts[number]], SMALL, overwrite=False)
                 outcomes[number] = "won"
-            except CheckpointExists as error:
+            except (CheckpointExists, StorageError) as error:  # or it is told that another took its place
                 outcomes[number] = str(error)
                 targets[number].abort()
 
