@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -23,7 +24,7 @@ from fastload.loading.exchange import has_nccl, open_exchange
 from fastload.loading.match import Match, match
 from fastload.loading.pipeline import Pipeline, read_threads
 from fastload.loading.place import Placer
-from fastload.loading.plan import ReadPlan, plan_reads
+from fastload.loading.plan import DISTRESS_BYTES, ReadPlan, plan_reads
 from fastload.loading.read import ChunkReader
 from fastload.loading.restore import check, restore
 from fastload.loading.rounds import Exchange
@@ -159,23 +160,25 @@ class Checkpoint:
         """Does on all ranks whatever can fail before data moves, and compares the plans."""
         jobs: list[_Job] = []
 
-        def prepare() -> dict[str, str]:
+        def prepare() -> tuple[dict[str, str], str]:
             target = _target_device(device)
             check(self.manifest, into)
             matched = match(self.manifest, names=names, into=into, device=target, dtype=dtype, strict=strict)
             job = self._plan(matched, matched.device or target)
             jobs.append(job)
             wanted = json.dumps([d.entry.name for d in matched.destinations])
-            return {
+            ask = {
                 "strategy": job.decision.strategy,
                 "transport": job.exchange.transport,
                 "names": f"{len(matched.destinations)} tensors ({xxhash.xxh3_64_hexdigest(wanted.encode())})",
                 "dtype": str(dtype),
                 "plan": job.plan.digest(),
             }
+            return ask, secrets.token_hex(DISTRESS_BYTES)
 
-        require_same(self._world.agree(f"preparing to load {self._access.manifest.url}", prepare))
-        return jobs[0]
+        answers = self._world.agree(f"preparing to load {self._access.manifest.url}", prepare)
+        require_same([ask for ask, _ in answers])
+        return replace(jobs[0], distress=bytes.fromhex(answers[0][1]))
 
     def _plan(self, matched: Match, device: torch.device) -> _Job:
         world, options, access = self._world, self._options, self._access
@@ -230,7 +233,7 @@ class Checkpoint:
         self._tracing.follow(job.pipeline.watches)
         try:
             try:
-                job.pipeline.run()
+                job.pipeline.run(job.distress)
             except Exception as caught:
                 error = caught
                 self._world.raise_alarm()
@@ -313,6 +316,7 @@ class _Job:
     reader: ChunkReader
     exchange: Exchange
     pipeline: Pipeline
+    distress: bytes = b""
 
 
 def _target_device(device: torch.device | str | None) -> torch.device:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +26,7 @@ from fastload.loading.blocks import Block, as_ranges, held_by_all, take_inventor
 from fastload.loading.exchange import open_members_exchange
 from fastload.loading.pipeline import Pipeline, read_threads
 from fastload.loading.place_files import FilePlacer, await_work
-from fastload.loading.plan import ReadPlan, plan_reads
+from fastload.loading.plan import DISTRESS_BYTES, ReadPlan, plan_reads
 from fastload.loading.read import ChunkReader
 from fastload.loading.stock import Stock, receipt_of, take_stock
 from fastload.loading.verify import refuse
@@ -172,13 +173,16 @@ class Stage:
         world = self._world
         plans: list[ReadPlan] = []
 
-        def prepare() -> dict[str, str]:
+        def prepare() -> tuple[dict[str, str], str]:
             plans.append(self._plan())
             if self._leads and self._runs:
                 self._job = self._open(plans[0])
-            return {"files": self._inventory.identity, "plan": plans[0].digest()}
+            ask = {"files": self._inventory.identity, "plan": plans[0].digest()}
+            return ask, secrets.token_hex(DISTRESS_BYTES)
 
-        require_same(world.agree(self._what, prepare))
+        answers = world.agree(self._what, prepare)
+        require_same([ask for ask, _ in answers])
+        self._distress = bytes.fromhex(answers[0][1])
         error: Exception | None = None
         told: dict[str, Any] = {}
         try:
@@ -248,7 +252,7 @@ class Stage:
             return {}
         flush_s = 0.0
         if self._job is not None:
-            self._job.pipeline.run()
+            self._job.pipeline.run(self._distress)
         if self._copy is not None:
             began = time.perf_counter()
             self._in_background(partial(self._finish, self._copy))

@@ -1,7 +1,7 @@
-"""The slots of one round, filled by their owners, become the slots of every rank.
+"""The chunks of one round, each read by its owner, come to every rank.
 
-A slab holds one round: a slot per rank, each a chunk followed by a status word. An exchange takes
-the slot that this rank has filled and delivers all the others, several rounds at a time.
+A slab has room for one round: a slot per rank. An exchange takes the chunk that this rank has read and
+delivers all the others, several rounds at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastload.errors import DeadlineExceeded, Interrupted
-from fastload.loading.plan import STATUS_BYTES
 from fastload.loading.rounds import FAILED, TICK_S, Exchange, LocalExchange, Round, Slots, wait_for
 from fastload.memory import allocate, allocate_staging
 from fastload.patience import background, within
@@ -32,9 +31,9 @@ _NEVER_SENT = 2**31 - 1  # a tag
 
 
 class RingExchange:
-    """A ring over Gloo: each rank sends its own slot to the right and passes on what comes from the left.
+    """A ring over Gloo: each rank sends its own chunk to the right and passes on what comes from the left.
 
-    Every slot crosses every link of the ring but one, so with the ranks of a host next to each other
+    Every chunk crosses every link of the ring but one, so with the ranks of a host next to each other
     each byte enters and leaves a host once. Receives are posted ahead; a chunk is passed on as soon
     as it is here, without waiting for the rest of its round. Gloo's own all-gather gets slower with
     the message size and cannot be interrupted, hence point to point.
@@ -43,7 +42,7 @@ class RingExchange:
 
     Args:
         world: The ranks.
-        order: Those of them that take part, in ring order; their slots are in the order of their ranks.
+        order: Those of them that take part, in ring order; their parts are in the order of their ranks.
         pinned: Page-locks slabs, for copies to a CUDA device.
     """
 
@@ -90,7 +89,7 @@ class RingExchange:
     def post(self, work: Round) -> None:
         try:
             work.receives = [
-                self._group.recv([work.slots.each[owner]], self._left, self._tag(work, owner))
+                self._group.recv([work.parts[owner]], self._left, self._tag(work, owner))
                 for owner in self._incoming_of(work)
             ]
         except RuntimeError as error:
@@ -100,7 +99,7 @@ class RingExchange:
     def start(self, work: Round) -> None:
         work.began = self.watch.start()
         try:
-            if work.slots.each[self._rank].numel():
+            if work.parts[self._rank].numel():
                 work.sends.append(self._send(work, self._rank))
         except RuntimeError as error:
             work.broke(error)
@@ -161,12 +160,12 @@ class RingExchange:
             work.sent.set()
 
     def _forward(self, work: Round, owner: int, receive: Any) -> None:
-        """Passes a slot on; one that could not be received goes on marked as failed: nobody is to wait."""
+        """Passes a chunk on; one that could not be received goes on marked as failed: nobody is to wait."""
         try:
             receive.wait(self._timeout)
         except RuntimeError as error:
             work.broke(error)
-            work.slots.each[owner][-STATUS_BYTES:].fill_(FAILED)
+            work.mark(work.parts[owner], FAILED)
         if owner != self._right:
             try:
                 work.sends.append(self._send(work, owner))
@@ -174,10 +173,10 @@ class RingExchange:
                 work.broke(error)
 
     def _incoming_of(self, work: Round) -> list[int]:
-        return [owner for owner in self._incoming if work.slots.each[owner].numel()]
+        return [owner for owner in self._incoming if work.parts[owner].numel()]
 
     def _send(self, work: Round, owner: int) -> Any:
-        return self._group.send([work.slots.each[owner]], self._right, self._tag(work, owner))
+        return self._group.send([work.parts[owner]], self._right, self._tag(work, owner))
 
     def _tag(self, work: Round, owner: int) -> int:
         return work.index * self._size + owner

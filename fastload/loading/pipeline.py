@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, StorageError
-from fastload.loading.plan import Chunk, ReadPlan
+from fastload.loading.plan import NOTICE_BYTES, Chunk, ReadPlan
 from fastload.loading.read import ChunkReader
 from fastload.loading.rounds import FAILED, UNREADABLE, Exchange, Round, Slots, wait
 from fastload.memory import host_view
@@ -45,8 +45,8 @@ def read_threads(asked: int | None, *, depth: int, exchanges: bool, ranks_on_hos
 class Places(Protocol):
     """Where the bytes go: tensors (`Placer`), or files (`FilePlacer`)."""
 
-    def targets(self, start: int, nbytes: int) -> list[memoryview] | None:
-        """Returns memory that a range of the wanted space may be read into; None if it is to be placed."""
+    def targets(self, start: int, nbytes: int) -> list[Tensor] | None:
+        """Returns host memory that a range of the wanted space belongs to; None if it is to be placed."""
         ...
 
     def place(self, start: int, data: Tensor) -> None:
@@ -61,11 +61,12 @@ class Places(Protocol):
 class Pipeline:
     """Moves all rounds of a plan through read, exchange and place.
 
-    Three parties work at once: the reader's threads fill this rank's slots, one thread hands filled
-    slots to the exchange in plan order, and the caller's thread places what has arrived and posts
-    the next round into the slab that this frees. So at most `plan.depth` rounds are in flight.
+    Three parties work at once: the reader's threads read this rank's chunks, one thread hands them to
+    the exchange in plan order, and the caller's thread places what has arrived and posts the next round
+    into the slab that this frees. So at most `plan.depth` rounds are in flight. A chunk that belongs into
+    one piece of host memory is read, received and passed on right there; others go through the slab.
 
-    A rank that cannot read says so in its slot's status word, and goes on with the rounds that are in
+    A rank that cannot read sends a notice in place of its chunk, and goes on with the rounds that are in
     flight: every rank learns of it in the same round, and none is left waiting inside a collective.
     What is left is then dealt anew, to the ranks that can still read.
 
@@ -110,6 +111,7 @@ class Pipeline:
         self._slots: dict[int, tuple[list[int], Slots]] = {}
         self._staged = plan.world_size > 1
         self._first_index = 0
+        self._distress = b""
         self._posted: deque[tuple[Round, Future[None] | None]] = deque()
         self._ready = threading.Condition()
         self._complete = False
@@ -139,14 +141,18 @@ class Pipeline:
         """The stopwatch of each stage."""
         return {"read": self._reader.watch, "exchange": self._exchange.watch, "place": self.place_watch}
 
-    def run(self) -> None:
+    def run(self, distress: bytes) -> None:
         """Returns when every byte is in place on this rank.
+
+        Args:
+            distress: 16 random bytes, the same on all ranks, which tell a notice from a chunk.
 
         Raises:
             FastloadError: This rank failed, or learned that another did (`Interrupted`).
         """
         if self._plan.num_rounds == 0:
             return
+        self._distress = distress
         self._exchange.connect(give_up=self._world.alarmed)
         self._reader.start()
         self._starter.start()
@@ -210,9 +216,7 @@ class Pipeline:
         sizes = plan.slot_sizes(index)
         if number not in self._slots or self._slots[number][0] != sizes:
             self._slots[number] = sizes, Slots.cut(slab, sizes)
-        slots = self._slots[number][1]
-        mine = slots.each[self._rank]
-        work = Round(self._first_index + index, mine if own is None else own[: len(mine)], slots)
+        work = self._lay_out(plan, index, self._slots[number][1], own)
         chunk = plan.chunk(index, self._rank)
         self._exchange.post(work)
         future = self._submit(plan, work, chunk) if chunk.nbytes else None
@@ -221,40 +225,63 @@ class Pipeline:
             self._ready.notify()
         return work
 
+    def _lay_out(self, plan: ReadPlan, index: int, slots: Slots, own: Tensor | None) -> Round:
+        """Finds the memory for the chunks of a round: where they belong, else in the slab."""
+        if own is not None:
+            own = own[: len(slots.each[self._rank])]
+            return Round(self._first_index + index, self._distress, slots, slots.each, own)
+        parts, placed = [slot[:0] for slot in slots.each], set()
+        for rank in slots.owners:
+            chunk = plan.chunk(index, rank)
+            targets = self._targets(plan, chunk) if chunk.nbytes >= NOTICE_BYTES else None
+            if targets is not None and len(targets) == 1:
+                parts[rank] = targets[0]
+                placed.add(rank)
+            else:
+                parts[rank] = slots.each[rank][: max(chunk.nbytes, NOTICE_BYTES)]
+        return Round(self._first_index + index, self._distress, slots, parts, parts[self._rank], placed)
+
     def _submit(self, plan: ReadPlan, work: Round, chunk: Chunk) -> Future[None]:
-        """Has a chunk read: into the tensors themselves where nobody else needs the slot."""
+        """Has a chunk read; with nobody to pass it on to, into many tensors at once too."""
         spans = plan.spans(chunk)
-        if plan.world_size == 1 and self._exchange.device.type == "cpu":
-            targets = [self._placer.targets(span.start, span.nbytes) for span in spans]
-            buffers = [buffer for target in targets if target is not None for buffer in target]
-            if None not in targets:
-                work.placed = True
-                return self._reader.submit(spans, buffers)
-        self._staged = True
+        if plan.world_size == 1 and (targets := self._targets(plan, chunk)) is not None:
+            work.placed.add(self._rank)
+            return self._reader.submit(spans, [host_view(target) for target in targets])
+        self._staged |= self._rank not in work.placed
         return self._reader.submit(spans, [host_view(work.own[: chunk.nbytes])])
+
+    def _targets(self, plan: ReadPlan, chunk: Chunk) -> list[Tensor] | None:
+        """Returns the host memory that a chunk belongs to; None if it has to be placed."""
+        pieces: list[Tensor] = []
+        for span in plan.spans(chunk):
+            targets = self._placer.targets(span.start, span.nbytes)
+            if targets is None:
+                return None
+            pieces += targets
+        return pieces
 
     def _finish(self, plan: ReadPlan, index: int, work: Round) -> list[int]:
         """Places a round once it is here; returns the readers whose chunks it lacks."""
         try:
             wait(work, until_s=self._world.patience_s, give_up=self._world.alarmed)
-            statuses = work.slots.statuses()
-            if lost := [rank for rank, status in statuses.items() if status != UNREADABLE]:
+            notices = work.notices()
+            if lost := [rank for rank, status in notices.items() if status != UNREADABLE]:
                 raise Interrupted(f"round {work.index}: rank {lost[0]} is lost")
         except DeadlineExceeded as late:
             raise self._reason(work, late) from None
         self._world.moved()
         with self.place_watch.span(round=work.index):
             for rank in plan.readers:
-                if rank not in statuses:
+                if rank not in notices:
                     self._place(plan, plan.chunk(index, rank), work, rank)
         if self._progress is not None:
             self._progress(self._placed_bytes, self._total_bytes)
-        return [rank for rank in statuses if plan.chunk(index, rank).nbytes]
+        return [rank for rank in notices if plan.chunk(index, rank).nbytes]
 
     def _place(self, plan: ReadPlan, chunk: Chunk, work: Round, rank: int) -> None:
         position = 0
-        for span in [] if work.placed else plan.spans(chunk):
-            self._placer.place(span.start, work.slots.each[rank][position : position + span.nbytes])
+        for span in [] if rank in work.placed else plan.spans(chunk):
+            self._placer.place(span.start, work.parts[rank][position : position + span.nbytes])
             position += span.nbytes
         self._placed_bytes += chunk.nbytes
         if rank != self._rank:
@@ -285,7 +312,8 @@ class Pipeline:
                 return
             # Not result(): a raised error has this frame in its traceback, and so, in a cycle, itself.
             error = future.exception() if future is not None else None
-            work.mark(self._note(error) if error is not None else 0)
+            if error is not None:
+                work.mark(work.own, self._note(error))
             try:
                 self._exchange.start(work)
             except Exception as error:

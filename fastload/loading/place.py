@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastload.formats.manifest import TensorEntry
-from fastload.memory import byte_view, host_view, round_up, runs
+from fastload.memory import byte_view, round_up, runs
 
 __all__ = ["Destination", "Placer"]
 
@@ -48,21 +48,23 @@ class Placer:
         self._destinations = [d for d in destinations if d.entry.nbytes]
         self._starts = list(accumulate((d.entry.nbytes for d in self._destinations), initial=0))
         self._bytes = [byte_view(d.tensor.detach()) if d.is_plain else None for d in self._destinations]
+        self._shared = _overlapping(self._bytes)
         self._cut: dict[tuple[str, int], tuple[Tensor, int]] = {}
         self._devices = {d.tensor.device for d in self._destinations if d.tensor.device.type == "cuda"}
 
-    def targets(self, start: int, nbytes: int) -> list[memoryview] | None:
-        """Returns the destinations of a range of the wanted space as host memory to be read into.
+    def targets(self, start: int, nbytes: int) -> list[Tensor] | None:
+        """Returns the memory that a range of the wanted space belongs to, flat uint8, piece by piece.
 
-        None if some of it is on a device, strided or cast: those bytes have to be placed.
+        None if some of it is on a device, strided, cast, or also part of another destination: those bytes
+        have to be placed.
         """
-        views: list[memoryview] = []
+        pieces: list[Tensor] = []
         for index, begin, end in self._pieces(start, nbytes):
             flat = self._bytes[index]
-            if flat is None or flat.device.type != "cpu":
+            if flat is None or flat.device.type != "cpu" or index in self._shared:
                 return None
-            views.append(host_view(flat[begin:end]))
-        return views
+            pieces.append(flat[begin:end])
+        return pieces
 
     def place(self, start: int, data: Tensor) -> None:
         """Places a range of the wanted space; ranges may come in any order, each byte once.
@@ -121,6 +123,23 @@ class Placer:
             self._cut[key] = (kept, num_kept + piece.numel())
         else:
             _copy_elements(destination.tensor.detach(), element, kept.view(destination.stored))
+
+
+def _overlapping(flats: Sequence[Tensor | None]) -> set[int]:
+    """Returns which of some host tensors have memory in common with another one."""
+    found: set[int] = set()
+    extents = sorted(
+        (flat.data_ptr(), flat.data_ptr() + flat.numel(), index)
+        for index, flat in enumerate(flats)
+        if flat is not None and flat.device.type == "cpu"
+    )
+    last_end, last = 0, -1
+    for begin, end, index in extents:
+        if begin < last_end:
+            found |= {last, index}
+        if end > last_end:
+            last_end, last = end, index
+    return found
 
 
 def _copy_elements(target: Tensor, start: int, elements: Tensor) -> None:

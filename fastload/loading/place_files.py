@@ -123,7 +123,7 @@ class FilePlacer:
         self.verified = ByteCounter()
         self.rereads = ByteCounter()
 
-    def targets(self, start: int, nbytes: int) -> list[memoryview] | None:
+    def targets(self, start: int, nbytes: int) -> list[Tensor] | None:
         """Returns None: files are written to."""
         return None
 

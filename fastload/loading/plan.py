@@ -29,7 +29,8 @@ from fastload.memory import PAGE_BYTES, round_up
 
 __all__ = ["Chunk", "Grid", "ReadPlan", "Span", "plan_reads"]
 
-STATUS_BYTES = 8
+DISTRESS_BYTES = 16  # what to know a notice by
+NOTICE_BYTES = DISTRESS_BYTES + 1  # what a reader sends that could not read
 
 _MAX_CHUNK_BYTES = 8 << 20
 _MIN_CHUNK_BYTES = 1 << 20  # below, the cost of a message shows
@@ -152,7 +153,7 @@ class ReadPlan:
         return position - wanted + self.grid.block_start(wanted)  # an extent begins with a block
 
     def slot_sizes(self, round_index: int) -> list[int]:
-        """Returns how much of a slab each rank's chunk and status word take in a round: whole pages.
+        """Returns how much of a slab each rank's chunk takes in a round: whole pages.
 
         Nothing for a rank that is no reader: what goes wrong there it tells by an alarm.
         """
@@ -167,7 +168,7 @@ class ReadPlan:
         return sizes
 
     def largest_slot_bytes(self, rank: int) -> int:
-        """Returns how much of a slab a rank's chunk and status word take at most."""
+        """Returns how much of a slab a rank's chunk takes at most."""
         return _slot_bytes(self.chunk_bytes + self._longest_block_bytes) if rank in self._place_of else 0
 
     @property
@@ -301,7 +302,7 @@ def _merge(wanted: Sequence[TensorEntry]) -> tuple[Span, ...]:
 
 
 def _slot_bytes(chunk_bytes: int) -> int:
-    return round_up(chunk_bytes + STATUS_BYTES, PAGE_BYTES)
+    return round_up(max(chunk_bytes, NOTICE_BYTES), PAGE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -341,7 +342,7 @@ def _good_chunk_bytes(total_bytes: int, slab: _Slab, staging_bytes: int) -> int:
     """Chooses chunks short enough for many rounds, long enough for storage, and within staging."""
     num_rounds = _GOOD_NUM_ROUNDS if slab.world_size > 1 else _GOOD_NUM_READS
     for_overlap = round_up(-(-total_bytes // (slab.num_readers * num_rounds)), PAGE_BYTES)
-    spare = staging_bytes // _MAX_DEPTH - slab.nbytes(0)
+    besides = slab.nbytes(PAGE_BYTES) - slab.num_readers * PAGE_BYTES
+    spare = staging_bytes // _MAX_DEPTH - besides
     for_staging = spare // slab.num_readers // PAGE_BYTES * PAGE_BYTES
-    least = PAGE_BYTES - STATUS_BYTES  # no slot is smaller than a page
-    return max(least, min(max(for_overlap, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES, for_staging))
+    return max(PAGE_BYTES, min(max(for_overlap, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES, for_staging))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from ctypes import string_at
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fastload.errors import DeadlineExceeded, Interrupted
-from fastload.loading.plan import STATUS_BYTES
-from fastload.memory import allocate_staging
+from fastload.loading.plan import NOTICE_BYTES
+from fastload.memory import allocate_staging, host_view
 from fastload.report import Stopwatch
 
 __all__ = [
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 TICK_S = 0.05
-# What a status word says, in each of its bytes.
+# What a notice says.
 UNREADABLE = 1  # this rank cannot read, but goes on: others may read its chunks
 FAILED = 2  # this rank is lost to the load
 
@@ -42,26 +43,25 @@ class Slots:
         whole: All slots, flat uint8, on the exchange's device.
         each: The slot of each rank; empty for a rank that is no reader.
         owners: The ranks with a slot.
-        ends: Position of the last byte of each of their slots, on the same device.
+        heads: Positions of the first bytes of each of their slots, (owners, NOTICE_BYTES), on a device;
+            None in host memory.
     """
 
     whole: Tensor
     each: list[Tensor]
     owners: list[int]
-    ends: Tensor
+    heads: Tensor | None
 
     @classmethod
     def cut(cls, slab: Tensor, sizes: Sequence[int]) -> Slots:
         """Cuts the beginning of a slab into slots of these sizes."""
         whole = slab[: sum(sizes)]
         owners = [rank for rank, size in enumerate(sizes) if size]
-        ends = torch.tensor(list(accumulate(sizes[rank] for rank in owners)), dtype=torch.long) - 1
-        return cls(whole, list(whole.split(list(sizes))), owners, ends.to(slab.device))
-
-    def statuses(self) -> dict[int, int]:
-        """Returns what the status words say, of those ranks where it is not that all is well."""
-        words = self.whole[self.ends].cpu()
-        return {self.owners[place]: int(words[place]) for place in words.nonzero().flatten().tolist()}
+        heads = None
+        if slab.device.type != "cpu":
+            starts = torch.tensor(list(accumulate((sizes[rank] for rank in owners[:-1]), initial=0)))
+            heads = (starts[:, None] + torch.arange(NOTICE_BYTES)).to(slab.device)
+        return cls(whole, list(whole.split(list(sizes))), owners, heads)
 
 
 @dataclass
@@ -70,24 +70,29 @@ class Round:
 
     Attributes:
         index: Which round, counted over all plans of a load.
-        own: Host memory of this rank's slot; the reader fills it.
-        slots: Where the slots of all ranks come together.
-        started: Set once this rank's slot is complete and handed over.
-        done: Set once every slot is here.
+        distress: What a chunk that its reader could not read begins with: bytes that no chunk has by chance.
+        slots: Where the chunks of all ranks come together.
+        parts: What each rank's chunk is received into and passed on from: its slot, or the memory that it
+            belongs to; as long as the chunk, but never shorter than a notice.
+        own: Host memory of this rank's chunk; the reader fills it.
+        placed: The ranks whose chunks need not be placed, as they come to where they belong.
+        started: Set once this rank's chunk is complete and handed over.
+        done: Set once every chunk is here.
         sent: Set once the transport has no more use for the slots.
         error: What broke the transport, if it broke.
-        placed: Whether the bytes were read to where they belong, past the slot.
         began: When its exchange began, by the stopwatch.
     """
 
     index: int
-    own: Tensor
+    distress: bytes
     slots: Slots
+    parts: list[Tensor]
+    own: Tensor
+    placed: set[int] = field(default_factory=set)
     started: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     sent: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
-    placed: bool = False
     began: float | None = None
     receives: list[Any] = field(default_factory=list)
     sends: list[Any] = field(default_factory=list)
@@ -98,9 +103,18 @@ class Round:
             # Without its traceback, whose frames hold this round: a cycle that would keep the slabs alive.
             self.error = error.with_traceback(None)
 
-    def mark(self, status: int) -> None:
-        """Writes this rank's status word."""
-        self.own[-STATUS_BYTES:].fill_(status)
+    def mark(self, part: Tensor, status: int) -> None:
+        """Puts a notice where a chunk should be."""
+        host_view(part)[:NOTICE_BYTES] = self.distress + bytes([status])
+
+    def notices(self) -> dict[int, int]:
+        """Returns what those ranks say that have put a notice in place of a chunk, once the round is done."""
+        if self.slots.heads is None:
+            heads = [string_at(self.parts[rank].data_ptr(), NOTICE_BYTES) for rank in self.slots.owners]
+        else:
+            heads = [bytes(head) for head in self.slots.whole[self.slots.heads].cpu().tolist()]
+        found = zip(self.slots.owners, heads, strict=True)
+        return {rank: head[-1] for rank, head in found if head[:-1] == self.distress}
 
 
 class Exchange(Protocol):
@@ -132,15 +146,15 @@ class Exchange(Protocol):
         ...
 
     def post(self, work: Round) -> None:
-        """Makes the round's slots ready to receive."""
+        """Makes the round's parts ready to receive."""
         ...
 
     def start(self, work: Round) -> None:
-        """Hands over this rank's slot, data and status word."""
+        """Hands over this rank's chunk."""
         ...
 
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        """Returns once the round's slots may be overwritten; arguments and errors are those of `wait`."""
+        """Returns once the round's parts may be overwritten; arguments and errors are those of `wait`."""
         ...
 
     def close(self) -> None:
@@ -149,7 +163,7 @@ class Exchange(Protocol):
 
 
 def wait(work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-    """Waits until every slot of a round is here.
+    """Waits until every chunk of a round is here.
 
     Args:
         work: The round.

@@ -6,6 +6,7 @@ Every rank has a copy on a disk of its own; the copies of some ranks are truncat
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,17 @@ def test_others_take_over(
         assert_same_bits(again, {"t1": expected["t1"]})
         assert checkpoint.report is not None
         assert checkpoint.report.ranks[1].bytes_read == 0
+
+
+@ranks(3)
+def test_others_take_over_chunks_shorter_than_a_notice(
+    rank: int, world: int, tmp_path: Path, original: Path
+) -> None:
+    copy(original, own_disk(tmp_path, rank))
+    with fastload.open(tmp_path, options=replace(OPTIONS, chunk_bytes=16)) as checkpoint:
+        if rank == 1:
+            truncate(tmp_path, 0.9)
+        assert_same_bits(checkpoint.load(), load_reference(original))
 
 
 @ranks(4)

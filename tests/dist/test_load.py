@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastload
+from fastload.loading.place import Placer
 from fastload.memory import state_digest
 from tests.checkpoints import (
     BITS,

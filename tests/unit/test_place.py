@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastload.formats.manifest import TensorEntry
 from fastload.loading.place import Destination, Placer
+from fastload.memory import host_view
 from tests.checkpoints import raw
 
 DTYPES = [
@@ -158,9 +159,9 @@ def test_reading_straight_into_the_tensors() -> None:
         targets = placer.targets(begin, end - begin)
         assert targets is not None
         assert sum(map(len, targets)) == end - begin
-        for view in targets:
-            view[:] = space[begin : begin + len(view)]
-            begin += len(view)
+        for piece in targets:
+            host_view(piece)[:] = space[begin : begin + len(piece)]
+            begin += len(piece)
     assert b"".join(map(raw, tensors)) == space
 
 
@@ -175,3 +176,11 @@ def test_strided_and_cast_tensors_cannot_be_read_into() -> None:
     assert placer.targets(0, 17) is None
     assert placer.targets(20, 4) is None
     assert placer.targets(48, 1) is None
+
+
+def test_tensors_that_share_memory_are_not_read_into() -> None:
+    whole = torch.zeros(8, dtype=torch.int16)
+    tensors = [whole[:4], torch.zeros(2, dtype=torch.int16), whole[3:6], whole[6:]]
+    placer = Placer([destination(n, torch.int16, tensor) for n, tensor in enumerate(tensors)])
+    can_be_read_into = [placer.targets(start, 2) is not None for start in (0, 8, 12, 18)]
+    assert can_be_read_into == [False, True, False, True]

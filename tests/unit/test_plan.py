@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
-from fastload.loading.plan import STATUS_BYTES, Chunk, ReadPlan, Span, plan_reads
+from fastload.loading.plan import NOTICE_BYTES, Chunk, ReadPlan, Span, plan_reads
 from fastload.memory import PAGE_BYTES
 
 
@@ -116,9 +116,8 @@ def test_the_slabs_fit_into_staging_and_hold_every_slot(
         assert sum(slots) <= plan.slab_bytes
         for rank, slot in enumerate(slots):
             assert slot % PAGE_BYTES == 0
-            assert (
-                slot >= plan.chunk(index, rank).nbytes + STATUS_BYTES if rank in plan.readers else slot == 0
-            )
+            needed = max(plan.chunk(index, rank).nbytes, NOTICE_BYTES)
+            assert slot >= needed if rank in plan.readers else slot == 0
             assert len({slots[reader] for reader in plan.readers}) == 1
 
 
@@ -141,7 +140,7 @@ def test_chosen_chunks_are_of_useful_size(total: int, world_size: int, staging_b
     )
     assert plan.depth * plan.slab_bytes <= staging_bytes
     share = -(-total // len(plan.readers))
-    assert plan.chunk_bytes >= min(PAGE_BYTES - STATUS_BYTES, max(share, 1))
+    assert plan.chunk_bytes >= min(PAGE_BYTES, max(share, 1))
     assert plan.chunk_bytes <= 8 << 20
     if total >= 1 << 30 and staging_bytes >= 64 << 20:
         assert plan.chunk_bytes >= 256 << 10
@@ -180,7 +179,7 @@ def test_a_chunk_that_does_not_fit_is_an_option_error() -> None:
             chunk_bytes=chunk_bytes,
         )
 
-    largest = (1 << 20) // 3 // PAGE_BYTES * PAGE_BYTES - STATUS_BYTES
+    largest = (1 << 20) // 3 // PAGE_BYTES * PAGE_BYTES
     assert plan(largest).depth == 1
     with pytest.raises(
         OptionError, match=rf"chunk_bytes={largest + 1}: .* of 3 readers .*staging_bytes=1048576"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
-from fastload.loading.plan import STATUS_BYTES, ReadPlan, plan_reads
+from fastload.loading.plan import NOTICE_BYTES, ReadPlan, plan_reads
 from fastload.memory import PAGE_BYTES
 from tests.unit.test_plan import entries, share_bytes, wanted_bytes, wanted_tensors
 
@@ -91,8 +91,9 @@ def test_the_slabs_fit_into_staging_and_hold_every_slot(
             if rank not in plan.readers:
                 assert slot == 0
                 continue
-            assert plan.chunk(index, rank).nbytes + STATUS_BYTES <= slot <= plan.largest_slot_bytes(rank)
-            assert plan.even_slots or slot - plan.chunk(index, rank).nbytes < STATUS_BYTES + PAGE_BYTES
+            needed = max(plan.chunk(index, rank).nbytes, NOTICE_BYTES)
+            assert needed <= slot <= plan.largest_slot_bytes(rank)
+            assert plan.even_slots or slot - needed < PAGE_BYTES
         if plan.even_slots:
             assert len({slots[reader] for reader in plan.readers}) == 1
 
