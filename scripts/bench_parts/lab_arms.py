@@ -90,11 +90,12 @@ def make_arms(tuned: Sequence[str]) -> list[Arm]:
         Arm("flashpack sharded", flashpack_sharded, mounted=True),
     ]
     for strategy in ("auto", "allgather", "broadcast", "direct"):
-        arms.append(Arm(f"fastload {strategy}", partial(fastload_s3, {"strategy": strategy})))
+        arms.append(Arm(f"fastload {strategy}", partial(fastload_http, {"strategy": strategy})))
+    arms.append(Arm("fastload auto (s3)", fastload_s3))
     for text in tuned:
         pairs = dict(pair.split("=", 1) for pair in text.split(","))
         options = {name: SETTINGS[name].parse(value) for name, value in pairs.items()}
-        arms.append(Arm(f"fastload {text}", partial(fastload_s3, options)))
+        arms.append(Arm(f"fastload {text}", partial(fastload_http, options)))
     return arms
 
 
@@ -198,8 +199,16 @@ def flashpack_sharded(places: Places) -> State:
 # ---- fastload
 
 
-def fastload_s3(options: dict[str, Any], places: Places) -> State:
-    with fastload.open(f"{places.s3}/safetensors", options=LoadOptions(**options)) as checkpoint:
+def fastload_http(options: dict[str, Any], places: Places) -> State:
+    return _fastload(places, places.http, LoadOptions(**options))
+
+
+def fastload_s3(places: Places) -> State:
+    return _fastload(places, places.s3, LoadOptions())
+
+
+def _fastload(places: Places, url: str, options: LoadOptions) -> State:
+    with fastload.open(f"{url}/safetensors", options=options) as checkpoint:
         state = checkpoint.load()
     assert checkpoint.report is not None
     places.reports.append(checkpoint.report.to_dict())

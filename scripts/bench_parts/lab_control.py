@@ -174,7 +174,7 @@ def lab(
     command: str, *words: str, check: bool = True, job: bool = False, capture_output: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Runs one of scripts/lab."""
-    env = os.environ | ({"PYTHONPATH": str(SCRIPTS)} if job else {})
+    env = os.environ | ({"PYTHONPATH": f"{SCRIPTS}:{SCRIPTS.parent}"} if job else {})
     return subprocess.run(
         [str(SCRIPTS / "lab" / command), *words],
         check=check,
