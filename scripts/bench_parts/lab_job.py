@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -25,13 +24,14 @@ import torch
 import torch.distributed as dist
 
 from bench_parts.lab_arms import Arm, Places, make_arms, set_peer_env
+from bench_parts.lab_ranks import Ranks, describe, own_cpu_s
 from bench_parts.tables import FLOOR
 from fastload.memory import allocate_staging, state_digest
 
 _MOUNT_S = 10.0
 
 
-class Job:
+class Job(Ranks):
     """What a rank does.
 
     Args:
@@ -39,8 +39,7 @@ class Job:
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self.settings = settings
-        self.rank = dist.get_rank()
+        super().__init__(settings)
         arms = {arm.name: arm for arm in make_arms(settings["tuned"])}
         self.arms = [arms[name] for name in settings["arms"]]
 
@@ -65,7 +64,7 @@ class Job:
             checkpoint = self.settings[which]
             place = folder / checkpoint["name"] if folder else None
             places = Places(checkpoint["http"], checkpoint["s3"], place)
-            before = self.storage_bytes()
+            before = self.storage_bytes("tx")
             warm_memory(checkpoint["nbytes"])
             dist.barrier()
             row = {}
@@ -85,21 +84,11 @@ class Job:
                     "first_s": min(row["seconds"] for row in rows),
                     "cpu_s": sum(row["cpu_s"] for row in rows),
                     "mount_cpu_s": sum(row["mount_cpu_s"] for row in rows),
-                    "storage_bytes": self.storage_bytes() - before,
+                    "storage_bytes": self.storage_bytes("tx") - before,
                     "report": places.reports[0] if places.reports else None,
                 }
             )
         return True
-
-    def gather(self, error: str, row: dict[str, Any]) -> list[dict[str, Any]] | None:
-        """Returns every rank's row, or None on all ranks if one of them has an error, which is written."""
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (error, row))
-        errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(everyone) if error]
-        if errors:
-            self.write({"error": errors[0]})
-            return None
-        return [row for _, row in everyone]
 
     @contextlib.contextmanager
     def mounted(self) -> Iterator[tuple[Path, int]]:
@@ -120,18 +109,6 @@ class Job:
                     client.wait(_MOUNT_S)
                 client.kill()
                 client.wait()
-
-    def storage_bytes(self) -> int:
-        """Bytes that have left the storage so far; on rank 0 only, elsewhere 0."""
-        if self.rank != 0:
-            return 0
-        shown = subprocess.run(self.settings["counter"], stdout=subprocess.PIPE, check=True, text=True)
-        return int(json.loads(shown.stdout)["storage_tx"])
-
-    def write(self, line: dict[str, Any]) -> None:
-        if self.rank == 0:
-            with Path(self.settings["results"]).open("a") as file:
-                file.write(json.dumps(line) + "\n")
 
 
 def timed(arm: Arm, places: Places, client: int, digest: str) -> dict[str, float]:
@@ -156,15 +133,6 @@ def warm_memory(nbytes: int) -> None:
     and depends on what else the host does: that is to be no part of the comparison.
     """
     allocate_staging(nbytes, pinned=False).zero_()
-
-
-def describe(error: Exception) -> str:
-    traceback.print_exc()
-    return f"{type(error).__name__}: {error}"
-
-
-def own_cpu_s() -> float:
-    return sum(os.times()[:2])
 
 
 def cpu_s(pid: int) -> float:
