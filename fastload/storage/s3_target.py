@@ -23,7 +23,9 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-_PART_BYTES = 16 << 20  # the least that S3 takes is 5 MiB
+_PART_BYTES = 16 << 20
+_LEAST_PART_BYTES = 8 << 20  # S3 takes 5 MiB, but each part costs a request
+_GOOD_NUM_PARTS = 64  # shares are cut between parts: with few of them they would be uneven
 _MAX_PARTS = 10_000
 _MAX_CONNECTIONS = 32
 _CONNECT_TIMEOUT_S = 5.0
@@ -66,7 +68,9 @@ class S3Target(ObjectTarget):
         self._parts_lock = threading.Lock()
 
     def align_bytes(self, largest_bytes: int) -> int | None:
-        return max(_PART_BYTES, round_up(-(-largest_bytes // _MAX_PARTS), 1 << 20))
+        even = round_up(-(-largest_bytes // _GOOD_NUM_PARTS), 1 << 20)
+        part = min(max(even, _LEAST_PART_BYTES), _PART_BYTES)
+        return max(part, round_up(-(-largest_bytes // _MAX_PARTS), 1 << 20))
 
     def join(self, ticket: Mapping[str, Any]) -> None:
         super().join(ticket)

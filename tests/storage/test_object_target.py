@@ -279,7 +279,16 @@ def test_parts_come_from_several_processes(s3: dict[str, Any]) -> None:
     target.close()
 
 
-@pytest.mark.parametrize(("nbytes", "aligned"), [(0, 16 << 20), (150 << 30, 16 << 20), (1 << 40, 105 << 20)])
+@pytest.mark.parametrize(
+    ("nbytes", "aligned"),
+    [
+        (0, 8 << 20),
+        (600 << 20, 10 << 20),
+        (5 << 30, 16 << 20),
+        (150 << 30, 16 << 20),
+        (1 << 40, 105 << 20),
+    ],
+)
 def test_a_file_has_at_most_ten_thousand_parts(s3: dict[str, Any], nbytes: int, aligned: int) -> None:
     target = open_target(f"s3://{BUCKET}/a", s3)
     assert target.align_bytes(nbytes) == aligned
