@@ -16,6 +16,8 @@ import fsspec
 import pytest
 
 from fastload.errors import CheckpointExists, OptionError, StorageError
+from fastload.saving.layout import TensorSpec, lay_out
+from fastload.saving.partition import partition
 from fastload.storage import RECORD_NAME, SAVING_NAME, object_target, open_target, s3_target
 from fastload.storage.bucket import FsspecBucket
 from fastload.storage.object_target import ObjectTarget
@@ -294,6 +296,17 @@ def test_a_file_has_at_most_ten_thousand_parts(s3: dict[str, Any], nbytes: int, 
     assert target.align_bytes(nbytes) == aligned
     assert -(-nbytes // aligned) <= 10_000
     target.close()
+
+
+@pytest.mark.parametrize("mib", [250, 256, 300, 500, 800, 1000, 3000])
+def test_four_writers_of_a_small_file_have_even_shares(s3: dict[str, Any], mib: int) -> None:
+    specs = [TensorSpec("a", "U8", (mib << 20,), mib << 20)]
+    layout = lay_out(specs, max_shard_bytes=5 << 30, block_bytes=None, metadata={})
+    target = open_target(f"s3://{BUCKET}/a", s3)
+    shares = partition(layout, num_writers=4, align_bytes=target.align_bytes(layout.files[0].nbytes))
+    target.close()
+    most = max(sum(piece.end - piece.begin for piece in share) for share in shares)
+    assert most < 1.11 * layout.nbytes / 4
 
 
 def test_a_lost_answer_to_the_completion_is_no_error(target: S3Target) -> None:
