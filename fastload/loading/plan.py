@@ -35,6 +35,7 @@ NOTICE_BYTES = DISTRESS_BYTES + 1  # what a reader sends that could not read
 _MAX_CHUNK_BYTES = 8 << 20
 _MIN_CHUNK_BYTES = 1 << 20  # below, the cost of a message shows
 _LEAST_CHUNK_BYTES = 256 << 10  # rather fewer readers than less than this
+_GOOD_NUM_READERS = 64  # where not all can read: enough to get from storage what it has
 _GOOD_NUM_ROUNDS = 128  # what a pipeline of rounds cannot overlap is about one round
 _GOOD_NUM_READS = 16  # with nothing to exchange: enough to keep several threads busy to the end
 _MAX_DEPTH = 4
@@ -331,10 +332,19 @@ class _Slab:
 
 
 def _affordable(readers: Sequence[int], slab: _Slab, staging_bytes: int) -> Sequence[int]:
-    """Drops readers, evenly, until a slab per round in flight fits with chunks of useful size."""
-    slot = slab.each_bytes(max(_LEAST_CHUNK_BYTES, slab.longest_block_bytes))
+    """Drops readers, evenly, until a slab per round in flight fits with chunks of useful size.
+
+    If all cannot read, then rather fewer of them, who read more at a time, than as many as just can.
+    """
     spare = staging_bytes // _MAX_DEPTH - slab.once_bytes
-    count = max(1, min(len(readers), spare // slot))
+
+    def fitting(chunk_bytes: int) -> int:
+        return spare // slab.each_bytes(max(chunk_bytes, slab.longest_block_bytes))
+
+    if fitting(_LEAST_CHUNK_BYTES) >= len(readers):
+        return readers
+    useful = min(max(spare // _GOOD_NUM_READERS, _LEAST_CHUNK_BYTES), _MIN_CHUNK_BYTES)
+    count = max(1, min(len(readers), fitting(useful)))
     return [readers[index * len(readers) // count] for index in range(count)]
 
 

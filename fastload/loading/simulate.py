@@ -12,9 +12,11 @@ The model is the pipeline of `loading/pipeline.py`, seen from one rank that stan
   occupies the link for round_bytes ÷ link rate. Hops inside of a host cost messages, not link time.
 - The ring passes a slot on once it is there as a whole: a slot is at the last host after hosts - 1
   times chunk ÷ link rate, and every hop adds `message_s`. Rounds follow each other around the ring.
-  A rank handles one message per slot of a round, also of slots with a status word only.
-- NCCL pipelines within a slot, and one round follows the other.
-- A rank passes on at most `rank_bytes_per_s` (its cores), and one thread of it places `copy_bytes_per_s`.
+  A rank handles one message per reader and round.
+- NCCL pipelines within a slot, and one round follows the other; where only some ranks read, that its
+  broadcasts cost what the all-gather would is an assumption.
+- A rank passes on at most `rank_bytes_per_s` (its cores), and one thread of it places `copy_bytes_per_s`,
+  as if no chunk came to where it belongs at once.
 - `opening_s` comes before the data: listing, headers, the agreements, connecting.
 
 What it leaves out: page caches, storage that slows down under load, stragglers, and switches between
@@ -251,13 +253,13 @@ class _Costs:
         if cluster.num_hosts > 1:
             limits[_LINKS] = round_bytes / cluster.host_bytes_per_s
         hops_s = num_hops * cluster.cost("message_s")
-        limits[_MESSAGES] = hops_s
+        limits[_MESSAGES] = hops_s if cluster.nccl else len(plan.readers) * cluster.cost("message_s")
         limits[_CORES] = round_bytes / cluster.cost("rank_bytes_per_s")
         limits[_PLACING] = place_s = round_bytes / cluster.cost("copy_bytes_per_s")
         busy_s = max(limits[_LINKS], limits[_CORES])
         if cluster.nccl:
             return cls(read_s, limits, busy_s + hops_s, busy_s + hops_s, place_s)
-        busy_s = max(busy_s, hops_s)
+        busy_s = max(busy_s, limits[_MESSAGES])
         around_s = hops_s + (cluster.num_hosts - 1) * chunk / cluster.host_bytes_per_s
         return cls(read_s, limits, busy_s, max(busy_s, around_s), place_s)
 
