@@ -11,6 +11,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,9 @@ T = TypeVar("T")
 _POLL_S = 0.01
 _MEETING_S = 300.0  # hosts of a large job do not start in the same minute
 
+# Default groups that met in a part of the store which no other ranks ever use.
+_apart: WeakSet[Any] = WeakSet()
+
 
 def join(process_group: Any = None, *, timeout_s: float) -> World:
     """Forms the world of the ranks of a group; without torch.distributed it is this process alone.
@@ -44,9 +48,7 @@ def join(process_group: Any = None, *, timeout_s: float) -> World:
         return World(rank=0, size=1, group=group, store=None, timeout_s=timeout_s)
     members = dist.get_process_group_ranks(group)
     root = dist.distributed_c10d._get_default_store()
-    # As far as torchrun's store outlives the ranks; `initialize` sees to it by itself.
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _agent_hosts_store() else "0"
-    name = f"{life}/{xxhash.xxh3_64_hexdigest(json.dumps(members).encode())}"
+    name = f"{_life()}/{xxhash.xxh3_64_hexdigest(json.dumps(members).encode())}"
     rank = dist.get_rank(group)
     # Counting in the store, not in this process, stays right when torch.distributed is initialized anew.
     turns = f"fastload/{name}/{rank}/turns"
@@ -123,6 +125,7 @@ def _join_job(launch: Launch, *, backend: str) -> None:
         store, _, _ = next(dist.rendezvous(launch.init_method, rank, size))
         store = _of_this_life(store, rank, size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        _apart.add(dist.group.WORLD)
     except RuntimeError as error:  # torch's DistError is one
         cause = str(error).partition("\n")[0]
         where = f"{launch.master_addr}:{launch.master_port}"
@@ -163,6 +166,17 @@ def _of_this_life(store: dist.Store, rank: int, size: int) -> dist.Store:
             store.wait([f"{life}/all"], timedelta(seconds=1))
             return dist.PrefixStore(life, store)
     raise RuntimeError(f"rank 0 did not say within {_MEETING_S:.0f} s that all ranks have come")
+
+
+def _life() -> str:
+    """Returns what tells the keys of these ranks from those of earlier ones in the same store.
+
+    A launcher that shares its store counts how often it has started its own ranks. The counts of two
+    launchers differ once one has taken the place of another: what `initialize` does needs none.
+    """
+    if dist.group.WORLD in _apart or not _agent_hosts_store():
+        return "0"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from fastload.memory import state_digest
 from tests.checkpoints import load_reference, write_file
@@ -52,6 +53,24 @@ def digests(load: list[str], num_ranks: int) -> list[str]:
 def test_torchrun_single(load: list[str]) -> None:
     job = start("launch/torchrun_single.sh", *load, RANKS_PER_NODE="2")
     assert report_of(job)["digests"] == digests(load, 2)
+
+
+def test_launchers_that_have_not_restarted_as_often(load: list[str]) -> None:
+    # One of them has taken the place of another, or has started its ranks anew because others were.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    job |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "FASTLOAD_TIMEOUT_S": "15"}
+    ranks = [
+        start(sys.executable, *load, RANK=str(rank), TORCHELASTIC_RESTART_COUNT=str(rank), **job)
+        for rank in range(2)
+    ]
+    try:
+        assert report_of(ranks[0])["digests"] == digests(load, 2)
+        assert ranks[1].communicate(timeout=20) == ("", "")
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 def test_srun_alone(load: list[str]) -> None:
