@@ -9,6 +9,9 @@ set -euo pipefail
 (($#)) || set -- launch/train.py
 # Seconds that the ranks have to save when torchrun is told to end (TERM, or Ctrl-C); its default is 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
+# Each time the ranks start, they meet in a new store, at rank 0. The one that the launcher would share by
+# default keeps the addresses of ranks that are gone.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec torchrun \
     --standalone \
     --nproc-per-node="${RANKS_PER_NODE:-auto}" \

@@ -100,14 +100,12 @@ class Training:
     def run(self, manager: fastload.CheckpointManager) -> None:
         """Trains until all steps are done or somebody asks to stop."""
         args = self.args
-        parallel = DistributedDataParallel(self.model) if dist.is_initialized() else self.model
+        parallel = self.in_parallel()
         while self.step < args.steps and not manager.stop_requested:
             # Dropout draws from the step's and the rank's own numbers: nothing random is left to be saved.
             torch.manual_seed(args.seed + self.step * 65_537 + self.rank)
-            text = batch(self.step, self.rank, size=args.batch, length=args.length, device=self.device)
-            logits = parallel(text[:, :-1])
-            loss = functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
             self.optimizer.zero_grad()
+            loss = self.loss_of(parallel)
             loss.backward()
             self.optimizer.step()
             self.scheduler.step()
@@ -118,6 +116,22 @@ class Training:
             if manager.should_save(self.step) or self.step == args.steps:
                 manager.save(self.step, self.state(), metrics={"loss": self.loss})
             time.sleep(args.pause)
+
+    def in_parallel(self) -> nn.Module:
+        """Returns the model with gradients that are the mean over all ranks."""
+        if not dist.is_initialized():
+            return self.model
+        parallel = DistributedDataParallel(self.model)
+        # After its first backward DDP puts the gradients into another order, and that decides in which order
+        # the values of more than two ranks are added up. So that backward is none of the training's.
+        self.loss_of(parallel).backward()
+        return parallel
+
+    def loss_of(self, model: nn.Module) -> Tensor:
+        """Returns the loss on this rank's text of the next step."""
+        size, length = self.args.batch, self.args.length
+        text = batch(self.step, self.rank, size=size, length=length, device=self.device)
+        return functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
 
 
 def agreed(loss: Tensor) -> float:

@@ -14,6 +14,18 @@ settings.register_profile("fastload", deadline=None, print_blob=True)  # a share
 settings.load_profile("fastload")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what takes long and is covered, in its essence, by another test."""
+    if not config.getoption("--slow"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips tests whose marker names hardware or rights this machine does not have."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
