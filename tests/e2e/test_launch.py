@@ -73,6 +73,32 @@ def test_launchers_that_have_not_restarted_as_often(load: list[str]) -> None:
             rank.communicate()
 
 
+# What a user's own program does: it knows nothing of `fastload.world`.
+_STOCK = """
+import os, signal, sys
+import torch.distributed as dist
+import fastload
+dist.init_process_group("gloo")
+life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+norm = float(fastload.load(sys.argv[1])["a"].norm())
+print(f"rank {dist.get_rank()} life {life} norm {norm}", flush=True)
+dist.barrier()
+if life == "0":
+    os.kill(os.getpid(), signal.SIGKILL) if dist.get_rank() == 1 else signal.pause()
+"""
+
+
+def test_ranks_that_are_started_anew_may_meet_on_their_own(load: list[str], tmp_path: Path) -> None:
+    program = tmp_path / "stock.py"
+    program.write_text(_STOCK)
+    job = start("launch/torchrun_single.sh", str(program), load[3], RANKS_PER_NODE="2", MAX_RESTARTS="1")
+    out, err = job.communicate(timeout=100)
+    assert job.returncode == 0, err
+    norm = float(load_reference(Path(load[3]))["a"].norm())
+    begun = [f"rank {rank} life {life} norm {norm}" for life in "01" for rank in range(2)]
+    assert sorted(out.splitlines()) == sorted(begun)
+
+
 def test_srun_alone(load: list[str]) -> None:
     job_id = str(os.getpid())  # the port follows from it
     step = {"SLURM_JOB_ID": job_id, "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
