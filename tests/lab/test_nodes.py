@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import fastload
 from fastload.memory import state_digest
@@ -23,11 +25,13 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(240)]
 
 _ROOT = Path(__file__).resolve().parents[2]
 HOST_3, HOST_4 = f"{PREFIX}host3", f"{PREFIX}host4"
-_NUM_NODES = 3
+_HOSTS = (HOST_1, HOST_2, HOST_3)
+_NUM_NODES = len(_HOSTS)
 _NUM_STEPS = 40
 _PORT = "29400"
+_TRAIN = str(_ROOT / "launch" / "train.py")
 _TRAINING = "--root /mnt/run --width 32 --batch 2 --log-every 1 --save-every 8 --pause 0.1 --digest".split()
-_TRAINING += ["--steps", str(_NUM_STEPS)]
+_TRAINING = [_TRAIN, *_TRAINING, "--steps", str(_NUM_STEPS)]
 # What a site sets. A launcher that is gone is missed after 3 s instead of 15.
 _SITE = {
     "INTERFACE": "eth0",
@@ -43,7 +47,7 @@ shift && export LOCAL_ADDR=$(hostname) && exec "$@"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _hosts() -> Iterator[None]:
+def _lab() -> Iterator[None]:
     if reason := why_not():
         pytest.skip(reason)
     try:
@@ -54,31 +58,44 @@ def _hosts() -> Iterator[None]:
 
 
 class Job:
-    """A training by launch/torchrun_multi.sh: the same line on each of its nodes."""
+    """What launch/torchrun_multi.sh starts: the same line on each of three nodes."""
 
-    def __init__(self, folder: Path, meets_on: str, **environment: str) -> None:
+    def __init__(self, folder: Path, meets_on: str, program: list[str], **environment: str) -> None:
+        multi = str(_ROOT / "launch" / "torchrun_multi.sh")
+        self._line = [multi, meets_on, _PORT, str(_NUM_NODES), *program]
         self._folder = folder
-        self._meets_on = meets_on
-        self._environment = environment
+        self._environment = _SITE | environment
         self._nodes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for node in self._nodes:
+            if node.poll() is None:
+                node.terminate()
+        for node in self._nodes:
+            node.wait(30)
 
     def start(self, host: str, disk: Path) -> None:
         """Starts a node, as a supervisor on that machine would."""
-        disk.mkdir(exist_ok=True)
-        multi = str(_ROOT / "launch" / "torchrun_multi.sh")
-        job = [multi, self._meets_on, _PORT, str(_NUM_NODES), str(_ROOT / "launch" / "train.py"), *_TRAINING]
-        host_command = ["unshare", "--mount", "bash", "-c", _ON_A_HOST, "host", str(disk), *job]
+        disk.mkdir(exist_ok=True, parents=True)
+        command = ["unshare", "--mount", "bash", "-c", _ON_A_HOST, "host", str(disk), *self._line]
         with (self._folder / f"{host}.out").open("ab") as output:
             node = subprocess.Popen(
-                [str(LAB / "run"), "--plain", "--on", host, "--timeout", "200", "--", *host_command],
+                [str(LAB / "run"), "--plain", "--on", host, "--timeout", "200", "--", *command],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ
-                | {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(_ROOT)}
-                | _SITE
-                | self._environment,
+                env=os.environ | {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(_ROOT)} | self._environment,
             )
         self._nodes.append(node)
+
+    def end(self) -> list[int]:
+        """Waits for all nodes, and returns their exit status in the order in which they were started."""
+        try:
+            return [node.wait(100) for node in self._nodes]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(self.output()) from None
 
     def output(self) -> str:
         files = sorted(self._folder.glob("*.out"))
@@ -90,22 +107,12 @@ class Job:
             assert time.monotonic() < deadline, self.output()
             time.sleep(0.05)
 
-    def ends(self) -> set[str]:
-        """Waits for the nodes that live, and returns the digests of the weights that all ranks end with."""
-        self.until(lambda: self.output().count(": weights ") == _NUM_NODES, within_s=120)
-        for node in self._nodes:
-            node.wait(30)
+    def weights(self) -> set[str]:
+        """The digests of the weights that the ranks ended with."""
         return set(re.findall(r"rank \d: weights ([0-9a-f]{32})", self.output()))
 
     def begins(self) -> list[int]:
         return [int(step) for step in re.findall(rf"begins at step (\d+) of {_NUM_STEPS}", self.output())]
-
-    def stop(self) -> None:
-        for node in self._nodes:
-            if node.poll() is None:
-                node.terminate()
-        for node in self._nodes:
-            node.wait(30)
 
 
 def lose(host: str) -> None:
@@ -119,19 +126,32 @@ def lose(host: str) -> None:
 
 
 @pytest.fixture(scope="module")
+def initial(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where the weights are that the training would draw itself."""
+    spec = importlib.util.spec_from_file_location("train", _TRAIN)
+    assert spec is not None
+    assert spec.loader is not None
+    train = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(train)
+    torch.manual_seed(0)
+    model = train.Decoder(width=32, layers=2, heads=4, length=64)
+    folder = tmp_path_factory.mktemp("initial") / "weights"
+    fastload.save(model.state_dict(), folder)
+    lab("put", str(folder), "initial")
+    return "s3://lab/initial"
+
+
+@pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """What the weights are after a training that loses nothing."""
     folder = tmp_path_factory.mktemp("trained")
-    job = Job(folder, HOST_1)
-    try:
-        for host in (HOST_1, HOST_2, HOST_3):
+    with Job(folder, HOST_1, _TRAINING) as job:
+        for host in _HOSTS:
             job.start(host, folder / "disk")
-        weights = job.ends()
-    finally:
-        job.stop()
+        assert job.end() == [0, 0, 0], job.output()
     assert job.begins() == [0]
-    assert len(weights) == 1
-    return weights
+    assert len(job.weights()) == 1
+    return job.weights()
 
 
 @dataclass(frozen=True)
@@ -142,53 +162,78 @@ class Loss:
         lost: The host.
         meets_on: The one where the launchers meet.
         replaced_by: The one that takes the place.
-        cut: Whether the host goes with its network: nothing tells the others.
+        cut: Whether the network of the host goes first: nothing tells the others.
         shared: Whether all hosts see one root; else the lost one's copies are lost with it.
+        staged: Whether the initial weights were staged, and so are lost, too.
     """
 
     lost: str
     meets_on: str
     replaced_by: str
-    cut: bool
-    shared: bool
-
-    def disk_of(self, host: str) -> str:
-        return "all" if self.shared else host
+    cut: bool = False
+    shared: bool = False
+    staged: bool = False
 
 
-_OF_RANK_0 = Loss(HOST_1, meets_on=HOST_2, replaced_by=HOST_4, cut=False, shared=False)
-_IN_ITS_PLACE = Loss(HOST_3, meets_on=HOST_1, replaced_by=HOST_3, cut=False, shared=True)
-_CUT_OFF = Loss(HOST_3, meets_on=HOST_1, replaced_by=HOST_4, cut=True, shared=False)
+_LOSSES = {
+    "killed-own-disks": Loss(HOST_1, meets_on=HOST_2, replaced_by=HOST_4),
+    "killed-shared": Loss(HOST_3, meets_on=HOST_1, replaced_by=HOST_3, shared=True),
+    "cut-staged": Loss(HOST_3, meets_on=HOST_1, replaced_by=HOST_4, cut=True, staged=True),
+}
 
 
 @pytest.mark.parametrize(
     "loss",
     [
-        pytest.param(_OF_RANK_0, id="killed-own-disks"),
-        pytest.param(_IN_ITS_PLACE, id="killed-shared", marks=pytest.mark.slow),
-        pytest.param(_CUT_OFF, id="cut-own-disks", marks=pytest.mark.slow),
+        pytest.param(loss, id=name, marks=[] if name == "killed-own-disks" else pytest.mark.slow)
+        for name, loss in _LOSSES.items()
     ],
 )
-def test_a_node_is_lost_and_another_takes_its_place(loss: Loss, trained: set[str], tmp_path: Path) -> None:
-    disks = tmp_path / "disks"
-    disks.mkdir()
-    job = Job(tmp_path, loss.meets_on, FASTLOAD_SHARED="auto" if loss.shared else "false")
-    try:
-        for host in (HOST_1, HOST_2, HOST_3):
-            job.start(host, disks / loss.disk_of(host))
+def test_a_node_is_lost_and_another_takes_its_place(
+    loss: Loss, trained: set[str], initial: str, tmp_path: Path
+) -> None:
+    def disk(host: str) -> Path:
+        return tmp_path / "disks" / ("all" if loss.shared else host)
+
+    program = [*_TRAINING, "--init", "/mnt/initial"] if loss.staged else _TRAINING
+    if loss.staged:
+        with Job(tmp_path, loss.meets_on, ["-m", "fastload", "stage", initial, "/mnt/initial"]) as prologue:
+            for host in _HOSTS:
+                prologue.start(host, disk(host))
+            assert prologue.end() == [0, 0, 0], prologue.output()
+    shared = "auto" if loss.shared else "false"
+    with Job(tmp_path, loss.meets_on, program, FASTLOAD_SHARED=shared) as job:
+        for host in _HOSTS:
+            job.start(host, disk(host))
         job.until(lambda: "step 12:" in job.output(), within_s=60)
         if loss.cut:
             lab("cut", loss.lost)
         lose(loss.lost)
-        job.start(loss.replaced_by, disks / loss.disk_of(loss.replaced_by))
-        weights = job.ends()
-    finally:
-        job.stop()
-        lab("heal", loss.lost)
+        job.start(loss.replaced_by, disk(loss.replaced_by))
+        ends = job.end()
+    lab("heal", loss.lost)
+    assert sorted(ends) == [0, 0, 0, 137], job.output()
     assert job.begins() in ([0, 8], [0, 16]), job.output()
-    assert weights == trained
+    assert job.weights() == trained
     # Where each host has a disk of its own, the new one went on from a checkpoint of which it has no copy.
-    there = disks / loss.disk_of(loss.replaced_by) / "run"
-    steps = sorted(path.name for path in there.iterdir())
+    there = disk(loss.replaced_by)
+    steps = sorted(path.name for path in (there / "run").iterdir())
     assert steps == [f"step_{step:08d}" for step in (24, 32, 40)]
-    assert {state_digest(fastload.load(there / steps[-1])["model"])} == trained
+    assert {state_digest(fastload.load(there / "run" / steps[-1])["model"])} == trained
+    assert not (there / "initial").exists()
+
+
+@pytest.mark.slow
+def test_the_launchers_end_with_the_host_where_they_meet(trained: set[str], tmp_path: Path) -> None:
+    with Job(tmp_path, HOST_1, _TRAINING) as job:
+        for host in _HOSTS:
+            job.start(host, tmp_path / "disk")
+        job.until(lambda: "step 12:" in job.output(), within_s=60)
+        lose(HOST_1)
+        assert 0 not in job.end(), job.output()
+    with Job(tmp_path, HOST_2, _TRAINING) as job:
+        for host in (HOST_2, HOST_3, HOST_4):
+            job.start(host, tmp_path / "disk")
+        assert job.end() == [0, 0, 0], job.output()
+    assert job.begins() in ([0, 8], [0, 16]), job.output()
+    assert job.weights() == trained
