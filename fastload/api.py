@@ -112,7 +112,7 @@ def open(
 
     connect = partial(_connect, world, location, storage_options, options.io, options.retries)
     try:
-        access = agree_on_access(world, location, connect, {"path": location, **options.shared()})
+        access = agree_on_access(world, location, connect, {"path": location, **options.shared_values()})
     except BaseException as error:
         if not isinstance(error, Exception):
             world.leave(error)

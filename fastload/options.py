@@ -149,8 +149,49 @@ def _setting(name: str) -> Any:
     return field(default_factory=partial(_default, name))
 
 
+_CHOICES = {"strategy": STRATEGIES, "io": IO_MODES, "check_replicas": REPLICA_CHECKS}
+_LEAST = {
+    "chunk_bytes": 1,
+    "staging_bytes": 1 << 16,
+    "read_threads": 1,
+    "write_threads": 1,
+    "retries": 0,
+    "max_shard_bytes": 1,
+    "block_bytes": 4096,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions:
+class _Options:
+    """What the options of all calls have in common: fields of the same name mean the same."""
+
+    def __post_init__(self) -> None:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in values.items():
+            if name in _CHOICES:
+                _require(value in _CHOICES[name], name, value, f"one of {', '.join(_CHOICES[name])}")
+            elif name in _LEAST:
+                chosen = value is None and {**SETTINGS, **SAVE_SETTINGS}[name].default is None
+                _require(chosen or _is_count(value, _LEAST[name]), name, value, f"at least {_LEAST[name]}")
+            elif name in ("overwrite", "verify"):
+                _require(isinstance(value, bool), name, value, "True or False")
+            elif name == "timeout_s":
+                number = isinstance(value, int | float) and not isinstance(value, bool)
+                _require(number and 0 < value < 1e7, name, value, "a number of seconds above 0")
+            elif name == "trace" and value is not None:
+                path = os.fspath(value) if isinstance(value, os.PathLike) else value
+                object.__setattr__(self, name, path)
+                _require(isinstance(path, str) and bool(path), name, value, "the path of a file")
+
+    def shared_values(self) -> dict[str, Any]:
+        """Returns the values that must be the same on every rank."""
+        return {
+            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("on_report", "progress")
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(_Options):
     """How to load. An argument beats ``FASTLOAD_<NAME>``, which beats the default.
 
     All ranks of a group must use the same values, except for `on_report` and `progress`.
@@ -187,36 +228,9 @@ class LoadOptions:
     on_report: Callable[[LoadReport], None] | None = None
     progress: Callable[[int, int], None] | None = None
 
-    def __post_init__(self) -> None:
-        _require(self.strategy in STRATEGIES, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
-        _require(self.io in IO_MODES, "io", self.io, f"one of {', '.join(IO_MODES)}")
-        _require(
-            _is_count(self.staging_bytes, 1 << 16), "staging_bytes", self.staging_bytes, "at least 65536"
-        )
-        _require(
-            self.chunk_bytes is None or _is_count(self.chunk_bytes, 1),
-            "chunk_bytes",
-            self.chunk_bytes,
-            "at least 1",
-        )
-        _require(
-            self.read_threads is None or _is_count(self.read_threads, 1),
-            "read_threads",
-            self.read_threads,
-            "at least 1",
-        )
-        _require(_is_count(self.retries, 0), "retries", self.retries, "at least 0")
-        _require(isinstance(self.verify, bool), "verify", self.verify, "True or False")
-        _require_trace(self)
-        _require_timeout(self.timeout_s)
-
-    def shared(self) -> dict[str, Any]:
-        """Returns the values that must be the same on every rank."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name in SETTINGS}
-
 
 @dataclass(frozen=True, kw_only=True)
-class SaveOptions:
+class SaveOptions(_Options):
     """How to save. An argument beats ``FASTLOAD_<NAME>``, which beats the default.
 
     All ranks of a group must use the same values, except for `on_report` and `progress`.
@@ -261,46 +275,14 @@ class SaveOptions:
     progress: Callable[[int, int], None] | None = None
 
     def __post_init__(self) -> None:
-        for name, least in {
-            "max_shard_bytes": 1,
-            "staging_bytes": 1 << 16,
-            "write_threads": 1,
-            "retries": 0,
-        }.items():
-            value = getattr(self, name)
-            _require(_is_count(value, least), name, value, f"at least {least}")
-        _require(
-            self.block_bytes is None or _is_count(self.block_bytes, 4096),
-            "block_bytes",
-            self.block_bytes,
-            "at least 4096",
-        )
+        super().__post_init__()
         known = self.writers in ("auto", "all", "host") or _is_count(self.writers, 1)
         _require(known, "writers", self.writers, "auto, all, host or a number of at least 1")
-        _require(self.io in IO_MODES, "io", self.io, f"one of {', '.join(IO_MODES)}")
-        _require(isinstance(self.overwrite, bool), "overwrite", self.overwrite, "True or False")
         _require(self.shared in ("auto", True, False), "shared", self.shared, "True, False or auto")
-        checks = f"one of {', '.join(REPLICA_CHECKS)}"
-        _require(self.check_replicas in REPLICA_CHECKS, "check_replicas", self.check_replicas, checks)
-        _require_trace(self)
-        _require_timeout(self.timeout_s)
-
-    def shared_values(self) -> dict[str, Any]:
-        """Returns the values that must be the same on every rank."""
-        return {
-            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("on_report", "progress")
-        }
-
-
-def _require_trace(options: LoadOptions | SaveOptions) -> None:
-    if isinstance(options.trace, os.PathLike):
-        object.__setattr__(options, "trace", os.fspath(options.trace))
-    is_path = isinstance(options.trace, str) and bool(options.trace)
-    _require(options.trace is None or is_path, "trace", options.trace, "the path of a file")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageOptions:
+class StageOptions(_Options):
     """How to stage. An argument beats ``FASTLOAD_<NAME>``, which beats the default.
 
     All ranks of a group must use the same values, except for `on_report` and `progress`.
@@ -330,34 +312,6 @@ class StageOptions:
     retries: int = _setting("retries")
     on_report: Callable[[StageReport], None] | None = None
     progress: Callable[[int, int], None] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("overwrite", "verify"):
-            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
-        least = {
-            "chunk_bytes": 1,
-            "staging_bytes": 1 << 16,
-            "read_threads": 1,
-            "write_threads": 1,
-            "retries": 0,
-        }
-        for name, lower in least.items():
-            value = getattr(self, name)
-            optional = value is None and name in ("chunk_bytes", "read_threads")
-            _require(optional or _is_count(value, lower), name, value, f"at least {lower}")
-        _require(self.io in IO_MODES, "io", self.io, f"one of {', '.join(IO_MODES)}")
-        _require_timeout(self.timeout_s)
-
-    def shared_values(self) -> dict[str, Any]:
-        """Returns the values that must be the same on every rank."""
-        return {
-            f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("on_report", "progress")
-        }
-
-
-def _require_timeout(timeout_s: object) -> None:
-    number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    _require(number and 0 < timeout_s < 1e7, "timeout_s", timeout_s, "a number of seconds above 0")  # type: ignore[operator]
 
 
 def _is_count(value: object, least: int) -> bool:

@@ -86,6 +86,27 @@ class Stopwatch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Report:
+    """What all reports over all ranks have."""
+
+    ranks: Sequence[Any] = field(default_factory=tuple)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the slowest rank."""
+        return max((rank.total_s for rank in self.ranks), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything in JSON types, the totals over all ranks too."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ranks"}
+        kind = type(self)
+        totals = {
+            name: getattr(self, name) for name in dir(kind) if isinstance(getattr(kind, name), property)
+        }
+        return {**own, **totals, "ranks": [asdict(rank) for rank in self.ranks]}
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankReport:
     """What one rank did.
 
@@ -129,7 +150,7 @@ class RankReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadReport:
+class LoadReport(_Report):
     """What a load did, over all ranks; the same on every rank.
 
     Attributes:
@@ -167,29 +188,13 @@ class LoadReport:
         return sum(rank.bytes_verified for rank in self.ranks)
 
     @property
-    def total_s(self) -> float:
-        """Seconds of the slowest rank."""
-        return max((rank.total_s for rank in self.ranks), default=0.0)
-
-    @property
     def read_amplification(self) -> float:
         """Bytes read over bytes wanted: 1.0 is the least possible."""
         return self.bytes_read / self.bytes_wanted if self.bytes_wanted else 1.0
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything in JSON types."""
-        totals = {
-            "bytes_read": self.bytes_read,
-            "bytes_verified": self.bytes_verified,
-            "total_s": self.total_s,
-            "read_amplification": self.read_amplification,
-        }
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ranks"}
-        return {**own, **totals, "ranks": [asdict(rank) for rank in self.ranks]}
-
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyReport:
+class VerifyReport(_Report):
     """What a verification that found no damage did, over all ranks; the same on every rank.
 
     Attributes:
@@ -210,17 +215,6 @@ class VerifyReport:
     def bytes_verified(self) -> int:
         """Data bytes checked, over all ranks: more than `nbytes` where hosts have copies of their own."""
         return sum(rank.bytes_verified for rank in self.ranks)
-
-    @property
-    def total_s(self) -> float:
-        """Seconds of the slowest rank."""
-        return max((rank.total_s for rank in self.ranks), default=0.0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything in JSON types."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ranks"}
-        totals = {"bytes_verified": self.bytes_verified, "total_s": self.total_s}
-        return {**own, **totals, "ranks": [asdict(rank) for rank in self.ranks]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +247,7 @@ class SaveRankReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveReport:
+class SaveReport(_Report):
     """What a save did, over all ranks; the same on every rank.
 
     Attributes:
@@ -285,17 +279,6 @@ class SaveReport:
     def stall_s(self) -> float:
         """Seconds that the slowest rank's caller waited."""
         return max((rank.stall_s for rank in self.ranks), default=0.0)
-
-    @property
-    def total_s(self) -> float:
-        """Seconds of the slowest rank, until the checkpoint existed."""
-        return max((rank.total_s for rank in self.ranks), default=0.0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything in JSON types."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ranks"}
-        totals = {"bytes_written": self.bytes_written, "stall_s": self.stall_s, "total_s": self.total_s}
-        return {**own, **totals, "ranks": [asdict(rank) for rank in self.ranks]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,7 +325,7 @@ class StageRankReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageReport:
+class StageReport(_Report):
     """What staging a checkpoint did, over all ranks; the same on every rank.
 
     Attributes:
@@ -377,19 +360,3 @@ class StageReport:
     def read_amplification(self) -> float:
         """Bytes read over bytes of the checkpoint: at most 1.0 unless reads were repeated."""
         return self.bytes_read / self.nbytes if self.nbytes else 0.0
-
-    @property
-    def total_s(self) -> float:
-        """Seconds of the slowest rank."""
-        return max((rank.total_s for rank in self.ranks), default=0.0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything in JSON types."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ranks"}
-        totals = {
-            "bytes_read": self.bytes_read,
-            "bytes_written": self.bytes_written,
-            "read_amplification": self.read_amplification,
-            "total_s": self.total_s,
-        }
-        return {**own, **totals, "ranks": [asdict(rank) for rank in self.ranks]}

@@ -12,12 +12,9 @@ slowest rank has the whole state, and are verified, outside of the timing, again
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -32,6 +29,17 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from bench_parts import baselines, cold
+from bench_parts.job import (
+    GIB,
+    MIB,
+    Bytes,
+    all_ranks,
+    available_bytes,
+    forget_peak,
+    peak_bytes,
+    run_on_ranks,
+    write_json,
+)
 from bench_parts.planning import measure_plan
 from bench_parts.tables import FLOOR, print_arms, print_cold, print_stages, print_table
 from bench_parts.throttled_storage import Link, ThrottledFiles
@@ -41,22 +49,8 @@ from rich.table import Table
 import fastload
 from fastload import LoadOptions, LoadReport
 from fastload.memory import state_digest
-from fastload.options import parse_bytes
 
-MIB, GIB = 2**20, 2**30
 Arm = Callable[[], baselines.State]
-
-
-class Bytes(click.ParamType[int]):
-    """A size such as 512MiB, or with ``/s`` a rate such as 150MB/s."""
-
-    name = "bytes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return value if isinstance(value, int) else parse_bytes(value.removesuffix("/s"))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
 
 
 # ---- what the user calls
@@ -90,7 +84,7 @@ def throttled(ranks: int, size: int, rate: int, repeats: int, arms: str, json_pa
     with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
         digest = make_checkpoint(Path(folder, "checkpoint"), size)
         settings = {"digest": digest, "rate": rate, "repeats": repeats, "arms": arms}
-        rows = run_on_ranks(ranks, folder, part="throttled", **settings)
+        rows = run_on_ranks(__file__, ranks, folder, part="throttled", **settings)
     print_arms(rows, f"{size / MIB:.0f} MiB over a shared {rate / 1e6:.0f} MB/s to {ranks} ranks")
     print_stages(rows)
     write_json(json_path, rows)
@@ -110,7 +104,7 @@ def warm(ranks: int, size: int, repeats: int, arms: str, json_path: str | None) 
     """Load local files that are in the page cache: where reading once buys nothing."""
     with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
         digest = make_checkpoint(Path(folder, "checkpoint"), size)
-        rows = run_on_ranks(ranks, folder, part="warm", digest=digest, repeats=repeats, arms=arms)
+        rows = run_on_ranks(__file__, ranks, folder, part="warm", digest=digest, repeats=repeats, arms=arms)
     print_arms(rows, f"{size / MIB:.0f} MiB, local and warm, to {ranks} ranks of one host")
     print_stages(rows)
     write_json(json_path, rows)
@@ -132,7 +126,7 @@ def cold_files(
         checkpoint.mkdir()
         digest = make_checkpoint(checkpoint / "safetensors", size)
         cold.prepare(checkpoint)
-        rows = run_on_ranks(ranks, place, part="cold", digest=digest, repeats=repeats, arms=arms)
+        rows = run_on_ranks(__file__, ranks, place, part="cold", digest=digest, repeats=repeats, arms=arms)
     print_cold(rows, f"{size / MIB:.0f} MiB, local and cold, to {ranks} ranks of one host")
     print_stages(rows)
     write_json(json_path, rows)
@@ -149,7 +143,7 @@ def memory(ranks: int, size: int, json_path: str | None) -> None:
         raise click.ClickException(f"needs {needed / GIB:.0f} GiB, free are {available_bytes() / GIB:.0f}")
     with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
         digest = make_checkpoint(Path(folder, "checkpoint"), size, big_part=0.5)
-        rows = run_on_ranks(ranks, folder, part="memory", digest=digest)
+        rows = run_on_ranks(__file__, ranks, folder, part="memory", digest=digest)
     table = Table(
         title=f"Memory beyond the state: {size / GIB:.1f} GiB, half of it one tensor, {ranks} ranks"
     )
@@ -205,18 +199,6 @@ def make_checkpoint(folder: Path, nbytes: int, *, big_part: float = 0.25) -> str
 
 def _noise(count: int) -> torch.Tensor:
     return torch.randint(-(2**15), 2**15, (count,), dtype=torch.int16).view(torch.bfloat16)
-
-
-def run_on_ranks(ranks: int, folder: str, **settings: Any) -> list[dict[str, Any]]:
-    """Runs this script under torchrun and returns the rows that rank 0 wrote."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    subprocess.run([*launcher, __file__, "rank", json.dumps({"folder": folder, **settings})], check=True)
-    return json.loads(Path(folder, "rows.json").read_text())
-
-
-def write_json(path: str | None, rows: list[dict[str, Any]]) -> None:
-    if path:
-        Path(path).write_text(json.dumps(rows, indent=1) + "\n")
 
 
 # ---- what each rank does
@@ -334,38 +316,16 @@ def memory_rows(folder: str, digest: str) -> list[dict[str, Any]]:
         for staging_bytes in (LoadOptions().staging_bytes, 32 * MIB):
             reports: list[LoadReport] = []
             options = LoadOptions(strategy=strategy, staging_bytes=staging_bytes, on_report=reports.append)
-            gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)  # what the last load freed is not there before this one
             dist.barrier()
-            Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-            before = status_bytes("VmRSS")
+            before = forget_peak()
             state = fastload.load(root, options=options)
-            extra = status_bytes("VmHWM") - before - reports[0].bytes_wanted
+            extra = peak_bytes() - before - reports[0].bytes_wanted
             assert state_digest(state) == digest
             del state
             slabs = max(one.peak_staging_bytes for one in reports[0].ranks)
             row = {"strategy": strategy, "staging_bytes": staging_bytes, "slab_bytes": slabs}
             rows.append({**row, "extra_bytes": all_ranks(extra)})
     return rows
-
-
-def all_ranks(value: Any) -> list[Any]:
-    box: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(box, value)
-    return box
-
-
-def status_bytes(field: str) -> int:
-    return proc_bytes("/proc/self/status", field)
-
-
-def available_bytes() -> int:
-    return proc_bytes("/proc/meminfo", "MemAvailable")
-
-
-def proc_bytes(path: str, field: str) -> int:
-    line = next(line for line in Path(path).read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

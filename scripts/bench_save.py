@@ -77,12 +77,9 @@ json_option = click.option(
 def local(ranks: int, size: int, repeats: int, arms: str, folder: str | None, json_path: str | None) -> None:
     """Save to a local file system, until all is durable."""
     require_memory((ranks + 2) * size + 2 * GIB)
-    with tempfile.TemporaryDirectory(prefix="bench-save-", dir=folder) as place:
-        settings = {"part": "local", "size": size, "repeats": repeats, "arms": arms}
-        rows = run_on_ranks(__file__, ranks, place, **settings)
+    rows = measured("local", ranks, folder, json_path, size=size, repeats=repeats, arms=arms)
     save_tables.print_saves(rows, f"{size / MIB:.0f} MiB saved by {ranks} ranks of one host, until durable")
     save_tables.print_inside(rows)
-    write_json(json_path, rows)
 
 
 @main.command()
@@ -95,11 +92,8 @@ def local(ranks: int, size: int, repeats: int, arms: str, folder: str | None, js
 def stall(ranks: int, size: int, repeats: int, arms: str, folder: str | None, json_path: str | None) -> None:
     """Save in the background: how long training waits, and how much memory it takes."""
     require_memory((ranks + 2) * size + 4 * GIB)
-    with tempfile.TemporaryDirectory(prefix="bench-save-", dir=folder) as place:
-        settings = {"part": "stall", "size": size, "repeats": repeats, "arms": arms}
-        rows = run_on_ranks(__file__, ranks, place, **settings)
+    rows = measured("stall", ranks, folder, json_path, size=size, repeats=repeats, arms=arms)
     save_tables.print_stalls(rows, f"{size / MIB:.0f} MiB saved in the background by {ranks} ranks")
-    write_json(json_path, rows)
 
 
 @main.command()
@@ -122,11 +116,19 @@ def training(
     json_path: str | None,
 ) -> None:
     """Train with DDP on CPUs, save every few steps: what that costs in wall-clock time."""
-    with tempfile.TemporaryDirectory(prefix="bench-save-", dir=folder) as place:
-        model = {"width": width, "batch": batch, "every": every}
-        rows = run_on_ranks(__file__, ranks, place, part="training", repeats=repeats, arms=arms, **model)
+    model = {"width": width, "batch": batch, "every": every}
+    rows = measured("training", ranks, folder, json_path, repeats=repeats, arms=arms, **model)
     save_tables.print_training(rows, f"{ranks} ranks, a save every {every} steps")
+
+
+def measured(
+    part: str, ranks: int, folder: str | None, json_path: str | None, **settings: Any
+) -> list[dict[str, Any]]:
+    """Runs one part on ranks of its own, saving below the folder; returns its rows, and writes them too."""
+    with tempfile.TemporaryDirectory(prefix="bench-save-", dir=folder) as place:
+        rows: list[dict[str, Any]] = run_on_ranks(__file__, ranks, place, part=part, **settings)
     write_json(json_path, rows)
+    return rows
 
 
 def require_memory(nbytes: int) -> None:

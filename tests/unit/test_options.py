@@ -134,8 +134,8 @@ def test_options_do_not_change_and_callbacks_are_each_rank_s_own() -> None:
     options = LoadOptions(progress=print, on_report=print)
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.strategy = "direct"  # type: ignore[misc]
-    assert options.shared() == LoadOptions().shared()
-    assert set(options.shared()) == set(SETTINGS)
+    assert options.shared_values() == LoadOptions().shared_values()
+    assert set(options.shared_values()) == set(SETTINGS)
 
 
 def test_the_readme_lists_every_option() -> None:
