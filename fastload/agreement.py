@@ -162,28 +162,6 @@ class World:
         pieces = self.agree(what, publish)[source]
         return rendezvous.get_bytes(what, step, pieces, limit_s=self.patience_s)
 
-    def deliver(self, what: str, data: bytes, to: int) -> list[bytes]:
-        """Hands bytes to one rank; each rank names whom its own are for.
-
-        Returns:
-            What was for this rank, by rank of origin; nothing if it was for others.
-
-        Raises:
-            PeerError: A rank did not answer.
-        """
-        if (rendezvous := self.rendezvous) is None:
-            return [data]
-        place = f"{self._step}/for"
-
-        def leave() -> int:
-            rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.patience_s)
-            return to
-
-        senders = [rank for rank, receiver in enumerate(self.agree(what, leave)) if receiver == self.rank]
-        parts = [rendezvous.take(what, f"{place}/{rank}", limit_s=self.patience_s) for rank in senders]
-        assert None not in parts  # all have said that they have left theirs
-        return [part for part in parts if part is not None]
-
     def clock_offset_s(self, hosts: Sequence[str]) -> float | None:
         """Returns what takes this rank's `time.perf_counter` to rank 0's; None if that cannot be said.
 

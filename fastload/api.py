@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from fastload.errors import CheckpointNotFound, OptionError
 from fastload.formats.manifest import Manifest
 from fastload.formats.safetensors import read_manifest
 from fastload.handle import SaveHandle
-from fastload.loading.access import agree_on_access
+from fastload.loading.access import Access, agree_on_access
 from fastload.options import SAVE_SETTINGS, SETTINGS, LoadOptions, SaveOptions, StageOptions
 from fastload.report import SaveReport, StageReport, VerifyReport
 from fastload.saver import Save
@@ -109,23 +108,28 @@ def open(
         timeout_s=lambda ready: ready[1].timeout_s,
         default_s=SETTINGS["timeout_s"].default,
     )
+    access = _access(world, location, storage_options, options, {"path": location})
+    return Checkpoint(world, access, options)
 
-    connect = partial(_connect, world, location, storage_options, options.io, options.retries)
+
+def _access(
+    world: World,
+    location: str,
+    storage_options: Mapping[str, Any] | None,
+    options: LoadOptions | StageOptions,
+    same: Mapping[str, Any],
+) -> Access:
+    def connect() -> PatientStorage:
+        attempt_s = min(_MAX_ATTEMPT_S, world.patience_s / 6)
+        storage = open_storage(location, storage_options, io=options.io, attempt_s=attempt_s)
+        return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s / 2)
+
     try:
-        access = agree_on_access(world, location, connect, {"path": location, **options.shared_values()})
+        return agree_on_access(world, location, connect, {**same, **options.shared_values()})
     except BaseException as error:
         if not isinstance(error, Exception):
             world.leave(error)
         raise
-    return Checkpoint(world, access, options)
-
-
-def _connect(
-    world: World, location: str, storage_options: Mapping[str, Any] | None, io: str, retries: int
-) -> PatientStorage:
-    attempt_s = min(_MAX_ATTEMPT_S, world.patience_s / 6)
-    storage = open_storage(location, storage_options, io=io, attempt_s=attempt_s)
-    return PatientStorage(storage, retries=retries, timeout_s=world.patience_s / 2)
 
 
 def stage(
@@ -174,14 +178,8 @@ def stage(
         timeout_s=lambda ready: ready[2].timeout_s,
         default_s=SETTINGS["timeout_s"].default,
     )
-    connect = partial(_connect, world, location, storage_options, chosen.io, chosen.retries)
-    same = {"call": "stage", "src": location, "dst": path, **chosen.shared_values()}
-    try:
-        access = agree_on_access(world, location, connect, same)
-    except BaseException as error:
-        if not isinstance(error, Exception):
-            world.leave(error)
-        raise
+    same = {"call": "stage", "src": location, "dst": path}
+    access = _access(world, location, storage_options, chosen, same)
     report = Stage(world, access, path, chosen, began=began).run()
     if chosen.on_report is not None:
         chosen.on_report(report)

@@ -26,7 +26,7 @@ import xxhash
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
 
-__all__ = ["Block", "Layout", "LayoutFile", "TensorSpec", "checksum_blocks", "lay_out", "num_blocks"]
+__all__ = ["Layout", "LayoutFile", "TensorSpec", "lay_out"]
 
 MAX_HEADER_BYTES = 100_000_000  # the reference library reads no longer ones
 
@@ -52,13 +52,6 @@ class TensorSpec(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    nbytes: int
-
-
-class Block(NamedTuple):
-    """A byte range of a file that has a checksum of its own."""
-
-    offset: int
     nbytes: int
 
 
@@ -132,26 +125,6 @@ def lay_out(
     if block_bytes is None:
         block_bytes = _good_block_bytes(sum(spec.nbytes for spec in specs))
     return Layout(files, block_bytes, _index(files) if len(files) > 1 else None)
-
-
-def checksum_blocks(tensors: Sequence[TensorEntry], block_bytes: int) -> Iterator[Block]:
-    """Yields the checksum blocks of a file in order.
-
-    Each tensor is cut every `block_bytes` from its first byte, so no block spans two tensors and any
-    subset of the tensors can be verified without reading a byte more.
-
-    Args:
-        tensors: Those of one file in the order of their bytes.
-        block_bytes: Longest block.
-    """
-    for entry in tensors:
-        for start in range(0, entry.nbytes, block_bytes):
-            yield Block(entry.offset + start, min(block_bytes, entry.nbytes - start))
-
-
-def num_blocks(tensors: Sequence[TensorEntry], block_bytes: int) -> int:
-    """Returns how many blocks `checksum_blocks` yields."""
-    return sum(-(-entry.nbytes // block_bytes) for entry in tensors)
 
 
 class _Row(NamedTuple):

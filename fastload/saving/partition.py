@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
+from fastload.formats.record import num_blocks
 from fastload.saving.layout import Layout
 
 __all__ = ["FileRange", "OwnedBlock", "blocks_of", "cut", "partition", "tail_of", "tensors_within"]
@@ -81,7 +82,7 @@ def blocks_of(layout: Layout, ranges: Sequence[FileRange]) -> Iterator[OwnedBloc
     for file, begin, end in ranges:
         tensors = layout.files[file].tensors
         first, last = _within(tensors, begin, end)
-        number = sum(-(-entry.nbytes // layout.block_bytes) for entry in tensors[:first])
+        number = num_blocks((entry.nbytes for entry in tensors[:first]), layout.block_bytes)
         for entry in tensors[first:last]:
             for start in range(0, entry.nbytes, layout.block_bytes):
                 offset = entry.offset + start

@@ -56,13 +56,11 @@ def compare_replicas(world: World, layout: Layout, mine: bytes, what: str) -> No
     same = world.agree(what, lambda: xxhash.xxh3_128_hexdigest(mine))
     if len(set(same)) == 1:
         return
-    everyone = world.deliver(what, mine, 0)  # a mismatch is rare: only then does anybody see all digests
-
-    def tell() -> bytes:
-        return "\n".join(_differences(layout, everyone)).encode()
-
+    # A mismatch is rare: only then do the ranks learn the digests of one, and tell where theirs are others.
+    first = world.share(what, 0, lambda: mine)
+    told = world.agree(what, lambda: _unlike(first, mine))
     raise ReplicaMismatch(
-        "the ranks hold different tensors, so nothing was saved:\n" + world.share(what, 0, tell).decode()
+        "the ranks hold different tensors, so nothing was saved:\n" + "\n".join(_differences(layout, told))
     )
 
 
@@ -75,17 +73,24 @@ def _ranges(file: int, entry: TensorEntry, how: str) -> Sequence[FileRange]:
     return [FileRange(file, start, start + _SAMPLE_BYTES) for start in starts]
 
 
-def _differences(layout: Layout, digests: Sequence[bytes]) -> list[str]:
-    """Says for each tensor which ranks have not what most have."""
-    lines = []
+def _unlike(first: bytes, mine: bytes) -> tuple[int, list[tuple[int, str]]]:
+    """Returns how many of this rank's digests are not those of the first, and the first few of them."""
+    size = _DIGEST_BYTES
+    unlike = [at for at in range(0, len(mine), size) if first[at : at + size] != mine[at : at + size]]
+    few = [(at // size, mine[at : at + size].hex()) for at in unlike[:_NUM_SHOWN]]
+    return len(unlike), few
+
+
+def _differences(layout: Layout, told: Sequence[tuple[int, Sequence[tuple[int, str]]]]) -> list[str]:
+    """Says for the first tensors that differ which ranks have not what most have."""
+    few = [dict(few) for _, few in told]
+    numbers = sorted({number for digests in few for number in digests})
     names = [entry.name for file in layout.files for entry in file.tensors]
-    for number, name in enumerate(names):
-        at = number * _DIGEST_BYTES
-        found = [each[at : at + _DIGEST_BYTES] for each in digests]
-        if len(set(found)) == 1:
-            continue
+    lines = []
+    for number in numbers[:_NUM_SHOWN]:
+        found = [digests.get(number, "as the first") for digests in few]
         usual, count = Counter(found).most_common(1)[0]
         odd = [str(rank) for rank, digest in enumerate(found) if digest != usual]
-        lines.append(f"  {name}: rank {', '.join(odd)} not as the {count} other{'s' * (count > 1)}")
-    more = len(lines) - _NUM_SHOWN
-    return lines[:_NUM_SHOWN] + ([f"  and {more} more"] if more > 0 else [])
+        lines.append(f"  {names[number]}: rank {', '.join(odd)} not as the {count} other{'s' * (count > 1)}")
+    more = max(len(numbers), *(count for count, _ in told)) - _NUM_SHOWN
+    return lines + ([f"  and at least {more} more"] if more > 0 else [])

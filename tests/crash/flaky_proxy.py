@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
-__all__ = ["FlakyProxy", "proxy_of"]
+from tests.dist.flaky_server import Handler, Server
+
+__all__ = ["FlakyProxy"]
 
 _HOP = {"connection", "keep-alive", "transfer-encoding"}
 
 
-class FlakyProxy(ThreadingHTTPServer):
+class FlakyProxy(Server):
     """Passes requests on.
 
     Attributes:
@@ -22,29 +21,15 @@ class FlakyProxy(ThreadingHTTPServer):
         log: (method, path and query) of every request that failed.
     """
 
-    daemon_threads = True
-    request_queue_size = 128
-
     def __init__(self, endpoint: str) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.behind = urlsplit(endpoint).netloc
         self.fails: dict[tuple[str, str], int] = {}
         self.log: list[tuple[str, str]] = []
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        pass  # clients that give up are part of the test
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     server: FlakyProxy
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -70,17 +55,3 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-
-
-@contextlib.contextmanager
-def proxy_of(endpoint: str) -> Iterator[FlakyProxy]:
-    """Runs a proxy on loopback until the end of the block."""
-    server = FlakyProxy(endpoint)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(5)

@@ -12,8 +12,9 @@ import pytest
 
 import fastload
 from fastload.storage import open_target, s3_target
-from tests.crash.flaky_proxy import FlakyProxy, proxy_of
+from tests.crash.flaky_proxy import FlakyProxy
 from tests.crash.saves import End, end_of, save, state, version_of
+from tests.dist.flaky_server import serving
 from tests.dist.harness import run_ranks
 from tests.storage.s3_server import BUCKET, s3_server
 
@@ -23,7 +24,7 @@ _TIMEOUT_S = 8.0
 
 @pytest.fixture
 def proxy(tmp_path: Path) -> Iterator[tuple[FlakyProxy, dict[str, Any], Path]]:
-    with s3_server(tmp_path) as options, proxy_of(options["endpoint"]) as proxy:
+    with s3_server(tmp_path) as options, serving(FlakyProxy(options["endpoint"])) as proxy:
         # Read from where the server keeps it, since this one answers some ranges with more than asked for.
         yield proxy, {**options, "endpoint": proxy.url}, tmp_path / URL.removeprefix("s3://")
 

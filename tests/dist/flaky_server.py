@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import TypeVar
 
-__all__ = ["OUTAGE_S", "FlakyServer", "serve"]
+__all__ = ["OUTAGE_S", "FlakyServer", "Handler", "Server", "serve", "serving"]
 
 OUTAGE_S = 5.0
 _SMALL_BYTES = 4096  # ranges below are headers, which most tests leave alone
@@ -19,7 +20,33 @@ _STALL_S = 30.0
 _TRICKLE_S = 0.25
 
 
-class FlakyServer(ThreadingHTTPServer):
+class Server(ThreadingHTTPServer):
+    """A server on a free port of loopback, which says nothing of clients that give up."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass  # clients that give up on an answer are part of the test
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Keeps connections, and says nothing of requests."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class FlakyServer(Server):
     """Serves the files of a folder.
 
     Attributes:
@@ -29,11 +56,8 @@ class FlakyServer(ThreadingHTTPServer):
         cut_off: Clients that name themselves so (header ``X-Rank``) get a reset for every data request.
     """
 
-    daemon_threads = True
-    request_queue_size = 128
-
     def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.folder = folder
         self.faults: list[str] = []
         self.log: list[tuple[str, str, str]] = []
@@ -41,20 +65,9 @@ class FlakyServer(ThreadingHTTPServer):
         self.dead_until = 0.0
         self.cut_off = ""
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        pass  # clients that give up on a stalled answer are part of the test
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     server: FlakyServer
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
     def do_HEAD(self) -> None:
         self._answer(with_body=False)
@@ -130,10 +143,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
 
+S = TypeVar("S", bound=Server)
+
+
 @contextlib.contextmanager
-def serve(folder: Path) -> Iterator[FlakyServer]:
-    """Runs a server on loopback until the end of the block."""
-    server = FlakyServer(folder)
+def serving(server: S) -> Iterator[S]:
+    """Runs a server until the end of the block."""
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
@@ -142,3 +157,8 @@ def serve(folder: Path) -> Iterator[FlakyServer]:
         server.shutdown()
         server.server_close()
         thread.join(5)
+
+
+def serve(folder: Path) -> contextlib.AbstractContextManager[FlakyServer]:
+    """Serves the files of a folder until the end of the block."""
+    return serving(FlakyServer(folder))

@@ -217,6 +217,13 @@ def test_replicas_that_differ_are_named(rank: int, world: int, tmp_path: Path) -
     assert state["model"]["2.weight"].nbytes > 1 << 16
     with pytest.raises(fastload.ReplicaMismatch, match=r"2\.weight: rank 2"):
         fastload.save(state, tmp_path / "other", options=options)
+    # Rank 1 has all of these in another way, rank 2 the even ones in yet another.
+    many = {f"t{n:02}": torch.full((5,), rank if rank == 1 or n % 2 == 0 else 0) for n in range(30)}
+    with pytest.raises(fastload.ReplicaMismatch) as raised:
+        fastload.save(many, tmp_path / "other", options=options)
+    odd = ["1, 2 not as the 1 other", "1 not as the 2 others"]
+    lines = [f"  t{number:02}: rank {odd[number % 2]}" for number in range(20)]
+    assert str(raised.value).split("\n")[1:] == [*lines, "  and at least 10 more"]
     dist.barrier()
     assert sorted(os.listdir(tmp_path)) == ["full", "sample"]
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,25 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def hosts(checkpoint: Path) -> Iterator[None]:
+@contextmanager
+def hosts_up(
+    num_hosts: int, host_rate: str, storage_rate: str, checkpoint: Path, name: str
+) -> Iterator[None]:
+    """Has a lab with the checkpoint on its storage; or the test is skipped."""
     if reason := why_not():
         pytest.skip(reason)
     try:
-        lab("up", str(_NUM_HOSTS), "--host-rate", "1gbit", "--storage-rate", "60mbit")
-        lab("put", str(checkpoint), "ckpt")
+        lab("up", str(num_hosts), "--host-rate", host_rate, "--storage-rate", storage_rate)
+        lab("put", str(checkpoint), name)
         yield
     finally:
         lab("down")
+
+
+@pytest.fixture(scope="module")
+def hosts(checkpoint: Path) -> Iterator[None]:
+    with hosts_up(_NUM_HOSTS, "1gbit", "60mbit", checkpoint, "ckpt"):
+        yield
 
 
 def start(*command: str, num_hosts: int = _NUM_HOSTS) -> subprocess.Popen[str]:

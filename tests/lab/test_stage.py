@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import record_by_hand, write_sharded
-from tests.lab.test_lab import lab, why_not
-from tests.lab.test_load import digest_of, start, storage_bytes
+from tests.lab.test_load import digest_of, hosts_up, start, storage_bytes
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(150)]
 
@@ -37,14 +36,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hosts(checkpoint: Path) -> Iterator[None]:
-    if reason := why_not():
-        pytest.skip(reason)
-    try:
-        lab("up", str(_NUM_HOSTS), "--host-rate", "2gbit", "--storage-rate", "400mbit")
-        lab("put", str(checkpoint), "staged")
+    with hosts_up(_NUM_HOSTS, "2gbit", "400mbit", checkpoint, "staged"):
         yield
-    finally:
-        lab("down")
 
 
 @pytest.fixture
