@@ -117,5 +117,5 @@ def open_target(
     from fastload.storage.s3_target import S3Target, make_client
 
     bucket_name, _, prefix = parent.partition("/")
-    client = make_client(store.store, attempt_s=attempt_s, retries=retries)
+    client = make_client(url, store.store, attempt_s=attempt_s, retries=retries)
     return S3Target(url, store, name, client=client, location=(bucket_name, prefix), timeout_s=timeout_s)

@@ -13,7 +13,6 @@ from fastload.errors import OptionError
 
 __all__ = ["Bucket", "FsspecBucket", "ObstoreBucket", "Writer"]
 
-_CONNECT_TIMEOUT = timedelta(seconds=5)
 _WRITER_BYTES = 16 << 20
 _WRITER_REQUESTS = 4
 
@@ -91,24 +90,13 @@ class ObstoreBucket:
     ) -> None:
         import obstore
         from obstore.exceptions import AlreadyExistsError
-        from obstore.store import from_url
+
+        from fastload.storage.objects import make_store
 
         self._api: Any = obstore
         self._exists = AlreadyExistsError
-        config = dict(options)
-        attempt = timedelta(seconds=attempt_s)
-        client: dict[str, Any] = {
-            "timeout": attempt,
-            "connect_timeout": min(_CONNECT_TIMEOUT, attempt),
-            "allow_http": True,  # whoever names an http:// endpoint means it
-        }
-        client |= config.pop("client_options", {})
         retry = {"max_retries": retries, "retry_timeout": timedelta(seconds=timeout_s)}
-        make: Any = from_url
-        try:
-            self.store: Any = make(url, client_options=client, retry_config=retry, **config)
-        except Exception as error:
-            raise OptionError(f"cannot open {url}: {str(error).splitlines()[0]}") from error
+        self.store: Any = make_store(url, options, attempt_s=attempt_s, retry=retry)
 
     def get(self, key: str) -> bytes | None:
         try:

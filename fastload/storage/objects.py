@@ -16,16 +16,26 @@ from obstore.exceptions import (
     UnauthenticatedError,
     UnknownConfigurationKeyError,
 )
-from obstore.store import from_url
+from obstore.store import S3Store, from_url
 
 from fastload.errors import OptionError, StorageError
+from fastload.options import environment
 from fastload.storage.base import ByteCounter, FileStat
 
-__all__ = ["ObjectStorage"]
+__all__ = ["ObjectStorage", "make_store", "s3_settings"]
 
 T = TypeVar("T")
 
 _from_url: Any = from_url  # its overloads want the kind of store to be known
+# What obstore takes apart from the options of a store, and dies of when it finds it among them.
+_CLIENT_OPTIONS = frozenset(
+    """
+    allow_http allow_invalid_certificates connect_timeout default_content_type default_headers http1_only
+    http2_keep_alive_interval http2_keep_alive_timeout http2_keep_alive_while_idle http2_only
+    pool_idle_timeout pool_max_idle_per_host proxy_ca_certificate proxy_excludes proxy_url
+    randomize_addresses root_certificate timeout user_agent
+    """.split()
+)
 
 _SUFFIX = ".safetensors"
 _HTTP_NAMES = ("model.safetensors.index.json", "model.safetensors")
@@ -42,6 +52,8 @@ _PERMANENT = (
     UnknownConfigurationKeyError,
     ValueError,
 )
+# obstore dies of an endpoint that is no URL, with the first request.
+_ENDPOINT = re.compile(r"https?://(\[[0-9a-f:.]+\]|[^\s/?#:@\[\]]+)(:\d{1,5})?(/[^\s?#]*)?", re.IGNORECASE)
 _REFUSED = re.compile(r"status code: 4(?!08|29)\d\d")  # a list request has no exception of its own for it
 
 
@@ -72,21 +84,10 @@ class ObjectStorage:
         parent, _, self._root = rest.rpartition("/")
         if not parent:
             parent, self._root = rest, ""
-        config = dict(options)
-        attempt = timedelta(seconds=attempt_s)
-        client: dict[str, Any] = {
-            "timeout": attempt,
-            "connect_timeout": min(_CONNECT_TIMEOUT, attempt),
-            "allow_http": True,  # whoever names an http:// endpoint means it
-        }
-        client |= config.pop("client_options", {})
-        try:
-            # No retries in there: fastload's own know the deadline and are counted.
-            self._store: Any = _from_url(
-                f"{scheme}://{parent}", client_options=client, retry_config={"max_retries": 0}, **config
-            )
-        except Exception as error:
-            raise OptionError(f"cannot open {url}: {_first_line(error)}") from error
+        # No retries in there: fastload's own know the deadline and are counted.
+        self._store = make_store(
+            f"{scheme}://{parent}", options, attempt_s=attempt_s, retry={"max_retries": 0}
+        )
         self._known: dict[str, FileStat] = {}
 
     @property
@@ -178,6 +179,52 @@ class ObjectStorage:
     ) -> StorageError:
         url = f"{self._url}/{name}" if name else self._url
         return StorageError(message, url=url, offset=offset, nbytes=nbytes, transient=transient)
+
+
+def make_store(url: str, options: Mapping[str, Any], *, attempt_s: float, retry: Mapping[str, Any]) -> Any:
+    """Makes obstore's store for a URL.
+
+    Args:
+        url: Its root, with its scheme.
+        options: Configuration of the store, as obstore takes it, beyond what the environment says; options
+            of the HTTP client may stand among those of the store.
+        attempt_s: Longest time in seconds for one request.
+        retry: What obstore is to do about failures by itself.
+
+    Raises:
+        OptionError: The URL or an option is not one that the store takes.
+    """
+    config = dict(options)
+    attempt = timedelta(seconds=attempt_s)
+    client: dict[str, Any] = {
+        "timeout": attempt,
+        "connect_timeout": min(_CONNECT_TIMEOUT, attempt),
+        "allow_http": True,  # whoever names an http:// endpoint means it
+    }
+    client |= {name: config.pop(name) for name in _CLIENT_OPTIONS & config.keys()}
+    given = config.pop("client_options", {})
+    if not isinstance(given, Mapping):
+        raise OptionError(f"cannot open {url}: client_options={given!r}: must be a dict")
+    try:
+        store = _from_url(url, client_options={**client, **given}, retry_config=retry, **config)
+    except BaseException as error:
+        # Of what its authors did not foresee obstore dies with an exception that is no `Exception`.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise OptionError(f"cannot open {url}: {_first_line(error)}") from error
+    endpoint = s3_settings(store)["endpoint"] if isinstance(store, S3Store) else None
+    if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
+        raise OptionError(f"cannot open {url}: endpoint {endpoint!r} is not a URL such as https://host:9000")
+    return store
+
+
+def s3_settings(store: S3Store) -> dict[str, Any]:
+    """Returns what an S3 store goes by: its options, and the environment for what they do not say."""
+    known: dict[str, Any] = {
+        name.removeprefix("AWS_").lower(): value for name, value in environment("AWS_").items()
+    }
+    known |= store.config
+    return {**known, "endpoint": known.get("endpoint") or known.get("endpoint_url")}
 
 
 def _stat(meta: Mapping[str, Any]) -> FileStat:

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from fastload.errors import OptionError, StorageError
 from fastload.memory import round_up
-from fastload.options import environment
 from fastload.patience import each, within
 from fastload.storage.bucket import ObstoreBucket
 from fastload.storage.object_target import NUM_REQUESTS, ObjectTarget
+from fastload.storage.objects import s3_settings
 
 __all__ = ["S3Target", "make_client"]
 
@@ -208,16 +208,17 @@ class _Body(io.RawIOBase):
         return count
 
 
-def make_client(store: Any, *, attempt_s: float, retries: int) -> Any:
+def make_client(url: str, store: Any, *, attempt_s: float, retries: int) -> Any:
     """Makes boto3's client for an S3 store of obstore's, so that a URL that loads also saves.
 
     Args:
+        url: What is opened, for messages.
         store: The store, which knows the options under their canonical names.
         attempt_s: Longest time in seconds without an answer to one attempt.
         retries: Further attempts.
 
     Raises:
-        OptionError: boto3 is not installed.
+        OptionError: boto3 is not installed, or does not take an option.
     """
     try:
         import boto3  # noqa: F401
@@ -225,8 +226,7 @@ def make_client(store: Any, *, attempt_s: float, retries: int) -> Any:
     except ImportError as error:
         raise OptionError("saving to S3 needs boto3: pip install 'fastload[remote]'") from error
     # What obstore reads from the environment and boto3 does not, or by other names.
-    known = {name.removeprefix("AWS_").lower(): value for name, value in environment("AWS_").items()}
-    known = {**known, **store.config}
+    known = s3_settings(store)
     is_on = {"1", "true", "yes", "on", "y"}
     virtual = str(known.get("virtual_hosted_style_request", "")).lower() in is_on
     unsigned = str(known.get("skip_signature", "")).lower() in is_on
@@ -241,16 +241,19 @@ def make_client(store: Any, *, attempt_s: float, retries: int) -> Any:
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
-    with _making:
-        return _session().client(
-            "s3",
-            config=config,
-            region_name=known.get("region") or known.get("default_region") or "us-east-1",
-            endpoint_url=known.get("endpoint") or known.get("endpoint_url"),
-            aws_access_key_id=known.get("access_key_id"),
-            aws_secret_access_key=known.get("secret_access_key"),
-            aws_session_token=known.get("token") or known.get("session_token"),
-        )
+    try:
+        with _making:
+            return _session().client(
+                "s3",
+                config=config,
+                region_name=known.get("region") or known.get("default_region") or "us-east-1",
+                endpoint_url=known["endpoint"],
+                aws_access_key_id=known.get("access_key_id"),
+                aws_secret_access_key=known.get("secret_access_key"),
+                aws_session_token=known.get("token") or known.get("session_token"),
+            )
+    except ValueError as error:  # some of botocore's are
+        raise OptionError(f"cannot open {url}: {error}") from error
 
 
 @cache

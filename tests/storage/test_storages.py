@@ -12,7 +12,7 @@ import pytest
 
 import fastload
 from fastload.errors import ManifestError, OptionError, StorageError
-from fastload.storage import open_storage
+from fastload.storage import open_storage, open_target
 from fastload.storage.local import LocalStorage
 from fastload.storage.remote import RemoteStorage
 from tests.storage.contract import FILES, StorageContract
@@ -254,3 +254,58 @@ def test_empty_headers_and_indexes_are_malformed_on_every_storage(
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ManifestError, match=name):
         fastload.inspect(f"{scheme}{tmp_path}")
+
+
+OPENERS = [open_storage, open_target]
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+@pytest.mark.parametrize("opener", OPENERS)
+def test_options_of_the_client_may_stand_among_those_of_the_store(opener: Any, scheme: str) -> None:
+    given = {"account_name": "a", "account_key": "a2V5"} if scheme == "az" else {}
+    client = {"allow_http": "true", "timeout": "7s"}
+    opened = opener(f"{scheme}://bucket/runs/a", {**given, **client})
+    store = opened._store if opener is open_storage else opened._bucket.store
+    assert {name: store.client_options[name] for name in client} == client
+    opened.close()
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"endpoint": "not a url"}, "'not a url'"),
+        ({"endpoint_url": "127.0.0.1:9000"}, "'127.0.0.1:9000'"),
+        ({"aws_endpoint": "http://host:port"}, "'http://host:port'"),
+        ({"endpoint": "https://"}, "'https://'"),
+        ({"endpoint": "http://a b:9000"}, "'http://a b:9000'"),
+        ({"nonsense": 1}, "nonsense"),
+        ({"aws_allow_http": True}, ""),  # which obstore does not survive
+        ({"client_options": {"nonsense": 1}}, "nonsense"),
+        ({"client_options": 5}, "client_options"),
+        ({"region": 5}, "int"),
+    ],
+    ids=str,
+)
+def test_bad_options_of_a_store_are_named(opener: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        opener("s3://bucket/runs/a", options)
+    assert str(raised.value).startswith("cannot open s3://bucket")
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT", "AWS_ENDPOINT_URL"])
+@pytest.mark.parametrize("opener", OPENERS)
+def test_a_bad_endpoint_of_the_environment_is_named(
+    opener: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "my host:9000")
+    with pytest.raises(OptionError, match=r"cannot open s3://bucket.*'my host:9000'"):
+        opener("s3://bucket/runs/a")
+
+
+def test_an_endpoint_that_only_one_of_two_libraries_takes(tmp_path: Path) -> None:
+    options = {"endpoint": "http://my_host:9000"}
+    open_storage("s3://bucket/runs/a", options).close()
+    with pytest.raises(OptionError, match=r"cannot open s3://bucket/runs/a: .*http://my_host:9000"):
+        open_target("s3://bucket/runs/a", options)
