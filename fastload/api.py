@@ -266,7 +266,8 @@ def async_save(
     """Saves in the background: returns as soon as each rank has copied its share of the state.
 
     Args and errors are those of `save`. What cannot be saved is an error here; what goes wrong later is
-    raised by `SaveHandle.wait`, or by the next save if nobody waits. The memory of the copy, a rank's share
+    raised by `SaveHandle.wait`, or by the next save if nobody waits; wait for the last one, since the exit
+    status of a program that has come to its end tells nothing of it. The memory of the copy, a rank's share
     of the state, is kept for the next time.
     """
     job = _start(state, path, process_group, metadata, storage_options, options)

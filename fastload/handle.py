@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from typing import ClassVar
@@ -21,7 +22,8 @@ class SaveHandle:
     """A save that goes on in the background. Made by `fastload.async_save`.
 
     A program that ends waits for its saves. An error that nobody has waited for is raised by the next
-    save.
+    save; if there is none, it is told on stderr when the program ends, whose exit status Python lets
+    nothing change by then. So `wait` for the last one.
 
     Attributes:
         report: What it did, once it has succeeded; else None.
@@ -101,3 +103,7 @@ def _without_frames(error: BaseException) -> BaseException:
 def _await_saves() -> None:
     for handle in list(SaveHandle._running):
         handle._ended.wait()
+    for handle in SaveHandle._unseen:
+        why = f"{type(handle._error).__name__}: {handle._error}"
+        told = f"fastload: the save to {handle._url} failed, and nobody waited for it: {why}"
+        print(told, file=sys.stderr)  # its log may go anywhere, or nowhere any more
