@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from fastload.checkpoint import Checkpoint
-from fastload.errors import CheckpointNotFound, OptionError
+from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, OptionError
 from fastload.formats.manifest import Manifest
 from fastload.formats.safetensors import read_manifest
 from fastload.handle import SaveHandle
@@ -23,6 +24,8 @@ from fastload.storage import PatientStorage, open_storage
 from fastload.world import World, meet
 
 __all__ = ["async_save", "inspect", "load", "open", "save", "stage", "verify"]
+
+_log = logging.getLogger(__name__)
 
 _MAX_ATTEMPT_S = 30.0  # for one request: what takes longer has stalled
 
@@ -124,8 +127,14 @@ def _access(
         storage = open_storage(location, storage_options, io=options.io, attempt_s=attempt_s)
         return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s / 2)
 
+    same = {**same, **options.shared_values()}
     try:
-        return agree_on_access(world, location, connect, {**same, **options.shared_values()})
+        try:
+            return agree_on_access(world, location, connect, same)
+        except (IncompleteCheckpoint, ManifestError) as error:
+            # All ranks are here, or none. What they opened may have been replaced, and is being deleted.
+            _log.info("%s: opening it once more, in case it was replaced meanwhile: %s", location, error)
+        return agree_on_access(world, location, connect, same)
     except BaseException as error:
         if not isinstance(error, Exception):
             world.leave(error)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import fastload
-from fastload.errors import FastloadError, IncompleteCheckpoint
+from fastload.errors import FastloadError
 from fastload.storage.local import LocalStorage
 from tests.crash.saves import (
     End,
@@ -156,25 +158,41 @@ def test_a_program_that_ends_waits_for_its_saves_and_tells_of_those_that_failed(
     save_again(forgotten)
 
 
-@pytest.mark.parametrize("moment", ["fastload.json", "model.safetensors"])
-def test_a_load_never_mixes_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """Between the files that a load opens, all are replaced: it goes on with the old ones, or says so."""
-    path = tmp_path / "a"
-    save(state(1), path, background=False)
-    real = LocalStorage.stat
+def load_what_is_replaced(path: Path, file: str, when: str, replace: Callable[[], None]) -> Any:
+    """Loads, and has the checkpoint replaced when the load looks at a file of it."""
+    real, looks = LocalStorage.stat, []
 
     def stat(self: LocalStorage, name: str) -> Any:
-        found = real(self, name)
-        if name == moment:
-            monkeypatch.undo()
-            save(state(2), path, background=False, overwrite=True)
-        return found
+        looks.append(name)
+        if name != file or looks.count(file) > 1:
+            return real(self, name)
+        # Either way the directory is open by now: what is deleted in it is seen to be gone.
+        found = real(self, name if when == "after" else "nothing")
+        replace()
+        return found if when == "after" else real(self, name)
 
-    monkeypatch.setattr(LocalStorage, "stat", stat)
-    try:
-        loaded = fastload.load(path, options=fastload.LoadOptions(verify=False))
-    except IncompleteCheckpoint:
-        pass
-    else:
-        assert version_of(loaded) == 1
-    require_whole(path, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStorage, "stat", stat)
+        loaded = fastload.load(path)
+    assert file in looks
+    return loaded
+
+
+MOMENTS = [
+    # file, whether before or after the look at it, which one is loaded
+    ("fastload.json", "before", 2),
+    ("fastload.json", "after", 2),
+    ("model.safetensors", "after", 1),  # by then all that is needed is open
+]
+
+
+@ranks(1, 2)
+def test_a_load_never_mixes_two(rank: int, world: int, tmp_path: Path) -> None:
+    """Between the files that a load opens, all are replaced: all ranks get the old ones or the new ones."""
+    alone = dist.new_group([0])
+    for number, (file, when, wanted) in enumerate(MOMENTS):
+        path = tmp_path / f"{number}"
+        save(state(1), path, background=False, timeout_s=20.0)
+        replace = partial(save, state(2), path, background=False, overwrite=True, process_group=alone)
+        loaded = load_what_is_replaced(path, file, when, replace) if rank == 0 else fastload.load(path)
+        assert version_of(loaded) == wanted
