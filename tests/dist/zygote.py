@@ -1,4 +1,4 @@
-"""The process that ranks are forked from: it has imported torch, fastload and pytest, and nothing else happens in it.
+"""The process that ranks are forked from: it has imported what they need, and nothing else happens in it.
 
 It never starts a thread or a process group, so a fork of it is a clean process that is ready in
 milliseconds. All ranks share its hash seed: a test that must notice an iteration over a set whose order
@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 
 import pytest  # noqa: F401  (every test module imports it)
 import torch
+import torch._dynamo  # noqa: F401  (the first step of an optimizer does, for 1.5 s in every rank)
 import torch.distributed as dist
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
