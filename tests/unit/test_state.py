@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 import subprocess
 import sys
 import time
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -309,22 +309,13 @@ def test_very_many_collisions_take_no_time() -> None:
     assert len(describe(state).tensors) == 401
 
 
-def test_another_process_describes_the_same() -> None:
-    program = (
-        "import json, torch; from fastload.formats.state import describe\n"
-        "state = {'s': {'a', 'b', (1, 'c'), None, 2.5, 'd'}, 'f': frozenset('xyz'), 't': torch.ones(1)}\n"
-        "print(json.dumps(describe(state).structure))"
-    )
+def structure_with_sets() -> str:
     state = {"s": {"a", "b", (1, "c"), None, 2.5, "d"}, "f": frozenset("xyz"), "t": torch.ones(1)}
-    other = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONHASHSEED": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert other.stdout.strip() == json.dumps(describe(state).structure)
+    return json.dumps(describe(state).structure)
+
+
+def test_another_process_describes_the_same(elsewhere: Callable[[Any], str]) -> None:
+    assert elsewhere(structure_with_sets) == structure_with_sets()
 
 
 # Speed and size
