@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 __all__ = [
@@ -85,11 +85,10 @@ class Stopwatch:
             return self._total_s + (time.perf_counter() - self._since if self._active else 0.0)
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Report:
     """What all reports over all ranks have."""
 
-    ranks: Sequence[Any] = field(default_factory=tuple)
+    ranks: Sequence[Any]
 
     @property
     def total_s(self) -> float:
@@ -98,7 +97,7 @@ class _Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything in JSON types, the totals over all ranks too."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ranks"}
+        own = {name: value for name, value in vars(self).items() if name != "ranks"}
         kind = type(self)
         totals = {
             name: getattr(self, name) for name in dir(kind) if isinstance(getattr(kind, name), property)

@@ -18,7 +18,7 @@ from fastload.saving.commit import digests, pack, publish
 from fastload.saving.hash import BlockHasher
 from fastload.saving.layout import TensorSpec, lay_out
 from fastload.saving.partition import blocks_of, cut, partition, tail_of
-from fastload.saving.replicas import compare_replicas, replica_digests
+from fastload.saving.replicas import compare_replicas
 from fastload.saving.snapshot import Slabs, Snapshot, Source, Staging
 from fastload.saving.stage import choose_team, open_stage
 from fastload.saving.write import Writing
@@ -126,7 +126,7 @@ class Save:
             FastloadError: It does not, and what was staged is gone; the same error on all ranks.
         """
         try:
-            return self._run()
+            report = self._run()
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._world.leave(error)
@@ -136,6 +136,9 @@ class Save:
         finally:
             if self._target is not None:
                 self._target.close()
+        if self._options.on_report is not None:
+            self._options.on_report(report)
+        return report
 
     def _run(self) -> SaveReport:
         if not self._hosts:
@@ -176,8 +179,10 @@ class Save:
         told = self._world.agree(self._what, compare)
         require_same([each["same"] for each in told])
         if self._options.check_replicas != "off":
-            mine = replica_digests(self._layout, self._source, how=self._options.check_replicas)
-            compare_replicas(self._world, self._layout, mine, f"{self._what}: comparing replicas")
+            what = f"{self._what}: comparing replicas"
+            compare_replicas(
+                self._world, self._layout, self._source, how=self._options.check_replicas, what=what
+            )
         self._hosts = [each["host"] for each in told]
         self._num_writers = told[0]["writers"]
 

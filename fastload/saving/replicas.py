@@ -47,14 +47,28 @@ def replica_digests(layout: Layout, source: Source, *, how: str) -> bytes:
     return bytes(digests)
 
 
-def compare_replicas(world: World, layout: Layout, mine: bytes, what: str) -> None:
-    """Compares the digests of all ranks.
+def compare_replicas(world: World, layout: Layout, source: Source, *, how: str, what: str) -> None:
+    """Compares the tensors of all ranks.
+
+    Args:
+        world: The ranks.
+        layout: The files.
+        source: This rank's tensors.
+        how: As for `replica_digests`.
+        what: Name of the step, for messages.
 
     Raises:
         ReplicaMismatch: They differ; names ranks and tensors. The same on all ranks.
+        PeerError: Some rank could not say.
     """
-    same = world.agree(what, lambda: xxhash.xxh3_128_hexdigest(mine))
-    if len(set(same)) == 1:
+    mine = b""
+
+    def digest() -> str:
+        nonlocal mine
+        mine = replica_digests(layout, source, how=how)
+        return xxhash.xxh3_128_hexdigest(mine)
+
+    if len(set(world.agree(what, digest))) == 1:
         return
     # A mismatch is rare: only then do the ranks learn the digests of one, and tell where theirs are others.
     first = world.share(what, 0, lambda: mine)

@@ -6,8 +6,10 @@ import filecmp
 import json
 import os
 import threading
+import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import safetensors.torch
@@ -17,6 +19,7 @@ from torch import nn
 
 import fastload
 from fastload import SaveOptions
+from fastload.saving import replicas
 from tests.dist.harness import ranks, run_ranks
 
 SMALL = SaveOptions(max_shard_bytes=300_000, block_bytes=4096, writers="all", timeout_s=20)
@@ -113,6 +116,18 @@ def test_asynchronous_save_keeps_what_was(rank: int, world: int, tmp_path: Path)
 
 
 @ranks(2)
+def test_saves_that_succeed_are_reported(rank: int, world: int, tmp_path: Path) -> None:
+    reports: list[fastload.SaveReport] = []
+    options = replace(SMALL, on_report=reports.append)
+    first = fastload.save(make_state(), tmp_path / "1", options=options)
+    second = fastload.async_save(make_state(), tmp_path / "2", options=options).wait(20)
+    with pytest.raises(fastload.CheckpointExists):
+        fastload.save(make_state(), tmp_path / "2", options=options)
+    assert reports == [first, second]
+    assert [Path(report.url).name for report in reports] == ["1", "2"]
+
+
+@ranks(2)
 def test_ranks_with_different_states_are_told_in_what(rank: int, world: int, tmp_path: Path) -> None:
     state = make_state()
     state["step"] = 17 + rank
@@ -201,6 +216,23 @@ def train(rank: int, world: int, path: Path) -> None:
     second.run(3)
     for one, other in zip(whole.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@ranks(2)
+def test_a_rank_that_cannot_compare_its_replica_says_why(rank: int, world: int, tmp_path: Path) -> None:
+    if rank == 1:
+        replicas.allocate_staging = fail  # type: ignore[assignment]
+    options = replace(SMALL, check_replicas="full")
+    for save in (fastload.save, fastload.async_save):
+        began = time.monotonic()
+        with pytest.raises(fastload.PeerError, match="rank 1 .*: MemoryError: no room") as raised:
+            save(make_state(), tmp_path / "step", options=options)
+        assert list(raised.value.failures) == [1]
+        assert time.monotonic() - began < 10, "told, not waited for"
+
+
+def fail(*arguments: Any, **options: Any) -> NoReturn:
+    raise MemoryError("no room")
 
 
 @ranks(3)
