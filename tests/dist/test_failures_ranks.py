@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,25 @@ from tests.dist.harness import run_ranks
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 
-def load_and_fail(
-    rank: int, world: int, path: Path, victims: dict[int, signal.Signals], stage: str, strategy: str
-) -> Outcome:
-    patch = pytest.MonkeyPatch()
-    if rank in victims:
-        faults.strike(patch, stage, lambda: die(victims[rank]))
-    return outcome_of(lambda: fastload.load(path, options=options(strategy=strategy)))
+@dataclass(frozen=True)
+class Case:
+    """What goes wrong in a load: at that stage its victims, by rank in their group, get a signal."""
+
+    stage: str
+    victims: Mapping[int, signal.Signals]
+    strategy: str = "allgather"
+
+
+def load_and_fail(rank: int, world: int, path: Path, cases: Sequence[Case]) -> Outcome:
+    """Every case has a group of ranks of its own; all load at once. With one case, it is that of all ranks."""
+    size = world // len(cases)
+    groups = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
+    group = groups[rank // size] if len(cases) > 1 else None
+    case = cases[rank // size]
+    if (victim := rank % size) in case.victims:
+        faults.strike(pytest.MonkeyPatch(), case.stage, lambda: die(case.victims[victim]))
+    given = options(strategy=case.strategy)
+    return outcome_of(lambda: fastload.load(path, process_group=group, options=given))
 
 
 def require_named(ends: list[Outcome | None], victims: set[int], store_died: bool = False) -> None:
@@ -51,52 +65,62 @@ def require_named(ends: list[Outcome | None], victims: set[int], store_died: boo
     assert len({tuple(end.causes.items()) for end in left.values() if end is not None}) == 1
 
 
-def run_victims(path: Path, world: int, victims: dict[int, signal.Signals], **how: Any) -> None:
-    store = how.pop("store", "agent")
-    arguments: dict[str, Any] = {"stage": "middle", "strategy": "allgather", **how}
+def run_cases(path: Path, *cases: Case, size: int = 3, store: Any = "agent") -> None:
+    dies = {
+        number * size + victim: signum
+        for number, case in enumerate(cases)
+        for victim, signum in case.victims.items()
+    }
     ends = run_ranks(
-        load_and_fail, world, deadline_s=20, dies=victims, store=store,
-        path=checkpoint(path), victims=victims, **arguments,
+        load_and_fail, size * len(cases), deadline_s=20, dies=dies, store=store,
+        path=checkpoint(path), cases=cases,
     )  # fmt: skip
-    require_named(ends, set(victims))
+    for number, case in enumerate(cases):
+        require_named(ends[number * size :][:size], set(case.victims))
 
 
 STAGES = [stage for stage in faults.STAGES if stage not in ("headers", "compare")]
-CASES = [
-    pytest.param(stage, strategy, victim, id=f"{stage}-{strategy}-rank{victim}")
+EARLY = ("start", "open", "prepare")  # before data moves the strategy makes no difference
+KILLED = {
+    stage: [
+        Case(stage, {0 if (stage, strategy) == ("read", "broadcast") else (place + turn) % 3: KILL}, strategy)
+        for turn, strategy in enumerate(("allgather", "broadcast", "direct"))
+    ]
     for place, stage in enumerate(STAGES)
-    for turn, strategy in enumerate(("allgather", "broadcast", "direct"))
-    for victim in [0 if (stage, strategy) == ("read", "broadcast") else (place + turn) % 3]
-    # Before data moves the strategy makes no difference.
-    if turn == 0 or stage not in ("start", "open", "prepare")
-]
+}
 
 
-@pytest.mark.parametrize(("stage", "strategy", "victim"), CASES)
-def test_killed_rank_is_named(tmp_path: Path, stage: str, strategy: str, victim: int) -> None:
-    run_victims(tmp_path / "x.safetensors", 3, {victim: KILL}, stage=stage, strategy=strategy)
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage not in EARLY])
+def test_killed_rank_is_named(tmp_path: Path, stage: str) -> None:
+    run_cases(tmp_path / "x.safetensors", *KILLED[stage])
+
+
+def test_rank_killed_before_data_moves_is_named(tmp_path: Path) -> None:
+    run_cases(tmp_path / "x.safetensors", *(KILLED[stage][0] for stage in EARLY))
 
 
 @pytest.mark.parametrize("signum", [KILL, STOP], ids=lambda signum: signum.name)
-@pytest.mark.parametrize(("stage", "victim"), [("headers", 0), ("compare", 1)])
-def test_rank_that_ends_between_agreements_is_named(
-    tmp_path: Path, stage: str, victim: int, signum: signal.Signals
-) -> None:
-    run_victims(tmp_path / "x.safetensors", 3, {victim: signum}, stage=stage)
+def test_rank_that_ends_between_agreements_is_named(tmp_path: Path, signum: signal.Signals) -> None:
+    run_cases(tmp_path / "x.safetensors", Case("headers", {0: signum}), Case("compare", {1: signum}))
 
 
 @pytest.mark.parametrize(
-    ("stage", "victim"),
-    [("open", 2), ("prepare", 0), ("connect", 1), ("read", 2), ("exchange", 1), ("place", 0), ("first", 0),
-     ("middle", 0), ("middle", 1), ("middle", 2), ("last", 1), ("gather", 0)],
-)  # fmt: skip
-def test_stopped_rank_is_named(tmp_path: Path, stage: str, victim: int) -> None:
-    run_victims(tmp_path / "x.safetensors", 3, {victim: STOP}, stage=stage)
+    "places",
+    [
+        [("open", 2), ("prepare", 0), ("connect", 1)],
+        [("read", 2), ("exchange", 1), ("place", 0)],
+        [("middle", 0), ("middle", 1), ("middle", 2)],
+        [("first", 0), ("last", 1), ("gather", 0)],
+    ],
+    ids=lambda places: "-".join(stage for stage, _ in places),
+)
+def test_stopped_rank_is_named(tmp_path: Path, places: list[tuple[str, int]]) -> None:
+    run_cases(tmp_path / "x.safetensors", *(Case(stage, {victim: STOP}) for stage, victim in places))
 
 
-@pytest.mark.parametrize("strategy", ["broadcast", "direct"])
-def test_stopped_rank_is_named_with_other_strategies(tmp_path: Path, strategy: str) -> None:
-    run_victims(tmp_path / "x.safetensors", 3, {0: STOP}, stage="middle", strategy=strategy)
+def test_stopped_rank_is_named_with_other_strategies(tmp_path: Path) -> None:
+    cases = [Case("middle", {0: STOP}, strategy) for strategy in ("broadcast", "direct")]
+    run_cases(tmp_path / "x.safetensors", *cases)
 
 
 @pytest.mark.parametrize("signum", [KILL, STOP], ids=lambda signum: signum.name)
@@ -104,12 +128,12 @@ def test_stopped_rank_is_named_with_other_strategies(tmp_path: Path, strategy: s
 def test_rank_0_takes_the_rendezvous_store_with_it(
     tmp_path: Path, stage: str, signum: signal.Signals
 ) -> None:
-    run_victims(tmp_path / "x.safetensors", 3, {0: signum}, stage=stage, store="rank0")
+    run_cases(tmp_path / "x.safetensors", Case(stage, {0: signum}), store="rank0")
 
 
 def test_two_ranks_killed_at_once_are_both_named(tmp_path: Path) -> None:
-    run_victims(tmp_path / "x.safetensors", 4, {1: KILL, 3: KILL}, stage="middle")
-    run_victims(tmp_path / "x.safetensors", 4, {0: KILL, 2: STOP}, stage="first")
+    run_cases(tmp_path / "x.safetensors", Case("middle", {1: KILL, 3: KILL}), size=4)
+    run_cases(tmp_path / "x.safetensors", Case("first", {0: KILL, 2: STOP}), size=4)
 
 
 def fail_to_connect(rank: int, world: int, path: Path) -> Outcome:
