@@ -15,6 +15,7 @@ import pytest
 import fastload
 from fastload.memory import state_digest
 from tests.checkpoints import flip, load_reference, record_by_hand, write_file, write_sharded
+from tests.e2e.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")  # what is for a terminal; tab and newline are text
@@ -23,13 +24,13 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def run(*arguments: str, ranks: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable]
-    if ranks:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     variables = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | environment
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FASTLOAD_")}
+    if not ranks:
+        return run_forked(arguments, cwd=ROOT, env=kept | variables, timeout=100)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.run(
-        [*launcher, "-m", "fastload", *arguments],
+        [*launcher, "--nproc-per-node", str(ranks), "-m", "fastload", *arguments],
         cwd=ROOT, env=kept | variables, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
