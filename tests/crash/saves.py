@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import fastload
 from fastload.errors import CheckpointNotFound, PeerError
@@ -22,6 +23,7 @@ __all__ = [
     "SLACK_S",
     "TIMEOUT_S",
     "End",
+    "Struck",
     "attempt",
     "end_of",
     "leftovers",
@@ -30,6 +32,7 @@ __all__ = [
     "require_whole",
     "save",
     "save_again",
+    "save_all_struck",
     "save_struck",
     "state",
     "version_of",
@@ -104,24 +107,52 @@ def end_of(call: Callable[[], Any]) -> End:
     return End(kind, causes, text, time.monotonic() - began, fastload_threads())
 
 
-def attempt(
-    rank: int, world: int, path: Path, version: int, faults: Mapping[int, Sequence[Fault]], **how: Any
-) -> End:
-    """A rank's body: saves, while system calls of some ranks go wrong."""
+@dataclass(frozen=True)
+class Struck:
+    """A save of version 2 on three ranks, while system calls of some go wrong.
+
+    Attributes:
+        path: Where to.
+        faults: Rank → what goes wrong there.
+        how: Of the save.
+    """
+
+    path: Path
+    faults: Mapping[int, Sequence[Fault]]
+    how: Mapping[str, Any]
+
+    @property
+    def dies(self) -> dict[int, signal.Signals]:
+        kills = {rank for rank, own in self.faults.items() if any("SIGKILL" in fault for _, fault in own)}
+        return dict.fromkeys(kills, signal.SIGKILL)
+
+
+def attempt(rank: int, world: int, cases: Sequence[Struck]) -> End:
+    """A rank's body: three ranks for each case save, all at once, while system calls of some go wrong."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    value = state(version)
-    with striking(faults.get(rank, ())):
-        return end_of(lambda: save(value, path, **how))
+    groups = [dist.new_group(range(first, first + 3)) for first in range(0, world, 3)]
+    case, value = cases[rank // 3], state(2)
+    with striking(case.faults.get(rank % 3, ())):
+        dist.barrier()  # it takes a while until faults are in place
+        return end_of(lambda: save(value, case.path, process_group=groups[rank // 3], **case.how))
 
 
 def save_struck(path: Path, faults: Mapping[int, Sequence[Fault]], **how: Any) -> list[End]:
     """Saves version 2 on three ranks, while system calls of some go wrong; returns the ends of who lives."""
-    dies = {rank: 9 for rank, own in faults.items() if any("SIGKILL" in fault for _, fault in own)}
     store = how.pop("store", "agent")
-    ends = run_ranks(
-        attempt, 3, deadline_s=30, dies=dies, store=store, path=path, version=2, faults=faults, **how
-    )
-    return [end for rank, end in enumerate(ends) if rank not in dies]
+    return save_all_struck([Struck(path, faults, how)], store=store)[0]
+
+
+def save_all_struck(cases: Sequence[Struck], store: Any = "agent") -> list[list[End]]:
+    """The same for several at once; returns the ends of each."""
+    dies = {
+        3 * number + rank: signum for number, case in enumerate(cases) for rank, signum in case.dies.items()
+    }
+    ends = run_ranks(attempt, 3 * len(cases), deadline_s=30, dies=dies, store=store, cases=cases)
+    return [
+        [ends[3 * number + rank] for rank in range(3) if rank not in case.dies]
+        for number, case in enumerate(cases)
+    ]
 
 
 def require_named(ends: Sequence[End], causes: Mapping[int, str]) -> None:
@@ -164,12 +195,14 @@ def leftovers(root: Path) -> list[str]:
     return sorted(name for name in os.listdir(root) if name.startswith("."))
 
 
-def _again(rank: int, world: int, path: Path, version: int) -> None:
-    save(state(version), path, background=False, overwrite=True, timeout_s=20.0)
+def _again(rank: int, world: int, paths: Sequence[Path], version: int) -> None:
+    for path in paths:
+        save(state(version), path, background=False, overwrite=True, timeout_s=20.0)
 
 
-def save_again(path: Path, version: int = 3) -> None:
-    """The next save: it succeeds, and cleans what is left of those before."""
-    run_ranks(_again, 2, deadline_s=30, path=path, version=version)
-    require_whole(path, version)
-    assert leftovers(path.parent) == []
+def save_again(*paths: Path, version: int = 3) -> None:
+    """The next saves: they succeed, and clean what is left of those before."""
+    run_ranks(_again, 2, deadline_s=30, paths=paths, version=version)
+    for path in paths:
+        require_whole(path, version)
+        assert leftovers(path.parent) == []

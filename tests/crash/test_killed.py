@@ -12,12 +12,14 @@ import pytest
 from fastload import saver
 from tests.crash.saves import (
     End,
+    Struck,
     end_of,
     leftovers,
     require_named,
     require_whole,
     save,
     save_again,
+    save_all_struck,
     save_struck,
     state,
 )
@@ -52,27 +54,32 @@ KILLS = [
 ]
 
 
-def name_of(case: tuple[Any, ...]) -> str:
-    call, count, rank, replaces, background, _ = case
-    return f"{call}{count}-rank{rank}-{'over' if replaces else 'new'}-{'async' if background else 'sync'}"
+def names_of(cases: list[tuple[Any, ...]]) -> str:
+    return "+".join(
+        f"{call}{count}-rank{rank}-{'over' if replaces else 'new'}-{'async' if background else 'sync'}"
+        for call, count, rank, replaces, background, _ in cases
+    )
 
 
 @needs_strace
-@pytest.mark.parametrize("case", KILLS, ids=name_of)
-def test_killed_before_a_system_call(tmp_path: Path, case: tuple[Any, ...]) -> None:
-    call, count, rank, replaces, background, left = case
-    path = tmp_path / "a"
-    save(state(1), path if replaces else tmp_path / "other", background=False)
-    ends = save_struck(
-        path, {rank: [(call, f"signal=SIGKILL:when={count}")]}, overwrite=replaces, background=background
-    )
-    require_named(ends, {rank: LATE})
-    require_whole(path, left)
-    if not replaces:
-        require_whole(tmp_path / "other", 1)
-    if rank != 0:
-        assert leftovers(tmp_path) == []  # the leader lives, and has cleaned up itself
-    save_again(path)
+@pytest.mark.parametrize("cases", [KILLS[n : n + 3] for n in range(0, len(KILLS), 3)], ids=names_of)
+def test_killed_before_a_system_call(tmp_path: Path, cases: list[tuple[Any, ...]]) -> None:
+    struck = []
+    for number, (call, count, rank, replaces, background, _) in enumerate(cases):
+        path = tmp_path / str(number) / "a"
+        save(state(1), path if replaces else path.with_name("other"), background=False)
+        faults = {rank: [(call, f"signal=SIGKILL:when={count}")]}
+        struck.append(Struck(path, faults, {"overwrite": replaces, "background": background}))
+    for one, ends, (_, _, rank, replaces, _, left) in zip(
+        struck, save_all_struck(struck), cases, strict=True
+    ):
+        require_named(ends, {rank: LATE})
+        require_whole(one.path, left)
+        if not replaces:
+            require_whole(one.path.with_name("other"), 1)
+        if rank != 0:
+            assert leftovers(one.path.parent) == []  # the leader lives, and has cleaned up itself
+    save_again(*(one.path for one in struck))
 
 
 @needs_strace

@@ -12,12 +12,14 @@ import pytest
 from fastload.storage import open_target
 from tests.crash.saves import (
     End,
+    Struck,
     end_of,
     leftovers,
     require_named,
     require_whole,
     save,
     save_again,
+    save_all_struck,
     save_struck,
     state,
 )
@@ -44,28 +46,31 @@ FAILURES = [
 ]
 
 
-def name_of(case: tuple[Any, ...]) -> str:
-    call, count, rank, error, replaces, background, _ = case
-    how = f"{'over' if replaces else 'new'}-{'async' if background else 'sync'}"
-    return f"{error}-{call}{count}-rank{rank}-{how}"
+def names_of(cases: list[tuple[Any, ...]]) -> str:
+    return "+".join(
+        f"{error}-{call}{count}-rank{rank}-{'over' if over else 'new'}-{'async' if background else 'sync'}"
+        for call, count, rank, error, over, background, _ in cases
+    )
 
 
 @needs_strace
-@pytest.mark.parametrize("case", FAILURES, ids=name_of)
-def test_a_system_call_fails(tmp_path: Path, case: tuple[Any, ...]) -> None:
-    call, count, rank, error, replaces, background, says = case
-    path = tmp_path / "a"
-    save(state(1), path if replaces else tmp_path / "other", background=False)
-    ends = save_struck(
-        path, {rank: [(call, f"error={error}:when={count}")]}, overwrite=replaces, background=background
-    )
-    assert len(ends) == 3
-    require_named(ends, {rank: f"({error})"})
-    assert ends[0].causes[rank].startswith(f"StorageError: {tmp_path}"), ends[0]
-    assert says in ends[0].causes[rank], ends[0]
-    require_whole(path, 1 if replaces else None)
-    assert leftovers(tmp_path) == []
-    save_again(path)
+@pytest.mark.parametrize("cases", [FAILURES[n : n + 3] for n in range(0, len(FAILURES), 3)], ids=names_of)
+def test_a_system_call_fails(tmp_path: Path, cases: list[tuple[Any, ...]]) -> None:
+    struck = []
+    for number, (call, count, rank, error, replaces, background, _) in enumerate(cases):
+        path = tmp_path / str(number) / "a"
+        save(state(1), path if replaces else path.with_name("other"), background=False)
+        faults = {rank: [(call, f"error={error}:when={count}")]}
+        struck.append(Struck(path, faults, {"overwrite": replaces, "background": background}))
+    ended = save_all_struck(struck)
+    for one, ends, (_, _, rank, error, replaces, _, says) in zip(struck, ended, cases, strict=True):
+        assert len(ends) == 3
+        require_named(ends, {rank: f"({error})"})
+        assert ends[0].causes[rank].startswith(f"StorageError: {one.path.parent}"), ends[0]
+        assert says in ends[0].causes[rank], ends[0]
+        require_whole(one.path, 1 if replaces else None)
+        assert leftovers(one.path.parent) == []
+    save_again(*(one.path for one in struck))
 
 
 @needs_strace
