@@ -260,7 +260,10 @@ def save(
         PeerError: Some ranks failed, or were killed, or did not answer in time; with every cause.
         StorageError: With one rank only: storage failed.
     """
-    return _start(state, path, process_group, metadata, storage_options, options).run()
+    job = _start(state, path, process_group, metadata, storage_options, options)
+    report = job.run()
+    job.tell(report)
+    return report
 
 
 def async_save(
@@ -281,7 +284,7 @@ def async_save(
     """
     job = _start(state, path, process_group, metadata, storage_options, options)
     job.take_snapshot()
-    return SaveHandle(os.fspath(path), job.run)
+    return SaveHandle(os.fspath(path), job.run, job.tell)
 
 
 def _start(

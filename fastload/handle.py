@@ -32,13 +32,13 @@ class SaveHandle:
     _running: ClassVar[list[SaveHandle]] = []
     _unseen: ClassVar[list[SaveHandle]] = []
 
-    def __init__(self, url: str, save: Callable[[], SaveReport]) -> None:
+    def __init__(self, url: str, save: Callable[[], SaveReport], tell: Callable[[SaveReport], None]) -> None:
         self.report: SaveReport | None = None
         self._url = url
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._running.append(self)
-        background(lambda: self._run(save), "fastload-save").start()
+        background(lambda: self._run(save, tell), "fastload-save").start()
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -77,15 +77,20 @@ class SaveHandle:
         if cls._unseen:
             cls._unseen[0].wait()
 
-    def _run(self, save: Callable[[], SaveReport]) -> None:
+    def _complaint(self) -> str:
+        what = "the save" if self.report is None else "on_report, after the save"
+        return f"{what} to {self._url} failed: {type(self._error).__name__}: {self._error}"
+
+    def _run(self, save: Callable[[], SaveReport], tell: Callable[[SaveReport], None]) -> None:
         try:
             self.report = save()
+            tell(self.report)
         except BaseException as error:
-            _log.error("the save to %s failed: %s", self._url, error)
             self._error = _without_frames(error)
+            _log.error("%s", self._complaint())
             self._unseen.append(self)
         finally:
-            del save
+            del save, tell
             self._running.remove(self)
             self._ended.set()
 
@@ -104,6 +109,5 @@ def _await_saves() -> None:
     for handle in list(SaveHandle._running):
         handle._ended.wait()
     for handle in SaveHandle._unseen:
-        why = f"{type(handle._error).__name__}: {handle._error}"
-        told = f"fastload: the save to {handle._url} failed, and nobody waited for it: {why}"
-        print(told, file=sys.stderr)  # its log may go anywhere, or nowhere any more
+        # Its log may go anywhere, or nowhere any more.
+        print(f"fastload: {handle._complaint()} (nobody waited for it)", file=sys.stderr)

@@ -59,8 +59,9 @@ class Housekeeper:
                 before.join()
             try:
                 work()
-            except FastloadError as error:
-                _log.warning("%s: cannot clean up: %s", self._catalog.root, error)
+            except Exception as error:  # a defect, too, costs no more than disk space
+                defect = not isinstance(error, FastloadError)
+                _log.warning("%s: cannot clean up: %s", self._catalog.root, error, exc_info=defect)
 
         self._last = background(run, "fastload-keep")
         self._last.start()

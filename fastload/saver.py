@@ -126,7 +126,7 @@ class Save:
             FastloadError: It does not, and what was staged is gone; the same error on all ranks.
         """
         try:
-            report = self._run()
+            return self._run()
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._world.leave(error)
@@ -136,9 +136,11 @@ class Save:
         finally:
             if self._target is not None:
                 self._target.close()
+
+    def tell(self, report: SaveReport) -> None:
+        """Hands the report to whoever wants it."""
         if self._options.on_report is not None:
             self._options.on_report(report)
-        return report
 
     def _run(self) -> SaveReport:
         if not self._hosts:

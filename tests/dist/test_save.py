@@ -128,6 +128,19 @@ def test_saves_that_succeed_are_reported(rank: int, world: int, tmp_path: Path) 
 
 
 @ranks(2)
+def test_a_checkpoint_exists_even_if_its_report_cannot_be_told(rank: int, world: int, tmp_path: Path) -> None:
+    def refuse(report: fastload.SaveReport) -> None:
+        raise RuntimeError("no room for reports")
+
+    handle = fastload.async_save(make_state(), tmp_path / "step", options=replace(SMALL, on_report=refuse))
+    with pytest.raises(RuntimeError, match="no room"):
+        handle.wait(20)
+    assert handle.report is not None
+    assert not handle.failed()
+    assert_equal(fastload.load(tmp_path / "step"), make_state())
+
+
+@ranks(2)
 def test_ranks_with_different_states_are_told_in_what(rank: int, world: int, tmp_path: Path) -> None:
     state = make_state()
     state["step"] = 17 + rank
