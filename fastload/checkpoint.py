@@ -160,25 +160,26 @@ class Checkpoint:
         """Does on all ranks whatever can fail before data moves, and compares the plans."""
         jobs: list[_Job] = []
 
-        def prepare() -> tuple[dict[str, str], str]:
+        def prepare() -> dict[str, str]:
             target = _target_device(device)
             check(self.manifest, into)
             matched = match(self.manifest, names=names, into=into, device=target, dtype=dtype, strict=strict)
             job = self._plan(matched, matched.device or target)
             jobs.append(job)
             wanted = json.dumps([d.entry.name for d in matched.destinations])
-            ask = {
+            return {
                 "strategy": job.decision.strategy,
                 "transport": job.exchange.transport,
                 "names": f"{len(matched.destinations)} tensors ({xxhash.xxh3_64_hexdigest(wanted.encode())})",
                 "dtype": str(dtype),
                 "plan": job.plan.digest(),
+                "distress": secrets.token_hex(DISTRESS_BYTES),
             }
-            return ask, secrets.token_hex(DISTRESS_BYTES)
 
-        answers = self._world.agree(f"preparing to load {self._access.manifest.url}", prepare)
-        require_same([ask for ask, _ in answers])
-        return replace(jobs[0], distress=bytes.fromhex(answers[0][1]))
+        asked = self._world.agree(f"preparing to load {self._access.manifest.url}", prepare)
+        distress = asked[0].pop("distress", "")  # rank 0's is everybody's
+        require_same(asked)
+        return replace(jobs[0], distress=bytes.fromhex(distress))
 
     def _plan(self, matched: Match, device: torch.device) -> _Job:
         world, options, access = self._world, self._options, self._access

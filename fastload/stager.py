@@ -173,16 +173,19 @@ class Stage:
         world = self._world
         plans: list[ReadPlan] = []
 
-        def prepare() -> tuple[dict[str, str], str]:
+        def prepare() -> dict[str, str]:
             plans.append(self._plan())
             if self._leads and self._runs:
                 self._job = self._open(plans[0])
-            ask = {"files": self._inventory.identity, "plan": plans[0].digest()}
-            return ask, secrets.token_hex(DISTRESS_BYTES)
+            return {
+                "files": self._inventory.identity,
+                "plan": plans[0].digest(),
+                "distress": secrets.token_hex(DISTRESS_BYTES),
+            }
 
-        answers = world.agree(self._what, prepare)
-        require_same([ask for ask, _ in answers])
-        self._distress = bytes.fromhex(answers[0][1])
+        asked = world.agree(self._what, prepare)
+        self._distress = bytes.fromhex(asked[0].pop("distress"))  # rank 0's is everybody's
+        require_same(asked)
         error: Exception | None = None
         told: dict[str, Any] = {}
         try:
