@@ -15,7 +15,7 @@ to the storage, as where a file system gives every client a fixed share. The flo
 streams every byte once: in `share` N hosts can be up to N times as fast.
 
 Beside each of fastload's arms stands what `fastload plan` predicts from the rates. As all hosts share
-this machine's cores, one load without any rates comes first, for each number of hosts: it says what
+this machine's cores, loads without any rates come first, for each number of hosts: they say what
 those manage.
 """
 
@@ -32,6 +32,7 @@ import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
@@ -151,10 +152,10 @@ def show(result: dict[str, Any], png_path: Path | None) -> None:
 def unshaped_s(hosts: int, checkpoints: dict[str, Checkpoint], timeout_s: float) -> float:
     """Seconds of a load with links as fast as they get: what the cores of this machine manage."""
     with Lab(hosts, [], checkpoints) as running:
-        outcome = running.run(["fastload allgather"], [], 1, timeout_s)
+        outcome = running.run(["fastload allgather"], [], 3, timeout_s)
     if not outcome.rows:
         raise click.ClickException(f"{hosts} hosts without rates: {outcome.failed}")
-    return float(outcome.rows[-1]["seconds"])
+    return float(median(row["seconds"] for row in outcome.rows))
 
 
 def need(*tools: str) -> None:
