@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,13 +102,22 @@ class TestS3(TargetContract):
         return target._client
 
     def read(self, url: str) -> dict[str, bytes]:
-        """Reads by S3's own client, since this server answers a range with all of the object."""
+        """Reads by S3's own client, since this server answers a range with all of the object.
+
+        What two have written and deleted at once the server may list for a moment after it is gone.
+        """
         client, prefix = self.client(), url.removeprefix(f"s3://{BUCKET}/") + "/"
-        found = client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", ())
-        keys = [entry["Key"] for entry in found]
-        return {
-            key.removeprefix(prefix): client.get_object(Bucket=BUCKET, Key=key)["Body"].read() for key in keys
-        }
+        until = time.monotonic() + 10
+        while True:
+            found = client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", ())
+            keys = [entry["Key"] for entry in found]
+            try:
+                bodies = [client.get_object(Bucket=BUCKET, Key=key)["Body"].read() for key in keys]
+            except client.exceptions.NoSuchKey:
+                assert time.monotonic() < until, f"listed, but not there: {keys}"
+                time.sleep(0.1)
+                continue
+            return {key.removeprefix(prefix): body for key, body in zip(keys, bodies, strict=True)}
 
     def place(self, where: str) -> str:
         return f"s3://{BUCKET}/{uuid.uuid4().hex}/runs"
