@@ -184,7 +184,7 @@ class Stage:
             }
 
         asked = world.agree(self._what, prepare)
-        self._distress = bytes.fromhex(asked[0].pop("distress"))  # rank 0's is everybody's
+        self._distress = bytes.fromhex(asked[0].pop("distress", ""))  # rank 0's is everybody's
         require_same(asked)
         error: Exception | None = None
         told: dict[str, Any] = {}

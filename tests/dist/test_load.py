@@ -376,6 +376,44 @@ def test_into_a_module(rank: int, world: int, path: Path, strategy: str) -> str:
     return state_digest(model.state_dict())
 
 
+def overlapping(folder: Path) -> Path:
+    write_file(folder / "m.safetensors", [(name, "F32", (40_000,)) for name in "abc"])
+    return folder / "m.safetensors"
+
+
+@prepared([one_giant])
+@ranks(3)
+def test_what_lies_within_one_tensor_is_never_copied(
+    rank: int, world: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed: list[int] = []
+    place = Placer.place
+
+    def spy(placer: Placer, start: int, data: torch.Tensor) -> None:
+        placed.append(data.numel())
+        place(placer, start, data)
+
+    monkeypatch.setattr(Placer, "place", spy)
+    tensors, report = load(path, chunk_bytes=10_000)
+    check(path, tensors)
+    assert report.num_rounds > 50
+    assert 1 <= len(placed) <= 2  # the chunks at both ends of the giant
+
+
+@prepared([overlapping])
+@ranks(2, 3, same=True)
+def test_names_that_share_memory_take_the_last_one_on_all_ranks(rank: int, world: int, path: Path) -> str:
+    """Their bytes differ in the checkpoint: what a rank passes on must not be what it made of both."""
+    memory = torch.zeros(50_000)
+    state = {"a": memory[:40_000], "b": torch.zeros(40_000), "c": memory[10_000:]}
+    load(path, into=state, chunk_bytes=3001)
+    expected = load_reference(path)
+    assert raw(memory[10_000:]) == raw(expected["c"])
+    assert raw(memory[:10_000]) == raw(expected["a"][:10_000])
+    assert raw(state["b"]) == raw(expected["b"])
+    return state_digest(state)
+
+
 @prepared([model_file])
 @pytest.mark.parametrize("strategy", ["allgather", "direct"])
 @ranks(2, same=True)
