@@ -145,6 +145,23 @@ def test_chosen_chunks_are_of_useful_size(total: int, world_size: int, staging_b
         assert len(plan.readers) >= min(world_size, 32)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "least_readers", "least_chunk"), [(256, 256, 256 << 10), (1024, 48, 1 << 20)]
+)
+def test_where_not_all_can_read_fewer_read_more_at_a_time(
+    world_size: int, least_readers: int, least_chunk: int
+) -> None:
+    plan = plan_reads(
+        entries((1 << 40, 0, False)),
+        world_size=world_size,
+        readers=range(world_size),
+        staging_bytes=256 << 20,
+        chunk_bytes=None,
+    )
+    assert least_readers <= len(plan.readers) <= 256
+    assert plan.chunk_bytes >= least_chunk
+
+
 def test_small_staging_leaves_some_readers_spread_evenly() -> None:
     plan = plan_reads(
         entries((1 << 30, 0, False)),
