@@ -257,11 +257,11 @@ def open_exchange(world: World, *, hosts: Sequence[str], local: bool, device: to
     Args:
         world: The ranks.
         hosts: Host of each rank.
-        local: Nothing is to be exchanged: each rank reads all for itself.
+        local: Nothing is to be exchanged: one rank, or each rank reads all for itself.
         device: Where the tensors will live on this rank.
     """
     on_cuda = device.type == "cuda"
-    if local or world.size == 1:
+    if local:
         return LocalExchange(pinned=on_cuda)
     if on_cuda and has_nccl(world):
         return NcclExchange(world, device)

@@ -25,10 +25,9 @@ _log = logging.getLogger(__name__)
 
 _PART_BYTES = 16 << 20
 _LEAST_PART_BYTES = 8 << 20  # S3 takes 5 MiB, but each part costs a request
-_GOOD_NUM_PARTS = 64  # shares are cut between parts: with few of them they would be uneven
+_GOOD_NUM_PARTS = 128  # shares are cut between parts: with few of them they would be uneven
 _MAX_PARTS = 10_000
 _MAX_CONNECTIONS = 32
-_CONNECT_TIMEOUT_S = 5.0
 _GONE = ("NoSuchUpload", "404")
 _making = threading.Lock()  # a session makes one client at a time
 
@@ -233,7 +232,7 @@ def make_client(url: str, store: Any, *, attempt_s: float, retries: int) -> Any:
     config = botocore.config.Config(
         signature_version=botocore.UNSIGNED if unsigned else None,
         s3={"addressing_style": "virtual" if virtual else "path"},
-        connect_timeout=min(_CONNECT_TIMEOUT_S, attempt_s),
+        connect_timeout=attempt_s,  # which urllib3 goes by while it sends a part, too
         read_timeout=attempt_s,
         retries={"mode": "standard", "total_max_attempts": retries + 1},
         max_pool_connections=_MAX_CONNECTIONS,

@@ -98,6 +98,8 @@ def start_services() -> dict[str, int]:
     rclone = ["rclone", "serve", "s3", str(DATA_DIR), "--config", "", "--addr", RCLONE]
     rclone += ["--auth-key", f"{KEY},{SECRET}"]
     rclone += ["--vfs-cache-mode", "off", "--no-checksum", "--dir-cache-time", "24h"]
+    # Parts of an upload are taken in any order, as S3 does, and not only within a buffer.
+    rclone += ["--multipart-streaming-buffer-limit", "0", "--multipart-streaming-buffer-total", "0"]
     rclone += ["--rc", "--rc-no-auth", "--rc-addr", RCLONE_CONTROL]
     return {"nginx": start(STORAGE, nginx), "rclone": start(STORAGE, rclone)}
 

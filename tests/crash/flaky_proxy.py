@@ -1,9 +1,10 @@
-"""A proxy in front of an S3 server that fails some of the requests: real sockets, a real server behind."""
+"""A proxy in front of an S3 server that fails or stalls some requests: real sockets, a real server behind."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import time
 from urllib.parse import urlsplit
 
 from tests.dist.flaky_server import Handler, Server
@@ -18,6 +19,7 @@ class FlakyProxy(Server):
 
     Attributes:
         fails: (method, text in path and query) → status of the answer, for all that fail.
+        stalls: The same → seconds until it begins to read the body.
         log: (method, path and query) of every request that failed.
     """
 
@@ -25,6 +27,7 @@ class FlakyProxy(Server):
         super().__init__(_Handler)
         self.behind = urlsplit(endpoint).netloc
         self.fails: dict[tuple[str, str], int] = {}
+        self.stalls: dict[tuple[str, str], float] = {}
         self.log: list[tuple[str, str]] = []
 
 
@@ -32,6 +35,9 @@ class _Handler(Handler):
     server: FlakyProxy
 
     def do_GET(self) -> None:
+        for (method, text), seconds in self.server.stalls.items():
+            if method == self.command and text in self.path:
+                time.sleep(seconds)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         for (method, text), status in list(self.server.fails.items()):
             if method == self.command and text in self.path:

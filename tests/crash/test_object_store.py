@@ -83,6 +83,18 @@ def test_refused_for_good(proxy: Any, fault: tuple[str, str, int, bool]) -> None
     assert objects(storage) == (WHOLE, [])
 
 
+def test_a_server_that_stalls_in_the_middle_of_a_part_gets_it_once(proxy: Any) -> None:
+    server, storage, folder = proxy
+    data = os.urandom(16 << 20)  # more than sockets buffer
+    server.stalls["PUT", "partNumber=1"] = 5.5
+    target = open_target(URL, storage, retries=0)
+    target.prepare([("data", len(data))], overwrite=False)
+    target.write("data", 0, memoryview(data))
+    target.publish([target.flush()], [("fastload.json", b"{}")], overwrite=False)
+    target.close()
+    assert (folder / "data").read_bytes() == data
+
+
 def test_killed_between_parts(proxy: Any) -> None:
     (_, storage, folder), victim = proxy, 0
     run_ranks(put, 3, version=1, storage=storage, background=False)
