@@ -3,10 +3,10 @@
     scripts/lab/setup
     .venv/bin/python scripts/bench_save_lab.py --hosts 4 --json save.json     (as root)
 
-The hosts are those of scripts/lab, on this machine; the storage's own link is not capped. All ranks hold
-the same state. All arms run interleaved in one job for each number of hosts, each from a barrier until
-the slowest rank is done, and every arm has saved a small state before. Each link's counters say what
-crossed it. What was saved is checked, and removed, outside of the timing.
+The hosts are those of scripts/lab, on this machine, and so is the store, SeaweedFS; its link is not
+capped. All ranks hold the same state. All arms run interleaved in one job for each number of hosts, each
+from a barrier until the slowest rank is done, and every arm has saved a small state before. Each link's
+counters say what crossed it. What was saved is checked, and removed, outside of the timing.
 
 The arms with s3fs need it: .venv/bin/pip install s3fs boto3 (which may replace boto3 by an older one that
 s3fs's client goes with).
@@ -24,7 +24,7 @@ from typing import Any
 import click
 from bench_lab import environment, need, words
 from bench_parts.job import Bytes
-from bench_parts.lab_control import S3_ROOT, Lab, run_arms
+from bench_parts.lab_control import S3_ROOT, STORE_URL, Lab, run_arms
 from bench_parts.save_lab_arms import make_arms
 from bench_parts.save_lab_tables import print_saves_on_lab
 
@@ -53,9 +53,11 @@ def main(
     jobs: list[dict[str, Any]] = []
     result = {"environment": environment(), "repeats": repeats, "host_rate": host_rate, "jobs": jobs}
     settings = {"size": size, "repeats": repeats, "timeout_s": timeout_s, "root": f"{S3_ROOT}/saved"}
+    settings["endpoint"] = STORE_URL
     for count in map(int, hosts):
         names = [name for name in make_arms(count) if not arms or any(part in name for part in arms)]
         with Lab(count, ["--host-rate", host_rate], {}) as running:
+            running.serve_store()
             outcome = run_arms("bench_parts.save_lab_job", names, settings)
         jobs.append({"hosts": running.hosts, "rows": outcome.rows, "failed": outcome.failed})
         if json_path:  # so far

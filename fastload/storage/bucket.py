@@ -123,7 +123,8 @@ class ObstoreBucket:
 
     def files(self, folder: str) -> dict[str, int]:
         found = self._api.list_with_delimiter(self.store, folder)["objects"]
-        return {meta["path"].rsplit("/", 1)[-1]: meta["size"] for meta in found}
+        # Some stores and tools keep an empty object by the name of the folder itself.
+        return {meta["path"].rsplit("/", 1)[-1]: meta["size"] for meta in found if meta["path"] != folder}
 
     def folders(self) -> list[str]:
         found = self._api.list_with_delimiter(self.store)["common_prefixes"]

@@ -162,6 +162,10 @@ class ObjectTarget:
                 if time.monotonic() > self._marked_at + _REFRESH_S:
                     self._put_marker()
 
+    def _delete_folder(self, folder: str) -> None:
+        """Deletes what is left of a folder whose files have been deleted."""
+        self._bucket.delete_folder(folder)
+
     # What S3 does in another way: it joins the parts that all ranks uploaded.
 
     def _begin(self) -> dict[str, str]:
@@ -292,14 +296,14 @@ class ObjectTarget:
             self._give_up(saved_name(folder) or "", uploads)
         names = [name for name in self._bucket.files(folder) if name != "owner.json"]
         self._bucket.delete([f"{folder}/{name}" for name in [*names, "owner.json"]])
-        self._bucket.delete_folder(folder)
+        self._delete_folder(folder)
 
     def remove(self) -> None:
         with self._errors(""):
             self._marked = sorted(set(self._bucket.files(self._name)) - {SAVING_NAME})
             self._put_marker()
             self._clear(self._marked)
-            self._bucket.delete_folder(self._name)
+            self._delete_folder(self._name)
             self._marked = []
 
     def close(self) -> None:

@@ -117,7 +117,9 @@ class ObjectStorage:
             record = [_RECORD_NAME] if self._has_record() else []
             return record or next(([name] for name in _HTTP_NAMES if self.stat(name) is not None), None)
         found = self._call("", lambda key: obstore.list_with_delimiter(self._store, key or None))
-        names = {meta["path"].rsplit("/", 1)[-1]: _stat(meta) for meta in found["objects"]}
+        # Some stores and tools keep an empty object by the name of the folder itself.
+        files = [meta for meta in found["objects"] if meta["path"] != self._root]
+        names = {meta["path"].rsplit("/", 1)[-1]: _stat(meta) for meta in files}
         self._known.update(names)
         return sorted(names) or None
 

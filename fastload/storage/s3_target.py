@@ -162,6 +162,12 @@ class S3Target(ObjectTarget):
                 _log.warning("%s: cannot look for uploads of dead saves: %s", self._url, error)
         return old
 
+    def _delete_folder(self, folder: str) -> None:
+        super()._delete_folder(folder)
+        # The object that some stores keep for a folder, with files or without.
+        request = {"Bucket": self._bucket_name, "Key": self._in_bucket(folder) + "/"}
+        self._ask(lambda: self._client.delete_object(**request))
+
     def _object(self, name: str) -> dict[str, str]:
         return {"Bucket": self._bucket_name, "Key": self._in_bucket(self._key(name))}
 

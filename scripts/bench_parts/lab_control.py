@@ -21,6 +21,10 @@ sys.path.insert(0, str(SCRIPTS / "lab"))
 import services  # noqa: E402  (the lab's own modules)
 from network import STORAGE  # noqa: E402
 
+STORE_URL = f"http://{services.STORAGE_ADDRESS}:8333"
+_STORE = "weed server -ip={address} -ip.bind=0.0.0.0 -s3 -s3.config={config} -dir={folder}"
+_STORE += " -s3.port.iceberg=0 -s3.port.lance=0 -master.telemetry=false -volume.max=0 -volume.port=8334"  # 8080 is HTTP's
+_STORE_SOCKETS = "seaweedfs-*.sock"  # in /tmp, wherever it is told to keep things
 _SFTP_PORT = 2222
 _SFTP_SERVER = "/usr/lib/openssh/sftp-server"
 _TRIES, _WAIT_S = 30, 10.0  # somebody else's lab may be up
@@ -119,11 +123,28 @@ class Lab:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         lab("down")
+        for left in Path("/tmp").glob(_STORE_SOCKETS):
+            left.unlink()
 
     def _serve_files(self) -> None:
         """Serves files to sshfs, without encryption; the process ends with the lab."""
         listen = f"TCP-LISTEN:{_SFTP_PORT},bind={services.STORAGE_ADDRESS},fork,reuseaddr,nodelay"
         services.start(STORAGE, ["socat", listen, f"EXEC:{_SFTP_SERVER}"])
+
+    def serve_store(self) -> None:
+        """Starts SeaweedFS, to save to; it ends with the lab.
+
+        The lab's rclone takes the parts of an upload in order, and joins them by copying.
+        """
+        folder = services.DATA_DIR / "store"
+        folder.mkdir()
+        config = services.SERVICES / "store.json"
+        keys = [{"accessKey": services.KEY, "secretKey": services.SECRET}]
+        config.write_text(
+            json.dumps({"identities": [{"name": "lab", "credentials": keys, "actions": ["Admin"]}]})
+        )
+        command = _STORE.format(address=services.STORAGE_ADDRESS, config=config, folder=folder)
+        services.start(STORAGE, command.split())
 
     def run(self, arms: Sequence[str], tuned: Sequence[str], repeats: int, timeout_s: float) -> Outcome:
         """Runs arms that load."""

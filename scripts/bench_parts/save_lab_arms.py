@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -116,6 +117,23 @@ def client() -> Any:
     from botocore.config import Config
 
     return boto3.client("s3", config=Config(s3={"addressing_style": "path"}))
+
+
+def make_bucket(url: str, *, within_s: float) -> None:
+    """Makes the bucket, once the store that has just been started answers."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    bucket, prefix = _place(url)
+    until = time.monotonic() + within_s
+    while True:
+        try:
+            client().create_bucket(Bucket=bucket)
+            client().put_object(Bucket=bucket, Key=f"{prefix}/started", Body=b"x")
+            return
+        except (BotoCoreError, ClientError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.5)
 
 
 def stored(url: str) -> dict[str, int]:

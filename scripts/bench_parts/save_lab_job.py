@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 import time
 import warnings
@@ -20,7 +21,7 @@ import torch.distributed as dist
 import fastload
 from bench_parts.lab_ranks import Ranks, describe, own_cpu_s
 from bench_parts.save_arms import State, make_state, nbytes_of
-from bench_parts.save_lab_arms import Save, make_arms, remove, stored
+from bench_parts.save_lab_arms import Save, make_arms, make_bucket, remove, stored
 from fastload.memory import state_digest
 
 _SMALL_BYTES = 8 << 20
@@ -114,7 +115,11 @@ def main() -> None:
     warnings.filterwarnings("ignore")  # deprecations, of the libraries
     torch.set_num_threads(1)  # ranks share the cores
     settings: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    os.environ["AWS_ENDPOINT_URL"] = settings["endpoint"]
     dist.init_process_group("gloo", timeout=timedelta(seconds=settings["timeout_s"]))
+    if dist.get_rank() == 0:
+        make_bucket(settings["root"], within_s=60)
+    dist.barrier()
     Job(settings).run()
     dist.barrier()
     dist.destroy_process_group()

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,8 @@ FILES = {
 class StorageContract:
     """The tests; `fill` puts files below a fresh root and returns its path or URL."""
 
+    options: Mapping[str, Any] = {}
+
     def fill(self, files: Mapping[str, bytes], where: str) -> str:
         raise NotImplementedError
 
@@ -33,9 +36,12 @@ class StorageContract:
 
     @pytest.fixture
     def storage(self, root: str) -> Iterator[Storage]:
-        storage = open_storage(root)
+        storage = self.open(root)
         yield storage
         storage.close()
+
+    def open(self, url: str) -> Storage:
+        return open_storage(url, self.options)
 
     def read(self, storage: Storage, name: str, offset: int, *sizes: int) -> bytes:
         buffers = [bytearray(size) for size in sizes]
@@ -61,7 +67,7 @@ class StorageContract:
 
     def test_stat_of_the_root(self, storage: Storage, root: str) -> None:
         assert storage.stat("") is not None, "the root is there"
-        missing = open_storage(f"{root}/nothing/here")
+        missing = self.open(f"{root}/nothing/here")
         assert missing.stat("") is None
         assert missing.list() is None
         missing.close()
@@ -72,7 +78,7 @@ class StorageContract:
     def test_folders(self, storage: Storage, root: str) -> None:
         assert storage.folders() == ["sub"]
         for where, wanted in (("sub", ["deep"]), ("sub/deep", []), ("nothing", [])):
-            below = open_storage(f"{root}/{where}")
+            below = self.open(f"{root}/{where}")
             assert below.folders() == wanted
             below.close()
 
@@ -82,7 +88,7 @@ class StorageContract:
         assert found.modified_s == 0.0 or abs(found.modified_s - time.time()) < 600
 
     def test_a_root_that_is_a_file(self, root: str) -> None:
-        storage = open_storage(f"{root}/b.bin")
+        storage = self.open(f"{root}/b.bin")
         assert storage.list() is None
         found = storage.stat("")
         assert found is not None
@@ -91,12 +97,12 @@ class StorageContract:
         storage.close()
 
     def test_a_root_with_one_file_is_a_directory(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        storage = open_storage(self.fill({"one.bin": b"1"}, str(tmp_path_factory.mktemp("one"))))
+        storage = self.open(self.fill({"one.bin": b"1"}, str(tmp_path_factory.mktemp("one"))))
         assert storage.list() == ["one.bin"]
         storage.close()
 
     def test_a_slash_at_the_end_means_the_same(self, root: str) -> None:
-        storage = open_storage(root + "/")
+        storage = self.open(root + "/")
         assert storage.list() == sorted(name for name in FILES if "/" not in name)
         assert self.read(storage, "b.bin", 0, 10) == b"0123456789"
         storage.close()

@@ -233,12 +233,6 @@ def test_a_write_that_waits_in_vain_says_so(root: str) -> None:
 # S3
 
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    with s3_server(tmp_path_factory.mktemp("s3")) as options:
-        yield options
-
-
 @pytest.fixture
 def target(s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Target]:
     monkeypatch.setattr(s3_target, "_PART_BYTES", 1 << 20)

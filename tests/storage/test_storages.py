@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ import fastload
 from fastload.errors import ManifestError, OptionError, StorageError
 from fastload.storage import open_storage, open_target
 from fastload.storage.local import LocalStorage
+from fastload.storage.objects import ObjectStorage
 from fastload.storage.remote import RemoteStorage
+from fastload.storage.s3_target import S3Target
 from tests.storage.contract import FILES, StorageContract
+from tests.storage.s3_server import BUCKET
 
 
 def fill_folder(files: Mapping[str, bytes], where: str) -> None:
@@ -67,6 +71,34 @@ class TestRemoteMemory(StorageContract):
         assert isinstance(storage, RemoteStorage)
         assert storage.shared
         assert not storage.probes
+
+
+class TestS3(StorageContract):
+    @pytest.fixture(autouse=True)
+    def _serve(self, seaweed: dict[str, Any]) -> None:
+        self.options = seaweed
+
+    def fill(self, files: Mapping[str, bytes], where: str) -> str:
+        target = open_target(f"s3://{BUCKET}/x", self.options)
+        assert isinstance(target, S3Target)
+        root = uuid.uuid4().hex
+        for name, content in files.items():
+            target._client.put_object(Bucket=BUCKET, Key=f"{root}/{name}", Body=content)
+        target.close()
+        return f"s3://{BUCKET}/{root}"
+
+    def test_it_is_an_object_store(self, storage: Any) -> None:
+        assert isinstance(storage, ObjectStorage)
+        assert storage.shared
+
+    def test_stat_of_the_root(self, storage: Any) -> None:
+        assert storage.stat("") is None, "a prefix is no object"
+
+    def test_an_object_that_stands_for_a_folder_is_no_file(self, tmp_path: Path) -> None:
+        root = self.fill({"runs/": b"", "runs/a.bin": b"a", "runs/sub/": b""}, str(tmp_path))
+        storage = self.open(f"{root}/runs")
+        assert (storage.list(), storage.folders()) == (["a.bin"], ["sub"])
+        storage.close()
 
 
 # Local files

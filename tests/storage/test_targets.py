@@ -19,8 +19,8 @@ from fastload.storage.bucket import ObstoreBucket
 from fastload.storage.local_target import LocalTarget
 from fastload.storage.object_target import ObjectTarget
 from fastload.storage.s3_target import S3Target
-from tests.storage.s3_server import BUCKET, s3_server
-from tests.storage.target_contract import TargetContract
+from tests.storage.s3_server import BUCKET
+from tests.storage.target_contract import SMALL, TargetContract
 
 
 def hidden(names: list[str]) -> list[str]:
@@ -84,12 +84,6 @@ class TestFsspecFiles(TargetContract):
         return hidden([str(path) for path in Path(root.removeprefix("local://")).rglob("*")])
 
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    with s3_server(tmp_path_factory.mktemp("s3")) as options:
-        yield options
-
-
 class TestS3(TargetContract):
     @pytest.fixture(autouse=True)
     def _serve(self, s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +121,40 @@ class TestS3(TargetContract):
         objects = client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", ())
         uploads = client.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix).get("Uploads", ())
         return hidden([found["Key"] for found in objects]) + [found["Key"] for found in uploads]
+
+
+class TestSeaweed(TestS3):
+    """A store that honours conditions, too."""
+
+    @pytest.fixture(autouse=True)
+    def _serve(self, seaweed: dict[str, Any]) -> None:
+        self.options = seaweed
+
+    def read(self, url: str) -> dict[str, bytes]:
+        return TargetContract.read(self, url)
+
+    def test_a_condition_decides_at_once(
+        self, url: str, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(object_target, "_SETTLE_S", float("nan"))  # no sleep takes that
+        self.save(url, files)
+
+    def test_folders_leave_nothing(self, root: str, url: str, files: dict[str, bytes]) -> None:
+        self.save(url, files)
+        (target,) = self.begin(url, files, overwrite=True)
+        target.abort()
+        target.remove()
+        target.close()
+        prefix = root.removeprefix(f"s3://{BUCKET}/") + "/"
+        found = self.client().list_objects_v2(Bucket=BUCKET, Prefix=prefix, Delimiter="/")
+        assert found.get("CommonPrefixes", []) == []
+
+    def test_an_object_that_stands_for_a_folder_is_not_in_the_way(
+        self, url: str, files: dict[str, bytes]
+    ) -> None:
+        self.client().put_object(Bucket=BUCKET, Key=url.removeprefix(f"s3://{BUCKET}/") + "/", Body=b"")
+        self.save(url, files)
+        assert self.read(url) == {**files, **dict(SMALL)}
 
 
 class TestObstore(TestS3):
