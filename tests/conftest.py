@@ -18,12 +18,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist looks at the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what takes long and is covered, in its essence, by another test."""
+    """Leaves out what takes long and is covered, in its essence, by another test; the lab comes first.
+
+    There is one lab, which is one worker's (of pytest-xdist): mostly it waits, while others work.
+    """
     if not config.getoption("--slow"):
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
+    in_lab = [item for item in items if item.get_closest_marker("lab")]
+    for item in in_lab:
+        item.add_marker(pytest.mark.xdist_group("lab"))
+    items[:] = in_lab + [item for item in items if item not in in_lab]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

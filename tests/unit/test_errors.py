@@ -94,7 +94,7 @@ class ValueErrorTwin(ValueError):
     pass
 
 
-@pytest.mark.parametrize("thing", [object(), (object(),), [1], {"a": 1}, b"x", ((1, object()),)], ids=repr)
+@pytest.mark.parametrize("thing", [object(), (object(),), [1], {"a": 1}, b"x", ((1, object()),)])
 def test_a_foreign_error_is_named_whatever_it_carries(thing: Any) -> None:
     received = travel(StrangeError("odd", thing))
     assert type(received) is FastloadError
