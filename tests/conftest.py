@@ -1,14 +1,19 @@
-"""What every test gets: hypothesis without a clock, and a skip where the machine lacks something."""
+"""What every test gets: hypothesis without a clock, a skip where the machine lacks something, a worker."""
 
 from __future__ import annotations
 
 import functools
 import os
 import subprocess
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
+
+_LAB = "tests/lab/"
+_LONG = (_LAB, "tests/e2e/", "tests/crash/", "tests/dist/", "tests/storage/")
 
 settings.register_profile("fastload", deadline=None, print_blob=True)  # a shared machine is no stopwatch
 settings.load_profile("fastload")
@@ -18,20 +23,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist looks at the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what takes long and is covered, in its essence, by another test; the lab comes first.
-
-    There is one lab, which is one worker's (of pytest-xdist): mostly it waits, while others work.
-    """
+    """Leaves out what takes long and is covered, in its essence, by another test; long ones come first."""
     if not config.getoption("--slow"):
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
-    in_lab = [item for item in items if item.get_closest_marker("lab")]
-    for item in in_lab:
-        item.add_marker(pytest.mark.xdist_group("lab"))
-    items[:] = in_lab + [item for item in items if item not in in_lab]
+    items.sort(key=lambda item: next((n for n, part in enumerate(_LONG) if item.nodeid.startswith(part)), 9))
+
+
+class Scheduling(LoadScopeScheduling):
+    """Deals files to workers in order; those of the lab are one worker's, as there is one lab.
+
+    That worker mostly waits: so there may be one more of them than cores.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _LAB if nodeid.startswith(_LAB) else nodeid.split("::", 1)[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

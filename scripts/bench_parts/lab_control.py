@@ -22,8 +22,8 @@ import services  # noqa: E402  (the lab's own modules)
 from network import STORAGE  # noqa: E402
 
 STORE_URL = f"http://{services.STORAGE_ADDRESS}:8333"
-_STORE = "weed server -ip={address} -ip.bind=0.0.0.0 -s3 -s3.config={config} -dir={folder}"
-_STORE += " -s3.port.iceberg=0 -s3.port.lance=0 -master.telemetry=false -volume.max=0 -volume.port=8334"  # 8080 is HTTP's
+_STORE = "weed server -ip={address} -ip.bind=0.0.0.0 -s3 -s3.config={config} -dir={folder} -volume.max=0"
+_STORE += " -volume.port=8334 -s3.port.iceberg=0 -s3.port.lance=0 -master.telemetry=false"
 _STORE_SOCKETS = "seaweedfs-*.sock"  # in /tmp, wherever it is told to keep things
 _SFTP_PORT = 2222
 _SFTP_SERVER = "/usr/lib/openssh/sftp-server"
