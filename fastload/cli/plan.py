@@ -51,7 +51,7 @@ _MOST_TRACED = 64
 @click.option("--staging", type=SIZE, help="staging_bytes of each rank; 256MiB if not given.")
 @click.option("--chunk", type=SIZE, help="chunk_bytes; chosen if not given.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--trace", metavar="FILE", help="Write the timeline of the fastest strategy there.")
+@click.option("--trace", metavar="FILE", help="Write the timeline of the fastest strategy into this file.")
 def plan(
     path: str | None,
     size: int | None,
