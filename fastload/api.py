@@ -55,8 +55,8 @@ def load(
         into: A module or nested dicts and lists of tensors and modules, to be loaded in place. Meta tensors
             are replaced by real ones on `device`; tied tensors stay tied. From what `fastload.save` wrote,
             objects with ``load_state_dict``, such as optimizers, and plain values get theirs too. If the
-            load fails while data moves, the contents of its tensors are undefined; and if storage did not
-            answer a read (the error and a warning say so), they stay so until it does or the process ends.
+            load fails while data moves, the contents of its tensors are undefined; if storage has not
+            answered a read by then (the error and a warning say so), that read may still write to them.
         device: Where new tensors live; the CPU if None.
         dtype: Casts floating point tensors to this dtype; None keeps what is stored.
         process_group: A group this rank is a member of, or a one-dimensional ``DeviceMesh``; None for
@@ -160,7 +160,7 @@ def stage(
 
     Args:
         src: A directory; a local path or a URL.
-        dst: A directory that is to be, on a file system that each host has for itself; ``/dev/shm`` will do.
+        dst: The directory to make, on a file system that each host has for itself; ``/dev/shm`` will do.
         process_group: As for `load`.
         storage_options: As for `load`; for `src`.
         options: How to stage; None for the defaults.
@@ -247,7 +247,7 @@ def save(
         state: Nested dicts, lists, tuples and sets of tensors, NumPy arrays and plain values, such as
             state dicts of models, optimizers and schedulers, random states and counters. Tied tensors are
             stored once and come back tied.
-        path: A directory that is to be; a local path or a URL.
+        path: The directory to make; a local path or a URL.
         process_group: As for `load`.
         metadata: Text to keep with it; see `Checkpoint.metadata`.
         storage_options: As for `load`.
@@ -328,6 +328,7 @@ def inspect(path: Path, *, storage_options: Mapping[str, Any] | None = None) -> 
 
     Raises:
         CheckpointNotFound: There is none.
+        IncompleteCheckpoint: Its save never finished, or files that it should have are not there.
         ManifestError: It is malformed.
         StorageError: Storage did not deliver the headers.
     """

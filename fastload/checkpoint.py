@@ -46,7 +46,7 @@ class Checkpoint:
     """A checkpoint that all ranks of a group have open. Made by `fastload.open`.
 
     Attributes:
-        manifest: What is where.
+        manifest: Its files and tensors, and where each tensor is.
         report: What the last `load` did, or None.
     """
 
@@ -128,7 +128,8 @@ class Checkpoint:
         """Checks every byte, whatever `LoadOptions.verify` says; see `fastload.verify` for errors."""
         if not self.manifest.block_bytes:
             raise IncompleteCheckpoint(
-                f"{self.manifest.url}: it has no checksums to verify: no commit record ({RECORD_NAME})"
+                f"{self.manifest.url}: it has no checksums to verify: no commit record ({RECORD_NAME}), "
+                "such as `fastload convert` writes"
             )
         with self._at_most_one_failure():
             verifier = self._verifier or Verifier(self.manifest)

@@ -54,7 +54,7 @@ class CheckpointManager:
         every_steps: Steps between saves.
         every_seconds: Seconds between saves.
         every: ``auto`` works the interval out, from what steps and saves take and the three that follow:
-        mtbf_s: Mean time between failures of the job, in seconds.
+        mtbf_s: Mean time between failures of the job, in seconds; ``auto`` needs it.
         restart_s: Seconds from a failure until training goes on.
         budget: Largest part of the time that training may stand still to save.
         keep_last: Number of newest checkpoints to keep; None keeps all. Older ones are deleted once a

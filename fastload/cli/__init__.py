@@ -9,7 +9,7 @@ try:
     import click
     import rich  # noqa: F401
 except ImportError as error:
-    sys.exit(f"the command line needs {error.name}: pip install 'fastload[cli]'")
+    sys.exit(f"the command line needs {error.name}: pip install click rich")
 
 import fastload
 from fastload.cli.cadence import cadence
@@ -29,7 +29,7 @@ __all__ = ["main"]
 @click.version_option(fastload.__version__, prog_name="fastload")
 @click.option("-v", "--verbose", is_flag=True, help="Log what goes on, to stderr.")
 def main(verbose: bool) -> None:
-    """Gets checkpoints into multi-host PyTorch jobs: every byte is read once."""
+    """Loads, checks, copies and plans checkpoints of PyTorch jobs: every byte is read once."""
     logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING, stream=sys.stderr)
 
 

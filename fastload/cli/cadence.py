@@ -45,9 +45,11 @@ __all__ = ["cadence"]
 @click.option(
     "--restart", type=TIME, default="5min", show_default=True, help="From a failure until it trains."
 )
-@click.option("--budget", type=FRACTION, default="3.5%", show_default=True, help="Most time for stalls.")
+@click.option(
+    "--budget", type=FRACTION, default="3.5%", show_default=True, help="Largest share of time in stalls."
+)
 @click.option("--in-flight", type=COUNT, default="1", show_default=True, help="Saves under way at once.")
-@click.option("--copies", type=COUNT, help="Copies in the memory of peers: do they survive?")
+@click.option("--copies", type=COUNT, help="Copies in the memory of peers: how likely do they survive?")
 @click.option("--png", type=str, help="Draw the ETTR over the interval into this file.")
 @output_options
 def cadence(

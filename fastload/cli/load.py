@@ -43,7 +43,7 @@ def inspect(path: str, as_json: bool) -> None:
     "--names", multiple=True, metavar="NAME", help="Name or glob pattern of tensors to load; repeatable."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, from rank 0.")
-@click.option("--trace", metavar="FILE", help=f"Write a trace: {SETTINGS['trace'].help}.")
+@click.option("--trace", metavar="FILE", help="Write a Chrome/Perfetto trace of all ranks into this file.")
 @click.option("--digest", is_flag=True, help="Compute one xxh3 digest of the loaded state on each rank.")
 def load(
     path: str,

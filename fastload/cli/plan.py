@@ -35,7 +35,11 @@ _MOST_TRACED = 64
 @click.option("--size", type=SIZE, help="Instead of PATH: bytes of a checkpoint, such as 13.8TB or 512GiB.")
 @click.option("--hosts", required=True, type=COUNT, help="Hosts.")
 @click.option("--ranks-per-host", default="1", show_default=True, type=COUNT, help="Ranks on each host.")
-@click.option("--storage-gbps", type=LINK_RATE, help="What storage delivers to all hosts together.")
+@click.option(
+    "--storage-gbps",
+    type=LINK_RATE,
+    help="What storage delivers to all hosts together; this, the next, or both.",
+)
 @click.option("--per-host-storage-gbps", type=LINK_RATE, help="What storage delivers to one host at most.")
 @click.option("--host-gbps", required=True, type=LINK_RATE, help="A host's network link, each way.")
 @click.option(
@@ -51,7 +55,7 @@ _MOST_TRACED = 64
 @click.option("--staging", type=SIZE, help="staging_bytes of each rank; 256MiB if not given.")
 @click.option("--chunk", type=SIZE, help="chunk_bytes; chosen if not given.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--trace", metavar="FILE", help="Write the timeline of the fastest strategy there.")
+@click.option("--trace", metavar="FILE", help="Write the timeline of the fastest strategy into this file.")
 def plan(
     path: str | None,
     size: int | None,
@@ -75,6 +79,8 @@ def plan(
     with errors_to_exit_code(rank=0):
         if (path is None) == (size is None):
             raise OptionError("give either PATH or --size")
+        if storage_gbps is None and per_host_storage_gbps is None:
+            raise OptionError("how fast is storage? Give --storage-gbps, --per-host-storage-gbps, or both")
         cluster = Cluster(
             num_hosts=hosts,
             ranks_per_host=ranks_per_host,

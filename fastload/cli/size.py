@@ -26,8 +26,8 @@ __all__ = ["size"]
 @click.option("--dp", type=COUNT, help="Replicas; as many as the GPUs make if not given.")
 @world_options
 @click.option("--at", "rate", type=RATE, help="Bandwidth of storage: how long does it take?")
-@click.option("--within", type=TIME, multiple=True, help="Time: what does it need? Repeatable.")
-@click.option("--every", type=TIME, help="Interval between saves, for their overhead.")
+@click.option("--within", type=TIME, multiple=True, help="Time: what bandwidth does it take? Repeatable.")
+@click.option("--every", type=TIME, help="Interval between saves: what do they cost?")
 @output_options
 def size(
     model: Model,

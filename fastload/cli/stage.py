@@ -22,16 +22,17 @@ __all__ = ["stage"]
 @click.argument("src")
 @click.argument("dst")
 @click.option("--overwrite", is_flag=True, help="Replace another checkpoint that is at DST.")
-@click.option("--no-verify", is_flag=True, help="Trust what is at DST already by its sizes.")
+@click.option("--no-verify", is_flag=True, help="Of what is at DST already check the sizes only.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, from rank 0.")
 def stage(src: str, dst: str, overwrite: bool, no_verify: bool, as_json: bool) -> None:
     """Copy the checkpoint at SRC to the directory DST of every host of a torchrun or srun job.
 
-    DST is on a disk that each host has for itself, or in /dev/shm. SRC is read once in all, and checked;
-    a copy that is whole already is left as it is, and one that is not is gone on with. Loads of DST then
-    need SRC no more.
+    DST is on a disk that each host has for itself, or in /dev/shm. SRC is read once in all, and checked.
+    A copy that is whole already is left as it is; one that was begun is finished. Loads of DST then need
+    SRC no more.
     """
-    rank, _ = initialize()
+    with errors_to_exit_code(rank=0):  # each rank has its own to say of its environment
+        rank, _ = initialize()
     with errors_to_exit_code(rank):
         with progress(rank, shown=not as_json, what="staging") as show:
             trust: dict[str, Any] = {"verify": False} if no_verify else {}

@@ -63,22 +63,23 @@ class Trace:
 
 @click.command()
 @click.argument("file", type=click.File("r", encoding="utf-8"))
-@click.option("--png", required=True, type=click.Path(dir_okay=False), help="Draw it there.")
+@click.option("--png", required=True, type=click.Path(dir_okay=False), help="Draw it into this file.")
 @click.option(
     "--floor-s", type=click.FloatRange(min=0, min_open=True), help="Mark the floor at so many seconds."
 )
 def timeline(file: Any, png: str, floor_s: float | None) -> None:
     """Draw the trace in FILE: ranks as rows, stages as colours, idle time visible.
 
-    FILE is what `fastload load --trace` or `fastload plan --trace` wrote. The dashed line is the floor:
-    as given, or as the trace says, or else the time in which at least one rank was reading.
+    FILE is what `fastload load --trace`, `fastload plan --trace`, or a load or save with the option `trace`
+    wrote. The dashed line is the floor: as given, or as the trace says, or else the time in which at least
+    one rank was reading.
     """
     with errors_to_exit_code(rank=0):
         trace = read_trace(file)
         try:
             from fastload.cli.picture import draw
         except ImportError as error:
-            raise FastloadError(f"pictures need {error.name}: pip install 'fastload[plot]'") from None
+            raise FastloadError(f"pictures need {error.name}: pip install matplotlib") from None
         try:
             draw(trace, png, *_floor(trace, floor_s), most_rows=_MOST_ROWS)
         except OSError as error:

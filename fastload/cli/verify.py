@@ -1,4 +1,4 @@
-"""``fastload verify`` and, under torchrun, ``python -m fastload verify``."""
+"""``fastload verify`` and, under torchrun or srun, ``python -m fastload verify``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ __all__ = ["verify"]
 def verify(path: str, as_json: bool) -> None:
     """Check every byte of the checkpoint at PATH against the checksums of its commit record.
 
-    The ranks of a torchrun job share the work. Exits with 1, and lists the bad blocks, if there are any.
+    The ranks of a torchrun or srun job share the work. Exits with 1, and lists the bad blocks, if there are
+    any.
     """
-    rank, _ = initialize()
+    with errors_to_exit_code(rank=0):  # each rank has its own to say of its environment
+        rank, _ = initialize()
     with errors_to_exit_code(rank):
         with progress(rank, shown=not as_json, what="verifying") as show:
             report = fastload.verify(path, options=fastload.LoadOptions(progress=show))

@@ -64,7 +64,9 @@ def open_storage(
             from fastload.storage.objects import ObjectStorage
 
             return ObjectStorage(text, options or {}, attempt_s)
-        _log.warning("reading %s:// through fsspec, the slower way: pip install 'fastload[remote]'", scheme)
+        _log.warning(
+            "reading %s:// through fsspec, the slower way; for the fast one: pip install obstore", scheme
+        )
     return RemoteStorage(text, options or {})
 
 
@@ -110,7 +112,7 @@ def open_target(
         bucket: Bucket = FsspecBucket(root, options or {})
         return ObjectTarget(url, bucket, name, timeout_s=timeout_s)
     if importlib.util.find_spec("obstore") is None:
-        raise OptionError(f"saving to {scheme}:// needs obstore: pip install 'fastload[remote]'")
+        raise OptionError(f"saving to {scheme}:// needs obstore: pip install obstore")
     store = ObstoreBucket(root, options or {}, timeout_s=timeout_s, attempt_s=attempt_s, retries=retries)
     if scheme not in _S3:
         return ObjectTarget(url, store, name, timeout_s=timeout_s)

@@ -212,7 +212,9 @@ class LocalTarget:
         if not entries:
             return
         if not overwrite:
-            raise CheckpointExists(f"{self._path} exists already, and overwrite=True was not asked for")
+            raise CheckpointExists(
+                f"{self._path} exists already: to replace it, ask for overwrite=True (--overwrite)"
+            )
         if all(entry.name not in self._signs for entry in entries):
             raise OptionError(
                 f"{self._path} has no {' or '.join(self._signs)}: "

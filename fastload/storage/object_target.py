@@ -234,7 +234,9 @@ class ObjectTarget:
                 raise CheckpointExists(f"{self._url}: {owner or 'another save'} is publishing there")
         if RECORD_NAME in there:
             if not overwrite:
-                raise CheckpointExists(f"{self._url} exists already, and overwrite=True was not asked for")
+                raise CheckpointExists(
+                    f"{self._url} exists already: to replace it, ask for overwrite=True (--overwrite)"
+                )
             return
         foreign = sorted(there - {SAVING_NAME} - set(map(str, marker.get("files", ()))))
         if foreign and not overwrite:

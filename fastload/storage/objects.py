@@ -54,6 +54,8 @@ _PERMANENT = (
 )
 # obstore dies of an endpoint that is no URL, with the first request.
 _ENDPOINT = re.compile(r"https?://(\[[0-9a-f:.]+\]|[^\s/?#:@\[\]]+)(:\d{1,5})?(/[^\s?#]*)?", re.IGNORECASE)
+# obstore looks nowhere but in the environment, and then asks the cloud's metadata service.
+_NO_KEYS = re.compile(r"Error performing \w+ \S+/(latest/api/token|latest/meta-data/)")
 _REFUSED = re.compile(r"status code: 4(?!08|29)\d\d")  # a list request has no exception of its own for it
 
 
@@ -174,7 +176,10 @@ class ObjectStorage:
             return ask(self._key(name))
         except Exception as error:
             permanent = isinstance(error, _PERMANENT) or _REFUSED.search(str(error)) is not None
-            raise self._error(_first_line(error), name, offset, nbytes, transient=not permanent) from error
+            message = _first_line(error)
+            if _NO_KEYS.search(message):
+                message += " (the environment has no AWS_ACCESS_KEY_ID, and profiles in ~/.aws are not read)"
+            raise self._error(message, name, offset, nbytes, transient=not permanent) from error
 
     def _error(
         self, message: str, name: str, offset: int | None, nbytes: int | None, *, transient: bool

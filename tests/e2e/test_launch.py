@@ -112,8 +112,10 @@ def test_srun_alone(load: list[str]) -> None:
             rank.communicate()
 
 
-def test_an_environment_that_cannot_be_is_one_line(load: list[str]) -> None:
-    job = start(sys.executable, *load, RANK="2", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
+@pytest.mark.parametrize("command", [["load", "a"], ["verify", "a"], ["stage", "a", "b"]])
+def test_an_environment_that_cannot_be_is_one_line(command: list[str]) -> None:
+    launcher = {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    job = start(sys.executable, "-m", "fastload", *command, **launcher)
     out, err = job.communicate(timeout=60)
     assert (job.returncode, out) == (1, "")
     assert err == "fastload: WorldError: RANK=2 contradicts WORLD_SIZE=2: it must be below\n"

@@ -64,7 +64,10 @@ def test_plan_of_a_world_that_nobody_here_owns() -> None:
     [
         (WORLD, "give either PATH or --size"),
         (["x", "--size", "1GB", *WORLD], "give either PATH or --size"),
-        (["--size", "1GB", "--hosts", "2", "--host-gbps", "2"], "give the rate of storage"),
+        (
+            ["--size", "1GB", "--hosts", "2", "--host-gbps", "2"],
+            "Give --storage-gbps, --per-host-storage-gbps",
+        ),
         (["--size", "1GB", "--hosts", "0", "--host-gbps", "2"], "--hosts: '0' is not a whole number above 0"),
         (["--size", "1GB", "--hosts", "2", "--host-gbps", "0"], "'0 Gbit/s' is not above 0"),
         (["--size", "1GB", "--hosts", "2", "--host-gbps", "-3"], "'-3 Gbit/s' is negative"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -341,3 +342,15 @@ def test_an_endpoint_that_only_one_of_two_libraries_takes(tmp_path: Path) -> Non
     open_storage("s3://bucket/runs/a", options).close()
     with pytest.raises(OptionError, match=r"cannot open s3://bucket/runs/a: .*http://my_host:9000"):
         open_target("s3://bucket/runs/a", options)
+
+
+def test_s3_without_credentials_says_where_they_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", nobody)
+    storage = open_storage("s3://bucket/runs/a", {"endpoint": nobody})
+    with pytest.raises(StorageError, match=r"s3://bucket/runs/a: .* no AWS_ACCESS_KEY_ID"):
+        storage.list()
+    storage.close()
