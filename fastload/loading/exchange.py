@@ -47,6 +47,7 @@ class RingExchange:
     """
 
     transport = "gloo ring"
+    private = True
 
     def __init__(self, world: World, order: Sequence[int], *, pinned: bool) -> None:
         self.device = torch.device("cpu")
@@ -191,6 +192,7 @@ class NcclExchange:
     """
 
     transport = "nccl"
+    private = False  # a communicator of its own would cost memory and time in every load
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.device = device

@@ -122,11 +122,13 @@ class Exchange(Protocol):
 
     Attributes:
         transport: What carries the bytes, for the report.
+        private: Whether nobody else uses the connections, so that rounds under way may be abandoned.
         device: Where slots live.
         watch: Time with at least one exchange under way.
     """
 
     transport: str
+    private: bool
     device: torch.device
     watch: Stopwatch
 
@@ -195,6 +197,7 @@ class LocalExchange:
     """A world of 1, or every rank for itself: nothing to exchange."""
 
     transport = "none"
+    private = True
 
     def __init__(self, *, pinned: bool) -> None:
         self.device = torch.device("cpu")
