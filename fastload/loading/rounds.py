@@ -59,8 +59,8 @@ class Slots:
         owners = [rank for rank, size in enumerate(sizes) if size]
         heads = None
         if slab.device.type != "cpu":
-            starts = torch.tensor(list(accumulate((sizes[rank] for rank in owners[:-1]), initial=0)))
-            heads = (starts[:, None] + torch.arange(NOTICE_BYTES)).to(slab.device)
+            starts = list(accumulate((sizes[rank] for rank in owners[:-1]), initial=0))
+            heads = torch.tensor([range(start, start + NOTICE_BYTES) for start in starts], device=slab.device)
         return cls(whole, list(whole.split(list(sizes))), owners, heads)
 
 
