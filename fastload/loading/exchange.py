@@ -47,6 +47,7 @@ class RingExchange:
     """
 
     transport = "gloo ring"
+    private = True
 
     def __init__(self, world: World, order: Sequence[int], *, pinned: bool) -> None:
         self.device = torch.device("cpu")
@@ -134,7 +135,7 @@ class RingExchange:
 
         Gloo has no call for it, but it closes all connections of a group when one wait times out.
         """
-        nothing = torch.empty(1, dtype=torch.uint8)
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         with contextlib.suppress(RuntimeError):
             self._group.recv([nothing], self._left, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
@@ -191,6 +192,7 @@ class NcclExchange:
     """
 
     transport = "nccl"
+    private = False  # a communicator of its own would cost memory and time in every load
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.device = device
@@ -206,6 +208,10 @@ class NcclExchange:
 
     def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
         slab = allocate((slab_bytes,), torch.uint8, self.device)
+        # Kernels of the caller's that still use what was freed here come first; and whoever gets the memory
+        # next has to wait for what an abandoned load has left on the stream.
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        slab.record_stream(self._stream)
         return slab, allocate_staging(own_bytes, pinned=True)
 
     def post(self, work: Round) -> None:
@@ -215,7 +221,8 @@ class NcclExchange:
         work.began = self.watch.start()
         sent = torch.cuda.Event()
         try:
-            with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            # What the caller's thread has allocated in inference mode cannot be written in another mode.
+            with torch.inference_mode(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
                 work.slots.each[self._rank].copy_(work.own, non_blocking=True)
                 self._all_gather(work.slots)
                 sent.record(self._stream)
@@ -243,12 +250,18 @@ class NcclExchange:
         gather(slots.whole, mine, group=self._group)
 
     def _wait_all(self) -> None:
-        while (running := self._running.get()) is not None:
-            work, sent = running
+        with torch.cuda.device(self.device):  # else of a new thread it is the first, which others use
+            while (running := self._running.get()) is not None:
+                self._wait(*running)
+
+    def _wait(self, work: Round, sent: torch.cuda.Event) -> None:
+        try:
             while work.error is None and not sent.query():
                 time.sleep(0.0002)  # a blocking wait could not be abandoned
-            self.watch.stop(work.began, round=work.index)
-            work.done.set()
+        except RuntimeError as error:  # of any kernel before it
+            work.broke(error)
+        self.watch.stop(work.began, round=work.index)
+        work.done.set()
 
 
 def open_exchange(world: World, *, hosts: Sequence[str], local: bool, device: torch.device) -> Exchange:

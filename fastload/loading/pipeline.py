@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from typing import Protocol
@@ -187,7 +187,7 @@ class Pipeline:
                 num_posted += 1
             if not rounds:
                 break
-            unread = self._finish(plan, index, rounds[0])
+            unread = self._finish(plan, index, rounds)
             self._recycle(rounds.popleft())
             broken.update(unread)
             lacking += [(index, rank) for rank in unread]
@@ -260,16 +260,14 @@ class Pipeline:
             pieces += targets
         return pieces
 
-    def _finish(self, plan: ReadPlan, index: int, work: Round) -> list[int]:
-        """Places a round once it is here; returns the readers whose chunks it lacks."""
-        try:
-            wait(work, until_s=self._world.patience_s, give_up=self._world.alarmed)
-            notices = work.notices()
-            if lost := [rank for rank, status in notices.items() if status != UNREADABLE]:
-                raise Interrupted(f"round {work.index}: rank {lost[0]} is lost")
-        except DeadlineExceeded as late:
-            raise self._reason(work, late) from None
-        self._world.moved()
+    def _finish(self, plan: ReadPlan, index: int, rounds: Sequence[Round]) -> list[int]:
+        """Places the first round in flight once it is here; returns the readers whose chunks it lacks."""
+        work = rounds[0]
+        notices = self._await(work)
+        if lost := [rank for rank, status in notices.items() if status != UNREADABLE]:
+            if not self._exchange.private:
+                self._end(rounds)
+            raise Interrupted(f"round {work.index}: rank {lost[0]} is lost")
         with self.place_watch.span(round=work.index):
             for rank in plan.readers:
                 if rank not in notices:
@@ -277,6 +275,24 @@ class Pipeline:
         if self._progress is not None:
             self._progress(self._placed_bytes, self._total_bytes)
         return [rank for rank in notices if plan.chunk(index, rank).nbytes]
+
+    def _await(self, work: Round) -> dict[int, int]:
+        """Returns the notices of a round once it is here."""
+        try:
+            wait(work, until_s=self._world.patience_s, give_up=self._world.alarmed)
+        except DeadlineExceeded as late:
+            raise self._reason(work, late) from None
+        self._world.moved()
+        return work.notices()
+
+    def _end(self, rounds: Sequence[Round]) -> None:
+        """Lets rounds end that every rank has posted.
+
+        A collective that some ranks enter and others do not would meet the next one of the caller's.
+        """
+        with contextlib.suppress(FastloadError):  # there is a cause already
+            for work in rounds:
+                self._await(work)
 
     def _place(self, plan: ReadPlan, chunk: Chunk, work: Round, rank: int) -> None:
         position = 0

@@ -78,7 +78,8 @@ class Placer:
             piece = data[offset : offset + end - begin]
             flat = self._bytes[index]
             if flat is not None:
-                flat[begin:end].copy_(piece, non_blocking=True)
+                # A copy to host memory would not be waited for by `settle`.
+                flat[begin:end].copy_(piece, non_blocking=flat.is_cuda)
             else:
                 self._place_elements(self._destinations[index], begin, piece)
 
@@ -117,7 +118,7 @@ class Placer:
         size = destination.stored.itemsize
         element, offset = divmod(begin, size)
         key = (destination.entry.name, element)
-        kept, num_kept = self._cut.pop(key, (torch.empty(size, dtype=torch.uint8), 0))
+        kept, num_kept = self._cut.pop(key, (torch.empty(size, dtype=torch.uint8, device="cpu"), 0))
         kept[offset : offset + piece.numel()] = piece.cpu()
         if num_kept + piece.numel() < size:
             self._cut[key] = (kept, num_kept + piece.numel())

@@ -59,8 +59,8 @@ class Slots:
         owners = [rank for rank, size in enumerate(sizes) if size]
         heads = None
         if slab.device.type != "cpu":
-            starts = torch.tensor(list(accumulate((sizes[rank] for rank in owners[:-1]), initial=0)))
-            heads = (starts[:, None] + torch.arange(NOTICE_BYTES)).to(slab.device)
+            starts = list(accumulate((sizes[rank] for rank in owners[:-1]), initial=0))
+            heads = torch.tensor([range(start, start + NOTICE_BYTES) for start in starts], device=slab.device)
         return cls(whole, list(whole.split(list(sizes))), owners, heads)
 
 
@@ -122,11 +122,13 @@ class Exchange(Protocol):
 
     Attributes:
         transport: What carries the bytes, for the report.
+        private: Whether nobody else uses the connections, so that rounds under way may be abandoned.
         device: Where slots live.
         watch: Time with at least one exchange under way.
     """
 
     transport: str
+    private: bool
     device: torch.device
     watch: Stopwatch
 
@@ -195,6 +197,7 @@ class LocalExchange:
     """A world of 1, or every rank for itself: nothing to exchange."""
 
     transport = "none"
+    private = True
 
     def __init__(self, *, pinned: bool) -> None:
         self.device = torch.device("cpu")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import ClassVar, Protocol
 
 import torch
@@ -17,6 +16,8 @@ from fastload.saving.layout import Layout
 from fastload.saving.partition import FileRange, tensors_within
 
 __all__ = ["Slabs", "Snapshot", "Source", "Staging"]
+
+_SLAB_BYTES = 64 << 20  # a power of two, and a small part of a share that is worth counting
 
 
 class Source:
@@ -104,7 +105,7 @@ class Snapshot:
     """All pieces at once: when it is made, the state may change.
 
     Its memory is kept for the next one, since the first touch of memory costs several times as much as
-    the copy.
+    the copy. It is not one slab: torch rounds page-locked memory up to a power of two.
 
     Args:
         source: What to copy from.
@@ -115,11 +116,11 @@ class Snapshot:
     _lock = threading.Lock()
 
     def __init__(self, source: Source, pieces: Sequence[FileRange]) -> None:
-        starts = list(accumulate((_whole_pages(piece) for piece in pieces), initial=0))
-        self._memory = self._take(max(starts[-1], PAGE_BYTES), pinned=source.on_device)
+        places, lengths = _pack([_whole_pages(piece) for piece in pieces])
+        self._slabs = self._take(lengths, pinned=source.on_device)
         self._pieces = [
-            self._memory[start : start + piece.end - piece.begin]
-            for start, piece in zip(starts, pieces, strict=False)
+            self._slabs[slab][start : start + piece.end - piece.begin]
+            for (slab, start), piece in zip(places, pieces, strict=True)
         ]
         for piece, slab in zip(pieces, self._pieces, strict=True):
             source.copy(piece, slab)
@@ -133,7 +134,7 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Length of the whole snapshot."""
-        return self._memory.numel()
+        return sum(slab.numel() for slab in self._slabs)
 
     def piece(self, index: int) -> memoryview:
         """Returns the bytes of a piece."""
@@ -142,17 +143,18 @@ class Snapshot:
     def keep(self) -> None:
         """Leaves the memory to the next snapshot; this one cannot be used any more."""
         with self._lock:
-            self._spare[:] = [self._memory]
+            self._spare[:] = self._slabs
         self._pieces.clear()
 
     @classmethod
-    def _take(cls, nbytes: int, *, pinned: bool) -> Tensor:
+    def _take(cls, lengths: Sequence[int], *, pinned: bool) -> list[Tensor]:
         with cls._lock:
-            spare = cls._spare.pop() if cls._spare else None
-        if spare is not None and spare.numel() == nbytes and spare.is_pinned() == pinned:
+            spare = cls._spare[:]
+            cls._spare.clear()
+        if [slab.numel() for slab in spare] == lengths and spare[0].is_pinned() == pinned:
             return spare
-        del spare
-        return allocate_staging(nbytes, pinned=pinned)
+        spare.clear()
+        return [allocate_staging(nbytes, pinned=pinned) for nbytes in lengths]
 
 
 class Staging:
@@ -183,6 +185,17 @@ class Staging:
         self._source.copy(wanted, slab)
         self._source.settle()
         return host_view(slab[: wanted.end - wanted.begin])
+
+
+def _pack(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Returns in which slab each piece is, and where, and the lengths of the slabs: at least one."""
+    places, lengths = [], [0]
+    for size in sizes:
+        if lengths[-1] and lengths[-1] + size > _SLAB_BYTES:
+            lengths.append(0)
+        places.append((len(lengths) - 1, lengths[-1]))
+        lengths[-1] += size
+    return places, [max(length, PAGE_BYTES) for length in lengths]
 
 
 def _whole_pages(piece: FileRange) -> int:

@@ -140,11 +140,11 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
     elif stage == "place":
         before(Pipeline, "_place")
     elif stage == "first":
-        before(Pipeline, "_finish", lambda self, plan, index, work: index == 0)
+        before(Pipeline, "_finish", lambda self, plan, index, rounds: index == 0)
     elif stage == "middle":
-        before(Pipeline, "_finish", lambda self, plan, index, work: index == plan.num_rounds // 2)
+        before(Pipeline, "_finish", lambda self, plan, index, rounds: index == plan.num_rounds // 2)
     elif stage == "last":
-        before(Pipeline, "_finish", lambda self, plan, index, work: index == plan.num_rounds - 1)
+        before(Pipeline, "_finish", lambda self, plan, index, rounds: index == plan.num_rounds - 1)
     elif stage == "gather":
         before(checkpoints.Checkpoint, "_rank_report")
     else:

@@ -1,17 +1,22 @@
-"""Loading to a CUDA device; with one device, NCCL runs as a world of 1."""
+"""Loading to a CUDA device and saving from it; with one device, NCCL runs as a world of 1."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import fastload
+from fastload.loading.plan import DISTRESS_BYTES, NOTICE_BYTES
+from fastload.loading.rounds import UNREADABLE, Round, Slots
 from fastload.memory import state_digest
+from tests.checkpoints import flip
 
 pytestmark = pytest.mark.gpu
 
@@ -69,3 +74,109 @@ def test_a_meta_module_is_materialized_on_the_device(checkpoint: Path) -> None:
     fastload.load(checkpoint, into=module, names=["w0"], device="cuda")
     assert module.w0.device.type == "cuda"
     assert torch.equal(module.w0.cpu(), load_file(checkpoint)["w0"])
+
+
+@pytest.mark.usefixtures("nccl")
+def test_names_into_a_module_and_host_memory_in_one_chunk(checkpoint: Path) -> None:
+    module = torch.nn.Module()
+    module.w0 = torch.nn.Parameter(torch.zeros(300, 1000, device="cuda"))
+    module.register_buffer("w1", torch.zeros(301, 1000, pin_memory=True))
+    module.register_buffer("w2", torch.zeros(302, 1000, device="cuda"))
+    options = fastload.LoadOptions(strategy="allgather", chunk_bytes=999_999, timeout_s=60)
+    fastload.load(checkpoint, into=module, names=["w[01]", "w2"], options=options)
+    assert module.w1.is_pinned()
+    expected = load_file(checkpoint)
+    assert state_digest(module.state_dict()) == state_digest({n: expected[n] for n in ("w0", "w1", "w2")})
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, lambda: torch.device("cuda")])
+@pytest.mark.usefixtures("nccl")
+def test_modes_of_the_calling_thread(checkpoint: Path, context: Callable[[], AbstractContextManager]) -> None:
+    options = fastload.LoadOptions(strategy="allgather", chunk_bytes=4099, timeout_s=60)
+    with context():
+        loaded = fastload.load(checkpoint, device="cuda", dtype=torch.bfloat16, options=options)
+    expected = {n: t.bfloat16() if t.is_floating_point() else t for n, t in load_file(checkpoint).items()}
+    assert state_digest(loaded) == state_digest(expected)
+
+
+@pytest.fixture
+def state() -> dict[str, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(1)
+    wide = torch.randn(6000, 5000, device="cuda", generator=generator)  # more than a slab of a snapshot
+    return {
+        "wide": wide,
+        "turned": wide[:999, :777].t(),
+        "every other": wide[0, ::2].to(torch.float8_e4m3fn),
+        "odd": torch.randint(256, (12_345,), device="cuda", dtype=torch.uint8, generator=generator),
+        "complex": torch.view_as_complex(wide[1].view(-1, 2)).conj(),
+        "on the host": torch.arange(1000),
+        "scalar": torch.tensor(True, device="cuda"),
+        "empty": torch.empty(0, 3, device="cuda"),
+    }
+
+
+def on_host(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu().resolve_conj().contiguous() for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("strategy", ["direct", "allgather"])
+@pytest.mark.usefixtures("nccl")
+def test_a_state_comes_back_from_a_save_that_a_host_could_have_made(
+    tmp_path: Path, state: dict[str, Tensor], strategy: str
+) -> None:
+    fastload.save(state, tmp_path / "device", options=fastload.SaveOptions(check_replicas="full"))
+    fastload.save(on_host(state), tmp_path / "host")
+    device, host = ((tmp_path / place / "model.safetensors").read_bytes() for place in ("device", "host"))
+    assert device == host
+    fastload.verify(tmp_path / "device")
+    options = fastload.LoadOptions(strategy=strategy, chunk_bytes=5_000_001, timeout_s=60)
+    loaded = fastload.load(tmp_path / "device", device="cuda", options=options)
+    assert {tensor.device.type for tensor in loaded.values()} == {"cuda"}
+    assert state_digest(loaded) == state_digest(on_host(state))
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_snapshot_has_all_that_was_computed_before_and_nothing_after(
+    tmp_path: Path, state: dict[str, Tensor], aside: bool
+) -> None:
+    expected = on_host(state) | {"wide": -state["wide"].cpu()}
+    state |= {name: state[name].clone() for name in ("turned", "complex")}  # not a part of "wide"
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream() if aside else torch.cuda.current_stream()):
+        for number in range(3):  # the last ones in memory that the first has pinned
+            torch.cuda._sleep(100_000_000)
+            state["wide"].neg_()
+            saving = fastload.async_save(state, tmp_path / str(number))
+            state["wide"].neg_()
+            saving.wait(60)
+    torch.cuda.synchronize()
+    for number in range(3):
+        fastload.verify(tmp_path / str(number))
+        loaded = fastload.load(tmp_path / str(number))
+        assert torch.equal(loaded["wide"], expected["wide"])
+        assert state_digest(loaded) == state_digest(expected)
+
+
+@pytest.mark.usefixtures("nccl")
+def test_damage_is_told_through_the_device_and_the_group_goes_on(
+    tmp_path: Path, state: dict[str, Tensor]
+) -> None:
+    fastload.save(state, tmp_path / "good")
+    fastload.save(state, tmp_path / "bad")
+    flip(tmp_path / "bad" / "model.safetensors", 100_000_000)
+    options = fastload.LoadOptions(strategy="allgather", chunk_bytes=1 << 20, timeout_s=60)
+    with pytest.raises(fastload.ChecksumError):
+        fastload.load(tmp_path / "bad", device="cuda", options=options)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        loaded = fastload.load(tmp_path / "good", device="cuda", options=options)
+    assert state_digest(loaded) == state_digest(on_host(state))
+
+
+def test_the_slots_of_a_slab_on_the_device() -> None:
+    slab = torch.zeros(5 * 64, dtype=torch.uint8, device="cuda")
+    distress = bytes(range(1, 1 + DISTRESS_BYTES))
+    slots = Slots.cut(slab, [0, 128, 0, 64, 64])
+    work = Round(0, distress, slots, slots.each, torch.empty(0, dtype=torch.uint8))
+    assert work.notices() == {}
+    slots.each[3][:NOTICE_BYTES] = torch.tensor([*distress, UNREADABLE], dtype=torch.uint8)
+    assert work.notices() == {3: UNREADABLE}

@@ -119,6 +119,17 @@ def test_channels_last_and_casts_byte_by_byte(step: int) -> None:
     assert scalar == values(torch.float64, (), 2)
 
 
+def test_a_default_device_of_the_callers_does_not_matter() -> None:
+    source = values(torch.float32, (5,), 6)
+    target = torch.zeros(5, dtype=torch.float64)
+    placer = Placer([destination(0, torch.float32, target)])
+    with torch.device("meta"):
+        for begin in range(0, source.nbytes, 3):
+            piece = bytearray(raw(source)[begin : begin + 3])
+            placer.place(begin, torch.frombuffer(piece, dtype=torch.uint8))
+    assert torch.equal(target, source.double())
+
+
 def test_what_lies_around_a_slice_is_not_touched() -> None:
     whole = torch.full((5, 7), -1.0)
     target = whole[1:4, 2:6:3]

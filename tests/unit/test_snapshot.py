@@ -1,0 +1,53 @@
+"""The copy that an asynchronous save writes from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastload.formats.dtypes import safetensors_spec
+from fastload.memory import PAGE_BYTES
+from fastload.saving import snapshot
+from fastload.saving.layout import TensorSpec, lay_out
+from fastload.saving.partition import FileRange, cut
+from fastload.saving.snapshot import Snapshot, Source
+
+_SLAB_BYTES = 8 * PAGE_BYTES
+_LONGEST_BYTES = 3 * PAGE_BYTES
+
+
+def power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, PAGE_BYTES, 9 * PAGE_BYTES, 33 * PAGE_BYTES, 257 * PAGE_BYTES + 17])
+def test_a_share_takes_little_more_memory_than_it_has_even_rounded_to_powers_of_two(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    monkeypatch.setattr(snapshot, "_SLAB_BYTES", _SLAB_BYTES)
+    tensor = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
+    specs = [TensorSpec("t", *safetensors_spec(tensor), tensor.nbytes)]
+    layout = lay_out(specs, max_shard_bytes=1 << 30, block_bytes=1 << 20, metadata={})
+    [file] = layout.files
+    pieces = cut([FileRange(0, 0, file.nbytes)], _LONGEST_BYTES)
+    taken = Snapshot(Source(layout, {"t": tensor}), pieces)
+    whole = b"".join(taken.piece(index) for index in range(len(pieces)))
+    assert whole == file.header + tensor.numpy().tobytes()
+    asked = [slab.numel() for slab in taken._slabs]
+    assert taken.nbytes == sum(asked)
+    # What is left over in a slab is less than a piece; of the last one, less than half.
+    num_slabs = -(-len(pieces) // (_SLAB_BYTES // _LONGEST_BYTES))
+    assert len(asked) == max(1, num_slabs)
+    assert sum(map(power_of_two, asked)) <= num_slabs * _SLAB_BYTES
+
+
+def test_memory_is_used_again_by_a_snapshot_of_the_same_length() -> None:
+    tensor = torch.zeros(1 << 20)
+    specs = [TensorSpec("t", *safetensors_spec(tensor), tensor.nbytes)]
+    layout = lay_out(specs, max_shard_bytes=1 << 30, block_bytes=1 << 20, metadata={})
+    pieces = [FileRange(0, 0, layout.files[0].nbytes)]
+    first = Snapshot(Source(layout, {"t": tensor}), pieces)
+    addresses = [slab.data_ptr() for slab in first._slabs]
+    first.keep()
+    second = Snapshot(Source(layout, {"t": tensor}), pieces)
+    assert [slab.data_ptr() for slab in second._slabs] == addresses
