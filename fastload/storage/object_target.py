@@ -68,6 +68,7 @@ class ObjectTarget:
         self._prepared = False
         self._marked: list[str] = []
         self._marked_at = 0.0
+        self._cleared = False
         self._streams: dict[str, _Stream] = {}
         self._lock = threading.Lock()
 
@@ -208,6 +209,7 @@ class ObjectTarget:
             self._marked = []
             self._bucket.delete([self._key(SAVING_NAME)])
             raise CheckpointExists(f"{self._url}: another save was faster")
+        self._cleared = True
         self._clear([name for name in there if name != SAVING_NAME])
 
     def _clear(self, names: Iterable[str]) -> None:
@@ -251,8 +253,10 @@ class ObjectTarget:
         if not prepared:
             return
         try:
-            if marked:
-                self._clear(marked)
+            # Else what stands there is what was there before, or that of another save.
+            if marked and self._marker().get("token") == self._token:
+                if self._cleared:
+                    self._clear(marked)
                 self._bucket.delete([self._key(SAVING_NAME)])
             self._discard(self._staging)
         except Exception as error:
