@@ -144,9 +144,7 @@ class ObjectTarget:
             with self._errors(name, 0, len(small)):
                 self._bucket.put(self._key(name), small)
         with self._errors(record, 0, len(content)):
-            if self._marker().get("token") != self._token:
-                self._marked = []
-                raise StorageError("another save took this one for dead and took its place")
+            self._require_marker()
             self._bucket.put(self._key(record), content)
             self._marked = []
         try:
@@ -161,6 +159,7 @@ class ObjectTarget:
             self._finish(name, receipts)
             with self._lock:
                 if time.monotonic() > self._marked_at + _REFRESH_S:
+                    self._require_marker()
                     self._put_marker()
 
     def _delete_folder(self, folder: str) -> None:
@@ -200,7 +199,7 @@ class ObjectTarget:
         won = self._put_marker(fresh=is_fresh)
         if won and not (is_fresh and not self._put_marker(fresh=True)):
             time.sleep(_SETTLE_S)
-            won = self._marker().get("token") == self._token
+            won = self._is_ours
         if not won:
             self._marked = []
             raise CheckpointExists(f"{self._url}: another save is being published there")
@@ -220,6 +219,16 @@ class ObjectTarget:
         marker = {"token": self._token, "owner": Owner.here().to_bytes().decode(), "files": self._marked}
         self._marked_at = time.monotonic()
         return self._bucket.put(self._key(SAVING_NAME), json.dumps(marker).encode(), fresh=fresh)
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether the marker that stands beside the files is that of this save."""
+        return bool(self._marker().get("token") == self._token)
+
+    def _require_marker(self) -> None:
+        """Goes no further once another save has put its own marker there."""
+        if not self._is_ours:
+            raise StorageError("another save took this one for dead and took its place")
 
     def _marker(self) -> dict[str, Any]:
         """Returns the marker that stands beside the files, or nothing."""
@@ -254,7 +263,7 @@ class ObjectTarget:
             return
         try:
             # Else what stands there is what was there before, or that of another save.
-            if marked and self._marker().get("token") == self._token:
+            if marked and self._is_ours:
                 if self._cleared:
                     self._clear(marked)
                 self._bucket.delete([self._key(SAVING_NAME)])

@@ -203,7 +203,11 @@ def test_of_two_that_both_found_the_place_free_one_wins(
     assert found(root) == whole(outcomes[0])
 
 
-def test_a_save_that_was_taken_for_dead_does_not_commit(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refresh_s", [60.0, -1.0], ids=["at-once", "after-a-while"])
+def test_a_save_that_was_taken_for_dead_does_not_commit(
+    root: str, refresh_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_target, "_REFRESH_S", refresh_s)
     target = mortal(root)
     real = target._finish
 
