@@ -196,16 +196,13 @@ class ObjectTarget:
         there = self._bucket.files(self._name)
         self._marked = sorted({*names, *there} - {SAVING_NAME})
         is_fresh = SAVING_NAME not in there
-        won = self._put_marker(fresh=is_fresh)
-        if won and not (is_fresh and not self._put_marker(fresh=True)):
+        decided = not self._put_marker(fresh=is_fresh) or (is_fresh and not self._put_marker(fresh=True))
+        if not decided:
             time.sleep(_SETTLE_S)
-            won = self._is_ours
-        if not won:
-            self._marked = []
+        if not self._is_ours:  # which no answer says: one may be lost, and the next attempt is refused then
             raise CheckpointExists(f"{self._url}: another save is being published there")
         there = self._bucket.files(self._name)
         if RECORD_NAME in there and not overwrite:
-            self._marked = []
             self._bucket.delete([self._key(SAVING_NAME)])
             raise CheckpointExists(f"{self._url}: another save was faster")
         self._cleared = True

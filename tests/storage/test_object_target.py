@@ -9,6 +9,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from fastload.storage.bucket import FsspecBucket
 from fastload.storage.object_target import ObjectTarget
 from fastload.storage.owner import Owner
 from fastload.storage.s3_target import S3Target
+from tests.crash.flaky_proxy import FlakyProxy
+from tests.dist.flaky_server import serving
 from tests.storage.s3_server import BUCKET, s3_server
 
 OLD = {"a": b"old a", "b": b"old b", "gone": b"gone"}
@@ -321,6 +324,20 @@ def test_a_lost_answer_to_the_completion_is_no_error(target: S3Target) -> None:
     target._client.complete_multipart_upload = twice
     target.publish([receipt], [(RECORD_NAME, b"{}")], overwrite=False)
     assert names(target) == ["a", RECORD_NAME]
+
+
+def test_a_lost_answer_to_the_marker_is_no_error(seaweed: dict[str, Any]) -> None:
+    """The next attempt finds one there: its own."""
+    with serving(FlakyProxy(seaweed["endpoint"])) as proxy:
+        url = f"s3://{BUCKET}/{uuid.uuid4().hex}/step"
+        target = open_target(url, {**seaweed, "endpoint": proxy.url}, timeout_s=10, attempt_s=5, retries=1)
+        assert isinstance(target, S3Target)
+        proxy.loses = [("PUT", SAVING_NAME)]
+        save(target, NEW)
+        assert proxy.loses == []
+    with closing(open_target(url, seaweed)) as found:
+        assert isinstance(found, S3Target)
+        assert names(found) == ["a", "b", RECORD_NAME, "index"]
 
 
 def test_an_upload_that_somebody_ended_is_an_error(target: S3Target) -> None:
