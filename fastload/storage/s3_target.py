@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,9 @@ _GOOD_NUM_PARTS = 128  # shares are cut between parts: with few of them they wou
 _MAX_PARTS = 10_000
 _MAX_CONNECTIONS = 32
 _GONE = ("NoSuchUpload", "404")
+_FILE_OF_A_SAVE = re.compile(
+    r"[^/]+/[^/]+\.safetensors"
+)  # below the parent, where others write, too
 _making = threading.Lock()  # a session makes one client at a time
 
 
@@ -148,12 +152,14 @@ class S3Target(ObjectTarget):
 
     def _give_up_old(self, age_s: float) -> list[str]:
         """Ends uploads that were begun by saves that died before they could say so."""
-        old = []
+        old: list[str] = []
+        parent = self._in_bucket("")
         pages = self._client.get_paginator("list_multipart_uploads")
         try:
-            for page in pages.paginate(Bucket=self._bucket_name, Prefix=self._in_bucket("")):
+            for page in pages.paginate(Bucket=self._bucket_name, Prefix=parent):
                 for upload in page.get("Uploads", ()):
-                    if time.time() - upload["Initiated"].timestamp() > age_s:
+                    is_ours = _FILE_OF_A_SAVE.fullmatch(upload["Key"].removeprefix(parent))
+                    if is_ours and time.time() - upload["Initiated"].timestamp() > age_s:
                         request = {"Bucket": self._bucket_name, "Key": upload["Key"]}
                         self._client.abort_multipart_upload(**request, UploadId=upload["UploadId"])
                         old.append(f"s3://{self._bucket_name}/{upload['Key']}")

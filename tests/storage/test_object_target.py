@@ -352,12 +352,17 @@ def test_an_upload_that_somebody_ended_is_an_error(target: S3Target) -> None:
 
 
 def test_old_uploads_that_nobody_owns_are_ended(target: S3Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    key = f"{target._prefix}/another/file"
-    target._client.create_multipart_upload(Bucket=BUCKET, Key=key)
+    """Those of other programs are no business of a save."""
+    ours = f"{target._prefix}/another/model.safetensors"
+    others = [f"{target._prefix}/{name}" for name in ("data/video.mp4", "data/deep/model.safetensors")]
+    for key in (ours, *others):
+        target._client.create_multipart_upload(Bucket=BUCKET, Key=key)
     assert target.clean_abandoned() == []
     monkeypatch.setattr(object_target, "_ABANDONED_S", -1.0)
-    assert target.clean_abandoned() == [f"s3://{BUCKET}/{key}"]
+    assert target.clean_abandoned() == [f"s3://{BUCKET}/{ours}"]
     assert target.clean_abandoned() == []
+    left = target._client.list_multipart_uploads(Bucket=BUCKET, Prefix=target._prefix)["Uploads"]
+    assert sorted(upload["Key"] for upload in left) == sorted(others)
 
 
 def test_a_part_that_fails_for_good(tmp_path: Path) -> None:
