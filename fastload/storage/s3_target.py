@@ -30,9 +30,7 @@ _GOOD_NUM_PARTS = 128  # shares are cut between parts: with few of them they wou
 _MAX_PARTS = 10_000
 _MAX_CONNECTIONS = 32
 _GONE = ("NoSuchUpload", "404")
-_FILE_OF_A_SAVE = re.compile(
-    r"[^/]+/[^/]+\.safetensors"
-)  # below the parent, where others write, too
+_FILE_OF_A_SAVE = re.compile(r"[^/]+/[^/]+\.safetensors")  # below the parent, where others write, too
 _making = threading.Lock()  # a session makes one client at a time
 
 
