@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import fsspec
 
 from fastload.errors import OptionError
+from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S
 
 __all__ = ["Bucket", "FsspecBucket", "ObstoreBucket", "Writer"]
 
@@ -95,7 +96,17 @@ class ObstoreBucket:
 
         self._api: Any = obstore
         self._exists = AlreadyExistsError
-        retry = {"max_retries": retries, "retry_timeout": timedelta(seconds=timeout_s)}
+        # obstore's own pauses are over within a second, and a store that is busy is so for longer.
+        backoff = {
+            "init_backoff": timedelta(seconds=FIRST_BACKOFF_S),
+            "max_backoff": timedelta(seconds=MAX_BACKOFF_S),
+            "base": 2,
+        }
+        retry = {
+            "max_retries": retries,
+            "retry_timeout": timedelta(seconds=timeout_s),
+            "backoff": backoff,
+        }
         self.store: Any = make_store(url, options, attempt_s=attempt_s, retry=retry)
 
     def get(self, key: str) -> bytes | None:

@@ -340,6 +340,18 @@ def test_a_lost_answer_to_the_marker_is_no_error(seaweed: dict[str, Any]) -> Non
         assert names(found) == ["a", "b", RECORD_NAME, "index"]
 
 
+def test_a_store_that_is_busy_for_a_while_is_outlasted(seaweed: dict[str, Any]) -> None:
+    with serving(FlakyProxy(seaweed["endpoint"])) as proxy:
+        url = f"s3://{BUCKET}/{uuid.uuid4().hex}/step"
+        target = open_target(url, {**seaweed, "endpoint": proxy.url}, timeout_s=20, attempt_s=10)
+        proxy.fails = {("PUT", RECORD_NAME): 503}
+        calm = threading.Timer(3.0, proxy.fails.clear)
+        calm.start()
+        save(target, NEW)
+        calm.join()
+        assert proxy.log != []
+
+
 def test_an_upload_that_somebody_ended_is_an_error(target: S3Target) -> None:
     ticket = target.prepare([("a", 5)], overwrite=False)
     target.write("a", 0, memoryview(b"abcde"))
