@@ -139,6 +139,12 @@ class TestSeaweed(TestS3):
         monkeypatch.setattr(object_target, "_SETTLE_S", float("nan"))  # no sleep takes that
         self.save(url, files)
 
+    def test_conditions_can_be_turned_off(self, url: str, files: dict[str, bytes]) -> None:
+        """For stores that refuse what they do not know."""
+        self.options = {**self.options, "conditional_put": "disabled"}
+        self.save(url, files)
+        assert self.read(url) == {**files, **dict(SMALL)}
+
     def test_folders_leave_nothing(self, root: str, url: str, files: dict[str, bytes]) -> None:
         self.save(url, files)
         (target,) = self.begin(url, files, overwrite=True)
