@@ -140,6 +140,7 @@ class ObjectTarget:
             names = [*self._sizes, *(name for name, _ in small_files)]
             self._acquire(names, overwrite=overwrite)
         each(self._sizes, lambda name: self._publish_file(name, receipts), num_threads=NUM_REQUESTS)
+        self._require_files()
         for name, small in others:
             with self._errors(name, 0, len(small)):
                 self._bucket.put(self._key(name), small)
@@ -161,6 +162,14 @@ class ObjectTarget:
                 if time.monotonic() > self._marked_at + _REFRESH_S:
                     self._require_marker()
                     self._put_marker()
+
+    def _require_files(self) -> None:
+        with self._errors(""):
+            there = self._bucket.files(self._name)
+        for name, nbytes in self._sizes.items():
+            if (found := there.get(name)) != nbytes:
+                text = f"the store made {found} bytes of the {nbytes} uploaded"
+                raise StorageError(text, f"{self._url}/{name}")
 
     def _delete_folder(self, folder: str) -> None:
         """Deletes what is left of a folder whose files have been deleted."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
-from fastload.errors import OptionError, StorageError
+from fastload.errors import OptionError
 from fastload.memory import round_up
 from fastload.patience import each, within
 from fastload.storage.bucket import ObstoreBucket
@@ -130,11 +130,9 @@ class S3Target(ObjectTarget):
                 )
             )
         except Exception as error:
-            # The answer to the attempt that completed it was lost: nothing had this name before.
+            # The answer to the attempt that completed it was lost, or it will be missed in a moment.
             if _code(error) not in _GONE:
                 raise
-        if (found := self._bucket.files(self._name).get(name)) != self._sizes[name]:
-            raise StorageError(f"the store made {found} bytes of the {self._sizes[name]} uploaded")
 
     def _give_up(self, prefix: str, uploads: Mapping[str, str]) -> None:
         def end(name: str) -> None:

@@ -363,6 +363,24 @@ def test_an_upload_that_somebody_ended_is_an_error(target: S3Target) -> None:
     assert names(target) == []
 
 
+def test_lists_do_not_grow_with_the_files(target: S3Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, lists = target._bucket.files, [0]
+
+    def files(folder: str) -> dict[str, int]:
+        lists[-1] += 1
+        return real(folder)
+
+    monkeypatch.setattr(target._bucket, "files", files)
+    for num_files in (1, 7):
+        content = {f"{number}": b"abc" for number in range(num_files)}
+        target.prepare([(name, 3) for name in content], overwrite=True)
+        for name, text in content.items():
+            target.write(name, 0, memoryview(text))
+        target.publish([target.flush()], [(RECORD_NAME, b"{}")], overwrite=True)
+        lists.append(0)
+    assert lists[0] == lists[1] > 0
+
+
 def test_old_uploads_that_nobody_owns_are_ended(target: S3Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of other programs are no business of a save."""
     ours = f"{target._prefix}/another/model.safetensors"
