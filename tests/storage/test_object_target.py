@@ -161,6 +161,36 @@ def test_a_publish_that_fails_is_taken_back(root: str, monkeypatch: pytest.Monke
     assert found(root) == {}
 
 
+@pytest.mark.parametrize("refused", ["put", "delete"], ids=["aborted", "published"])
+def test_what_a_save_could_not_remove_the_next_of_that_process_does(
+    root: str, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process lives, but the save has ended, whichever way."""
+    target, another = mortal(root), mortal(root)
+    another.prepare([], overwrite=False)
+    delete = target._bucket.delete
+
+    def broken(key: Any, *content: Any, **knobs: Any) -> bool:
+        raise PermissionError("expired")
+
+    def deny(keys: Any) -> None:
+        return broken(keys) if f"step/{RECORD_NAME}" in found(root) or refused == "put" else delete(keys)
+
+    monkeypatch.setattr(target._bucket, "delete", deny)
+    if refused == "put":
+        monkeypatch.setattr(target, "_finish", broken)
+        with pytest.raises(StorageError, match="expired"):
+            save(target, OLD)
+        target.abort()
+    else:
+        save(target, OLD)
+    assert f"step/{SAVING_NAME}" in found(root)
+    save(mortal(root), NEW, overwrite=True)
+    assert found(root) == {**whole(NEW), f"{another._staging}/owner.json": found(root)[another._owner_key]}
+    another.abort()
+    assert found(root) == whole(NEW)
+
+
 def test_who_publishes_keeps_others_out_until_silent(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     other = ObjectTarget(f"{root}/step", FsspecBucket(root, {}), "step", timeout_s=5)
     marker = {"token": "x", "owner": Owner("elsewhere", "k", "p", 1, "1").to_bytes().decode(), "files": ["a"]}
