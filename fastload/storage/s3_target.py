@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
@@ -113,7 +114,8 @@ class S3Target(ObjectTarget):
         try:
             each((name for name, nbytes in self._sizes.items() if nbytes), begin, num_threads=NUM_REQUESTS)
         except BaseException:
-            self._give_up(self._name, self._uploads)  # no owner names them yet
+            with suppress(Exception):  # which tells less than what ended the others
+                self._give_up(self._name, self._uploads)  # no owner names them yet
             raise
         return self._uploads
 

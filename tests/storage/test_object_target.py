@@ -393,6 +393,18 @@ def test_an_upload_that_somebody_ended_is_an_error(target: S3Target) -> None:
     assert names(target) == []
 
 
+def test_an_upload_that_cannot_begin_is_what_is_told(s3: dict[str, Any]) -> None:
+    """Not that those begun before it cannot be ended either."""
+    with serving(FlakyProxy(s3["endpoint"])) as proxy:
+        url = f"s3://{BUCKET}/{uuid.uuid4().hex}/step"
+        target = open_target(url, {**s3, "endpoint": proxy.url}, timeout_s=10, attempt_s=5, retries=0)
+        proxy.fails = {("POST", "b?uploads"): 403, ("DELETE", "uploadId"): 403}
+        with pytest.raises(StorageError, match="CreateMultipartUpload"):
+            target.prepare([("a", 5), ("b", 5)], overwrite=False)
+        proxy.fails.clear()
+        target.close()
+
+
 def test_lists_do_not_grow_with_the_files(target: S3Target, monkeypatch: pytest.MonkeyPatch) -> None:
     real, lists = target._bucket.files, [0]
 
