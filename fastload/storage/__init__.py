@@ -63,7 +63,7 @@ def open_storage(
         if importlib.util.find_spec("obstore") is not None:
             from fastload.storage.objects import ObjectStorage
 
-            return ObjectStorage(text, options or {}, attempt_s)
+            return ObjectStorage(_tidy(text), options or {}, attempt_s)
         _log.warning(
             "reading %s:// through fsspec, the slower way; for the fast one: pip install obstore", scheme
         )
@@ -100,8 +100,8 @@ def open_target(
         return LocalTarget(rest if separator else text, io=io)
     if scheme in _READ_ONLY:
         raise OptionError(f"cannot save to {text}: {scheme}:// can only be read")
-    url = text.rstrip("/")
-    parent, _, name = rest.rstrip("/").rpartition("/")
+    url = _tidy(text) if scheme in _OBJECT_STORES else text.rstrip("/")
+    parent, _, name = url.removeprefix(f"{scheme}://").rpartition("/")
     if not name or (scheme in _OBJECT_STORES and not parent):
         raise OptionError(f"cannot save to {text}: name a place below the bucket")
     from fastload.storage.bucket import Bucket, FsspecBucket, ObstoreBucket
@@ -121,3 +121,9 @@ def open_target(
     bucket_name, _, prefix = parent.partition("/")
     client = make_client(url, store.store, attempt_s=attempt_s, retries=retries)
     return S3Target(url, store, name, client=client, location=(bucket_name, prefix), timeout_s=timeout_s)
+
+
+def _tidy(url: str) -> str:
+    """Returns the URL of a place on an object store with single slashes only, as paths are understood."""
+    scheme, _, rest = url.partition("://")
+    return url if scheme in ("http", "https") else f"{scheme}://{'/'.join(filter(None, rest.split('/')))}"

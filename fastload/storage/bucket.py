@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
@@ -9,9 +10,10 @@ from typing import Any, Protocol
 
 import fsspec
 
-from fastload.errors import OptionError
+from fastload.errors import OptionError, StorageError
+from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S
 
-__all__ = ["Bucket", "FsspecBucket", "ObstoreBucket", "Writer"]
+__all__ = ["Bucket", "FsspecBucket", "ObstoreBucket", "Stream", "Writer"]
 
 _WRITER_BYTES = 16 << 20
 _WRITER_REQUESTS = 4
@@ -23,6 +25,35 @@ class Writer(Protocol):
     def write(self, data: memoryview, /) -> object: ...
 
     def close(self) -> object: ...
+
+
+class Stream:
+    """Puts the writes of one object, which come from several threads, in order.
+
+    Args:
+        writer: Where they go.
+        timeout_s: Longest time in seconds that one waits for those before it.
+    """
+
+    def __init__(self, writer: Writer, timeout_s: float) -> None:
+        self._writer = writer
+        self._timeout_s = timeout_s
+        self._position = 0
+        self._turn = threading.Condition()
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Writes what begins there, once what comes before it is written."""
+        with self._turn:
+            if not self._turn.wait_for(lambda: self._position >= offset, self._timeout_s):
+                raise StorageError(f"the bytes before it did not come within {self._timeout_s:.0f} s")
+            assert self._position == offset, (self._position, offset)
+            self._writer.write(data)
+            self._position += len(data)
+            self._turn.notify_all()
+
+    def close(self) -> None:
+        """Ends the object, which is there then."""
+        self._writer.close()
 
 
 class Bucket(Protocol):
@@ -95,7 +126,17 @@ class ObstoreBucket:
 
         self._api: Any = obstore
         self._exists = AlreadyExistsError
-        retry = {"max_retries": retries, "retry_timeout": timedelta(seconds=timeout_s)}
+        # obstore's own pauses are over within a second, and a store that is busy is so for longer.
+        backoff = {
+            "init_backoff": timedelta(seconds=FIRST_BACKOFF_S),
+            "max_backoff": timedelta(seconds=MAX_BACKOFF_S),
+            "base": 2,
+        }
+        retry = {
+            "max_retries": retries,
+            "retry_timeout": timedelta(seconds=timeout_s),
+            "backoff": backoff,
+        }
         self.store: Any = make_store(url, options, attempt_s=attempt_s, retry=retry)
 
     def get(self, key: str) -> bytes | None:
@@ -109,6 +150,8 @@ class ObstoreBucket:
             self._api.put(self.store, key, content, mode="create" if fresh else "overwrite")
         except self._exists:
             return False
+        except NotImplementedError:  # the user turned conditions off, for a store that refuses them
+            return self.put(key, content)
         return True
 
     def delete(self, keys: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from fastload.errors import CheckpointExists, DeadlineExceeded, FastloadError, OptionError, StorageError
 from fastload.patience import each
-from fastload.storage.bucket import Bucket, Writer
+from fastload.storage.bucket import Bucket, Stream
 from fastload.storage.owner import Owner
 from fastload.storage.target import (
     RECORD_NAME,
@@ -39,6 +39,7 @@ _REFRESH_S = 60.0
 _PUBLISHING_S = 600.0  # a marker that is this old was left behind: a living save refreshes its own
 _ABANDONED_S = 24 * 3600.0  # a save of another machine that is this old is dead
 _SETTLE_S = 0.5  # longer than one request takes; see `_acquire`
+_alive: set[str] = set()  # tokens of this process's own saves, until they end
 
 
 class ObjectTarget:
@@ -68,7 +69,8 @@ class ObjectTarget:
         self._prepared = False
         self._marked: list[str] = []
         self._marked_at = 0.0
-        self._streams: dict[str, _Stream] = {}
+        self._cleared = False
+        self._streams: dict[str, Stream] = {}
         self._lock = threading.Lock()
 
     @property
@@ -85,6 +87,7 @@ class ObjectTarget:
             self._clean()
             self._set_token(new_token())
             self._prepared = True
+            _alive.add(self._token)
             try:
                 self._put_owner({})
                 uploads = self._begin()
@@ -113,7 +116,7 @@ class ObjectTarget:
         with self._noted(), self._errors(name, offset, len(data)):
             with self._lock:
                 if name not in self._streams:
-                    self._streams[name] = _Stream(self._bucket.writer(self._staged(name)), self._timeout_s)
+                    self._streams[name] = Stream(self._bucket.writer(self._staged(name)), self._timeout_s)
                 stream = self._streams[name]
             stream.write(offset, data)
         self._written.add(name, offset, offset + len(data))
@@ -139,13 +142,12 @@ class ObjectTarget:
             names = [*self._sizes, *(name for name, _ in small_files)]
             self._acquire(names, overwrite=overwrite)
         each(self._sizes, lambda name: self._publish_file(name, receipts), num_threads=NUM_REQUESTS)
+        self._require_files()
         for name, small in others:
             with self._errors(name, 0, len(small)):
                 self._bucket.put(self._key(name), small)
         with self._errors(record, 0, len(content)):
-            if self._marker().get("token") != self._token:
-                self._marked = []
-                raise StorageError("another save took this one for dead and took its place")
+            self._require_marker()
             self._bucket.put(self._key(record), content)
             self._marked = []
         try:
@@ -154,13 +156,23 @@ class ObjectTarget:
         except Exception as error:  # the checkpoint is there; what is left beside it harms nobody
             _log.warning("%s: cannot remove what the save needed: %s", self._url, _first_line(error))
         self._prepared = False
+        _alive.discard(self._token)
 
     def _publish_file(self, name: str, receipts: Sequence[Mapping[str, Any]]) -> None:
         with self._errors(name):
             self._finish(name, receipts)
             with self._lock:
                 if time.monotonic() > self._marked_at + _REFRESH_S:
+                    self._require_marker()
                     self._put_marker()
+
+    def _require_files(self) -> None:
+        with self._errors(""):
+            there = self._bucket.files(self._name)
+        for name, nbytes in self._sizes.items():
+            if (found := there.get(name)) != nbytes:
+                message = f"the store made {found} bytes of the {nbytes} uploaded"
+                raise StorageError(message, f"{self._url}/{name}")
 
     def _delete_folder(self, folder: str) -> None:
         """Deletes what is left of a folder whose files have been deleted."""
@@ -196,18 +208,15 @@ class ObjectTarget:
         there = self._bucket.files(self._name)
         self._marked = sorted({*names, *there} - {SAVING_NAME})
         is_fresh = SAVING_NAME not in there
-        won = self._put_marker(fresh=is_fresh)
-        if won and not (is_fresh and not self._put_marker(fresh=True)):
+        decided = not self._put_marker(fresh=is_fresh) or (is_fresh and not self._put_marker(fresh=True))
+        if not decided:
             time.sleep(_SETTLE_S)
-            won = self._marker().get("token") == self._token
-        if not won:
-            self._marked = []
+        if not self._is_ours:  # which no answer says: one may be lost, and the next attempt is refused then
             raise CheckpointExists(f"{self._url}: another save is being published there")
         there = self._bucket.files(self._name)
         if RECORD_NAME in there and not overwrite:
-            self._marked = []
-            self._bucket.delete([self._key(SAVING_NAME)])
             raise CheckpointExists(f"{self._url}: another save was faster")
+        self._cleared = True
         self._clear([name for name in there if name != SAVING_NAME])
 
     def _clear(self, names: Iterable[str]) -> None:
@@ -219,6 +228,16 @@ class ObjectTarget:
         self._marked_at = time.monotonic()
         return self._bucket.put(self._key(SAVING_NAME), json.dumps(marker).encode(), fresh=fresh)
 
+    @property
+    def _is_ours(self) -> bool:
+        """Whether the marker that stands beside the files is that of this save."""
+        return bool(self._marker().get("token") == self._token)
+
+    def _require_marker(self) -> None:
+        """Goes no further once another save has put its own marker there."""
+        if not self._is_ours:
+            raise StorageError("another save took this one for dead and took its place")
+
     def _marker(self) -> dict[str, Any]:
         """Returns the marker that stands beside the files, or nothing."""
         return _parse(self._bucket.get(self._key(SAVING_NAME)))
@@ -228,15 +247,14 @@ class ObjectTarget:
         there = set(self._bucket.files(self._name))
         marker = self._marker() if SAVING_NAME in there else {}
         owner = Owner.parse(str(marker.get("owner", "")).encode())
-        if SAVING_NAME in there and not (owner and owner.is_gone):
+        if SAVING_NAME in there and not _has_ended(owner, str(marker.get("token"))):
             age_s = time.time() - self._bucket.modified_s(self._key(SAVING_NAME))
             if age_s < _PUBLISHING_S:
                 raise CheckpointExists(f"{self._url}: {owner or 'another save'} is publishing there")
         if RECORD_NAME in there:
             if not overwrite:
-                raise CheckpointExists(
-                    f"{self._url} exists already: to replace it, ask for overwrite=True (--overwrite)"
-                )
+                message = f"{self._url} exists already: to replace it, ask for overwrite=True (--overwrite)"
+                raise CheckpointExists(message)
             return
         foreign = sorted(there - {SAVING_NAME} - set(map(str, marker.get("files", ()))))
         if foreign and not overwrite:
@@ -253,12 +271,16 @@ class ObjectTarget:
         if not prepared:
             return
         try:
-            if marked:
-                self._clear(marked)
+            # Else what stands there is what was there before, or that of another save.
+            if marked and self._is_ours:
+                if self._cleared:
+                    self._clear(marked)
                 self._bucket.delete([self._key(SAVING_NAME)])
             self._discard(self._staging)
         except Exception as error:
             _log.warning("%s: cannot remove what was staged: %s", self._url, _first_line(error))
+        finally:
+            _alive.discard(self._token)
 
     def clean_abandoned(self) -> list[str]:
         removed = []
@@ -274,9 +296,8 @@ class ObjectTarget:
     def _is_abandoned(self, folder: str) -> bool:
         key = f"{folder}/owner.json"
         owner = Owner.parse(str(_parse(self._bucket.get(key)).get("owner", "")).encode())
-        if owner is not None and owner.is_gone is not None:
-            return owner.is_gone
-        return time.time() - self._bucket.modified_s(key) > _ABANDONED_S
+        ended = _has_ended(owner, folder.split(".")[-2])
+        return time.time() - self._bucket.modified_s(key) > _ABANDONED_S if ended is None else ended
 
     def _clear_published(self, folder: str) -> None:
         """Deletes what a dead save had published when it died, unless that was all."""
@@ -301,12 +322,16 @@ class ObjectTarget:
         self._delete_folder(folder)
 
     def remove(self) -> None:
-        with self._errors(""):
-            self._marked = sorted(set(self._bucket.files(self._name)) - {SAVING_NAME})
-            self._put_marker()
-            self._clear(self._marked)
-            self._delete_folder(self._name)
-            self._marked = []
+        self._set_token(new_token())
+        _alive.add(self._token)
+        try:
+            with self._errors(""):
+                self._marked = sorted(set(self._bucket.files(self._name)) - {SAVING_NAME})
+                self._put_marker()
+                self._clear(self._marked)
+                self._delete_folder(self._name)
+        finally:
+            _alive.discard(self._token)
 
     def close(self) -> None:
         self._streams.clear()
@@ -355,26 +380,11 @@ class ObjectTarget:
             raise
 
 
-class _Stream:
-    """Puts the writes of one file, which come from several threads, in order."""
-
-    def __init__(self, writer: Writer, timeout_s: float) -> None:
-        self._writer = writer
-        self._timeout_s = timeout_s
-        self._position = 0
-        self._turn = threading.Condition()
-
-    def write(self, offset: int, data: memoryview) -> None:
-        with self._turn:
-            if not self._turn.wait_for(lambda: self._position >= offset, self._timeout_s):
-                raise StorageError(f"the bytes before it did not come within {self._timeout_s:.0f} s")
-            assert self._position == offset, (self._position, offset)
-            self._writer.write(data)
-            self._position += len(data)
-            self._turn.notify_all()
-
-    def close(self) -> None:
-        self._writer.close()
+def _has_ended(owner: Owner | None, token: str) -> bool | None:
+    """Whether a save has ended, in whichever way; None if that cannot be known from here."""
+    if owner is None:
+        return None
+    return (owner == Owner.here() and token not in _alive) or owner.is_gone
 
 
 def _parse(text: bytes | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import obstore
 from obstore.exceptions import (
@@ -213,7 +214,7 @@ def make_store(url: str, options: Mapping[str, Any], *, attempt_s: float, retry:
     if not isinstance(given, Mapping):
         raise OptionError(f"cannot open {url}: client_options={given!r}: must be a dict")
     try:
-        store = _from_url(url, client_options={**client, **given}, retry_config=retry, **config)
+        store = _from_url(_quoted(url), client_options={**client, **given}, retry_config=retry, **config)
     except BaseException as error:
         # Of what its authors did not foresee obstore dies with an exception that is no `Exception`.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -223,6 +224,13 @@ def make_store(url: str, options: Mapping[str, Any], *, attempt_s: float, retry:
     if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
         raise OptionError(f"cannot open {url}: endpoint {endpoint!r} is not a URL such as https://host:9000")
     return store
+
+
+def _quoted(url: str) -> str:
+    """Returns a URL as obstore reads it. But for HTTP's, those given say the keys as they are."""
+    scheme, _, rest = url.partition("://")
+    host, _, path = rest.partition("/")
+    return url if scheme in ("http", "https") else f"{scheme}://{host}/{quote(path)}"
 
 
 def s3_settings(store: S3Store) -> dict[str, Any]:

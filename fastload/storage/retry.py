@@ -11,12 +11,12 @@ from typing import TypeVar
 from fastload.errors import Interrupted, StorageError
 from fastload.storage.base import FileStat, Storage
 
-__all__ = ["PatientStorage"]
+__all__ = ["FIRST_BACKOFF_S", "MAX_BACKOFF_S", "PatientStorage"]
 
 T = TypeVar("T")
 
-_FIRST_BACKOFF_S = 0.8
-_MAX_BACKOFF_S = 8.0
+FIRST_BACKOFF_S = 0.8
+MAX_BACKOFF_S = 8.0
 
 
 def _backoff_s(attempt: int) -> float:
@@ -25,7 +25,7 @@ def _backoff_s(attempt: int) -> float:
     Jitter, since ranks that failed together must not come back together; over the upper half only, so
     that four attempts more outlast an outage of 5 s.
     """
-    longest = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (attempt - 1))
+    longest = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (attempt - 1))
     return random.uniform(longest / 2, longest)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
-from fastload.errors import OptionError, StorageError
+from fastload.errors import OptionError
 from fastload.memory import round_up
 from fastload.patience import each, within
 from fastload.storage.bucket import ObstoreBucket
@@ -29,6 +31,7 @@ _GOOD_NUM_PARTS = 128  # shares are cut between parts: with few of them they wou
 _MAX_PARTS = 10_000
 _MAX_CONNECTIONS = 32
 _GONE = ("NoSuchUpload", "404")
+_FILE_OF_A_SAVE = re.compile(r"[^/]+/[^/]+\.safetensors")  # below the parent, where others write, too
 _making = threading.Lock()  # a session makes one client at a time
 
 
@@ -111,7 +114,8 @@ class S3Target(ObjectTarget):
         try:
             each((name for name, nbytes in self._sizes.items() if nbytes), begin, num_threads=NUM_REQUESTS)
         except BaseException:
-            self._give_up(self._name, self._uploads)  # no owner names them yet
+            with suppress(Exception):  # which tells less than what ended the others
+                self._give_up(self._name, self._uploads)  # no owner names them yet
             raise
         return self._uploads
 
@@ -128,11 +132,9 @@ class S3Target(ObjectTarget):
                 )
             )
         except Exception as error:
-            # The answer to the attempt that completed it was lost: nothing had this name before.
+            # The answer to the attempt that completed it was lost, or it will be missed in a moment.
             if _code(error) not in _GONE:
                 raise
-        if (found := self._bucket.files(self._name).get(name)) != self._sizes[name]:
-            raise StorageError(f"the store made {found} bytes of the {self._sizes[name]} uploaded")
 
     def _give_up(self, prefix: str, uploads: Mapping[str, str]) -> None:
         def end(name: str) -> None:
@@ -148,12 +150,14 @@ class S3Target(ObjectTarget):
 
     def _give_up_old(self, age_s: float) -> list[str]:
         """Ends uploads that were begun by saves that died before they could say so."""
-        old = []
+        old: list[str] = []
+        parent = self._in_bucket("")
         pages = self._client.get_paginator("list_multipart_uploads")
         try:
-            for page in pages.paginate(Bucket=self._bucket_name, Prefix=self._in_bucket("")):
+            for page in pages.paginate(Bucket=self._bucket_name, Prefix=parent):
                 for upload in page.get("Uploads", ()):
-                    if time.time() - upload["Initiated"].timestamp() > age_s:
+                    is_ours = _FILE_OF_A_SAVE.fullmatch(upload["Key"].removeprefix(parent))
+                    if is_ours and time.time() - upload["Initiated"].timestamp() > age_s:
                         request = {"Bucket": self._bucket_name, "Key": upload["Key"]}
                         self._client.abort_multipart_upload(**request, UploadId=upload["UploadId"])
                         old.append(f"s3://{self._bucket_name}/{upload['Key']}")

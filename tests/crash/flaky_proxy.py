@@ -20,6 +20,7 @@ class FlakyProxy(Server):
     Attributes:
         fails: (method, text in path and query) → status of the answer, for all that fail.
         stalls: The same → seconds until it begins to read the body.
+        loses: The same, of requests that are passed on and answered 500 all the same; once each.
         log: (method, path and query) of every request that failed.
     """
 
@@ -28,6 +29,7 @@ class FlakyProxy(Server):
         self.behind = urlsplit(endpoint).netloc
         self.fails: dict[tuple[str, str], int] = {}
         self.stalls: dict[tuple[str, str], float] = {}
+        self.loses: list[tuple[str, str]] = []
         self.log: list[tuple[str, str]] = []
 
 
@@ -47,6 +49,10 @@ class _Handler(Handler):
         with contextlib.closing(http.client.HTTPConnection(self.server.behind, timeout=30)) as behind:
             behind.request(self.command, self.path, body, dict(self.headers))
             answer = behind.getresponse()
+            for method, text in self.server.loses:
+                if method == self.command and text in self.path:
+                    self.server.loses.remove((method, text))
+                    return self._answer(500, {}, b"")
             headers = {name: value for name, value in answer.getheaders() if name.lower() not in _HOP}
             return self._answer(answer.status, headers, answer.read())
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from fastload.storage.bucket import FsspecBucket
 from fastload.storage.object_target import ObjectTarget
 from fastload.storage.owner import Owner
 from fastload.storage.s3_target import S3Target
+from tests.crash.flaky_proxy import FlakyProxy
+from tests.dist.flaky_server import serving
 from tests.storage.s3_server import BUCKET, s3_server
 
 OLD = {"a": b"old a", "b": b"old b", "gone": b"gone"}
@@ -158,6 +161,36 @@ def test_a_publish_that_fails_is_taken_back(root: str, monkeypatch: pytest.Monke
     assert found(root) == {}
 
 
+@pytest.mark.parametrize("refused", ["put", "delete"], ids=["aborted", "published"])
+def test_what_a_save_could_not_remove_the_next_of_that_process_does(
+    root: str, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process lives, but the save has ended, whichever way."""
+    target, another = mortal(root), mortal(root)
+    another.prepare([], overwrite=False)
+    delete = target._bucket.delete
+
+    def broken(key: Any, *content: Any, **knobs: Any) -> bool:
+        raise PermissionError("expired")
+
+    def deny(keys: Any) -> None:
+        return broken(keys) if f"step/{RECORD_NAME}" in found(root) or refused == "put" else delete(keys)
+
+    monkeypatch.setattr(target._bucket, "delete", deny)
+    if refused == "put":
+        monkeypatch.setattr(target, "_finish", broken)
+        with pytest.raises(StorageError, match="expired"):
+            save(target, OLD)
+        target.abort()
+    else:
+        save(target, OLD)
+    assert f"step/{SAVING_NAME}" in found(root)
+    save(mortal(root), NEW, overwrite=True)
+    assert found(root) == {**whole(NEW), f"{another._staging}/owner.json": found(root)[another._owner_key]}
+    another.abort()
+    assert found(root) == whole(NEW)
+
+
 def test_who_publishes_keeps_others_out_until_silent(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     other = ObjectTarget(f"{root}/step", FsspecBucket(root, {}), "step", timeout_s=5)
     marker = {"token": "x", "owner": Owner("elsewhere", "k", "p", 1, "1").to_bytes().decode(), "files": ["a"]}
@@ -203,7 +236,11 @@ def test_of_two_that_both_found_the_place_free_one_wins(
     assert found(root) == whole(outcomes[0])
 
 
-def test_a_save_that_was_taken_for_dead_does_not_commit(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refresh_s", [60.0, -1.0], ids=["at-once", "after-a-while"])
+def test_a_save_that_was_taken_for_dead_does_not_commit(
+    root: str, refresh_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_target, "_REFRESH_S", refresh_s)
     target = mortal(root)
     real = target._finish
 
@@ -319,6 +356,32 @@ def test_a_lost_answer_to_the_completion_is_no_error(target: S3Target) -> None:
     assert names(target) == ["a", RECORD_NAME]
 
 
+def test_a_lost_answer_to_the_marker_is_no_error(seaweed: dict[str, Any]) -> None:
+    """The next attempt finds one there: its own."""
+    with serving(FlakyProxy(seaweed["endpoint"])) as proxy:
+        url = f"s3://{BUCKET}/{uuid.uuid4().hex}/step"
+        target = open_target(url, {**seaweed, "endpoint": proxy.url}, timeout_s=10, attempt_s=5, retries=1)
+        assert isinstance(target, S3Target)
+        proxy.loses = [("PUT", SAVING_NAME)]
+        save(target, NEW)
+        assert proxy.loses == []
+    with closing(open_target(url, seaweed)) as found:
+        assert isinstance(found, S3Target)
+        assert names(found) == ["a", "b", RECORD_NAME, "index"]
+
+
+def test_a_store_that_is_busy_for_a_while_is_outlasted(seaweed: dict[str, Any]) -> None:
+    with serving(FlakyProxy(seaweed["endpoint"])) as proxy:
+        url = f"s3://{BUCKET}/{uuid.uuid4().hex}/step"
+        target = open_target(url, {**seaweed, "endpoint": proxy.url}, timeout_s=20, attempt_s=10)
+        proxy.fails = {("PUT", RECORD_NAME): 503}
+        calm = threading.Timer(3.0, proxy.fails.clear)
+        calm.start()
+        save(target, NEW)
+        calm.join()
+        assert proxy.log != []
+
+
 def test_an_upload_that_somebody_ended_is_an_error(target: S3Target) -> None:
     ticket = target.prepare([("a", 5)], overwrite=False)
     target.write("a", 0, memoryview(b"abcde"))
@@ -330,13 +393,48 @@ def test_an_upload_that_somebody_ended_is_an_error(target: S3Target) -> None:
     assert names(target) == []
 
 
+def test_an_upload_that_cannot_begin_is_what_is_told(s3: dict[str, Any]) -> None:
+    """Not that those begun before it cannot be ended either."""
+    with serving(FlakyProxy(s3["endpoint"])) as proxy:
+        url = f"s3://{BUCKET}/{uuid.uuid4().hex}/step"
+        target = open_target(url, {**s3, "endpoint": proxy.url}, timeout_s=10, attempt_s=5, retries=0)
+        proxy.fails = {("POST", "b?uploads"): 403, ("DELETE", "uploadId"): 403}
+        with pytest.raises(StorageError, match="CreateMultipartUpload"):
+            target.prepare([("a", 5), ("b", 5)], overwrite=False)
+        proxy.fails.clear()
+        target.close()
+
+
+def test_lists_do_not_grow_with_the_files(target: S3Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, lists = target._bucket.files, [0]
+
+    def files(folder: str) -> dict[str, int]:
+        lists[-1] += 1
+        return real(folder)
+
+    monkeypatch.setattr(target._bucket, "files", files)
+    for num_files in (1, 7):
+        content = {f"{number}": b"abc" for number in range(num_files)}
+        target.prepare([(name, 3) for name in content], overwrite=True)
+        for name, text in content.items():
+            target.write(name, 0, memoryview(text))
+        target.publish([target.flush()], [(RECORD_NAME, b"{}")], overwrite=True)
+        lists.append(0)
+    assert lists[0] == lists[1] > 0
+
+
 def test_old_uploads_that_nobody_owns_are_ended(target: S3Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    key = f"{target._prefix}/another/file"
-    target._client.create_multipart_upload(Bucket=BUCKET, Key=key)
+    """Those of other programs are no business of a save."""
+    ours = f"{target._prefix}/another/model.safetensors"
+    others = [f"{target._prefix}/{name}" for name in ("data/video.mp4", "data/deep/model.safetensors")]
+    for key in (ours, *others):
+        target._client.create_multipart_upload(Bucket=BUCKET, Key=key)
     assert target.clean_abandoned() == []
     monkeypatch.setattr(object_target, "_ABANDONED_S", -1.0)
-    assert target.clean_abandoned() == [f"s3://{BUCKET}/{key}"]
+    assert target.clean_abandoned() == [f"s3://{BUCKET}/{ours}"]
     assert target.clean_abandoned() == []
+    left = target._client.list_multipart_uploads(Bucket=BUCKET, Prefix=target._prefix)["Uploads"]
+    assert sorted(upload["Key"] for upload in left) == sorted(others)
 
 
 def test_a_part_that_fails_for_good(tmp_path: Path) -> None:

@@ -139,6 +139,12 @@ class TestSeaweed(TestS3):
         monkeypatch.setattr(object_target, "_SETTLE_S", float("nan"))  # no sleep takes that
         self.save(url, files)
 
+    def test_conditions_can_be_turned_off(self, url: str, files: dict[str, bytes]) -> None:
+        """For stores that refuse what they do not know."""
+        self.options = {**self.options, "conditional_put": "disabled"}
+        self.save(url, files)
+        assert self.read(url) == {**files, **dict(SMALL)}
+
     def test_folders_leave_nothing(self, root: str, url: str, files: dict[str, bytes]) -> None:
         self.save(url, files)
         (target,) = self.begin(url, files, overwrite=True)
@@ -148,6 +154,22 @@ class TestSeaweed(TestS3):
         prefix = root.removeprefix(f"s3://{BUCKET}/") + "/"
         found = self.client().list_objects_v2(Bucket=BUCKET, Prefix=prefix, Delimiter="/")
         assert found.get("CommonPrefixes", []) == []
+
+    @pytest.mark.parametrize("folder", ["a b", "50%", "a%20b", "a#b?c=d", "ünïcode", "end "])
+    def test_a_url_says_the_keys_as_they_are(self, root: str, folder: str, files: dict[str, bytes]) -> None:
+        for url in (f"{root}/{folder}", f"{root}/{folder}/step"):
+            self.save(url, files)
+            assert self.read(url) == {**files, **dict(SMALL)}
+            prefix = url.removeprefix(f"s3://{BUCKET}/") + "/"
+            found = self.client().list_objects_v2(Bucket=BUCKET, Prefix=prefix, Delimiter="/")["Contents"]
+            assert {entry["Key"].removeprefix(prefix) for entry in found} == {*files, *dict(SMALL)}
+        assert self.leftovers(root) == []
+
+    def test_slashes_more_than_enough(self, root: str, files: dict[str, bytes]) -> None:
+        for url in (f"{root}//step", f"{root}//steps//1//"):
+            self.save(url, files)
+            assert self.read(url) == {**files, **dict(SMALL)}
+        assert self.read(f"{root}/step") == self.read(f"{root}/steps/1") == {**files, **dict(SMALL)}
 
     def test_an_object_that_stands_for_a_folder_is_not_in_the_way(
         self, url: str, files: dict[str, bytes]
