@@ -38,6 +38,13 @@ _CLIENT_OPTIONS = frozenset(
     """.split()
 )
 
+# What obstore finds by itself, or is told to do without.
+_OTHER_CREDENTIALS = frozenset(
+    """
+    access_key_id container_credentials_full_uri container_credentials_relative_uri skip_signature
+    web_identity_token_file
+    """.split()
+)
 _SUFFIX = ".safetensors"
 _HTTP_NAMES = ("model.safetensors.index.json", "model.safetensors")
 _RECORD_NAME = "fastload.json"
@@ -179,7 +186,7 @@ class ObjectStorage:
             permanent = isinstance(error, _PERMANENT) or _REFUSED.search(str(error)) is not None
             message = _first_line(error)
             if _NO_KEYS.search(message):
-                message += " (the environment has no AWS_ACCESS_KEY_ID, and profiles in ~/.aws are not read)"
+                message += " (no AWS_ACCESS_KEY_ID in the environment, no profile in ~/.aws)"
             raise self._error(message, name, offset, nbytes, transient=not permanent) from error
 
     def _error(
@@ -213,8 +220,11 @@ def make_store(url: str, options: Mapping[str, Any], *, attempt_s: float, retry:
     given = config.pop("client_options", {})
     if not isinstance(given, Mapping):
         raise OptionError(f"cannot open {url}: client_options={given!r}: must be a dict")
+    config |= {"client_options": {**client, **given}, "retry_config": retry}
     try:
-        store = _from_url(_quoted(url), client_options={**client, **given}, retry_config=retry, **config)
+        store = _from_url(_quoted(url), **config)
+        if isinstance(store, S3Store) and (profile := _profile_for(store)) is not None:
+            store = _from_url(_quoted(url), credential_provider=profile, **config)
     except BaseException as error:
         # Of what its authors did not foresee obstore dies with an exception that is no `Exception`.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -231,6 +241,24 @@ def _quoted(url: str) -> str:
     scheme, _, rest = url.partition("://")
     host, _, path = rest.partition("/")
     return url if scheme in ("http", "https") else f"{scheme}://{host}/{quote(path)}"
+
+
+def _profile_for(store: S3Store) -> Any:
+    """Returns what asks boto3 for the credentials of a profile in ~/.aws, for a store that has no others.
+
+    obstore knows no profiles: roles, single sign-on, and processes that print keys.
+    """
+    if _OTHER_CREDENTIALS & {name for name, value in s3_settings(store).items() if value}:
+        return None
+    try:
+        import boto3
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        return None
+    session = boto3.session.Session()
+    if not session.available_profiles or session.get_credentials() is None:
+        return None
+    return Boto3CredentialProvider(session)
 
 
 def s3_settings(store: S3Store) -> dict[str, Any]:

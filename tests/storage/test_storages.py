@@ -11,16 +11,17 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
 
 import fastload
 from fastload.errors import ManifestError, OptionError, StorageError
-from fastload.storage import open_storage, open_target
+from fastload.storage import open_storage, open_target, s3_target
 from fastload.storage.local import LocalStorage
 from fastload.storage.objects import ObjectStorage
 from fastload.storage.remote import RemoteStorage
 from fastload.storage.s3_target import S3Target
 from tests.storage.contract import FILES, StorageContract
-from tests.storage.s3_server import BUCKET
+from tests.storage.s3_server import BUCKET, KEY, SECRET
 
 
 def fill_folder(files: Mapping[str, bytes], where: str) -> None:
@@ -344,13 +345,34 @@ def test_an_endpoint_that_only_one_of_two_libraries_takes(tmp_path: Path) -> Non
         open_target("s3://bucket/runs/a", options)
 
 
+def test_s3_with_a_profile(seaweed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    profile = tmp_path / "credentials"
+    profile.write_text(f"[lab]\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(profile))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    options = {"endpoint": seaweed["endpoint"], "region": seaweed["region"]}
+    s3_target._session.cache_clear()
+    url = f"s3://{BUCKET}/{uuid.uuid4().hex}/a"
+    fastload.save({"a": torch.arange(10)}, url, storage_options=options)
+    assert fastload.load(url, storage_options=options)["a"].tolist() == list(range(10))
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(OptionError, match=r"cannot open s3://.*nobody"):
+        open_storage(url, options)
+    s3_target._session.cache_clear()
+
+
 def test_s3_without_credentials_says_where_they_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", nobody)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
     storage = open_storage("s3://bucket/runs/a", {"endpoint": nobody})
-    with pytest.raises(StorageError, match=r"s3://bucket/runs/a: .* no AWS_ACCESS_KEY_ID"):
+    with pytest.raises(StorageError, match=r"s3://bucket/runs/a: .*no AWS_ACCESS_KEY_ID in the environment, no profile"):
         storage.list()
     storage.close()
