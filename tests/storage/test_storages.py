@@ -373,6 +373,6 @@ def test_s3_without_credentials_says_where_they_are_looked_for(monkeypatch: pyte
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
     storage = open_storage("s3://bucket/runs/a", {"endpoint": nobody})
-    with pytest.raises(StorageError, match=r"s3://bucket/runs/a: .*no AWS_ACCESS_KEY_ID in the environment, no profile"):
+    with pytest.raises(StorageError, match=r"s3://bucket/runs/a: .*no AWS_ACCESS_KEY_ID .*, no profile"):
         storage.list()
     storage.close()
