@@ -56,9 +56,7 @@ def ls(root: str, as_json: bool) -> None:
 
 @click.command()
 @click.argument("root")
-@click.option(
-    "--keep-last", type=click.IntRange(1), default=1, show_default=True, help="Newest ones to keep."
-)
+@click.option("--keep-last", type=click.IntRange(1), required=True, help="Newest ones to keep.")
 @click.option("--keep-every", type=click.IntRange(1), help="Keep multiples of this step, too.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 def prune(root: str, keep_last: int, keep_every: int | None, dry_run: bool) -> None:

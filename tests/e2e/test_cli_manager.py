@@ -68,7 +68,9 @@ def test_prune(root: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "2 checkpoints, 16.2 kB; 3 stay" in done.stdout
     assert steps_in(root) == [2, 4, 5, 6, 7]
-    assert run_here("prune", str(root)).exit_code == 0
+    assert run_here("prune", str(root)).exit_code == 2, "nobody has said how many to keep"
+    assert steps_in(root) == [2, 4, 5, 6, 7]
+    assert run_here("prune", str(root), "--keep-last", "1").exit_code == 0
     assert steps_in(root) == [5, 6, 7], "the newest that is whole stays, what is not is left alone"
     assert fastload.load(root / "step_00000005")["weight"].shape == (1000, 5)
     assert run_here("prune", str(root), "--keep-last", "0").exit_code == 2
