@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from rich.filesize import decimal
 
-from fastload.cli.timeline import Row, Times, Trace
+from fastload.cli.tracks import Row, Times, Trace
 
 __all__ = ["draw"]
 
