@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
-    items.sort(key=lambda item: next((n for n, part in enumerate(_LONG) if item.nodeid.startswith(part)), 9))
+    items.sort(key=lambda item: [not item.nodeid.startswith(part) for part in _LONG])
 
 
 class Scheduling(LoadScopeScheduling):

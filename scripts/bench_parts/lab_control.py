@@ -22,9 +22,10 @@ import services  # noqa: E402  (the lab's own modules)
 from network import STORAGE  # noqa: E402
 
 STORE_URL = f"http://{services.STORAGE_ADDRESS}:8333"
-_STORE = "weed server -ip={address} -ip.bind=0.0.0.0 -s3 -s3.config={config} -dir={folder} -volume.max=0"
-_STORE += " -volume.port=8334 -s3.port.iceberg=0 -s3.port.lance=0 -master.telemetry=false"
-_STORE_SOCKETS = "seaweedfs-*.sock"  # in /tmp, wherever it is told to keep things
+_STORE = "server -ip={address} -ip.bind=0.0.0.0 -s3 -s3.config=s3.json -dir=. -volume.max=0 -volume.port=8334"
+_STORE += " -s3.port.iceberg=0 -s3.port.lance=0 -master.telemetry=false"
+# It leaves sockets in /tmp, wherever it is told to keep things: so it gets one of its own.
+_OWN_TMP = 'cd "$0" && mount -t tmpfs tmpfs /tmp && exec "$@"'
 _SFTP_PORT = 2222
 _SFTP_SERVER = "/usr/lib/openssh/sftp-server"
 _TRIES, _WAIT_S = 30, 10.0  # somebody else's lab may be up
@@ -123,8 +124,6 @@ class Lab:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         lab("down")
-        for left in Path("/tmp").glob(_STORE_SOCKETS):
-            left.unlink()
 
     def _serve_files(self) -> None:
         """Serves files to sshfs, without encryption; the process ends with the lab."""
@@ -136,15 +135,16 @@ class Lab:
 
         The lab's rclone takes the parts of an upload in order, and joins them by copying.
         """
+        weed = Path(sys.executable).with_name("weed")
+        if not weed.exists():
+            raise RuntimeError(f"{weed} is missing: run scripts/setup")
         folder = services.DATA_DIR / "store"
         folder.mkdir()
-        config = services.SERVICES / "store.json"
         keys = [{"accessKey": services.KEY, "secretKey": services.SECRET}]
-        config.write_text(
-            json.dumps({"identities": [{"name": "lab", "credentials": keys, "actions": ["Admin"]}]})
-        )
-        command = _STORE.format(address=services.STORAGE_ADDRESS, config=config, folder=folder)
-        services.start(STORAGE, command.split())
+        identity = {"name": "lab", "credentials": keys, "actions": ["Admin"]}
+        (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+        words = _STORE.format(address=services.STORAGE_ADDRESS).split()
+        services.start(STORAGE, ["sh", "-c", _OWN_TMP, str(folder), str(weed), *words])
 
     def run(self, arms: Sequence[str], tuned: Sequence[str], repeats: int, timeout_s: float) -> Outcome:
         """Runs arms that load."""
