@@ -86,6 +86,10 @@ def slurm(*command: str, cwd: Path = _ROOT, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
+# SIGNALING and REQUEUED show for a moment, while Slurm stops a job that is to run again.
+_ALIVE = {"PENDING", "RUNNING", "SIGNALING", "REQUEUED", "COMPLETING", "COMPLETED"}
+
+
 class Job:
     """A template that was submitted, with what a site sets: the shape of the job and the interface."""
 
@@ -125,7 +129,7 @@ class Job:
         deadline = time.monotonic() + _JOB_DEADLINE_S
         while not happened():
             state = self.fact("JobState")
-            alive = time.monotonic() < deadline and state in ("PENDING", "RUNNING", "COMPLETING", "COMPLETED")
+            alive = time.monotonic() < deadline and state in _ALIVE
             assert alive, f"the job is {state}:\n{self.output()}"
             time.sleep(0.4)  # to ask costs more than that of a core that the ranks need
 
