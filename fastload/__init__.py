@@ -1,5 +1,8 @@
 """fastload: every byte of a checkpoint is read once, and every rank ends with the whole state."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from fastload.api import async_save, inspect, load, open, save, stage, verify
 from fastload.checkpoint import Checkpoint
 from fastload.errors import (
@@ -32,6 +35,10 @@ from fastload.report import (
     StageReport,
     VerifyReport,
 )
+from fastload.workers import worker_context
+
+if TYPE_CHECKING:
+    from fastload import cadence, parameters, sizing
 
 __version__ = "0.1.0"
 
@@ -68,10 +75,25 @@ __all__ = [
     "VerifyReport",
     "WorldError",
     "async_save",
+    "cadence",
     "inspect",
     "load",
     "open",
+    "parameters",
     "save",
+    "sizing",
     "stage",
     "verify",
+    "worker_context",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the formulas when they are first used."""
+    if name in ("cadence", "parameters", "sizing"):
+        return import_module(f"fastload.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

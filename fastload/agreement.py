@@ -11,13 +11,16 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import takewhile
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from fastload.errors import (
+    DeadlineExceeded,
     FastloadError,
     Interrupted,
     PeerError,
@@ -26,9 +29,10 @@ from fastload.errors import (
     from_wire,
     to_wire,
 )
+from fastload.meeting import Verdict
 from fastload.rendezvous import Rendezvous
 
-__all__ = ["Outcome", "World", "require_same"]
+__all__ = ["Outcome", "World", "grace_of", "require_same"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -38,6 +42,11 @@ _PULSE_PERIOD_S = 1.0
 _MIN_GRACE_S = 0.5
 _MAX_GRACE_S = 5.0
 _ERROR_BYTES = 2 << 20  # of all ranks together, which one value has to hold
+
+
+def grace_of(timeout_s: float) -> float:
+    """How long, after a failure, the others get to say what they know, in seconds."""
+    return min(_MAX_GRACE_S, max(0.25 * timeout_s, min(0.5 * timeout_s, _MIN_GRACE_S)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +59,10 @@ class Outcome:
 
 
 class World:
-    """The ranks that load together, seen from one of them. One process alone is a world of 1.
+    """The ranks that make one call together, seen from one of them. One process alone is a world of 1.
 
-    All members make the same calls in the same order, as with collectives.
+    All members take the same steps in the same order, as with collectives. What was decided of the last step
+    of a call is to be `heard`.
 
     Attributes:
         rank: This process's rank in the group.
@@ -73,6 +83,7 @@ class World:
         store: dist.Store | None,
         timeout_s: float,
         rendezvous: Rendezvous | None = None,
+        call: str = "",
     ) -> None:
         self.rank = rank
         self.size = size
@@ -81,17 +92,21 @@ class World:
         self.store = store
         self.timeout_s = timeout_s
         self._hosts = {rank: self.host}
+        self._call = call
         self._step = 0
+        self._last: _Last | None = None
+        self._leavings: list[str] = []
         self.rendezvous = rendezvous
         self._next_alarm_check = 0.0
         self._alarmed = False
+        self._left = False
         self._moved = False
         self._next_pulse = 0.0
 
     @property
     def grace_s(self) -> float:
         """How long, after a failure, the others get to say what they know."""
-        return min(_MAX_GRACE_S, max(0.25 * self.timeout_s, min(0.5 * self.timeout_s, _MIN_GRACE_S)))
+        return grace_of(self.timeout_s)
 
     @property
     def patience_s(self) -> float:
@@ -115,10 +130,20 @@ class World:
         if self.rendezvous is None:
             return [Outcome(self.host, value, to_wire(error) if error is not None else None)]
         step, self._step = self._step, self._step + 1
-        mine = self._answer(value, error)
-        answers = self.rendezvous.collect(what, step, mine, wait_s=wait_s, grace_s=self.grace_s)
-        outcomes = [Outcome(**answer) for answer in answers]
-        self._hosts.update({rank: outcome.host for rank, outcome in enumerate(outcomes) if outcome.host})
+        answer = self._answer(value, error, self._call if step == 0 else None)
+        verdict = self.rendezvous.collect(
+            what,
+            step,
+            answer,
+            wait_s=wait_s,
+            grace_s=self.grace_s,
+            forget=self._last.step if self._last is not None else None,
+        )
+        outcomes = self._outcomes(verdict)
+        failed = any(outcome.error is not None for outcome in outcomes)
+        self._last = _Last(step, len(verdict.answers.keys() - {self.rank}), failed)
+        if step == 0 and not failed:
+            self._require_same_call(verdict)
         return outcomes
 
     def agree(self, what: str, work: Callable[[], T]) -> list[T]:
@@ -162,20 +187,6 @@ class World:
         pieces = self.agree(what, publish)[source]
         return rendezvous.get_bytes(what, step, pieces, limit_s=self.patience_s)
 
-    def clock_offset_s(self, hosts: Sequence[str]) -> float | None:
-        """Returns what takes this rank's `time.perf_counter` to rank 0's; None if that cannot be said.
-
-        Args:
-            hosts: Host of each rank; on one host all clocks are the same.
-        """
-        if self.rendezvous is None or len(set(hosts)) == 1:
-            return 0.0
-        step, self._step = self._step, self._step + 1
-        leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
-        return self.rendezvous.compare_clocks(
-            "comparing clocks", step, leaders, hosts.index(hosts[self.rank]), limit_s=self.patience_s
-        )
-
     def leave_bytes(self, what: str, place: str, data: bytes) -> None:
         """Leaves bytes for another rank, which takes them with `take_bytes`, from the same place, once."""
         if self.rendezvous is not None:
@@ -197,6 +208,7 @@ class World:
         failures = {rank: from_wire(o.error) for rank, o in enumerate(outcomes) if o.error is not None}
         if not failures:
             return
+        self.heard()
         causes_only = {rank: e for rank, e in failures.items() if not isinstance(e, Interrupted)}
         failures = causes_only or failures
         source = min(failures)
@@ -219,10 +231,52 @@ class World:
             failures,
         ) from own
 
-    def corner(self, name: str) -> dist.Store:
-        """Returns a part of the store that nothing has written to; another one after each agreement."""
+    def raise_missed(self, what: str, verdict: Verdict) -> NoReturn:
+        """Raises what the others raised in a call that they made without this rank."""
+        self.raise_failures(what, self._outcomes(verdict))
+        raise AssertionError("the ranks agreed although this one was not there")
+
+    def corner(self, name: str, member: int) -> dist.Store:
+        """Returns a part of the store for a group of Gloo; another one after each agreement.
+
+        Args:
+            name: Of the part; nothing has been written to it.
+            member: This rank's number in that group, below which Gloo leaves its address.
+        """
         assert self.store is not None
-        return dist.PrefixStore(f"{name}/{self._step}", self.store)
+        place = f"{name}/{self._step}"
+        self._leavings.append(f"{place}/0/{member}")
+        return dist.PrefixStore(place, self.store)
+
+    # The end of a call
+
+    def heard(self) -> None:
+        """Notes that this rank has heard how a call ended; a rank that hosts the store waits for the others.
+
+        To be called once a call has ended well; one that fails does so by itself. Never raises.
+        """
+        last, self._last = self._last, None
+        leavings, self._leavings = self._leavings, []
+        if self.rendezvous is not None and last is not None:
+            self.rendezvous.hear(
+                last.step,
+                num_others=last.num_others,
+                failed=last.failed,
+                leavings=leavings,
+                grace_s=self.grace_s,
+            )
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is raised in here has been told to all ranks, or is what makes this rank leave them."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self.heard()
+            else:
+                self.leave(error)
+            raise
 
     # Failures outside of an agreement
 
@@ -235,10 +289,13 @@ class World:
     def leave(self, error: BaseException) -> None:
         """Answers whatever comes next with an error, since this rank will not be there; never raises."""
         self._alarmed = True
-        if self.rendezvous is not None:
-            answer = self._answer(None, error)
-            steps = {f"{step}/{self.rank}": answer for step in (self._step, self._step + 1)}
-            self.rendezvous.tell({**steps, "alarm": str(self.rank)}, limit_s=self.grace_s)
+        if self.rendezvous is not None and not self._left:
+            self._left = True
+            last, self._last = self._last, None
+            step, self._step = self._step, self._step + 1
+            answer = self._answer(None, error, self._call if step == 0 else None)
+            heard = last.step if last is not None else None
+            self.rendezvous.resign(heard, step, answer, limit_s=self.grace_s)
 
     def moved(self) -> None:
         """Notes that this rank gets on; the others learn of it with the next look for an alarm."""
@@ -259,12 +316,61 @@ class World:
 
     # Inside
 
-    def _answer(self, value: Any, error: BaseException | None) -> str:
+    def _answer(self, value: Any, error: BaseException | None, call: str | None) -> str:
         wire = to_wire(error, _ERROR_BYTES // self.size) if error is not None else None
-        return json.dumps({"host": self.host, "value": value, "error": wire})
+        answer = {"host": self.host, "value": value, "error": wire}
+        return json.dumps(answer if call is None else {**answer, "call": call})
+
+    def _outcomes(self, verdict: Verdict) -> list[Outcome]:
+        outcomes = []
+        for rank in range(self.size):
+            answer = verdict.answers.get(rank)
+            if answer is None:
+                outcomes.append(Outcome("", None, to_wire(self._late(rank, verdict.waited_s))))
+            else:
+                outcomes.append(Outcome(answer["host"], answer["value"], answer["error"]))
+                self._hosts[rank] = answer["host"]
+        return outcomes
+
+    def _late(self, rank: int, waited_s: float) -> DeadlineExceeded:
+        if rank == self.rank:
+            return DeadlineExceeded(f"came too late: the others waited {waited_s:.1f} s for it, and gave up")
+        return DeadlineExceeded(
+            f"did not answer within {waited_s:.1f} s: killed, stopped, stuck or cut off, "
+            "or did not make this call (as inside of `if rank == 0:`)"
+        )
+
+    def _require_same_call(self, verdict: Verdict) -> None:
+        """Raises on all ranks if they have met in different calls."""
+        calls = [verdict.answers[rank]["call"] for rank in range(self.size)]
+        if len({call.partition(" ")[0] for call in calls}) == 1:
+            words = [call.split(" ") for call in calls]
+            num_same = len(list(takewhile(lambda alike: len(set(alike)) == 1, zip(*words, strict=False))))
+            require_same([{"path": " ".join(each[num_same:])} for each in words])
+            return
+        ranks = {call: [str(rank) for rank in range(self.size) if calls[rank] == call] for call in calls}
+        places = [
+            f"ranks {_some(at)} are {call}" if len(at) > 1 else f"rank {at[0]} is {call}"
+            for call, at in ranks.items()
+        ]
+        raise PlanMismatch(f"the ranks are out of step: {_some(places)}")
 
     def _label(self, rank: int) -> str:
         return f"rank {rank} on {self._hosts[rank]}" if rank in self._hosts else f"rank {rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """The last step, while this rank has not said that it has heard the verdict."""
+
+    step: int
+    num_others: int
+    failed: bool
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = list(names)
+    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
 
 
 def _described(error: BaseException) -> str:
@@ -283,7 +389,6 @@ def require_same(asked: Sequence[Mapping[str, Any]]) -> None:
             f"rank {rank} {ask.get(name)!r}" for rank, ask in enumerate(asked) if ask.get(name) != first
         ]
         if others:
-            more = f" and {len(others) - 4} more" if len(others) > 4 else ""
-            lines.append(f"{name}: rank 0 {first!r}, {', '.join(others[:4])}{more}")
+            lines.append(f"{name}: rank 0 {first!r}, {_some(others)}")
     if lines:
         raise PlanMismatch("the ranks did not ask for the same: " + "; ".join(lines))

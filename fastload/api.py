@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from fastload.options import SAVE_SETTINGS, SETTINGS, LoadOptions, SaveOptions, 
 from fastload.report import SaveReport, StageReport, VerifyReport
 from fastload.saver import Save
 from fastload.stager import Stage
-from fastload.storage import PatientStorage, open_storage
+from fastload.storage import Location, PatientStorage, locate, name_of, open_storage
 from fastload.world import World, meet
 
 __all__ = ["async_save", "inspect", "load", "open", "save", "stage", "verify"]
@@ -37,7 +37,7 @@ def load(
     *,
     into: Any = None,
     device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     process_group: Any = None,
     names: Sequence[str] | str | None = None,
     strict: bool = True,
@@ -52,17 +52,26 @@ def load(
     Args:
         path: A ``.safetensors`` file, or a directory with an index or with several such files; a
             local path or a URL.
-        into: A module or nested dicts and lists of tensors and modules, to be loaded in place. Meta tensors
-            are replaced by real ones on `device`; tied tensors stay tied. From what `fastload.save` wrote,
-            objects with ``load_state_dict``, such as optimizers, and plain values get theirs too. If the
-            load fails while data moves, the contents of its tensors are undefined; if storage has not
-            answered a read by then (the error and a warning say so), that read may still write to them.
+        into: A module or nested dicts, lists and tuples of tensors and modules, to be loaded in place. Meta
+            tensors are replaced by real ones on `device`, but buffers there that no checkpoint holds
+            (``persistent=False``) are an error; tied tensors stay tied. Modules get what their
+            ``load_state_dict`` would have given them, extra state and hooks included (those that run before
+            are called twice, first without data). From what `fastload.save` wrote, objects with
+            ``load_state_dict``, such as optimizers, get their state, and plain values, NumPy arrays and
+            containers with nothing to be loaded in place are replaced as a whole. If the load fails while
+            data moves, the contents of its tensors are undefined; if storage has not answered a read by
+            then (the error and a warning say so), that read may still write to them.
         device: Where new tensors live; the CPU if None.
-        dtype: Casts floating point tensors to this dtype; None keeps what is stored.
+        dtype: Casts floating point tensors to this dtype, or the one of this name, neither complex ones nor
+            NumPy arrays nor what objects with ``load_state_dict`` get; None keeps what is stored.
         process_group: A group this rank is a member of, or a one-dimensional ``DeviceMesh``; None for
             the default group, or for this process alone if torch.distributed is not initialized.
-        names: Names or glob patterns of the tensors to load; only their bytes are read.
-        strict: With `into`, whether its names and the checkpoint's have to be the same.
+        names: Names or glob patterns of the tensors to load; only their bytes are read. Tied tensors have
+            all of their names. With `into`, plain values stay as they are.
+        strict: With `into`, whether its names and the checkpoint's have to be the same. If not, what only
+            one of them has is left alone; what is of another kind, shape or dtype is an error all the same,
+            and so is a checkpoint that has no tensor of `into`, or has it under names that differ by the
+            ``module.`` or ``_orig_mod.`` of a wrapper.
         storage_options: Passed on to obstore (object stores, HTTP) or fsspec (other URLs), in addition
             to what the environment says of credentials and endpoints.
         options: How to load; None for the defaults.
@@ -77,15 +86,14 @@ def load(
         IncompleteCheckpoint: Its save never finished, or files that it should have are not there.
         ManifestError: It is malformed.
         ChecksumError: Bytes of it are not as they were written.
-        MismatchError: Names, shapes or dtypes do not fit. Nothing was loaded.
+        MismatchError: Names, shapes or dtypes do not fit, or buffers of a module would stay on the meta
+            device. Nothing was loaded.
         PlanMismatch: The ranks did not ask for the same.
         PeerError: Some ranks failed, or were killed, or did not answer in time; with every cause.
         StorageError: With one rank only: storage did not deliver.
         OptionError: An option or argument cannot be used.
     """
-    with open(
-        path, process_group=process_group, storage_options=storage_options, options=options
-    ) as checkpoint:
+    with _open(path, process_group, storage_options, options)[0] as checkpoint:
         return checkpoint.load(into=into, device=device, dtype=dtype, names=names, strict=strict)
 
 
@@ -100,24 +108,31 @@ def open(
 
     Args and errors are those of `load`, as far as they go.
     """
+    checkpoint, world = _open(path, process_group, storage_options, options)
+    world.heard()
+    return checkpoint
 
-    def ready() -> tuple[str, LoadOptions]:
-        return os.fspath(path), options if options is not None else LoadOptions()
+
+def _open(
+    path: Path, process_group: Any, storage_options: Mapping[str, Any] | None, options: LoadOptions | None
+) -> tuple[Checkpoint, World]:
+    def ready() -> tuple[Location, LoadOptions]:
+        return locate(path), options if options is not None else LoadOptions()
 
     world, (location, options) = meet(
         process_group,
-        f"opening {path}",
+        f"opening {name_of(path)}",
         ready,
         timeout_s=lambda ready: ready[1].timeout_s,
-        default_s=SETTINGS["timeout_s"].default,
+        default_s=getattr(options, "timeout_s", SETTINGS["timeout_s"].default),
     )
-    access = _access(world, location, storage_options, options, {"path": location})
-    return Checkpoint(world, access, options)
+    access = _access(world, location, storage_options, options, {"path": location.given})
+    return Checkpoint(world, access, options), world
 
 
 def _access(
     world: World,
-    location: str,
+    location: Location,
     storage_options: Mapping[str, Any] | None,
     options: LoadOptions | StageOptions,
     same: Mapping[str, Any],
@@ -128,17 +143,13 @@ def _access(
         return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s / 2)
 
     same = {**same, **options.shared_values()}
-    try:
+    with world.together():
         try:
-            return agree_on_access(world, location, connect, same)
+            return agree_on_access(world, location.url, connect, same)
         except (IncompleteCheckpoint, ManifestError) as error:
             # All ranks are here, or none. What they opened may have been replaced, and is being deleted.
             _log.info("%s: opening it once more, in case it was replaced meanwhile: %s", location, error)
-        return agree_on_access(world, location, connect, same)
-    except BaseException as error:
-        if not isinstance(error, Exception):
-            world.leave(error)
-        raise
+        return agree_on_access(world, location.url, connect, same)
 
 
 def stage(
@@ -177,17 +188,17 @@ def stage(
     """
     began = time.perf_counter()
 
-    def ready() -> tuple[str, str, StageOptions]:
-        return os.fspath(src), _local(os.fspath(dst)), options if options is not None else StageOptions()
+    def ready() -> tuple[Location, str, StageOptions]:
+        return locate(src), _local(dst), options if options is not None else StageOptions()
 
     world, (location, path, chosen) = meet(
         process_group,
-        f"staging {src}",
+        f"staging {name_of(src)}",
         ready,
         timeout_s=lambda ready: ready[2].timeout_s,
-        default_s=SETTINGS["timeout_s"].default,
+        default_s=getattr(options, "timeout_s", SETTINGS["timeout_s"].default),
     )
-    same = {"call": "stage", "src": location, "dst": path}
+    same = {"call": "stage", "src": location.given, "dst": path}
     access = _access(world, location, storage_options, chosen, same)
     report = Stage(world, access, path, chosen, began=began).run()
     if chosen.on_report is not None:
@@ -195,11 +206,11 @@ def stage(
     return report
 
 
-def _local(path: str) -> str:
-    scheme, separator, rest = path.partition("://")
-    if separator and scheme != "file":
-        raise OptionError(f"cannot stage to {path}: name a directory on a disk of each host")
-    return os.path.abspath(rest if separator else path)
+def _local(path: Path) -> str:
+    location = locate(path)
+    if location.scheme:
+        raise OptionError(f"cannot stage to {location}: name a directory on a disk of each host")
+    return location.address
 
 
 def verify(
@@ -222,9 +233,7 @@ def verify(
         IncompleteCheckpoint: It has no commit record, and so no checksums.
         PeerError: A rank could not read its part.
     """
-    with open(
-        path, process_group=process_group, storage_options=storage_options, options=options
-    ) as checkpoint:
+    with _open(path, process_group, storage_options, options)[0] as checkpoint:
         return checkpoint.verify()
 
 
@@ -249,7 +258,7 @@ def save(
             stored once and come back tied.
         path: The directory to make; a local path or a URL.
         process_group: As for `load`.
-        metadata: Text to keep with it; see `Checkpoint.metadata`.
+        metadata: Text to keep with it, that of rank 0; see `Checkpoint.metadata`.
         storage_options: As for `load`.
         options: How to save; None for the defaults.
 
@@ -260,7 +269,8 @@ def save(
         PeerError: Some ranks failed, or were killed, or did not answer in time; with every cause.
         StorageError: With one rank only: storage failed.
     """
-    job = _start(state, path, process_group, metadata, storage_options, options)
+    pending = SaveHandle.raise_unseen
+    job = _start(state, path, process_group, metadata, storage_options, options, pending)
     report = job.run()
     job.tell(report)
     return report
@@ -282,9 +292,11 @@ def async_save(
     status of a program that has come to its end tells nothing of it. The memory of the copy, a rank's share
     of the state, is kept for the next time.
     """
-    job = _start(state, path, process_group, metadata, storage_options, options)
+    # An error that only some ranks have seen is raised by all, and in this call, not in the background.
+    pending = SaveHandle.raise_unseen if SaveHandle.in_doubt() else None
+    job = _start(state, path, process_group, metadata, storage_options, options, pending)
     job.take_snapshot()
-    return SaveHandle(os.fspath(path), job.run, job.tell)
+    return SaveHandle(job.url, job.run, job.tell)
 
 
 def _start(
@@ -294,19 +306,19 @@ def _start(
     metadata: Mapping[str, str] | None,
     storage_options: Mapping[str, Any] | None,
     options: SaveOptions | None,
+    pending: Callable[[], None] | None,
 ) -> Save:
     began = time.perf_counter()
 
-    def ready() -> tuple[str, dict[str, str], SaveOptions]:
-        SaveHandle.raise_unseen()
-        return os.fspath(path), dict(metadata or {}), options if options is not None else SaveOptions()
+    def ready() -> tuple[Location, dict[str, str], SaveOptions]:
+        return locate(path), dict(metadata or {}), options if options is not None else SaveOptions()
 
     world, (location, texts, chosen) = meet(
         process_group,
-        f"saving to {path}",
+        f"saving to {name_of(path)}",
         ready,
         timeout_s=lambda ready: ready[2].timeout_s,
-        default_s=SAVE_SETTINGS["timeout_s"].default,
+        default_s=getattr(options, "timeout_s", SAVE_SETTINGS["timeout_s"].default),
     )
     return Save(
         world,
@@ -315,6 +327,7 @@ def _start(
         metadata=texts,
         storage_options=storage_options,
         options=chosen,
+        pending=pending,
         began=began,
     )
 

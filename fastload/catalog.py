@@ -5,35 +5,40 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from fastload.errors import CheckpointError
+from fastload.errors import CheckpointError, StorageError
 from fastload.formats.record import MAX_RECORD_BYTES, parse
-from fastload.retention import Saved
-from fastload.storage import RECORD_NAME, PatientStorage, Target, open_storage, open_target
+from fastload.formats.untrusted import MAX_INT
+from fastload.patience import each
+from fastload.retention import Point, Retention, Saved
+from fastload.storage import (
+    RECORD_NAME,
+    FileStat,
+    Folder,
+    Location,
+    PatientStorage,
+    Target,
+    locate,
+    open_storage,
+    open_target,
+)
 
-__all__ = ["Catalog", "Entry", "Summary", "metadata_of", "metrics_of"]
+__all__ = ["MAX_STEP", "Catalog", "Entry", "Summary", "metadata_of"]
 
-_NAME = re.compile(r"step_(\d{8,18})")
-_STEP, _METRICS = "step", "metrics"
+MAX_STEP = MAX_INT
 
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What a listing says of one checkpoint.
-
-    Attributes:
-        step: Its step.
-        complete: Whether it has a commit record.
-        saved_s: When that was written, in seconds since 1970.
-    """
-
-    step: int
-    complete: bool
-    saved_s: float
+_PREFIX = "step_"
+_NAME = re.compile(_PREFIX + r"([0-9]{8,19})")
+_STEP, _METRICS, _BRANCH = "step", "metrics", "branch"
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_READS_AT_ONCE = 16
+_LARGE_BYTES = 16 << 20
+_MAX_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +46,88 @@ class Summary:
     """What the commit record says of one checkpoint.
 
     Attributes:
-        nbytes: Size of its files in bytes, without the record.
-        num_files: How many there are.
+        files: Name → size in bytes.
         metadata: Text that was attached.
     """
 
-    nbytes: int
-    num_files: int
+    files: Mapping[str, int]
     metadata: Mapping[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its files in bytes, without the record."""
+        return sum(self.files.values())
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What was measured at that step; what is no number is left out."""
+        try:
+            found = json.loads(self.metadata.get(_METRICS, "{}"))
+        except (ValueError, RecursionError):
+            return {}
+        if not isinstance(found, dict):
+            return {}
+        return {name: float(value) for name, value in found.items() if type(value) is float}
+
+    @property
+    def branch(self) -> int:
+        """Its branch; 0 for what does not say."""
+        text = self.metadata.get(_BRANCH, "")
+        return int(text) if _NUMBER.fullmatch(text) else 0
+
+    def problem_with(self, files: Mapping[str, FileStat]) -> str:
+        """Says what differs between these files and those that the record names; empty if nothing does."""
+        found = {name: files[name].nbytes if name in files else None for name in self.files}
+        wrong = [name for name, nbytes in self.files.items() if found[name] != nbytes]
+        parts = [
+            f"{name} is missing"
+            if found[name] is None
+            else f"{name} has {found[name]} of {self.files[name]} bytes"
+            for name in wrong[:_MAX_NAMED]
+        ]
+        more = [f"{len(wrong) - _MAX_NAMED} more"] if len(wrong) > _MAX_NAMED else []
+        return ", ".join(parts + more)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is known of one checkpoint without reading its data.
+
+    Attributes:
+        step: Its step.
+        state: ``complete``; ``incomplete`` if it has no commit record; ``damaged`` if that cannot be used, or
+            the files are not those that it names; ``unreadable`` if storage does not let us look.
+        problem: What is the matter, unless it is complete.
+        saved_s: When the record was written, in seconds since 1970; 0 if there is none.
+        place: Where it really is, links followed; empty where storage knows no links.
+        is_link: Whether its name is a link, which others have made.
+        summary: What the record says, if there is one that can be used.
+    """
+
+    step: int
+    state: str
+    problem: str = ""
+    saved_s: float = 0.0
+    place: str = ""
+    is_link: bool = False
+    summary: Summary | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all files are there that its commit record names, in their sizes."""
+        return self.state == "complete"
+
+    @property
+    def saved(self) -> Saved:
+        """The same as `Retention` wants it."""
+        if self.summary is None:
+            return Saved(self.step, self.saved_s)
+        return Saved(self.step, self.saved_s, self.summary.metrics, self.summary.branch)
+
+    @property
+    def point(self) -> Point:
+        """Where it stands in the history of the run."""
+        return Point(self.summary.branch if self.summary is not None else 0, self.step)
 
 
 class Catalog:
@@ -62,17 +141,24 @@ class Catalog:
     """
 
     def __init__(
-        self, root: str, storage_options: Mapping[str, Any] | None, *, timeout_s: float, retries: int
+        self,
+        root: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None,
+        *,
+        timeout_s: float,
+        retries: int,
     ) -> None:
-        self.root = root.rstrip("/") or "/"
+        self.root = locate(root)
         self._storage_options = storage_options
         self._timeout_s = timeout_s
         self._retries = retries
-        self._complete: dict[int, Entry] = {}
+        self._known: dict[int, _Reading] = {}
+        self._bad: dict[int, Folder] = {}
+        self._large = threading.Lock()  # one record at a time that is so large
 
-    def path(self, step: int) -> str:
+    def path(self, step: int) -> Location:
         """Returns where the checkpoint of a step is, or would be."""
-        return f"{self.root}/step_{step:08d}"
+        return self.root / _name_of(step)
 
     @property
     def shared(self) -> bool:
@@ -81,60 +167,100 @@ class Catalog:
             return storage.shared
 
     def entries(self) -> list[Entry]:
-        """Lists the checkpoints, by ascending step; those that have no record as well.
+        """Lists the checkpoints, whole or not, in the order in which they were saved.
 
-        That one is complete is asked once only: it stays so until it is gone.
-        """
-        with closing(self._open(self.root)) as storage:
-            names = [match for name in storage.folders() if (match := _NAME.fullmatch(name))]
-        steps = sorted(int(name[1]) for name in names if self.path(int(name[1])).endswith(f"/{name[0]}"))
-        known = {step: self._complete.get(step) or self._look(step) for step in steps}
-        self._complete = {step: entry for step, entry in known.items() if entry.complete}
-        return list(known.values())
-
-    def _look(self, step: int) -> Entry:
-        with closing(self._open(self.path(step))) as storage:
-            found = storage.stat(RECORD_NAME)
-        return Entry(step, found is not None, found.modified_s if found is not None else 0.0)
-
-    def forget(self, step: int) -> None:
-        """Looks at a checkpoint anew next time: it is being replaced."""
-        self._complete.pop(step, None)
-
-    def summary(self, step: int) -> Summary:
-        """Reads the commit record of a checkpoint.
+        One listing tells names and sizes of all files; the commit records that are not known yet are read,
+        several at once.
 
         Raises:
-            CheckpointError: It is not there, or damaged.
-            StorageError: Storage did not deliver it.
+            StorageError: The root cannot be listed, or storage does not answer.
         """
-        with closing(self._open(self.path(step))) as storage:
-            found = storage.stat(RECORD_NAME)
-            url = f"{storage.url}/{RECORD_NAME}"
-            if found is None or found.nbytes > MAX_RECORD_BYTES:
-                raise CheckpointError(f"{url}: there is none, or none of this size can be read")
-            text = bytearray(found.nbytes)
-            storage.read_into(RECORD_NAME, 0, [memoryview(text)], found.version)
-        record = parse(bytes(text), url)
-        return Summary(sum(file.nbytes for file in record.files), len(record.files), record.metadata)
+        entries, folders = self._look()
+        if self._in_doubt(entries, folders):
+            entries, folders = self._look()
+        self._bad = {one.step: folders[one.step] for one in entries if not one.is_complete}
+        return sorted(entries, key=lambda one: one.point)
 
-    def saved(self, entries: Sequence[Entry], *, measured: bool) -> list[Saved]:
-        """Returns the complete ones, as `Retention` wants them; with their metrics only on request."""
-        return [
-            Saved(one.step, one.saved_s, self._metrics(one.step) if measured else {})
+    def _in_doubt(self, entries: Sequence[Entry], folders: Mapping[int, Folder]) -> bool:
+        """Whether something seems to be broken that did not before: it may just be deleted or replaced."""
+        return any(
+            one.state in ("damaged", "unreadable") and self._bad.get(one.step) != folders[one.step]
             for one in entries
-            if one.complete
-        ]
+        )
 
-    def _metrics(self, step: int) -> dict[str, float]:
+    def _look(self) -> tuple[list[Entry], dict[int, Folder]]:
+        with closing(self._open(self.root)) as storage:
+            found = storage.folders(_PREFIX)
+            named = {int(match[1]): name for name in found if (match := _NAME.fullmatch(name))}
+            folders = {
+                step: found[name]
+                for step, name in named.items()
+                if name == _name_of(step) and step <= MAX_STEP
+            }
+            known = self._known
+            records = {
+                step: folder.files[RECORD_NAME]
+                for step, folder in folders.items()
+                if RECORD_NAME in folder.files
+            }
+            readings = {
+                step: known[step]
+                for step in records.keys() & known.keys()
+                if known[step].is_known_of(records[step])
+            }
+            unknown = {_name_of(step): step for step in records.keys() - readings.keys()}
+
+            def read(name: str) -> None:
+                step = unknown[name]
+                readings[step] = self._read(storage, f"{name}/{RECORD_NAME}", records[step])
+
+            each(unknown, read, num_threads=_READS_AT_ONCE)
+        self._known = readings
+        return [_entry(step, folder, readings.get(step)) for step, folder in folders.items()], folders
+
+    def _read(self, storage: PatientStorage, name: str, record: FileStat) -> _Reading:
+        url = f"{storage.url}/{name}"
+        if record.nbytes > MAX_RECORD_BYTES:
+            return _Reading(record, "damaged", f"a {RECORD_NAME} of {record.nbytes} bytes")
         try:
-            return metrics_of(self.summary(step).metadata)
-        except CheckpointError:
-            return {}  # nobody can say what was measured
+            with self._large if record.nbytes > _LARGE_BYTES else nullcontext():
+                found = parse(storage.read_all(name, record), url)
+        except CheckpointError as error:
+            return _Reading(record, "damaged", str(error).removeprefix(f"{url}: "))
+        except StorageError as error:
+            if error.transient:
+                raise
+            return _Reading(record, "unreadable", str(error.args[0]))
+        return _Reading(record, summary=Summary({f.name: f.nbytes for f in found.files}, found.metadata))
+
+    def expendable(
+        self,
+        entries: Sequence[Entry],
+        retention: Retention,
+        *,
+        needed: Collection[int] = (),
+        damaged: Collection[int] = (),
+    ) -> list[int]:
+        """Returns the steps to delete, oldest first.
+
+        What is not complete counts for nothing and stays. So do links, which others have made, and what they
+        lead to.
+
+        Args:
+            entries: All that there is.
+            retention: What is kept.
+            needed: Steps that are kept whatever the rules say.
+            damaged: Steps that are not complete either, although their files seem to be.
+        """
+        links = [one.place for one in entries if one.is_link]
+        targets = {one.step for one in entries if any(_is_in(link, one.place) for link in links)}
+        saved = [
+            one.saved for one in entries if one.is_complete and not one.is_link and one.step not in damaged
+        ]
+        return retention.expendable(saved, needed={*needed, *targets})
 
     def remove(self, step: int) -> None:
         """Deletes a checkpoint; no reader sees half of it as a whole one."""
-        self.forget(step)
         with closing(self._target(step)) as target:
             target.remove()
 
@@ -148,16 +274,42 @@ class Catalog:
             self.path(step), self._storage_options, timeout_s=self._timeout_s, retries=self._retries
         )
 
-    def _open(self, path: str) -> PatientStorage:
+    def _open(self, path: Location) -> PatientStorage:
         storage = open_storage(path, self._storage_options, attempt_s=min(30.0, self._timeout_s))
         return PatientStorage(storage, retries=self._retries, timeout_s=self._timeout_s)
 
     def is_at(self, step: int, urls: set[str]) -> bool:
         """Whether the checkpoint of a step is one of those."""
-        return _normal(self.path(step)) in {_normal(url) for url in urls}
+        return _normal(self.path(step).url) in map(_normal, urls)
 
 
-def metadata_of(step: int, metrics: Mapping[str, Any] | None) -> dict[str, str]:
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What came of reading a commit record, or why nothing did."""
+
+    record: FileStat
+    state: str = "complete"
+    problem: str = ""
+    summary: Summary | None = None
+
+    def is_known_of(self, record: FileStat) -> bool:
+        """Whether that very record was read, so that there is no need to read it again."""
+        return bool(record.version) and self.record == record and self.state != "unreadable"
+
+
+def _entry(step: int, folder: Folder, reading: _Reading | None) -> Entry:
+    where: dict[str, Any] = {"place": folder.place, "is_link": folder.is_link}
+    if folder.problem:
+        return Entry(step, "unreadable", folder.problem, **where)
+    if reading is None:
+        return Entry(step, "incomplete", f"it has no {RECORD_NAME}", **where)
+    state, problem = reading.state, reading.problem
+    if reading.summary is not None and (problem := reading.summary.problem_with(folder.files)):
+        state = "damaged"
+    return Entry(step, state, problem, reading.record.modified_s, summary=reading.summary, **where)
+
+
+def metadata_of(step: int, metrics: Mapping[str, Any] | None, branch: int = 0) -> dict[str, str]:
     """Returns what the record of a checkpoint is to say of its step.
 
     Raises:
@@ -165,20 +317,18 @@ def metadata_of(step: int, metrics: Mapping[str, Any] | None) -> dict[str, str]:
         TypeError: Likewise.
     """
     numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
-    return {_STEP: str(step), _METRICS: json.dumps(numbers, sort_keys=True)}
+    texts = {_STEP: str(step), _METRICS: json.dumps(numbers, sort_keys=True)}
+    return {**texts, _BRANCH: str(branch)} if branch else texts
 
 
-def metrics_of(metadata: Mapping[str, str]) -> dict[str, float]:
-    """Returns the metrics in the text of a record; what is no number is left out."""
-    try:
-        found = json.loads(metadata.get(_METRICS, "{}"))
-    except (ValueError, RecursionError):
-        return {}
-    if not isinstance(found, dict):
-        return {}
-    return {name: float(value) for name, value in found.items() if type(value) is float}
+def _name_of(step: int) -> str:
+    return f"{_PREFIX}{step:08d}"
+
+
+def _is_in(path: str, folder: str) -> bool:
+    """Whether a local place is a directory, or in it."""
+    return path == folder or path.startswith(folder + "/")
 
 
 def _normal(url: str) -> str:
-    path = url.removeprefix("file://")
-    return path.rstrip("/") if "://" in path else os.path.abspath(path)
+    return os.path.abspath(url) if os.path.isabs(url) else url

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,7 @@ from weakref import WeakSet
 import torch
 import xxhash
 
-from fastload.errors import IncompleteCheckpoint, OptionError, WorldError
-from fastload.formats.state import rebuild
+from fastload.errors import FastloadError, IncompleteCheckpoint, OptionError, WorldError
 from fastload.loading.access import Access
 from fastload.loading.exchange import has_nccl, open_exchange
 from fastload.loading.match import Match, match
@@ -26,12 +24,13 @@ from fastload.loading.pipeline import Pipeline, read_threads
 from fastload.loading.place import Placer
 from fastload.loading.plan import DISTRESS_BYTES, ReadPlan, plan_reads
 from fastload.loading.read import ChunkReader
-from fastload.loading.restore import check, restore
 from fastload.loading.rounds import Exchange
 from fastload.loading.strategy import Decision, choose_strategy
 from fastload.loading.sweep import Sweep
 from fastload.loading.verify import Verifier, refuse
+from fastload.memory import uncollected
 from fastload.options import LoadOptions
+from fastload.patience import ProcessLock
 from fastload.report import LoadReport, RankReport, VerifyReport
 from fastload.storage import RECORD_NAME
 from fastload.tracing import Tracing
@@ -48,10 +47,11 @@ class Checkpoint:
     Attributes:
         manifest: Its files and tensors, and where each tensor is.
         report: What the last `load` did, or None.
+        trace_error: Why rank 0 could not write the trace of the last `load`, or None: that ends no load.
     """
 
     _opened: ClassVar[WeakSet[Checkpoint]] = WeakSet()
-    _opening: ClassVar[threading.Lock] = threading.Lock()
+    _opening: ClassVar[ProcessLock] = ProcessLock()
 
     def __init__(self, world: World, access: Access, options: LoadOptions) -> None:
         self.manifest = access.manifest
@@ -63,6 +63,7 @@ class Checkpoint:
         self._header_bytes = access.storage.bytes_read
         self._counted_retries = 0
         self._failed = False
+        self._closed = False
         with self._opening:
             self._opened.add(self)
         self._last_reader: ChunkReader | None = None
@@ -75,6 +76,10 @@ class Checkpoint:
         """Text that the writer attached: that of the commit record, if there is one."""
         return dict(self.manifest.metadata)
 
+    @property
+    def trace_error(self) -> FastloadError | None:  # noqa: D102  (as above)
+        return self._tracing.error
+
     def __enter__(self) -> Checkpoint:
         return self
 
@@ -85,6 +90,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Releases files and connections, those that a read still waits for as soon as it ends."""
+        self._closed = True
         with self._opening:
             self._opened.discard(self)
         if self._last_reader is None:
@@ -104,7 +110,7 @@ class Checkpoint:
         *,
         into: Any = None,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         names: Sequence[str] | str | None = None,
         strict: bool = True,
     ) -> Any:
@@ -116,13 +122,7 @@ class Checkpoint:
         job.matched.attach()
         if self._options.on_report is not None and self.report is not None:
             self._options.on_report(self.report)
-        tensors = job.matched.tensors()
-        if names is not None or self.manifest.structure is None:
-            return tensors
-        if into is None:
-            return rebuild(self.manifest.structure, tensors)
-        restore(self.manifest, into, tensors)
-        return tensors
+        return job.matched.restore()
 
     def verify(self) -> VerifyReport:
         """Checks every byte, whatever `LoadOptions.verify` says; see `fastload.verify` for errors."""
@@ -142,29 +142,32 @@ class Checkpoint:
         """After a failure the ranks may be anywhere: nothing more is done with this open checkpoint."""
         if self._failed:
             raise WorldError("an earlier load of this open checkpoint failed: open it again")
+        if self._closed:
+            closed = WorldError(f"{self.manifest.url}: this checkpoint is closed: open it again")
+            self._world.leave(closed)  # to whom it may still be open
+            raise closed
         try:
-            yield
-        except BaseException as error:
+            with self._world.together():
+                yield
+        except BaseException:
             self._failed = True
-            if not isinstance(error, Exception):
-                self._world.leave(error)
             raise
 
     def _prepare(
         self,
         into: Any,
         device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype | str | None,
         names: Sequence[str] | str | None,
         strict: bool,
     ) -> _Job:
         """Does on all ranks whatever can fail before data moves, and compares the plans."""
         jobs: list[_Job] = []
 
+        @uncollected
         def prepare() -> dict[str, str]:
-            target = _target_device(device)
-            check(self.manifest, into)
-            matched = match(self.manifest, names=names, into=into, device=target, dtype=dtype, strict=strict)
+            target, cast = _target_device(device), _dtype(dtype)
+            matched = match(self.manifest, names=names, into=into, device=target, dtype=cast, strict=strict)
             job = self._plan(matched, matched.device or target)
             jobs.append(job)
             wanted = json.dumps([d.entry.name for d in matched.destinations])
@@ -172,7 +175,7 @@ class Checkpoint:
                 "strategy": job.decision.strategy,
                 "transport": job.exchange.transport,
                 "names": f"{len(matched.destinations)} tensors ({xxhash.xxh3_64_hexdigest(wanted.encode())})",
-                "dtype": str(dtype),
+                "dtype": str(cast),
                 "plan": job.plan.digest(),
                 "distress": secrets.token_hex(DISTRESS_BYTES),
             }
@@ -260,6 +263,7 @@ class Checkpoint:
             self._world.raise_failures(what, outcomes, error)
         finally:
             error = None  # as above
+        self._world.heard()
         self.report = LoadReport(
             url=self.manifest.url,
             strategy=job.decision.strategy,
@@ -319,6 +323,15 @@ class _Job:
     exchange: Exchange
     pipeline: Pipeline
     distress: bytes = b""
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise OptionError(f"dtype={dtype!r}: must be a torch.dtype or the name of one, such as bfloat16")
+    return found
 
 
 def _target_device(device: torch.device | str | None) -> torch.device:

@@ -71,10 +71,8 @@ class Housekeeper:
             _log.info("removed %s, which a save that died left behind", path)
 
     def _prune(self, step: int, damaged: set[int]) -> None:
-        self._catalog.forget(step)
-        entries = [one for one in self._catalog.entries() if one.step not in damaged]
-        saved = self._catalog.saved(entries, measured=self._retention.best is not None)
-        for old in self._retention.expendable(saved, needed={step}):
+        entries = self._catalog.entries()
+        for old in self._catalog.expendable(entries, self._retention, needed={step}, damaged=damaged):
             if not self._catalog.is_at(old, self._in_use()):
                 self._catalog.remove(old)
                 _log.info("removed %s", self._catalog.path(old))

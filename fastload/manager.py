@@ -5,23 +5,26 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 from fastload import api
-from fastload.catalog import Catalog, metadata_of
+from fastload.catalog import MAX_STEP, Catalog, metadata_of
 from fastload.checkpoint import Checkpoint
 from fastload.errors import CheckpointNotFound, FastloadError, OptionError, WorldError, blames_checkpoint
 from fastload.handle import SaveHandle
+from fastload.history import History, Listing
 from fastload.housekeeping import Housekeeper
 from fastload.options import SAVE_SETTINGS, LoadOptions, SaveOptions
 from fastload.pacing import Rhythm
+from fastload.policy import Policy
 from fastload.retention import Retention
 from fastload.schedule import Schedule
 from fastload.signals import StopSignals
-from fastload.world import meet, require_same
+from fastload.storage import locate, name_of
+from fastload.world import agree, meet, require_same
 
 __all__ = ["CheckpointManager"]
 
@@ -94,9 +97,9 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         options: SaveOptions | None = None,
     ) -> None:
-        def ready() -> _Plan:
-            return _Plan(
-                os.fspath(root),
+        def ready() -> Policy:
+            return Policy(
+                locate(root),
                 every_steps,
                 Rhythm(every, every_seconds, mtbf_s, restart_s, budget),
                 Retention(
@@ -109,31 +112,34 @@ class CheckpointManager:
                 replace(options if options is not None else SaveOptions(), overwrite=True),
             )
 
-        self._world, plan = meet(
+        self._world, policy = meet(
             process_group,
-            f"managing the checkpoints in {root}",
+            f"managing the checkpoints in {name_of(root)}",
             ready,
-            timeout_s=lambda plan: plan.options.timeout_s,
-            default_s=SAVE_SETTINGS["timeout_s"].default,
+            timeout_s=lambda policy: policy.options.timeout_s,
+            default_s=getattr(options, "timeout_s", SAVE_SETTINGS["timeout_s"].default),
         )
-        self._options = plan.options
-        self._async = plan.async_
+        self._options = policy.options
+        self._async = policy.async_
         self._group = process_group
         self._storage_options = storage_options
         self._catalog = Catalog(
-            plan.root,
+            policy.root,
             storage_options,
             timeout_s=self._world.patience_s / 2,
-            retries=plan.options.retries,
+            retries=policy.options.retries,
         )
-        self._lists, keeps_house = self._meet(plan)
+        lists, keeps_house = self._meet(policy)
+        self._history = History(self._world, self._catalog, lists=lists, process_group=process_group)
         self.restored_step: int | None = None
         self._damaged: set[int] = set()
         self._handle: SaveHandle | None = None
         self._num_saves = 0
         self._housekeeper: Housekeeper | None = None
         self._closed = False
-        self._pace = plan.rhythm.start()
+        self._pid = os.getpid()
+        self._warns = self._world.rank == 0 and not policy.has_interval
+        self._pace = policy.rhythm.start()
         self._schedule = Schedule(
             self._world,
             every_steps=every_steps,
@@ -143,20 +149,21 @@ class CheckpointManager:
         )
         self._signals = StopSignals(self._schedule.tell)
         if keeps_house:
-            self._housekeeper = Housekeeper(self._catalog, plan.retention, Checkpoint.urls_in_use)
+            self._housekeeper = Housekeeper(self._catalog, policy.retention, Checkpoint.urls_in_use)
             self._housekeeper.clean()
 
-    def _meet(self, plan: _Plan) -> tuple[bool, bool]:
+    def _meet(self, policy: Policy) -> tuple[bool, bool]:
         """Compares the arguments; returns whether this rank lists and whether it deletes."""
         world = self._world
 
         def compare() -> dict[str, Any]:
-            return {"host": world.host, "same": plan.shared_values(), "shared": self._catalog.shared}
+            return {"host": world.host, "same": policy.shared_values(), "shared": self._catalog.shared}
 
         told = world.agree(f"managing the checkpoints in {self._catalog.root}", compare)
+        world.heard()
         require_same([each["same"] for each in told])
         hosts = [each["host"] for each in told]
-        first = hosts.index(world.host) if plan.options.shared is False else 0
+        first = hosts.index(world.host) if policy.options.shared is False else 0
         return world.rank == 0 or not told[world.rank]["shared"], world.rank == first
 
     # When
@@ -165,7 +172,8 @@ class CheckpointManager:
         """Whether to save at this step: the same answer on all ranks.
 
         Costs next to nothing: the ranks ask the rendezvous store about twice a second. To be called once in
-        each step, or at any rate at the same steps on all ranks.
+        each step, or at any rate at the same steps on all ranks. Of a manager without an interval it answers
+        yes only after a signal, and warns of that once.
 
         Args:
             step: Steps done so far; with `every_steps`, its multiples from 1 on are saved.
@@ -174,10 +182,17 @@ class CheckpointManager:
             FastloadError: A save in the background has failed.
         """
         self._check_open()
+        if self._warns:
+            self._warns = False
+            _log.warning(
+                "should_save answers yes only after a signal: the manager of %s was given no every_steps=, "
+                "every_seconds= or every=",
+                self._catalog.root,
+            )
         self._pace.stepped()
         answer = self._schedule.ask(step)
         if answer.failed and answer.failed == self._num_saves:
-            self._world.agree("saving in the background", self._finish)
+            agree(self._group, "saving in the background", self._finish, timeout_s=self._options.timeout_s)
         return answer.save
 
     @property
@@ -195,20 +210,20 @@ class CheckpointManager:
         Args:
             step: Its number, from 0 on.
             state: As for `fastload.save`.
-            metrics: Name → number, to be kept with it; the same on all ranks.
+            metrics: Name → number, to be kept with it; those of rank 0 count.
 
         Raises:
             FastloadError: As for `fastload.save`; or the save before has failed, and this one was not begun.
         """
         self._check_open()
-        if type(step) is not int or step < 0:
-            raise OptionError(f"step={step!r}: must be a whole number from 0 on")
+        if type(step) is not int or not 0 <= step <= MAX_STEP:
+            raise OptionError(f"step={step!r}: must be a whole number from 0 to {MAX_STEP}")
         try:
-            metadata = metadata_of(step, metrics)
+            metadata_of(step, metrics)
         except (TypeError, ValueError) as error:
             raise OptionError(f"metrics={metrics!r}: must be numbers by name ({error})") from None
         self._let_end(step)
-        self._catalog.forget(step)
+        metadata = metadata_of(step, metrics, self._history.branch_for(step))
         self._schedule.saved()
         self._num_saves += 1
         given: dict[str, Any] = {
@@ -227,8 +242,7 @@ class CheckpointManager:
         self._handle = self._pace.saving(save)
         self._damaged.discard(step)
         if self._housekeeper is not None:
-            committed = partial(_has_succeeded, self._handle)
-            self._housekeeper.prune(committed, step, damaged=set(self._damaged))
+            self._housekeeper.prune(partial(_has_succeeded, self._handle), step, damaged=set(self._damaged))
             if not self._async:
                 self._finish()
 
@@ -245,8 +259,8 @@ class CheckpointManager:
     # What there is
 
     def path(self, step: int) -> str:
-        """Returns where the checkpoint of a step is, or would be."""
-        return self._catalog.path(step)
+        """Returns where the checkpoint of a step is, or would be: what to load, with the root's password."""
+        return os.fspath(self._catalog.path(step))
 
     def all_steps(self) -> list[int]:
         """Returns the steps of which there is a complete checkpoint, ascending.
@@ -256,23 +270,27 @@ class CheckpointManager:
         Raises:
             FastloadError: A rank could not ask storage, or the save in the background has failed.
         """
-        self._check_open()
-        # First, so that no rank sees what another one is about to delete.
-        self._world.agree("saving in the background", self._finish)
-
-        def look() -> list[int]:
-            return [one.step for one in self._catalog.entries() if one.complete] if self._lists else []
-
-        return sorted({step for steps in self._world.agree("listing checkpoints", look) for step in steps})
+        return sorted(point.step for point in self._look().complete)
 
     def latest(self) -> int | None:
-        """Returns the highest step of which there is a complete checkpoint, or None; see `all_steps`."""
-        return max(self.all_steps(), default=None)
+        """Returns the step of the newest complete checkpoint, or None; see `all_steps`.
+
+        The newest is the one that was saved last. If the run has gone back to an earlier step, that is one of
+        those that it has saved since, although there may be higher steps.
+        """
+        complete = self._look().complete
+        return complete[-1].step if complete else None
+
+    def _look(self) -> Listing:
+        self._check_open()
+        # All end first, so that no rank sees what another one is about to delete.
+        return self._history.look(self._finish)
 
     def restore(self, into: Any = None, step: int | None = None, **arguments: Any) -> Any:
         """Loads the newest checkpoint that is whole; `restored_step` says which.
 
-        One that turns out to be damaged or incomplete is left out, with a warning, for the one before.
+        One that turns out to be damaged or incomplete is left out, with a warning, for the one that was saved
+        before it. If another process deletes old checkpoints meanwhile, what it has saved instead is found.
 
         Args:
             into: As for `fastload.load`.
@@ -286,18 +304,26 @@ class CheckpointManager:
             CheckpointNotFound: There is none.
             FastloadError: As for `fastload.load`; if all are damaged, what is wrong with the oldest.
         """
-        steps = self.all_steps()
-        left = steps if step is None else [step]
+        listed = [point.step for point in self._look().recorded]
+        is_given, left = step is not None, listed if step is None else [step]
         if not left:
             raise CheckpointNotFound(f"{self._catalog.root}: no checkpoint to restore")
+        tried: set[int] = set()
         while True:
             step = left.pop()
             try:
                 state = self._load(step, into, arguments)
             except FastloadError as error:
-                if not blames_checkpoint(error) or not left:
+                if not blames_checkpoint(error):
                     raise
-                self._damaged.add(step)
+                tried.add(step)
+                # Listed anew: it may have been deleted meanwhile, for newer ones that another process saved.
+                listed = [point.step for point in self._look().recorded]
+                if step in listed:
+                    self._damaged.add(step)
+                left = [other for other in listed if other not in tried]
+                if is_given or not left:
+                    raise
                 if self._world.rank == 0:
                     _log.warning("step %d cannot be restored, falling back to %d: %s", step, left[-1], error)
             else:
@@ -325,7 +351,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Waits as `wait` does, and puts back the signal handlers that were there before."""
-        if self._closed:
+        if self._closed or self._pid != os.getpid():
             return
         self._closed = True
         try:
@@ -346,6 +372,8 @@ class CheckpointManager:
                 raise  # else it was logged when it happened, and must not hide what ended the training
 
     def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise WorldError("this CheckpointManager is that of another process, which has forked this one")
         if self._closed:
             raise WorldError("this CheckpointManager is closed")
 
@@ -363,34 +391,3 @@ def _has_succeeded(handle: SaveHandle | None) -> bool:
     if handle is not None:
         handle.settle()
     return handle is None or not handle.failed()
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """The arguments of a manager, checked."""
-
-    root: str
-    every_steps: int | None
-    rhythm: Rhythm
-    retention: Retention
-    async_: bool
-    options: SaveOptions
-
-    def __post_init__(self) -> None:
-        steps = self.every_steps
-        if steps is not None and (type(steps) is not int or steps < 1):
-            raise OptionError(f"every_steps={steps!r}: must be a number of at least 1")
-
-    def shared_values(self) -> dict[str, Any]:
-        """Returns the values that must be the same on every rank."""
-        best = self.retention.best
-        return {
-            "call": "CheckpointManager",
-            "root": self.root,
-            "every_steps": self.every_steps,
-            **asdict(self.rhythm),
-            **asdict(self.retention),
-            "best": list(best) if best is not None else None,
-            "async_": self.async_,
-            **self.options.shared_values(),
-        }

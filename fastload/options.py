@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from fastload.errors import OptionError
 
@@ -26,9 +27,10 @@ __all__ = [
     "parse_bytes",
 ]
 
-STRATEGIES = ("auto", "allgather", "broadcast", "direct")
-IO_MODES = ("auto", "buffered", "direct")
-REPLICA_CHECKS = ("off", "sample", "full")
+Strategy = Literal["auto", "allgather", "broadcast", "direct"]
+IoMode = Literal["auto", "buffered", "direct"]
+ReplicaCheck = Literal["off", "sample", "full"]
+STRATEGIES = get_args(Strategy)
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -149,7 +151,11 @@ def _setting(name: str) -> Any:
     return field(default_factory=partial(_default, name))
 
 
-_CHOICES = {"strategy": STRATEGIES, "io": IO_MODES, "check_replicas": REPLICA_CHECKS}
+_CHOICES = {
+    "strategy": STRATEGIES,
+    "io": get_args(IoMode),
+    "check_replicas": get_args(ReplicaCheck),
+}
 _LEAST = {
     "chunk_bytes": 1,
     "staging_bytes": 1 << 16,
@@ -168,6 +174,9 @@ class _Options:
     def __post_init__(self) -> None:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in values.items():
+            if name.endswith("_bytes") and isinstance(value, str):
+                value = _size(name, value)
+                object.__setattr__(self, name, value)
             if name in _CHOICES:
                 _require(value in _CHOICES[name], name, value, f"one of {', '.join(_CHOICES[name])}")
             elif name in _LEAST:
@@ -181,7 +190,8 @@ class _Options:
             elif name == "trace" and value is not None:
                 path = os.fspath(value) if isinstance(value, os.PathLike) else value
                 object.__setattr__(self, name, path)
-                _require(isinstance(path, str) and bool(path), name, value, "the path of a file")
+                is_path = isinstance(path, str) and bool(path) and "\0" not in path
+                _require(is_path, name, value, "the path of a file")
 
     def shared_values(self) -> dict[str, Any]:
         """Returns the values that must be the same on every rank."""
@@ -190,6 +200,24 @@ class _Options:
         }
 
 
+_O = TypeVar("_O", bound=type[_Options])
+
+
+def _with_defaults_shown(options: _O) -> _O:
+    """Has the signature show what applies without environment variables, not ``<factory>``."""
+    init: Any = options.__init__
+    signature = inspect.signature(init)
+    settings = {**SETTINGS, **SAVE_SETTINGS}
+    init.__signature__ = signature.replace(
+        parameters=[
+            parameter.replace(default=settings[name].default) if name in settings else parameter
+            for name, parameter in signature.parameters.items()
+        ]
+    )
+    return options
+
+
+@_with_defaults_shown
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(_Options):
     """How to load. An argument beats ``FASTLOAD_<NAME>``, which beats the default.
@@ -216,19 +244,20 @@ class LoadOptions(_Options):
         OptionError: A value cannot be used.
     """
 
-    strategy: str = _setting("strategy")
+    strategy: Strategy = _setting("strategy")
     chunk_bytes: int | None = _setting("chunk_bytes")
     staging_bytes: int = _setting("staging_bytes")
     timeout_s: float = _setting("timeout_s")
-    io: str = _setting("io")
+    io: IoMode = _setting("io")
     read_threads: int | None = _setting("read_threads")
     retries: int = _setting("retries")
     verify: bool = _setting("verify")
-    trace: str | os.PathLike[str] | None = _setting("trace")  # noqa: RUF009  (as the others)
+    trace: str | os.PathLike[str] | None = _setting("trace")
     on_report: Callable[[LoadReport], None] | None = None
     progress: Callable[[int, int], None] | None = None
 
 
+@_with_defaults_shown
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions(_Options):
     """How to save. An argument beats ``FASTLOAD_<NAME>``, which beats the default.
@@ -261,16 +290,16 @@ class SaveOptions(_Options):
 
     max_shard_bytes: int = _setting("max_shard_bytes")
     block_bytes: int | None = _setting("block_bytes")
-    writers: int | str = _setting("writers")
+    writers: int | Literal["auto", "all", "host"] = _setting("writers")
     staging_bytes: int = _setting("staging_bytes")
-    io: str = _setting("io")
+    io: IoMode = _setting("io")
     write_threads: int = _setting("write_threads")
     overwrite: bool = False
-    shared: bool | str = _setting("shared")
-    check_replicas: str = _setting("check_replicas")
+    shared: bool | Literal["auto"] = _setting("shared")
+    check_replicas: ReplicaCheck = _setting("check_replicas")
     timeout_s: float = _setting("timeout_s")
     retries: int = _setting("retries")
-    trace: str | os.PathLike[str] | None = _setting("trace")  # noqa: RUF009  (as the others)
+    trace: str | os.PathLike[str] | None = _setting("trace")
     on_report: Callable[[SaveReport], None] | None = None
     progress: Callable[[int, int], None] | None = None
 
@@ -281,6 +310,7 @@ class SaveOptions(_Options):
         _require(self.shared in ("auto", True, False), "shared", self.shared, "True, False or auto")
 
 
+@_with_defaults_shown
 @dataclass(frozen=True, kw_only=True)
 class StageOptions(_Options):
     """How to stage. An argument beats ``FASTLOAD_<NAME>``, which beats the default.
@@ -306,12 +336,19 @@ class StageOptions(_Options):
     chunk_bytes: int | None = _setting("chunk_bytes")
     staging_bytes: int = _setting("staging_bytes")
     timeout_s: float = _setting("timeout_s")
-    io: str = _setting("io")
+    io: IoMode = _setting("io")
     read_threads: int | None = _setting("read_threads")
     write_threads: int = _setting("write_threads")
     retries: int = _setting("retries")
     on_report: Callable[[StageReport], None] | None = None
     progress: Callable[[int, int], None] | None = None
+
+
+def _size(name: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise OptionError(f"{name}={text!r}: {error}") from None
 
 
 def _is_count(value: object, least: int) -> bool:

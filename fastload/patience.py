@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from weakref import WeakSet
 
 from fastload.errors import DeadlineExceeded, Interrupted
 
-__all__ = ["Workers", "background", "each", "within"]
+__all__ = ["ProcessLock", "Workers", "background", "each", "within"]
 
 T = TypeVar("T")
 
@@ -27,6 +28,31 @@ def background(target: Callable[[], object], name: str) -> threading.Thread:
     thread = threading.Thread(target=target, name=name, daemon=True)
     _threads.add(thread)
     return thread
+
+
+class ProcessLock:
+    """A lock for what a process has once; in a forked child no thread of the parent's holds it."""
+
+    def __init__(self) -> None:
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """Takes it; without blocking only if it is free, and says so."""
+        return self._lock.acquire(blocking)
+
+    def release(self) -> None:
+        """Lets go of it."""
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 @atexit.register

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
-from fastload.errors import DeadlineExceeded, Interrupted, PeerError, to_wire
+from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError
+from fastload.meeting import Step, Verdict
 from fastload.patience import within
 
 __all__ = ["Rendezvous"]
@@ -19,7 +18,6 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PIECE_BYTES = 4 << 20  # a TCPStore refuses values of more than 8 MiB
-_NUM_PINGS = 8
 _FIRST_POLL_S = 0.0005
 _LISTENING_S = 1.0
 _LAST_POLL_S = 0.05
@@ -112,28 +110,110 @@ class Rendezvous:
         """Adds to a number that all ranks share, and returns it."""
         return self.ask(what, limit_s, lambda: int(self._store.add(key, more)))
 
+    def take_turn(self, call: str, *, wait_s: float, limit_s: float) -> tuple[int, Verdict | None]:
+        """Draws the number of this rank's next call, in the corner of a group.
+
+        Args:
+            call: Its name.
+            wait_s: How long to see whether the others make it once more, if they made it without this rank.
+            limit_s: Longest wait for the store.
+
+        Returns:
+            The number; and the verdict that the others have heard, if this rank is too late for it.
+        """
+
+        def draw() -> tuple[int, Verdict | None]:
+            while True:
+                # Counted in the store, since a process may initialize torch.distributed anew.
+                number = self._store.add(f"{self._rank}/turns", 1)
+                step = self._step(f"{number}/0")
+                if not step.is_decided():
+                    return number, None
+                verdict = step.read()
+                if step.hear():
+                    self._delete([*step.keys, f"{number}/alarm", f"{number}/pulse"])
+                if verdict.is_of(call) and not self._is_made_again(number + 1, call, wait_s):
+                    return number, verdict
+
+        return self.ask("joining the other ranks", limit_s, draw)
+
     def collect(
-        self, what: str, step: int, mine: str, *, wait_s: float, grace_s: float
-    ) -> list[dict[str, Any]]:
-        """Leaves this rank's answer and returns those of all ranks, the same list on every rank.
+        self, what: str, step: int, answer: str, *, wait_s: float, grace_s: float, forget: int | None
+    ) -> Verdict:
+        """Brings this rank's answer and returns the verdict.
 
         Args:
             what: Name of the step, for messages.
             step: Its number.
-            mine: This rank's answer, a JSON object.
-            wait_s: How long to wait for the others, from when one of them was last known to get on; the
-                answer of one that is late is an error.
-            grace_s: How long to wait, then, for the list that holds for all.
+            answer: This rank's answer, a JSON object.
+            wait_s: How long to wait for the others, from when one of them was last known to get on.
+            grace_s: How long to wait, then, for the rank that decides.
+            forget: Number of a step that nobody needs any more once all have answered this one.
         """
 
-        def collect() -> list[dict[str, Any]]:
-            self._store.set(f"{step}/{self._rank}", mine)
-            answers = self._verdict(step, wait_s, grace_s)
-            if self._rank == 0 and step >= 2:
-                self._forget(step - 2)  # everyone who is here has read it
-            return answers
+        def collect() -> Verdict:
+            place = self._step(step)
+            if place.answer(self._rank, answer):
+                verdict = place.decide(wait_s)
+                if forget is not None:
+                    self._forget(forget)
+                return verdict
+            if self._poll([place.verdict], wait_s, listen=True):
+                return place.read()
+            # Whoever is to decide may die of it: then all others do.
+            if not place.lose_patience() and self._poll([place.verdict], grace_s, listen=False):
+                return place.read()
+            return place.decide(wait_s)
 
         return self.ask(what, wait_s + 1.5 * grace_s, collect)
+
+    def hear(
+        self, step: int, *, num_others: int, failed: bool, leavings: Sequence[str], grace_s: float
+    ) -> None:
+        """Notes that this rank has heard the last verdict of a call; never raises.
+
+        Whoever is the last one cleans up. The rank that hosts the store waits for the others a moment, since
+        it may leave and take the store with it.
+
+        Args:
+            step: Number of the step.
+            num_others: How many others have answered.
+            failed: Whether the call has.
+            leavings: What nobody but this rank is going to delete.
+            grace_s: How long to wait for the others.
+        """
+
+        def hear() -> None:
+            self._delete(leavings)
+            if self._host == self._rank:
+                place = self._step(step)
+                self._wait_until(lambda: place.num_heard() >= num_others, grace_s, listen=False)
+            self._hear(step, failed)
+
+        with contextlib.suppress(FastloadError):
+            self.ask("ending the call", 2 * grace_s, hear)
+
+    def resign(self, heard: int | None, step: int, answer: str, *, limit_s: float) -> None:
+        """Answers the next step before it comes, since this rank will not be there; never raises.
+
+        Args:
+            heard: Number of the step whose verdict this rank has heard last, if it has not said so.
+            step: Number of the next one.
+            answer: This rank's answer, a JSON object.
+            limit_s: Longest wait.
+        """
+
+        def resign() -> None:
+            self._store.set("alarm", "")
+            if heard is not None:
+                self._hear(heard, failed=True)
+            place = self._step(step)
+            if place.answer(self._rank, answer):
+                place.decide(0.0)
+            self._hear(step, failed=True)
+
+        with contextlib.suppress(FastloadError):
+            self.ask("telling the other ranks", limit_s, resign)
 
     def put_bytes(self, what: str, step: int, data: bytes, *, limit_s: float) -> int:
         """Leaves bytes for the others; returns in how many pieces."""
@@ -177,59 +257,6 @@ class Rendezvous:
 
         return self.ask(what, limit_s, take)
 
-    def compare_clocks(
-        self, what: str, step: int, leaders: Sequence[int], leader: int, *, limit_s: float
-    ) -> float | None:
-        """Returns what takes this rank's `time.perf_counter` to that of rank 0; None if nobody knows.
-
-        Rank 0 asks each leader for its time, again and again; the shortest round trip says it best.
-        What one leader does not answer is not known for its host only.
-
-        Args:
-            what: Name of the step, for messages.
-            step: Its number.
-            leaders: One rank of each host: ranks of one host have the same clock.
-            leader: That of this rank's host.
-            limit_s: Longest wait.
-        """
-        wait = timedelta(seconds=limit_s / 2)
-
-        def await_value(key: str) -> str:
-            # A blocking wait, which locks the store for other threads: there is none yet that asks.
-            self._store.wait([key], wait)
-            return str(self._store.get(key), "ascii")
-
-        def ask_all() -> float | None:
-            for other in leaders:
-                if other == 0:
-                    continue
-                offset = ""
-                with contextlib.suppress(RuntimeError, ValueError):
-                    offset = repr(min(self._ping(step, other, n, await_value) for n in range(_NUM_PINGS))[1])
-                self._store.set(f"{step}/offset/{other}", offset)
-            return 0.0
-
-        def answer() -> float | None:
-            with contextlib.suppress(RuntimeError):
-                for number in range(_NUM_PINGS if leader == self._rank else 0):
-                    await_value(f"{step}/ping/{leader}/{number}")
-                    self._store.set(f"{step}/pong/{leader}/{number}", repr(time.perf_counter()))
-                offset = await_value(f"{step}/offset/{leader}") if leader else "0.0"
-                return float(offset) if offset else None
-            return None
-
-        return self.ask(what, limit_s, ask_all if self._rank == 0 else answer)
-
-    def _ping(
-        self, step: int, other: int, number: int, await_value: Callable[[str], str]
-    ) -> tuple[float, float]:
-        """Returns a round trip to another rank, and what takes its clock to this one, in seconds."""
-        began = time.perf_counter()
-        self._store.set(f"{step}/ping/{other}/{number}", "")
-        there = float(await_value(f"{step}/pong/{other}/{number}"))
-        ended = time.perf_counter()
-        return ended - began, (began + ended) / 2 - there
-
     def _piece_keys(self, place: int | str, num_pieces: int) -> list[str]:
         return [f"{place}/piece{index}" for index in range(num_pieces)]
 
@@ -239,40 +266,31 @@ class Rendezvous:
             failures[self._host] = DeadlineExceeded("hosted the rendezvous store, which is gone")
         return PeerError(f"{what}: the rendezvous store is gone: {self._if_lost} ({error})", failures)
 
-    def _verdict(self, step: int, wait_s: float, grace_s: float) -> list[dict[str, Any]]:
-        """Returns the one list of answers that all ranks use: the first that anyone could publish.
+    def _is_made_again(self, number: int, call: str, wait_s: float) -> bool:
+        """Whether the others have made a call again from that number on, or come to it in a moment."""
+        while (step := self._step(f"{number}/0")).is_decided():
+            if step.read().is_of(call):
+                return True
+            number += 1
+        return self._poll([step.log], wait_s, listen=False) and step.is_being_made(call)
 
-        Rank 0 publishes as soon as all have answered. Where it does not, whoever runs out of patience
-        first publishes in its place, so that even then all ranks see the same list.
-        """
-        everyone = [f"{step}/{rank}" for rank in range(self._size)]
-        awaited = everyone if self._rank == 0 else [f"{step}/all"]
-        present = self._poll(awaited, wait_s, listen=True)
-        if not self._store.check([f"{step}/all"]):
-            if (self._rank == 0 or not present) and self._store.add(f"{step}/ticket", 1) == 1:
-                self._store.set(f"{step}/all", json.dumps(self._answers(everyone, wait_s)))
-            elif not self._poll([f"{step}/all"], grace_s, listen=False):
-                return self._answers(everyone, wait_s)  # whoever took the ticket died with it
-        answers: list[dict[str, Any]] = json.loads(self._store.get(f"{step}/all"))
-        return answers
-
-    def _answers(self, keys: list[str], wait_s: float) -> list[dict[str, Any]]:
-        if self._store.check(keys):
-            return [json.loads(text) for text in self._store.multi_get(keys)]
-        error = DeadlineExceeded(f"did not answer within {wait_s:.1f} s: killed, stopped, stuck or cut off")
-        late = {"host": "", "value": None, "error": to_wire(error)}
-        return [json.loads(self._store.get(key)) if self._store.check([key]) else late for key in keys]
+    def _step(self, name: int | str) -> Step:
+        return Step(self._store, str(name), self._size)
 
     def _poll(self, keys: list[str], wait_s: float, *, listen: bool) -> bool:
-        """Waits until all keys exist. Polls, since a blocking wait would lock the store for other threads.
+        """Waits until all keys exist; see `_wait_until`."""
+        return self._wait_until(lambda: bool(self._store.check(keys)), wait_s, listen=listen)
+
+    def _wait_until(self, condition: Callable[[], bool], wait_s: float, *, listen: bool) -> bool:
+        """Waits for a condition. Polls, since a blocking wait would lock the store for other threads.
 
         Args:
-            keys: What to wait for.
+            condition: Asks the store.
             wait_s: For how long.
             listen: Whether to count from when some rank was last known to get on.
         """
         began = time.monotonic()
-        while not self._store.check(keys):
+        while not condition():
             now = time.monotonic()
             if listen:
                 self._listen(now, min(_LISTENING_S, wait_s / 32))
@@ -292,9 +310,13 @@ class Rendezvous:
             if pulse != self._pulse:
                 self._pulse, self._heard_at = pulse, now
 
+    def _hear(self, step: int, failed: bool) -> None:
+        if self._step(step).hear():
+            self._forget(step)
+            self._delete(["pulse", "alarm"] if failed else ["pulse"])
+
     def _forget(self, step: int) -> None:
-        answers = [f"{step}/{name}" for name in ("all", "ticket", *range(self._size))]
-        self._delete(answers + self._piece_keys(step, self._num_pieces.pop(step, 0)))
+        self._delete(self._step(step).keys + self._piece_keys(step, self._num_pieces.pop(step, 0)))
 
     def _delete(self, keys: Sequence[str]) -> None:
         for key in keys:

@@ -1,4 +1,9 @@
-"""Which checkpoints of a run are kept, and which make room for newer ones."""
+"""In which order the checkpoints of a run were saved; which are kept, which make room for newer ones.
+
+Steps alone do not tell the order: a run may go back to an earlier step and go on from there, or another one
+may begin in its place. So each time that a save is not above the newest step, a new *branch* begins, and
+all of a branch is newer than all of those before it. No clock is asked.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,27 @@ from typing import Any
 
 from fastload.errors import OptionError
 
-__all__ = ["Retention", "Saved"]
+__all__ = ["Point", "Retention", "Saved", "branch_for"]
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Point:
+    """Where a checkpoint stands in the history of its run: what was saved later compares as greater.
+
+    Attributes:
+        branch: How often the run had gone back before it was saved.
+        step: Its step.
+    """
+
+    branch: int
+    step: int
+
+
+def branch_for(step: int, newest: Point | None) -> int:
+    """Returns the branch of a checkpoint that is to be newer than the newest there is, or to replace it."""
+    if newest is None:
+        return 0
+    return newest.branch + 1 if step < newest.step else newest.branch
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +45,18 @@ class Saved:
         step: Its step.
         saved_s: When it was saved, in seconds since 1970.
         metrics: What was measured at that step.
+        branch: Its branch, see `Point`.
     """
 
     step: int
     saved_s: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    branch: int = 0
+
+    @property
+    def point(self) -> Point:
+        """Where it stands in the history of the run."""
+        return Point(self.branch, self.step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +64,11 @@ class Retention:
     """What to keep. Without `keep_last` everything is; with it, that and what another rule names.
 
     Attributes:
-        keep_last: Number of checkpoints of the highest steps.
+        keep_last: Number of the newest checkpoints.
         keep_every: Those whose step is a multiple of this.
         keep_every_seconds: The first one, and after each that this rule keeps the next one that is so much
             younger.
-        best: A metric, and whether ``min`` or ``max`` is best: that checkpoint; of equals the latest.
+        best: A metric, and whether ``min`` or ``max`` is best: that checkpoint; of equals the newest.
 
     Raises:
         OptionError: A value cannot be used.
@@ -65,11 +97,11 @@ class Retention:
 
         Args:
             saved: All checkpoints that are whole.
-            needed: Steps that are kept whatever the rules say; the highest step is as well.
+            needed: Steps that are kept whatever the rules say; the newest checkpoint is as well.
         """
         if self.keep_last is None or not saved:
             return []
-        ordered = sorted(saved, key=lambda one: one.step)
+        ordered = sorted(saved, key=lambda one: one.point)
         kept = {one.step for one in ordered[-self.keep_last :]} | set(needed)
         if self.keep_every is not None:
             kept |= {one.step for one in ordered if one.step % self.keep_every == 0}
@@ -83,7 +115,7 @@ class Retention:
 def _spaced(ordered: Sequence[Saved], seconds: float) -> set[int]:
     kept: set[int] = set()
     due_s = -math.inf
-    for one in sorted(ordered, key=lambda one: (one.saved_s, one.step)):
+    for one in sorted(ordered, key=lambda one: (one.saved_s, one.point)):
         if one.saved_s >= due_s:
             kept.add(one.step)
             due_s = one.saved_s + seconds
@@ -92,9 +124,9 @@ def _spaced(ordered: Sequence[Saved], seconds: float) -> set[int]:
 
 def _best(ordered: Sequence[Saved], metric: str, direction: str) -> set[int]:
     sign = -1 if direction == "min" else 1
-    found = [(sign * one.metrics[metric], one.step) for one in ordered if metric in one.metrics]
-    measured = [(value, step) for value, step in found if not math.isnan(value)]
-    return {max(measured)[1]} if measured else set()
+    found = [(sign * one.metrics[metric], one.point) for one in ordered if metric in one.metrics]
+    measured = [(value, point) for value, point in found if not math.isnan(value)]
+    return {max(measured)[1].step} if measured else set()
 
 
 def _is_best(value: Any) -> bool:

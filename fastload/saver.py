@@ -23,7 +23,7 @@ from fastload.saving.snapshot import Slabs, Snapshot, Source, Staging
 from fastload.saving.stage import choose_team, open_stage
 from fastload.saving.write import Writing
 from fastload.saving.writers import WriterTuner
-from fastload.storage import Target, open_target
+from fastload.storage import Location, Target, open_target
 from fastload.tracing import Tracing
 from fastload.world import World, require_same
 
@@ -46,10 +46,11 @@ class Save:
     Args:
         world: The ranks.
         state: What to save.
-        url: Where to.
-        metadata: Text of the user's.
+        location: Where to.
+        metadata: Text of the user's; that of rank 0 counts.
         storage_options: For the target.
         options: How.
+        pending: Raises what is left to raise of an earlier save; None if no rank can have anything.
         began: `time.perf_counter` of the call.
     """
 
@@ -57,20 +58,22 @@ class Save:
         self,
         world: World,
         state: Any,
-        url: str,
+        location: Location,
         *,
         metadata: Mapping[str, str],
         storage_options: Mapping[str, Any] | None,
         options: SaveOptions,
+        pending: Callable[[], None] | None,
         began: float,
     ) -> None:
         self._world = world
         self._state = state
-        self._url = url
-        self._what = f"saving to {url}"
+        self._location = location
+        self._what = f"saving to {location}"
         self._metadata = metadata
         self._storage_options = storage_options
         self._options = options
+        self._pending = pending
         self._began = began
         self._in_background = False
         self._stall_s: float | None = None
@@ -79,6 +82,11 @@ class Save:
         self._hosts: list[str] = []
         self._target: Target | None = None
         self._slabs: Slabs | None = None
+
+    @property
+    def url(self) -> str:
+        """Where to, as it may be shown."""
+        return self._location.url
 
     def take_snapshot(self) -> None:
         """Copies this rank's share; after that the state may change.
@@ -91,16 +99,18 @@ class Save:
             FastloadError: This rank cannot save, which the others learn, or they have met and one cannot.
         """
         self._in_background = True
-        self._or_tell(self._describe)
-        if self._has_to_meet:
-            self._agree()
-        self._or_tell(self._copy)
+        with self._world.together():
+            self._or_tell(self._describe)
+            if self._has_to_meet:
+                self._agree()
+            self._or_tell(self._copy)
         self._stall_s = time.perf_counter() - self._began
 
     @property
     def _has_to_meet(self) -> bool:
         options = self._options
-        return options.writers == "host" or options.shared is False or options.check_replicas != "off"
+        by_options = options.writers == "host" or options.shared is False or options.check_replicas != "off"
+        return by_options or self._pending is not None
 
     def _copy(self) -> None:
         self._assign()
@@ -126,10 +136,9 @@ class Save:
             FastloadError: It does not, and what was staged is gone; the same error on all ranks.
         """
         try:
-            return self._run()
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                self._world.leave(error)
+            with self._world.together():
+                return self._run()
+        except BaseException:
             if self._target is not None:
                 self._target.abort()
             raise
@@ -154,8 +163,9 @@ class Save:
         told, mine = self._write(self._target)
         ranks = self._world.agree(f"{self._what}: publishing", lambda: self._publish(told, mine))
         self._tracing.write({"what": self._what, "nbytes": self._layout.nbytes})
+        self._world.heard()
         report = SaveReport(
-            url=self._url,
+            url=self.url,
             nbytes=self._layout.nbytes,
             num_tensors=len(self._specs),
             num_files=len(self._layout.files),
@@ -173,12 +183,16 @@ class Save:
         """Compares what the ranks are about to save, and learns on which hosts they are."""
 
         def compare() -> dict[str, Any]:
+            if self._pending is not None:
+                self._pending()
             if self._same is None:
                 self._describe()
             # Rank 0 says how many are to write: its saves may have ended sooner than those of others.
-            return {"host": self._world.host, "same": self._same, "writers": self._good_writers()}
+            own = {"host": self._world.host, "same": self._same, "writers": self._good_writers()}
+            return own | ({"metadata": self._metadata} if self._world.rank == 0 else {})
 
         told = self._world.agree(self._what, compare)
+        self._metadata = told[0]["metadata"]
         require_same([each["same"] for each in told])
         if self._options.check_replicas != "off":
             what = f"{self._what}: comparing replicas"
@@ -210,8 +224,7 @@ class Save:
         self._tracing.follow({"snapshot": self._source.watch})
         self._same = {
             "call": "save",
-            "path": self._url,
-            "metadata": self._metadata,
+            "path": self._location.given,
             **self._options.shared_values(),
             "tensors": f"{len(self._specs)} ({self._layout.digest()})",
             **digests(self._structure),
@@ -245,12 +258,12 @@ class Save:
 
     @property
     def _place(self) -> str:
-        return self._url.rstrip("/").rpartition("/")[0]
+        return self.url.rstrip("/").rpartition("/")[0]
 
     def _open(self) -> Target:
         options = self._options
         return open_target(
-            self._url,
+            self._location,
             self._storage_options,
             io=options.io,
             timeout_s=self._world.patience_s / 2,

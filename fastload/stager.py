@@ -79,16 +79,13 @@ class Stage:
             FastloadError: Some host has none; what was done so far is kept for the next try.
         """
         try:
-            _require_folder(self._access.manifest)
-            self._list()
-            self._elect()
-            self._prepare()
-            mine = self._move()
-            return self._publish(mine)
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                self._world.leave(error)
-            raise
+            with self._world.together():
+                _require_folder(self._access.manifest)
+                self._list()
+                self._elect()
+                self._prepare()
+                mine = self._move()
+                return self._publish(mine)
         finally:
             self._let_go()
 
@@ -321,12 +318,13 @@ class Stage:
         def publish() -> dict[str, Any]:
             if self._copy is not None:
                 receipts: list[Mapping[str, Any]] = [self._receipt, {"written": self._stock.kept}]
-                text = receipt_of(inventory, self._stock)
+                text = receipt_of(inventory, self._stock, self._copy.files())
                 overwrite = self._options.overwrite or self._stock.damaged
                 self._copy.publish(receipts, [(STAGED_NAME, text)], overwrite=overwrite)
             return asdict(replace(mine, total_s=time.perf_counter() - self._began))
 
         ranks = self._world.agree(f"{self._what}: publishing", publish)
+        self._world.heard()
         return StageReport(
             url=self._access.manifest.url,
             path=self._path,

@@ -9,9 +9,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastload.errors import FastloadError
+from fastload.clocks import compare_clocks
+from fastload.errors import FastloadError, OptionError
 from fastload.report import Stopwatch
-from fastload.storage.local import write_text
+from fastload.storage import locate
+from fastload.storage.own_files import write_text
 from fastload.trace import RankTrace, Recorder, chrome_events, to_json
 from fastload.world import World
 
@@ -28,12 +30,16 @@ class Tracing:
     Args:
         world: The ranks.
         path: The file; None to record nothing.
+
+    Attributes:
+        error: Why rank 0 could not write the file the last time; None if it could.
     """
 
     def __init__(self, world: World, path: str | os.PathLike[str] | None) -> None:
         self._world = world
         self._hosts: Sequence[str] = ()
-        self._path = os.fspath(path) if path is not None else None
+        self.error: FastloadError | None = None
+        self._path = _from_here(path) if path is not None else None
         self._turn = itertools.count()
         self._place = ""
         self._own: RankTrace | None = None
@@ -51,7 +57,7 @@ class Tracing:
         """
         self._hosts = hosts
         if self._path is not None:
-            self._offset_s = self._world.clock_offset_s(hosts)
+            self._offset_s = compare_clocks(self._world, hosts)
 
     def add(self, stage: str, began_s: float) -> None:
         """Records something that began then, by `time.perf_counter`, and ends now."""
@@ -89,10 +95,12 @@ class Tracing:
         """Writes on rank 0 what the ranks have left; to be called once they have settled."""
         if self._world.rank != 0 or self._path is None:
             return
+        self.error = None
         try:
             traces = {rank: self._trace_of(rank) for rank in range(self._world.size)}
             write_text(self._path, to_json(chrome_events(traces, about)))
         except FastloadError as error:
+            self.error = error
             _log.warning("no trace in %s: %s", self._path, error)
 
     def _trace_of(self, rank: int) -> RankTrace:
@@ -103,3 +111,10 @@ class Tracing:
         if packed is None:
             return RankTrace(self._hosts[rank], (), error="it has left no trace")
         return RankTrace.from_bytes(packed)
+
+
+def _from_here(path: str | os.PathLike[str]) -> str:
+    try:
+        return locate(path).url
+    except OptionError:  # which is told when it is written
+        return os.fspath(path)

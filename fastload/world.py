@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from fastload.agreement import World, require_same
+from fastload.agreement import World, grace_of, require_same
 from fastload.errors import WorldError
 from fastload.launch import Launch, from_env
 from fastload.rendezvous import Rendezvous
 
-__all__ = ["Launch", "World", "from_env", "initialize", "join", "meet", "require_same"]
+__all__ = ["Launch", "World", "agree", "from_env", "initialize", "join", "join_in", "meet", "require_same"]
 
 T = TypeVar("T")
 
@@ -33,33 +33,78 @@ _MEETING_S = 300.0  # hosts of a large job do not start in the same minute
 _apart: WeakSet[Any] = WeakSet()
 
 
-def join(process_group: Any = None, *, timeout_s: float) -> World:
+def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:
     """Forms the world of the ranks of a group; without torch.distributed it is this process alone.
 
     Args:
         process_group: A process group, a one-dimensional ``DeviceMesh``, or None for the default group.
+        call: What they are to do together, such as ``saving to /a``.
         timeout_s: Longest wait without progress, in seconds.
 
     Raises:
-        WorldError: This process is not in the group, or the mesh has more than one dimension.
+        WorldError: This process is not in the group, or the mesh has more than one dimension; or the others
+            have made this call already and could wait no longer.
     """
     group = _as_group(process_group)
     if group is None or dist.get_world_size(group) == 1:
         return World(rank=0, size=1, group=group, store=None, timeout_s=timeout_s)
     members = dist.get_process_group_ranks(group)
     root = dist.distributed_c10d._get_default_store()
-    name = f"{_life()}/{xxhash.xxh3_64_hexdigest(json.dumps(members).encode())}"
-    rank = dist.get_rank(group)
-    # Counting in the store, not in this process, stays right when torch.distributed is initialized anew.
-    turns = f"fastload/{name}/{rank}/turns"
-    knows = _fate_of_store(members)
-    whole = Rendezvous(root, rank=rank, size=len(members), **knows)
-    turn = whole.ask("joining the other ranks", timeout_s, lambda: root.add(turns, 1))
-    store = dist.PrefixStore(f"fastload/{name}/{turn}", root)
-    rendezvous = Rendezvous(store, rank=rank, size=len(members), **knows)
-    return World(
-        rank=rank, size=len(members), group=group, store=store, timeout_s=timeout_s, rendezvous=rendezvous
+    # Groups with the same members are different all the same: their calls have no order between them.
+    identity = json.dumps([group.group_name, members])
+    name = f"{_life()}/{xxhash.xxh3_64_hexdigest(identity.encode())}"
+    corner = dist.PrefixStore(f"fastload/{name}", root)
+    return join_in(
+        corner,
+        rank=dist.get_rank(group),
+        size=len(members),
+        call=call,
+        timeout_s=timeout_s,
+        group=group,
+        **_fate_of_store(members),
     )
+
+
+def join_in(
+    corner: dist.Store,
+    *,
+    rank: int,
+    size: int,
+    call: str,
+    timeout_s: float,
+    group: dist.ProcessGroup | None = None,
+    host: int | None = None,
+    if_lost: str = "",
+) -> World:
+    """Forms the world of the ranks that have a corner of a store to themselves.
+
+    Args:
+        corner: Of the store.
+        rank: This one.
+        size: Number of ranks.
+        call: As for `join`.
+        timeout_s: As for `join`.
+        group: Their process group.
+        host: The rank that hosts the store, if one of them does.
+        if_lost: What it means that the store is gone.
+    """
+    knows: dict[str, Any] = {"rank": rank, "size": size, "host": host, "if_lost": if_lost}
+
+    turns = Rendezvous(corner, **knows)
+    number, missed = turns.take_turn(call, wait_s=grace_of(timeout_s), limit_s=timeout_s)
+    store = dist.PrefixStore(str(number), corner)
+    world = World(
+        rank=rank,
+        size=size,
+        group=group,
+        store=store,
+        timeout_s=timeout_s,
+        rendezvous=Rendezvous(store, **knows),
+        call=call,
+    )
+    if missed is not None:
+        world.raise_missed(call, missed)
+    return world
 
 
 def meet(
@@ -74,7 +119,7 @@ def meet(
 
     Args:
         process_group: As for `join`.
-        what: Name of the step, for messages.
+        what: What they are to do together; ranks that mean to do something else are out of step.
         prepare: What this rank has to get ready on its own; what it raises is raised on all ranks.
         timeout_s: The timeout in what it returns.
         default_s: The timeout if it raises.
@@ -85,13 +130,30 @@ def meet(
     except Exception as error:
         problem = error
     try:
-        world = join(process_group, timeout_s=timeout_s(ready) if problem is None else default_s)
+        world = join(process_group, call=what, timeout_s=timeout_s(ready) if problem is None else default_s)
         if problem is None:
             return world, ready
-        world.agree(what, partial(_raise, problem))
+        with world.together():
+            world.agree(what, partial(_raise, problem))
     finally:
         problem = None  # else error → traceback → frame → error would keep all their memory alive
     raise AssertionError("the ranks agreed although this one failed")
+
+
+def agree(process_group: Any, what: str, *works: Callable[[], Any], timeout_s: float) -> list[Any]:
+    """Does work on all ranks of a group, as a call of its own; returns what each made of the last one.
+
+    Args:
+        process_group: As for `join`.
+        what: What they do together, as for `meet`.
+        works: One after the other; all ranks end one before any begins the next. See `World.agree`.
+        timeout_s: As for `join`.
+    """
+    world = join(process_group, call=what, timeout_s=timeout_s)
+    with world.together():
+        results = [world.agree(what, work) for work in works]
+    world.heard()
+    return results[-1]
 
 
 def initialize(device: str = "cpu") -> tuple[int, str]:

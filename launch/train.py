@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
 
 import fastload
 from fastload.memory import state_digest
@@ -53,14 +54,19 @@ class Decoder(nn.Module):
         return self.head(self.norm(self.layers(hidden, mask=mask, is_causal=True)))
 
 
-def batch(step: int, rank: int, *, size: int, length: int, device: str) -> Tensor:
-    """Generates the text that a rank sees in a step, (size, length + 1); the same whenever it is asked."""
-    generator = torch.Generator().manual_seed(step * 65_537 + rank)
-    rows = []
-    for _ in range(size):
-        picks = torch.randint(len(_WORDS), (length,), generator=generator)
-        rows.append(list(" ".join(_WORDS[pick] for pick in picks).encode()[: length + 1]))
-    return torch.tensor(rows, device=device)
+class Text(Dataset[Tensor]):
+    """The text that a rank sees in each step, (size, length + 1); the same whenever it is asked."""
+
+    def __init__(self, rank: int, *, size: int, length: int) -> None:
+        self.rank, self.size, self.length = rank, size, length
+
+    def __getitem__(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step * 65_537 + self.rank)
+        rows = []
+        for _ in range(self.size):
+            picks = torch.randint(len(_WORDS), (self.length,), generator=generator)
+            rows.append(list(" ".join(_WORDS[pick] for pick in picks).encode()[: self.length + 1]))
+        return torch.tensor(rows)
 
 
 class Training:
@@ -76,6 +82,7 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / 1000))
         )
+        self.text = Text(rank, size=args.batch, length=args.length)
         self.step = 0
         self.loss = math.inf
 
@@ -101,11 +108,12 @@ class Training:
         """Trains until all steps are done or somebody asks to stop."""
         args = self.args
         parallel = self.in_parallel()
+        texts = iter(self.loader())
         while self.step < args.steps and not manager.stop_requested:
             # Dropout draws from the step's and the rank's own numbers: nothing random is left to be saved.
             torch.manual_seed(args.seed + self.step * 65_537 + self.rank)
             self.optimizer.zero_grad()
-            loss = self.loss_of(parallel)
+            loss = self.loss_of(parallel, next(texts))
             loss.backward()
             self.optimizer.step()
             self.scheduler.step()
@@ -117,6 +125,18 @@ class Training:
                 manager.save(self.step, self.state(), metrics={"loss": self.loss})
             time.sleep(args.pause)
 
+    def loader(self) -> DataLoader[Tensor]:
+        """Returns the text of the steps that are left; its workers outlive the signals of Slurm, too."""
+        num_workers = self.args.workers
+        context = fastload.worker_context(self.args.worker_method) if num_workers else None
+        return DataLoader(
+            self.text,
+            batch_size=None,
+            sampler=range(self.step, self.args.steps),
+            num_workers=num_workers,
+            multiprocessing_context=context,
+        )
+
     def in_parallel(self) -> nn.Module:
         """Returns the model with gradients that are the mean over all ranks."""
         if not dist.is_initialized():
@@ -124,13 +144,12 @@ class Training:
         parallel = DistributedDataParallel(self.model)
         # After its first backward DDP puts the gradients into another order, and that decides in which order
         # the values of more than two ranks are added up. So that backward is none of the training's.
-        self.loss_of(parallel).backward()
+        self.loss_of(parallel, self.text[self.step]).backward()
         return parallel
 
-    def loss_of(self, model: nn.Module) -> Tensor:
-        """Returns the loss on this rank's text of the next step."""
-        size, length = self.args.batch, self.args.length
-        text = batch(self.step, self.rank, size=size, length=length, device=self.device)
+    def loss_of(self, model: nn.Module, text: Tensor) -> Tensor:
+        """Returns the loss on a text."""
+        text = text.to(self.device)
         return functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
 
 
@@ -148,7 +167,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--init", help="a checkpoint with the model's initial weights")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, metavar="STEPS")
-    parser.add_argument("--save-seconds", type=float, metavar="S")
+    parser.add_argument("--save-seconds", type=float, default=900.0, metavar="S")
     parser.add_argument("--keep-last", type=int, default=3)
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -156,6 +175,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=0, help="processes on each rank that prepare the text")
+    parser.add_argument(
+        "--worker-method", choices=["fork", "spawn", "forkserver"], help="how they are started"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="seconds to wait in each step")
     parser.add_argument("--digest", action="store_true", help="print a digest of the weights at the end")

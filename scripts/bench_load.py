@@ -3,11 +3,14 @@
     python scripts/bench_load.py throttled --ranks 4 --size 512MiB --rate 150MB/s
     python scripts/bench_load.py warm
     python scripts/bench_load.py cold --ranks 4 --size 1GiB --repeats 5
+    python scripts/bench_load.py first
+    python scripts/bench_load.py tiny --tensors 300000
     python scripts/bench_load.py memory
     python scripts/bench_load.py plan
 
 Arms run interleaved in one job that this script launches itself, each from a barrier until the
-slowest rank has the whole state, and are verified, outside of the timing, against one digest.
+slowest rank has the whole state, and are verified, outside of the timing, against one digest. Those of
+`first` and `tiny` run in fresh processes each.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import click
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from bench_parts import baselines, cold
+from bench_parts import baselines, cold, fresh
 from bench_parts.job import (
     GIB,
     MIB,
@@ -134,6 +137,39 @@ def cold_files(
 
 @main.command()
 @ranks_option
+@click.option("--size", type=Bytes(), default="440MB", show_default=True, help="Of the checkpoint.")
+@repeats_option
+@arms_option
+@json_option
+def first(ranks: int, size: int, repeats: int, arms: str, json_path: str | None) -> None:
+    """Load warm local files in processes that have loaded nothing before, as a job does."""
+    with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
+        digest = make_checkpoint(Path(folder, fresh.PLAIN), size)
+        fresh.save_too(Path(folder))
+        rows = fresh.measure(__file__, ranks, folder, digest=digest, repeats=repeats, only=arms)
+    title = f"{size / MIB:.0f} MiB, local and warm, to {ranks} ranks of one host, processes new each time"
+    fresh.print_fresh(rows, fresh.CLONED, title)
+    write_json(json_path, rows)
+
+
+@main.command()
+@click.option("--ranks", default=1, show_default=True, help="Processes that load together.")
+@click.option("--tensors", default=300_000, show_default=True, help="How many, of 16 bytes each.")
+@repeats_option
+@arms_option
+@json_option
+def tiny(ranks: int, tensors: int, repeats: int, arms: str, json_path: str | None) -> None:
+    """Load very many very small tensors: what a tensor costs, not a byte."""
+    with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
+        digest = fresh.make_tiny(Path(folder, fresh.PLAIN), tensors)
+        fresh.save_too(Path(folder))
+        rows = fresh.measure(__file__, ranks, folder, digest=digest, repeats=repeats, only=arms)
+    fresh.print_fresh(rows, fresh.MAPPED, f"{tensors:,} tensors of 16 bytes, to {ranks} ranks of one host")
+    write_json(json_path, rows)
+
+
+@main.command()
+@ranks_option
 @click.option("--size", type=Bytes(), default="2GiB", show_default=True, help="Bytes of the checkpoint.")
 @json_option
 def memory(ranks: int, size: int, json_path: str | None) -> None:
@@ -210,7 +246,13 @@ def rank(settings: str) -> None:
     """Be one rank of the job."""
     given = json.loads(settings)
     dist.init_process_group("gloo")
-    parts = {"throttled": throttled_rows, "warm": warm_rows, "cold": cold_rows, "memory": memory_rows}
+    parts: dict[str, Callable[..., Any]] = {
+        "throttled": throttled_rows,
+        "warm": warm_rows,
+        "cold": cold_rows,
+        "memory": memory_rows,
+        "fresh": fresh.run,
+    }
     rows = parts[given.pop("part")](**given)
     if dist.get_rank() == 0:
         Path(given["folder"], "rows.json").write_text(json.dumps(rows))

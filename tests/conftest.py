@@ -15,6 +15,9 @@ from xdist.scheduler import LoadScopeScheduling
 _LAB = "tests/lab/"
 _LONG = (_LAB, "tests/e2e/", "tests/crash/", "tests/dist/", "tests/storage/")
 
+# torch asks for the name of each peer it connects to: where an answer is lost, that is 5 s by default.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 settings.register_profile("fastload", deadline=None, print_blob=True)  # a shared machine is no stopwatch
 settings.load_profile("fastload")
 

@@ -30,7 +30,9 @@ __all__ = ["main"]
 @click.option("-v", "--verbose", is_flag=True, help="Log what goes on, to stderr.")
 def main(verbose: bool) -> None:
     """Loads, checks, copies and plans checkpoints of PyTorch jobs: every byte is read once."""
-    logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING, stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    if verbose:  # not what the libraries below say: among it are the headers that they sign and send
+        logging.getLogger("fastload").setLevel(logging.DEBUG)
 
 
 for _command in (inspect, load, stage, verify, ls, prune, convert, plan, timeline, size, cadence):

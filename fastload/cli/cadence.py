@@ -17,6 +17,7 @@ from fastload.cli.quantities import (
     COUNT,
     FRACTION,
     NUMBER,
+    PNG,
     RATE,
     TIME,
     output_options,
@@ -50,7 +51,7 @@ __all__ = ["cadence"]
 )
 @click.option("--in-flight", type=COUNT, default="1", show_default=True, help="Saves under way at once.")
 @click.option("--copies", type=COUNT, help="Copies in the memory of peers: how likely do they survive?")
-@click.option("--png", type=str, help="Draw the ETTR over the interval into this file.")
+@click.option("--png", type=PNG, help="Draw the ETTR over the interval into this file.")
 @output_options
 def cadence(
     model: Model,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import pickle
+import re
+from contextlib import closing
 from typing import Any
 
 import click
@@ -12,11 +13,13 @@ from rich.filesize import decimal
 
 import fastload
 from fastload.cli.console import errors_to_exit_code, progress
-from fastload.errors import CheckpointNotFound, ManifestError
+from fastload.errors import CheckpointNotFound, ManifestError, OptionError
+from fastload.formats.safetensors import TORCH_ENDINGS
+from fastload.storage import Location, locate, open_storage
 
 __all__ = ["convert"]
 
-_TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+_REFUSED_TYPE = re.compile(r"(?:Unsupported global: GLOBAL|unsupported GLOBAL|Unsupported class) ([\w.]+\w)")
 
 
 @click.command()
@@ -32,7 +35,9 @@ def convert(src: str, dst: str, overwrite: bool, as_json: bool) -> None:
     safetensors files.
     """
     with errors_to_exit_code(rank=0):
-        state, metadata = _read_torch(src) if src.endswith(_TORCH_ENDINGS) else _load(src, as_json)
+        location = locate(src)
+        is_torch = location.url.endswith(TORCH_ENDINGS) and not _is_folder(location)
+        state, metadata = _read_torch(location) if is_torch else _load(location, as_json)
         with progress(0, shown=not as_json, what="saving") as show:
             options = fastload.SaveOptions(progress=show, overwrite=overwrite)
             report = fastload.save(state, dst, metadata=metadata, options=options)
@@ -43,22 +48,43 @@ def convert(src: str, dst: str, overwrite: bool, as_json: bool) -> None:
             click.echo(f"{report.url}: {what}")
 
 
-def _load(src: str, as_json: bool) -> tuple[Any, dict[str, str]]:
+def _load(src: Location, as_json: bool) -> tuple[Any, dict[str, str]]:
     with progress(0, shown=not as_json, what="loading") as show:
         options = fastload.LoadOptions(progress=show)
         with fastload.open(src, options=options) as checkpoint:
             return checkpoint.load(), checkpoint.metadata
 
 
-def _read_torch(src: str) -> tuple[Any, dict[str, str]]:
+def _is_folder(src: Location) -> bool:
+    """Whether there is a directory.
+
+    Raises:
+        CheckpointNotFound: There is nothing.
+        OptionError: It is a file that torch.load cannot reach.
+        ManifestError: It is an empty file.
+    """
+    with closing(open_storage(src)) as storage:
+        if storage.list() is not None:
+            return True
+        found = storage.stat("")
+    if found is None:
+        raise CheckpointNotFound(f"{src}: no such file or directory")
+    if src.scheme:
+        raise OptionError(f"{src}: torch.load reads files of this host only: copy it to one first")
+    if not found.nbytes:
+        raise ManifestError(f"{src}: the file is empty")
+    return False
+
+
+def _read_torch(src: Location) -> tuple[Any, dict[str, str]]:
     """Maps the file where its format allows it, so that its bytes are read as they are saved."""
     try:
         try:
             return torch.load(src, map_location="cpu", weights_only=True, mmap=True), {}
         except RuntimeError:  # the format before torch 1.6
             return torch.load(src, map_location="cpu", weights_only=True), {}
-    except FileNotFoundError as error:
-        raise CheckpointNotFound(f"{src}: {error.strerror}") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+    except Exception as error:  # whatever a stranger's file makes of torch's reader
         text = str(error).strip().split("\n", 1)[0]
+        if (found := _REFUSED_TYPE.search(str(error))) is not None:
+            text = f"it holds {found[1]}: save it without, from where you trust it"
         raise ManifestError(f"{src}: torch.load with weights_only=True refuses it: {text}") from None

@@ -17,7 +17,9 @@ from fastload.errors import FastloadError
 from fastload.formats.state import describe
 from fastload.memory import state_digest
 from fastload.options import SETTINGS, STRATEGIES
-from fastload.world import initialize, join
+from fastload.storage import locate
+from fastload.storage.own_files import require_writable
+from fastload.world import agree, initialize
 
 __all__ = ["inspect", "load"]
 
@@ -65,20 +67,38 @@ def load(
             asked: dict[str, Any] = {"strategy": strategy, "trace": trace}
             given = {name: value for name, value in asked.items() if value is not None}
             options = fastload.LoadOptions(progress=show, **given)
+            if options.trace is not None:
+                _look_where_the_trace_goes(rank, options)
             with fastload.open(path, options=options) as checkpoint:
                 state = checkpoint.load(device=device, names=list(names) or None)
         report = checkpoint.report
         assert report is not None
         digests = None
         if digest:
-            world = join(timeout_s=options.timeout_s)
-            digests = world.agree("comparing digests", lambda: state_digest(describe(state).tensors))
+            digests = agree(
+                None,
+                "comparing digests",
+                lambda: state_digest(describe(state).tensors),
+                timeout_s=options.timeout_s,
+            )
         if rank == 0 and as_json:
             click.echo(json.dumps({**report.to_dict(), "digests": digests}))
         elif rank == 0:
             _print_report(report, digests)
+        if checkpoint.trace_error is not None:
+            raise checkpoint.trace_error
         if digests is not None and len(set(digests)) > 1:
             raise FastloadError(f"the ranks hold different states: {digests}")
+
+
+def _look_where_the_trace_goes(rank: int, options: fastload.LoadOptions) -> None:
+    """Finds out on all ranks, before the data move, whether rank 0 will be able to write the trace."""
+
+    def look() -> None:
+        if rank == 0:
+            require_writable(locate(options.trace).url)
+
+    agree(None, f"looking whether {options.trace} can be written", look, timeout_s=options.timeout_s)
 
 
 def _print_manifest(manifest: fastload.Manifest) -> None:

@@ -4,38 +4,19 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import click
 from rich.filesize import decimal
 from rich.table import Table
 
-from fastload.catalog import Catalog, Summary, metrics_of
+from fastload.catalog import Catalog, Entry
 from fastload.cli.console import errors_to_exit_code, progress, shown, stdout
-from fastload.errors import CheckpointError, CheckpointNotFound
+from fastload.errors import CheckpointNotFound
 from fastload.options import LoadOptions
-from fastload.retention import Retention, Saved
+from fastload.retention import Retention
 
 __all__ = ["ls", "prune"]
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One checkpoint, as it is shown."""
-
-    step: int
-    state: str
-    saved_s: float
-    summary: Summary | None
-
-    @property
-    def nbytes(self) -> int:
-        return self.summary.nbytes if self.summary is not None else 0
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return metrics_of(self.summary.metadata) if self.summary is not None else {}
 
 
 @click.command()
@@ -44,12 +25,15 @@ class _Row:
 def ls(root: str, as_json: bool) -> None:
     """List the checkpoints below ROOT that a CheckpointManager has saved: step, size, age, metrics.
 
-    Their commit records are read, their data are not: see `fastload verify`.
+    They come in the order in which they were saved, the newest last. Whether one is complete is judged by its
+    commit record, and the names and sizes of its files; the data are not read: see `fastload verify`.
     """
     with errors_to_exit_code(rank=0):
-        rows = _read(_catalog(root))
+        catalog = _catalog(root)
+        rows = _entries(catalog)
         if as_json:
-            click.echo(json.dumps({"root": root, "checkpoints": [_as_json(row) for row in rows]}))
+            found = [_as_json(row) for row in rows]
+            click.echo(json.dumps({"root": catalog.root.url, "checkpoints": found}))
         else:
             _print(rows)
 
@@ -62,30 +46,33 @@ def ls(root: str, as_json: bool) -> None:
 def prune(root: str, keep_last: int, keep_every: int | None, dry_run: bool) -> None:
     """Delete old checkpoints below ROOT, and what dead saves left there.
 
-    Incomplete and damaged ones count for nothing and are not touched; the newest complete one always stays.
+    What is incomplete, damaged or unreadable counts for nothing and is left alone, as `fastload ls` shows it;
+    so are links, and what they lead to. The newest complete one always stays.
     """
     with errors_to_exit_code(rank=0):
         catalog = _catalog(root)
-        rows = {row.step: row for row in _read(catalog)}
-        saved = [Saved(row.step) for row in rows.values() if row.state == "complete"]
-        steps = Retention(keep_last=keep_last, keep_every=keep_every).expendable(saved, needed=())
+        entries = {entry.step: entry for entry in _entries(catalog)}
+        retention = Retention(keep_last=keep_last, keep_every=keep_every)
+        steps = catalog.expendable(list(entries.values()), retention)
         if not dry_run:
-            _remove(catalog, [rows[step] for step in steps])
+            _remove(catalog, [entries[step] for step in steps])
         for step in steps:
             click.echo(f"{'would delete' if dry_run else 'deleted'} {catalog.path(step)}")
-        nbytes = sum(rows[step].nbytes for step in steps)
-        left = len(saved) - len(steps)
+        for note in filter(None, map(_note, entries.values())):
+            click.echo(f"left alone: {note}")
+        nbytes = sum(_nbytes(entries[step]) for step in steps)
+        left = sum(entry.is_complete for entry in entries.values()) - len(steps)
         click.echo(
             f"{len(steps)} checkpoints, {decimal(nbytes)}{' to delete' if dry_run else ''}; {left} stay"
         )
 
 
-def _remove(catalog: Catalog, rows: list[_Row]) -> None:
+def _remove(catalog: Catalog, entries: list[Entry]) -> None:
     with progress(0, shown=True, what="deleting") as show:
-        done, total = 0, sum(row.nbytes for row in rows)
-        for row in rows:
-            catalog.remove(row.step)
-            done += row.nbytes
+        done, total = 0, sum(map(_nbytes, entries))
+        for entry in entries:
+            catalog.remove(entry.step)
+            done += _nbytes(entry)
             if show is not None:
                 show(done, total)
     for path in catalog.clean_abandoned():
@@ -97,44 +84,56 @@ def _catalog(root: str) -> Catalog:
     return Catalog(root, None, timeout_s=options.timeout_s, retries=options.retries)
 
 
-def _read(catalog: Catalog) -> list[_Row]:
-    rows = []
-    for entry in catalog.entries():
-        summary, state = None, "incomplete"
-        if entry.complete:
-            try:
-                summary, state = catalog.summary(entry.step), "complete"
-            except CheckpointError:
-                state = "damaged"
-        rows.append(_Row(entry.step, state, entry.saved_s, summary))
-    if not rows:
+def _entries(catalog: Catalog) -> list[Entry]:
+    entries = catalog.entries()
+    if not entries:
         raise CheckpointNotFound(f"{catalog.root}: no checkpoints named step_00000001 and so on")
-    return rows
+    return entries
 
 
-def _as_json(row: _Row) -> dict[str, Any]:
+def _as_json(entry: Entry) -> dict[str, Any]:
     return {
-        "step": row.step,
-        "state": row.state,
-        "saved_s": row.saved_s or None,
-        "nbytes": row.summary.nbytes if row.summary is not None else None,
-        "num_files": row.summary.num_files if row.summary is not None else None,
-        "metrics": row.metrics,
+        "step": entry.step,
+        "branch": entry.point.branch,
+        "state": entry.state,
+        "problem": entry.problem or None,
+        "link": entry.place if entry.is_link else None,
+        "saved_s": entry.saved_s or None,
+        "nbytes": entry.summary.nbytes if entry.summary is not None else None,
+        "num_files": len(entry.summary.files) if entry.summary is not None else None,
+        "metrics": entry.saved.metrics,
     }
 
 
-def _print(rows: list[_Row]) -> None:
-    names = sorted({name for row in rows for name in row.metrics})
-    table = Table("step", "", "size", "files", "age", *map(shown, names))
-    for row in rows:
-        size = decimal(row.nbytes) if row.summary is not None else "–"
-        files = str(row.summary.num_files) if row.summary is not None else "–"
-        metrics = (f"{row.metrics[name]:g}" if name in row.metrics else "–" for name in names)
-        table.add_row(str(row.step), row.state, size, files, _age(row.saved_s), *metrics)
+def _print(entries: list[Entry]) -> None:
+    names = sorted({name for entry in entries for name in entry.saved.metrics})
+    branched = ("branch",) if any(entry.point.branch for entry in entries) else ()
+    table = Table("step", *branched, "", "size", "files", "age", *map(shown, names))
+    for entry in entries:
+        size = decimal(entry.summary.nbytes) if entry.summary is not None else "–"
+        files = str(len(entry.summary.files)) if entry.summary is not None else "–"
+        measured = entry.saved.metrics
+        metrics = (f"{measured[name]:g}" if name in measured else "–" for name in names)
+        branch = (str(entry.point.branch),) if branched else ()
+        table.add_row(str(entry.step), *branch, entry.state, size, files, _age(entry.saved_s), *metrics)
     console = stdout()
     console.print(table)
-    total = f"{len(rows)} checkpoints, {decimal(sum(row.nbytes for row in rows))}"
+    for note in filter(None, map(_note, entries)):
+        console.print(note, highlight=False)
+    total = f"{len(entries)} checkpoints, {decimal(sum(map(_nbytes, entries)))}"
     console.print(total, style="bold", highlight=False)
+
+
+def _note(entry: Entry) -> str:
+    """Says what is special about a checkpoint; empty if nothing is."""
+    link = f"a link to {entry.place}" if entry.is_link else ""
+    state = f"{entry.state}: {entry.problem}" if entry.problem else ""
+    about = ", ".join(filter(None, (link, state)))
+    return shown(f"step {entry.step}: {about}") if about else ""
+
+
+def _nbytes(entry: Entry) -> int:
+    return entry.summary.nbytes if entry.summary is not None else 0
 
 
 def _age(saved_s: float) -> str:

@@ -17,7 +17,7 @@ from fastload.cli.quantities import COUNT, NUMBER, SIZE
 from fastload.errors import CheckpointNotFound, OptionError
 from fastload.parameters import Parameters, of_config, of_shape
 from fastload.sizing import DEFAULT_RECIPE, RECIPES, checkpoint_bytes
-from fastload.storage import open_storage
+from fastload.storage import open_storage, redact
 from fastload.units import format_bytes, format_count, parse_parameters
 
 __all__ = ["Model", "describe", "model_as_json", "model_options", "world_options"]
@@ -144,7 +144,7 @@ def _look_up(source: str) -> tuple[Parameters, int | None]:
         try:
             return of_config(_read_config(source)), None
         except OptionError as error:
-            raise OptionError(f"{source}: {error}") from None
+            raise OptionError(f"{redact(source)}: {error}") from None
     try:
         return Parameters(parse_parameters(source), True, "as given"), None
     except OptionError as error:
@@ -152,7 +152,7 @@ def _look_up(source: str) -> tuple[Parameters, int | None]:
             raise OptionError(f"{error}; nor is it a path") from None
     manifest = fastload.inspect(source)
     num = sum(math.prod(entry.shape) for entry in manifest.tensors if entry.dtype.startswith(_FLOATS))
-    return Parameters(num, True, f"{len(manifest.tensors)} tensors of {source}"), manifest.nbytes
+    return Parameters(num, True, f"{len(manifest.tensors)} tensors of {manifest.url}"), manifest.nbytes
 
 
 def _is_path(source: str) -> bool:
@@ -168,7 +168,7 @@ def _read_config(path: str) -> Any:
     try:
         stat = storage.stat("")
         if stat is None:
-            raise CheckpointNotFound(f"{path}: no such file")
+            raise CheckpointNotFound(f"{storage.url}: no such file")
         if stat.nbytes > _MAX_CONFIG_BYTES:
             raise OptionError(f"{stat.nbytes} bytes are too many for a config")
         text = bytearray(stat.nbytes)

@@ -20,7 +20,8 @@ from fastload.formats.manifest import TensorEntry
 from fastload.loading.plan import ReadPlan
 from fastload.loading.simulate import STRATEGIES, Cluster, Prediction, predict
 from fastload.options import LoadOptions
-from fastload.storage.local import write_text
+from fastload.storage import locate
+from fastload.storage.own_files import write_text
 from fastload.trace import RankTrace, Span, chrome_events, to_json
 from fastload.units import format_bytes, format_duration, format_rate
 
@@ -77,6 +78,7 @@ def plan(
     Rates are goodput: some 95 % of an Ethernet line. Storage and exchange share a host's link.
     """
     with errors_to_exit_code(rank=0):
+        shown_path = locate(path).url if path is not None else None
         if (path is None) == (size is None):
             raise OptionError("give either PATH or --size")
         if storage_gbps is None and per_host_storage_gbps is None:
@@ -107,9 +109,9 @@ def plan(
         by_strategy = {prediction.decision.strategy: prediction for prediction in predictions}
         nbytes = sum(entry.nbytes for entry in wanted)
         if as_json:
-            click.echo(json.dumps(_as_json(path, nbytes, cluster, by_strategy)))
+            click.echo(json.dumps(_as_json(shown_path, nbytes, cluster, by_strategy)))
         else:
-            _print(path, nbytes, cluster, by_strategy)
+            _print(shown_path, nbytes, cluster, by_strategy)
         if trace is not None:
             best = min(by_strategy.values(), key=lambda prediction: prediction.total_s)
             write_text(trace, to_json(_events(best, cluster, nbytes)))

@@ -25,6 +25,7 @@ __all__ = [
     "FRACTION",
     "LINK_RATE",
     "NUMBER",
+    "PNG",
     "RATE",
     "SIZE",
     "TIME",
@@ -35,9 +36,9 @@ __all__ = [
 
 
 class _Quantity(click.ParamType[Any]):
-    """A number with its unit; what cannot be read is told in one line, without the usage."""
+    """A number with its unit, or a name; what cannot be read is told in one line, without the usage."""
 
-    def __init__(self, name: str, parse: Callable[[str], float]) -> None:
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
         self._parse = parse
 
@@ -50,6 +51,12 @@ class _Quantity(click.ParamType[Any]):
         except OptionError as error:
             option = param.opts[0] if param is not None else self.name
             raise click.ClickException(f"{option}: {error}") from None
+
+
+def _parse_png(text: str) -> str:
+    if not text.lower().endswith(".png"):
+        raise OptionError(f"{text}: its name has to end in .png")
+    return text
 
 
 def _parse_link_rate(text: str) -> float:
@@ -65,6 +72,7 @@ TIME = _Quantity("time", parse_duration_s)
 FRACTION = _Quantity("percent", parse_fraction)
 NUMBER = _Quantity("number", parse_number)
 COUNT = _Quantity("count", parse_whole)
+PNG = _Quantity("png", _parse_png)
 
 _Command = Callable[..., None]
 

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from fastload.cli.console import errors_to_exit_code
+from fastload.cli.quantities import PNG
 from fastload.cli.tracks import Trace, read_trace
 from fastload.errors import FastloadError
 
@@ -17,7 +18,7 @@ _MOST_ROWS = 32
 
 @click.command()
 @click.argument("file", type=click.File("r", encoding="utf-8"))
-@click.option("--png", required=True, type=click.Path(dir_okay=False), help="Draw it into this file.")
+@click.option("--png", required=True, type=PNG, help="Draw it into this file.")
 @click.option(
     "--floor-s", type=click.FloatRange(min=0, min_open=True), help="Mark the floor at so many seconds."
 )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
 from fastload.formats.dtypes import NAMES
 from fastload.formats.values import (
@@ -20,6 +21,7 @@ from fastload.formats.values import (
     NUMPY_DTYPES,
     Attribute,
     NotPlain,
+    crowded,
     encode_value,
     show_path,
     tensor_name,
@@ -68,6 +70,8 @@ class Describer:
             return self._refuse(_name(value), "it contains itself")
         if len(self._path) >= MAX_DEPTH:
             return self._refuse(_name(value), f"nested deeper than {MAX_DEPTH} levels")
+        if type(value) not in (list, tuple) and (why := crowded(value)):
+            return self._refuse(_name(value), why)
         self._open.add(id(value))
         self._path.append(None)
         node = _CONTAINERS[type(value)](self, value, f"{name}." if name else "")
@@ -241,7 +245,11 @@ def _name(value: Any) -> str:
 
 
 def _why_not_kept(value: Any) -> str:
+    if is_lazy(value):
+        return "it has no shape yet: call its module once, with an example"
     if isinstance(value, Tensor):
+        if hasattr(value, "to_local"):
+            return 'it is sharded: save what get_model_state_dict returns; see "DDP and FSDP" in README'
         return "of the tensors only torch.Tensor and torch.nn.Parameter themselves are kept"
     if isinstance(value, (dict, list, tuple, set, frozenset, str, int, float)):
         return "of a subclass nothing but its plain form can be kept: convert it"

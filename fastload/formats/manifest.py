@@ -11,6 +11,8 @@ from typing import Any
 
 import xxhash
 
+from fastload.memory import uncollected
+
 __all__ = ["FileEntry", "Manifest", "TensorEntry"]
 
 _LENGTH_BYTES = 8
@@ -98,6 +100,7 @@ class Manifest:
             digest.update(file.checksums)
         return digest.hexdigest()
 
+    @uncollected
     def to_bytes(self) -> bytes:
         """Packs the manifest to be sent to the other ranks."""
         text = zlib.compress(json.dumps([self.url, self._columns()]).encode(), level=1)
@@ -105,6 +108,7 @@ class Manifest:
         return b"".join([len(text).to_bytes(_LENGTH_BYTES, "little"), text, *checksums])
 
     @classmethod
+    @uncollected
     def from_bytes(cls, packed: bytes) -> Manifest:
         """Unpacks what `to_bytes` packed."""
         end = _LENGTH_BYTES + int.from_bytes(packed[:_LENGTH_BYTES], "little")

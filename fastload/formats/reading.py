@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import TypeVar
 
 from fastload.errors import ManifestError
@@ -45,6 +46,23 @@ def stat_all(storage: Storage, names: Sequence[str]) -> dict[str, FileStat]:
 
 def in_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
     """Maps in order; of several failures the first in order is raised, so errors are deterministic."""
+    places, results, errors = count(), dict[int, _Result](), dict[int, BaseException]()
+
+    def work() -> None:
+        # Whatever fails, all items before it have been begun, and are ended.
+        while not errors and (place := next(places)) < len(items):
+            try:
+                results[place] = function(items[place])
+            except BaseException as error:
+                errors[place] = error
+
     num_threads = max(1, min(_NUM_READERS, len(items)))
     with ThreadPoolExecutor(num_threads, thread_name_prefix="fastload-header") as pool:
-        return list(pool.map(function, items))
+        for _ in range(num_threads):  # not a future for each item: there may be thousands
+            pool.submit(work)
+    if errors:
+        try:
+            raise errors[min(errors)]
+        finally:
+            errors.clear()  # else error → traceback → frame → error would keep all their memory alive
+    return [results[place] for place in range(len(items))]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fastload.formats.saved import SavedTensor, leaf_of, list_of, read_keys
 from fastload.formats.values import (
-    BARE_NAME,
     FACTORIES,
     MAX_DEPTH,
     NUMPY_DTYPES,
@@ -19,43 +20,46 @@ from fastload.formats.values import (
     Attribute,
     decode_value,
     import_numpy,
-    key_text,
     show_key,
     tensor_name,
 )
 
-__all__ = ["Rebuilder", "children_of"]
+__all__ = ["Rebuilder"]
 
-_KINDS = frozenset({None, "Tensor+grad", "Parameter", "Parameter+grad", "ndarray"})
 _MISSING: Any = object()
 
 
 class Rebuilder:
-    """One walk through a structure.
+    """One walk through a structure, or one after the other: what is tied is so across them.
+
+    Args:
+        tensors: By name.
+        exact: Those that stand for arrays and complex numbers, by name, of the stored dtypes.
 
     Attributes:
         path: The keys that lead to where the walk is; after an error, to where it failed.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], exact: Mapping[str, Tensor] | None = None) -> None:
         self.path: list[Any] = []
         self._tensors = tensors
+        self._exact = tensors if exact is None else exact
         self._made: dict[tuple[str, str | None, str | None], Any] = {}
 
     def value(self, node: Any, prefix: str, key: Any) -> Any:
         """Returns what a node of the structure stands for."""
         if type(node) in SCALARS:
             return node
-        if node == {}:
-            return self._tensor(tensor_name(prefix, key) or BARE_NAME)
+        name = tensor_name(prefix, key)
+        leaf = leaf_of(node, name)
+        if leaf is not None:
+            return self._leaf(leaf)
         if type(node) is list:
-            return self._container(Rebuilder._elements, node, tensor_name(prefix, key))
+            return self._container(Rebuilder._elements, node, name)
         if type(node) is dict and len(node) == 1:
             ((tag, payload),) = node.items()
-            if tag == "tensor":
-                return self._leaf(payload, tensor_name(prefix, key) or BARE_NAME)
             if tag in _CONTAINERS:
-                return self._container(_CONTAINERS[tag], payload, tensor_name(prefix, key))
+                return self._container(_CONTAINERS[tag], payload, name)
         return decode_value(node)
 
     def _container(self, make: Callable[[Rebuilder, Any, str], Any], payload: Any, name: str) -> Any:
@@ -68,50 +72,44 @@ class Rebuilder:
 
     def _elements(self, payload: Any, prefix: str) -> list[Any]:
         elements = []
-        for index, node in enumerate(_list(payload)):
+        for index, node in enumerate(list_of(payload)):
             self.path[-1] = index
             elements.append(self.value(node, prefix, index))
         return elements
 
     def _fill(self, target: Any, payload: Any, prefix: str) -> Any:
-        nodes = iter(_list(payload))
-        for node in nodes:
-            key = self.path[-1] = _key(node)
-            target[key] = self.value(next(nodes, _MISSING), prefix, key)
+        for key, node in zip_longest(read_keys(list_of(payload)[::2]), payload[1::2], fillvalue=_MISSING):
+            self.path[-1] = key
+            target[key] = self.value(node, prefix, key)
         if 2 * len(target) != len(payload):
             raise ValueError("a key without a value, or twice")
         return target
 
     def _state_dict(self, payload: Any, prefix: str) -> Any:
-        items, metadata = _list(payload)
+        items, metadata = list_of(payload)
         state_dict: Any = self._fill(OrderedDict(), items, prefix)
         self.path[-1] = Attribute("_metadata")
         state_dict._metadata = self.value(metadata, prefix, "_metadata")
         return state_dict
 
     def _defaultdict(self, payload: Any, prefix: str) -> Any:
-        factory, items = _list(payload)
+        factory, items = list_of(payload)
         if factory is not None and factory not in FACTORIES:
             raise ValueError("unknown default_factory")
         return self._fill(defaultdict(None if factory is None else FACTORIES[factory]), items, prefix)
 
-    def _tensor(self, name: str) -> Tensor:
+    def _tensor(self, leaf: SavedTensor) -> Tensor:
         try:
-            return self._tensors[name]
+            return (self._exact if leaf.is_exact else self._tensors)[leaf.stored]
         except KeyError:
-            raise ValueError(f"there is no tensor {show_key(name)}") from None
+            raise ValueError(f"there is no tensor {show_key(leaf.stored)}") from None
 
-    def _leaf(self, payload: Any, natural: str) -> Any:
-        name, kind, dtype = (*_list(payload), None, None)[: max(3, len(payload))]
-        if (
-            not all(field is None or type(field) is str for field in (name, kind, dtype))
-            or kind not in _KINDS
-        ):
-            raise ValueError("not a tensor's name, kind and dtype")
-        leaf = (natural if name is None else name, kind, dtype)
-        if leaf not in self._made:
-            self._made[leaf] = _make(self._tensor(leaf[0]), kind, dtype)
-        return self._made[leaf]
+    def _leaf(self, leaf: SavedTensor) -> Any:
+        key = leaf[1:]
+        if key not in self._made:
+            tensor = self._tensor(leaf)
+            self._made[key] = tensor if key[1:] == (None, None) else _make(tensor, leaf.kind, leaf.dtype)
+        return self._made[key]
 
 
 _CONTAINERS: dict[str, Callable[[Rebuilder, Any, str], Any]] = {
@@ -121,38 +119,9 @@ _CONTAINERS: dict[str, Callable[[Rebuilder, Any, str], Any]] = {
     "state_dict": Rebuilder._state_dict,
     "defaultdict": Rebuilder._defaultdict,
     "tuple": lambda self, payload, prefix: tuple(self._elements(payload, prefix)),
-    "set": lambda self, payload, _: set(map(_key, _list(payload))),
-    "frozenset": lambda self, payload, _: frozenset(map(_key, _list(payload))),
+    "set": lambda self, payload, _: set(read_keys(list_of(payload))),
+    "frozenset": lambda self, payload, _: frozenset(read_keys(list_of(payload))),
 }
-
-
-def children_of(node: Any) -> dict[Any, tuple[str, Any]] | None:
-    """Returns the nodes below one by their keys, each with the end of its name; None if it has none."""
-    if type(node) is list:
-        return {index: (str(index), child) for index, child in enumerate(node)}
-    if type(node) is not dict or len(node) != 1:
-        return None
-    ((tag, payload),) = node.items()
-    if tag == "tuple":
-        return children_of(_list(payload))
-    if tag in ("state_dict", "defaultdict"):
-        payload = _list(payload)[tag == "defaultdict"]
-    elif tag not in ("dict", "OrderedDict", "Counter"):
-        return None
-    keys = list(map(_key, _list(payload)[::2]))
-    return {key: (key_text(key), child) for key, child in zip(keys, payload[1::2], strict=True)}
-
-
-def _key(node: Any) -> Any:
-    if type(node) is dict and node.keys() == {"tuple"}:
-        return tuple(map(_key, _list(node["tuple"])))
-    return decode_value(node)
-
-
-def _list(payload: Any) -> list[Any]:
-    if type(payload) is not list:
-        raise ValueError("not a list")
-    return payload
 
 
 def _make(tensor: Tensor, kind: str | None, dtype: str | None) -> Any:

@@ -18,6 +18,7 @@ import xxhash
 
 from fastload.errors import ChecksumError, ManifestError
 from fastload.formats.untrusted import is_plain_path, is_size, parse_json, parse_metadata, show
+from fastload.memory import uncollected
 from fastload.storage.target import RECORD_NAME
 
 __all__ = [
@@ -110,6 +111,7 @@ class Record:
         return _canonical({**body, "checksum": checksum(_canonical(body)).hex()})
 
 
+@uncollected
 def parse(data: bytes, url: str = RECORD_NAME) -> Record:
     """Parses the text of a record, which nobody need have written in good faith.
 

@@ -39,12 +39,14 @@ from fastload.formats.untrusted import (
     parse_metadata,
     show,
 )
+from fastload.memory import uncollected
 from fastload.storage.base import FileStat, Storage
 from fastload.storage.target import RECORD_NAME, SAVING_NAME
 
 __all__ = [
     "INDEX_NAME",
     "MAX_HEADER_BYTES",
+    "TORCH_ENDINGS",
     "header_digest",
     "parse_header",
     "read_manifest",
@@ -60,6 +62,11 @@ _LENGTH_BYTES = 8  # the little-endian u64 before the header
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME = "model.safetensors.index.json"
+_TORCH_FILES = {
+    b"PK\x03\x04": "a zip archive, as torch.save writes",
+    b"\x80\x02\x8a\nl\xfc\x9cF": "a pickle, as torch.save wrote before torch 1.6",
+}
+TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 
 
@@ -127,6 +134,7 @@ def record_digest(storage: Storage) -> str:
     return xxhash.xxh3_128_hexdigest(read_bytes(storage, RECORD_NAME, 0, stat.nbytes))
 
 
+@uncollected
 def parse_header(
     header: bytes, file_nbytes: int, url: str, file: int = 0
 ) -> tuple[list[TensorEntry], dict[str, str]]:
@@ -153,7 +161,7 @@ def parse_header(
     tensors = []
     for name in list(raw):
         try:
-            # pop, so that the garbage collector never sees both forms of a large header
+            # pop, so that there are never both forms of all of a large header
             tensors.append(_parse_entry(name, raw.pop(name), file, data_offset))
         except ValueError as error:
             raise ManifestError(f"{url}: tensor {show(name)}: {error}") from None
@@ -295,6 +303,10 @@ def _read_header(storage: Storage, name: str, stat: FileStat) -> bytes:
     limit = min(MAX_HEADER_BYTES, stat.nbytes - _LENGTH_BYTES)
     if length > limit:
         # Text, zip and pickle files end here: what they start with tells them apart.
+        kind = next((kind for start, kind in _TORCH_FILES.items() if prefix.startswith(start)), None)
+        if kind is not None:
+            hint = "`fastload convert` makes a checkpoint of files of torch.save"
+            raise ManifestError(f"{url}: no safetensors file but {kind}: {hint}")
         raise ManifestError(
             f"{url}: header length of {length} bytes is over the limit of {limit} (file size:"
             f" {stat.nbytes}); the file starts with {prefix!r}"
@@ -345,6 +357,8 @@ def _find_files(url: str, listing: Sequence[str]) -> list[str]:
     names = _ending_in(_SUFFIX, listing)
     if not names:
         found = f"its {len(listing)} files are {show(sorted(listing))}" if listing else "it has no files"
+        if any(name.endswith(TORCH_ENDINGS) for name in listing):
+            found += " (`fastload convert` reads files of torch.save)"
         raise CheckpointNotFound(f"{url}: no *{_SUFFIX} files in this directory; {found}")
     return names
 

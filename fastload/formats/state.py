@@ -28,18 +28,21 @@ one by one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from fastload.errors import ManifestError, OptionError
+from fastload.errors import FastloadError, ManifestError, OptionError
 from fastload.formats.describer import Describer
-from fastload.formats.rebuilder import Rebuilder, children_of
+from fastload.formats.rebuilder import Rebuilder
+from fastload.formats.saved import SavedTensor, children_of, leaf_of, leaves_of
 from fastload.formats.values import show_path
+from fastload.memory import uncollected
 
-__all__ = ["Description", "children", "describe", "rebuild"]
+__all__ = ["Description", "Rebuilder", "SavedTensor", "children", "describe", "leaf", "leaves", "rebuild"]
 
 _MAX_PROBLEMS = 20
 
@@ -81,26 +84,24 @@ def describe(state: Any) -> Description:
     return Description(describer.tensors, structure)
 
 
-def rebuild(structure: Any, tensors: Mapping[str, Tensor], name: str = "") -> Any:
+@uncollected
+def rebuild(structure: Any, tensors: Mapping[str, Tensor] | Rebuilder, name: str = "") -> Any:
     """Puts a state together again.
 
     Args:
         structure: From `describe`, perhaps by way of JSON; untrusted.
-        tensors: By name. They become part of the state, they are not copied.
+        tensors: By name. They become part of the state, they are not copied. Or what has rebuilt other
+            parts of the same state: what is tied in the state is then tied across these parts, too.
         name: If this is the structure of a part of the state, the name of that part.
 
     Raises:
         ManifestError: The structure is malformed or does not fit the tensors; says where.
         CheckpointError: It needs NumPy, which is not installed.
     """
-    rebuilder = Rebuilder(tensors)
-    try:
+    rebuilder = tensors if isinstance(tensors, Rebuilder) else Rebuilder(tensors)
+    rebuilder.path.clear()
+    with _distrusting(rebuilder.path):
         return rebuilder.value(structure, "", name)
-    except RecursionError:
-        raise ManifestError("the structure of the state is nested too deeply") from None
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        why = str(error)[:400]  # however long a hostile text made it
-        raise ManifestError(f"the structure of the state, at {show_path(rebuilder.path)}: {why}") from None
 
 
 def children(structure: Any) -> dict[Any, tuple[str, Any]] | None:
@@ -111,7 +112,41 @@ def children(structure: Any) -> dict[Any, tuple[str, Any]] | None:
     Raises:
         ManifestError: It is malformed.
     """
-    try:
+    with _distrusting():
         return children_of(structure)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ManifestError(f"the structure of the state: {str(error)[:400]}") from None
+
+
+def leaf(structure: Any, name: str) -> SavedTensor | None:
+    """Returns the tensor that a structure stands for; None if it stands for something else.
+
+    Raises:
+        ManifestError: It is malformed.
+    """
+    if structure == {} and name:  # said here, too, since it is asked of very many
+        return SavedTensor(name, name)
+    with _distrusting():
+        return leaf_of(structure, name)
+
+
+def leaves(structure: Any, name: str = "") -> list[SavedTensor]:
+    """Returns the tensors, and the NumPy arrays, of a state or a part of it.
+
+    Raises:
+        ManifestError: The structure is malformed.
+    """
+    with _distrusting():
+        return leaves_of(structure, name)
+
+
+@contextmanager
+def _distrusting(path: Sequence[Any] | None = None) -> Iterator[None]:
+    try:
+        yield
+    except RecursionError:
+        raise ManifestError("the structure of the state is nested too deeply") from None
+    except FastloadError:
+        raise
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        where = "" if path is None else f", at {show_path(path)}"
+        why = str(error)[:400]  # however long a hostile text made it
+        raise ManifestError(f"the structure of the state{where}: {why}") from None

@@ -16,7 +16,8 @@ import math
 import re
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ __all__ = [
     "SCALARS",
     "Attribute",
     "NotPlain",
+    "crowded",
     "decode_value",
     "encode_value",
     "import_numpy",
@@ -42,6 +44,8 @@ __all__ = [
 
 MAX_DEPTH = 100  # of containers in containers
 BARE_NAME = "tensor"  # of a tensor without a path: it is the whole state
+
+_MAX_SAME_HASH = 256  # of the keys of one dict; each is compared with all before it
 
 _MAX_INT = 1 << 53  # what lies below survives readers that turn every number into a double
 
@@ -110,6 +114,16 @@ def decode_value(node: Any) -> Any:
     if decode is None:
         raise ValueError(f"unknown tag {tag[:40]!r}")
     return decode(payload)
+
+
+def crowded(keys: Collection[Hashable]) -> str:
+    """Says why a dict or a set of such keys would take quadratic time to make; empty if it does not.
+
+    Numbers and tuples of them can be chosen so that their hashes are the same.
+    """
+    if len(keys) <= _MAX_SAME_HASH or max(Counter(map(hash, keys)).values()) <= _MAX_SAME_HASH:
+        return ""
+    return f"more than {_MAX_SAME_HASH} of its keys have the same hash"
 
 
 class Attribute(str):

@@ -101,11 +101,7 @@ def _agree(
         where = "any of the hosts" if world.size > 1 else world.host
         raise CheckpointNotFound(f"{storage.url}: no such checkpoint on {where}")
 
-    if world.size == 1:
-        manifest = _read(storage)
-    else:
-        what = f"reading the headers of {storage.url}"
-        manifest = Manifest.from_bytes(world.share(what, source, lambda: _read(storage).to_bytes()))
+    manifest = _share_manifest(world, source, storage)
 
     def look() -> dict[str, Any]:
         sees = views[world.rank] == _CHECKPOINT or not storage.probes
@@ -125,6 +121,20 @@ def _agree(
         notes=notes,
         shared=any(look["shared"] for look in looks),
     )
+
+
+def _share_manifest(world: World, source: int, storage: Storage) -> Manifest:
+    """Reads the headers on one rank, for all."""
+    if world.size == 1:
+        return _read(storage)
+    own: list[Manifest] = []
+
+    def read() -> bytes:
+        own.append(_read(storage))
+        return own[0].to_bytes()
+
+    packed = world.share(f"reading the headers of {storage.url}", source, read)
+    return own[0] if own else Manifest.from_bytes(packed)
 
 
 def _look(storage: Storage) -> int:

@@ -62,7 +62,7 @@ class RingExchange:
         self._right = ring[(place + 1) % self._size]
         self._left = ring[place - 1]
         self._incoming = [ring[place - distance] for distance in range(1, self._size)]
-        self._store = world.corner("ring")
+        self._store = world.corner("ring", self._rank)
         self._closed = False
         self._posted: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._forwarder = background(self._forward_all, "fastload-ring")

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastload.errors import ManifestError, MismatchError, OptionError
-from fastload.formats.dtypes import torch_spec
-from fastload.formats.manifest import Manifest, TensorEntry
+from fastload.errors import OptionError
+from fastload.formats.manifest import Manifest
+from fastload.formats.state import Rebuilder, SavedTensor, leaves, rebuild
+from fastload.loading.modules import Leaf
+from fastload.loading.pair import pair
+from fastload.loading.pairs import Pairs, Remade, Value
 from fastload.loading.place import Destination
-from fastload.memory import allocate
+from fastload.loading.renamed import Renamed, find_renamed
+from fastload.loading.restore import Restorer
+from fastload.loading.unfit import raise_unfit
+from fastload.loading.wants import Arrivals, Wants, identity, materialize, misfit
 
-__all__ = ["Match", "flatten", "holders", "items_of", "match"]
+__all__ = ["Match", "match"]
 
 _GLOB = re.compile(r"[*?\[]")
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """A tensor inside of ``into=``, and the container and key to put another in its place."""
-
-    tensor: Tensor
-    container: Any
-    key: Any
 
 
 @dataclass(frozen=True)
@@ -37,20 +34,25 @@ class Match:
 
     Attributes:
         destinations: In manifest order.
-        attach: Puts materialized tensors into the caller's module or dict; to be called when all is loaded.
+        loaded: What is loaded, by name.
+        attach: To be called when all has been read: copies what is wanted twice, and puts materialized
+            tensors into the caller's module or dict.
+        restore: Puts everything else where it belongs, after that, and returns the result of the load.
     """
 
     destinations: list[Destination]
+    loaded: dict[str, Tensor]
     attach: Callable[[], None]
+    restore: Callable[[], Any]
 
     @property
     def device(self) -> torch.device | None:
         """A device that destinations live on: the first that is not the CPU; None if there is none."""
-        return next((d.tensor.device for d in self.destinations if d.tensor.device.type != "cpu"), None)
+        return next((d.tensor.device for d in self.destinations if not d.tensor.is_cpu), None)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns what was loaded, by name."""
-        return {d.entry.name: d.tensor for d in self.destinations}
+        """Returns what is loaded, by name."""
+        return dict(self.loaded)
 
 
 def match(
@@ -67,243 +69,223 @@ def match(
     Args:
         manifest: The checkpoint.
         names: Names or glob patterns, or None for all.
-        into: A module, or nested dicts and lists of tensors and modules, to be loaded in place; what takes
-            its state as a whole gets new tensors; None for new tensors throughout.
+        into: A module, or nested dicts, lists and tuples, to be loaded in place; None for new tensors.
         device: Where new tensors and those that replace meta tensors live.
         dtype: Cast of floating point tensors, or None for none.
         strict: Whether the names of the checkpoint and of `into` have to be the same.
 
     Raises:
-        MismatchError: Names, shapes or dtypes do not fit; it lists all that do not.
+        MismatchError: Something does not fit; it lists all that does not.
         OptionError: `into` is no destination.
+        ManifestError: The checkpoint is malformed.
         MemoryError: The destinations do not fit into memory.
     """
-    picked, absent = _select(manifest, names)
-    if into is None:
-        _raise_unfit(manifest, missing=absent)
-        return Match([_fresh(entry, device, dtype) for entry in picked], lambda: None)
+    selection = None if names is None else _Selection(names, _catalogue(manifest))
+    wants = Wants(manifest, device, dtype)
+    if into is not None:
+        return _match_into(manifest, pair(into, manifest), selection, wants, device, dtype, strict)
+    if selection is not None:
+        raise_unfit(manifest.url, missing=selection.absent)
+        return _match_names(selection.chosen, wants)
+    if manifest.structure is not None and dtype is not None:
+        for saved in leaves(manifest.structure):
+            wants.make(saved, exact=saved.is_exact)
+    else:
+        wants.make_all()
+    return _match_all(manifest, wants.arrivals())
 
-    leaves = flatten(into)
-    owned = [entry for entry in picked if entry.name not in leaves and _owned(entry.name, holders(into))]
-    apart = {entry.name for entry in owned}
-    pairs = [(entry, leaves[entry.name]) for entry in picked if entry.name in leaves]
-    loaded = {_identity(leaf.tensor) for _, leaf in pairs}
-    chosen = leaves if names is None else {n: leaf for n, leaf in leaves.items() if _chosen(n, names)}
-    known = manifest.by_name
-    missing = [n for n, leaf in chosen.items() if n not in known and _identity(leaf.tensor) not in loaded]
-    unexpected = [entry.name for entry in picked if entry.name not in leaves and entry.name not in apart]
-    _raise_unfit(
-        manifest,
-        missing=missing + [n for n in absent if n not in missing] if strict else [],
-        unexpected=unexpected if strict else [],
-        mismatched=[line for entry, leaf in pairs if (line := _misfit(entry, leaf.tensor, dtype))],
+
+def _match_names(chosen: Mapping[str, SavedTensor], wants: Wants) -> Match:
+    """New tensors by name."""
+    named = {name: (saved, wants.make(saved, exact=saved.is_complex128)) for name, saved in chosen.items()}
+    result = {
+        name: torch.view_as_complex(tensor) if saved.is_complex128 else tensor
+        for name, (saved, tensor) in named.items()
+    }
+    return Match(wants.arrivals().destinations, result, lambda: None, lambda: result)
+
+
+def _match_all(manifest: Manifest, arrivals: Arrivals) -> Match:
+    """All there is: the state as it was saved, if fastload saved it."""
+
+    def restore() -> Any:
+        if manifest.structure is None:
+            return arrivals.new
+        return rebuild(manifest.structure, Rebuilder(arrivals.new, arrivals.exact))
+
+    return Match(arrivals.destinations, arrivals.new, arrivals.copy, restore)
+
+
+def _match_into(
+    manifest: Manifest,
+    pairs: Pairs,
+    selection: _Selection | None,
+    wants: Wants,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    strict: bool,
+) -> Match:
+    """What there is already, filled."""
+    lonely, left = pairs.lonely, pairs.left
+    missing, absent, unexpected = pairs.missing, pairs.absent, list(pairs.left_values)
+    if selection is not None:
+        _narrow(pairs, selection)
+        lonely = [(name, leaf) for name, leaf in lonely if selection(name)]
+        left = [saved for saved in left if selection.has(saved)]
+        missing, absent, unexpected = [name for name in missing if selection(name)], [], []
+        missing += [name for name in selection.absent if name not in {name for name, _ in lonely}]
+    _keep_unfilled_that_matter(pairs, in_parts=selection is not None)
+    loaded = {identity(leaf.tensor) for _, leaf in pairs.tensors} if lonely else set()
+    lacking = [name for name, leaf in lonely if identity(leaf.tensor) not in loaded]
+    surplus = [saved.own_name for saved in left]
+    renamed = find_renamed(surplus, lacking) if lacking and surplus else None
+    is_elsewhere = bool(lacking and surplus and pairs.has_no_tensors) or (
+        renamed is not None and renamed.is_wrapper
     )
-    match = _in_place(pairs, leaves, device)
-    destinations = match.destinations + [_fresh(entry, device, None) for entry in owned]
-    places = {entry.name: place for place, entry in enumerate(manifest.tensors)}
-    return replace(match, destinations=sorted(destinations, key=lambda d: places[d.entry.name]))
+    has_to_fit = strict or is_elsewhere
+    raise_unfit(
+        manifest.url,
+        missing=[*lacking, *missing] if has_to_fit else (),
+        absent=absent if has_to_fit else (),
+        unexpected=[*surplus, *unexpected] if has_to_fit else (),
+        mismatched=[
+            *pairs.wrong,
+            *(line for saved, leaf in pairs.tensors if (line := misfit(manifest, saved, leaf.tensor, dtype))),
+        ],
+        unfilled=[name for module in pairs.unfilled for name in module.certain],
+        advice=_advice(pairs, renamed, unexpected),
+    )
+    restorer = Restorer(manifest.url, strict and selection is None, pairs)
+    for saved, exact in restorer.wanted():
+        wants.make(saved, exact=exact)
+    replaced = _replace_meta(pairs, device)
+    named: dict[str, Tensor] = {}
+    for saved, leaf in pairs.tensors:
+        tensor = replaced.get(id(leaf.tensor), (leaf.tensor, ()))[0]
+        wants.fill(saved, tensor)
+        named[saved.own_name] = tensor
+    arrivals = wants.arrivals()
+    for name, tensor in arrivals.new.items():
+        named.setdefault(name, tensor)
+
+    def attach() -> None:
+        arrivals.copy()
+        for tensor, places in replaced.values():
+            for place in places:
+                place.container[place.key] = tensor
+
+    def restore() -> dict[str, Tensor]:
+        restorer.run(arrivals)
+        return named
+
+    return Match(arrivals.destinations, named, attach, restore)
 
 
-def holders(into: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns what takes its state as a whole (``load_state_dict``), such as optimizers, by its name."""
-    found: dict[str, Any] = {}
-    for key, value in items_of(into):
-        name = f"{prefix}{key}"
-        if hasattr(value, "load_state_dict") and not isinstance(value, nn.Module):
-            found[name] = value
-        elif isinstance(value, Mapping | list | tuple):
-            found.update(holders(value, f"{name}."))
-    return found
+def _advice(pairs: Pairs, renamed: Renamed | None, unexpected: Sequence[str]) -> str:
+    """Says what to do if names do not fit."""
+    if renamed is not None:
+        return renamed._replace(is_everything=renamed.is_everything and not unexpected).advice()
+    if pairs.has_no_tensors:
+        return "no tensor of into= is in the checkpoint"
+    return "strict=False leaves these out, and loads the rest"
 
 
-def items_of(node: Any) -> Iterable[tuple[Any, Any]]:
-    """Returns keys and values of a dict, a list or a tuple; nothing of anything else."""
-    if isinstance(node, Mapping):
-        return node.items()
-    return enumerate(node) if isinstance(node, list | tuple) else ()
+def _keep_unfilled_that_matter(pairs: Pairs, *, in_parts: bool) -> None:
+    if not pairs.unfilled:
+        return
+    filled = {id(leaf.tensor) for _, leaf in pairs.tensors}
+    filled |= {id(one.own[name].tensor) for one in pairs.handovers for name in one.derived}
+    pairs.unfilled = [module for module in pairs.unfilled if module.matters(filled, in_parts=in_parts)]
 
 
-def _owned(name: str, holders: Mapping[str, Any]) -> bool:
-    return any(name.startswith(f"{prefix}.") for prefix in holders)
-
-
-def flatten(into: Any) -> dict[str, Leaf]:
-    """Names every tensor of a module or of nested dicts, lists and tuples; other values are left out.
+def _replace_meta(pairs: Pairs, device: torch.device) -> dict[int, tuple[Tensor, list[Leaf]]]:
+    """Returns real tensors for the meta tensors that are to be filled, and where they belong.
 
     Raises:
-        OptionError: It is neither, or two tensors would have the same name.
+        OptionError: Nothing can be put there.
     """
-    leaves: dict[str, Leaf] = {}
-    pairs = _module_leaves(into) if isinstance(into, nn.Module) else _nested_leaves(into, "")
-    for name, leaf in pairs:
-        if name in leaves:
-            raise OptionError(f"into= has two tensors that would both be called {name!r}")
-        leaves[name] = leaf
-    return leaves
-
-
-def _module_leaves(module: nn.Module) -> Iterator[tuple[str, Leaf]]:
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        tensors = [(part._parameters, name) for name in part._parameters]
-        tensors += [
-            (part._buffers, name) for name in part._buffers if name not in part._non_persistent_buffers_set
-        ]
-        for registry, name in tensors:
-            tensor = registry[name]
-            if tensor is not None:
-                yield f"{prefix}.{name}" if prefix else name, Leaf(tensor, registry, name)
-
-
-def _nested_leaves(node: Any, prefix: str) -> Iterator[tuple[str, Leaf]]:
-    if not prefix and not isinstance(node, Mapping | list | tuple):
-        raise OptionError(f"into= is a {type(node).__name__}: pass a module, or a dict of tensors")
-    for key, value in items_of(node):
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, Tensor):
-            yield name, Leaf(value, node, key)
-        elif isinstance(value, nn.Module):
-            yield from ((f"{name}.{inner}", leaf) for inner, leaf in _module_leaves(value))
-        elif isinstance(value, Mapping | list | tuple):
-            yield from _nested_leaves(value, name)
-
-
-def _select(manifest: Manifest, names: Sequence[str] | str | None) -> tuple[list[TensorEntry], list[str]]:
-    """Returns the entries that are asked for, and the names and patterns that select nothing."""
-    if names is None:
-        return list(manifest.tensors), []
-    asked = [names] if isinstance(names, str) else list(names)
-    chosen: set[str] = set()
-    absent: list[str] = []
-    for name in asked:
-        found = [name] if name in manifest.by_name else _matching(manifest.by_name, name)
-        chosen.update(found)
-        if not found:
-            absent.append(name)
-    return [entry for entry in manifest.tensors if entry.name in chosen], absent
-
-
-def _matching(names: Mapping[str, object], pattern: str) -> list[str]:
-    if not _GLOB.search(pattern):
-        return []
-    fits = re.compile(fnmatch.translate(pattern)).match
-    return [name for name in names if fits(name)]
-
-
-def _chosen(name: str, names: Sequence[str] | str) -> bool:
-    return any(
-        name == ask or fnmatch.fnmatchcase(name, ask)
-        for ask in ([names] if isinstance(names, str) else names)
-    )
-
-
-def _identity(tensor: Tensor) -> object:
-    """Tells tied tensors: the same object, or the same bytes."""
-    if tensor.is_meta or tensor.numel() == 0 or tensor.layout != torch.strided or hasattr(tensor, "to_local"):
-        return id(tensor)
-    return (
-        tensor.untyped_storage().data_ptr(),
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tensor.stride(),
-    )
-
-
-def _target_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and stored.is_floating_point else stored
-
-
-def _fresh(entry: TensorEntry, device: torch.device, dtype: torch.dtype | None) -> Destination:
-    stored, shape = torch_spec(entry)
-    target = _target_dtype(stored, dtype)
-    if not _castable(stored, target):
-        _raise_cast(entry, stored, target)
-    return Destination(entry, stored, allocate(shape, target, device))
-
-
-def _misfit(entry: TensorEntry, tensor: Tensor, dtype: torch.dtype | None) -> str:
-    """Says why a tensor cannot take an entry; empty if it can."""
-    try:
-        stored, shape = torch_spec(entry)
-    except ManifestError as error:
-        return str(error)
-    target = _target_dtype(stored, dtype)
-    if hasattr(tensor, "to_local"):
-        return f"{entry.name}: into= has a sharded tensor ({type(tensor).__name__}), not a replicated one"
-    if tensor.layout != torch.strided:
-        return f"{entry.name}: into= has layout {tensor.layout}"
-    if tuple(tensor.shape) != shape:
-        return f"{entry.name}: shape {list(shape)} in the checkpoint, {list(tensor.shape)} in into="
-    if tensor.dtype != target:
-        cast = f" cast to {target}" if target != stored else ""
-        return f"{entry.name}: dtype {stored}{cast} in the checkpoint, {tensor.dtype} in into= (dtype= casts)"
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        return f"{entry.name}: into= has an expanded tensor, whose elements share memory"
-    if not _castable(stored, target):
-        return f"{entry.name}: torch cannot cast {stored} to {target}"
-    return ""
-
-
-def _castable(stored: torch.dtype, target: torch.dtype) -> bool:
-    if stored == target:
-        return True
-    try:
-        torch.zeros(1, dtype=torch.uint8).expand(stored.itemsize).clone().view(stored).to(target)
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
-
-
-def _raise_cast(entry: TensorEntry, stored: torch.dtype, target: torch.dtype) -> None:
-    line = f"{entry.name}: torch cannot cast {stored} to {target}"
-    raise MismatchError(line, mismatched=(line,))
-
-
-def _in_place(
-    pairs: list[tuple[TensorEntry, Leaf]], leaves: Mapping[str, Leaf], device: torch.device
-) -> Match:
-    """Loads into the tensors there are; meta tensors get real ones, tied ones the same."""
-    unloaded = {id(leaf.tensor) for _, leaf in pairs if leaf.tensor.is_meta}
-    replaced = [leaf for leaf in leaves.values() if id(leaf.tensor) in unloaded]
-    for leaf in replaced:
+    derived = [handover.own[name] for handover in pairs.handovers for name in handover.derived]
+    real: dict[int, tuple[Tensor, list[Leaf]]] = {}
+    for leaf in (*(leaf for _, leaf in pairs.tensors), *derived):
+        if leaf.tensor.is_meta and id(leaf.tensor) not in real:
+            real[id(leaf.tensor)] = materialize(leaf.tensor, device), []
+    for leaf in derived:
+        if id(leaf.tensor) in real:
+            real[id(leaf.tensor)][0].detach().zero_()  # what no hook fills is not to be just anything
+    for leaf in (*(leaf for _, leaf in pairs.tensors), *(leaf for _, leaf in pairs.lonely), *derived):
+        if id(leaf.tensor) not in real:
+            continue
         if not hasattr(leaf.container, "__setitem__"):
             kind = type(leaf.container).__name__
             raise OptionError(f"into= has a meta tensor in a {kind}: it cannot be replaced")
-    real: dict[int, Tensor] = {}
-    for _, leaf in pairs:
-        if leaf.tensor.is_meta and id(leaf.tensor) not in real:
-            real[id(leaf.tensor)] = _materialize(leaf.tensor, device)
-    destinations = [
-        Destination(entry, torch_spec(entry)[0], real.get(id(leaf.tensor), leaf.tensor))
-        for entry, leaf in pairs
-    ]
-
-    def attach() -> None:
-        for leaf in replaced:
-            leaf.container[leaf.key] = real[id(leaf.tensor)]
-
-    return Match(destinations, attach)
+        real[id(leaf.tensor)][1].append(leaf)
+    return real
 
 
-def _materialize(meta: Tensor, device: torch.device) -> Tensor:
-    tensor = allocate(meta.shape, meta.dtype, device)
-    if not isinstance(meta, nn.Parameter):
-        return tensor
-    parameter = nn.Parameter(tensor, requires_grad=meta.requires_grad)
-    parameter.__dict__.update(meta.__dict__)
-    return parameter
+def _catalogue(manifest: Manifest) -> dict[str, SavedTensor]:
+    """Returns what was saved by all of its names: those of tied tensors, too, each name once."""
+    catalogue = {entry.name: SavedTensor(entry.name, entry.name) for entry in manifest.tensors}
+    if manifest.structure is not None:
+        seen: set[str] = set()
+        for saved in leaves(manifest.structure):
+            if saved.stored not in seen:  # the first one it is stored for: it may be stored as name~2
+                catalogue[saved.stored] = saved
+            seen.add(saved.stored)
+            catalogue.setdefault(saved.name, saved)
+    return catalogue
 
 
-def _raise_unfit(
-    manifest: Manifest,
-    *,
-    missing: Sequence[str] = (),
-    unexpected: Sequence[str] = (),
-    mismatched: Sequence[str] = (),
-) -> None:
-    if not (missing or unexpected or mismatched):
-        return
-    lines = [f"the checkpoint at {manifest.url} does not fit:"]
-    lines += [f"  missing in the checkpoint: {name}" for name in missing]
-    lines += [f"  unexpected in the checkpoint: {name}" for name in unexpected]
-    lines += [f"  {line}" for line in mismatched]
-    raise MismatchError("\n".join(lines), tuple(missing), tuple(unexpected), tuple(mismatched))
+class _Selection:
+    """What ``names=`` selects; see `fastload.load`."""
+
+    def __init__(self, names: Sequence[str] | str, catalogue: Mapping[str, SavedTensor]) -> None:
+        wanted = [names] if isinstance(names, str) else list(names)
+        known = catalogue.keys()
+        # What looks like a pattern is a name first.
+        self._exact = {name for name in wanted if name in known or not _GLOB.search(name)}
+        self._patterns = {
+            name: re.compile(fnmatch.translate(name)).match for name in wanted if name not in self._exact
+        }
+        self.chosen = {name: saved for name, saved in catalogue.items() if self(name)}
+        self.absent = [
+            name
+            for name in dict.fromkeys(wanted)
+            if not (name in known or (name in self._patterns and any(map(self._patterns[name], known))))
+        ]
+
+    def __call__(self, name: str) -> bool:
+        return name in self._exact or any(fits(name) for fits in self._patterns.values())
+
+    def has(self, saved: SavedTensor) -> bool:
+        """Whether it selects a tensor, by either of its names."""
+        return self(saved.own_name) or self(saved.name)
+
+
+def _narrow(pairs: Pairs, selection: _Selection) -> None:
+    """Leaves out what is not selected. Whatever takes several tensors gets all of them, or none."""
+
+    def narrowed(value: Value | Remade, where: str) -> Any:
+        if isinstance(value, Remade):
+            changes = {index: narrowed(change, where) for index, change in value.changes.items()}
+            changes = {index: change for index, change in changes.items() if change is not None}
+            return value._replace(changes=changes) if changes else None
+        picked = [selection.has(saved) for saved in value.leaves]
+        if any(picked) and not all(picked):
+            pairs.wrong.append(f"{where}: names= selects some of its tensors only")
+        return value if any(picked) else None
+
+    pairs.tensors = [(saved, leaf) for saved, leaf in pairs.tensors if selection.has(saved)]
+    pairs.parts = [part for part in pairs.parts if narrowed(part.value, part.where) is not None]
+    puts = [put._replace(value=narrowed(put.value, f"into=: {put.key!r}")) for put in pairs.puts]
+    pairs.puts = [put for put in puts if put.value is not None]
+    kept = {id(leaf) for _, leaf in pairs.tensors}
+    handovers = []
+    for handover in pairs.handovers:
+        given = {
+            name: one
+            for name, one in handover.given.items()
+            if (id(one) in kept if isinstance(one, Leaf) else narrowed(one, f"{handover.where}: {name}"))
+        }
+        if given:
+            handovers.append(handover._replace(given=given))
+    pairs.handovers = handovers

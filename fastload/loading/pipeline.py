@@ -26,6 +26,7 @@ __all__ = ["Pipeline", "Places", "read_threads"]
 
 _MAX_READ_THREADS = 8
 _TICK_S = 0.05
+_LEAST_PIECE_BYTES = 16 << 10  # on average; to read into shorter pieces takes longer than to copy them
 
 
 def read_threads(asked: int | None, *, depth: int, exchanges: bool, ranks_on_host: int) -> int:
@@ -45,8 +46,11 @@ def read_threads(asked: int | None, *, depth: int, exchanges: bool, ranks_on_hos
 class Places(Protocol):
     """Where the bytes go: tensors (`Placer`), or files (`FilePlacer`)."""
 
-    def targets(self, start: int, nbytes: int) -> list[Tensor] | None:
-        """Returns host memory that a range of the wanted space belongs to; None if it is to be placed."""
+    def targets(self, start: int, nbytes: int, at_most: int) -> list[Tensor] | None:
+        """Returns host memory that a range of the wanted space belongs to, in at most so many pieces.
+
+        None if it is to be placed.
+        """
         ...
 
     def place(self, start: int, data: Tensor) -> None:
@@ -233,8 +237,8 @@ class Pipeline:
         parts, placed = [slot[:0] for slot in slots.each], set()
         for rank in slots.owners:
             chunk = plan.chunk(index, rank)
-            targets = self._targets(plan, chunk) if chunk.nbytes >= NOTICE_BYTES else None
-            if targets is not None and len(targets) == 1:
+            targets = self._targets(plan, chunk, at_most=1) if chunk.nbytes >= NOTICE_BYTES else None
+            if targets is not None:
                 parts[rank] = targets[0]
                 placed.add(rank)
             else:
@@ -242,19 +246,20 @@ class Pipeline:
         return Round(self._first_index + index, self._distress, slots, parts, parts[self._rank], placed)
 
     def _submit(self, plan: ReadPlan, work: Round, chunk: Chunk) -> Future[None]:
-        """Has a chunk read; with nobody to pass it on to, into many tensors at once too."""
+        """Has a chunk read; with nobody to pass it on to, into several tensors at once too."""
         spans = plan.spans(chunk)
-        if plan.world_size == 1 and (targets := self._targets(plan, chunk)) is not None:
+        at_most = 1 + chunk.nbytes // _LEAST_PIECE_BYTES
+        if plan.world_size == 1 and (targets := self._targets(plan, chunk, at_most)) is not None:
             work.placed.add(self._rank)
             return self._reader.submit(spans, [host_view(target) for target in targets])
         self._staged |= self._rank not in work.placed
         return self._reader.submit(spans, [host_view(work.own[: chunk.nbytes])])
 
-    def _targets(self, plan: ReadPlan, chunk: Chunk) -> list[Tensor] | None:
+    def _targets(self, plan: ReadPlan, chunk: Chunk, at_most: int) -> list[Tensor] | None:
         """Returns the host memory that a chunk belongs to; None if it has to be placed."""
         pieces: list[Tensor] = []
         for span in plan.spans(chunk):
-            targets = self._placer.targets(span.start, span.nbytes)
+            targets = self._placer.targets(span.start, span.nbytes, at_most - len(pieces))
             if targets is None:
                 return None
             pieces += targets

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from ctypes import memmove
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,8 +17,10 @@ from fastload.memory import byte_view, round_up, runs
 
 __all__ = ["Destination", "Placer"]
 
+_SMALL_BYTES = 16 << 10  # below, to make two tensors takes longer than to copy the one into the other
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Destination:
     """Where one tensor of the checkpoint goes.
 
@@ -45,26 +49,29 @@ class Placer:
     """
 
     def __init__(self, destinations: Sequence[Destination]) -> None:
-        self._destinations = [d for d in destinations if d.entry.nbytes]
+        # Detached, these keep the memory that is written to, whatever the caller does meanwhile.
+        self._destinations = [
+            Destination(d.entry, d.stored, d.tensor.detach()) for d in destinations if d.entry.nbytes
+        ]
         self._starts = list(accumulate((d.entry.nbytes for d in self._destinations), initial=0))
-        self._bytes = [byte_view(d.tensor.detach()) if d.is_plain else None for d in self._destinations]
-        self._shared = _overlapping(self._bytes)
+        self._addresses = [_address(d) for d in self._destinations]
+        self._shared = _overlapping(self._addresses, [d.entry.nbytes for d in self._destinations])
         self._cut: dict[tuple[str, int], tuple[Tensor, int]] = {}
-        self._devices = {d.tensor.device for d in self._destinations if d.tensor.device.type == "cuda"}
+        self._devices = {d.tensor.device for d in self._destinations if d.tensor.is_cuda}
 
-    def targets(self, start: int, nbytes: int) -> list[Tensor] | None:
+    def targets(self, start: int, nbytes: int, at_most: int) -> list[Tensor] | None:
         """Returns the memory that a range of the wanted space belongs to, flat uint8, piece by piece.
 
-        None if some of it is on a device, strided, cast, or also part of another destination: those bytes
-        have to be placed.
+        None if that is more than `at_most` pieces, or if some of it is on a device, strided, cast, or also
+        part of another destination: those bytes have to be placed.
         """
-        pieces: list[Tensor] = []
-        for index, begin, end in self._pieces(start, nbytes):
-            flat = self._bytes[index]
-            if flat is None or flat.device.type != "cpu" or index in self._shared:
-                return None
-            pieces.append(flat[begin:end])
-        return pieces
+        indexes = self._indexes(start, nbytes)
+        if len(indexes) > at_most:
+            return None
+        if not all(self._addresses[index] and index not in self._shared for index in indexes):
+            return None
+        pieces = self._pieces(start, nbytes)
+        return [byte_view(self._destinations[index].tensor)[begin:end] for index, begin, end in pieces]
 
     def place(self, start: int, data: Tensor) -> None:
         """Places a range of the wanted space; ranges may come in any order, each byte once.
@@ -73,31 +80,39 @@ class Placer:
             start: First byte in the wanted space.
             data: The bytes, flat uint8, on any device.
         """
+        source = data.data_ptr() if data.is_cpu else 0
         for index, begin, end in self._pieces(start, data.numel()):
             offset = self._starts[index] + begin - start
-            piece = data[offset : offset + end - begin]
-            flat = self._bytes[index]
-            if flat is not None:
-                # A copy to host memory would not be waited for by `settle`.
-                flat[begin:end].copy_(piece, non_blocking=flat.is_cuda)
+            if source and self._addresses[index] and end - begin < _SMALL_BYTES:
+                memmove(self._addresses[index] + begin, source + offset, end - begin)
             else:
-                self._place_elements(self._destinations[index], begin, piece)
+                destination = self._destinations[index]
+                with torch.inference_mode() if destination.tensor.is_inference() else nullcontext():
+                    self._place_piece(destination, begin, data[offset : offset + end - begin])
 
     def settle(self) -> None:
         """Returns once everything placed so far has left the buffers it came from."""
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
 
-    def _pieces(self, start: int, nbytes: int) -> list[tuple[int, int, int]]:
+    def _indexes(self, start: int, nbytes: int) -> range:
+        """Returns which destinations a range of the wanted space belongs to."""
+        return range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, start + nbytes))
+
+    def _pieces(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
         """Cuts a range of the wanted space into (destination, begin, end) in bytes of that tensor."""
-        pieces = []
-        position, stop = start, start + nbytes
-        index = bisect_right(self._starts, position) - 1
-        while position < stop:
-            end = min(stop, self._starts[index + 1])
-            pieces.append((index, position - self._starts[index], end - self._starts[index]))
-            position, index = end, index + 1
-        return pieces
+        stop = start + nbytes
+        for index in self._indexes(start, nbytes):
+            first = self._starts[index]
+            yield index, max(start - first, 0), min(stop, self._starts[index + 1]) - first
+
+    def _place_piece(self, destination: Destination, begin: int, piece: Tensor) -> None:
+        if destination.is_plain:
+            flat = byte_view(destination.tensor)[begin : begin + piece.numel()]
+            # A copy to host memory would not be waited for by `settle`.
+            flat.copy_(piece, non_blocking=flat.is_cuda)
+        else:
+            self._place_elements(destination, begin, piece)
 
     def _place_elements(self, destination: Destination, begin: int, piece: Tensor) -> None:
         """Casts or scatters whole elements; the bytes of an element that is cut wait for its rest."""
@@ -108,7 +123,7 @@ class Placer:
         self._place_cut_element(destination, begin, piece[:head])
         # A clone, since a view as another dtype needs memory aligned to it.
         elements = piece[head : head + whole_end - whole_begin].clone().view(destination.stored)
-        _copy_elements(destination.tensor.detach(), whole_begin // size, elements)
+        _copy_elements(destination.tensor, whole_begin // size, elements)
         self._place_cut_element(destination, whole_end, piece[head + whole_end - whole_begin :])
 
     def _place_cut_element(self, destination: Destination, begin: int, piece: Tensor) -> None:
@@ -123,22 +138,24 @@ class Placer:
         if num_kept + piece.numel() < size:
             self._cut[key] = (kept, num_kept + piece.numel())
         else:
-            _copy_elements(destination.tensor.detach(), element, kept.view(destination.stored))
+            _copy_elements(destination.tensor, element, kept.view(destination.stored))
 
 
-def _overlapping(flats: Sequence[Tensor | None]) -> set[int]:
-    """Returns which of some host tensors have memory in common with another one."""
+def _address(destination: Destination) -> int:
+    """Returns where in host memory the bytes of a tensor belong, one after the other; 0 if nowhere."""
+    in_host = destination.tensor.is_cpu and destination.is_plain
+    return destination.tensor.data_ptr() if in_host else 0
+
+
+def _overlapping(addresses: Sequence[int], lengths: Sequence[int]) -> set[int]:
+    """Returns the indexes of memory, at these addresses but 0, that has some in common with another."""
     found: set[int] = set()
-    extents = sorted(
-        (flat.data_ptr(), flat.data_ptr() + flat.numel(), index)
-        for index, flat in enumerate(flats)
-        if flat is not None and flat.device.type == "cpu"
-    )
     last_end, last = 0, -1
-    for begin, end, index in extents:
-        if begin < last_end:
+    for index in sorted(range(len(addresses)), key=addresses.__getitem__):
+        begin, end = addresses[index], addresses[index] + lengths[index]
+        if begin and begin < last_end:
             found |= {last, index}
-        if end > last_end:
+        if begin and end > last_end:
             last_end, last = end, index
     return found
 

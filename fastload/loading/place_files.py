@@ -123,7 +123,7 @@ class FilePlacer:
         self.verified = ByteCounter()
         self.rereads = ByteCounter()
 
-    def targets(self, start: int, nbytes: int) -> list[Tensor] | None:
+    def targets(self, start: int, nbytes: int, at_most: int) -> list[Tensor] | None:
         """Returns None: files are written to."""
         return None
 

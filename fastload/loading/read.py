@@ -55,6 +55,7 @@ class ChunkReader:
         self._threads = [background(self._serve, f"fastload-read-{n}") for n in range(threads)]
         self._lock = threading.Lock()
         self._num_serving = 0
+        self._num_unanswered = 0
         self._at_end: Callable[[], None] | None = None
         self._under_way: dict[int, Span] = {}
         self._verifier = verifier
@@ -70,6 +71,8 @@ class ChunkReader:
         after `stop`.
         """
         future: Future[None] = Future()
+        with self._lock:
+            self._num_unanswered += 1
         self._asked.put((spans, buffers, future))
         return future
 
@@ -101,8 +104,9 @@ class ChunkReader:
         """Ends the threads, and waits a little for reads under way.
 
         Returns:
-            Whether all have ended. If not, storage does not answer; such a read still writes into its
-            buffers, which it keeps alive, should storage answer after all.
+            Whether no read is under way any more, even if a thread has not ended yet. If one is, storage
+            does not answer; such a read still writes into its buffers, which it keeps alive, should
+            storage answer after all.
         """
         deadline = time.monotonic() + wait_s
         for _ in self._threads:
@@ -110,7 +114,8 @@ class ChunkReader:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        with self._lock:
+            return not self._num_unanswered
 
     def at_end(self, call: Callable[[], None]) -> None:
         """Calls something once no read is under way any more: now, or in the last thread to end."""
@@ -144,11 +149,15 @@ class ChunkReader:
 
     def _read(self, spans: Sequence[Span], buffers: Sequence[memoryview]) -> None:
         rest = list(buffers)
-        for span in spans:
-            taken, rest = take(rest, span.nbytes)
-            self._read_span(span, taken)
-            if self._verifier is not None:
-                self._verify(self._verifier, span, taken)
+        try:
+            for span in spans:
+                taken, rest = take(rest, span.nbytes)
+                self._read_span(span, taken)
+                if self._verifier is not None:
+                    self._verify(self._verifier, span, taken)
+        finally:
+            with self._lock:
+                self._num_unanswered -= 1
 
     def _read_span(self, span: Span, buffers: Sequence[memoryview]) -> None:
         with self.watch.span(nbytes=span.nbytes), self._reading(span):

@@ -1,63 +1,109 @@
-"""What ``into=`` holds besides tensors: optimizers and their like, counters and other plain values."""
+"""What is done once the data are there: whatever of ``into=`` is more than tensors gets what was saved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from fastload.errors import MismatchError, OptionError
-from fastload.formats.manifest import Manifest
-from fastload.formats.state import children, rebuild
-from fastload.loading.match import holders, items_of
+from fastload.errors import MismatchError
+from fastload.formats.state import Rebuilder, SavedTensor
+from fastload.loading.modules import Leaf
+from fastload.loading.pairs import Handover, Pairs, Value
+from fastload.loading.unfilled import still_unfilled
+from fastload.loading.unfit import raise_unfit
+from fastload.loading.wants import Arrivals, identity
 
-__all__ = ["check", "restore"]
+__all__ = ["Restorer"]
 
 
-def check(manifest: Manifest, into: Any) -> None:
-    """Checks, before data moves, that the checkpoint has what is wanted of it besides tensors.
+@dataclass(frozen=True)
+class Restorer:
+    """Puts in place what is no tensor of ``into=``.
 
-    Raises:
-        MismatchError: A key is missing in the checkpoint.
-        OptionError: It holds tensors only, and `into` has what takes its state as a whole.
+    Attributes:
+        url: Of the checkpoint.
+        strict: Whether modules are to refuse what they do not know.
+        pairs: What gets what.
     """
-    if manifest.structure is not None:
-        for _ in _walk(into, manifest.structure, "", "into"):
-            pass
-    elif names := sorted(holders(into)):
-        raise OptionError(
-            f"into= has {', '.join(names)}, but {manifest.url} holds tensors only: fastload did not save it"
-        )
+
+    url: str
+    strict: bool
+    pairs: Pairs
+
+    def wanted(self) -> Iterator[tuple[SavedTensor, bool]]:
+        """Yields the new tensors that this takes, and whether they have to be as they were stored.
+
+        Raises:
+            ManifestError: Something of the checkpoint that takes no tensors is malformed.
+        """
+        for put in self.pairs.puts:
+            yield from ((saved, saved.is_exact) for value in put.value.values() for saved in _checked(value))
+        for handover in self.pairs.handovers:
+            values = (one for one in handover.given.values() if isinstance(one, Value))
+            yield from ((saved, True) for value in values for saved in _checked(value))
+        for part in self.pairs.parts:
+            yield from ((saved, True) for saved in _checked(part.value))
+
+    def run(self, arrivals: Arrivals) -> None:
+        """Does it, once all has arrived.
+
+        Raises:
+            MismatchError: A ``load_state_dict`` does not take what was saved, or leaves a buffer on the meta
+                device; names it.
+        """
+        pairs = self.pairs
+        cast, as_stored = Rebuilder(arrivals.new, arrivals.exact), Rebuilder(arrivals.exact)
+        puts = [(put.container, put.key, put.value.made(cast)) for put in pairs.puts]
+        states = [(part, part.value.made(as_stored)) for part in pairs.parts]
+        loaded = {identity(_now(leaf)) for _, leaf in pairs.tensors} if pairs.handovers else set()
+        dicts = [(handover, _state_dict(handover, as_stored, loaded)) for handover in pairs.handovers]
+        for handover, state in dicts:
+            self._hand_over(handover.where, handover.module, state)
+        for container, key, value in puts:
+            container[key] = value
+        for part, state in states:
+            self._hand_over(part.where, part.target, state)
+        raise_unfit(self.url, unfilled=still_unfilled(pairs.unfilled))
+
+    def _hand_over(self, where: str, target: Any, state: Any) -> None:
+        try:
+            if isinstance(target, nn.Module):
+                target.load_state_dict(state, strict=self.strict)
+            else:
+                target.load_state_dict(state)
+        except Exception as error:
+            line = f"{where}.load_state_dict: {type(error).__name__}: {error}"
+            raise MismatchError(
+                f"the checkpoint at {self.url} does not fit: {line}", mismatched=(line,)
+            ) from error
 
 
-def restore(manifest: Manifest, into: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Gives plain values, and what takes its state as a whole, what they had when they were saved.
-
-    Args:
-        manifest: Of a checkpoint that fastload saved.
-        into: Its tensors and modules have been loaded in place.
-        tensors: What was loaded, by name.
-    """
-    for target, key, name, structure in _walk(into, manifest.structure, "", "into"):
-        found = rebuild(structure, tensors, name)
-        if hasattr(target[key], "load_state_dict"):
-            target[key].load_state_dict(found)
-        elif hasattr(target, "__setitem__"):
-            target[key] = found
+def _checked(value: Value) -> Sequence[SavedTensor]:
+    if not value.leaves:
+        value.made(Rebuilder({}))
+    return value.leaves
 
 
-def _walk(target: Any, structure: Any, prefix: str, path: str) -> Iterator[tuple[Any, Any, str, Any]]:
-    """Yields container, key, name and structure of all that is to be restored."""
-    saved = children(structure)
-    for key, value in items_of(target):
-        where = f"{path}[{key!r}]"
-        if isinstance(value, Tensor | nn.Module):
-            continue
-        if saved is None or key not in saved:
-            raise MismatchError(f"{where} is missing in the checkpoint", missing=(where,))
-        ending, child = saved[key]
-        if isinstance(value, Mapping | list | tuple) and children(child) is not None:
-            yield from _walk(value, child, f"{prefix}{ending}.", where)
-        else:
-            yield target, key, f"{prefix}{ending}", child
+def _state_dict(handover: Handover, rebuilder: Rebuilder, loaded: Container[object]) -> Any:
+    """Returns what was saved of a module; what was read in place is the module's own tensor."""
+    state: Any = OrderedDict()
+    for name, source in handover.given.items():
+        state[name] = _now(source) if isinstance(source, Leaf) else source.made(rebuilder)
+    filled = {
+        (id(source.container), source.key) for source in handover.given.values() if isinstance(source, Leaf)
+    }
+    for name, leaf in handover.own.items():  # under the other names of tied tensors, too
+        is_given = name in state or name in handover.derived or (id(leaf.container), leaf.key) in filled
+        if not is_given and identity(_now(leaf)) in loaded:
+            state[name] = _now(leaf)
+    if handover.metadata is not None:
+        state._metadata = handover.metadata.made(Rebuilder({}))
+    return state
+
+
+def _now(leaf: Leaf) -> Any:
+    return leaf.container[leaf.key]

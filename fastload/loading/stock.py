@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from fastload.errors import StorageError
 from fastload.formats.reading import read_bytes
@@ -27,7 +28,8 @@ _log = logging.getLogger(__name__)
 
 _NUM_PROVERS = 4
 _PROOF_BYTES = 8 << 20
-_RECEIPT_BYTES = 4096  # without checksums
+_RECEIPT_BYTES = 4096  # without checksums and files
+_FILE_BYTES = 2048  # of each, whatever its name
 
 
 @dataclass
@@ -80,11 +82,12 @@ def take_stock(
         if _is_whole(world, inventory, path, checksums, options):
             held = bytearray(b"\1" * inventory.num_blocks)
             return None, Stock(held, bytearray(checksums), inventory.ranges(held))
-        _log.warning("%s: this copy is damaged, and made anew", path)
         stock.damaged = True
     copy = LocalCopy(path, io=options.io)
     files = [(file.name, file.nbytes) for file in inventory.files]
-    journal = copy.resume(files, inventory.identity, overwrite=options.overwrite or stock.damaged)
+    journal = copy.resume(files, inventory.identity, overwrite=options.overwrite, damaged=stock.damaged)
+    if stock.damaged:
+        _log.warning("%s: this copy is damaged, and made anew", path)
     try:
         noted = parse_journal(journal, inventory.num_blocks)
         for number in _prove(world, inventory, LocalStorage(copy.data_path, options.io), noted):
@@ -97,9 +100,15 @@ def take_stock(
     return copy, stock
 
 
-def receipt_of(inventory: Inventory, stock: Stock) -> bytes:
-    """Returns what tells the next one that a copy is whole."""
-    receipt = {"identity": inventory.identity, "checksums": stock.checksums.hex()}
+def receipt_of(inventory: Inventory, stock: Stock, files: Sequence[Mapping[str, Any]]) -> bytes:
+    """Returns what tells the next one that a copy is whole, or how it differs from what it was.
+
+    Args:
+        inventory: What was copied.
+        stock: What is there, all of it.
+        files: Name, size and time of each file.
+    """
+    receipt = {"identity": inventory.identity, "checksums": stock.checksums.hex(), "files": list(files)}
     return json.dumps(receipt, sort_keys=True).encode()
 
 
@@ -108,7 +117,8 @@ def _read_receipt(inventory: Inventory, path: str) -> bytes | None:
     storage = LocalStorage(path)
     try:
         stat = storage.stat(STAGED_NAME)
-        if stat is None or stat.nbytes > _RECEIPT_BYTES + 2 * CHECKSUM_BYTES * inventory.num_blocks:
+        most = 2 * CHECKSUM_BYTES * inventory.num_blocks + _FILE_BYTES * len(inventory.files)
+        if stat is None or stat.nbytes > _RECEIPT_BYTES + most:
             return None
         receipt = json.loads(read_bytes(storage, STAGED_NAME, 0, stat.nbytes))
         checksums = bytes.fromhex(receipt["checksums"])
@@ -123,15 +133,13 @@ def _read_receipt(inventory: Inventory, path: str) -> bytes | None:
 def _is_whole(world: World, inventory: Inventory, path: str, checksums: bytes, options: StageOptions) -> bool:
     storage = LocalStorage(path, options.io)
     try:
-        for file in inventory.files:
-            stat = storage.stat(file.name)
-            if stat is None or stat.nbytes != file.nbytes:
-                return False
+        stats = ((file, storage.stat(file.name)) for file in inventory.files)
+        whole = all(stat is not None and stat.nbytes == file.nbytes for file, stat in stats)
     except StorageError:
-        return False
-    if not options.verify:
+        whole = False
+    if not whole or not options.verify:
         storage.close()
-        return True
+        return whole
     noted = {
         number: checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES]
         for number in range(inventory.num_blocks)

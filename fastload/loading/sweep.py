@@ -87,6 +87,7 @@ class Sweep:
             wait_s = world.grace_s if error is not None else world.timeout_s - world.grace_s / 4
             outcomes = world.gather(what, value, error, wait_s=wait_s)
             world.raise_failures(what, outcomes, error)
+            world.heard()
         finally:
             if error is not None:
                 self.reader.stop()

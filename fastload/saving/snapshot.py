@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import ClassVar, Protocol
 
 import torch
@@ -112,8 +112,7 @@ class Snapshot:
         pieces: What to copy.
     """
 
-    _spare: ClassVar[list[Tensor]] = []
-    _lock = threading.Lock()
+    _spare: ClassVar[list[list[Tensor]]] = []  # one at most; no lock, which a fork might leave locked
 
     def __init__(self, source: Source, pieces: Sequence[FileRange]) -> None:
         places, lengths = _pack([_whole_pages(piece) for piece in pieces])
@@ -142,15 +141,14 @@ class Snapshot:
 
     def keep(self) -> None:
         """Leaves the memory to the next snapshot; this one cannot be used any more."""
-        with self._lock:
-            self._spare[:] = self._slabs
+        self._spare[:] = [self._slabs]
         self._pieces.clear()
 
     @classmethod
     def _take(cls, lengths: Sequence[int], *, pinned: bool) -> list[Tensor]:
-        with cls._lock:
-            spare = cls._spare[:]
-            cls._spare.clear()
+        spare: list[Tensor] = []
+        with suppress(IndexError):
+            spare = cls._spare.pop()
         if [slab.numel() for slab in spare] == lengths and spare[0].is_pinned() == pinned:
             return spare
         spare.clear()

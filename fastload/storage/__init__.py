@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastload.errors import OptionError
-from fastload.storage.base import FileStat, Storage, take
+from fastload.storage.base import FileStat, Folder, Storage, take
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_target import LocalTarget
+from fastload.storage.location import HTTP, OBJECT_STORES, Location, locate, name_of, redact
 from fastload.storage.remote import RemoteStorage
 from fastload.storage.retry import PatientStorage
 from fastload.storage.target import RECORD_NAME, SAVING_NAME, Target
@@ -20,19 +21,23 @@ __all__ = [
     "RECORD_NAME",
     "SAVING_NAME",
     "FileStat",
+    "Folder",
+    "Location",
     "PatientStorage",
     "Storage",
     "Target",
+    "locate",
+    "name_of",
     "open_storage",
     "open_target",
+    "redact",
     "take",
 ]
 
 _log = logging.getLogger(__name__)
 
 _S3 = frozenset("s3 s3a".split())
-_READ_ONLY = frozenset("http https hf".split())
-_OBJECT_STORES = frozenset("s3 s3a gs az adl azure abfs abfss http https".split())
+_READ_ONLY = HTTP | {"hf"}
 
 
 def open_storage(
@@ -47,27 +52,28 @@ def open_storage(
     Nothing is asked of the storage yet.
 
     Args:
-        path: Local path or URL.
+        path: Local path or URL, or what `locate` made of it.
         options: Passed on to obstore or fsspec; they add to what the environment says.
         io: How to read local files: ``auto``, ``buffered`` or ``direct``.
         attempt_s: Longest time in seconds for one request to an object store.
 
     Raises:
-        OptionError: The URL's scheme is unknown, or what it needs is not installed.
+        OptionError: It is no path or URL, its scheme is unknown, or what it needs is not installed.
+        StorageError: The connection that some file systems begin with is not made.
     """
-    text = os.fspath(path)
-    scheme, separator, rest = text.partition("://")
-    if not separator or scheme == "file":
-        return LocalStorage(rest if separator else text, io)
-    if scheme in _OBJECT_STORES:
+    location = locate(path)
+    if not location.scheme:
+        return LocalStorage(location.address, io)
+    if location.scheme in OBJECT_STORES | HTTP:
         if importlib.util.find_spec("obstore") is not None:
             from fastload.storage.objects import ObjectStorage
 
-            return ObjectStorage(_tidy(text), options or {}, attempt_s)
+            return ObjectStorage(location, options or {}, attempt_s)
         _log.warning(
-            "reading %s:// through fsspec, the slower way; for the fast one: pip install obstore", scheme
+            "reading %s:// through fsspec, the slower way; for the fast one: pip install obstore",
+            location.scheme,
         )
-    return RemoteStorage(text, options or {})
+    return RemoteStorage(location, options or {})
 
 
 def open_target(
@@ -84,7 +90,7 @@ def open_target(
     Nothing is asked of the storage yet.
 
     Args:
-        path: Local path or URL.
+        path: Local path or URL, or what `locate` made of it.
         options: The same as for `open_storage`.
         io: How to write local files: ``auto``, ``buffered`` or ``direct``.
         timeout_s: Longest time in seconds for one request to an object store, with its retries.
@@ -94,36 +100,37 @@ def open_target(
     Raises:
         OptionError: The URL cannot be written to, or what it needs is not installed.
     """
-    text = os.fspath(path)
-    scheme, separator, rest = text.partition("://")
-    if not separator or scheme == "file":
-        return LocalTarget(rest if separator else text, io=io)
+    location = locate(path)
+    scheme, url = location.scheme, location.address
+    if not scheme:
+        return LocalTarget(url, io=io)
     if scheme in _READ_ONLY:
-        raise OptionError(f"cannot save to {text}: {scheme}:// can only be read")
-    url = _tidy(text) if scheme in _OBJECT_STORES else text.rstrip("/")
+        raise OptionError(f"cannot save to {location}: {scheme}:// can only be read")
     parent, _, name = url.removeprefix(f"{scheme}://").rpartition("/")
-    if not name or (scheme in _OBJECT_STORES and not parent):
-        raise OptionError(f"cannot save to {text}: name a place below the bucket")
+    if not name or (scheme in OBJECT_STORES and not parent):
+        raise OptionError(f"cannot save to {location}: name a place below the bucket")
     from fastload.storage.bucket import Bucket, FsspecBucket, ObstoreBucket
     from fastload.storage.object_target import ObjectTarget
 
-    root = f"{scheme}://{parent}"
-    if scheme not in _OBJECT_STORES:
+    root = locate(f"{scheme}://{parent}")
+    if scheme not in OBJECT_STORES:
         bucket: Bucket = FsspecBucket(root, options or {})
-        return ObjectTarget(url, bucket, name, timeout_s=timeout_s)
+        return ObjectTarget(location.url, bucket, name, timeout_s=timeout_s)
     if importlib.util.find_spec("obstore") is None:
         raise OptionError(f"saving to {scheme}:// needs obstore: pip install obstore")
     store = ObstoreBucket(root, options or {}, timeout_s=timeout_s, attempt_s=attempt_s, retries=retries)
     if scheme not in _S3:
-        return ObjectTarget(url, store, name, timeout_s=timeout_s)
+        return ObjectTarget(location.url, store, name, timeout_s=timeout_s)
     from fastload.storage.s3_target import S3Target, make_client
 
     bucket_name, _, prefix = parent.partition("/")
-    client = make_client(url, store.store, attempt_s=attempt_s, retries=retries)
-    return S3Target(url, store, name, client=client, location=(bucket_name, prefix), timeout_s=timeout_s)
-
-
-def _tidy(url: str) -> str:
-    """Returns the URL of a place on an object store with single slashes only, as paths are understood."""
-    scheme, _, rest = url.partition("://")
-    return url if scheme in ("http", "https") else f"{scheme}://{'/'.join(filter(None, rest.split('/')))}"
+    client = make_client(location.url, store.store, attempt_s=attempt_s)
+    return S3Target(
+        location.url,
+        store,
+        name,
+        client=client,
+        location=(bucket_name, prefix),
+        timeout_s=timeout_s,
+        retries=retries,
+    )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["ByteCounter", "FileStat", "Storage", "take"]
+__all__ = ["ByteCounter", "FileStat", "Folder", "Storage", "take"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,23 @@ class FileStat:
     nbytes: int
     version: str
     modified_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """What storage says of one directory.
+
+    Attributes:
+        files: Name → what is known of it, for each file directly in it.
+        place: Where it really is, links followed; empty where storage knows no links.
+        is_link: Whether its name is a link.
+        problem: Why it cannot be listed; empty if it can.
+    """
+
+    files: Mapping[str, FileStat] = field(default_factory=dict)
+    place: str = ""
+    is_link: bool = False
+    problem: str = ""
 
 
 def take(buffers: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
@@ -93,8 +110,13 @@ class Storage(Protocol):
         """Returns the sorted names of the files directly below the root, or None if it is no directory."""
         ...
 
-    def folders(self) -> Sequence[str]:
-        """Returns the sorted names of the directories (common prefixes) directly below the root, if any.
+    def folders(self, prefix: str = "") -> Mapping[str, Folder]:
+        """Returns the directories (common prefixes) directly below the root, by name, and what is in them.
+
+        One listing tells all, or one for each directory. One that cannot be listed hides no other.
+
+        Args:
+            prefix: How the names of those begin that are wanted.
 
         Raises:
             StorageError: There is no asking for them (HTTP).
@@ -113,6 +135,18 @@ class Storage(Protocol):
         Raises:
             StorageError: The file ends before the buffers are full, it is another one by now, or
                 reading failed.
+        """
+        ...
+
+    def read_all(self, name: str, about: FileStat) -> bytes:
+        """Returns all of a small file, and keeps nothing open for it.
+
+        Args:
+            name: File below the root.
+            about: What a listing said of it.
+
+        Raises:
+            StorageError: It is another one by now, or reading failed.
         """
         ...
 

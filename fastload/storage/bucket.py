@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
-from typing import Any, Protocol
+from functools import cached_property, partial
+from os import PathLike
+from typing import Any, Protocol, TypeVar
 
-import fsspec
-
-from fastload.errors import OptionError, StorageError
-from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S
+from fastload.errors import StorageError
+from fastload.storage.location import OBJECT_STORES, locate
+from fastload.storage.remote import open_file_system
+from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S, patiently
+from fastload.storage.secrets import Secrets
 
 __all__ = ["Bucket", "FsspecBucket", "ObstoreBucket", "Stream", "Writer"]
+
+T = TypeVar("T")
 
 _WRITER_BYTES = 16 << 20
 _WRITER_REQUESTS = 4
@@ -57,7 +62,13 @@ class Stream:
 
 
 class Bucket(Protocol):
-    """The objects below a prefix; keys are relative to it. Errors are those of the library."""
+    """The objects below a prefix; keys are relative to it. Errors are those of the library.
+
+    Attributes:
+        secrets: What must not be shown of those errors.
+    """
+
+    secrets: Secrets
 
     def get(self, key: str) -> bytes | None:
         """Returns an object, or None if there is none."""
@@ -117,75 +128,99 @@ class ObstoreBucket:
     """
 
     def __init__(
-        self, url: str, options: Mapping[str, Any], *, timeout_s: float, attempt_s: float, retries: int
+        self,
+        url: str | PathLike[str],
+        options: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        attempt_s: float,
+        retries: int,
     ) -> None:
         import obstore
         from obstore.exceptions import AlreadyExistsError
 
-        from fastload.storage.objects import make_store
+        from fastload.storage.objects import is_transient, make_store
 
+        self.secrets = Secrets(locate(url), options)
         self._api: Any = obstore
         self._exists = AlreadyExistsError
-        # obstore's own pauses are over within a second, and a store that is busy is so for longer.
+        self._patience: dict[str, Any] = {"retries": retries, "timeout_s": timeout_s}
+        self._is_transient = is_transient
+        self._is_remote = locate(url).scheme in OBJECT_STORES
+        self._make = partial(make_store, url, options, attempt_s=attempt_s)
+        # No retries in there: its own are over too soon, and not after every error that may pass.
+        self.store: Any = self._make(retry={"max_retries": 0})
+
+    @cached_property
+    def _store_for_writers(self) -> Any:
+        """The same with retries, since a writer sends by itself; its pauses outlast an outage of 5 s, too."""
+        if not self._is_remote:
+            return self.store
         backoff = {
-            "init_backoff": timedelta(seconds=FIRST_BACKOFF_S),
+            "init_backoff": timedelta(seconds=2 * FIRST_BACKOFF_S),
             "max_backoff": timedelta(seconds=MAX_BACKOFF_S),
             "base": 2,
         }
         retry = {
-            "max_retries": retries,
-            "retry_timeout": timedelta(seconds=timeout_s),
+            "max_retries": self._patience["retries"],
+            "retry_timeout": timedelta(seconds=self._patience["timeout_s"]),
             "backoff": backoff,
         }
-        self.store: Any = make_store(url, options, attempt_s=attempt_s, retry=retry)
+        return self._make(retry=retry)
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        return patiently(call, self._is_transient, **self._patience)
 
     def get(self, key: str) -> bytes | None:
         try:
-            return bytes(self._api.get(self.store, key).bytes())
+            return self._ask(lambda: bytes(self._api.get(self.store, key).bytes()))
         except FileNotFoundError:
             return None
 
     def put(self, key: str, content: bytes, *, fresh: bool = False) -> bool:
-        try:
-            self._api.put(self.store, key, content, mode="create" if fresh else "overwrite")
-        except self._exists:
-            return False
-        except NotImplementedError:  # the user turned conditions off, for a store that refuses them
-            return self.put(key, content)
-        return True
+        def put() -> bool:
+            try:
+                self._api.put(self.store, key, content, mode="create" if fresh else "overwrite")
+            except self._exists:
+                return False
+            except NotImplementedError:  # the user turned conditions off, for a store that refuses them
+                self._api.put(self.store, key, content)
+            return True
+
+        return self._ask(put)
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
-            try:
-                self._api.delete(self.store, key)
-            except FileNotFoundError:
-                continue
+            with suppress(FileNotFoundError):
+                self._ask(partial(self._api.delete, self.store, key))
 
     def delete_folder(self, folder: str) -> None:
         self.delete([f"{folder}/{name}" for name in self.files(folder)])
 
     def files(self, folder: str) -> dict[str, int]:
-        found = self._api.list_with_delimiter(self.store, folder)["objects"]
+        found = self._ask(lambda: self._api.list_with_delimiter(self.store, folder))["objects"]
         # Some stores and tools keep an empty object by the name of the folder itself.
         return {meta["path"].rsplit("/", 1)[-1]: meta["size"] for meta in found if meta["path"] != folder}
 
     def folders(self) -> list[str]:
-        found = self._api.list_with_delimiter(self.store)["common_prefixes"]
+        found = self._ask(lambda: self._api.list_with_delimiter(self.store))["common_prefixes"]
         return sorted(path.strip("/").rsplit("/", 1)[-1] for path in found)
 
     def modified_s(self, key: str) -> float:
         try:
-            modified: datetime = self._api.head(self.store, key)["last_modified"]
+            modified: datetime = self._ask(lambda: self._api.head(self.store, key))["last_modified"]
         except FileNotFoundError:
             return float("inf")
         return modified.timestamp()
 
     def move(self, key: str, to: str) -> None:
-        self._api.rename(self.store, key, to)
+        # One after the other, since after a deletion whose answer was lost there is nothing to be copied.
+        self._ask(lambda: self._api.copy(self.store, key, to))
+        self.delete([key])
 
     def writer(self, key: str) -> Writer:
         writer: Writer = self._api.open_writer(
-            self.store, key, buffer_size=_WRITER_BYTES, max_concurrency=_WRITER_REQUESTS
+            self._store_for_writers, key, buffer_size=_WRITER_BYTES, max_concurrency=_WRITER_REQUESTS
         )
         return writer
 
@@ -198,11 +233,9 @@ class FsspecBucket:
         options: Arguments of the fsspec file system.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        try:
-            self._files, self._root = fsspec.core.url_to_fs(url, **options)
-        except (ValueError, ImportError, TypeError) as error:
-            raise OptionError(f"cannot open {url}: {error}") from error
+    def __init__(self, url: str | PathLike[str], options: Mapping[str, Any]) -> None:
+        self.secrets = Secrets(locate(url), options)
+        self._files, self._root = open_file_system(url, options)
 
     def get(self, key: str) -> bytes | None:
         try:

@@ -7,26 +7,30 @@ import mmap
 import os
 import stat as stat_flags
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 
 from fastload.errors import StorageError
 from fastload.memory import PAGE_BYTES, round_up
-from fastload.storage.base import ByteCounter, FileStat, take
+from fastload.patience import ProcessLock
+from fastload.storage.base import ByteCounter, FileStat, Folder, take
+from fastload.storage.descriptors import Descriptor, DescriptorPool
 
-__all__ = ["IN_MEMORY_TYPES", "LocalStorage", "file_system_type", "is_network", "write_text"]
+__all__ = ["IN_MEMORY_TYPES", "LocalStorage", "file_system_type", "is_network"]
 
 _MAX_BUFFERS = 1024  # IOV_MAX on Linux
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
 _TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO)
 _MIN_DIRECT_BYTES = 1 << 20
 _DIRECT_BLOCK_BYTES = 4 << 20
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # not shared with a forked child
 IN_MEMORY_TYPES = frozenset("tmpfs ramfs hugetlbfs".split())
 _NETWORK_TYPES = frozenset(
     "nfs nfs4 lustre gpfs beegfs ceph cifs smb3 9p glusterfs wekafs pvfs2 orangefs afs virtiofs".split()
 )
 
-_Names = list[str]  # the classes have a `list` of their own
+_pool = DescriptorPool(ProcessLock())  # of all that this process reads
 
 
 class LocalStorage:
@@ -34,11 +38,14 @@ class LocalStorage:
 
     Symbolic links are followed (the Hugging Face cache is made of them). Descriptors are opened once
     and kept, that of the directory too, so that what is replaced during a load is still read as it was,
-    and never mixed with what took its place.
+    and never mixed with what took its place. Of more files than the process may have open, some are closed
+    and opened again; one that has become another one meanwhile is an error.
 
     Each request is direct or buffered, whichever is faster. Direct (past the page cache) pays for large
     reads that are not cached, on file systems that do it; the head and tail that fill no page stay
     buffered, so that no byte is read that is not wanted.
+
+    Who drops it without a `close` leaves no descriptors behind, either.
 
     Args:
         root: A file or a directory.
@@ -48,13 +55,13 @@ class LocalStorage:
     probes = True
 
     def __init__(self, root: str, io: str = "auto") -> None:
+        self._files: dict[str, _File] = {}
+        self._folder: int | None = None
         self.io = io
         self._root = root
         self._count = ByteCounter()
         self._direct_count = ByteCounter()
         self._lock = threading.Lock()
-        self._files: dict[str, _File] = {}
-        self._folder: int | None = None
         self._own = threading.local()
 
     @property
@@ -85,26 +92,51 @@ class LocalStorage:
                 return None if name else FileStat(0, "")
             if not stat_flags.S_ISREG(mode):
                 return None  # opening a pipe would block
-            found = os.fstat(self._file(name).buffered)
+            with self._file(name).cached.use() as cached:
+                found = os.fstat(cached)
         except OSError as error:
             if error.errno in _ABSENT:
                 return None
+            if isinstance(error, StorageError):
+                raise
             raise self._error(error, name) from error
-        return FileStat(found.st_size, f"{found.st_ino}:{found.st_mtime_ns}", found.st_mtime)
+        return _file_stat(found)
 
     def list(self) -> list[str] | None:
-        return self._scan(os.DirEntry.is_file)
-
-    def folders(self) -> Sequence[str]:
-        return self._scan(os.DirEntry.is_dir) or []
-
-    def _scan(self, wanted: Callable[[os.DirEntry[str]], bool]) -> _Names | None:
         try:
-            return sorted(entry.name for entry in os.scandir(self._root) if wanted(entry))
+            return sorted(entry.name for entry in os.scandir(self._root) if entry.is_file())
         except OSError as error:
             if error.errno in _ABSENT:
                 return None
             raise self._error(error, "") from error
+
+    def folders(self, prefix: str = "") -> Mapping[str, Folder]:
+        try:
+            entries = [entry for entry in os.scandir(self._root) if entry.name.startswith(prefix)]
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return {}
+            raise self._error(error, "") from error
+        place = os.path.realpath(self._root)
+        found = {
+            entry.name: self._look_into(entry, place) for entry in sorted(entries, key=lambda one: one.name)
+        }
+        return {name: folder for name, folder in found.items() if folder is not None}
+
+    def _look_into(self, entry: os.DirEntry[str], parent: str) -> Folder | None:
+        """Lists a directory; None if it is none, or is gone."""
+        place = os.path.join(parent, entry.name)
+        is_link = False
+        try:
+            if is_link := entry.is_symlink():
+                place = os.path.realpath(place)
+            return Folder(_files_in(entry.path), place, is_link)
+        except OSError as error:
+            if error.errno == errno.ENOTDIR or (error.errno == errno.ENOENT and not is_link):
+                return None
+            if error.errno in _TRANSIENT:
+                raise self._error(error, entry.name) from error
+            return Folder({}, place, is_link, problem=error.strerror or str(error))
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         wanted = [buffer for buffer in buffers if len(buffer)]
@@ -112,67 +144,91 @@ class LocalStorage:
         try:
             file = self._file(name)
             begin, end = round_up(offset, PAGE_BYTES), (offset + nbytes) // PAGE_BYTES * PAGE_BYTES
-            if not self._reads_directly(file, offset, nbytes):
-                begin = end = offset + nbytes
-            head, rest = take(wanted, begin - offset)
-            middle, tail = take(rest, end - begin)
-            self._read_buffered(file, offset, head)
-            self._read_direct(file, begin, middle)
-            self._read_buffered(file, end, tail)
+            with file.cached.use() as cached:
+                if not self._reads_directly(file, cached, offset, nbytes):
+                    begin = end = offset + nbytes
+                head, rest = take(wanted, begin - offset)
+                middle, tail = take(rest, end - begin)
+                self._read_buffered(file, cached, offset, head)
+                done = begin + self._read_direct(file, begin, middle)
+                self._read_buffered(file, cached, done, [*take(middle, done - begin)[1], *tail])
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
             raise self._error(error, name, offset, nbytes) from error
 
-    def _reads_directly(self, file: _File, offset: int, nbytes: int) -> bool:
+    def read_all(self, name: str, about: FileStat) -> bytes:
+        try:
+            # Not to wait for a pipe that has taken its place.
+            file = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            with open(file, "rb") as opened:
+                if _file_stat(os.fstat(file)) != about:
+                    raise StorageError("it was replaced", self._path(name), 0, about.nbytes)
+                data = opened.read(about.nbytes)
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise self._error(error, name, 0, about.nbytes) from error
+        self._count.add(len(data))
+        return data
+
+    def _reads_directly(self, file: _File, cached: int, offset: int, nbytes: int) -> bool:
         """Decides between the page cache and direct reads, for one request."""
         if self.io == "buffered" or nbytes < 2 * PAGE_BYTES:
             return False
-        if self.io == "auto" and not (nbytes >= _MIN_DIRECT_BYTES and _is_cold(file, offset, nbytes)):
+        if self.io == "auto" and not (nbytes >= _MIN_DIRECT_BYTES and _is_cold(cached, offset, nbytes)):
             return False
-        return file.direct() is not None
+        return file.directly
 
-    def _read_buffered(self, file: _File, offset: int, wanted: Sequence[memoryview]) -> None:
+    def _read_buffered(self, file: _File, cached: int, offset: int, wanted: Sequence[memoryview]) -> None:
         while wanted:
-            count = os.preadv(file.buffered, wanted[:_MAX_BUFFERS], offset)
+            count = os.preadv(cached, wanted[:_MAX_BUFFERS], offset)
             if count == 0:
-                raise self._short(file, offset, wanted)
+                raise self._short(file, cached, offset, wanted)
             self._count.add(count)
             offset += count
             _, wanted = take(wanted, count)
 
-    def _read_direct(self, file: _File, offset: int, wanted: Sequence[memoryview]) -> None:
-        """Reads whole pages past the page cache, by way of an aligned buffer."""
-        while wanted and (direct := file.direct()) is not None:
-            block = self._aligned_buffer()[: sum(map(len, wanted))]
-            try:
-                count = os.preadv(direct, [block], offset) // PAGE_BYTES * PAGE_BYTES
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                file.never_directly()
-                break
-            if count == 0:
-                raise self._short(file, offset, wanted)
-            filled, wanted = take(wanted, count)
-            copied = 0
-            for buffer in filled:
-                buffer[:] = block[copied : copied + len(buffer)]
-                copied += len(buffer)
-            self._count.add(count)
-            self._direct_count.add(count)
-            offset += count
-        self._read_buffered(file, offset, wanted)
+    def _read_direct(self, file: _File, offset: int, wanted: Sequence[memoryview]) -> int:
+        """Reads whole pages past the page cache, by way of an aligned buffer.
+
+        Returns:
+            How many bytes of them, if this file cannot be read so to the end.
+        """
+        done = 0
+        if not wanted:
+            return done
+        with file.direct() as direct:
+            while wanted and direct is not None:
+                block = self._aligned_buffer()[: sum(map(len, wanted))]
+                try:
+                    count = os.preadv(direct, [block], offset + done) // PAGE_BYTES * PAGE_BYTES
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    file.directly = False
+                    break
+                if count == 0:
+                    raise self._short(file, direct, offset + done, wanted)
+                filled, wanted = take(wanted, count)
+                copied = 0
+                for buffer in filled:
+                    buffer[:] = block[copied : copied + len(buffer)]
+                    copied += len(buffer)
+                self._count.add(count)
+                self._direct_count.add(count)
+                done += count
+        return done
 
     def _aligned_buffer(self) -> memoryview:
         """Returns this thread's own page-aligned buffer."""
         if not hasattr(self._own, "block"):
-            self._own.block = memoryview(mmap.mmap(-1, _DIRECT_BLOCK_BYTES))
+            self._own.block = memoryview(mmap.mmap(-1, _DIRECT_BLOCK_BYTES, flags=_PRIVATE))
         block: memoryview = self._own.block
         return block
 
-    def _short(self, file: _File, offset: int, wanted: Sequence[memoryview]) -> StorageError:
-        size = os.fstat(file.buffered).st_size
+    def _short(self, file: _File, opened: int, offset: int, wanted: Sequence[memoryview]) -> StorageError:
+        size = os.fstat(opened).st_size
         return StorageError(
             f"the file ends at {size}: it shrank after it was opened",
             url=file.path, offset=offset, nbytes=sum(map(len, wanted)),
@@ -186,6 +242,12 @@ class LocalStorage:
             if self._folder is not None:
                 os.close(self._folder)
                 self._folder = None
+
+    def __del__(self) -> None:
+        for file in self._files.values():
+            file.abandon()
+        if self._folder is not None:
+            os.close(self._folder)
 
     def _place(self, name: str) -> tuple[str, int | None]:
         """Says where a file is: its path, and the directory in which that begins, if not the current one."""
@@ -219,54 +281,84 @@ class LocalStorage:
 
 
 class _File:
-    """An open file: a descriptor for the page cache and, once it is wanted, one for past it."""
+    """A file: a descriptor for the page cache and, once it is wanted, one for past it.
+
+    Attributes:
+        path: Where it is, for messages.
+        cached: The descriptor for the page cache.
+        directly: Whether it can be read past it, as far as is known.
+    """
 
     def __init__(self, url: str, path: str, folder: int | None, *, directly: bool) -> None:
         self.path = url
-        self.buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
-        self._directly = directly
-        self._direct: int | None = None
-        self._lock = threading.Lock()
+        self.directly = directly
+        self.cached = Descriptor(_pool, self._open)
+        self._direct = Descriptor(_pool, self._open_directly)
+        self._place = (path, folder) if folder is not None else (os.path.abspath(path), None)
+        self._first: tuple[int, ...] | None = None
 
-    def direct(self) -> int | None:
-        """Returns the descriptor for direct reads, or None if there can be none."""
-        with self._lock:
-            if self._direct is None and self._directly:
-                try:  # by way of the other descriptor: the path may lead to another file by now
-                    link = f"/proc/self/fd/{self.buffered}"
-                    self._direct = os.open(link, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-                except OSError:
-                    self._directly = False
-            return self._direct if self._directly else None
-
-    def never_directly(self) -> None:
-        """Notes that this file system or device does no direct reads after all."""
-        self._directly = False
+    def direct(self) -> AbstractContextManager[int | None]:
+        """Lends the descriptor for direct reads, while the other one is in use; None if there can be none."""
+        if self.directly:
+            try:
+                return self._direct.use()
+            except OSError:
+                self.directly = False
+        return nullcontext()
 
     def close(self) -> None:
-        os.close(self.buffered)
-        if self._direct is not None:
-            os.close(self._direct)
+        """Closes both, as soon as no read uses them."""
+        self.cached.close()
+        self._direct.close()
+
+    def abandon(self) -> None:
+        """Closes both, from the finalizer of their owner."""
+        self.cached.abandon()
+        self._direct.abandon()
+
+    def _open(self) -> int:
+        path, folder = self._place
+        try:
+            number = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+        except OSError as error:
+            if self._first is not None and error.errno in _ABSENT:
+                raise StorageError("it was removed or replaced after it was opened", url=self.path) from error
+            raise
+        found = os.fstat(number)
+        now = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        if self._first is None:
+            self._first = now
+        elif self._first != now:
+            os.close(number)
+            raise StorageError("it was changed or replaced after it was opened", url=self.path)
+        return number
+
+    def _open_directly(self) -> int:
+        with self.cached.use() as number:  # the path may lead to another file by now
+            return os.open(f"/proc/self/fd/{number}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
 
 
-def write_text(path: str, pieces: Iterable[str]) -> None:
-    """Writes a small file of a user's own: text, piece by piece.
+def _files_in(path: str) -> dict[str, FileStat]:
+    """Lists the files directly in a directory; links to files are files."""
+    found = {}
+    with os.scandir(path) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # deleted meanwhile, or a link that leads nowhere
+                status = entry.stat()
+                if stat_flags.S_ISREG(status.st_mode):
+                    found[entry.name] = _file_stat(status)
+    return found
 
-    Raises:
-        StorageError: It cannot be written.
-    """
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.writelines(pieces)
-    except OSError as error:
-        raise StorageError(str(error.strerror), url=path) from error
+
+def _file_stat(status: os.stat_result) -> FileStat:
+    return FileStat(status.st_size, f"{status.st_ino}:{status.st_mtime_ns}", status.st_mtime)
 
 
-def _is_cold(file: _File, offset: int, nbytes: int) -> bool:
+def _is_cold(opened: int, offset: int, nbytes: int) -> bool:
     """Asks the page cache for three bytes of a range; it is cold if none of them is there."""
     for position in (offset, offset + nbytes // 2, offset + nbytes - 1):
         try:
-            if os.preadv(file.buffered, [bytearray(1)], position, os.RWF_NOWAIT):
+            if os.preadv(opened, [bytearray(1)], position, os.RWF_NOWAIT):
                 return False
         except BlockingIOError:
             continue

@@ -16,8 +16,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fastload.errors import CheckpointExists, DeadlineExceeded, FastloadError, OptionError, StorageError
+from fastload.errors import CheckpointExists, DeadlineExceeded, FastloadError, StorageError
 from fastload.patience import each
+from fastload.storage.beside import replaced_names
 from fastload.storage.bucket import Bucket, Stream
 from fastload.storage.owner import Owner
 from fastload.storage.target import (
@@ -83,7 +84,7 @@ class ObjectTarget:
     def prepare(self, files: Sequence[tuple[str, int]], *, overwrite: bool) -> dict[str, Any]:
         self._sizes = dict(files)
         with self._errors(""):
-            self._check_free(overwrite=overwrite)
+            self._check_free(self._sizes, overwrite=overwrite)
             self._clean()
             self._set_token(new_token())
             self._prepared = True
@@ -154,7 +155,8 @@ class ObjectTarget:
             self._bucket.delete([self._key(SAVING_NAME)])
             self._discard(self._staging)
         except Exception as error:  # the checkpoint is there; what is left beside it harms nobody
-            _log.warning("%s: cannot remove what the save needed: %s", self._url, _first_line(error))
+            told = self._bucket.secrets.first_line(error)
+            _log.warning("%s: cannot remove what the save needed: %s", self._url, told)
         self._prepared = False
         _alive.discard(self._token)
 
@@ -204,20 +206,19 @@ class ObjectTarget:
         which it is asked by a second such put, which has to fail. If it does not, or if the marker of a
         dead save is replaced, the last one to put it wins, and each looks who that was after a while.
         """
-        self._check_free(overwrite=overwrite)
-        there = self._bucket.files(self._name)
-        self._marked = sorted({*names, *there} - {SAVING_NAME})
-        is_fresh = SAVING_NAME not in there
+        own, is_fresh = self._check_free(names, overwrite=overwrite)
+        self._marked = sorted({*names, *own} - {SAVING_NAME})
         decided = not self._put_marker(fresh=is_fresh) or (is_fresh and not self._put_marker(fresh=True))
         if not decided:
             time.sleep(_SETTLE_S)
         if not self._is_ours:  # which no answer says: one may be lost, and the next attempt is refused then
             raise CheckpointExists(f"{self._url}: another save is being published there")
-        there = self._bucket.files(self._name)
-        if RECORD_NAME in there and not overwrite:
-            raise CheckpointExists(f"{self._url}: another save was faster")
+        own = self._own({*self._bucket.files(self._name)}, names, self._marked, overwrite=overwrite)
+        if not own <= {*self._marked, SAVING_NAME}:  # of another save, which was faster
+            self._marked = sorted({*self._marked, *own} - {SAVING_NAME})
+            self._put_marker()
         self._cleared = True
-        self._clear([name for name in there if name != SAVING_NAME])
+        self._clear(own - {SAVING_NAME})
 
     def _clear(self, names: Iterable[str]) -> None:
         """Deletes files of the checkpoint, the record first."""
@@ -242,27 +243,27 @@ class ObjectTarget:
         """Returns the marker that stands beside the files, or nothing."""
         return _parse(self._bucket.get(self._key(SAVING_NAME)))
 
-    def _check_free(self, *, overwrite: bool) -> None:
-        """Refuses to take the place of what is there, unless it may be replaced or a dead save left it."""
-        there = set(self._bucket.files(self._name))
+    def _check_free(self, written: Iterable[str], *, overwrite: bool) -> tuple[set[str], bool]:
+        """Refuses to take the place of what is there, unless it may be replaced or a dead save left it.
+
+        Returns:
+            The names of what is to go, and whether there is no marker.
+        """
+        there = {*self._bucket.files(self._name)}
         marker = self._marker() if SAVING_NAME in there else {}
         owner = Owner.parse(str(marker.get("owner", "")).encode())
         if SAVING_NAME in there and not _has_ended(owner, str(marker.get("token"))):
             age_s = time.time() - self._bucket.modified_s(self._key(SAVING_NAME))
             if age_s < _PUBLISHING_S:
                 raise CheckpointExists(f"{self._url}: {owner or 'another save'} is publishing there")
-        if RECORD_NAME in there:
-            if not overwrite:
-                message = f"{self._url} exists already: to replace it, ask for overwrite=True (--overwrite)"
-                raise CheckpointExists(message)
-            return
-        foreign = sorted(there - {SAVING_NAME} - set(map(str, marker.get("files", ()))))
-        if foreign and not overwrite:
-            raise CheckpointExists(f"{self._url} holds something already: {foreign[:5]}")
-        if foreign:
-            raise OptionError(
-                f"{self._url} has no {RECORD_NAME}: overwrite=True replaces checkpoints of fastload's only"
-            )
+        marked = map(str, marker.get("files", ()))
+        return self._own(there, written, marked, overwrite=overwrite), SAVING_NAME not in there
+
+    def _own(
+        self, there: set[str], written: Iterable[str], marked: Iterable[str], *, overwrite: bool
+    ) -> set[str]:
+        record = self._bucket.get(self._key(RECORD_NAME)) if RECORD_NAME in there and overwrite else None
+        return replaced_names(self._url, there, record, marked, written, overwrite=overwrite)
 
     def abort(self) -> None:
         self._written.fail(StorageError("the save was given up", self._url))
@@ -278,7 +279,8 @@ class ObjectTarget:
                 self._bucket.delete([self._key(SAVING_NAME)])
             self._discard(self._staging)
         except Exception as error:
-            _log.warning("%s: cannot remove what was staged: %s", self._url, _first_line(error))
+            told = self._bucket.secrets.first_line(error)
+            _log.warning("%s: cannot remove what was staged: %s", self._url, told)
         finally:
             _alive.discard(self._token)
 
@@ -367,7 +369,8 @@ class ObjectTarget:
                 error.url, error.offset, error.nbytes = url, offset, nbytes
             raise
         except Exception as error:
-            raise StorageError(_first_line(error), url, offset, nbytes) from error
+            secrets = self._bucket.secrets
+            raise StorageError(secrets.first_line(error), url, offset, nbytes) from secrets.clean(error)
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
@@ -394,7 +397,3 @@ def _parse(text: bytes | None) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".split("\n", 1)[0]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from os import PathLike
 from typing import Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import obstore
 from obstore.exceptions import (
@@ -17,13 +18,15 @@ from obstore.exceptions import (
     UnauthenticatedError,
     UnknownConfigurationKeyError,
 )
-from obstore.store import S3Store, from_url
+from obstore.store import HTTPStore, S3Store, from_url
 
 from fastload.errors import OptionError, StorageError
 from fastload.options import environment
-from fastload.storage.base import ByteCounter, FileStat
+from fastload.storage.base import ByteCounter, FileStat, Folder
+from fastload.storage.location import HTTP, Location, locate, redact
+from fastload.storage.secrets import Secrets, basic_auth
 
-__all__ = ["ObjectStorage", "make_store", "s3_settings"]
+__all__ = ["ObjectStorage", "is_transient", "make_store", "s3_settings"]
 
 T = TypeVar("T")
 
@@ -46,6 +49,10 @@ _OTHER_CREDENTIALS = frozenset(
     """.split()
 )
 _SUFFIX = ".safetensors"
+_SIGNATURES = frozenset("x-amz-signature x-goog-signature signature".split())
+_PAGE = 1000  # objects: as many as one answer of S3 lists
+_REPLACED = "it was replaced while it was read"
+_LAST = "\U0010ffff"  # comes after all other characters
 _HTTP_NAMES = ("model.safetensors.index.json", "model.safetensors")
 _RECORD_NAME = "fastload.json"
 _CONNECT_TIMEOUT = timedelta(seconds=5)
@@ -64,7 +71,9 @@ _PERMANENT = (
 _ENDPOINT = re.compile(r"https?://(\[[0-9a-f:.]+\]|[^\s/?#:@\[\]]+)(:\d{1,5})?(/[^\s?#]*)?", re.IGNORECASE)
 # obstore looks nowhere but in the environment, and then asks the cloud's metadata service.
 _NO_KEYS = re.compile(r"Error performing \w+ \S+/(latest/api/token|latest/meta-data/)")
-_REFUSED = re.compile(r"status code: 4(?!08|29)\d\d")  # a list request has no exception of its own for it
+_NO_RANGES = re.compile("non-partial response when range requested|Range request not supported")
+# What has no exception of its own. 409: another conditional put is under way.
+_REFUSED = re.compile(r"status code: 4(?!08|09|29)\d\d|" + _NO_RANGES.pattern)
 
 
 class ObjectStorage:
@@ -73,7 +82,7 @@ class ObjectStorage:
     A whole checkpoint costs one list request, and one range request for each header and each chunk.
 
     Args:
-        url: Root, with its scheme.
+        location: Root.
         options: Configuration of the store, as obstore takes it, beyond what the environment says.
         attempt_s: Longest time in seconds for one request; one that stalls is abandoned then.
 
@@ -86,17 +95,20 @@ class ObjectStorage:
     direct_bytes_read = 0
     io = "buffered"
 
-    def __init__(self, url: str, options: Mapping[str, Any], attempt_s: float) -> None:
-        self._url = url.rstrip("/")
+    def __init__(self, location: Location, options: Mapping[str, Any], attempt_s: float) -> None:
+        self._url = location.url
+        self._secrets = Secrets(location, options)
         self._count = ByteCounter()
-        scheme, _, rest = self._url.partition("://")
-        self._is_http = scheme in ("http", "https")
-        parent, _, self._root = rest.rpartition("/")
-        if not parent:
-            parent, self._root = rest, ""
+        self._is_http = location.scheme in HTTP
+        self._is_signed = _is_signed(location)
+        self._is_file = self._is_signed or _is_file(location)
+        # HTTP's is opened where it is, with its query; of the others only the bucket is a URL.
+        root, self._root = (location, "") if self._is_http else _split(location)
         # No retries in there: fastload's own know the deadline and are counted.
-        self._store = make_store(
-            f"{scheme}://{parent}", options, attempt_s=attempt_s, retry={"max_retries": 0}
+        self._store = make_store(root, options, attempt_s=attempt_s, retry={"max_retries": 0})
+        # As buckets list their objects, but for directory buckets of S3.
+        self._is_sorted = not (
+            isinstance(self._store, S3Store) and s3_settings(self._store).get("s3_express")
         )
         self._known: dict[str, FileStat] = {}
 
@@ -111,8 +123,10 @@ class ObjectStorage:
     def stat(self, name: str) -> FileStat | None:
         if name in self._known:
             return self._known[name]
+        if not self._is_http and not self._key(name):
+            return None  # a bucket is no object, whatever some stores say
         try:
-            found = _stat(self._call(name, lambda key: obstore.head(self._store, key)))
+            found = _stat(self._call(name, self._ask_for_stat))
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return None
@@ -120,8 +134,14 @@ class ObjectStorage:
         self._known[name] = found
         return found
 
+    def _ask_for_stat(self, key: str) -> Any:
+        """Asks for size and version: where a signature is for reading, by reading the first byte."""
+        if not self._is_signed:
+            return obstore.head(self._store, key)
+        return obstore.get(self._store, key, options={"range": (0, 1)}).meta
+
     def list(self) -> list[str] | None:
-        if self._url.endswith(_SUFFIX):
+        if self._is_file:
             return None
         if self._is_http:  # which has no listing: look for what a listing would be searched for
             record = [_RECORD_NAME] if self._has_record() else []
@@ -133,11 +153,27 @@ class ObjectStorage:
         self._known.update(names)
         return sorted(names) or None
 
-    def folders(self) -> Sequence[str]:
+    def folders(self, prefix: str = "") -> Mapping[str, Folder]:
         if self._is_http:
             raise self._error("HTTP has no listing of directories", "", None, None, transient=False)
-        found = self._call("", lambda key: obstore.list_with_delimiter(self._store, key or None))
-        return sorted(path.strip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"])
+        found: dict[str, dict[str, FileStat]] = {}
+        for path, about in self._call("", lambda key: self._below(key, prefix)):
+            folder, _, name = path.partition("/")
+            files = found.setdefault(folder, {})
+            if "/" not in name:
+                files[name] = about
+        return {name: Folder(files) for name, files in sorted(found.items())}
+
+    def _below(self, key: str, prefix: str) -> Sequence[tuple[str, FileStat]]:
+        """Lists what is in folders of such names, page by page, whatever its depth."""
+        root = f"{key}/" if key else ""
+        found = []
+        for page in obstore.list(self._store, key or None, offset=root + prefix or None, chunk_size=_PAGE):
+            paths = [(meta["path"].removeprefix(root), meta) for meta in page]
+            found += [(p, _stat(meta)) for p, meta in paths if p.startswith(prefix) and "/" in p]
+            if self._is_sorted and paths[-1][0] > prefix + _LAST:
+                break
+        return found
 
     def _has_record(self) -> bool:
         """Whether there is a commit record; a server that refuses to say has none."""
@@ -161,7 +197,7 @@ class ObjectStorage:
         self._count.add(len(data))
         found = _stat(meta)
         if version and found.version != version:
-            raise self._error("it was replaced while it was read", name, offset, nbytes, transient=False)
+            raise self._error(_REPLACED, name, offset, nbytes, transient=False)
         if len(data) != nbytes:
             # Only an object that is too short is refused for good: a cut answer may come whole next time.
             message = f"got {len(data)} of {nbytes} bytes; the object has {found.nbytes}"
@@ -170,6 +206,20 @@ class ObjectStorage:
         for buffer in buffers:
             buffer[:] = view[position : position + len(buffer)]
             position += len(buffer)
+
+    def read_all(self, name: str, about: FileStat) -> bytes:
+        def get(key: str) -> bytes | None:
+            # Without a range: some servers answer one that is the whole object as if there were none.
+            result = obstore.get(self._store, key)
+            found = _stat(result.meta)
+            is_same = (found.nbytes, found.version) == (about.nbytes, about.version)
+            return bytes(result.bytes()) if is_same else None
+
+        data = self._call(name, get, 0, about.nbytes)
+        if data is None:
+            raise self._error(_REPLACED, name, 0, about.nbytes, transient=False)
+        self._count.add(len(data))
+        return data
 
     def close(self) -> None:
         self._known.clear()
@@ -183,11 +233,13 @@ class ObjectStorage:
         try:
             return ask(self._key(name))
         except Exception as error:
-            permanent = isinstance(error, _PERMANENT) or _REFUSED.search(str(error)) is not None
-            message = _first_line(error)
+            message = self._secrets.first_line(error)
             if _NO_KEYS.search(message):
                 message += " (no AWS_ACCESS_KEY_ID in the environment, no profile in ~/.aws)"
-            raise self._error(message, name, offset, nbytes, transient=not permanent) from error
+            if _NO_RANGES.search(message):
+                message += " (it answers ranges with status 200, not 206; `rclone serve http` does it right)"
+            cause = self._secrets.clean(error)
+            raise self._error(message, name, offset, nbytes, transient=is_transient(error)) from cause
 
     def _error(
         self, message: str, name: str, offset: int | None, nbytes: int | None, *, transient: bool
@@ -196,11 +248,18 @@ class ObjectStorage:
         return StorageError(message, url=url, offset=offset, nbytes=nbytes, transient=transient)
 
 
-def make_store(url: str, options: Mapping[str, Any], *, attempt_s: float, retry: Mapping[str, Any]) -> Any:
+def is_transient(error: Exception) -> bool:
+    """Whether another try could succeed after an error of obstore's."""
+    return not isinstance(error, _PERMANENT) and _REFUSED.search(str(error)) is None
+
+
+def make_store(
+    url: str | PathLike[str], options: Mapping[str, Any], *, attempt_s: float, retry: Mapping[str, Any]
+) -> Any:
     """Makes obstore's store for a URL.
 
     Args:
-        url: Its root, with its scheme.
+        url: Its root, with its scheme. A name and a password in one of HTTP are sent to the server.
         options: Configuration of the store, as obstore takes it, beyond what the environment says; options
             of the HTTP client may stand among those of the store.
         attempt_s: Longest time in seconds for one request.
@@ -209,6 +268,8 @@ def make_store(url: str, options: Mapping[str, Any], *, attempt_s: float, retry:
     Raises:
         OptionError: The URL or an option is not one that the store takes.
     """
+    location = locate(url)
+    secrets = Secrets(location, options)
     config = dict(options)
     attempt = timedelta(seconds=attempt_s)
     client: dict[str, Any] = {
@@ -219,28 +280,81 @@ def make_store(url: str, options: Mapping[str, Any], *, attempt_s: float, retry:
     client |= {name: config.pop(name) for name in _CLIENT_OPTIONS & config.keys()}
     given = config.pop("client_options", {})
     if not isinstance(given, Mapping):
-        raise OptionError(f"cannot open {url}: client_options={given!r}: must be a dict")
-    config |= {"client_options": {**client, **given}, "retry_config": retry}
+        raise OptionError(
+            f"cannot open {location}: client_options= must be a dict, not {type(given).__name__}"
+        )
+    client |= given
+    if (header := basic_auth(location)) is not None:
+        client["default_headers"] = _with_header(client.get("default_headers"), "Authorization", header)
+    config |= {"client_options": client, "retry_config": retry}
     try:
-        store = _from_url(_quoted(url), **config)
+        if location.scheme in HTTP:  # which obstore would take for S3 or Azure by their hosts' names
+            return HTTPStore.from_url(_without_user(location.address), **config)
+        store = _from_url(_quoted(location.address), **config)
         if isinstance(store, S3Store) and (profile := _profile_for(store)) is not None:
-            store = _from_url(_quoted(url), credential_provider=profile, **config)
+            store = _from_url(_quoted(location.address), credential_provider=profile, **config)
     except BaseException as error:
         # Of what its authors did not foresee obstore dies with an exception that is no `Exception`.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise OptionError(f"cannot open {url}: {_first_line(error)}") from error
+        cause = secrets.clean(error) if isinstance(error, Exception) else None
+        raise OptionError(f"cannot open {location}: {secrets.first_line(error)}") from cause
     endpoint = s3_settings(store)["endpoint"] if isinstance(store, S3Store) else None
     if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
-        raise OptionError(f"cannot open {url}: endpoint {endpoint!r} is not a URL such as https://host:9000")
+        shown = redact(str(endpoint))
+        raise OptionError(
+            f"cannot open {location}: endpoint {shown!r} is not a URL such as https://host:9000"
+        )
     return store
 
 
+def _split(location: Location) -> tuple[Location, str]:
+    """Returns what is above a place on an object store, or its bucket, and the name below that."""
+    parent, _, name = location.address.removeprefix(f"{location.scheme}://").rpartition("/")
+    return (locate(f"{location.scheme}://{parent}"), name) if parent else (location, "")
+
+
+def _is_file(location: Location) -> bool:
+    """Whether a URL names one file, by its path or, as of a download, in its query."""
+    path = location.url if location.scheme not in HTTP else unquote(location.url)
+    is_blob = "sr=b" in location.query.split("&")  # what Azure's signature is for
+    return path.endswith(_SUFFIX) or _SUFFIX in unquote(location.query) or is_blob
+
+
+def _is_signed(location: Location) -> bool:
+    """Whether a URL is signed for reading one object, by S3, Google or what does as they do.
+
+    Raises:
+        OptionError: That object is one that names others, which the signature is not for.
+    """
+    names = {pair.partition("=")[0].lower() for pair in location.query.split("&")}
+    if not names & _SIGNATURES or "policy" in names:  # which may be for many, and for more than reading
+        return False
+    if location.url.endswith(".json"):
+        raise OptionError(
+            f"cannot open {location}: it is signed for this one file, which names others: sign the URL of a "
+            f"{_SUFFIX} file"
+        )
+    return True
+
+
+def _with_header(headers: Any, name: str, value: str) -> Any:
+    """Adds a header, unless the user gives another one of that name."""
+    given = dict(headers or {})
+    return given if name.lower() in map(str.lower, given) else {**given, name: value}
+
+
+def _without_user(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    host = re.split("[/?]", rest, maxsplit=1)[0]
+    return f"{scheme}://{rest[host.rfind('@') + 1 :]}"
+
+
 def _quoted(url: str) -> str:
-    """Returns a URL as obstore reads it. But for HTTP's, those given say the keys as they are."""
+    """Returns the URL of an object store as obstore reads it: those given say the keys as they are."""
     scheme, _, rest = url.partition("://")
     host, _, path = rest.partition("/")
-    return url if scheme in ("http", "https") else f"{scheme}://{host}/{quote(path)}"
+    return f"{scheme}://{host}/{quote(path)}"
 
 
 def _profile_for(store: S3Store) -> Any:
@@ -274,7 +388,3 @@ def _stat(meta: Mapping[str, Any]) -> FileStat:
     tag = (meta.get("e_tag") or "").strip('"')  # quoted in answers, bare in some listings
     modified = meta.get("last_modified")
     return FileStat(meta["size"], tag or str(modified or ""), modified.timestamp() if modified else 0.0)
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".split("\n", 1)[0]

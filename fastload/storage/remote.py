@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from os import PathLike
 from typing import Any, TypeVar
 
 import fsspec
 
 from fastload.errors import OptionError, StorageError
-from fastload.storage.base import ByteCounter, FileStat
+from fastload.storage.base import ByteCounter, FileStat, Folder
+from fastload.storage.location import HTTP, locate
+from fastload.storage.secrets import Secrets
 
-__all__ = ["RemoteStorage"]
+__all__ = ["RemoteStorage", "open_file_system"]
 
 T = TypeVar("T")
 
 # What another try will not change.
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
-
-_Names = list[str]  # the classes have a `list` of their own
 
 
 class RemoteStorage:
@@ -37,13 +38,12 @@ class RemoteStorage:
     direct_bytes_read = 0
     io = "buffered"
 
-    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        self._url = url.rstrip("/")
+    def __init__(self, url: str | PathLike[str], options: Mapping[str, Any]) -> None:
+        self._location = locate(url)
+        self._url = self._location.url
+        self._secrets = Secrets(self._location, options)
         self._count = ByteCounter()
-        try:
-            self._files, self._root = fsspec.core.url_to_fs(self._url, **options)
-        except (ValueError, ImportError, TypeError) as error:
-            raise OptionError(f"cannot open {url}: {error}") from error
+        self._files, self._root = open_file_system(self._location, options)
 
     @property
     def url(self) -> str:
@@ -62,26 +62,39 @@ class RemoteStorage:
             raise
         if info["type"] == "directory":
             return None if name else FileStat(0, "")
-        version = info.get("ETag") or info.get("etag") or info.get("mtime") or info.get("created") or ""
-        return FileStat(int(info["size"]), str(version), _seconds(info.get("mtime") or info.get("created")))
+        return _stat(info)
 
     def list(self) -> list[str] | None:
-        return self._names("file")
+        found = self._entries("")
+        return None if found is None else sorted(_of_type("file", found))
 
-    def folders(self) -> Sequence[str]:
+    def folders(self, prefix: str = "") -> Mapping[str, Folder]:
         self._files.invalidate_cache()
-        return self._names("directory") or []
+        names = sorted(_of_type("directory", self._entries("") or []))
+        found = {name: self._folder(name) for name in names if name.startswith(prefix)}
+        return {name: folder for name, folder in found.items() if folder is not None}
 
-    def _names(self, kind: str) -> _Names | None:
+    def _folder(self, name: str) -> Folder | None:
         try:
-            found = self._call("", lambda path: self._files.ls(path, detail=True))
+            found = self._entries(name)
+        except StorageError as error:
+            if error.transient:
+                raise
+            return Folder(problem=str(error.args[0]))
+        return None if found is None else Folder({n: _stat(i) for n, i in _of_type("file", found).items()})
+
+    def _entries(self, name: str) -> Sequence[Mapping[str, Any]] | None:
+        """Lists a directory; None if there is none."""
+        try:
+            found: Sequence[Mapping[str, Any]] = self._call(
+                name, lambda path: self._files.ls(path, detail=True)
+            )
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
                 return None
             raise
-        is_file = len(found) == 1 and found[0]["name"].strip("/") == self._root.strip("/")
-        names = (entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in found if entry["type"] == kind)
-        return None if is_file and found[0]["type"] == "file" else sorted(names)
+        is_single = len(found) == 1 and found[0]["name"].strip("/") == self._path(name).strip("/")
+        return None if is_single and found[0]["type"] == "file" else found
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         nbytes = sum(map(len, buffers))
@@ -104,10 +117,17 @@ class RemoteStorage:
             buffer[:] = data[position : position + len(buffer)]
             position += len(buffer)
 
+    def read_all(self, name: str, about: FileStat) -> bytes:
+        data = bytearray(about.nbytes)
+        self.read_into(name, 0, [memoryview(data)], about.version)
+        return bytes(data)
+
     def close(self) -> None:
         pass  # fsspec shares its connections between file systems of the same arguments
 
     def _path(self, name: str) -> str:
+        if self._location.scheme in HTTP:  # whose paths are URLs, with a query maybe
+            return (self._location / name).address
         return f"{self._root}/{name}" if name else self._root
 
     def _label(self, name: str) -> str:
@@ -120,12 +140,42 @@ class RemoteStorage:
             return ask(self._path(name))
         except Exception as error:
             raise StorageError(
-                _first_line(error),
+                self._secrets.first_line(error),
                 url=self._label(name),
                 offset=offset,
                 nbytes=nbytes,
                 transient=isinstance(error, OSError) and not isinstance(error, _PERMANENT),
-            ) from error
+            ) from self._secrets.clean(error)
+
+
+def open_file_system(url: str | PathLike[str], options: Mapping[str, Any]) -> tuple[Any, str]:
+    """Returns fsspec's file system for a URL, and the path in it.
+
+    Raises:
+        OptionError: The scheme or an option is unknown, or what it needs is not installed.
+        StorageError: The connection that some begin with is not made.
+    """
+    location = locate(url)
+    secrets = Secrets(location, options)
+    try:
+        files, root = fsspec.core.url_to_fs(location.address, **options)
+    except (ValueError, ImportError, TypeError) as error:
+        raise OptionError(f"cannot open {location}: {secrets.hide(str(error))}") from secrets.clean(error)
+    except Exception as error:
+        transient = isinstance(error, OSError) and not isinstance(error, _PERMANENT)
+        message = secrets.first_line(error)
+        raise StorageError(message, url=location.url, transient=transient) from secrets.clean(error)
+    return files, root
+
+
+def _of_type(kind: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Returns name → what is known of it, for the files or directories of a listing."""
+    return {info["name"].rstrip("/").rsplit("/", 1)[-1]: info for info in found if info["type"] == kind}
+
+
+def _stat(info: Mapping[str, Any]) -> FileStat:
+    version = info.get("ETag") or info.get("etag") or info.get("mtime") or info.get("created") or ""
+    return FileStat(int(info["size"]), str(version), _seconds(info.get("mtime") or info.get("created")))
 
 
 def _seconds(when: Any) -> float:
@@ -133,7 +183,3 @@ def _seconds(when: Any) -> float:
     if isinstance(when, datetime):
         return when.timestamp()
     return float(when) if isinstance(when, int | float) else 0.0
-
-
-def _first_line(error: Any) -> str:
-    return f"{type(error).__name__}: {error}".split("\n", 1)[0]

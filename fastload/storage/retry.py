@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from fastload.errors import Interrupted, StorageError
-from fastload.storage.base import FileStat, Storage
+from fastload.storage.base import FileStat, Folder, Storage
 
-__all__ = ["FIRST_BACKOFF_S", "MAX_BACKOFF_S", "PatientStorage"]
+__all__ = ["FIRST_BACKOFF_S", "MAX_BACKOFF_S", "PatientStorage", "patiently"]
 
 T = TypeVar("T")
 
@@ -27,6 +27,38 @@ def _backoff_s(attempt: int) -> float:
     """
     longest = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (attempt - 1))
     return random.uniform(longest / 2, longest)
+
+
+def _pauses(retries: int, timeout_s: float) -> Iterator[float]:
+    """Yields how long to wait after each attempt that failed, as long as there is to be another one."""
+    deadline = time.monotonic() + timeout_s
+
+    def pause_s(attempt: int) -> float:
+        return min(_backoff_s(attempt), (deadline - time.monotonic()) / 4)
+
+    return (pause for attempt in range(1, retries + 1) if (pause := pause_s(attempt)) > 0)
+
+
+def patiently(
+    ask: Callable[[], T], is_transient: Callable[[Exception], bool], *, retries: int, timeout_s: float
+) -> T:
+    """Makes a request, and makes it again after errors that may pass.
+
+    Args:
+        ask: Makes it.
+        is_transient: Whether another try could succeed after an error.
+        retries: Further attempts.
+        timeout_s: Longest time in seconds, all attempts and pauses included; an attempt has to end by itself.
+    """
+    pauses = _pauses(retries, timeout_s)
+    while True:
+        try:
+            return ask()
+        except Exception as error:
+            pause = next(pauses, None) if is_transient(error) else None
+            if pause is None:
+                raise
+        time.sleep(pause)
 
 
 class PatientStorage:
@@ -85,11 +117,14 @@ class PatientStorage:
     def list(self) -> list[str] | None:
         return self._patiently(self._storage.list)
 
-    def folders(self) -> Sequence[str]:
-        return self._patiently(self._storage.folders)
+    def folders(self, prefix: str = "") -> Mapping[str, Folder]:
+        return self._patiently(lambda: self._storage.folders(prefix))
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         self._patiently(lambda: self._storage.read_into(name, offset, buffers, version))
+
+    def read_all(self, name: str, about: FileStat) -> bytes:
+        return self._patiently(lambda: self._storage.read_all(name, about))
 
     def stop(self) -> None:
         """Lets what has not begun, and what waits for another try, end at once with `Interrupted`."""
@@ -100,7 +135,7 @@ class PatientStorage:
         self._storage.close()
 
     def _patiently(self, ask: Callable[[], T]) -> T:
-        deadline = time.monotonic() + self._timeout_s
+        pauses = _pauses(self._retries, self._timeout_s)
         attempt = 0
         while not self._stopped.is_set():
             attempt += 1
@@ -108,12 +143,9 @@ class PatientStorage:
                 return ask()
             except StorageError as error:
                 error.attempts = attempt
-                if not error.transient or attempt > self._retries:
+                pause = next(pauses, None) if error.transient else None
+                if pause is None:
                     raise
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    raise
-                pause = min(_backoff_s(attempt), left_s / 4)
             with self._lock:
                 self._num_retries += 1
             self._stopped.wait(pause)

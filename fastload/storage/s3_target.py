@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 from fastload.errors import OptionError
 from fastload.memory import round_up
-from fastload.patience import each, within
+from fastload.patience import ProcessLock, each, within
 from fastload.storage.bucket import ObstoreBucket
 from fastload.storage.object_target import NUM_REQUESTS, ObjectTarget
 from fastload.storage.objects import s3_settings
+from fastload.storage.retry import patiently
 
 __all__ = ["S3Target", "make_client"]
 
@@ -31,8 +32,9 @@ _GOOD_NUM_PARTS = 128  # shares are cut between parts: with few of them they wou
 _MAX_PARTS = 10_000
 _MAX_CONNECTIONS = 32
 _GONE = ("NoSuchUpload", "404")
+_PASSING = ("RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "InternalError")
 _FILE_OF_A_SAVE = re.compile(r"[^/]+/[^/]+\.safetensors")  # below the parent, where others write, too
-_making = threading.Lock()  # a session makes one client at a time
+_making = ProcessLock()  # a session makes one client at a time
 
 
 class S3Target(ObjectTarget):
@@ -48,6 +50,7 @@ class S3Target(ObjectTarget):
         client: boto3's client for the same store.
         location: Name of the bucket, and prefix of the parent in it.
         timeout_s: Longest time in seconds for one request with its retries.
+        retries: Further attempts.
     """
 
     ordered = False
@@ -61,9 +64,11 @@ class S3Target(ObjectTarget):
         client: Any,
         location: tuple[str, str],
         timeout_s: float,
+        retries: int,
     ) -> None:
         super().__init__(url, bucket, name, timeout_s=timeout_s)
         self._client = client
+        self._retries = retries
         self._bucket_name, self._prefix = location
         self._uploads: dict[str, str] = {}
         self._parts: dict[str, list[tuple[int, str]]] = {}
@@ -154,7 +159,7 @@ class S3Target(ObjectTarget):
         parent = self._in_bucket("")
         pages = self._client.get_paginator("list_multipart_uploads")
         try:
-            for page in pages.paginate(Bucket=self._bucket_name, Prefix=parent):
+            for page in self._ask(lambda: list(pages.paginate(Bucket=self._bucket_name, Prefix=parent))):
                 for upload in page.get("Uploads", ()):
                     is_ours = _FILE_OF_A_SAVE.fullmatch(upload["Key"].removeprefix(parent))
                     if is_ours and time.time() - upload["Initiated"].timestamp() > age_s:
@@ -179,7 +184,13 @@ class S3Target(ObjectTarget):
         return f"{self._prefix}/{key}" if self._prefix else key
 
     def _ask(self, call: Callable[[], T]) -> T:
-        return within(self._timeout_s, f"a request to {self._url}", call)
+        """Makes a request, and makes it again as loads do: boto3's own pauses may all be short."""
+        timeout_s = self._timeout_s
+
+        def ask() -> T:
+            return patiently(call, _is_transient, retries=self._retries, timeout_s=timeout_s)
+
+        return within(timeout_s, f"a request to {self._url}", ask)
 
     def close(self) -> None:
         super().close()
@@ -217,14 +228,13 @@ class _Body(io.RawIOBase):
         return count
 
 
-def make_client(url: str, store: Any, *, attempt_s: float, retries: int) -> Any:
+def make_client(url: str, store: Any, *, attempt_s: float) -> Any:
     """Makes boto3's client for an S3 store of obstore's, so that a URL that loads also saves.
 
     Args:
         url: What is opened, for messages.
         store: The store, which knows the options under their canonical names.
-        attempt_s: Longest time in seconds without an answer to one attempt.
-        retries: Further attempts.
+        attempt_s: Longest time in seconds without an answer to one request.
 
     Raises:
         OptionError: boto3 is not installed, or does not take an option.
@@ -244,7 +254,7 @@ def make_client(url: str, store: Any, *, attempt_s: float, retries: int) -> Any:
         s3={"addressing_style": "virtual" if virtual else "path"},
         connect_timeout=attempt_s,  # which urllib3 goes by while it sends a part, too
         read_timeout=attempt_s,
-        retries={"mode": "standard", "total_max_attempts": retries + 1},
+        retries={"total_max_attempts": 1},
         max_pool_connections=_MAX_CONNECTIONS,
         # Without: not every store that speaks S3 knows them, and a signature covers the body as well.
         request_checksum_calculation="when_required",
@@ -271,6 +281,16 @@ def _session() -> Any:
     import boto3
 
     return boto3.session.Session()
+
+
+def _is_transient(error: Exception) -> bool:
+    """Whether another try could succeed after an error of boto3's."""
+    from botocore.exceptions import ClientError, ConnectionError, HTTPClientError
+
+    if isinstance(error, ClientError):
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return status >= 500 or status in (408, 429) or _code(error) in _PASSING
+    return isinstance(error, ConnectionError | HTTPClientError)
 
 
 def _code(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from fastload.errors import StorageError
 __all__ = [
     "RECORD_NAME",
     "SAVING_NAME",
+    "STAGED_NAME",
     "Target",
     "Written",
     "check_written",
@@ -26,6 +27,8 @@ RECORD_NAME = "fastload.json"
 SAVING_NAME = "fastload.saving.json"
 """On object stores, stands beside the files while they are published; without a record next to it, what
 is there is the rest of a save that has not ended, or never will."""
+STAGED_NAME = ".fastload-stage.json"
+"""What a staged copy holds next to its files: which checkpoint it is a copy of, and how its files were."""
 
 _STAGING = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.saving", re.DOTALL)
 

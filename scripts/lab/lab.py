@@ -55,6 +55,7 @@ from services import (
     DATA_DIR,
     HTTP_URL,
     LAB_DIR,
+    NGINX_MODULES,
     SERVICES,
     STORAGE_ADDRESS,
     lab_env,
@@ -72,7 +73,7 @@ LOGS = LAB_DIR / "logs"
 
 
 def up(args: argparse.Namespace) -> int:
-    need("nginx", "rclone", "curl", "unshare", "hostname")
+    need("nginx", *NGINX_MODULES, "rclone", "curl", "unshare", "hostname")
     share, link = args.per_host_storage_rate, args.host_rate
     if not 1 <= args.hosts <= MAX_HOSTS:
         raise LabError(f"1 to {MAX_HOSTS} hosts, not {args.hosts}")
@@ -309,7 +310,8 @@ def check_host(name: str, state: State, storage_too: bool = False) -> None:
 def need(*tools: str) -> None:
     if os.geteuid() != 0:
         raise LabError("namespaces need root; run this as root")
-    if missing := [tool for tool in tools if shutil.which(tool) is None]:
+    missing = [tool for tool in tools if not (os.path.exists(tool) if "/" in tool else shutil.which(tool))]
+    if missing:
         raise LabError(f"missing: {', '.join(missing)}; run scripts/lab/setup")
 
 

@@ -36,9 +36,11 @@ CLIENT_ENV = {
     "AWS_ALLOW_HTTP": "true",
 }
 
+NGINX_MODULES = [f"/usr/lib/nginx/modules/{name}.so" for name in ("ndk_http_module", "ngx_http_lua_module")]
+
 NGINX_CONF = """\
-load_module /usr/lib/nginx/modules/ndk_http_module.so;
-load_module /usr/lib/nginx/modules/ngx_http_lua_module.so;
+load_module {modules[0]};
+load_module {modules[1]};
 daemon off;
 user root;
 worker_processes 1;
@@ -93,6 +95,7 @@ def start_services() -> dict[str, int]:
         directory.mkdir(parents=True, exist_ok=True)
     conf = SERVICES / "nginx.conf"
     where = {"services": SERVICES, "served": served, "address": STORAGE_ADDRESS, "rclone": RCLONE}
+    where["modules"] = NGINX_MODULES
     conf.write_text(NGINX_CONF.format_map(where))
     nginx = ["nginx", "-c", str(conf), "-e", str(SERVICES / "nginx.log")]
     rclone = ["rclone", "serve", "s3", str(DATA_DIR), "--config", "", "--addr", RCLONE]

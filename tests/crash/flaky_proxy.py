@@ -7,7 +7,7 @@ import http.client
 import time
 from urllib.parse import urlsplit
 
-from tests.dist.flaky_server import Handler, Server
+from tests.dist.flaky_server import OUTAGE_S, Handler, Server
 
 __all__ = ["FlakyProxy"]
 
@@ -20,8 +20,11 @@ class FlakyProxy(Server):
     Attributes:
         fails: (method, text in path and query) → status of the answer, for all that fail.
         stalls: The same → seconds until it begins to read the body.
+        dies: (method, text in path and query) of the request that takes the server down, for `OUTAGE_S`: it
+            and all after it get a reset.
         loses: The same, of requests that are passed on and answered 500 all the same; once each.
         log: (method, path and query) of every request that failed.
+        seen: (method, path and query) of every request.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -29,14 +32,27 @@ class FlakyProxy(Server):
         self.behind = urlsplit(endpoint).netloc
         self.fails: dict[tuple[str, str], int] = {}
         self.stalls: dict[tuple[str, str], float] = {}
+        self.dies: tuple[str, str] | None = None
+        self.dead_until = 0.0
         self.loses: list[tuple[str, str]] = []
         self.log: list[tuple[str, str]] = []
+        self.seen: list[tuple[str, str]] = []
 
 
 class _Handler(Handler):
     server: FlakyProxy
 
     def do_GET(self) -> None:
+        self.server.seen.append((self.command, self.path))
+        if (
+            self.server.dies is not None
+            and self.server.dies[0] == self.command
+            and self.server.dies[1] in self.path
+        ):
+            self.server.dies, self.server.dead_until = None, time.monotonic() + OUTAGE_S
+        if time.monotonic() < self.server.dead_until:
+            self.server.log.append((self.command, self.path))
+            return self._reset()
         for (method, text), seconds in self.server.stalls.items():
             if method == self.command and text in self.path:
                 time.sleep(seconds)

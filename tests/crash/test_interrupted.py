@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import fastload
-from fastload.errors import PeerError
+from fastload.errors import CheckpointExists, PeerError
 from tests.crash.saves import (
     leftovers,
     options,
@@ -45,6 +45,7 @@ def test_interrupted(tmp_path: Path, call: str, count: int, rank: int) -> None:
     save_again(path)
 
 
+@needs_strace
 @ranks(3)
 def test_an_error_that_nobody_waited_for_is_raised_by_the_next_save(
     rank: int, world: int, tmp_path: Path
@@ -67,3 +68,48 @@ def test_an_error_that_nobody_waited_for_is_raised_by_the_next_save(
     assert version_of(fastload.load(path)) == 2
     assert fastload_threads() == []
     assert leftovers(tmp_path) == []
+
+
+@ranks(2)
+def test_an_error_that_one_rank_has_not_seen_is_raised_by_all_in_the_same_call(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "a"
+    save(state(1), path, background=False, timeout_s=20.0)
+    for begin in (fastload.save, fastload.async_save):
+        failing = fastload.async_save(state(2), path, options=options(timeout_s=20.0))
+        failing.settle()
+        if rank == 0:
+            with pytest.raises(CheckpointExists):
+                failing.wait()
+        dist.barrier()
+        with pytest.raises(CheckpointExists, match=f"^{path}"):
+            begin(state(2), tmp_path / "b", options=options(timeout_s=20.0))
+        save(state(2), tmp_path / "b", background=True, timeout_s=20.0, overwrite=True)  # it is raised once
+    failing = fastload.async_save(state(3), path, options=options(timeout_s=20.0))
+    failing.settle()
+    if rank == 1:
+        with pytest.raises(PeerError):  # with the patience of the caller, although there is an error to raise
+            fastload.save(state(3), tmp_path / "c", options=options(timeout_s=0.5))
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(CheckpointExists):
+            failing.wait()
+    save(state(3), tmp_path / "c", background=True, timeout_s=20.0)
+
+
+@ranks(2)
+def test_a_report_that_cannot_be_told_is_no_failed_save(rank: int, world: int, tmp_path: Path) -> None:
+    def refuse(report: fastload.SaveReport) -> None:
+        raise RuntimeError("no room for reports")
+
+    given = options(timeout_s=20.0, on_report=refuse if rank == 1 else None)
+    handle = fastload.async_save(state(1), tmp_path / "a", options=given)
+    handle.settle()
+    dist.barrier()
+    for background in (True, False):
+        save(state(2), tmp_path / "b", background=background, timeout_s=20.0, overwrite=True)
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="no room"):
+            handle.wait()
+    assert version_of(fastload.load(tmp_path / "a")) == 1

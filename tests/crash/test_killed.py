@@ -30,7 +30,7 @@ LATE = "DeadlineExceeded: did not answer within"
 
 # The thread that writes makes three pwrites and one fsync. The one that publishes makes, on the leader:
 # pwrite of the owner, fallocate; pwrite, fsync and rename of the record; fsync of the data, rename of the
-# data, which is refused if there is something to replace, renameat2 then, fsync of parent and staging.
+# data, or renameat2 if there is something to replace, fsync of parent and staging.
 KILLS = [
     # call, count, rank, whether something is replaced, in the background, what is there afterwards
     ("fallocate", 1, 0, True, False, 1),
@@ -42,15 +42,15 @@ KILLS = [
     ("fsync", 1, 0, True, False, 1),
     ("fsync", 1, 1, True, True, 1),
     ("fsync", 1, 2, False, False, None),
-    ("rename", 1, 0, True, True, 1),
+    ("renameat", 1, 0, True, True, 1),
     ("fsync", 2, 0, True, False, 1),
-    ("rename", 2, 0, False, True, None),
+    ("renameat", 2, 0, False, True, None),
     ("renameat2", 1, 0, True, False, 1),
     ("fsync", 3, 0, False, False, 2),
     ("fsync", 3, 0, True, True, 2),
     ("fsync", 4, 0, True, False, 2),
     ("unlinkat", 1, 0, True, True, 2),
-    ("rmdir", 1, 0, False, False, 2),
+    ("unlinkat", 2, 0, False, False, 2),
 ]
 
 
@@ -82,11 +82,54 @@ def test_killed_before_a_system_call(tmp_path: Path, cases: list[tuple[Any, ...]
     save_again(*(one.path for one in struck))
 
 
+# With two files of the user's beside what is replaced: linkat of each comes before the fsync of the data.
+KILLS_BESIDE = [
+    # call, count, what is there afterwards
+    ("linkat", 1, 1),
+    ("linkat", 2, 1),
+    ("fsync", 2, 1),
+    ("fchmod", 1, 1),
+    ("renameat2", 1, 1),
+    ("fsync", 3, 2),
+    ("unlinkat", 1, 2),
+    ("unlinkat", 4, 2),
+]
+
+
+@needs_strace
+@pytest.mark.parametrize("cases", [KILLS_BESIDE[:4], KILLS_BESIDE[4:]], ids=["before", "after"])
+def test_killed_at_any_instant_what_is_beside_it_is_there(
+    tmp_path: Path, cases: list[tuple[Any, ...]]
+) -> None:
+    """One directory holds the whole checkpoint and the user's files: of the old state or of the new one."""
+    struck = []
+    for number, (call, count, _) in enumerate(cases):
+        path = tmp_path / str(number) / "a"
+        save(state(1), path, background=False)
+        (path / "config.json").write_text('{"layers": 3}')
+        (path / "notes").symlink_to("../notes")
+        faults = {0: [(call, f"signal=SIGKILL:when={count}")]}
+        struck.append(Struck(path, faults, {"overwrite": True, "background": False}))
+
+    def require_beside(path: Path) -> None:
+        assert sorted(os.listdir(path)) == ["config.json", "fastload.json", "model.safetensors", "notes"]
+        assert (path / "config.json").read_text() == '{"layers": 3}'
+        assert os.readlink(path / "notes") == "../notes"
+
+    for one, ends, (_, _, left) in zip(struck, save_all_struck(struck), cases, strict=True):
+        require_named(ends, {0: LATE})
+        require_whole(one.path, left)
+        require_beside(one.path)
+    save_again(*(one.path for one in struck))
+    for one in struck:
+        require_beside(one.path)
+
+
 @needs_strace
 def test_killed_where_names_cannot_be_exchanged(tmp_path: Path) -> None:
     """The old one is out of sight until the next save, to any place beside it, puts it back."""
     save(state(1), tmp_path / "a", background=False)
-    faults = [("renameat2", "error=EINVAL"), ("rename", "signal=SIGKILL:when=4")]
+    faults = [("renameat2", "error=EINVAL"), ("renameat", "signal=SIGKILL:when=3")]
     ends = save_struck(tmp_path / "a", {0: faults}, overwrite=True, background=False)
     require_named(ends, {0: LATE})
     require_whole(tmp_path / "a", None)

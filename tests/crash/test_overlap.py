@@ -143,13 +143,14 @@ fastload.async_save(state(2), forgotten, options=options())
 """
 
 
+@pytest.mark.timeout(150)
 def test_a_program_that_ends_waits_for_its_saves_and_tells_of_those_that_failed(tmp_path: Path) -> None:
     """Wherever its log goes; that it failed cannot be told by the exit status of a program that has ended."""
     good, waited, forgotten = (tmp_path / name for name in ("good", "waited", "forgotten"))
     for path in (waited, forgotten):
         save(state(1), path, background=False)
     command = [sys.executable, "-c", PROGRAM, str(good), str(waited), str(forgotten)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=140)
     why = f"CheckpointExists: {forgotten} exists already: to replace it, ask for overwrite=True (--overwrite)"
     told = f"fastload: the save to {forgotten} failed: {why} (nobody waited for it)\n"
     assert (ended.returncode, ended.stderr) == (0, told)

@@ -38,7 +38,7 @@ FAILURES = [
     ("fsync", 1, 1, "EIO", False, True, "model.safetensors: "),
     ("fallocate", 1, 0, "EDQUOT", True, False, "model.safetensors [bytes 0-"),
     ("fsync", 2, 0, "EIO", True, True, ""),  # of the directory with the data
-    ("rename", 2, 0, "EIO", False, False, ""),
+    ("renameat", 2, 0, "EIO", False, False, ""),
     ("renameat2", 1, 0, "EIO", True, False, ""),
     ("fsync", 3, 0, "EIO", True, False, ""),  # of the parent: what has been published is taken back
     ("fsync", 3, 0, "EIO", False, True, ""),

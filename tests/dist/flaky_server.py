@@ -45,6 +45,11 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         pass
 
+    def _reset(self) -> None:
+        """Ends the connection with RST."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+
 
 class FlakyServer(Server):
     """Serves the files of a folder.
@@ -135,11 +140,6 @@ class _Handler(Handler):
         self.end_headers()
 
     def _close(self) -> None:
-        self.close_connection = True
-
-    def _reset(self) -> None:
-        """Ends the connection with RST."""
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
 
 

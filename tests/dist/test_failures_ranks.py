@@ -22,11 +22,14 @@ import torch.distributed as dist
 
 import fastload
 from fastload.errors import PeerError, StorageError
-from fastload.loading import exchange, match, rounds
+from fastload.loading import exchange, rounds, wants
 from fastload.patience import background
 from fastload.storage.local import LocalStorage
 from tests.dist import faults
-from tests.dist.faults import fastload_threads, is_intact, SLACK_S, TIMEOUT_S, Outcome, checkpoint, die, options, outcome_of
+from tests.dist.faults import (
+    PATIENT_S, SLACK_S, TIMEOUT_S, TOLD_S, Outcome, checkpoint, die, fastload_threads, is_intact, options,
+    outcome_of,
+)  # fmt: skip
 from tests.dist.harness import run_ranks
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
@@ -48,9 +51,19 @@ def load_and_fail(rank: int, world: int, path: Path, cases: Sequence[Case]) -> O
     group = groups[rank // size] if len(cases) > 1 else None
     case = cases[rank // size]
     if (victim := rank % size) in case.victims:
-        faults.strike(pytest.MonkeyPatch(), case.stage, lambda: die(case.victims[victim]))
+        faults.strike(pytest.MonkeyPatch(), case.stage, lambda: die_together(path, case, victim))
     given = options(strategy=case.strategy)
     return outcome_of(lambda: fastload.load(path, process_group=group, options=given))
+
+
+def die_together(path: Path, case: Case, victim: int) -> None:
+    """All victims get there first: the end of one may keep another from it."""
+    marks = {each: Path(f"{path}-{case.stage}-{each}") for each in case.victims}
+    if len(marks) > 1:
+        marks[victim].touch()
+        while not all(mark.exists() for mark in marks.values()):
+            time.sleep(0.01)
+    die(case.victims[victim])
 
 
 def require_named(ends: list[Outcome | None], victims: set[int], store_died: bool = False) -> None:
@@ -139,7 +152,7 @@ def test_two_ranks_killed_at_once_are_both_named(tmp_path: Path) -> None:
 def fail_to_connect(rank: int, world: int, path: Path) -> Outcome:
     if rank == 1:
         pytest.MonkeyPatch().setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    return outcome_of(lambda: fastload.load(path, options=options(timeout_s=12)))
+    return outcome_of(lambda: fastload.load(path, options=options(timeout_s=PATIENT_S)))
 
 
 def test_ranks_that_wait_for_one_that_cannot_connect_are_told(tmp_path: Path) -> None:
@@ -148,7 +161,7 @@ def test_ranks_that_wait_for_one_that_cannot_connect_are_told(tmp_path: Path) ->
         assert end.kind == "PeerError"
         assert "nowhere0" in end.text
         assert "did not answer" not in end.text
-        assert end.seconds < 2
+        assert end.seconds < TOLD_S
 
 
 def load_and_resume(rank: int, world: int, path: Path, notes: Path) -> Outcome:
@@ -200,7 +213,7 @@ def raise_and_load_again(rank: int, world: int, path: Path, raises: str, stage: 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             faults.strike(patch, stage, lambda: fail(RAISES[raises]()))
-        end = outcome_of(lambda: fastload.load(path, options=options()))
+        end = outcome_of(lambda: fastload.load(path, options=options(timeout_s=PATIENT_S)))
     assert is_intact(fastload.load(path, options=options(timeout_s=20)))
     return end
 
@@ -225,7 +238,7 @@ def test_any_exception_on_one_rank_is_told_to_all(tmp_path: Path, raises: str, s
     for rank, end in enumerate(ends):
         assert end.kind != "PeerError" or set(end.causes) == {1}, ends
         assert rank == 1 or shown.get(raises, "no") in end.text
-        assert end.seconds < 0.6 * TIMEOUT_S, "told, not waited for"
+        assert end.seconds < TOLD_S, "told, not waited for"
 
 
 def raise_in_progress(rank: int, world: int, path: Path) -> Outcome:
@@ -279,7 +292,7 @@ def interrupt_in_agreement(rank: int, world: int, path: Path) -> Outcome | None:
 def test_interrupt_ends_the_wait_for_others(tmp_path: Path) -> None:
     ends = run_ranks(interrupt_in_agreement, 2, deadline_s=20, path=checkpoint(tmp_path / "x.safetensors"))
     assert ends[0].kind == "KeyboardInterrupt"
-    assert ends[0].seconds < 1
+    assert ends[0].seconds < 30, "it would have waited for 60 s"
 
 
 def store_host_dies_outside(rank: int, world: int, path: Path) -> Outcome:
@@ -341,7 +354,7 @@ def kept_after_failure(rank: int, world: int, path: Path, what: str) -> None:
     gc.disable()
     made: list[weakref.ref[torch.Tensor]] = []
     patch = pytest.MonkeyPatch()
-    for owner, name in ((rounds, "allocate_staging"), (exchange, "allocate_staging"), (match, "allocate")):
+    for owner, name in ((rounds, "allocate_staging"), (exchange, "allocate_staging"), (wants, "allocate")):
         real = getattr(owner, name)
 
         def noted(*args: Any, real: Any = real, **kwargs: Any) -> torch.Tensor:

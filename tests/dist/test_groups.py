@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from pathlib import Path
@@ -96,6 +97,28 @@ def test_tensor_times_data_parallel(rank: int, world: int, folder: Path) -> None
     assert len(report.ranks) == world // 2
     with pytest.raises(fastload.WorldError, match="DeviceMesh of 2 dimensions: pass one"):
         fastload.load(path, process_group=mesh)
+
+
+@ranks(2)
+def test_groups_with_the_same_members_do_not_meet(rank: int, world: int, folder: Path) -> None:
+    """A thread for each group: what they call has no order between them."""
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1], use_local_synchronization=True), None]
+    failures: list[BaseException] = []
+
+    def load_often(letter: str, group: Any) -> None:
+        try:
+            for _ in range(4):
+                time.sleep(random.random() / 50)
+                load(folder / f"{letter}.safetensors", group)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=load_often, args=pair) for pair in zip("abc", groups, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    assert failures == []
 
 
 @ranks(3)

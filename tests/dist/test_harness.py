@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -154,3 +155,37 @@ def test_nothing_a_rank_started_outlives_it() -> None:
     while any(Path(f"/proc/{pid}").exists() for pid in left):
         assert time.monotonic() < limit
         time.sleep(0.01)
+
+
+def _ends_as_programs_do(rank: int, world: int) -> None:
+    own = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
+
+    def look() -> None:
+        for number in own:
+            try:
+                os.fstat(number)
+            except OSError:
+                os.kill(os.getpid(), signal.SIGABRT)
+
+    os._exit = sys.exit  # type: ignore[assignment]
+    atexit.register(look)
+
+
+def test_nothing_that_a_rank_has_from_the_zygote_closes_what_is_its_own() -> None:
+    """An object for a descriptor of the zygote's would close the number, which is another's by then."""
+    run_ranks(_ends_as_programs_do, 2)
+
+
+def _open_descriptors(rank: int, world: int) -> list[str]:
+    links = (Path("/proc/self/fd") / number for number in os.listdir("/proc/self/fd"))
+    return [os.readlink(link) for link in links if link.is_symlink()]
+
+
+def test_ranks_have_no_descriptors_but_their_own() -> None:
+    """Three standard ones; of the store and of Gloo, some sockets and pipes of their own."""
+    ends = run_ranks(_open_descriptors, 3)
+    for number, end in enumerate(ends):
+        others = {name for other in ends[:number] + ends[number + 1 :] for name in other}
+        assert set(end) & others <= {os.devnull, "anon_inode:[eventpoll]", "anon_inode:[eventfd]"}
+        assert sum(".log" in name for name in end) == 2
+        assert end.count(os.devnull) == 1

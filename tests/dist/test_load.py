@@ -430,6 +430,9 @@ def test_names_that_share_memory_take_the_last_one_on_all_ranks(
 def test_into_a_meta_module_with_tied_weights(rank: int, world: int, path: Path, strategy: str) -> str:
     with torch.device("meta"):
         model = Model()
+    with pytest.raises(fastload.MismatchError, match="cache is on the meta device"):
+        load(path, strategy=strategy, into=model)
+    model.cache = torch.zeros(2)  # no checkpoint holds it
     load(path, strategy=strategy, into=model)
     assert model.head.weight is model.embed.weight
     assert isinstance(model.embed.weight, nn.Parameter)

@@ -122,15 +122,17 @@ def test_asking_is_cheap_and_leaves_nothing_behind(rank: int, world: int, tmp_pa
             manager.should_save(step)
         cpu_s, wall_s = time.thread_time() - began, time.perf_counter() - spent
         dist.barrier()
-        print(f"rank {rank}: {store.num_keys() - keys} keys, {cpu_s / 8000 * 1e6:.1f} us of CPU, {wall_s / 8000 * 1e6:.1f} us a call")
+        print(
+            f"rank {rank}: {store.num_keys() - keys} keys, {cpu_s / 8000 * 1e6:.1f} us of CPU, {wall_s / 8000 * 1e6:.1f} us a call"
+        )
         assert cpu_s / 8000 < 200e-6
         assert store.num_keys() - keys < 200, "8000 calls are 250 decisions or more"
 
 
 def test_alone_it_needs_no_process_group(tmp_path: Path) -> None:
-    with manage(tmp_path, every_seconds=0.05) as manager:
+    with manage(tmp_path, every_seconds=0.6) as manager:
         assert not manager.should_save(0)
-        time.sleep(0.06)
+        time.sleep(0.6)
         assert manager.should_save(1)
         assert not manager.should_save(2)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -197,7 +199,9 @@ def test_restore_falls_back_past_what_is_damaged_and_what_is_incomplete(
 
 
 @ranks(3, same=True)
-def test_what_is_damaged_does_not_count_as_one_of_the_last(rank: int, world: int, tmp_path: Path) -> list[int]:
+def test_what_is_damaged_does_not_count_as_one_of_the_last(
+    rank: int, world: int, tmp_path: Path
+) -> list[int]:
     with manage(tmp_path, keep_last=1) as manager:
         manager.save(8, state_of(8))
         manager.wait()
@@ -212,6 +216,35 @@ def test_what_is_damaged_does_not_count_as_one_of_the_last(rank: int, world: int
         dist.barrier()
         assert steps_in(tmp_path) == [9, 10]
         return manager.all_steps()
+
+
+# What ranks do not have in common
+
+
+@ranks(2)
+def test_the_metrics_of_rank_0_are_kept(rank: int, world: int, tmp_path: Path) -> None:
+    with manage(tmp_path, best=("loss", "min"), keep_last=1) as manager:
+        for step in (1, 2, 3):
+            # Each rank has a loss of its own, as a training has that does not take the mean of them.
+            manager.save(step, state_of(step), metrics={"loss": torch.tensor(step + 10.0 * rank)})
+        manager.wait()
+        with fastload.open(manager.path(3)) as checkpoint:
+            assert checkpoint.metadata["metrics"] == '{"loss": 3.0}'
+    dist.barrier()
+    assert steps_in(tmp_path) == [1, 3]
+
+
+@ranks(2)
+def test_a_manager_that_would_never_save_says_so(rank: int, world: int, tmp_path: Path) -> None:
+    with warned("fastload.manager") as lines, manage(tmp_path) as manager:
+        assert manager.latest() is None  # which needs no interval
+        assert lines == []
+        assert not any(manager.should_save(step) for step in range(1, 4))
+        assert len(lines) == (rank == 0)
+        assert all("should_save answers yes only after a signal" in line for line in lines)
+    with warned("fastload.manager") as lines, manage(tmp_path, every_seconds=1000) as manager:
+        manager.should_save(1)
+        assert lines == []
 
 
 # What is deleted
@@ -263,9 +296,7 @@ def test_what_this_process_has_open_stays(rank: int, world: int, tmp_path: Path)
 
 
 @ranks(1)
-def test_what_cannot_be_deleted_does_not_end_a_training(
-    rank: int, world: int, tmp_path: Path
-) -> None:
+def test_what_cannot_be_deleted_does_not_end_a_training(rank: int, world: int, tmp_path: Path) -> None:
     def remove(self: LocalTarget) -> None:
         raise fastload.StorageError("not today", self.url)
 

@@ -11,10 +11,11 @@ import pytest
 import fastload
 from fastload.memory import state_digest
 from tests.checkpoints import (
-    assert_same_bits,
     flip,
+    assert_same_bits,
     load_reference,
     record_by_hand,
+    rot,
     write_file,
     write_sharded,
 )
@@ -171,17 +172,69 @@ def test_a_damaged_copy_is_made_anew(
     disk = mount_disk(tmp_path, disks, rank)
     stage(request_folder, disk / "copy")
     if rank == 1:
-        flip(disk / "copy" / "b.safetensors", -5)
+        rot(disk / "copy" / "b.safetensors", -5)
     report = stage(request_folder, disk / "copy")
     assert_copy(disk / "copy", request_folder)
     assert report.bytes_read == 0
     assert [own.bytes_written for own in report.ranks] == [0, size_of(request_folder)]
     if rank == 0:
-        (disk / "copy" / "config.json").write_text("{}")
+        rot(disk / "copy" / "config.json", 2)
     (disk / "copy" / "tokenizer.model").unlink()
     report = stage(request_folder, disk / "copy")  # nobody has a whole one
     assert_copy(disk / "copy", request_folder)
     assert report.bytes_read == size_of(request_folder)
+
+
+@pytest.mark.parametrize("change", ["as long", "longer", "replaced"])
+@ranks(2)
+def test_a_copy_that_its_user_changed_is_not_replaced_unless_asked_for(
+    rank: int, world: int, tmp_path: Path, disks: Path, source: Path, change: str
+) -> None:
+    """Trained on in place, with notes beside it: on rank 1's host, which also has rotten bytes."""
+    disk = mount_disk(tmp_path, disks, rank)
+    stage(source, disk / "copy")
+    copy = disk / "copy"
+    if rank == 1:
+        (copy / "notes.txt").write_text("lr 3e-4")
+        (copy / "optimizer.pt").write_bytes(b"moments")
+        rot(copy / "tokenizer.model", 100)
+        if change == "as long":
+            os.utime(copy / "a.safetensors", ns=(0, 0))  # the clock's ticks may be longer than this test
+            flip(copy / "a.safetensors", -5)
+        elif change == "longer":
+            with open(copy / "config.json", "a") as file:
+                file.write(" ")
+        else:
+            (copy / "config.json").unlink()
+            (copy / "config.json").symlink_to("elsewhere")
+    before = {file.name: file.read_bytes() for file in copy.iterdir() if file.exists()}
+    name = "a.safetensors" if change == "as long" else "config.json"
+    with pytest.raises(fastload.CheckpointExists, match=rf"changed since: \['{name}'\]"):
+        stage(source, copy)
+    assert {file.name: file.read_bytes() for file in copy.iterdir() if file.exists()} == before
+    assert os.listdir(disk) == ["copy"]
+    stage(source, copy, overwrite=True)
+    if rank == 1:
+        assert (copy / "notes.txt").read_text() == "lr 3e-4"
+        assert (copy / "optimizer.pt").read_bytes() == b"moments"
+        for added in ("notes.txt", "optimizer.pt"):
+            (copy / added).unlink()
+    assert_copy(copy, source)
+
+
+@ranks(2)
+def test_healing_a_copy_keeps_what_its_user_added(
+    rank: int, world: int, tmp_path: Path, disks: Path, source: Path
+) -> None:
+    disk = mount_disk(tmp_path, disks, rank)
+    stage(source, disk / "copy")
+    (disk / "copy" / "notes.txt").write_text("lr 3e-4")
+    rot(disk / "copy" / "b.safetensors", -5)
+    report = stage(source, disk / "copy")
+    assert report.bytes_read == size_of(source)
+    assert (disk / "copy" / "notes.txt").read_text() == "lr 3e-4"
+    (disk / "copy" / "notes.txt").unlink()
+    assert_copy(disk / "copy", source)
 
 
 @ranks(2)

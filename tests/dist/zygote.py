@@ -40,6 +40,7 @@ import fastload  # noqa: F401  (so that no rank has to import it)
 
 DUMP_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_FIRST_OWN, _MOST_DESCRIPTORS = 3, 1 << 16  # after the standard ones
 _libc = ctypes.CDLL(None)
 
 
@@ -113,7 +114,7 @@ def main(fd: int) -> None:
                 _signal(living, *arguments)
             else:
                 world, job = arguments
-                _fork(living, world, job, close=(fd, wake_read, wake_write))
+                _fork(living, world, job, connection)
 
 
 def _signal(living: dict[int, int], ranks: set[int], signum: int) -> None:
@@ -124,15 +125,15 @@ def _signal(living: dict[int, int], ranks: set[int], signum: int) -> None:
             os.kill(pid, signum)
 
 
-def _fork(living: dict[int, int], world: int, job: bytes, close: tuple[int, ...]) -> None:
+def _fork(living: dict[int, int], world: int, job: bytes, connection: Connection) -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "the zygote has a second thread: forks are not safe"
     for rank in range(world):
         pid = os.fork()
         if not pid:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for fd in close:
-                os.close(fd)
+            connection.close()  # the object, too: at its end it would close what has its number by then
+            os.closerange(_FIRST_OWN, _MOST_DESCRIPTORS)
             _be_rank(rank, pickle.loads(job))
         os.setpgid(pid, pid)
         living[pid] = rank
@@ -170,6 +171,7 @@ def _settle(rank: int, job: Job) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
+    os.closerange(_FIRST_OWN, _MOST_DESCRIPTORS)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL)

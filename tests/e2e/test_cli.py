@@ -46,6 +46,21 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
+def test_a_trace_that_cannot_be_written(checkpoint: Path) -> None:
+    nowhere = run("load", str(checkpoint), "--trace", str(checkpoint / "no" / "t.json"))
+    assert (nowhere.returncode, nowhere.stdout) == (1, ""), "it is told before the data move"
+    assert nowhere.stderr == (
+        f"fastload: StorageError: {checkpoint}/no/t.json: it cannot be written: No such file or directory\n"
+    )
+    full = run("load", str(checkpoint), "--trace", "/dev/full")
+    assert full.returncode == 1
+    assert "4 tensors" in full.stdout
+    assert "fastload: StorageError: /dev/full: No space left on device\n" in full.stderr
+    done = run("load", str(checkpoint), "--trace", str(checkpoint / "t.json"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((checkpoint / "t.json").read_text())
+
+
 def one_object(text: str) -> dict[str, Any]:
     assert len(text.splitlines()) == 1
     value = json.loads(text)

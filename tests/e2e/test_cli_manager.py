@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -118,6 +119,42 @@ def test_convert_what_torch_saved(tmp_path: Path, zipped: bool) -> None:
     assert (bad.exit_code, bad.stdout) == (1, "")
     assert bad.stderr.startswith("fastload: ManifestError: ")
     assert len(bad.stderr.splitlines()) == 1
+    assert "refuses it: it holds tests.e2e.test_cli_manager.Unwelcome: save it without" in bad.stderr
     assert not (tmp_path / "never").exists()
+    direct = run_here("load", str(tmp_path / "old.pt"))
+    assert "old.pt: no safetensors file but a " in direct.stderr
+    assert "`fastload convert`" in direct.stderr
     missing = run_here("convert", str(tmp_path / "no.pt"), str(tmp_path / "never"))
     assert missing.stderr.startswith("fastload: CheckpointNotFound: ")
+
+
+def test_convert_what_only_ends_as_a_file_of_torch(tmp_path: Path) -> None:
+    new = str(tmp_path / "new")
+    fastload.save({"a": torch.arange(5)}, tmp_path / "dir.ckpt")
+    assert run_here("convert", str(tmp_path / "dir.ckpt"), new).exit_code == 0
+    assert fastload.load(new)["a"].tolist() == [0, 1, 2, 3, 4]
+    (tmp_path / "empty.pt").touch()
+    for name, content in {
+        "text.pt": b"hello",
+        "zip.pt": b"PK\x05\x06" + bytes(18),
+        "one.ckpt": b"\x80",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "nothing.tar").mkdir()
+    for name, says in {
+        "empty.pt": "empty.pt: the file is empty",
+        "text.pt": "text.pt: torch.load with weights_only=True refuses it",
+        "zip.pt": "zip.pt: torch.load with weights_only=True refuses it",
+        "one.ckpt": "one.ckpt: torch.load with weights_only=True refuses it",
+        "nothing.tar": "nothing.tar: no *.safetensors files",
+    }.items():
+        bad = run_here("convert", str(tmp_path / name), f"{new}-2")
+        assert (bad.exit_code, bad.stdout, len(bad.stderr.splitlines())) == (1, "", 1), bad.stderr
+        assert says in bad.stderr
+    fsspec.filesystem("memory").pipe_file(f"{tmp_path}/old.pt", b"x")
+    bad = run_here("convert", f"memory://{tmp_path}/old.pt", f"{new}-2")
+    assert bad.stderr.startswith(f"fastload: OptionError: memory://{tmp_path}/old.pt: ")
+    assert "copy it to one first" in bad.stderr
+    missing = run_here("convert", f"memory://{tmp_path}/no.pt", f"{new}-2")
+    assert missing.stderr.startswith(f"fastload: CheckpointNotFound: memory://{tmp_path}/no.pt: ")
+    assert not Path(f"{new}-2").exists()

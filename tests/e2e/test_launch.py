@@ -81,7 +81,9 @@ import fastload
 dist.init_process_group("gloo")
 life = os.environ["TORCHELASTIC_RESTART_COUNT"]
 norm = float(fastload.load(sys.argv[1])["a"].norm())
-print(f"rank {dist.get_rank()} life {life} norm {norm}", flush=True)
+# One write: two ranks share the output, and print may write the end of the line by itself.
+sys.stdout.write(f"rank {dist.get_rank()} life {life} norm {norm}\\n")
+sys.stdout.flush()
 dist.barrier()
 if life == "0":
     os.kill(os.getpid(), signal.SIGKILL) if dist.get_rank() == 1 else signal.pause()

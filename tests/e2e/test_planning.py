@@ -227,6 +227,7 @@ def refused(code: int, words: str, *arguments: str) -> None:
         ("cadence --stall 5s --gpus 12", "12 GPUs do not fill hosts of 8"),
         ("cadence --stall 5s --gpus 8 --failures-per-1000-host-days=-6", "is negative"),
         ("cadence --stall 5s --mtbf 1d --png /no/where/ettr.png", "cannot write the drawing"),
+        ("cadence --stall 5s --mtbf 1d --png x.pgn", "--png: x.pgn: its name has to end in .png"),
     ],
 )  # fmt: skip
 def test_bad_input(command: str, words: str) -> None:

@@ -15,6 +15,7 @@ import fastload
 from fastload.memory import state_digest
 from tests.checkpoints import assert_own_storage, assert_same_bits
 from tests.dist.harness import ranks
+from tests.e2e.readme_program import adapted, python_blocks
 
 SENTENCES = [
     "A man is playing a guitar on the street.",
@@ -93,37 +94,78 @@ def test_the_loaded_model_understands_sentences(rank: int, world: int, sharded: 
     import warnings
 
     warnings.simplefilter("ignore")  # what transformers warns of is not ours to mend
-    config = model = None
+    model = None
+    wanted = reference()
+    wanted.pop("embeddings.position_ids", None)  # recent versions compute it
     if rank == 0:
         from transformers import AutoTokenizer, BertConfig, BertModel
 
         config = BertConfig.from_pretrained(FOLDER)
         with torch.device("meta"):
             model = BertModel(config)
+        twin = BertModel(config)
+        twin.load_state_dict(wanted, strict=False)
+        for name, buffer in twin.named_buffers():
+            if name not in wanted:  # non-persistent: no checkpoint holds them
+                owner, _, last = name.rpartition(".")
+                setattr(model.get_submodule(owner), last, buffer.clone())
     else:
         # This rank has no model: it takes part with plain tensors of the same names.
-        model = {
-            name: torch.empty_like(tensor)
-            for name, tensor in reference().items()
-            if name != "embeddings.position_ids"
-        }
+        model = {name: torch.empty_like(tensor) for name, tensor in wanted.items()}
     options = fastload.LoadOptions(strategy="allgather", timeout_s=90)
-    wanted = reference()
-    wanted.pop("embeddings.position_ids", None)  # recent versions compute it
     loaded = fastload.load(sharded, into=model, names=list(wanted), options=options)
     assert_same_bits(loaded, wanted)
     if rank:
         return
     assert {name for name, _ in model.named_parameters()} <= set(loaded)
     assert not any(parameter.is_meta for parameter in model.parameters())
-    twin = BertModel(config)
-    twin.load_state_dict(wanted, strict=False)
-    for name, buffer in twin.named_buffers():
-        if name not in loaded:  # non-persistent: no checkpoint holds them
-            owner, _, last = name.rpartition(".")
-            setattr(model.get_submodule(owner), last, buffer.clone())
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     embeddings = embed(model.eval(), tokenizer)
     assert torch.equal(embeddings, embed(twin.eval(), tokenizer))
     alike, different = embeddings[0] @ embeddings[1], embeddings[0] @ embeddings[2]
     assert alike > 0.5 > 0.2 > different
+
+
+def models() -> list[tuple[str, Any, list[str], dict[str, Any]]]:
+    """A BERT as it was published and a small Llama: what they are, and what no checkpoint holds of them."""
+    from transformers import BertConfig, LlamaConfig
+
+    bert = BertConfig.from_pretrained(FOLDER)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 500}
+    llama = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    positions = ["embeddings.position_ids", "embeddings.token_type_ids"]
+    tables = ["model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"]
+    return [("AutoModel", bert, positions, reference()), ("AutoModelForCausalLM", llama, tables, {})]
+
+
+@pytest.mark.usefixtures("_offline")
+@pytest.mark.filterwarnings("ignore")
+def test_models_on_meta_are_told_of_their_buffers_and_work_as_readme_shows(tmp_path: Path) -> None:
+    import transformers
+
+    for kind, config, buffers, published in models():
+        build = getattr(transformers, kind)
+        twin = build.from_config(config).eval()
+        state = twin.state_dict()
+        if published:  # what it has besides is named
+            assert FOLDER is not None
+            with pytest.raises(fastload.MismatchError, match="strict=False leaves these out") as raised:
+                fastload.load(FOLDER / "model.safetensors", into=twin)
+            assert raised.value.unexpected == ("embeddings.position_ids",)
+            fastload.load(FOLDER / "model.safetensors", into=twin, strict=False)
+        safetensors.torch.save_model(twin, str(tmp_path / "llama"), metadata={"format": "pt"})
+        with torch.device("meta"):
+            model = build.from_config(config)
+        for strict in (True, False):
+            with pytest.raises(fastload.MismatchError, match="init_weights") as raised:
+                fastload.load(tmp_path / "llama", into=model, strict=strict)
+            assert list(raised.value.missing) == buffers
+        assert all(tensor.is_meta for tensor in model.state_dict().values())
+        code = adapted(python_blocks()["DDP and FSDP 2"], tmp_path).replace("AutoModel", kind)
+        names = {"torch": torch, "fastload": fastload, kind: build, "config": config}
+        exec(compile(code, "README.md", "exec"), names)
+        model = names["model"].eval()
+        assert_same_bits(model.state_dict(), state)
+        text = torch.arange(12).reshape(2, 6)
+        with torch.no_grad():
+            assert torch.equal(model(text)[0], twin(text)[0])

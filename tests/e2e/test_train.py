@@ -58,9 +58,13 @@ class Run:
             found.update({int(v[5:]): child for v in variables if v.startswith(b"RANK=")})
         return [found[rank] for rank in sorted(found)]
 
-    def end(self) -> str:
+    def terminate(self) -> None:
+        """Does what a scheduler does: tells the launcher, which tells all processes of its ranks."""
+        self._process.terminate()
+
+    def end(self, status: int = 0) -> str:
         try:
-            assert self._process.wait(90) == 0, self.output()
+            assert self._process.wait(90) == status, self.output()
         finally:
             ranks = self.ranks() if self._process.poll() is None else []
             for pid in [*ranks, self._process.pid] if ranks else []:
@@ -74,8 +78,13 @@ def weights(output: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
-    output = Run(tmp_path_factory.mktemp("whole") / "run", "--save-every", "8").end()
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("whole") / "run"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(whole: Path) -> str:
+    output = Run(whole, "--save-every", "8").end()
     assert f"ends at step {_STEPS} of {_STEPS}" in output
     (digest,) = weights(output)
     return digest
@@ -97,6 +106,20 @@ def test_stopped_by_a_signal_it_saves_and_goes_on(uninterrupted: str, tmp_path: 
     assert weights(again[len(output) :]) == {uninterrupted}
 
 
+def test_told_by_its_launcher_it_saves_with_workers_and_goes_on(uninterrupted: str, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    run = Run(root, "--save-every", "1000", "--pause", "0.1", "--workers", "2")
+    run.until(lambda: "step 3:" in run.output())
+    run.terminate()
+    output = run.end(status=1)  # torchrun's own: it was told to end
+    assert "DataLoader worker" not in output
+    stopped = re.search(rf"ends at step (\d+) of {_STEPS}", output)
+    assert stopped is not None
+    again = Run(root, "--workers", "1").end()
+    assert f"begins at step {stopped[1]} of {_STEPS}" in again
+    assert weights(again[len(output) :]) == {uninterrupted}
+
+
 def test_killed_it_is_started_anew_and_goes_on_from_its_last_commit(
     uninterrupted: str, tmp_path: Path
 ) -> None:
@@ -109,10 +132,8 @@ def test_killed_it_is_started_anew_and_goes_on_from_its_last_commit(
     assert weights(output) == {uninterrupted}
 
 
-def test_initial_weights_come_from_a_checkpoint(uninterrupted: str, tmp_path: Path) -> None:
-    first = Run(tmp_path / "first", "--save-every", "1000").end()
-    step = tmp_path / "first" / f"step_{_STEPS:08d}"
-    state = fastload.load(step)["model"]
+def test_initial_weights_come_from_a_checkpoint(whole: Path, uninterrupted: str, tmp_path: Path) -> None:
+    state = fastload.load(whole / f"step_{_STEPS:08d}")["model"]
     fastload.save(state, tmp_path / "weights")
     second = Run(tmp_path / "second", "--init", str(tmp_path / "weights"), "--steps", "0").end()
-    assert weights(first) == weights(second) == {uninterrupted}
+    assert weights(second) == {uninterrupted}

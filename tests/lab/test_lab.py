@@ -16,6 +16,8 @@ import pytest
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(60)]
 
 LAB = Path(__file__).resolve().parents[2] / "scripts" / "lab"
+NGINX_FOLDER = Path("/usr/lib/nginx/modules")
+NGINX_MODULES = ("ndk_http_module.so", "ngx_http_lua_module.so")
 TIMED_OUT = 28  # curl's exit status; a refused or unreachable peer would be 7
 OBJECT_BYTES = 32 << 20
 SHARED_RATE = 400e6
@@ -48,8 +50,10 @@ def why_not() -> str | None:
     if sys.platform != "linux" or os.geteuid() != 0:
         return "the lab needs Linux and root"
     path = os.pathsep.join([f"{sys.prefix}/bin", os.environ["PATH"], "/usr/sbin", "/sbin"])
-    tools = ("ip", "tc", "nginx", "rclone", "curl", "unshare", "torchrun")
-    if missing := [tool for tool in tools if shutil.which(tool, path=path) is None]:
+    tools = ("ip", "tc", "nginx", "rclone", "curl", "unshare", "hostname", "mount", "torchrun")
+    missing = [tool for tool in tools if shutil.which(tool, path=path) is None]
+    missing += [f"nginx's {name}" for name in NGINX_MODULES if not (NGINX_FOLDER / name).exists()]
+    if missing:
         return f"the lab lacks {', '.join(missing)}; run scripts/lab/setup"
     if any(Path("/run/netns").glob(f"{PREFIX}*")):
         return "somebody's lab is up; end it with scripts/lab/down"

@@ -76,7 +76,11 @@ def digest_of(checkpoint: Path) -> str:
 
 @pytest.mark.parametrize(
     ("url", "num_hosts"),
-    [("s3://lab/ckpt", 2), ("s3://lab/ckpt", 3), (f"http://{STORAGE}:8080/ckpt", 3)],
+    [
+        ("s3://lab/ckpt", 2),
+        pytest.param("s3://lab/ckpt", 3, marks=pytest.mark.slow),
+        (f"http://{STORAGE}:8080/ckpt", 3),
+    ],
     ids=["s3-2-hosts", "s3-3-hosts", "http-3-hosts"],
 )
 @pytest.mark.usefixtures("hosts")

@@ -154,9 +154,8 @@ def test_a_template_loads_and_storage_is_read_once(
     before = storage_bytes()
     job = Job(template, program, nodes=nodes, ranks_per_node=ranks_per_node, folder=tmp_path)
     job.until(job.is_over)
-    reports = [line for line in job.output().splitlines() if line.startswith('{"url"')]
-    assert len(reports) == 1, job.output()
-    report = json.loads(reports[0])
+    printed = re.findall(r"^0: (.*)$", job.output(), re.MULTILINE)
+    report = json.loads("".join(printed))  # srun labels each 1024 characters of a line
     num_ranks = nodes * ranks_per_node
     assert report["digests"] == [state_digest(load_reference(checkpoint))] * num_ranks
     assert report["read_amplification"] == 1.0
@@ -208,8 +207,11 @@ _TRAINED = "ends at step 24 of 24"
 
 
 def weights(output: str) -> set[str]:
-    """Digests of the weights at the end, of all ranks."""
-    return set(re.findall(r"rank \d: weights ([0-9a-f]{32})", output.partition(_TRAINED)[2] or output))
+    """Digests of the weights at the end, of all ranks; each line is labelled with its rank."""
+    lines = re.findall(r"^(\d): rank \1: weights ([0-9a-f]{32})", output, re.MULTILINE)
+    last = dict(lines[-2:])
+    assert sorted(last) == ["0", "1"], output
+    return set(last.values())
 
 
 @pytest.fixture(scope="module")
@@ -222,11 +224,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return {digest}
 
 
-@pytest.mark.parametrize(("template", "how"), [("torchrun", "time-limit"), ("srun", "requeue")])
+@pytest.mark.parametrize(
+    ("template", "how", "workers"),
+    [("torchrun", "time-limit", "fork"), ("srun", "requeue", "spawn")],
+)
 def test_a_training_that_is_stopped_ends_with_the_same_weights(
-    template: str, how: str, trained: set[str], tmp_path: Path
+    template: str, how: str, workers: str, trained: set[str], tmp_path: Path
 ) -> None:
-    program = ["launch/train.py", *_TRAINING, "--pause", "0.2"]
+    # Slurm's signals reach the workers that prepare the data as well.
+    program = ["launch/train.py", *_TRAINING, "--pause", "0.2", "--workers", "1", "--worker-method", workers]
     job = Job(template, program, nodes=2, ranks_per_node=1, folder=tmp_path)
     job.until(lambda: "step 10:" in job.output())
     if how == "requeue":
@@ -238,14 +244,23 @@ def test_a_training_that_is_stopped_ends_with_the_same_weights(
     begins = [int(step) for step in re.findall(r"begins at step (\d+) of 24", job.output())]
     assert len(begins) == 2
     assert begins[1] >= 10, "it saved when it was stopped"
+    assert "DataLoader worker" not in job.output()
     assert weights(job.output()) == trained
 
 
-@pytest.mark.parametrize("template", ["torchrun", "srun", "container"])
-def test_slurm_would_take_the_template_as_it_is(template: str) -> None:
+@pytest.mark.parametrize(
+    ("template", "num_cores"),
+    [
+        ("torchrun", 64),  # of a node, for all its ranks: a task of Slurm's is the launcher
+        ("srun", 8),  # of a rank
+        ("container", 8),
+    ],
+)
+def test_slurm_would_take_the_template_as_it_is(template: str, num_cores: int) -> None:
     path = _ROOT / "launch" / f"slurm_{template}.sbatch"
     said = slurm("sbatch", "--test-only", str(path))
-    assert re.search(rf"Job \d+ to start at .* on nodes {HOST_1[:-1]}\[1-2\] in partition batch", said)
+    shape = rf"using {2 * num_cores} processors on nodes {HOST_1[:-1]}\[1-2\] in partition batch"
+    assert re.search(rf"Job \d+ to start at \S+ {shape}", said)
 
 
 def test_a_program_that_fails_ends_the_job(tmp_path: Path) -> None:
@@ -253,6 +268,16 @@ def test_a_program_that_fails_ends_the_job(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="the job is FAILED"):
         job.until(job.is_over)
     assert job.fact("ExitCode") == "3:0"
+
+
+def test_ranks_that_fail_are_started_anew_as_often_as_was_asked(tmp_path: Path) -> None:
+    program = tmp_path / "fails.py"
+    program.write_text('import os\nexit("life " + os.environ["TORCHELASTIC_RESTART_COUNT"])\n')
+    job = Job("torchrun", [str(program)], nodes=1, ranks_per_node=2, folder=tmp_path, MAX_RESTARTS="1")
+    with pytest.raises(AssertionError, match="the job is FAILED"):
+        job.until(job.is_over)
+    lives = re.findall(r"^[01]: life (\d)$", job.output(), re.MULTILINE)
+    assert set(lives) == {"0", "1"}, job.output()
 
 
 def test_torchrun_multi_starts_all_ranks_anew_when_one_is_killed(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ __all__ = ["draw", "run", "watch"]
 
 _TIMEOUT_S = 3.0
 _SLACK_S = 4.0
-_CALLS = "pwrite64 pwrite64 fsync fsync rename renameat2 fallocate openat unlinkat mkdir rmdir".split()
+_CALLS = "pwrite64 pwrite64 fsync fsync renameat renameat2 fallocate openat unlinkat mkdirat".split()
 _ERRORS = "EIO ENOSPC EDQUOT EROFS EACCES".split()
 
 

@@ -76,11 +76,30 @@ class StorageContract:
         assert storage.list() == sorted(name for name in FILES if "/" not in name)
 
     def test_folders(self, storage: Storage, root: str) -> None:
-        assert storage.folders() == ["sub"]
+        assert [(name, folder.files) for name, folder in storage.folders().items()] == [("sub", {})]
         for where, wanted in (("sub", ["deep"]), ("sub/deep", []), ("nothing", [])):
             below = self.open(f"{root}/{where}")
-            assert below.folders() == wanted
+            assert list(below.folders()) == wanted
+            if wanted:
+                files = below.folders()["deep"].files
+                assert {name: about.nbytes for name, about in files.items()} == {"c.bin": 4}
+                assert below.read_all("deep/c.bin", files["c.bin"]) == b"deep"
+                with pytest.raises(StorageError, match=r"replaced|got 4"):
+                    below.read_all("deep/c.bin", FileStat(7, "of another", 0.0))
             below.close()
+
+    def test_folders_of_some_names(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        """What sorts before and after them, and what lies deeper, is not told."""
+        names = ["a/b", "step_1/a", "step_1/b", "step_1/deep/c", "step_2-x/a", "step_3", "stepping/a", "z/a"]
+        storage = self.open(self.fill(dict.fromkeys(names, b"1234"), str(tmp_path_factory.mktemp("steps"))))
+        found = storage.folders("step_")
+        assert {name: sorted(folder.files) for name, folder in found.items()} == {
+            "step_1": ["a", "b"],
+            "step_2-x": ["a"],
+        }
+        assert {about.nbytes for folder in found.values() for about in folder.files.values()} == {4}
+        assert not any(folder.is_link or folder.problem for folder in found.values())
+        storage.close()
 
     def test_stat_says_when_it_was_written(self, storage: Storage) -> None:
         found = storage.stat("b.bin")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import socket
 import subprocess
 import threading
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import pytest
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
@@ -33,6 +35,7 @@ _STARTED_WITHIN_S = 20.0
 @contextmanager
 def s3_server(folder: Path) -> Iterator[dict[str, Any]]:
     """Has rclone serve a folder, in which the bucket is made; yields the storage options of its clients."""
+    _need("rclone")
     (folder / BUCKET).mkdir(parents=True)
     command = ["rclone", "serve", "s3", str(folder), "--config", "", "--addr", "127.0.0.1:0"]
     command += ["--auth-key", f"{KEY},{SECRET}", "--vfs-cache-mode", "off", "--dir-cache-time", "24h"]
@@ -55,6 +58,7 @@ def s3_server(folder: Path) -> Iterator[dict[str, Any]]:
 @contextmanager
 def seaweed_server(folder: Path) -> Iterator[dict[str, Any]]:
     """Has SeaweedFS keep its data in a folder, and makes the bucket; yields the clients' storage options."""
+    _need("weed")
     config = folder / "s3.json"
     lab = {"name": "test", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin"]}
     config.write_text(json.dumps({"identities": [lab]}))
@@ -74,6 +78,11 @@ def seaweed_server(folder: Path) -> Iterator[dict[str, Any]]:
         for free in (port, *others):
             for left in Path("/tmp").glob(f"seaweedfs-*-{free}.sock"):
                 left.unlink()
+
+
+def _need(program: str) -> None:
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed: NOT TESTED HERE")
 
 
 def free_ports(count: int) -> list[int]:

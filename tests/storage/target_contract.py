@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -16,8 +16,13 @@ import pytest
 from fastload.errors import CheckpointExists, OptionError, StorageError
 from fastload.storage import RECORD_NAME, Target, open_storage, open_target
 
-INDEX, RECORD = ("model.safetensors.index.json", b'{"index": 1}'), (RECORD_NAME, b'{"record": 1}')
-SMALL = (INDEX, RECORD)
+INDEX = ("model.safetensors.index.json", b'{"index": 1}')
+
+
+def small_files(files: Iterable[str]) -> list[tuple[str, bytes]]:
+    """What a save of some files writes beside them; the record names them."""
+    record = {"files": [{"name": name} for name in files]}
+    return [INDEX, (RECORD_NAME, json.dumps(record).encode())]
 
 
 def through_json(value: Any) -> Any:
@@ -79,7 +84,7 @@ class TargetContract:
         targets = self.begin(url, files, num, overwrite=overwrite)
         write_shares(targets, files)
         receipts = [through_json(target.flush()) for target in targets]
-        targets[0].publish(receipts, SMALL, overwrite=overwrite)
+        targets[0].publish(receipts, small_files(files), overwrite=overwrite)
         for target in targets:
             target.close()
 
@@ -102,7 +107,7 @@ class TargetContract:
     @pytest.mark.parametrize("num", [1, 3])
     def test_what_is_written_is_there(self, root: str, url: str, files: dict[str, bytes], num: int) -> None:
         self.save(url, files, num)
-        assert self.read(url) == {**files, **dict(SMALL)}
+        assert self.read(url) == {**files, **dict(small_files(files))}
         assert self.leftovers(root) == []
 
     def test_url_is_where_it_will_be(self, url: str) -> None:
@@ -115,26 +120,26 @@ class TargetContract:
         write_shares([target], files)
         receipt = target.flush()
         assert self.read(url) == {}
-        target.publish([receipt], SMALL, overwrite=False)
+        target.publish([receipt], small_files(files), overwrite=False)
         target.close()
 
     def test_what_is_there_is_not_overwritten(self, root: str, url: str, files: dict[str, bytes]) -> None:
         self.save(url, files)
         with pytest.raises(CheckpointExists, match="step-7"):
             self.begin(url, self.contents(root, 2))
-        assert self.read(url) == {**files, **dict(SMALL)}
+        assert self.read(url) == {**files, **dict(small_files(files))}
         assert self.leftovers(root) == []
 
     def test_overwrite_replaces_all_of_it(self, root: str, url: str, files: dict[str, bytes]) -> None:
         self.save(url, {**files, "more.safetensors": b"more"})
         files = self.contents(root, 2)
         self.save(url, files, 2, overwrite=True)
-        assert self.read(url) == {**files, **dict(SMALL)}
+        assert self.read(url) == {**files, **dict(small_files(files))}
         assert self.leftovers(root) == []
 
     def test_overwrite_of_nothing(self, url: str, files: dict[str, bytes]) -> None:
         self.save(url, files, overwrite=True)
-        assert self.read(url) == {**files, **dict(SMALL)}
+        assert self.read(url) == {**files, **dict(small_files(files))}
 
     def test_what_is_no_checkpoint_is_never_overwritten(self, url: str, files: dict[str, bytes]) -> None:
         target = self.begin(url, {"thesis.safetensors": b"x"})[0]
@@ -146,6 +151,32 @@ class TargetContract:
         with pytest.raises(CheckpointExists):
             self.begin(url, files)
         assert self.read(url)["thesis.tex"] == b"years of work"
+
+    def test_what_is_not_the_checkpoints_own_is_kept(
+        self, root: str, url: str, files: dict[str, bytes]
+    ) -> None:
+        users = {"config.json": b"{}", "tokenizer.model": bytes(range(256))}
+        self.save_beside(url, {"model-00002-of-00002.safetensors": b"more"}, users)
+        self.save(url, files, 2, overwrite=True)
+        assert self.read(url) == {**files, **dict(small_files(files)), **users}
+        assert self.leftovers(root) == []
+
+    @pytest.mark.parametrize("name", ["ema.safetensors", "config.json"], ids=["read-as-a-part", "written-to"])
+    def test_what_cannot_be_kept_is_not_replaced(
+        self, root: str, url: str, files: dict[str, bytes], name: str
+    ) -> None:
+        self.save_beside(url, files, {name: b"x"})
+        with pytest.raises(OptionError, match=rf"not the checkpoint's.*\['{name}'\].*move them away"):
+            self.begin(url, {**files, "config.json": b"new"}, overwrite=True)
+        assert self.read(url) == {**files, **dict(small_files(files)), name: b"x"}
+        assert self.leftovers(root) == []
+
+    def save_beside(self, url: str, files: Mapping[str, bytes], users: Mapping[str, bytes]) -> None:
+        """Saves a checkpoint beside files that its record does not name."""
+        (target,) = self.begin(url, files)
+        write_shares([target], files)
+        target.publish([target.flush()], [*users.items(), *small_files(files)], overwrite=False)
+        target.close()
 
     def test_abort_leaves_nothing(self, root: str, url: str, files: dict[str, bytes]) -> None:
         targets = self.begin(url, files, 2)
@@ -164,7 +195,7 @@ class TargetContract:
         targets = self.begin(url, files, 2)
         write_shares(targets, files)
         with pytest.raises(StorageError, match=r"step-7/\S+ \[bytes \d+-\d+\]: nobody wrote it"):
-            targets[0].publish([targets[1].flush()], SMALL, overwrite=False)
+            targets[0].publish([targets[1].flush()], small_files(files), overwrite=False)
         for target in targets:
             target.abort()
             target.close()
@@ -182,7 +213,7 @@ class TargetContract:
         def publish(number: int) -> None:
             start.wait(10)
             try:
-                targets[number].publish([receipts[number]], SMALL, overwrite=False)
+                targets[number].publish([receipts[number]], small_files(files), overwrite=False)
                 outcomes[number] = "won"
             except (CheckpointExists, StorageError) as error:  # or it is told that another took its place
                 outcomes[number] = str(error)
@@ -195,7 +226,7 @@ class TargetContract:
             thread.join(30)
         assert outcomes.count("won") == 1, outcomes
         assert "step-7" in outcomes[1 - outcomes.index("won")]
-        assert self.read(url) == {**contents[outcomes.index("won")], **dict(SMALL)}
+        assert self.read(url) == {**contents[outcomes.index("won")], **dict(small_files(files))}
         for target in targets:
             target.close()
         assert self.leftovers(root) == []
@@ -224,9 +255,9 @@ class TargetContract:
         write_shares([target], {other: content for other, content in files.items() if other != name})
         for thread in threads:
             thread.join(30)
-        target.publish([target.flush()], SMALL, overwrite=False)
+        target.publish([target.flush()], small_files(files), overwrite=False)
         target.close()
-        assert self.read(url) == {**files, **dict(SMALL)}
+        assert self.read(url) == {**files, **dict(small_files(files))}
 
     def test_living_saves_are_not_cleaned(self, root: str, url: str, files: dict[str, bytes]) -> None:
         targets = self.begin(url, files, 2)
@@ -235,10 +266,10 @@ class TargetContract:
         other = self.target(f"{root}/step-9")
         assert other.clean_abandoned() == []
         other.close()
-        targets[0].publish([target.flush() for target in targets], SMALL, overwrite=False)
+        targets[0].publish([target.flush() for target in targets], small_files(files), overwrite=False)
         for target in targets:
             target.close()
-        assert self.read(url) == {**files, **dict(SMALL)}
+        assert self.read(url) == {**files, **dict(small_files(files))}
 
     def test_dead_saves_are_cleaned_by_the_next(self, root: str, url: str, files: dict[str, bytes]) -> None:
         if not self.processes:
@@ -267,7 +298,7 @@ class TargetContract:
         target.remove()
         target.close()
         assert self.read(url) == {}
-        assert self.read(f"{root}/step-8") == {**files, **dict(SMALL)}
+        assert self.read(f"{root}/step-8") == {**files, **dict(small_files(files))}
         assert self.leftovers(root) == []
 
     def test_only_who_sees_what_was_prepared_can_join(self, url: str, files: dict[str, bytes]) -> None:

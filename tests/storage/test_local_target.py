@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from fastload.errors import CheckpointExists, OptionError, StorageError
-from fastload.storage import RECORD_NAME, staging
+from fastload.storage import RECORD_NAME, folders, staging
 from fastload.storage.local_target import LocalTarget
 from fastload.storage.owner import Owner
 from tests.storage.disks import small_disk_in
@@ -114,10 +115,10 @@ def test_overwrite_at_no_instant_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_where_names_cannot_be_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unable(*_: str) -> None:
+    def unable(*_: Any) -> None:
         raise OSError(errno.EINVAL, "no such flag")
 
-    monkeypatch.setattr(staging, "exchange", unable)
+    monkeypatch.setattr(folders, "exchange", unable)
     save(tmp_path / "a", b"old")
     save(tmp_path / "a", b"new", overwrite=True)
     assert loaded(tmp_path / "a") == b"new"
@@ -135,22 +136,22 @@ def test_what_was_moved_aside_is_put_back(tmp_path: Path) -> None:
 
 
 def test_a_publish_that_is_not_durable_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = staging.sync
+    real = folders.sync
 
-    def broken(path: str) -> None:
-        if path == str(tmp_path):
+    def broken(folder: int) -> None:
+        if os.path.samestat(os.fstat(folder), os.stat(tmp_path)):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        real(path)
+        real(folder)
 
     save(tmp_path / "a", b"old")
     for name, overwrite in (("a", True), ("new", False)):
         target = begin(tmp_path / name, 3, overwrite=overwrite)
         target.write(NAME, 0, memoryview(b"new"))
         receipt = target.flush()
-        monkeypatch.setattr(staging, "sync", broken)
+        monkeypatch.setattr(folders, "sync", broken)
         with pytest.raises(StorageError, match="EIO"):
             target.publish([receipt], [(RECORD_NAME, b"new")], overwrite=overwrite)
-        monkeypatch.setattr(staging, "sync", real)
+        monkeypatch.setattr(folders, "sync", real)
         target.abort()
     assert loaded(tmp_path / "a") == b"old"
     assert os.listdir(tmp_path) == ["a"]
@@ -185,11 +186,11 @@ def test_a_disk_that_fills_up_while_small_files_are_written(small_disk: Path) ->
 def test_a_disk_that_fills_up_under_files_without_blocks(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unable(path: str, nbytes: int) -> None:
-        with open(path, "wb") as file:
+    def unable(name: str, nbytes: int, folder: int) -> None:
+        with open(os.open(name, os.O_WRONLY | os.O_CREAT, dir_fd=folder), "wb") as file:
             file.truncate(nbytes)
 
-    monkeypatch.setattr(staging, "reserve", unable)
+    monkeypatch.setattr(folders, "reserve", unable)
     target = begin(small_disk / "a", 64 << 20)
     with pytest.raises(StorageError, match="ENOSPC"):
         target.write(NAME, 0, memoryview(bytearray(64 << 20)))
@@ -311,3 +312,45 @@ def test_without_locks_the_process_itself_is_looked_up(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"pid": "x"}', b"\xff", b"[" * 100_000])
 def test_an_owner_that_is_none(text: bytes) -> None:
     assert Owner.parse(text) is None
+
+
+@pytest.mark.parametrize("name", ["n" * 240, "ü" * 127 + "x"], ids=["letters", "bytes"])
+def test_a_name_as_long_as_the_file_system_takes(tmp_path: Path, name: str) -> None:
+    """Replaced, put back after a crash, and removed."""
+    path = tmp_path / name
+    for content in (b"old", b"new"):
+        save(path, content, overwrite=True)
+    target = begin(path, 3, overwrite=True)
+    os.rename(path, Path(target._staging, "old"))
+    target.close()  # as if it had been killed here
+    save(tmp_path / "b", b"other")
+    assert loaded(path) == b"new"
+    LocalTarget(str(path), io="auto").remove()
+    assert os.listdir(tmp_path) == ["b"]
+
+
+def test_who_cleans_and_who_removes_do_not_get_in_each_others_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a manager that saves quickly: each save cleans while the one before is deleting old steps."""
+    ended = threading.Event()
+
+    def clean() -> None:
+        while not ended.is_set():
+            staging.clean_abandoned(str(tmp_path))
+
+    threads = [threading.Thread(target=clean) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(60):
+            save(tmp_path / str(number), b"content")
+            (tmp_path / str(number) / "old").mkdir()  # no checkpoint to be put back
+            LocalTarget(str(tmp_path / str(number)), io="auto").remove()
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
+    staging.clean_abandoned(str(tmp_path))
+    assert os.listdir(tmp_path) == []

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import fastload
 from fastload import CheckpointManager
-from fastload.storage import open_storage, open_target
+from fastload.storage import RECORD_NAME, open_storage, open_target
 from fastload.storage.s3_target import S3Target
+from tests.crash.flaky_proxy import FlakyProxy
+from tests.dist.flaky_server import serving
 from tests.storage.s3_server import BUCKET
 
 
@@ -36,3 +41,31 @@ def test_steps_on_s3(server: str, request: pytest.FixtureRequest) -> None:
     assert set(storage.folders()) >= {"step_00000003", "step_00000005", "step_00000006"}
     assert not [name for name in storage.folders() if name.startswith(".")]
     storage.close()
+
+
+def test_what_a_listing_of_many_steps_asks(seaweed: dict[str, Any], tmp_path: Path) -> None:
+    """One list for all steps, and each record once, several at a time; a truncated copy does not count."""
+    num_steps, run = 40, uuid.uuid4().hex
+    fastload.save({"weight": torch.ones(100)}, tmp_path / "one", metadata={"step": "1"})
+    files = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
+    target = open_target(f"s3://{BUCKET}/x", seaweed)
+    assert isinstance(target, S3Target)
+    for step in range(1, num_steps + 1):
+        for name, content in files.items():
+            data = content[:-1] if step == num_steps and name != RECORD_NAME else content
+            target._client.put_object(Bucket=BUCKET, Key=f"{run}/step_{step:08d}/{name}", Body=data)
+    for name in (".step_00000001.0.saving/x", "step_00000002-not", "wandb/a"):
+        target._client.put_object(Bucket=BUCKET, Key=f"{run}/{name}", Body=b"other")
+    target.close()
+    with serving(FlakyProxy(seaweed["endpoint"])) as proxy:
+        options = {**seaweed, "endpoint": proxy.url}
+        with CheckpointManager(f"s3://{BUCKET}/{run}", storage_options=options) as manager:
+            manager.wait()
+            proxy.seen.clear()
+            assert manager.latest() == num_steps - 1
+            lists = [path for method, path in proxy.seen if "list-type" in path]
+            records = [path for method, path in proxy.seen if path.endswith(RECORD_NAME)]
+            assert (len(lists), len(records), len(proxy.seen)) == (2, num_steps, num_steps + 2)
+            proxy.seen.clear()
+            assert manager.all_steps() == list(range(1, num_steps))
+            assert len(proxy.seen) == 1

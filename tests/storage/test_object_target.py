@@ -72,11 +72,15 @@ def root() -> str:
     return f"memory://{uuid.uuid4().hex}"
 
 
+def record_of(files: Mapping[str, bytes]) -> bytes:
+    return json.dumps({"files": [{"name": name} for name in sorted({*files, "index"})]}).encode()
+
+
 def save(target: ObjectTarget, files: Mapping[str, bytes], *, overwrite: bool = False) -> None:
     target.prepare([(name, len(content)) for name, content in files.items()], overwrite=overwrite)
     for name, content in files.items():
         target.write(name, 0, memoryview(content))
-    record = json.dumps(sorted(files)).encode()
+    record = record_of(files)
     target.publish([target.flush()], [("index", b"index"), (RECORD_NAME, record)], overwrite=overwrite)
     target.close()
 
@@ -92,7 +96,7 @@ def found(root: str) -> dict[str, bytes]:
 
 
 def whole(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    small = {"index": b"index", RECORD_NAME: json.dumps(sorted(files)).encode()}
+    small = {"index": b"index", RECORD_NAME: record_of(files)}
     return {f"step/{name}": content for name, content in {**files, **small}.items()}
 
 
@@ -155,7 +159,9 @@ def test_a_publish_that_fails_is_taken_back(root: str, monkeypatch: pytest.Monke
         return real(key, content, **knobs)
 
     monkeypatch.setattr(target._bucket, "put", broken)
-    with pytest.raises(StorageError, match=rf"step/{RECORD_NAME} \[bytes 0-10\]: OSError: no route"):
+    with pytest.raises(
+        StorageError, match=rf"step/{RECORD_NAME} \[bytes 0-{len(record_of(NEW))}\]: OSError: no route"
+    ):
         save(target, NEW)
     target.abort()
     assert found(root) == {}
@@ -216,7 +222,13 @@ def test_of_two_that_both_found_the_place_free_one_wins(
 
         def acquire(*args: Any, **knobs: Any) -> None:
             check = target._check_free
-            target._check_free = lambda **knobs: (check(**knobs), start.wait(10))
+
+            def checked(*args: Any, **knobs: Any) -> Any:
+                free = check(*args, **knobs)
+                start.wait(10)
+                return free
+
+            target._check_free = checked
             real(*args, **knobs)
 
         target._acquire = acquire
@@ -382,6 +394,47 @@ def test_a_store_that_is_busy_for_a_while_is_outlasted(seaweed: dict[str, Any]) 
         assert proxy.log != []
 
 
+# What is under way when the store goes away: from the first look to what is removed at the end.
+_MOMENTS = [
+    ("GET", "list-type"),
+    ("PUT", "owner.json"),
+    ("POST", "a?uploads"),
+    ("PUT", "partNumber"),
+    ("PUT", SAVING_NAME),
+    ("POST", "b?uploadId"),
+    ("PUT", f"step/{RECORD_NAME}"),
+    ("POST", "?delete"),
+]
+
+
+def test_a_store_that_is_away_for_a_while_is_outlasted_at_any_moment(seaweed: dict[str, Any]) -> None:
+    """By each request, however short its pauses happen to be."""
+    failures: dict[tuple[str, str], BaseException] = {}
+
+    def work(moment: tuple[str, str]) -> None:
+        url = f"s3://{BUCKET}/{uuid.uuid4().hex}/step"
+        try:
+            with serving(FlakyProxy(seaweed["endpoint"])) as proxy:
+                target = open_target(url, {**seaweed, "endpoint": proxy.url}, timeout_s=60, attempt_s=10)
+                assert isinstance(target, S3Target)
+                proxy.dies = moment
+                save(target, NEW)
+                assert proxy.log != []
+            with closing(open_target(url, seaweed)) as found:
+                assert isinstance(found, S3Target)
+                assert names(found) == ["a", "b", RECORD_NAME, "index"]
+        except BaseException as error:
+            failures[moment] = error
+
+    threads = [threading.Thread(target=work, args=(moment,)) for moment in _MOMENTS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(50)
+    assert failures == {}
+    assert not any(thread.is_alive() for thread in threads)
+
+
 def test_an_upload_that_somebody_ended_is_an_error(target: S3Target) -> None:
     ticket = target.prepare([("a", 5)], overwrite=False)
     target.write("a", 0, memoryview(b"abcde"))
@@ -418,7 +471,7 @@ def test_lists_do_not_grow_with_the_files(target: S3Target, monkeypatch: pytest.
         target.prepare([(name, 3) for name in content], overwrite=True)
         for name, text in content.items():
             target.write(name, 0, memoryview(text))
-        target.publish([target.flush()], [(RECORD_NAME, b"{}")], overwrite=True)
+        target.publish([target.flush()], [(RECORD_NAME, record_of(content))], overwrite=True)
         lists.append(0)
     assert lists[0] == lists[1] > 0
 

@@ -97,9 +97,10 @@ class TestS3(StorageContract):
         assert storage.stat("") is None, "a prefix is no object"
 
     def test_an_object_that_stands_for_a_folder_is_no_file(self, tmp_path: Path) -> None:
-        root = self.fill({"runs/": b"", "runs/a.bin": b"a", "runs/sub/": b""}, str(tmp_path))
-        storage = self.open(f"{root}/runs")
-        assert (storage.list(), storage.folders()) == (["a.bin"], ["sub"])
+        files = {"runs/": b"", "runs/a.bin": b"a", "runs/sub/": b"", "runs/sub/b.bin": b"b"}
+        storage = self.open(f"{self.fill(files, str(tmp_path))}/runs")
+        assert (storage.list(), list(storage.folders())) == (["a.bin"], ["sub"])
+        assert list(storage.folders()["sub"].files) == ["b.bin"]
         storage.close()
 
 

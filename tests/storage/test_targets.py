@@ -20,7 +20,7 @@ from fastload.storage.local_target import LocalTarget
 from fastload.storage.object_target import ObjectTarget
 from fastload.storage.s3_target import S3Target
 from tests.storage.s3_server import BUCKET
-from tests.storage.target_contract import SMALL, TargetContract
+from tests.storage.target_contract import TargetContract, small_files
 
 
 def hidden(names: list[str]) -> list[str]:
@@ -143,7 +143,7 @@ class TestSeaweed(TestS3):
         """For stores that refuse what they do not know."""
         self.options = {**self.options, "conditional_put": "disabled"}
         self.save(url, files)
-        assert self.read(url) == {**files, **dict(SMALL)}
+        assert self.read(url) == {**files, **dict(small_files(files))}
 
     def test_folders_leave_nothing(self, root: str, url: str, files: dict[str, bytes]) -> None:
         self.save(url, files)
@@ -159,24 +159,29 @@ class TestSeaweed(TestS3):
     def test_a_url_says_the_keys_as_they_are(self, root: str, folder: str, files: dict[str, bytes]) -> None:
         for url in (f"{root}/{folder}", f"{root}/{folder}/step"):
             self.save(url, files)
-            assert self.read(url) == {**files, **dict(SMALL)}
+            assert self.read(url) == {**files, **dict(small_files(files))}
             prefix = url.removeprefix(f"s3://{BUCKET}/") + "/"
             found = self.client().list_objects_v2(Bucket=BUCKET, Prefix=prefix, Delimiter="/")["Contents"]
-            assert {entry["Key"].removeprefix(prefix) for entry in found} == {*files, *dict(SMALL)}
+            assert {entry["Key"].removeprefix(prefix) for entry in found} == {
+                *files,
+                *dict(small_files(files)),
+            }
         assert self.leftovers(root) == []
 
     def test_slashes_more_than_enough(self, root: str, files: dict[str, bytes]) -> None:
         for url in (f"{root}//step", f"{root}//steps//1//"):
             self.save(url, files)
-            assert self.read(url) == {**files, **dict(SMALL)}
-        assert self.read(f"{root}/step") == self.read(f"{root}/steps/1") == {**files, **dict(SMALL)}
+            assert self.read(url) == {**files, **dict(small_files(files))}
+        assert (
+            self.read(f"{root}/step") == self.read(f"{root}/steps/1") == {**files, **dict(small_files(files))}
+        )
 
     def test_an_object_that_stands_for_a_folder_is_not_in_the_way(
         self, url: str, files: dict[str, bytes]
     ) -> None:
         self.client().put_object(Bucket=BUCKET, Key=url.removeprefix(f"s3://{BUCKET}/") + "/", Body=b"")
         self.save(url, files)
-        assert self.read(url) == {**files, **dict(SMALL)}
+        assert self.read(url) == {**files, **dict(small_files(files))}
 
 
 class TestObstore(TestS3):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastload.errors import MismatchError, OptionError
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
-from fastload.loading.match import Match, flatten, match
+from fastload.loading.match import Match, match
 
 CPU = torch.device("cpu")
 
@@ -162,6 +162,7 @@ def test_tied_views_in_a_state_dict_count_as_one() -> None:
 def test_meta_modules_become_real_and_stay_tied() -> None:
     with torch.device("meta"):
         model = Model(tied=True)
+    model.cache = torch.full((2,), 7.0)  # no checkpoint holds it
     model.embed.weight.mark = "kept"
     model.scale.requires_grad_(False)
     model.embed.weight.requires_grad_(False)
@@ -175,7 +176,6 @@ def test_meta_modules_become_real_and_stay_tied() -> None:
     assert model.embed.weight.mark == "kept"
     assert not model.embed.weight.requires_grad
     assert "scale" in dict(model.named_buffers())
-    assert model.cache.is_meta
 
 
 def test_meta_tensors_that_are_not_loaded_stay_meta() -> None:
@@ -187,6 +187,38 @@ def test_meta_tensors_that_are_not_loaded_stay_meta() -> None:
     assert model.embed.weight.is_meta
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_buffers_on_meta_that_no_checkpoint_holds_are_refused(strict: bool) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Model())
+    checkpoint = manifest(**{f"a__0__{name}": spec for name, spec in MODEL.items()}, x=("F32", (1,)))
+    into: Any = {"a": model, "x": torch.zeros(1)}
+    with pytest.raises(MismatchError, match=r"a\.0\.cache is on the meta device.*\n.*to_empty") as raised:
+        run(checkpoint, into=into, strict=strict)
+    assert (raised.value.missing, raised.value.unexpected) == (("a.0.cache",), ())
+    assert all(parameter.is_meta for parameter in model.parameters())
+    # With names= a model may be filled in several loads: the last one tells.
+    run(checkpoint, into=into, names="x", strict=strict).attach()
+    run(checkpoint, into=into, names=["a.0.scale", "a.0.head.*"], strict=strict).attach()
+    with pytest.raises(MismatchError) as raised:
+        run(checkpoint, into=into, names="a.0.embed.*", strict=strict)
+    assert raised.value.missing == ("a.0.cache",)
+    model[0].cache = torch.full((2,), 7.0)
+    run(checkpoint, into=into, names="a.0.embed.*", strict=strict).attach()
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_what_strict_leaves_on_meta_is_left_there() -> None:
+    with torch.device("meta"):
+        into = {"a": Model(), "b": Model()}
+    checkpoint = manifest(**{f"a__{name}": spec for name, spec in MODEL.items() if name != "head__weight"})
+    into["a"].cache = torch.ones(2)
+    run(checkpoint, into=into, strict=False).attach()
+    assert not into["a"].embed.weight.is_meta
+    assert into["a"].head.weight.is_meta
+    assert into["b"].scale.is_meta
+
+
 # State dicts and optimizers
 
 
@@ -196,12 +228,11 @@ def test_nested_dicts_and_lists() -> None:
     parameter.sum().backward()
     optimizer.step()
     state = optimizer.state_dict()
-    leaves = flatten(state)
-    assert set(leaves) == {"state.0.step", "state.0.exp_avg", "state.0.exp_avg_sq"}
     checkpoint = manifest(
         state__0__step=("F32", ()), state__0__exp_avg=("F32", (4, 2)), state__0__exp_avg_sq=("F32", (4, 2))
     )
     tensors = run(checkpoint, into=state).tensors()
+    assert set(tensors) == {"state.0.step", "state.0.exp_avg", "state.0.exp_avg_sq"}
     assert tensors["state.0.exp_avg"] is state["state"][0]["exp_avg"]
 
     into: dict[str, Any] = {
@@ -210,8 +241,11 @@ def test_nested_dicts_and_lists() -> None:
         "none": None,
         "text": "t",
     }
-    assert set(flatten(into)) == {"list.0", "list.1.x"}
-    assert set(flatten([torch.zeros(1)])) == {"0"}
+    checkpoint = manifest(list__0=("F32", (1,)), list__1__x=("F32", (2,)))
+    assert set(run(checkpoint, into=into).tensors()) == {"list.0", "list.1.x"}
+    assert set(run(Manifest("", (), checkpoint.tensors[:0]), into={}).tensors()) == set()
+    lone = Manifest("", checkpoint.files, (TensorEntry("0", "F32", (1,), 0, 8, 4),))
+    assert set(run(lone, into=[torch.zeros(1)]).tensors()) == {"0"}
 
 
 def test_meta_tensors_in_lists_are_replaced() -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import re
+import threading
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastload.memory import allocate, allocate_staging
+from fastload import memory
+from fastload.memory import allocate, allocate_staging, uncollected
 
 _NBYTES = 8 << 20
+_LARGE_NBYTES = 40 << 20  # above what malloc may keep for the next allocation
 
 
 def flags_of(tensor: Tensor) -> set[str]:
@@ -26,11 +32,44 @@ def flags_of(tensor: Tensor) -> set[str]:
 
 
 @pytest.mark.parametrize("what", ["staging", "destination"])
-def test_large_buffers_ask_for_huge_pages_that_only_private_memory_gets(what: str) -> None:
+@pytest.mark.parametrize("order", [None, -1, 9])
+def test_large_buffers_ask_for_huge_pages_unless_the_host_takes_them_away(
+    what: str, order: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if order is not None:
+        (tmp_path / "order").write_text(f"{order}\n")
+    monkeypatch.setattr(memory, "_REPORTING", str(tmp_path / "order"))
     if what == "staging":
         tensor = allocate_staging(_NBYTES, pinned=False)
     else:
-        tensor = allocate((_NBYTES,), torch.uint8, torch.device("cpu"))
+        tensor = allocate((_LARGE_NBYTES,), torch.uint8, torch.device("cpu"))
     flags = flags_of(tensor)
-    assert "hg" in flags
-    assert "sh" not in flags
+    assert ("hg" in flags) == (order != 9)
+    assert "sh" not in flags  # which would get none
+
+
+def test_the_collector_runs_in_a_child_that_is_forked_while_it_waits() -> None:
+    inside, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with uncollected:
+            inside.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        assert inside.wait(30)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer versions of Python warn of threads
+            child = os.fork()
+        if not child:
+            with uncollected:
+                was_off = not gc.isenabled()
+            os._exit(0 if was_off and gc.isenabled() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not gc.isenabled()
+    finally:
+        done.set()
+        thread.join()
+    assert gc.isenabled()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fastload.errors import OptionError
-from fastload.options import SETTINGS, LoadOptions, parse_bytes
+from fastload.options import SETTINGS, LoadOptions, SaveOptions, parse_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,6 @@ def test_bad_variables(name: str, text: str, words: str, monkeypatch: pytest.Mon
         {"strategy": None},
         {"chunk_bytes": 0},
         {"chunk_bytes": 1.5},
-        {"chunk_bytes": "1MiB"},
         {"chunk_bytes": True},
         {"staging_bytes": 1000},
         {"staging_bytes": None},
@@ -128,6 +127,17 @@ def test_sizes(text: str, nbytes: int) -> None:
 def test_bad_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size such as"):
         parse_bytes(text)
+
+
+def test_sizes_may_be_texts_as_arguments_too() -> None:
+    options = LoadOptions(staging_bytes="64MiB", chunk_bytes="1MB")  # type: ignore[arg-type]
+    assert (options.staging_bytes, options.chunk_bytes) == (64 << 20, 1_000_000)
+    assert options.shared_values() == LoadOptions(staging_bytes=64 << 20, chunk_bytes=10**6).shared_values()
+    assert SaveOptions(max_shard_bytes="5GB").max_shard_bytes == 5 * 10**9  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"staging_bytes='64 miles': '64 miles' is not a size such as"):
+        LoadOptions(staging_bytes="64 miles")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"staging_bytes=1024: must be at least 65536"):
+        LoadOptions(staging_bytes="1KiB")  # type: ignore[arg-type]
 
 
 def test_options_do_not_change_and_callbacks_are_each_rank_s_own() -> None:

@@ -167,7 +167,7 @@ def test_reading_straight_into_the_tensors() -> None:
     placer = Placer([destination(n, torch.int16, tensor) for n, tensor in enumerate(tensors)])
     space = rng.randbytes(24)
     for begin, end in pairwise([0, 1, 5, 6, 7, 21, 23, 24]):
-        targets = placer.targets(begin, end - begin)
+        targets = placer.targets(begin, end - begin, 4)
         assert targets is not None
         assert sum(map(len, targets)) == end - begin
         for piece in targets:
@@ -183,15 +183,15 @@ def test_strided_and_cast_tensors_cannot_be_read_into() -> None:
         destination(2, torch.float32, torch.zeros(4, dtype=torch.float64)),
     ]
     placer = Placer(destinations)
-    assert placer.targets(0, 16) is not None
-    assert placer.targets(0, 17) is None
-    assert placer.targets(20, 4) is None
-    assert placer.targets(48, 1) is None
+    assert placer.targets(0, 16, 2) is not None
+    assert placer.targets(0, 17, 2) is None
+    assert placer.targets(20, 4, 2) is None
+    assert placer.targets(48, 1, 2) is None
 
 
 def test_tensors_that_share_memory_are_not_read_into() -> None:
     whole = torch.zeros(8, dtype=torch.int16)
     tensors = [whole[:4], torch.zeros(2, dtype=torch.int16), whole[3:6], whole[6:]]
     placer = Placer([destination(n, torch.int16, tensor) for n, tensor in enumerate(tensors)])
-    can_be_read_into = [placer.targets(start, 2) is not None for start in (0, 8, 12, 18)]
+    can_be_read_into = [placer.targets(start, 2, 2) is not None for start in (0, 8, 12, 18)]
     assert can_be_read_into == [False, True, False, True]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import OptionError
-from fastload.retention import Retention, Saved
+from fastload.retention import Point, Retention, Saved, branch_for
 
 rules = st.builds(
     Retention,
@@ -100,6 +100,25 @@ def test_order_does_not_matter_and_what_is_needed_stays(
     assert not saved or saved[-1].step not in gone
 
 
+@given(st.lists(st.integers(0, 6), max_size=30), st.integers(1, 4))
+def test_the_order_is_that_of_the_saves_whatever_the_steps(steps: list[int], keep_last: int) -> None:
+    """Runs go back, and other ones begin; a save of a step that is there replaces it."""
+    saved: dict[int, Saved] = {}
+    for step in steps:
+        newest = max((one.point for one in saved.values()), default=None)
+        saved[step] = Saved(step, branch=branch_for(step, newest))
+        assert newest is None or saved[step].point >= newest
+    order = [step for number, step in enumerate(steps) if step not in steps[number + 1 :]]
+    assert sorted(saved, key=lambda step: saved[step].point) == order
+    gone = Retention(keep_last=keep_last).expendable(list(saved.values()), needed=())
+    assert gone == order[:-keep_last]
+
+
+def test_a_run_that_never_goes_back_has_one_branch() -> None:
+    assert branch_for(0, None) == 0
+    assert [branch_for(step, Point(0, 7)) for step in (6, 7, 8)] == [1, 0, 0]
+
+
 def test_the_best_of_equals_is_the_latest() -> None:
     saved = [
         Saved(step, step, {"loss": loss}) for step, loss in enumerate([2.0, 1.0, math.nan, 1.0, 3.0, 4.0])
@@ -107,6 +126,9 @@ def test_the_best_of_equals_is_the_latest() -> None:
     rule = Retention(keep_last=1, best=("loss", "min"))
     assert rule.expendable(saved, needed=()) == [0, 1, 2, 4]
     assert Retention(keep_last=1, best=("loss", "max")).expendable(saved, needed=()) == [0, 1, 2, 3, 4]
+    later = Saved(1, 9.0, {"loss": 1.0}, branch=1)
+    again = [saved[0], saved[3], later, Saved(2, 10.0, branch=1)]
+    assert rule.expendable(again, needed=()) == [0, 3], "1 was saved after 3"
 
 
 @pytest.mark.parametrize(

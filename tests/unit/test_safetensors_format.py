@@ -244,7 +244,16 @@ BAD_HEADERS: list[tuple[str, bytes, list[str]]] = [
         ["header length of 3", "limit of 2 (file size: 10)"],
     ),
     ("pointer file", b"version https://git-lfs", ["header length of 2336927755350992246", "b'version '"]),
-    ("zip file", b"PK\x03\x04" + bytes(99), ["header length of 67324752", "starts with b'PK"]),
+    (
+        "zip file",
+        b"PK\x03\x04" + bytes(99),
+        ["no safetensors file but a zip archive, as torch.save writes: ", "`fastload convert`"],
+    ),
+    (
+        "pickle",
+        b"\x80\x02\x8a\nl\xfc\x9cF" + bytes(99),
+        ["no safetensors file but a pickle, as torch.save wrote", "`fastload convert`"],
+    ),
 ]
 
 
@@ -457,7 +466,11 @@ def test_nothing_at_the_root() -> None:
         ({}, "it has no files"),
         (
             {"config.json": b"", "._a.safetensors": b""},
-            r"its 2 files are \['._a.safetensors', 'config.json'\]",
+            r"its 2 files are \['._a.safetensors', 'config.json'\]$",
+        ),
+        (
+            {"config.json": b"", "pytorch_model.bin": b""},
+            r"its 2 files are \['config.json', 'pytorch_model.bin'\] \(`fastload convert` reads .*torch.save",
         ),
     ],
 )

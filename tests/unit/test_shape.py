@@ -16,10 +16,14 @@ MAX_LINES = 400
 DISTRIBUTED = {"agreement.py", "world.py", "loading/exchange.py"}
 ENVIRONMENT = {"launch.py", "options.py", "world.py"}
 FILES = {
+    "memory.py",  # what the kernel says of memory
+    "storage/folders.py",
     "storage/local.py",
     "storage/local_copy.py",
     "storage/local_target.py",
+    "storage/own_files.py",
     "storage/owner.py",
+    "storage/site.py",
     "storage/staging.py",
 }
 PURE = {

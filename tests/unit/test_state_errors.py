@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fastload.errors import FastloadError, ManifestError, OptionError
 from fastload.formats.state import describe, rebuild
-from fastload.formats.values import MAX_DEPTH
+from fastload.formats.values import MAX_DEPTH, encode_value
 
 
 class Color(enum.IntEnum):
@@ -235,6 +235,48 @@ def test_a_malformed_structure_is_refused(name: str) -> None:
     with pytest.raises(ManifestError, match=message) as caught:
         rebuild(structure, T)
     assert "the structure of the state, at state" in str(caught.value)
+
+
+M = 2**61 - 1  # the hash of an integer is its remainder by this
+COLLIDING = {
+    "integers": lambda i: i * M,
+    "negative integers": lambda i: -3 - i * M,
+    "complex numbers": lambda i: complex(1000003.0 * (2**20 - i), float(i)),
+    "tuples": lambda i: ("a", (i * M, 1)),
+    "ranges": lambda i: range(i * M, i * M + 3),
+    "numbers of NumPy": lambda i: np.complex128(complex(1000003.0 * (2**20 - i), float(i))),
+}
+
+
+def encode_key(key: Any) -> Any:
+    return {"tuple": [encode_key(part) for part in key]} if type(key) is tuple else encode_value(key)
+
+
+@pytest.mark.parametrize("name", COLLIDING)
+def test_keys_whose_hashes_collide_are_refused(name: str) -> None:
+    """A dict or a set of them would take quadratic time to make."""
+    keys = [COLLIDING[name](i) for i in range(257)]
+    assert len({hash(key) for key in keys}) == 1
+    nodes = [encode_key(key) for key in keys]
+    items = [part for node in nodes for part in (node, 1)]
+    structures = [
+        *({kind: items} for kind in ("dict", "OrderedDict", "Counter")),
+        {"defaultdict": [None, items]},
+        {"state_dict": [items, None]},
+        *({kind: nodes} for kind in ("set", "frozenset")),
+    ]
+    for structure in structures:
+        with pytest.raises(ManifestError, match="more than 256 of its keys have the same hash"):
+            rebuild([structure], {})
+    for state in (dict.fromkeys(keys), set(keys), Counter(keys), defaultdict(None, dict.fromkeys(keys))):
+        with pytest.raises(OptionError, match=r"state\['x'\] is a .*: more than 256 of"):
+            describe({"x": state})
+
+
+def test_large_numbers_as_keys_are_kept() -> None:
+    state = {"powers": {2**i for i in range(4000)}, "multiples": {i * M: i for i in range(256)}}
+    state["others"] = {(i * (M + 2), -i): i for i in range(5000)}
+    assert rebuild(json.loads(json.dumps(describe(state).structure)), {}) == state
 
 
 json_values = st.recursive(

@@ -1,0 +1,117 @@
+"""What a structure says of a state, without making it: keys, and the tensors they lead to. Trusts nothing."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from fastload.formats.values import BARE_NAME, crowded, decode_value, key_text
+
+__all__ = ["SavedTensor", "children_of", "leaf_of", "leaves_of", "list_of", "read_keys"]
+
+_KINDS = frozenset({None, "Tensor+grad", "Parameter", "Parameter+grad", "ndarray"})
+
+
+class SavedTensor(NamedTuple):
+    """A tensor of a state.
+
+    Attributes:
+        name: Its path.
+        stored: What it is stored under; tied tensors share that.
+        kind: ``Parameter``, ``ndarray`` and the like; None for a plain tensor.
+        dtype: What the stored dtype stands for, if not for itself.
+    """
+
+    name: str
+    stored: str
+    kind: str | None = None
+    dtype: str | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no other dtype than the stored one can stand for it: no cast."""
+        return self.kind == "ndarray" or self.dtype is not None
+
+    @property
+    def is_complex128(self) -> bool:
+        """Whether it is stored as pairs of float64, a dimension more."""
+        return self.dtype == "complex128" or (self.dtype or "")[1:] == "c16"
+
+    @property
+    def own_name(self) -> str:
+        """The name it goes by where every name stands for one tensor."""
+        if self.stored == self.name:
+            return self.name
+        return self.stored if self.stored.startswith(f"{self.name}~") else self.name
+
+
+def children_of(node: Any) -> dict[Any, tuple[str, Any]] | None:
+    """Returns the nodes below one by their keys, each with the end of its name; None if it has none."""
+    if type(node) is list:
+        return {index: (str(index), child) for index, child in enumerate(node)}
+    if type(node) is not dict or len(node) != 1:
+        return None
+    ((tag, payload),) = node.items()
+    if tag == "tuple":
+        return children_of(list_of(payload))
+    if tag in ("state_dict", "defaultdict"):
+        payload = list_of(payload)[tag == "defaultdict"]
+    elif tag not in ("dict", "OrderedDict", "Counter"):
+        return None
+    keys = read_keys(list_of(payload)[::2])
+    return {key: (key_text(key), child) for key, child in zip(keys, payload[1::2], strict=True)}
+
+
+def leaf_of(node: Any, name: str) -> SavedTensor | None:
+    """Returns the tensor, or the NumPy array, that a node stands for; None if it stands for none."""
+    if type(node) is not dict:
+        return None
+    if not node:
+        return SavedTensor(name or BARE_NAME, name or BARE_NAME)
+    if node.keys() != {"tensor"}:
+        return None
+    payload = list_of(node["tensor"])
+    stored, kind, dtype = (*payload, None, None)[: max(3, len(payload))]
+    if not all(field is None or type(field) is str for field in (stored, kind, dtype)) or kind not in _KINDS:
+        raise ValueError("not a tensor's name, kind and dtype")
+    name = name or BARE_NAME
+    return SavedTensor(name, name if stored is None else stored, kind, dtype)
+
+
+def leaves_of(node: Any, name: str) -> list[SavedTensor]:
+    """Returns the tensors and arrays of a node and of all below it, in their order."""
+    found: list[SavedTensor] = []
+    _collect(node, name, found)
+    return found
+
+
+def _collect(node: Any, name: str, found: list[SavedTensor]) -> None:
+    leaf = leaf_of(node, name)
+    if leaf is not None:
+        found.append(leaf)
+        return
+    prefix = f"{name}." if name else ""
+    for ending, child in (children_of(node) or {}).values():
+        _collect(child, prefix + ending, found)
+    if type(node) is dict and node.keys() == {"state_dict"}:
+        _collect(list_of(node["state_dict"])[1], f"{prefix}_metadata", found)
+
+
+def read_keys(nodes: list[Any]) -> list[Any]:
+    """Returns keys of a dict, or members of a set."""
+    keys = [_key(node) for node in nodes]
+    if why := crowded(keys):
+        raise ValueError(why)
+    return keys
+
+
+def _key(node: Any) -> Any:
+    if type(node) is dict and node.keys() == {"tuple"}:
+        return tuple(map(_key, list_of(node["tuple"])))
+    return decode_value(node)
+
+
+def list_of(payload: Any) -> list[Any]:
+    """Returns a payload that has to be a list."""
+    if type(payload) is not list:
+        raise ValueError("not a list")
+    return payload

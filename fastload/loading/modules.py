@@ -1,0 +1,226 @@
+"""Modules as destinations: what their ``load_state_dict`` would make of what was saved, found out before.
+
+The data are read into a module's own tensors; then its ``load_state_dict`` is given these very tensors,
+which copies nothing, and calls hooks and ``set_extra_state``. Hooks that run before may rename what was
+saved or make something else of it. So they are run once beforehand, on tensors without data and a stand-in
+of the module, to learn which tensor of the module takes which of those saved, and what does not fit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+__all__ = ["Fit", "Leaf", "extra_names", "fit", "may_fill", "needs_call", "own_tensors"]
+
+_EXTRA = "_extra_state"
+
+
+class Leaf(NamedTuple):
+    """A tensor inside of ``into=``, and the container and key to put another in its place."""
+
+    tensor: Tensor
+    container: Any
+    key: Any
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a module makes of what was saved, by their names in it.
+
+    Attributes:
+        in_place: What was saved → the module's tensor that takes it as it is.
+        fresh: What was saved and only `load_state_dict` knows what to do with.
+        derived: The module's tensors that it makes of those, or of nothing.
+        missing: Of the module, and not saved.
+        unexpected: Saved, and nothing to the module.
+        errors: What it says does not fit.
+    """
+
+    in_place: Mapping[str, str]
+    fresh: Sequence[str]
+    derived: Sequence[str] = ()
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+    errors: Sequence[str] = ()
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Leaf]]:
+    """Yields parameters and persistent buffers by their names, tied ones by each name."""
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        for name, leaf in _tensors_of(part):
+            yield f"{prefix}.{name}" if prefix else name, leaf
+
+
+def extra_names(module: nn.Module) -> list[str]:
+    """Returns the names of the extra states that are to be set."""
+    parts = module.named_modules(remove_duplicate=False)
+    return [f"{prefix}.{_EXTRA}" if prefix else _EXTRA for prefix, part in parts if _takes_extra(part)]
+
+
+def needs_call(module: nn.Module) -> bool:
+    """Whether `load_state_dict` does anything but to copy tensors."""
+    return _is_opaque(module) or any(map(may_fill, module.modules()))
+
+
+def may_fill(part: nn.Module) -> bool:
+    """Whether something of a part may put anything into it, or into what is below it, when it is loaded."""
+    own = type(part).load_state_dict is not nn.Module.load_state_dict
+    return own or _takes_extra(part) or bool(part._load_state_dict_post_hooks) or _is_custom(part)
+
+
+def fit(
+    module: nn.Module,
+    own: Mapping[str, Leaf],
+    saved: Mapping[str, bool],
+    stand_in: Callable[[str], Any],
+    metadata: Mapping[str, Any],
+) -> Fit:
+    """Finds out what a module makes of what was saved; nothing of it is changed.
+
+    Args:
+        module: The destination.
+        own: Its tensors, from `own_tensors`.
+        saved: Names in it of what was saved, and whether that is a tensor.
+        stand_in: Makes what was saved under a name, with tensors that have no data.
+        metadata: As a state dict has it, by name of the part.
+    """
+    nothing_known = Fit({}, fresh=list(saved), derived=list(own))
+    if _is_opaque(module):
+        return nothing_known
+    if any(map(_is_custom, module.modules())):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return _rehearse(module, {name: stand_in(name) for name in saved}, metadata)
+        except Exception:  # of a hook that has to see data
+            return nothing_known
+    extra = set(extra_names(module))
+    return Fit(
+        in_place={name: name for name, is_tensor in saved.items() if is_tensor and name in own},
+        fresh=[name for name in saved if name in extra],
+        missing=[name for name in (*own, *extra) if name not in saved],
+        unexpected=[name for name in saved if name not in own and name not in extra],
+        errors=[
+            f"{name}: into= has a tensor, the checkpoint something else"
+            for name, is_tensor in saved.items()
+            if not is_tensor and name in own
+        ],
+    )
+
+
+def _rehearse(module: nn.Module, state: dict[str, Any], metadata: Mapping[str, Any]) -> Fit:
+    names = {id(value): name for name, value in state.items() if isinstance(value, Tensor)}
+    rehearsal = _Rehearsal(metadata)
+    rehearsal.visit(module, "", dict(state))
+    in_place: dict[str, str] = {}
+    derived = []
+    for own_name, value in rehearsal.given.items():
+        name = names.get(id(value))
+        if name is None or name in in_place:
+            derived.append(own_name)  # a hook made it, perhaps of several
+        else:
+            in_place[name] = own_name
+    unexpected = [names.get(id(value), name) for name, value in rehearsal.unexpected.items()]
+    known = {*in_place, *unexpected}
+    return Fit(
+        in_place,
+        fresh=[name for name in state if name not in known],
+        derived=derived,
+        missing=rehearsal.missing,
+        unexpected=unexpected,
+        errors=rehearsal.errors if derived else (),
+    )
+
+
+class _Rehearsal:
+    """Goes through a module as `load_state_dict` does, and touches none of its tensors."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self.given: dict[str, Any] = {}  # what each tensor of the module would be given
+        self.unexpected: dict[str, Any] = {}
+        self.missing: list[str] = []
+        self.errors: list[str] = []
+        self._metadata = metadata
+
+    def visit(self, part: nn.Module, prefix: str, state: dict[str, Any]) -> None:
+        """Takes what is there for a part of the module."""
+        if _is_custom(part):
+            missing: list[str] = []
+            unexpected: list[str] = []
+            own_metadata = dict(self._metadata.get(prefix[:-1], {}))
+            _stand_in_of(part)._load_from_state_dict(
+                state, prefix, own_metadata, True, missing, unexpected, self.errors
+            )
+            self.missing += missing
+            self.unexpected |= {name: state.get(name) for name in unexpected}
+        below: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+        here = {prefix + name for name, _ in _tensors_of(part)}
+        extra = {prefix + _EXTRA} if _takes_extra(part) else set()
+        for name, value in state.items():
+            head, dot, _ = name.removeprefix(prefix).partition(".")
+            if name in here:
+                self.given[name] = value
+            elif dot and part._modules.get(head) is not None:
+                below[head][name] = value
+            elif name not in extra and not _is_custom(part):
+                self.unexpected[name] = value
+        if not _is_custom(part):
+            self.missing += sorted((here | extra) - state.keys())
+        for head, child in part._modules.items():
+            if child is not None:
+                self.visit(child, f"{prefix}{head}.", below[head])
+
+
+def _stand_in_of(part: nn.Module) -> Any:
+    """Returns a module of the same type with the same attributes, whose tensors have no data."""
+    double = object.__new__(type(part))
+    double.__dict__ = dict(part.__dict__)
+    double.__dict__["_parameters"] = {
+        name: tensor if tensor is None else nn.Parameter(_without_data(tensor), requires_grad=False)
+        for name, tensor in part._parameters.items()
+    }
+    double.__dict__["_buffers"] = {
+        name: tensor if tensor is None else _without_data(tensor) for name, tensor in part._buffers.items()
+    }
+    double.__dict__["set_extra_state"] = lambda state: None
+    return double
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _tensors_of(part: nn.Module) -> Iterator[tuple[str, Leaf]]:
+    for name, parameter in part._parameters.items():
+        if parameter is not None:
+            yield name, Leaf(parameter, part._parameters, name)
+    for name, buffer in part._buffers.items():
+        if buffer is not None and name not in part._non_persistent_buffers_set:
+            yield name, Leaf(buffer, part._buffers, name)
+
+
+def _takes_extra(part: nn.Module) -> bool:
+    return type(part).set_extra_state is not nn.Module.set_extra_state
+
+
+def _is_custom(part: nn.Module) -> bool:
+    """Whether something of the part may change what was saved before it is copied."""
+    own = type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
+    return own or bool(part._load_state_dict_pre_hooks)
+
+
+def _is_opaque(module: nn.Module) -> bool:
+    """Whether nothing can be told before the data are there."""
+    return type(module).load_state_dict is not nn.Module.load_state_dict or any(
+        tensor is not None and is_lazy(tensor)
+        for part in module.modules()
+        for tensor in (*part._parameters.values(), *part._buffers.values())
+    )

@@ -1,0 +1,229 @@
+"""Where each stored tensor goes: it is read once, and copied from there to wherever else it is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from fastload.errors import ManifestError, MismatchError
+from fastload.formats.dtypes import DTYPES, torch_spec
+from fastload.formats.manifest import Manifest, TensorEntry
+from fastload.formats.state import SavedTensor
+from fastload.loading.place import Destination
+from fastload.memory import allocate, byte_view
+
+__all__ = ["Arrivals", "Wants", "identity", "materialize", "misfit", "target_dtype"]
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Where what is wanted will be.
+
+    Attributes:
+        destinations: In manifest order, one for each stored tensor.
+        copies: Pairs of a tensor and the one to copy it from, once that is there.
+        new: New tensors, by stored name.
+        exact: Those of them that have the stored dtype whatever was to be cast, by stored name.
+    """
+
+    destinations: list[Destination]
+    copies: list[tuple[Tensor, Tensor]]
+    new: dict[str, Tensor]
+    exact: dict[str, Tensor]
+
+    def copy(self) -> None:
+        """Takes what has been read to where else it is wanted."""
+        for target, source in self.copies:
+            target = target.detach()
+            if target.is_complex() and not source.is_complex():
+                source = torch.view_as_complex(source)
+            if target.dtype == source.dtype and _is_plain(target) and _is_plain(source):
+                byte_view(target).copy_(byte_view(source))
+            else:
+                target.copy_(source)
+
+
+class Wants:
+    """Collects what is wanted of a checkpoint.
+
+    Args:
+        manifest: The checkpoint.
+        device: Where new tensors live.
+        dtype: Cast of floating point tensors, or None for none.
+    """
+
+    def __init__(self, manifest: Manifest, device: torch.device, dtype: torch.dtype | None) -> None:
+        self._manifest = manifest
+        self._device = device
+        self._dtype = dtype
+        self._places: dict[str, list[Tensor]] = {}
+        self._later: list[tuple[str, Tensor]] = []
+        self._new: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def fill(self, saved: SavedTensor, tensor: Tensor) -> None:
+        """Wants one in a tensor that is there, and that it fits."""
+        if saved.is_complex128:
+            if tensor.is_conj() or tensor.is_neg():
+                self.make(saved, exact=True)
+                self._later.append((saved.stored, tensor))
+                return
+            tensor = torch.view_as_real(tensor.detach())
+        places = self._places.setdefault(saved.stored, [])
+        if not places or identity(tensor) not in map(identity, places):
+            places.append(tensor)
+
+    def make(self, saved: SavedTensor, *, exact: bool) -> Tensor:
+        """Wants one in a new tensor, the same whoever wants it.
+
+        Args:
+            saved: What is wanted.
+            exact: Whether it is to be as it was stored.
+
+        Raises:
+            MismatchError: It cannot be cast.
+            MemoryError: There is no room for it.
+        """
+        return self._make(entry_of(self._manifest, saved), exact=exact)
+
+    def make_all(self) -> None:
+        """Wants all that is stored in new tensors; see `make`."""
+        for entry in self._manifest.tensors:
+            self._make(entry, exact=False)
+
+    def _make(self, entry: TensorEntry, *, exact: bool) -> Tensor:
+        stored, shape = torch_spec(entry)
+        target = stored if exact else target_dtype(stored, self._dtype)
+        tensor = self._new.get((entry.name, target))
+        if tensor is None:
+            if not _castable(stored, target):
+                line = f"{entry.name}: torch cannot cast {stored} to {target}"
+                raise MismatchError(line, mismatched=(line,))
+            tensor = self._new[entry.name, target] = allocate(shape, target, self._device)
+            self._places.setdefault(entry.name, []).append(tensor)
+        return tensor
+
+    def arrivals(self) -> Arrivals:
+        """Decides where each tensor is read to."""
+        destinations, copies = [], []
+        new: dict[str, Tensor] = {}
+        exact: dict[str, Tensor] = {}
+        for entry in self._manifest.tensors:
+            places = self._places.get(entry.name)
+            if places is None:
+                continue
+            stored, _ = torch_spec(entry)
+            # What is copied from must not have been cast.
+            first = places[0]
+            if len(places) > 1:
+                first = next((place for place in places if place.dtype == stored), first)
+                copies += [(place, first) for place in places if place is not first]
+            destinations.append(Destination(entry, stored, first))
+            if not self._new:
+                continue
+            cast = self._new.get((entry.name, target_dtype(stored, self._dtype)))
+            if cast is not None:
+                new[entry.name] = cast
+            if (entry.name, stored) in self._new:
+                exact[entry.name] = self._new[entry.name, stored]
+        copies += [(tensor, exact[name]) for name, tensor in self._later]
+        return Arrivals(destinations, copies, new, exact)
+
+
+def entry_of(manifest: Manifest, saved: SavedTensor) -> TensorEntry:
+    """Returns what a checkpoint says of a tensor.
+
+    Raises:
+        ManifestError: It has no such tensor.
+    """
+    entry = manifest.by_name.get(saved.stored)
+    if entry is None:
+        raise ManifestError(f"the structure of the state: there is no tensor {saved.stored[:200]!r}")
+    return entry
+
+
+def identity(tensor: Tensor) -> object:
+    """Tells tied tensors: the same object, or the same bytes."""
+    if tensor.is_meta or tensor.numel() == 0 or tensor.layout != torch.strided or hasattr(tensor, "to_local"):
+        return id(tensor)
+    return (
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+    )
+
+
+def target_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """Returns what a stored dtype becomes where floating point is cast."""
+    return dtype if dtype is not None and stored.is_floating_point else stored
+
+
+def misfit(manifest: Manifest, saved: SavedTensor, tensor: Tensor, dtype: torch.dtype | None) -> str:
+    """Says why a tensor cannot take one that was saved; empty if it can."""
+    entry = manifest.by_name.get(saved.stored)
+    if entry is not None and dtype is None and not saved.dtype and type(tensor) in _PLAIN:
+        stored = None if entry.dtype == "F4" else DTYPES[entry.dtype][1]
+        is_dense = tensor.layout == torch.strided and tensor.is_contiguous()
+        if tensor.dtype is stored and tensor.shape == entry.shape and is_dense:
+            return ""  # said here, too, since it is so of nearly all of very many
+    return next(_misfits(manifest, saved, tensor, dtype), "")
+
+
+def _misfits(
+    manifest: Manifest, saved: SavedTensor, tensor: Tensor, dtype: torch.dtype | None
+) -> Iterator[str]:
+    name = saved.own_name
+    try:
+        stored, shape = torch_spec(entry_of(manifest, saved))
+    except ManifestError as error:
+        yield str(error)
+        return
+    target = target_dtype(stored, dtype)
+    if saved.is_complex128:
+        if stored is not torch.float64 or shape[-1:] != (2,):
+            yield f"{name}: the checkpoint has {stored} {list(shape)} where complex numbers are to be"
+        stored, target, shape = torch.complex128, torch.complex128, shape[:-1]
+    if hasattr(tensor, "to_local"):
+        yield f'{name}: into= has a sharded tensor ({type(tensor).__name__}); see "DDP and FSDP" in README'
+    if tensor.layout != torch.strided:
+        yield f"{name}: into= has layout {tensor.layout}"
+    if tuple(tensor.shape) != shape:
+        yield f"{name}: shape {list(shape)} in the checkpoint, {list(tensor.shape)} in into="
+    if tensor.dtype != target:
+        cast = f" cast to {target}" if target != stored else ""
+        yield f"{name}: dtype {stored}{cast} in the checkpoint, {tensor.dtype} in into= (dtype= casts)"
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        yield f"{name}: into= has an expanded tensor, whose elements share memory"
+    if not _castable(stored, target):
+        yield f"{name}: torch cannot cast {stored} to {target}"
+
+
+@cache
+def _castable(stored: torch.dtype, target: torch.dtype) -> bool:
+    if stored == target:
+        return True
+    try:
+        torch.zeros(1, dtype=torch.uint8).expand(stored.itemsize).clone().view(stored).to(target)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def materialize(meta: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor, or a Parameter, with memory in place of one that has none."""
+    tensor = allocate(meta.shape, meta.dtype, device)
+    if not isinstance(meta, nn.Parameter):
+        return tensor
+    parameter = nn.Parameter(tensor, requires_grad=meta.requires_grad)
+    parameter.__dict__.update(meta.__dict__)
+    return parameter
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -1,0 +1,269 @@
+"""Directories by descriptor: what is done in one is done there, whatever its path leads to by then.
+
+Nothing here follows a symbolic link. So where others may write to the same directory, they can neither
+have fastload write nor delete anywhere else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+
+__all__ = [
+    "carry",
+    "delete",
+    "empty",
+    "exchange",
+    "last_change",
+    "look_like",
+    "make_folders",
+    "open_file",
+    "open_folder",
+    "require_trusted_links",
+    "reserve",
+    "sync",
+]
+
+_RENAME_EXCHANGE = 2
+_NOT_LINKED = (
+    errno.EPERM,
+    errno.EACCES,
+    errno.EXDEV,
+    errno.EMLINK,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def open_folder(name: str, parent: int | None = None) -> int:
+    """Opens a directory, and no link to one.
+
+    Raises:
+        OSError: ``ENOTDIR`` or ``ELOOP`` if it is something else.
+    """
+    return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+
+
+def require_trusted_links(path: str) -> None:
+    """Refuses a path through a link that anybody could have put there, as Linux does where it is told to.
+
+    Raises:
+        PermissionError: A link on the way is in a sticky directory that everybody may write to, and
+            belongs neither to this user nor to the owner of that directory.
+    """
+    place = os.path.abspath(path)
+    while place != os.path.dirname(place):
+        folder = os.path.dirname(place)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            link, inside = os.lstat(place), os.stat(folder)
+            anybodys = inside.st_mode & stat.S_ISVTX and inside.st_mode & stat.S_IWOTH
+            if stat.S_ISLNK(link.st_mode) and anybodys and link.st_uid not in (os.geteuid(), inside.st_uid):
+                raise PermissionError(
+                    errno.EACCES, f"{place} is a link of another user's (uid {link.st_uid})", path
+                )
+        place = folder
+
+
+def open_file(name: str, folder: int, flags: int) -> int:
+    """Opens or makes a regular file that has this one name only; opening anything else does not block.
+
+    Raises:
+        OSError: ``ELOOP``, ``EISDIR``, ``ENXIO`` or ``EINVAL`` if it is something else.
+    """
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    file = os.open(name, flags, 0o666, dir_fd=folder)
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(file)
+        raise OSError(errno.EINVAL, f"{name} is no file of its own")
+    return file
+
+
+def empty(folder: int, *, last: str = "") -> None:
+    """Deletes all that is in a directory; that others delete some of it meanwhile is as good.
+
+    Args:
+        folder: The directory.
+        last: What is to go after all the rest, and only if all the rest could be deleted.
+
+    Raises:
+        OSError: The first thing that could not be deleted; what could be is gone.
+    """
+    with os.scandir(folder) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    failures: list[OSError] = []
+    for name, is_folder in sorted(found, key=lambda one: one[0] == last):
+        if name == last and failures:
+            break
+        try:
+            delete(name, folder) if is_folder else os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+def delete(name: str, parent: int, *, last: str = "") -> None:
+    """Deletes a directory with all that is in it; `last` is as for `empty`."""
+    folder = open_folder(name, parent)
+    try:
+        empty(folder, last=last)
+    finally:
+        os.close(folder)
+    os.rmdir(name, dir_fd=parent)
+
+
+def exchange(one: str, folder: int, other: str, parent: int) -> None:
+    """Exchanges two names, each in its own directory, in one step.
+
+    Raises:
+        OSError: ``EINVAL`` or ``ENOSYS`` where the file system or the system cannot do that.
+    """
+    if not hasattr(_libc, "renameat2"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if _libc.renameat2(folder, os.fsencode(one), parent, os.fsencode(other), _RENAME_EXCHANGE):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), other)
+
+
+def reserve(name: str, nbytes: int, folder: int) -> None:
+    """Makes a file of that size, with its blocks: a full disk shows before anything is written."""
+    file = open_file(name, folder, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        # Not os.posix_fallocate: where there is no such thing, it writes into every block instead.
+        if nbytes and _libc.fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+            number = ctypes.get_errno()
+            if number not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise OSError(number, os.strerror(number), name)
+            os.ftruncate(file, nbytes)
+    finally:
+        os.close(file)
+
+
+def make_folders(path: str) -> None:
+    """Makes a directory and its parents, durably, where they are missing."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for one in reversed(missing):
+        with suppress(FileExistsError):
+            os.mkdir(one)
+        folder = os.open(os.path.dirname(one), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            sync(folder)
+        finally:
+            os.close(folder)
+
+
+def sync(folder: int) -> None:
+    """Makes the entries of a directory durable."""
+    os.fsync(folder)
+
+
+def last_change(folder: int) -> float:
+    """Returns when something in a directory last changed, however deep, in seconds since 1970."""
+    last = os.fstat(folder).st_mtime
+    for _, _, files, inside in os.fwalk(".", dir_fd=folder):
+        last = max(last, os.fstat(inside).st_mtime)
+        for name in files:
+            with suppress(OSError):
+                last = max(last, os.stat(name, dir_fd=inside, follow_symlinks=False).st_mtime)
+    return last
+
+
+def look_like(old: int, new: int) -> None:
+    """Gives a directory the mode of another, and its group and owner as far as this process may.
+
+    Raises:
+        PermissionError: It may not give it the group; the mode is as it should be.
+    """
+    wanted, found = os.fstat(old), os.fstat(new)
+    refused: PermissionError | None = None
+    for uid in (wanted.st_uid, -1):
+        if (found.st_uid, found.st_gid) != (wanted.st_uid, wanted.st_gid):
+            try:
+                os.fchown(new, uid, wanted.st_gid)
+                break
+            except PermissionError as error:
+                refused = error if uid == -1 and found.st_gid != wanted.st_gid else None
+    os.fchmod(new, stat.S_IMODE(wanted.st_mode))  # after the owner, whose change takes bits away
+    if refused is not None:
+        raise refused
+
+
+def carry(names: Iterable[str], source: int, target: int) -> bool:
+    """Gives a directory the very files that another has under these names; both have them then.
+
+    They are hard links, so what is written to a file that is open meanwhile is in both. Where there can be
+    none they are copies, with mode and times. Links stay links.
+
+    Args:
+        names: Of files, links and the like, not of directories; one that is gone by now is passed over.
+        source: The directory that has them.
+        target: The one that gets them; whatever has such a name there is replaced in one step.
+
+    Returns:
+        Whether the target had not all of them before.
+    """
+    changed = False
+    for name in names:
+        wanted, present = _found(name, source), _found(name, target)
+        if wanted is None or (present is not None and _is_same(wanted, present)):
+            continue
+        to = name if present is None else f".{os.urandom(8).hex()}"
+        try:
+            os.link(name, to, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in _NOT_LINKED:
+                raise
+            to = f".{os.urandom(8).hex()}"
+            _copy(name, to, source, target)
+        if to != name:
+            os.rename(to, name, src_dir_fd=target, dst_dir_fd=target)
+        changed = True
+    return changed
+
+
+def _found(name: str, folder: int) -> os.stat_result | None:
+    try:
+        return os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def _is_same(one: os.stat_result, other: os.stat_result) -> bool:
+    if (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino):
+        return True
+    values = [(stat.S_IFMT(each.st_mode), each.st_size, each.st_mtime_ns) for each in (one, other)]
+    return values[0] == values[1] and stat.S_ISREG(one.st_mode)
+
+
+def _copy(name: str, to: str, source: int, target: int) -> None:
+    found = os.stat(name, dir_fd=source, follow_symlinks=False)
+    if stat.S_ISLNK(found.st_mode):
+        os.symlink(os.readlink(name, dir_fd=source), to, dir_fd=target)
+        return
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EOPNOTSUPP, "can be neither linked nor copied", name)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with (
+        open(os.open(name, flags, dir_fd=source), "rb") as original,
+        open(open_file(to, target, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as copy,
+    ):
+        shutil.copyfileobj(original, copy)
+        copy.flush()
+        with suppress(PermissionError):
+            os.fchown(copy.fileno(), found.st_uid, found.st_gid)
+        os.fchmod(copy.fileno(), stat.S_IMODE(found.st_mode))
+        os.utime(copy.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
+        os.fsync(copy.fileno())

@@ -1,0 +1,222 @@
+"""Where something is: what a user named, made whole once, with one form to open and one to show."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from urllib.parse import quote, unquote, urlsplit
+
+import fsspec
+
+from fastload.errors import OptionError
+
+__all__ = ["HTTP", "OBJECT_STORES", "Location", "locate", "name_of", "redact"]
+
+HTTP = frozenset("http https".split())
+OBJECT_STORES = frozenset("s3 s3a gs az adl azure abfs abfss".split())
+"""Whose URLs are a bucket and keys."""
+
+_SCHEME = r"[A-Za-z][A-Za-z0-9+.\-]*"
+_URL = re.compile(rf"((?:{_SCHEME}::)*{_SCHEME})://(.*)", re.DOTALL)  # fsspec chains them: simplecache::s3://
+_ONE_SLASH = re.compile(rf"({_SCHEME}):/(?!/)(.*)", re.DOTALL)
+_UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
+_ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
+
+# In any text, such as what a library says of a request that failed.
+_USER = re.compile(rf"({_SCHEME})(://?)([^\s/?#'\"<>]*)@")
+_BROKEN_USER = re.compile(  # a password with a slash in it, which no library takes for one
+    rf"({_SCHEME})(://)([^\s/?#:@\[]+:[^\s/?#@]*[^\s/?#@\d][^\s/?#@]*[/?#](?!/)[^\s@]*)@"
+)
+_QUERY = re.compile(r"(https?://[^\s?'\"<>]*)\?[^\s'\"<>]*", re.IGNORECASE)
+_SIGNED = re.compile(
+    r"([?&][^\s=&]*(?:sig|token|secret|passw|credential)[^\s=&]*)=[^\s&'\"<>]*", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Location:
+    """A path or URL as a user named it; its text is the form to show. Made by `locate`.
+
+    Attributes:
+        scheme: That of the URL, in lower case; empty for what is on a file system of this host.
+        url: An absolute path or a URL, without its secrets: for reports, messages and logs.
+        given: What the user named, without its secrets: the same on ranks that named the same, whatever
+            their working directories and passwords are.
+        address: The same as `url` with all secrets: to open it, and never to be shown.
+    """
+
+    scheme: str
+    url: str
+    given: str
+    address: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __fspath__(self) -> str:
+        return self.address
+
+    def __truediv__(self, name: str) -> Location:
+        """Returns what has a name below it, with ``/`` between parts; of an empty name, itself."""
+        if not name:
+            return self
+        path, mark, query = self._parts()
+        step = quote(name) if self.scheme in HTTP else name
+        address = f"{path.rstrip('/')}/{step}{mark}{query}"
+        return replace(
+            self, url=f"{self.url.rstrip('/')}/{name}", given=f"{self.given}/{name}", address=address
+        )
+
+    @property
+    def query(self) -> str:
+        """What follows the question mark of an HTTP URL."""
+        return self._parts()[2]
+
+    def _parts(self) -> tuple[str, str, str]:
+        return self.address.partition("?") if self.scheme in HTTP else (self.address, "", "")
+
+
+def locate(path: object) -> Location:
+    """Finds out where a path or URL leads: from the working directory and the home as they are now.
+
+    A URL's scheme may be in capitals. Of object stores, slashes that follow each other count as one.
+
+    Args:
+        path: Text, a path object, or what this function returned.
+
+    Raises:
+        OptionError: It cannot be a path or URL, or is not clear; the message has no secrets.
+    """
+    if isinstance(path, Location):
+        return path
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str):
+        advice = ": decode it with os.fsdecode" if isinstance(text, bytes) else ""
+        raise OptionError(f"path={path!r}: must be text or a path object{advice}")
+    shown = redact(text)
+    if not text:
+        raise OptionError("path='': is empty; name a file, a directory or a URL")
+    if "\0" in text:
+        raise OptionError(f"path={shown!r}: has a NUL character in it, which no path can have")
+    found = _URL.fullmatch(text)
+    if found is None:
+        _require_path(text, shown)
+        return _local(text, shown)
+    scheme, rest = found[1].lower(), found[2]
+    if scheme == "file":
+        return _local(_path_of(rest, shown), shown)
+    return _KINDS.get(scheme, _other)(scheme, rest, shown)
+
+
+def _require_path(text: str, shown: str) -> None:
+    """Refuses a URL that has lost a slash: as a path it would be a directory by the name of ``s3:``."""
+    found = _ONE_SLASH.fullmatch(text)
+    scheme = found[1].lower() if found is not None else ""
+    if found is not None and scheme in OBJECT_STORES | HTTP | {"file", *fsspec.available_protocols()}:
+        url = redact(f"{scheme}://{'/' if scheme == 'file' else ''}{found[2]}")
+        raise OptionError(
+            f"path={shown!r}: is {url!r} meant? Give a URL as text: a path object drops one of its slashes"
+        )
+
+
+def _path_of(rest: str, shown: str) -> str:
+    """Returns the path in a file:// URL."""
+    host, slash, path = rest.partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise OptionError(
+            f"path={shown!r}: begin a file URL with file:///, its path is absolute and on this host"
+        )
+    if _ESCAPE.search(path):
+        raise OptionError(
+            f"path={shown!r}: is {'/' + unquote(path)!r} or {'/' + path!r} meant? Give it without file://"
+        )
+    return slash + path
+
+
+def _local(text: str, shown: str) -> Location:
+    path = os.path.expanduser(text)
+    if not os.path.isabs(path):
+        try:
+            path = os.path.join(os.getcwd(), path)
+        except FileNotFoundError:
+            message = f"path={shown!r}: the working directory does not exist any more: name an absolute path"
+            raise OptionError(message) from None
+    # Where a symbolic link leads, ".." is not what it seems: that is for the system to say.
+    path = path if ".." in path.split("/") else "/" + os.path.normpath(path).lstrip("/")
+    return Location("", path, shown, path)
+
+
+def _bucket(scheme: str, rest: str, shown: str) -> Location:
+    host, _, key = rest.partition("/")
+    if not host:
+        raise OptionError(f"path={shown!r}: names no bucket")
+    if ":" in host and "@" in rest:
+        raise OptionError(
+            f"path={shown!r}: keys do not go into a URL of an object store, but into the environment or "
+            "storage_options="
+        )
+    parts = [part for part in key.split("/") if part]
+    if {".", ".."} & set(parts) or _UNSAFE.search(key):
+        raise OptionError(
+            f"path={shown!r}: object stores do not agree on a key with . or .. as a part, a backslash, or a "
+            "control character"
+        )
+    return _as_url(scheme, "/".join([host, *parts]))
+
+
+def _http(scheme: str, rest: str, shown: str) -> Location:
+    url = f"{scheme}://{rest}".partition("#")[0]
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        reason = "" if "@" in rest else f" ({error})"
+        advice = "in a password, write %2F for a slash, %3F for ?, %23 for #"
+        raise OptionError(f"path={shown!r}: is no URL{reason}; {advice}") from None
+    if not host:
+        raise OptionError(f"path={shown!r}: names no host")
+    path, mark, query = url.partition("?")
+    address = f"{path.rstrip('/')}{mark}{query}"
+    shown = redact(address).partition("?")[0]
+    return Location(scheme, shown, shown, address)
+
+
+def _other(scheme: str, rest: str, shown: str) -> Location:
+    return _as_url(scheme, rest.rstrip("/"))
+
+
+def _as_url(scheme: str, rest: str) -> Location:
+    address = f"{scheme}://{rest}"
+    return Location(scheme, redact(address), redact(address), address)
+
+
+_KINDS: dict[str, Callable[[str, str, str], Location]] = {
+    **dict.fromkeys(OBJECT_STORES, _bucket),
+    **dict.fromkeys(HTTP, _http),
+}
+
+
+def name_of(path: object) -> str:
+    """Returns what a path or URL is called in messages, and compared by, even if it cannot be one."""
+    try:
+        return locate(path).given
+    except OptionError:
+        return redact(str(path))
+
+
+def redact(text: str) -> str:
+    """Returns a text without the passwords and signatures in the URLs that it holds."""
+    text = _BROKEN_USER.sub(_without_password, text)
+    text = _USER.sub(_without_password, text)
+    text = _QUERY.sub(r"\1?***", text)
+    return _SIGNED.sub(r"\1=***", text)
+
+
+def _without_password(found: re.Match[str]) -> str:
+    scheme, slashes, user = found.groups()
+    if scheme.lower() in HTTP:
+        return f"{scheme}{slashes}***@"  # some services take a token for the name
+    name, colon, _ = user.partition(":")
+    return f"{scheme}{slashes}{name}{':***' if colon else ''}@"

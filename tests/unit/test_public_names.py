@@ -1,0 +1,64 @@
+"""What README and `help()` say is there: names of the package, kinds of values, defaults."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from fastload import options
+from fastload.options import SAVE_SETTINGS, SETTINGS, LoadOptions, SaveOptions, StageOptions
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+PROGRAM = """
+import fastload, json, sys
+early = [name for name in ("parameters", "sizing") if f"fastload.{name}" in sys.modules]
+missing = [name for name in sys.argv[1:] if not hasattr(fastload, name)]
+print(json.dumps([early, missing, "cadence" in dir(fastload), fastload.sizing.__name__]))
+"""
+
+
+def test_what_the_readme_names_is_there_and_costs_nothing_before_it_is_used() -> None:
+    names = {*re.findall(r"\bfastload\.([A-Za-z_]+)", README.read_text())} - {"json"}  # the record, a file
+    assert {"parameters", "sizing", "cadence", "load", "CheckpointManager"} <= names
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *sorted(names)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[], [], True, "fastload.sizing"]
+
+
+@pytest.mark.parametrize("kind", [LoadOptions, SaveOptions, StageOptions])
+def test_signatures_show_the_defaults(kind: Any) -> None:
+    shown = inspect.signature(kind).parameters
+    assert list(shown) == list(inspect.signature(kind.__init__).parameters)[1:]
+    for name, parameter in shown.items():
+        setting = {**SETTINGS, **SAVE_SETTINGS}.get(name)
+        assert parameter.default == (setting.default if setting else False if name == "overwrite" else None)
+    assert "<factory>" not in str(inspect.signature(kind.__init__))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "values"),
+    [
+        (LoadOptions, "strategy", {"auto", "allgather", "broadcast", "direct"}),
+        (LoadOptions, "io", {"auto", "buffered", "direct"}),
+        (SaveOptions, "io", {"auto", "buffered", "direct"}),
+        (StageOptions, "io", {"auto", "buffered", "direct"}),
+        (SaveOptions, "check_replicas", {"off", "sample", "full"}),
+        (SaveOptions, "writers", {int, "auto", "all", "host"}),
+        (SaveOptions, "shared", {bool, "auto"}),
+    ],
+)
+def test_type_checkers_know_the_values(kind: Any, name: str, values: set[Any]) -> None:
+    hint = eval(kind.__annotations__[name], vars(options))
+    flat = {inner for arg in get_args(hint) for inner in (get_args(arg) or (arg,))}
+    assert flat == values
+    for value in values - {int, bool}:
+        assert getattr(kind(**{name: value}), name) == value

@@ -1,0 +1,61 @@
+"""When a reader has ended, and when a read may still write."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fastload.errors import StorageError
+from fastload.formats.manifest import FileEntry
+from fastload.loading.plan import Span
+from fastload.loading.read import ChunkReader
+from fastload.loading.verify import refuse
+from fastload.storage import PatientStorage
+from fastload.storage.local import LocalStorage
+
+_TEXT = b"0123456789abcdef"
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Iterator[PatientStorage]:
+    (tmp_path / "file").write_bytes(_TEXT)
+    storage = PatientStorage(LocalStorage(str(tmp_path)), retries=0, timeout_s=30.0)
+    yield storage
+    storage.close()
+
+
+def reader_of(storage: PatientStorage, name: str) -> ChunkReader:
+    files = [FileEntry(name, len(_TEXT), "", "")]
+    reader = ChunkReader(storage, files, threads=1, verifier=None, on_damage=refuse)
+    reader.start()
+    return reader
+
+
+def test_a_thread_that_is_slow_to_end_is_no_read_under_way(storage: PatientStorage) -> None:
+    reader, buffer, may_end = reader_of(storage, "file"), bytearray(len(_TEXT)), threading.Event()
+    read = reader.submit([Span(0, 0, len(_TEXT), 0)], [memoryview(buffer)])
+    read.result(30.0)
+    later = reader.submit([Span(0, 0, len(_TEXT), 0)], [memoryview(buffer)])
+    later.add_done_callback(lambda _: may_end.wait(30.0))  # as one that has a million buffers to let go of
+    try:
+        later.result(30.0)
+        assert reader.close(wait_s=0.05)
+        assert bytes(buffer) == _TEXT
+    finally:
+        may_end.set()
+
+
+def test_a_read_that_storage_does_not_answer_is_under_way(storage: PatientStorage, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = reader_of(storage, "pipe")
+    read = reader.submit([Span(0, 0, len(_TEXT), 0)], [memoryview(bytearray(len(_TEXT)))])
+    assert not reader.close(wait_s=0.05)  # nobody writes to the pipe: opening it does not return
+    end = os.open(tmp_path / "pipe", os.O_RDWR)
+    os.close(end)
+    with pytest.raises(StorageError):
+        read.result(30.0)
+    assert reader.close(wait_s=30.0)
