@@ -167,7 +167,9 @@ class Pipeline:
                 plan = self._run_plan(plan)
             self._complete = True
         except Interrupted:
-            # Whoever ended the load, that this rank could not read is a part of why.
+            # Whoever ended the load, that this rank could not read is a part of why: those who wait for its
+            # chunk may lose patience before it does.
+            self._read_error = self._read_error or self._reader.overdue(self._world.patience_s / 2)
             if self._read_error is not None:
                 raise self._read_error from None
             raise
@@ -310,7 +312,7 @@ class Pipeline:
 
     def _reason(self, work: Round, late: DeadlineExceeded) -> FastloadError:
         """Somebody else's read, or wire, unless this rank has not even handed over its own chunk."""
-        overdue = None if work.started.is_set() else self._reader.overdue(self._world.patience_s)
+        overdue = None if work.started.is_set() else self._reader.overdue(at_least_s=0.0)
         return overdue or Interrupted(str(late))
 
     def _recycle(self, work: Round) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from operator import itemgetter
 from queue import SimpleQueue
 
 from fastload.errors import StorageError
@@ -57,7 +58,7 @@ class ChunkReader:
         self._num_serving = 0
         self._num_unanswered = 0
         self._at_end: Callable[[], None] | None = None
-        self._under_way: dict[int, Span] = {}
+        self._under_way: dict[int, tuple[float, Span]] = {}  # of each thread: since when, and what
         self._verifier = verifier
         self._on_damage = on_damage
         self.watch = Stopwatch()
@@ -86,15 +87,15 @@ class ChunkReader:
         """Lets reads that have not begun, and retries, end at once."""
         self._storage.stop()
 
-    def overdue(self, within_s: float) -> StorageError | None:
-        """Returns what to say of the read that has been under way for longest; None if none is."""
+    def overdue(self, at_least_s: float) -> StorageError | None:
+        """Returns what to say of the read that has taken longest; None if none has for so long."""
         with self._lock:
-            span = next(iter(self._under_way.values()), None)
-        if span is None:
+            since, span = min(self._under_way.values(), default=(0.0, None), key=itemgetter(0))
+        if span is None or (for_s := time.monotonic() - since) < at_least_s:
             return None
         name = self._files[span.file].name
         return StorageError(
-            f"storage did not answer within {within_s:.1f} s",
+            f"storage did not answer within {for_s:.1f} s",
             url=f"{self._storage.url}/{name}" if name else self._storage.url,
             offset=span.offset,
             nbytes=span.nbytes,
@@ -177,7 +178,7 @@ class ChunkReader:
     def _reading(self, span: Span) -> Iterator[None]:
         me = threading.get_ident()
         with self._lock:
-            self._under_way[me] = span
+            self._under_way[me] = time.monotonic(), span
         try:
             yield
         finally:

@@ -138,7 +138,7 @@ class Sweep:
             with contextlib.suppress(NotYet):
                 read.exception(_TICK_S)
             if not read.done():
-                if time.monotonic() > deadline and (late := self.reader.overdue(self._world.patience_s)):
+                if time.monotonic() > deadline and (late := self.reader.overdue(at_least_s=0.0)):
                     raise late
                 continue
             try:

@@ -22,6 +22,7 @@ import errno
 import fcntl
 import logging
 import os
+import random
 import re
 import time
 from collections.abc import Iterator
@@ -57,6 +58,7 @@ _OWNER, _DATA, _OLD, _NAME = "owner.json", "data", "old", "name"
 _SAVING, _REMOVED = "saving", "removed"
 _TO_REMOVE = re.compile(r"\..+\.[0-9a-f]{16}\.removed", re.DOTALL)
 _NUM_TRIES = 10
+_FIRST_PAUSE_S = 0.002  # doubled from try to try: 2 s in all
 _SILENT_S = 3600.0  # no step of a living save takes that long
 _MAX_OWNER_BYTES = 4096
 _NOBODY = 65534
@@ -96,7 +98,7 @@ def stage(path: str, parent: int) -> Staging:
         path: Where the checkpoint will be.
         parent: Descriptor of the directory that it will be in.
     """
-    for _ in range(_NUM_TRIES):
+    for _ in _tries():
         if (staging := _make(_hidden(path, new_token(), _SAVING, parent), path, parent)) is not None:
             return staging
     raise OSError(errno.EBUSY, "the staging directory is removed again and again", path)
@@ -115,7 +117,7 @@ def resume(path: str, parent: int, token: str) -> Staging:
     """
     place = _hidden(path, token, _SAVING, parent)
     network = _is_on_network(os.path.dirname(path))
-    for _ in range(_NUM_TRIES):
+    for _ in _tries():
         try:
             staging = _make(place, path, parent)
         except FileExistsError:
@@ -140,6 +142,14 @@ def resume(path: str, parent: int, token: str) -> Staging:
         if staging is not None:
             return staging
     raise OSError(errno.EBUSY, "the staging directory is removed again and again", place)
+
+
+def _tries() -> Iterator[int]:
+    """Yields the numbers of the tries, and pauses between them for as long as others may need to get on."""
+    for number in range(_NUM_TRIES):
+        if number:
+            time.sleep(_FIRST_PAUSE_S * 2**number * random.uniform(0.5, 1.5))  # two are not to keep step
+        yield number
 
 
 def _hidden(path: str, token: str, kind: str, parent: int) -> str:

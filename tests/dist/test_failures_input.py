@@ -22,6 +22,7 @@ import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 
 import fastload
+from fastload.agreement import World
 from fastload.storage.local import LocalStorage
 from tests.dist import faults
 from tests.dist.faults import (
@@ -357,17 +358,30 @@ def test_error_that_stays_names_rank_url_range_and_attempts(
         assert end.seconds < TOLD_S
 
 
-def hang(rank: int, world: int, path: Path, strategy: str) -> Outcome:
+def hang(rank: int, world: int, path: Path, strategy: str, patience: float) -> Outcome:
     """Storage never answers one rank; the process ends all the same, through the interpreter's own end."""
     pytest.MonkeyPatch().setattr(os, "_exit", sys.exit)
-    with flaky(hangs=rank == world - 1):
+    hangs, own = rank == world - 1, World.patience_s.fget
+    if hangs:
+        pytest.MonkeyPatch().setattr(World, "patience_s", property(lambda world: patience * own(world)))
+    with flaky(hangs=hangs):
         return outcome_of(lambda: fastload.load(f"flaky://{path}", options=options(strategy=strategy)))
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(1, "direct"), (3, "direct"), (3, "allgather")])
-def test_storage_that_never_answers_one_rank(tmp_path: Path, world: int, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "strategy", "patience"),
+    [
+        (1, "direct", 1.0),
+        (3, "direct", 1.0),
+        (3, "allgather", 1.0),
+        (3, "allgather", 1.5),  # the others, who wait for its chunk, give up before it does
+    ],
+)
+def test_storage_that_never_answers_one_rank(
+    tmp_path: Path, world: int, strategy: str, patience: float
+) -> None:
     path = checkpoint(tmp_path / "x.safetensors")
-    ends = run_ranks(hang, world, deadline_s=20, path=path, strategy=strategy)
+    ends = run_ranks(hang, world, deadline_s=20, path=path, strategy=strategy, patience=patience)
     for end in ends:
         assert end.seconds < TIMEOUT_S + SLACK_S
         assert "storage did not answer" in end.text

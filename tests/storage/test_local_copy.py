@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from fastload.errors import CheckpointExists, OptionError, StorageError
 from fastload.storage import staging
 from fastload.storage.local_copy import STAGED_NAME, LocalCopy
 from fastload.storage.local_target import LocalTarget
+from fastload.storage.owner import Owner
 
 ID = "0123456789abcdef"
 FILES = [("a", 5000), ("b", 0)]
@@ -115,3 +118,16 @@ def test_overwrites_copies_and_checkpoints_only(tmp_path: Path) -> None:
             copy.resume(FILES, ID, overwrite=True)
             copy.abort()
         assert os.listdir(folder) == [name]
+
+
+def test_one_that_is_just_being_made_is_waited_for(tmp_path: Path) -> None:
+    """Between its directory, its owner file, the lock and the name in it, others do not give up."""
+    place = tmp_path / f".copy.{ID}.saving"
+    place.mkdir(0o700)
+    with (place / "owner.json").open("xb") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        timer = threading.Timer(0.1, lambda: os.pwrite(owner.fileno(), Owner.here().to_bytes(), 0))
+        timer.start()
+        with pytest.raises(StorageError, match=f"in use by process {os.getpid()} on "):
+            LocalCopy(str(tmp_path / "copy"), io="auto").resume(FILES, ID, overwrite=False)
+        timer.join()
