@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fastload.api import async_save, inspect, load, open, save, stage, verify
-from fastload.checkpoint import Checkpoint
 from fastload.errors import (
     CheckpointError,
     CheckpointExists,
@@ -23,9 +22,9 @@ from fastload.errors import (
     WorldError,
 )
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
-from fastload.handle import SaveHandle
-from fastload.manager import CheckpointManager
+from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, SaveOptions, StageOptions
+from fastload.ranks import world
 from fastload.report import (
     LoadReport,
     RankReport,
@@ -35,10 +34,12 @@ from fastload.report import (
     StageReport,
     VerifyReport,
 )
-from fastload.workers import worker_context
+from fastload.saving.handle import SaveHandle
+from fastload.training.manager import CheckpointManager
+from fastload.training.workers import worker_context
 
 if TYPE_CHECKING:
-    from fastload import cadence, parameters, sizing
+    from fastload import estimate
 
 __version__ = "0.1.0"
 
@@ -75,23 +76,22 @@ __all__ = [
     "VerifyReport",
     "WorldError",
     "async_save",
-    "cadence",
+    "estimate",
     "inspect",
     "load",
     "open",
-    "parameters",
     "save",
-    "sizing",
     "stage",
     "verify",
     "worker_context",
+    "world",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Imports the formulas when they are first used."""
-    if name in ("cadence", "parameters", "sizing"):
-        return import_module(f"fastload.{name}")
+    if name == "estimate":
+        return import_module("fastload.estimate")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

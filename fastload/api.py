@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from fastload.checkpoint import Checkpoint
 from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, OptionError
 from fastload.formats.manifest import Manifest
 from fastload.formats.safetensors import read_manifest
-from fastload.handle import SaveHandle
 from fastload.loading.access import Access, agree_on_access
+from fastload.loading.checkpoint import Checkpoint
 from fastload.options import SAVE_SETTINGS, SETTINGS, LoadOptions, SaveOptions, StageOptions
+from fastload.ranks.world import World, meet
 from fastload.report import SaveReport, StageReport, VerifyReport
-from fastload.saver import Save
-from fastload.stager import Stage
+from fastload.saving.handle import SaveHandle
+from fastload.saving.save import Save
+from fastload.staging.stage import Stage
 from fastload.storage import Location, PatientStorage, locate, name_of, open_storage
-from fastload.world import World, meet
 
 __all__ = ["async_save", "inspect", "load", "open", "save", "stage", "verify"]
 

@@ -24,8 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import fastload
-from fastload.memory import state_digest
-from fastload.world import initialize
+from fastload.formats.state import state_digest
 
 VOCABULARY = 128  # ASCII
 _WORDS = "one rank reads a part of it and every rank ends with the whole state of the model".split()
@@ -188,7 +187,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     logging.basicConfig(level=logging.WARNING)
-    rank, device = initialize(args.device)  # torchrun, srun, or alone
+    rank, device = fastload.world.initialize(args.device)  # torchrun, srun, or alone
     every = {"every_steps": args.save_every, "every_seconds": args.save_seconds}
     # First of all: from here on the signals of Slurm do not end the process.
     with fastload.CheckpointManager(args.root, keep_last=args.keep_last, **every) as manager:

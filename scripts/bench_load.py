@@ -51,7 +51,7 @@ from rich.table import Table
 
 import fastload
 from fastload import LoadOptions, LoadReport
-from fastload.memory import state_digest
+from fastload.formats.state import state_digest
 
 Arm = Callable[[], baselines.State]
 

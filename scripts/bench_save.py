@@ -43,7 +43,7 @@ from bench_parts.job import (
 from bench_parts.save_training import Training
 
 import fastload
-from fastload.memory import state_digest
+from fastload.formats.state import state_digest
 from fastload.options import SaveOptions
 from fastload.saving.snapshot import Snapshot
 

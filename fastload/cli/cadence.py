@@ -9,7 +9,6 @@ import click
 from rich import box
 from rich.table import Table
 
-from fastload import cadence as theory
 from fastload.cli.console import stdout
 from fastload.cli.ettr_plot import draw_ettr
 from fastload.cli.model import Model, describe, model_as_json, model_options, world_options
@@ -25,8 +24,9 @@ from fastload.cli.quantities import (
     print_json,
 )
 from fastload.errors import OptionError
-from fastload.sizing import overhead, topology
-from fastload.units import format_duration
+from fastload.estimate import cadence as theory
+from fastload.estimate.sizing import overhead, topology
+from fastload.estimate.units import format_duration
 
 __all__ = ["cadence"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastload.cadence import Recommendation, ettr
 from fastload.errors import FastloadError, OptionError
-from fastload.units import format_duration
+from fastload.estimate.cadence import Recommendation, ettr
+from fastload.estimate.units import format_duration
 
 __all__ = ["draw_ettr"]
 

@@ -14,12 +14,11 @@ from rich.table import Table
 import fastload
 from fastload.cli.console import errors_to_exit_code, progress, shown, stdout
 from fastload.errors import FastloadError
-from fastload.formats.state import describe
-from fastload.memory import state_digest
+from fastload.formats.state import describe, state_digest
 from fastload.options import SETTINGS, STRATEGIES
+from fastload.ranks.world import agree, initialize
 from fastload.storage import locate
 from fastload.storage.own_files import require_writable
-from fastload.world import agree, initialize
 
 __all__ = ["inspect", "load"]
 

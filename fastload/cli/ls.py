@@ -10,11 +10,11 @@ import click
 from rich.filesize import decimal
 from rich.table import Table
 
-from fastload.catalog import Catalog, Entry
 from fastload.cli.console import errors_to_exit_code, progress, shown, stdout
 from fastload.errors import CheckpointNotFound
 from fastload.options import LoadOptions
-from fastload.retention import Retention
+from fastload.training.catalog import Catalog, Entry
+from fastload.training.retention import Retention
 
 __all__ = ["ls", "prune"]
 

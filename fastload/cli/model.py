@@ -15,10 +15,10 @@ import fastload
 from fastload.cli.console import errors_to_exit_code, shown
 from fastload.cli.quantities import COUNT, NUMBER, SIZE
 from fastload.errors import CheckpointNotFound, OptionError
-from fastload.parameters import Parameters, of_config, of_shape
-from fastload.sizing import DEFAULT_RECIPE, RECIPES, checkpoint_bytes
+from fastload.estimate.parameters import Parameters, of_config, of_shape
+from fastload.estimate.sizing import DEFAULT_RECIPE, RECIPES, checkpoint_bytes
+from fastload.estimate.units import format_bytes, format_count, parse_parameters
 from fastload.storage import open_storage, redact
-from fastload.units import format_bytes, format_count, parse_parameters
 
 __all__ = ["Model", "describe", "model_as_json", "model_options", "world_options"]
 

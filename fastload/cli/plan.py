@@ -13,17 +13,17 @@ from rich import box
 from rich.table import Table
 
 import fastload
+from fastload.base.trace import RankTrace, Span, chrome_events, to_json
 from fastload.cli.console import errors_to_exit_code, stdout
 from fastload.cli.quantities import COUNT, LINK_RATE, SIZE
 from fastload.errors import OptionError
+from fastload.estimate.simulate import STRATEGIES, Cluster, Prediction, predict
+from fastload.estimate.units import format_bytes, format_duration, format_rate
 from fastload.formats.manifest import TensorEntry
-from fastload.loading.plan import ReadPlan
-from fastload.loading.simulate import STRATEGIES, Cluster, Prediction, predict
 from fastload.options import LoadOptions
 from fastload.storage import locate
 from fastload.storage.own_files import write_text
-from fastload.trace import RankTrace, Span, chrome_events, to_json
-from fastload.units import format_bytes, format_duration, format_rate
+from fastload.transfer.plan import ReadPlan
 
 __all__ = ["plan"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from fastload.errors import OptionError
-from fastload.units import (
+from fastload.estimate.units import (
     parse_bytes_per_s,
     parse_duration_s,
     parse_fraction,

@@ -13,8 +13,16 @@ from fastload.cli.console import stdout
 from fastload.cli.model import Model, describe, model_as_json, model_options, world_options
 from fastload.cli.quantities import COUNT, RATE, TIME, output_options, print_csv, print_json
 from fastload.errors import OptionError
-from fastload.sizing import RECIPES, Topology, Transfer, checkpoint_bytes, overhead, topology, transfers
-from fastload.units import format_bytes, format_duration, format_rate
+from fastload.estimate.sizing import (
+    RECIPES,
+    Topology,
+    Transfer,
+    checkpoint_bytes,
+    overhead,
+    topology,
+    transfers,
+)
+from fastload.estimate.units import format_bytes, format_duration, format_rate
 
 __all__ = ["size"]
 

@@ -13,7 +13,7 @@ from rich.table import Table
 import fastload
 from fastload.cli.console import errors_to_exit_code, progress, stdout
 from fastload.options import StageOptions
-from fastload.world import initialize
+from fastload.ranks.world import initialize
 
 __all__ = ["stage"]
 

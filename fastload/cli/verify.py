@@ -9,7 +9,7 @@ from rich.filesize import decimal
 
 import fastload
 from fastload.cli.console import errors_to_exit_code, progress, stdout
-from fastload.world import initialize
+from fastload.ranks.world import initialize
 
 __all__ = ["verify"]
 

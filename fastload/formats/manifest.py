@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from fastload.memory import uncollected
+from fastload.base.memory import uncollected
 
 __all__ = ["FileEntry", "Manifest", "TensorEntry"]
 

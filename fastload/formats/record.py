@@ -16,9 +16,9 @@ from typing import Any
 
 import xxhash
 
+from fastload.base.memory import uncollected
 from fastload.errors import ChecksumError, ManifestError
 from fastload.formats.untrusted import is_plain_path, is_size, parse_json, parse_metadata, show
-from fastload.memory import uncollected
 from fastload.storage.target import RECORD_NAME
 
 __all__ = [

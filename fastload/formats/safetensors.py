@@ -18,6 +18,7 @@ from typing import Any
 
 import xxhash
 
+from fastload.base.memory import uncollected
 from fastload.errors import CheckpointNotFound, ChecksumError, IncompleteCheckpoint, ManifestError
 from fastload.formats.dtypes import DTYPES
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
@@ -39,7 +40,6 @@ from fastload.formats.untrusted import (
     parse_metadata,
     show,
 )
-from fastload.memory import uncollected
 from fastload.storage.base import FileStat, Storage
 from fastload.storage.target import RECORD_NAME, SAVING_NAME
 

@@ -33,18 +33,30 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
 from torch import Tensor
 
+from fastload.base.memory import byte_view, host_view, uncollected
 from fastload.errors import FastloadError, ManifestError, OptionError
 from fastload.formats.describer import Describer
 from fastload.formats.rebuilder import Rebuilder
 from fastload.formats.saved import SavedTensor, children_of, leaf_of, leaves_of
 from fastload.formats.values import show_path
-from fastload.memory import uncollected
 
-__all__ = ["Description", "Rebuilder", "SavedTensor", "children", "describe", "leaf", "leaves", "rebuild"]
+__all__ = [
+    "Description",
+    "Rebuilder",
+    "SavedTensor",
+    "children",
+    "describe",
+    "leaf",
+    "leaves",
+    "rebuild",
+    "state_digest",
+]
 
 _MAX_PROBLEMS = 20
+_DIGEST_PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -150,3 +162,14 @@ def _distrusting(path: Sequence[Any] | None = None) -> Iterator[None]:
         where = "" if path is None else f", at {show_path(path)}"
         why = str(error)[:400]  # however long a hostile text made it
         raise ManifestError(f"the structure of the state{where}: {why}") from None
+
+
+def state_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Returns one xxh3-128 digest of names, dtypes, shapes and bytes, the same wherever the tensors live."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().contiguous()
+        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        for piece in byte_view(tensor).split(_DIGEST_PIECE_BYTES):
+            digest.update(host_view(piece.cpu()))
+    return digest.hexdigest()

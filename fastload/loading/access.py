@@ -9,9 +9,9 @@ from typing import Any
 from fastload.errors import CheckpointNotFound
 from fastload.formats.manifest import Manifest
 from fastload.formats.safetensors import header_digest, read_manifest, record_digest
+from fastload.ranks.world import World, require_same
 from fastload.storage import PatientStorage, Storage
 from fastload.storage.target import RECORD_NAME, SAVING_NAME
-from fastload.world import World, require_same
 
 __all__ = ["Access", "agree_on_access"]
 

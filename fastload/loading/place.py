@@ -12,8 +12,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from fastload.base.memory import byte_view, round_up, runs
 from fastload.formats.manifest import TensorEntry
-from fastload.memory import byte_view, round_up, runs
 
 __all__ = ["Destination", "Placer"]
 

@@ -12,17 +12,17 @@ from concurrent.futures import TimeoutError as NotYet
 from dataclasses import asdict, replace
 from typing import Any
 
+from fastload.base.memory import allocate_staging, host_view
 from fastload.errors import ChecksumError, Interrupted
 from fastload.formats.record import CHECKSUM_BYTES
 from fastload.loading.access import Access
-from fastload.loading.pipeline import read_threads
-from fastload.loading.plan import ReadPlan, plan_reads
-from fastload.loading.read import ChunkReader
-from fastload.loading.verify import Damage, Verifier
-from fastload.memory import allocate_staging, host_view
 from fastload.options import LoadOptions
+from fastload.ranks.world import World, require_same
 from fastload.report import RankReport, VerifyReport
-from fastload.world import World, require_same
+from fastload.transfer.pipeline import read_threads
+from fastload.transfer.plan import ReadPlan, plan_reads
+from fastload.transfer.read import ChunkReader
+from fastload.transfer.verify import Damage, Verifier
 
 __all__ = ["Sweep"]
 

@@ -9,12 +9,12 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from fastload.base.memory import allocate, byte_view
 from fastload.errors import ManifestError, MismatchError
 from fastload.formats.dtypes import DTYPES, torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.state import SavedTensor
 from fastload.loading.place import Destination
-from fastload.memory import allocate, byte_view
 
 __all__ = ["Arrivals", "Wants", "identity", "materialize", "misfit", "target_dtype"]
 

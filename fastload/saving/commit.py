@@ -11,7 +11,7 @@ import xxhash
 from fastload.errors import StorageError
 from fastload.formats.record import CHECKSUM_BYTES, Record, RecordedFile, checksum, num_blocks
 from fastload.formats.safetensors import INDEX_NAME
-from fastload.saving.hash import Checksums
+from fastload.saving.hashing import Checksums
 from fastload.saving.layout import Layout
 from fastload.storage import RECORD_NAME, Target
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import xxhash
 
-from fastload.agreement import World
+from fastload.base.memory import allocate_staging, host_view
 from fastload.errors import ReplicaMismatch
 from fastload.formats.manifest import TensorEntry
-from fastload.memory import allocate_staging, host_view
+from fastload.ranks.agreement import World
+from fastload.saving.assign import FileRange, cut
 from fastload.saving.layout import Layout
-from fastload.saving.partition import FileRange, cut
 from fastload.saving.snapshot import Source
 
 __all__ = ["compare_replicas", "replica_digests"]

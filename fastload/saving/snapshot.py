@@ -9,11 +9,11 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from fastload.base.memory import PAGE_BYTES, allocate_staging, byte_view, host_view, round_up, runs
+from fastload.base.stopwatch import Stopwatch
 from fastload.formats.manifest import TensorEntry
-from fastload.memory import PAGE_BYTES, allocate_staging, byte_view, host_view, round_up, runs
-from fastload.report import Stopwatch
+from fastload.saving.assign import FileRange, tensors_within
 from fastload.saving.layout import Layout
-from fastload.saving.partition import FileRange, tensors_within
 
 __all__ = ["Slabs", "Snapshot", "Source", "Staging"]
 

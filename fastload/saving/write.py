@@ -11,14 +11,14 @@ from concurrent.futures import TimeoutError as NotYet
 from functools import partial
 from typing import Any, TypeVar
 
+from fastload.base.stopwatch import Stopwatch
+from fastload.base.threads import Workers
 from fastload.errors import Interrupted, StorageError
-from fastload.patience import Workers
-from fastload.report import Stopwatch
-from fastload.saving.hash import BlockHasher
-from fastload.saving.partition import FileRange
+from fastload.ranks.world import World
+from fastload.saving.assign import FileRange
+from fastload.saving.hashing import BlockHasher
 from fastload.saving.snapshot import Slabs
 from fastload.storage import Target
-from fastload.world import World
 
 __all__ = ["Writing"]
 

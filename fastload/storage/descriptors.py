@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
 
-from fastload.patience import ProcessLock
+from fastload.base.threads import ProcessLock
 
 __all__ = ["Descriptor", "DescriptorPool"]
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 
+from fastload.base.memory import PAGE_BYTES, round_up
+from fastload.base.threads import ProcessLock
 from fastload.errors import StorageError
-from fastload.memory import PAGE_BYTES, round_up
-from fastload.patience import ProcessLock
 from fastload.storage.base import ByteCounter, FileStat, Folder, take
 from fastload.storage.descriptors import Descriptor, DescriptorPool
 

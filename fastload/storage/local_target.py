@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import cached_property, partial
 from typing import Any
 
+from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import FastloadError, StorageError
-from fastload.memory import PAGE_BYTES, round_up
 from fastload.storage import folders, staging
 from fastload.storage.descriptors import Descriptor, DescriptorPool
 from fastload.storage.local import IN_MEMORY_TYPES, file_system_type, is_network

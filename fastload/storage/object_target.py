@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from fastload.base.threads import each
 from fastload.errors import CheckpointExists, DeadlineExceeded, FastloadError, StorageError
-from fastload.patience import each
 from fastload.storage.beside import replaced_names
 from fastload.storage.bucket import Bucket, Stream
 from fastload.storage.owner import Owner

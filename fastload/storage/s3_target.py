@@ -12,9 +12,9 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
+from fastload.base.memory import round_up
+from fastload.base.threads import ProcessLock, each, within
 from fastload.errors import OptionError
-from fastload.memory import round_up
-from fastload.patience import ProcessLock, each, within
 from fastload.storage.bucket import ObstoreBucket
 from fastload.storage.object_target import NUM_REQUESTS, ObjectTarget
 from fastload.storage.objects import s3_settings

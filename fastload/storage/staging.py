@@ -145,11 +145,10 @@ def resume(path: str, parent: int, token: str) -> Staging:
 
 
 def _tries() -> Iterator[int]:
-    """Yields the numbers of the tries, and pauses between them for as long as others may need to get on."""
+    """Yields the numbers of tries, with pauses in which others get on."""
     for number in range(_NUM_TRIES):
-        if number:
-            time.sleep(_FIRST_PAUSE_S * 2**number * random.uniform(0.5, 1.5))  # two are not to keep step
         yield number
+        time.sleep(_FIRST_PAUSE_S * 2**number * random.uniform(0.5, 1.5))  # two are not to keep step
 
 
 def _hidden(path: str, token: str, kind: str, parent: int) -> str:

@@ -17,8 +17,8 @@ from fsspec import AbstractFileSystem
 from torch import Tensor
 
 import fastload
-from fastload.loading.plan import Span, plan_reads
-from fastload.memory import host_view
+from fastload.base.memory import host_view
+from fastload.transfer.plan import Span, plan_reads
 
 State = dict[str, Tensor]
 

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.local import LocalFileSystem
 
 from bench_parts import baselines, lab_arms
-from fastload.memory import allocate_staging
+from fastload.base.memory import allocate_staging
 
 REFERENCE = "reference: direct reads"
 _BLOCK_BYTES = 4 << 20

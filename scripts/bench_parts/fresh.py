@@ -20,7 +20,7 @@ from bench_parts import baselines
 from bench_parts.job import MIB, all_ranks, peak_bytes, run_on_ranks
 from bench_parts.tables import print_table
 from fastload import LoadOptions
-from fastload.memory import state_digest
+from fastload.formats.state import state_digest
 
 PLAIN, SAVED = "checkpoint", "saved"  # what safetensors wrote, and what fastload saved
 MAPPED, CLONED = "load_file, mapped", "load_file, then clone of each tensor"

@@ -68,7 +68,7 @@ def make_checkpoint(folder: Path, nbytes: int, num_files: int) -> Checkpoint:
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import load_file
 
-    from fastload.memory import state_digest
+    from fastload.formats.state import state_digest
 
     maker = [sys.executable, str(SCRIPTS / "make_checkpoint.py"), str(folder / _SAFETENSORS)]
     subprocess.run([*maker, "--size", str(nbytes), "--files", str(num_files)], check=True)

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from bench_parts.lab_arms import Arm, Places, make_arms, set_peer_env
 from bench_parts.lab_ranks import Ranks, describe, own_cpu_s
 from bench_parts.tables import FLOOR
-from fastload.memory import allocate_staging, state_digest
+from fastload.base.memory import allocate_staging
+from fastload.formats.state import state_digest
 
 _MOUNT_S = 10.0
 

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from fastload.formats.manifest import TensorEntry
-from fastload.loading.plan import ReadPlan, plan_reads
+from fastload.transfer.plan import ReadPlan, plan_reads
 
 MIB = 2**20
 

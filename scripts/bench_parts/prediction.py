@@ -11,8 +11,8 @@ from rich.table import Table
 
 from bench_parts.lab_tables import cells
 from bench_parts.tables import print_table
+from fastload.estimate.simulate import Cluster, predict
 from fastload.formats.manifest import TensorEntry
-from fastload.loading.simulate import Cluster, predict
 from fastload.options import SETTINGS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lab"))

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 import fastload
 from fastload import SaveOptions, SaveReport
-from fastload.memory import allocate_staging, byte_view, host_view
+from fastload.base.memory import allocate_staging, byte_view, host_view
 
 State = dict[str, torch.Tensor]
 Wait = Callable[[], object]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import fastload
 from bench_parts.save_arms import State
 from fastload import SaveOptions, SaveReport
-from fastload.memory import byte_view, host_view
+from fastload.base.memory import byte_view, host_view
 
 Save = Callable[[State, str], SaveReport | None]
 

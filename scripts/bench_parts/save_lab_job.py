@@ -22,7 +22,7 @@ import fastload
 from bench_parts.lab_ranks import Ranks, describe, own_cpu_s
 from bench_parts.save_arms import State, make_state, nbytes_of
 from bench_parts.save_lab_arms import Save, make_arms, make_bucket, remove, stored
-from fastload.memory import state_digest
+from fastload.formats.state import state_digest
 
 _SMALL_BYTES = 8 << 20
 

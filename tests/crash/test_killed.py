@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fastload import saver
+from fastload.saving import save as saver
 from tests.crash.saves import (
     End,
     Struck,

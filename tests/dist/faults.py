@@ -16,13 +16,14 @@ import torch
 from safetensors.torch import save_file
 
 import fastload
-from fastload import world, checkpoint as checkpoints
+from fastload.loading import checkpoint as checkpoints
+from fastload.ranks import world
 from fastload.errors import PeerError
 from fastload.loading import access
-from fastload.loading.exchange import RingExchange
-from fastload.loading.pipeline import Pipeline
-from fastload.loading.read import ChunkReader
-from fastload.loading.rounds import LocalExchange
+from fastload.transfer.exchange import RingExchange
+from fastload.transfer.pipeline import Pipeline
+from fastload.transfer.read import ChunkReader
+from fastload.transfer.rounds import LocalExchange
 from fastload.storage.local import LocalStorage
 
 TIMEOUT_S = 1.6

@@ -22,8 +22,9 @@ import torch.distributed as dist
 
 import fastload
 from fastload.errors import PeerError, StorageError
-from fastload.loading import exchange, rounds, wants
-from fastload.patience import background
+from fastload.loading import wants
+from fastload.transfer import exchange, rounds
+from fastload.base.threads import background
 from fastload.storage.local import LocalStorage
 from tests.dist import faults
 from tests.dist.faults import (

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fastload
-from fastload.memory import state_digest
+from fastload.formats.state import state_digest
 from tests.checkpoints import assert_same_bits, load_reference, write_file
 from tests.dist.harness import ranks
 

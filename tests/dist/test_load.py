@@ -18,7 +18,7 @@ from torch import nn
 
 import fastload
 from fastload.loading.place import Placer
-from fastload.memory import state_digest
+from fastload.formats.state import state_digest
 from tests.checkpoints import (
     BITS,
     Row,
@@ -640,7 +640,7 @@ def test_one_process_alone(path: Path, strategy: str) -> None:
 def test_one_process_needs_no_torch_distributed_set_up(path: Path) -> None:
     script = (
         "import sys, torch.distributed as dist, fastload\n"
-        "from fastload.memory import state_digest\n"
+        "from fastload.formats.state import state_digest\n"
         "print(state_digest(fastload.load(sys.argv[1])), dist.is_initialized())\n"
     )
     root = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fastload
-from fastload.loading.simulate import Cluster, predict
+from fastload.estimate.simulate import Cluster, predict
 from scripts.bench_parts.throttled_storage import Link, ThrottledFiles
 from tests.checkpoints import write_file
 from tests.dist.harness import ranks

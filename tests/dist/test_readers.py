@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastload
-from fastload.memory import state_digest
+from fastload.formats.state import state_digest
 from tests.checkpoints import assert_same_bits, load_reference, write_file, write_sharded
 from tests.dist.harness import ranks
 from tests.dist.hosts import can_mount, mount_memory

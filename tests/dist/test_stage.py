@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fastload
-from fastload.memory import state_digest
+from fastload.formats.state import state_digest
 from tests.checkpoints import (
     flip,
     assert_same_bits,

@@ -12,7 +12,7 @@ import torch
 
 import fastload
 from fastload.errors import ChecksumError
-from fastload.memory import state_digest
+from fastload.formats.state import state_digest
 from fastload.storage.local import LocalStorage
 from tests.checkpoints import assert_same_bits, flip, load_reference, record_by_hand, write_sharded
 from tests.dist.faults import fastload_threads

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import fastload
-from fastload.memory import state_digest
+from fastload.formats.state import state_digest
 from tests.checkpoints import flip, load_reference, record_by_hand, write_file, write_sharded
 from tests.e2e.forked import run_forked
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from fastload.memory import state_digest
+from fastload.formats.state import state_digest
 from tests.checkpoints import load_reference, write_file
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +73,7 @@ def test_launchers_that_have_not_restarted_as_often(load: list[str]) -> None:
             rank.communicate()
 
 
-# What a user's own program does: it knows nothing of `fastload.world`.
+# What a user's own program does: it knows nothing of `fastload.ranks.world`.
 _STOCK = """
 import os, signal, sys
 import torch.distributed as dist

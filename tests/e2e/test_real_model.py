@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 import fastload
-from fastload.memory import state_digest
+from fastload.formats.state import state_digest
 from tests.checkpoints import assert_own_storage, assert_same_bits
 from tests.dist.harness import ranks
 from tests.e2e.readme_program import adapted, python_blocks

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fastload
-from fastload.loading.plan import DISTRESS_BYTES, NOTICE_BYTES
-from fastload.loading.rounds import UNREADABLE, Round, Slots
-from fastload.memory import state_digest
+from fastload.formats.state import state_digest
+from fastload.transfer.plan import DISTRESS_BYTES, NOTICE_BYTES
+from fastload.transfer.rounds import UNREADABLE, Round, Slots
 from tests.checkpoints import flip
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import fastload
 from fastload.errors import FastloadError, PeerError
-from fastload.memory import state_digest
+from fastload.formats.state import state_digest
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fastload.memory import state_digest
+from fastload.formats.state import state_digest
 from tests.checkpoints import load_reference, write_sharded
 from tests.lab.test_lab import HOST_2, LAB, PREFIX, STORAGE, lab, why_not
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import fastload
-from fastload.memory import state_digest
+from fastload.formats.state import state_digest
 from tests.lab.test_lab import HOST_1, HOST_2, LAB, PREFIX, lab, why_not
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(240)]

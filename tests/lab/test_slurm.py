@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fastload.memory import state_digest
+from fastload.formats.state import state_digest
 from tests.checkpoints import load_reference, write_sharded
 from tests.lab.test_lab import HOST_1, LAB, NAME, PREFIX, lab, why_not
 

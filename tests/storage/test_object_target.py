@@ -17,8 +17,8 @@ import fsspec
 import pytest
 
 from fastload.errors import CheckpointExists, OptionError, StorageError
+from fastload.saving.assign import partition
 from fastload.saving.layout import TensorSpec, lay_out
-from fastload.saving.partition import partition
 from fastload.storage import RECORD_NAME, SAVING_NAME, object_target, open_target, s3_target
 from fastload.storage.bucket import FsspecBucket
 from fastload.storage.object_target import ObjectTarget

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import fastload
+from fastload.base.threads import ProcessLock
 from fastload.errors import (
     CheckpointNotFound,
     FastloadError,
@@ -22,7 +23,6 @@ from fastload.errors import (
     StorageError,
     WorldError,
 )
-from fastload.patience import ProcessLock
 from fastload.storage.descriptors import Descriptor, DescriptorPool
 from tests.checkpoints import write_file
 from tests.dist.harness import ranks

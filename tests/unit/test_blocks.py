@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
-from fastload.loading.blocks import Inventory, as_ranges, held_by_all, take_inventory
-from fastload.loading.place_files import JOURNAL_ENTRY_BYTES, parse_journal
+from fastload.staging.inventory import Inventory, as_ranges, held_by_all, take_inventory
+from fastload.staging.place_files import JOURNAL_ENTRY_BYTES, parse_journal
 
 HEADER_BYTES = 77
 

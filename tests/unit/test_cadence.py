@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastload.cadence import (
+from fastload.errors import OptionError
+from fastload.estimate.cadence import (
     DEFAULT_FAILURES_PER_HOST_S,
     Cadence,
     Recommendation,
@@ -26,7 +27,6 @@ from fastload.cadence import (
     recoverable_probability,
     young_s,
 )
-from fastload.errors import OptionError
 
 HOUR_S = 3600.0
 TRILLION_MTBF_S, TRILLION_STALL_S = job_mtbf_s(3072 // 8, DEFAULT_FAILURES_PER_HOST_S), 13_800 / 273

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import WorldError
-from fastload.world import Launch, from_env
+from fastload.ranks.world import Launch, from_env
 
 _TORCHRUN = {
     "RANK": "5",

@@ -24,8 +24,8 @@ from fastload.formats.manifest import TensorEntry
 from fastload.formats.record import num_blocks
 from fastload.formats.safetensors import parse_header
 from fastload.saving import layout as layout_module
+from fastload.saving.assign import FileRange, blocks_of, partition
 from fastload.saving.layout import Layout, TensorSpec, lay_out
-from fastload.saving.partition import FileRange, blocks_of, partition
 
 METADATA = {"format": "pt"}
 SIZES = {"U8": 1, "BF16": 2, "F32": 4, "I64": 8, "C64": 8}

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastload import memory
-from fastload.memory import allocate, allocate_staging, uncollected
+from fastload.base import memory
+from fastload.base.memory import allocate, allocate_staging, uncollected
 
 _NBYTES = 8 << 20
 _LARGE_NBYTES = 40 << 20  # above what malloc may keep for the next allocation

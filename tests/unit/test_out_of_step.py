@@ -16,9 +16,9 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fastload.agreement import World
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError, PlanMismatch
-from fastload.world import join_in
+from fastload.ranks.agreement import World
+from fastload.ranks.world import join_in
 
 SHORT_S, LONG_S = 0.12, 30.0
 _BITS = st.integers(1, 7)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from fastload import pacing
 from fastload.errors import OptionError
-from fastload.pacing import Pace, Rhythm, Steady
+from fastload.training import pacing
+from fastload.training.pacing import Pace, Rhythm, Steady
 
 
 class Clock:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from fastload.base.stopwatch import Stopwatch
 from fastload.errors import ChecksumError
 from fastload.formats.manifest import TensorEntry
-from fastload.loading.pipeline import Pipeline
 from fastload.loading.place import Destination, Placer
-from fastload.loading.plan import DISTRESS_BYTES, plan_reads
-from fastload.loading.rounds import LocalExchange, Round
-from fastload.report import Stopwatch
-from fastload.world import World
+from fastload.ranks.world import World
+from fastload.transfer.pipeline import Pipeline
+from fastload.transfer.plan import DISTRESS_BYTES, plan_reads
+from fastload.transfer.rounds import LocalExchange, Round
 
 _NBYTES = 1 << 16
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fastload.base.memory import host_view
 from fastload.formats.manifest import TensorEntry
 from fastload.loading.place import Destination, Placer
-from fastload.memory import host_view
 from tests.checkpoints import raw
 
 DTYPES = [

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from fastload.base.memory import PAGE_BYTES
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
-from fastload.loading.plan import NOTICE_BYTES, Chunk, ReadPlan, Span, plan_reads
-from fastload.memory import PAGE_BYTES
+from fastload.transfer.plan import NOTICE_BYTES, Chunk, ReadPlan, Span, plan_reads
 
 
 def entries(*sizes_and_gaps: tuple[int, int, bool]) -> list[TensorEntry]:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastload.base.memory import PAGE_BYTES
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
-from fastload.loading.plan import NOTICE_BYTES, ReadPlan, plan_reads
-from fastload.memory import PAGE_BYTES
+from fastload.transfer.plan import NOTICE_BYTES, ReadPlan, plan_reads
 from tests.unit.test_plan import entries, share_bytes, wanted_bytes, wanted_tensors
 
 MIB = 1 << 20

@@ -18,20 +18,20 @@ from fastload.options import SAVE_SETTINGS, SETTINGS, LoadOptions, SaveOptions, 
 README = Path(__file__).resolve().parents[2] / "README.md"
 PROGRAM = """
 import fastload, json, sys
-early = [name for name in ("parameters", "sizing") if f"fastload.{name}" in sys.modules]
+early = [name for name in ("parameters", "sizing", "simulate") if f"fastload.estimate.{name}" in sys.modules]
 missing = [name for name in sys.argv[1:] if not hasattr(fastload, name)]
-print(json.dumps([early, missing, "cadence" in dir(fastload), fastload.sizing.__name__]))
+print(json.dumps([early, missing, "estimate" in dir(fastload), fastload.estimate.sizing.__name__]))
 """
 
 
 def test_what_the_readme_names_is_there_and_costs_nothing_before_it_is_used() -> None:
     names = {*re.findall(r"\bfastload\.([A-Za-z_]+)", README.read_text())} - {"json"}  # the record, a file
-    assert {"parameters", "sizing", "cadence", "load", "CheckpointManager"} <= names
+    assert {"estimate", "load", "CheckpointManager"} <= names
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *sorted(names)], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [[], [], True, "fastload.sizing"]
+    assert json.loads(done.stdout) == [[], [], True, "fastload.estimate.sizing"]
 
 
 @pytest.mark.parametrize("kind", [LoadOptions, SaveOptions, StageOptions])

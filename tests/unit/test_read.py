@@ -11,11 +11,11 @@ import pytest
 
 from fastload.errors import StorageError
 from fastload.formats.manifest import FileEntry
-from fastload.loading.plan import Span
-from fastload.loading.read import ChunkReader
-from fastload.loading.verify import refuse
 from fastload.storage import PatientStorage
 from fastload.storage.local import LocalStorage
+from fastload.transfer.plan import Span
+from fastload.transfer.read import ChunkReader
+from fastload.transfer.verify import refuse
 
 _TEXT = b"0123456789abcdef"
 

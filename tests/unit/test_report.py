@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
-from fastload import report
-from fastload.report import LoadReport, RankReport, Stopwatch
+from fastload.base import stopwatch
+from fastload.base.stopwatch import Stopwatch
+from fastload.report import LoadReport, RankReport
 
 
 class Clock:
@@ -22,7 +23,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(report, "time", clock)
+    monkeypatch.setattr(stopwatch, "time", clock)
     return clock
 
 

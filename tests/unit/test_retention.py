@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import OptionError
-from fastload.retention import Point, Retention, Saved, branch_for
+from fastload.training.retention import Point, Retention, Saved, branch_for
 
 rules = st.builds(
     Retention,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fastload.loading.plan import DISTRESS_BYTES, NOTICE_BYTES
-from fastload.loading.rounds import FAILED, UNREADABLE, Round, Slots
+from fastload.transfer.plan import DISTRESS_BYTES, NOTICE_BYTES
+from fastload.transfer.rounds import FAILED, UNREADABLE, Round, Slots
 
 _DISTRESS = bytes(range(100, 100 + DISTRESS_BYTES))
 

@@ -13,10 +13,10 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 
 MAX_LINES = 400
 # What may name them (an import for type checkers only is free: it does not happen).
-DISTRIBUTED = {"agreement.py", "world.py", "loading/exchange.py"}
-ENVIRONMENT = {"launch.py", "options.py", "world.py"}
+DISTRIBUTED = {"ranks/agreement.py", "ranks/world.py", "transfer/exchange.py"}
+ENVIRONMENT = {"ranks/launch.py", "options.py", "ranks/world.py"}
 FILES = {
-    "memory.py",  # what the kernel says of memory
+    "base/memory.py",  # what the kernel says of memory
     "storage/folders.py",
     "storage/local.py",
     "storage/local_copy.py",
@@ -27,18 +27,18 @@ FILES = {
     "storage/staging.py",
 }
 PURE = {
-    "cadence.py",
+    "estimate/cadence.py",
     "formats/manifest.py",
     "formats/record.py",
-    "loading/blocks.py",
-    "loading/plan.py",
-    "loading/simulate.py",
-    "parameters.py",
-    "retention.py",
+    "staging/inventory.py",
+    "transfer/plan.py",
+    "estimate/simulate.py",
+    "estimate/parameters.py",
+    "training/retention.py",
     "saving/layout.py",
-    "saving/partition.py",
-    "sizing.py",
-    "units.py",
+    "saving/assign.py",
+    "estimate/sizing.py",
+    "estimate/units.py",
 }
 
 ENVIRONMENT_NAMES = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
@@ -135,15 +135,15 @@ def test_the_module_keeps_the_rules(module: str) -> None:
         ("api.py", "import os\nos.environ['A']"),
         ("api.py", "import os as system\nsystem.getenv('A')"),
         ("api.py", "from os import environ"),
-        ("loading/read.py", "open('a')"),
-        ("loading/read.py", "import os\nos.pread(3, 1, 0)"),
-        ("loading/read.py", "from os import preadv"),
-        ("loading/read.py", "import os.path\nos.path.exists('a')"),
+        ("transfer/read.py", "open('a')"),
+        ("transfer/read.py", "import os\nos.pread(3, 1, 0)"),
+        ("transfer/read.py", "from os import preadv"),
+        ("transfer/read.py", "import os.path\nos.path.exists('a')"),
         ("cli/load.py", "from pathlib import Path"),
         ("cli/load.py", "import shutil"),
-        ("loading/plan.py", "import time"),
+        ("transfer/plan.py", "import time"),
         ("formats/manifest.py", "from torch import Tensor"),
-        ("memory.py", "\n" * 401),
+        ("base/memory.py", "\n" * 401),
     ],
 )
 def test_a_breach_is_found(module: str, source: str) -> None:
@@ -153,7 +153,7 @@ def test_a_breach_is_found(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("world.py", "import os\nimport torch.distributed\nos.environ['A']"),
+        ("ranks/world.py", "import os\nimport torch.distributed\nos.environ['A']"),
         ("storage/local.py", "import os\nos.preadv(3, [], 0)"),
         ("api.py", "import os\nimport torch\nos.fspath('a')\nos.path.join('a', 'b')\ntorch.empty(1)"),
         ("api.py", "def open(path): ...\nopen('a')"),

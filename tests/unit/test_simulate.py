@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload.errors import OptionError
+from fastload.estimate.simulate import STRATEGIES, Cluster, Prediction, predict
 from fastload.formats.manifest import TensorEntry
-from fastload.loading.simulate import STRATEGIES, Cluster, Prediction, predict
 
 MB, GB = 10**6, 10**9
 FREE: dict[str, Any] = {"rank_bytes_per_s": math.inf, "copy_bytes_per_s": math.inf, "message_s": 0.0}

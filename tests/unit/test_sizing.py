@@ -9,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import OptionError
-from fastload.parameters import of_config, of_shape
-from fastload.sizing import RECIPES, Topology, Transfer, checkpoint_bytes, overhead, topology, transfers
+from fastload.estimate.parameters import of_config, of_shape
+from fastload.estimate.sizing import (
+    RECIPES,
+    Topology,
+    Transfer,
+    checkpoint_bytes,
+    overhead,
+    topology,
+    transfers,
+)
 from tests.unit.test_parameters import PUBLISHED
 
 TB, GB, GIB = 10**12, 10**9, 2**30

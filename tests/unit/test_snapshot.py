@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fastload.base.memory import PAGE_BYTES
 from fastload.formats.dtypes import safetensors_spec
-from fastload.memory import PAGE_BYTES
 from fastload.saving import snapshot
+from fastload.saving.assign import FileRange, cut
 from fastload.saving.layout import TensorSpec, lay_out
-from fastload.saving.partition import FileRange, cut
 from fastload.saving.snapshot import Snapshot, Source
 
 _SLAB_BYTES = 8 * PAGE_BYTES

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fastload.errors import OptionError
-from fastload.loading.strategy import Decision, choose_strategy
+from fastload.transfer.strategy import Decision, choose_strategy
 
 
 def choose(asked: str = "auto", **facts: Any) -> Decision:

@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 import fastload
-from fastload.memory import uncollected
+from fastload.base.memory import uncollected
 from fastload.storage.local import LocalStorage
 
 _FEW, _MANY = 1000, 3000

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import OptionError
-from fastload.units import (
+from fastload.estimate.units import (
     format_bytes,
     format_count,
     format_duration,

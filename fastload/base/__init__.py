@@ -1,0 +1,1 @@
+"""What any room may need: threads, memory, stopwatches, spans."""

@@ -1,0 +1,1 @@
+"""Who takes part, and how they agree."""

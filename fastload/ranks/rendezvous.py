@@ -1,0 +1,326 @@
+"""The rendezvous store of torch.distributed, as the ranks use it to agree: with deadlines throughout."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from fastload.base.threads import within
+from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError
+from fastload.ranks.meeting import Step, Verdict
+
+__all__ = ["Rendezvous"]
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_PIECE_BYTES = 4 << 20  # a TCPStore refuses values of more than 8 MiB
+_FIRST_POLL_S = 0.0005
+_LISTENING_S = 1.0
+_LAST_POLL_S = 0.05
+
+
+class Rendezvous:
+    """The corner of the store that one world has to itself, seen from one of its ranks.
+
+    Args:
+        store: A ``torch.distributed.Store``; None for a world of 1, which never asks.
+        rank: This rank.
+        size: Number of ranks.
+        host: The rank that hosts the store, if one of them does.
+        if_lost: What it means that the store is gone.
+    """
+
+    def __init__(self, store: Any, *, rank: int, size: int, host: int | None, if_lost: str) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._host = host
+        self._if_lost = if_lost
+        self._num_pieces: dict[int, int] = {}
+        self._lost: str | None = None
+        self._given_up = False
+        self._pulse = 0
+        self._heard_at = 0.0
+        self._next_listening = 0.0
+
+    def ask(self, what: str, limit_s: float, ask: Callable[[], T]) -> T:
+        """Asks the store: a store whose host is stopped or cut off would keep the caller for ever."""
+        if self._lost is None:
+            try:
+                return within(limit_s, "the rendezvous store", ask, since=lambda: self._heard_at)
+            except (RuntimeError, DeadlineExceeded) as error:
+                self._lost = str(error).split("\n", 1)[0]
+            except BaseException:
+                self._given_up = True  # else the thread that was left behind would poll on
+                raise
+        raise self._explain(what, self._lost)
+
+    def tell(self, values: dict[str, str], *, limit_s: float) -> None:
+        """Leaves values in the store, if it is still there."""
+
+        def tell() -> None:
+            for key, value in values.items():
+                self._store.set(key, value)
+
+        try:
+            self.ask("telling the other ranks", limit_s, tell)
+        except PeerError as error:
+            _log.debug("not told: %s", error)
+
+    def watch(self, key: str, *, alive: bool, limit_s: float) -> bool:
+        """Whether somebody has left a value. Tells the others at the same time that this rank gets on."""
+
+        def look() -> bool:
+            if alive:
+                self._store.add("pulse", 1)
+            return bool(self._store.check([key]))
+
+        return self.ask("watching the other ranks", limit_s, look)
+
+    def post(self, what: str, key: str, text: str, *, forget: Sequence[str], limit_s: float) -> None:
+        """Leaves a text for whoever wants it, and deletes others that nobody will want any more."""
+
+        def post() -> None:
+            self._store.set(key, text)
+            self._delete(forget)
+
+        self.ask(what, limit_s, post)
+
+    def await_text(self, what: str, key: str, source: int, *, wait_s: float, grace_s: float) -> str:
+        """Returns a text as soon as a rank has left it.
+
+        Raises:
+            PeerError: It has not, for so long.
+        """
+
+        def wait() -> str | None:
+            return str(self._store.get(key), "utf-8") if self._poll([key], wait_s, listen=False) else None
+
+        text = self.ask(what, wait_s + grace_s, wait)
+        if text is None:
+            late = DeadlineExceeded(f"did not come to it within {wait_s:.1f} s: killed, stopped or stuck")
+            raise PeerError(f"{what}: waiting for rank {source}, which {late}", {source: late})
+        return text
+
+    def count(self, what: str, key: str, more: int, *, limit_s: float) -> int:
+        """Adds to a number that all ranks share, and returns it."""
+        return self.ask(what, limit_s, lambda: int(self._store.add(key, more)))
+
+    def take_turn(self, call: str, *, wait_s: float, limit_s: float) -> tuple[int, Verdict | None]:
+        """Draws the number of this rank's next call, in the corner of a group.
+
+        Args:
+            call: Its name.
+            wait_s: How long to see whether the others make it once more, if they made it without this rank.
+            limit_s: Longest wait for the store.
+
+        Returns:
+            The number; and the verdict that the others have heard, if this rank is too late for it.
+        """
+
+        def draw() -> tuple[int, Verdict | None]:
+            while True:
+                # Counted in the store, since a process may initialize torch.distributed anew.
+                number = self._store.add(f"{self._rank}/turns", 1)
+                step = self._step(f"{number}/0")
+                if not step.is_decided():
+                    return number, None
+                verdict = step.read()
+                if step.hear():
+                    self._delete([*step.keys, f"{number}/alarm", f"{number}/pulse"])
+                if verdict.is_of(call) and not self._is_made_again(number + 1, call, wait_s):
+                    return number, verdict
+
+        return self.ask("joining the other ranks", limit_s, draw)
+
+    def collect(
+        self, what: str, step: int, answer: str, *, wait_s: float, grace_s: float, forget: int | None
+    ) -> Verdict:
+        """Brings this rank's answer and returns the verdict.
+
+        Args:
+            what: Name of the step, for messages.
+            step: Its number.
+            answer: This rank's answer, a JSON object.
+            wait_s: How long to wait for the others, from when one of them was last known to get on.
+            grace_s: How long to wait, then, for the rank that decides.
+            forget: Number of a step that nobody needs any more once all have answered this one.
+        """
+
+        def collect() -> Verdict:
+            place = self._step(step)
+            if place.answer(self._rank, answer):
+                verdict = place.decide(wait_s)
+                if forget is not None:
+                    self._forget(forget)
+                return verdict
+            if self._poll([place.verdict], wait_s, listen=True):
+                return place.read()
+            # Whoever is to decide may die of it: then all others do.
+            if not place.lose_patience() and self._poll([place.verdict], grace_s, listen=False):
+                return place.read()
+            return place.decide(wait_s)
+
+        return self.ask(what, wait_s + 1.5 * grace_s, collect)
+
+    def hear(
+        self, step: int, *, num_others: int, failed: bool, leavings: Sequence[str], grace_s: float
+    ) -> None:
+        """Notes that this rank has heard the last verdict of a call; never raises.
+
+        Whoever is the last one cleans up. The rank that hosts the store waits for the others a moment, since
+        it may leave and take the store with it.
+
+        Args:
+            step: Number of the step.
+            num_others: How many others have answered.
+            failed: Whether the call has.
+            leavings: What nobody but this rank is going to delete.
+            grace_s: How long to wait for the others.
+        """
+
+        def hear() -> None:
+            self._delete(leavings)
+            if self._host == self._rank:
+                place = self._step(step)
+                self._wait_until(lambda: place.num_heard() >= num_others, grace_s, listen=False)
+            self._hear(step, failed)
+
+        with contextlib.suppress(FastloadError):
+            self.ask("ending the call", 2 * grace_s, hear)
+
+    def resign(self, heard: int | None, step: int, answer: str, *, limit_s: float) -> None:
+        """Answers the next step before it comes, since this rank will not be there; never raises.
+
+        Args:
+            heard: Number of the step whose verdict this rank has heard last, if it has not said so.
+            step: Number of the next one.
+            answer: This rank's answer, a JSON object.
+            limit_s: Longest wait.
+        """
+
+        def resign() -> None:
+            self._store.set("alarm", "")
+            if heard is not None:
+                self._hear(heard, failed=True)
+            place = self._step(step)
+            if place.answer(self._rank, answer):
+                place.decide(0.0)
+            self._hear(step, failed=True)
+
+        with contextlib.suppress(FastloadError):
+            self.ask("telling the other ranks", limit_s, resign)
+
+    def put_bytes(self, what: str, step: int, data: bytes, *, limit_s: float) -> int:
+        """Leaves bytes for the others; returns in how many pieces."""
+        pieces = [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]
+        keys = self._piece_keys(step, len(pieces))
+
+        def put() -> int:
+            for key, piece in zip(keys, pieces, strict=True):
+                self._store.set(key, piece)
+            return len(pieces)
+
+        return self.ask(what, limit_s, put)
+
+    def get_bytes(self, what: str, step: int, num_pieces: int, *, limit_s: float) -> bytes:
+        """Returns what one rank has left in so many pieces."""
+        self._num_pieces[step] = num_pieces
+        keys = self._piece_keys(step, num_pieces)
+        return self.ask(what, limit_s, lambda: b"".join(self._store.get(key) for key in keys))
+
+    def leave(self, what: str, place: str, data: bytes, *, limit_s: float) -> None:
+        """Leaves bytes at a place that nobody else uses, to be taken once."""
+
+        def leave() -> None:
+            pieces = range(0, len(data), _PIECE_BYTES)
+            for key, start in zip(self._piece_keys(place, len(pieces)), pieces, strict=True):
+                self._store.set(key, data[start : start + _PIECE_BYTES])
+            self._store.set(f"{place}/count", str(len(pieces)))
+
+        self.ask(what, limit_s, leave)
+
+    def take(self, what: str, place: str, *, limit_s: float) -> bytes | None:
+        """Returns what was left at a place, and takes it away; None if nothing was, or not all of it."""
+
+        def take() -> bytes | None:
+            if not self._store.check([f"{place}/count"]):
+                return None
+            keys = self._piece_keys(place, int(self._store.get(f"{place}/count")))
+            data = b"".join(self._store.get(key) for key in keys)
+            self._delete([f"{place}/count", *keys])
+            return data
+
+        return self.ask(what, limit_s, take)
+
+    def _piece_keys(self, place: int | str, num_pieces: int) -> list[str]:
+        return [f"{place}/piece{index}" for index in range(num_pieces)]
+
+    def _explain(self, what: str, error: str) -> PeerError:
+        failures: dict[int, BaseException] = {}
+        if self._host is not None:
+            failures[self._host] = DeadlineExceeded("hosted the rendezvous store, which is gone")
+        return PeerError(f"{what}: the rendezvous store is gone: {self._if_lost} ({error})", failures)
+
+    def _is_made_again(self, number: int, call: str, wait_s: float) -> bool:
+        """Whether the others have made a call again from that number on, or come to it in a moment."""
+        while (step := self._step(f"{number}/0")).is_decided():
+            if step.read().is_of(call):
+                return True
+            number += 1
+        return self._poll([step.log], wait_s, listen=False) and step.is_being_made(call)
+
+    def _step(self, name: int | str) -> Step:
+        return Step(self._store, str(name), self._size)
+
+    def _poll(self, keys: list[str], wait_s: float, *, listen: bool) -> bool:
+        """Waits until all keys exist; see `_wait_until`."""
+        return self._wait_until(lambda: bool(self._store.check(keys)), wait_s, listen=listen)
+
+    def _wait_until(self, condition: Callable[[], bool], wait_s: float, *, listen: bool) -> bool:
+        """Waits for a condition. Polls, since a blocking wait would lock the store for other threads.
+
+        Args:
+            condition: Asks the store.
+            wait_s: For how long.
+            listen: Whether to count from when some rank was last known to get on.
+        """
+        began = time.monotonic()
+        while not condition():
+            now = time.monotonic()
+            if listen:
+                self._listen(now, min(_LISTENING_S, wait_s / 32))
+            if now >= (max(began, self._heard_at) if listen else began) + wait_s:
+                return False
+            if self._given_up:
+                raise Interrupted("nobody waits for this any more")
+            # In proportion to the time waited so far, so that polling adds a few percent to any wait.
+            time.sleep(min(max(_FIRST_POLL_S, (now - began) / 16), _LAST_POLL_S))
+        return True
+
+    def _listen(self, now: float, period_s: float) -> None:
+        """Looks for signs of life now and then: ranks that need not keep step may be far apart."""
+        if now >= self._next_listening:
+            self._next_listening = now + period_s
+            pulse = self._store.add("pulse", 0)
+            if pulse != self._pulse:
+                self._pulse, self._heard_at = pulse, now
+
+    def _hear(self, step: int, failed: bool) -> None:
+        if self._step(step).hear():
+            self._forget(step)
+            self._delete(["pulse", "alarm"] if failed else ["pulse"])
+
+    def _forget(self, step: int) -> None:
+        self._delete(self._step(step).keys + self._piece_keys(step, self._num_pieces.pop(step, 0)))
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            try:
+                self._store.delete_key(key)
+            except (RuntimeError, NotImplementedError):
+                return  # a FileStore keeps its keys; they are small

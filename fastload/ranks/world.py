@@ -1,0 +1,276 @@
+"""From a process group of torch.distributed, or the environment of a launcher, to a world."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from fastload.errors import WorldError
+from fastload.ranks.agreement import World, grace_of, require_same
+from fastload.ranks.launch import Launch, from_env
+from fastload.ranks.rendezvous import Rendezvous
+
+__all__ = ["Launch", "World", "agree", "from_env", "initialize", "join", "join_in", "meet", "require_same"]
+
+T = TypeVar("T")
+
+_POLL_S = 0.01
+_MEETING_S = 300.0  # hosts of a large job do not start in the same minute
+
+# Default groups that met in a part of the store which no other ranks ever use.
+_apart: WeakSet[Any] = WeakSet()
+
+
+def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:
+    """Forms the world of the ranks of a group; without torch.distributed it is this process alone.
+
+    Args:
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or None for the default group.
+        call: What they are to do together, such as ``saving to /a``.
+        timeout_s: Longest wait without progress, in seconds.
+
+    Raises:
+        WorldError: This process is not in the group, or the mesh has more than one dimension; or the others
+            have made this call already and could wait no longer.
+    """
+    group = _as_group(process_group)
+    if group is None or dist.get_world_size(group) == 1:
+        return World(rank=0, size=1, group=group, store=None, timeout_s=timeout_s)
+    members = dist.get_process_group_ranks(group)
+    root = dist.distributed_c10d._get_default_store()
+    # Groups with the same members are different all the same: their calls have no order between them.
+    identity = json.dumps([group.group_name, members])
+    name = f"{_life()}/{xxhash.xxh3_64_hexdigest(identity.encode())}"
+    corner = dist.PrefixStore(f"fastload/{name}", root)
+    return join_in(
+        corner,
+        rank=dist.get_rank(group),
+        size=len(members),
+        call=call,
+        timeout_s=timeout_s,
+        group=group,
+        **_fate_of_store(members),
+    )
+
+
+def join_in(
+    corner: dist.Store,
+    *,
+    rank: int,
+    size: int,
+    call: str,
+    timeout_s: float,
+    group: dist.ProcessGroup | None = None,
+    host: int | None = None,
+    if_lost: str = "",
+) -> World:
+    """Forms the world of the ranks that have a corner of a store to themselves.
+
+    Args:
+        corner: Of the store.
+        rank: This one.
+        size: Number of ranks.
+        call: As for `join`.
+        timeout_s: As for `join`.
+        group: Their process group.
+        host: The rank that hosts the store, if one of them does.
+        if_lost: What it means that the store is gone.
+    """
+    knows: dict[str, Any] = {"rank": rank, "size": size, "host": host, "if_lost": if_lost}
+
+    turns = Rendezvous(corner, **knows)
+    number, missed = turns.take_turn(call, wait_s=grace_of(timeout_s), limit_s=timeout_s)
+    store = dist.PrefixStore(str(number), corner)
+    world = World(
+        rank=rank,
+        size=size,
+        group=group,
+        store=store,
+        timeout_s=timeout_s,
+        rendezvous=Rendezvous(store, **knows),
+        call=call,
+    )
+    if missed is not None:
+        world.raise_missed(call, missed)
+    return world
+
+
+def meet(
+    process_group: Any,
+    what: str,
+    prepare: Callable[[], T],
+    *,
+    timeout_s: Callable[[T], float],
+    default_s: float,
+) -> tuple[World, T]:
+    """Forms the world even if this rank cannot go on: the others are not to wait for it in vain.
+
+    Args:
+        process_group: As for `join`.
+        what: What they are to do together; ranks that mean to do something else are out of step.
+        prepare: What this rank has to get ready on its own; what it raises is raised on all ranks.
+        timeout_s: The timeout in what it returns.
+        default_s: The timeout if it raises.
+    """
+    problem: Exception | None = None
+    try:
+        ready = prepare()
+    except Exception as error:
+        problem = error
+    try:
+        world = join(process_group, call=what, timeout_s=timeout_s(ready) if problem is None else default_s)
+        if problem is None:
+            return world, ready
+        with world.together():
+            world.agree(what, partial(_raise, problem))
+    finally:
+        problem = None  # else error → traceback → frame → error would keep all their memory alive
+    raise AssertionError("the ranks agreed although this one failed")
+
+
+def agree(process_group: Any, what: str, *works: Callable[[], Any], timeout_s: float) -> list[Any]:
+    """Does work on all ranks of a group, as a call of its own; returns what each made of the last one.
+
+    Args:
+        process_group: As for `join`.
+        what: What they do together, as for `meet`.
+        works: One after the other; all ranks end one before any begins the next. See `World.agree`.
+        timeout_s: As for `join`.
+    """
+    world = join(process_group, call=what, timeout_s=timeout_s)
+    with world.together():
+        results = [world.agree(what, work) for work in works]
+    world.heard()
+    return results[-1]
+
+
+def initialize(device: str = "cpu") -> tuple[int, str]:
+    """Joins the job that torchrun or srun describes in the environment; without one, does nothing.
+
+    Args:
+        device: Where tensors will go. ``cuda`` becomes the device of this rank's local rank.
+
+    Returns:
+        This process's rank, 0 without a job, and the device.
+
+    Raises:
+        WorldError: The environment is incomplete or contradicts itself (see `from_env`), or the ranks did
+            not find each other.
+    """
+    launch = from_env()
+    if device == "cuda":
+        # srun may show each task its own device only, which then is the first.
+        alone = launch.launcher == "srun" and torch.cuda.device_count() == 1
+        device = f"cuda:{0 if alone else launch.local_rank}"
+    if launch.launcher == "none":
+        return 0, device
+    if not dist.is_initialized():
+        _join_job(launch, backend="cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
+    return dist.get_rank(), device
+
+
+def _join_job(launch: Launch, *, backend: str) -> None:
+    rank, size = launch.rank, launch.world_size
+    try:
+        store, _, _ = next(dist.rendezvous(launch.init_method, rank, size))
+        store = _of_this_life(store, rank, size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        _apart.add(dist.group.WORLD)
+    except RuntimeError as error:  # torch's DistError is one
+        cause = str(error).partition("\n")[0]
+        where = f"{launch.master_addr}:{launch.master_port}"
+        raise WorldError(f"rank {rank} of {size} did not meet the others at {where}: {cause}") from error
+
+
+def _of_this_life(store: dist.Store, rank: int, size: int) -> dist.Store:
+    """Returns a part of the store that only the present ranks use.
+
+    torchrun keeps its store when it starts the ranks anew, on all hosts or on one that takes the place of
+    another, with the addresses that the ranks had before; who reads an old one waits for it for ever. So
+    rank 0 draws a name for this life, and says when all ranks have come under it. Whoever still comes under
+    an old one finds either that all had been there, or that rank 0 does not answer but draws another.
+
+    Raises:
+        RuntimeError: Some rank did not come in time.
+    """
+    deadline = time.monotonic() + _MEETING_S
+    if rank == 0:
+        life = secrets.token_hex(8)
+        store.set("life", life)
+        store.add(f"{life}/ranks", 1)
+        while (found := store.add(f"{life}/ranks", 0)) < size:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"only {found} of {size} ranks came within {_MEETING_S:.0f} s")
+            time.sleep(_POLL_S)
+        store.set(f"{life}/all", "here")
+        return dist.PrefixStore(life, store)
+    life = ""
+    while time.monotonic() < deadline:
+        now = str(store.get("life"), "ascii")
+        if now != life:
+            life, is_old = now, store.add(f"{now}/ranks", 1) > size
+        if is_old:
+            time.sleep(_POLL_S)
+            continue
+        with suppress(RuntimeError):  # torch's DistStoreError is one
+            store.wait([f"{life}/all"], timedelta(seconds=1))
+            return dist.PrefixStore(life, store)
+    raise RuntimeError(f"rank 0 did not say within {_MEETING_S:.0f} s that all ranks have come")
+
+
+def _life() -> str:
+    """Returns what tells the keys of these ranks from those of earlier ones in the same store.
+
+    A launcher that shares its store counts how often it has started its own ranks. The counts of two
+    launchers differ once one has taken the place of another: what `initialize` does needs none.
+    """
+    if dist.group.WORLD in _apart or not _agent_hosts_store():
+        return "0"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
+def _fate_of_store(members: list[int]) -> dict[str, Any]:
+    """Says who takes the rendezvous store along when it goes: the launcher, or rank 0 of the whole job."""
+    if _agent_hosts_store():
+        return {"host": None, "if_lost": "the launcher that hosted it has ended"}
+    return {
+        "host": members.index(0) if 0 in members else None,
+        "if_lost": "rank 0 of the job, which hosts it, was killed, stopped or cut off",
+    }
+
+
+def _agent_hosts_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _as_group(process_group: Any) -> dist.ProcessGroup | None:
+    if not (dist.is_available() and dist.is_initialized()):
+        if process_group is not None:
+            raise WorldError("process_group= is given but torch.distributed is not initialized")
+        return None
+    group: Any = process_group if process_group is not None else dist.group.WORLD
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):
+        if group.ndim != 1:
+            raise WorldError(
+                f"process_group= is a DeviceMesh of {group.ndim} dimensions: pass one, such as mesh['dp']"
+            )
+        group = group.get_group()
+    if dist.get_rank(group) < 0:
+        raise WorldError(f"rank {dist.get_rank()} is not a member of process_group=")
+    return group  # type: ignore[no-any-return]

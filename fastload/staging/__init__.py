@@ -1,0 +1,1 @@
+"""A copy of a checkpoint on every host."""

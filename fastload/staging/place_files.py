@@ -1,0 +1,242 @@
+"""Puts ranges of the wanted space into the files of a copy: checked, written, and noted in its journal."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from functools import partial
+from itertools import accumulate
+from typing import TypeVar
+
+from torch import Tensor
+
+from fastload.base.memory import host_view
+from fastload.base.stopwatch import Stopwatch
+from fastload.base.threads import Workers
+from fastload.errors import ChecksumError, Interrupted, StorageError
+from fastload.formats.manifest import TensorEntry
+from fastload.formats.record import CHECKSUM_BYTES, checksum
+from fastload.ranks.world import World
+from fastload.staging.inventory import Block, Inventory
+from fastload.storage.base import ByteCounter
+from fastload.storage.local_copy import LocalCopy
+
+__all__ = ["JOURNAL_ENTRY_BYTES", "FilePlacer", "await_work", "parse_journal"]
+
+T = TypeVar("T")
+
+JOURNAL_ENTRY_BYTES = 8 + CHECKSUM_BYTES
+_TICK_S = 0.05
+_MAX_SECOND_LOOKS = 64  # what is rotten through and through is not read twice
+
+
+def parse_journal(journal: bytes, num_blocks: int) -> dict[int, bytes]:
+    """Returns the checksum of each block that a journal says is there; a torn last entry is passed over."""
+    noted = {}
+    for begin in range(0, len(journal) - JOURNAL_ENTRY_BYTES + 1, JOURNAL_ENTRY_BYTES):
+        number = int.from_bytes(journal[begin : begin + 8], "big")
+        if number < num_blocks:
+            noted[number] = journal[begin + 8 : begin + JOURNAL_ENTRY_BYTES]
+    return noted
+
+
+def await_work(world: World, work: Future[T], late: Callable[[], StorageError]) -> T:
+    """Waits for work of this rank's own, no longer than the other ranks go on.
+
+    Raises:
+        Interrupted: Another rank failed.
+        StorageError: What `late` says, if it takes longer than the patience of the ranks.
+    """
+    deadline = time.monotonic() + world.patience_s
+    while not world.alarmed():
+        with contextlib.suppress(NotYet):
+            work.exception(_TICK_S)
+        if not work.done():
+            if time.monotonic() > deadline:
+                raise late()
+            continue
+        world.moved()
+        try:
+            return work.result()
+        finally:
+            del work  # else error → traceback → frame → work → error would keep the slabs alive
+    raise Interrupted("another rank failed")
+
+
+class FilePlacer:
+    """Takes the wanted space to the files of a copy.
+
+    Every block that arrives is hashed, and compared with the commit record where that has its checksum.
+    One that differs is read again from storage, once: what was spoiled on the way heals.
+
+    Args:
+        world: The ranks.
+        inventory: What is copied.
+        runs: The wanted space: number of the first block, and the bytes, of each run.
+        copy: Where to; None where the copy is whole already, and nothing is to be done.
+        checksums: For each block, 8 bytes each, what is known of it; completed here.
+        held: For each block, whether it is in the copy; completed here.
+        read_again: Reads a block into a buffer.
+        verify: Whether to compare with the commit record.
+        num_threads: Writes at once.
+
+    Attributes:
+        watch: Time with at least one write under way.
+        written: Bytes that were written.
+        verified: Bytes that were compared with the commit record.
+        rereads: Blocks read again.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        inventory: Inventory,
+        runs: Sequence[tuple[int, TensorEntry]],
+        copy: LocalCopy | None,
+        *,
+        checksums: bytearray,
+        held: bytearray,
+        read_again: Callable[[Block, memoryview], None],
+        verify: bool,
+        num_threads: int,
+    ) -> None:
+        self._world = world
+        self._inventory = inventory
+        self._firsts = [first for first, _ in runs]
+        self._starts = list(accumulate((run.nbytes for _, run in runs), initial=0))
+        self._copy = copy
+        self._checksums = checksums
+        self._held = held
+        self._read_again = read_again
+        self._verify = verify
+        self._lock = threading.Lock()
+        self._workers = Workers(num_threads if copy is not None else 0, "fastload-copy")
+        self._under_way: deque[tuple[Block, Future[bytes]]] = deque()
+        self.watch = Stopwatch()
+        self.written = ByteCounter()
+        self.verified = ByteCounter()
+        self.rereads = ByteCounter()
+
+    def targets(self, start: int, nbytes: int, at_most: int) -> list[Tensor] | None:
+        """Returns None: files are written to."""
+        return None
+
+    def place(self, start: int, data: Tensor) -> None:
+        """Begins to write a range of the wanted space; it begins and ends with a block.
+
+        Args:
+            start: First byte in the wanted space.
+            data: The bytes, flat uint8, in host memory.
+        """
+        if self._copy is None:
+            return
+        view = host_view(data)
+        batch: list[Block] = []
+        begin = position = 0
+        for block in self._blocks(start, len(view)):
+            if self._held[block.number] or (batch and batch[-1].file != block.file):
+                self._submit(batch, view[begin:position])
+                batch = []
+            if not self._held[block.number]:
+                begin = begin if batch else position
+                batch.append(block)
+            position += block.nbytes
+        self._submit(batch, view[begin:position])
+
+    def settle(self) -> None:
+        """Returns once everything placed so far is written, and notes it in the journal.
+
+        Raises:
+            ChecksumError: A block is not as it was written when the checkpoint was saved.
+            StorageError: It could not be written.
+            Interrupted: Another rank failed.
+        """
+        entries = []
+        while self._under_way:
+            block, work = self._under_way.popleft()
+            entries.append(await_work(self._world, work, partial(self._late, block)))
+        if entries and self._copy is not None:
+            self._copy.note(b"".join(entries))
+
+    def close(self) -> bool:
+        """Ends the threads; returns whether no write is under way any more."""
+        return self._workers.close(wait_s=min(1.0, self._world.grace_s))
+
+    def _blocks(self, start: int, nbytes: int) -> list[Block]:
+        """Returns the blocks that make up a range of the wanted space."""
+        blocks = []
+        while nbytes > 0:
+            index = bisect_right(self._starts, start) - 1
+            skipped, cut = divmod(start - self._starts[index], self._inventory.block_bytes)
+            assert not cut
+            block = self._inventory.block(self._firsts[index] + skipped)
+            blocks.append(block)
+            start, nbytes = start + block.nbytes, nbytes - block.nbytes
+        assert nbytes == 0
+        return blocks
+
+    def _submit(self, batch: list[Block], data: memoryview) -> None:
+        """Has some blocks written that follow each other in one file."""
+        if batch:
+            work = self._workers.submit(partial(self._write, batch, data))
+            self._under_way.append((batch[0]._replace(nbytes=len(data)), work))
+
+    def _write(self, batch: Sequence[Block], data: memoryview) -> bytes:
+        """Writes blocks; returns the entries for the journal."""
+        assert self._copy is not None
+        entries, position = [], 0
+        for block in batch:
+            digest = self._check(block, data[position : position + block.nbytes])
+            entries.append(block.number.to_bytes(8, "big") + digest)
+            position += block.nbytes
+        with self.watch:
+            name = self._inventory.files[batch[0].file].name
+            self._copy.write(name, batch[0].offset, data)
+        self.written.add(len(data))
+        for block, entry in zip(batch, entries, strict=True):
+            at = block.number * CHECKSUM_BYTES
+            self._checksums[at : at + CHECKSUM_BYTES] = entry[8:]
+            self._held[block.number] = 1
+        return b"".join(entries)
+
+    def _check(self, block: Block, data: memoryview) -> bytes:
+        """Returns the checksum of a block, once it is the recorded one."""
+        found = checksum(data)
+        recorded = self._inventory.recorded(block.number) if self._verify else b""
+        if not recorded:
+            return found
+        if found != recorded and self._may_look_again():
+            healed = memoryview(bytearray(block.nbytes))
+            with contextlib.suppress(StorageError):  # a host that only receives may not see it at all
+                self._read_again(block, healed)
+                if (second := checksum(healed)) == recorded:
+                    data[:], found = healed, second
+        if found != recorded:
+            name = self._inventory.files[block.file].name
+            where = f"{name} [bytes {block.offset}-{block.offset + block.nbytes}]"
+            text = f"{where}: checksum {recorded.hex()} expected, {found.hex()} found"
+            raise ChecksumError(f"damaged: {text}", (text,))
+        self.verified.add(block.nbytes)
+        return found
+
+    def _may_look_again(self) -> bool:
+        with self._lock:
+            if self.rereads.total >= _MAX_SECOND_LOOKS:
+                return False
+            self.rereads.add(1)
+            return True
+
+    def _late(self, block: Block) -> StorageError:
+        assert self._copy is not None
+        return StorageError(
+            f"writing did not end within {self._world.patience_s:.1f} s",
+            url=f"{self._copy.url}/{self._inventory.files[block.file].name}",
+            offset=block.offset,
+            nbytes=block.nbytes,
+        )

@@ -1,0 +1,206 @@
+"""What a host has of a checkpoint already: a whole copy, a part that a dead process left, or nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from fastload.base.threads import Workers
+from fastload.errors import StorageError
+from fastload.formats.reading import read_bytes
+from fastload.formats.record import CHECKSUM_BYTES, checksum
+from fastload.options import StageOptions
+from fastload.ranks.world import World
+from fastload.staging.inventory import Block, Inventory
+from fastload.staging.place_files import await_work, parse_journal
+from fastload.storage.base import Storage
+from fastload.storage.local import LocalStorage
+from fastload.storage.local_copy import STAGED_NAME, LocalCopy
+
+__all__ = ["Stock", "receipt_of", "take_stock"]
+
+_log = logging.getLogger(__name__)
+
+_NUM_PROVERS = 4
+_PROOF_BYTES = 8 << 20
+_RECEIPT_BYTES = 4096  # without checksums and files
+_FILE_BYTES = 2048  # of each, whatever its name
+
+
+@dataclass
+class Stock:
+    """What a host has.
+
+    Attributes:
+        held: For each block, whether it is there.
+        checksums: For each block that is, its checksum, 8 bytes each.
+        kept: The bytes that were there from the beginning: name of the file → disjoint ranges.
+        damaged: Whether there is a copy of this checkpoint that is not as it was.
+    """
+
+    held: bytearray
+    checksums: bytearray
+    kept: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    damaged: bool = False
+
+    @classmethod
+    def nothing(cls, num_blocks: int) -> Stock:
+        """Returns the stock of a host that has nothing."""
+        return cls(bytearray(num_blocks), bytearray(num_blocks * CHECKSUM_BYTES))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that were there from the beginning."""
+        return sum(end - begin for ranges in self.kept.values() for begin, end in ranges)
+
+
+def take_stock(
+    world: World, inventory: Inventory, path: str, options: StageOptions
+) -> tuple[LocalCopy | None, Stock]:
+    """Looks at what is at a path, and makes room beside it for what is not.
+
+    Args:
+        world: The ranks; the others wait as long as this one gets on.
+        inventory: What is to be there.
+        path: Where.
+        options: Whether to look at every byte, and to replace another checkpoint.
+
+    Returns:
+        Where to write what is lacking, None if the copy is whole; and what is there.
+
+    Raises:
+        CheckpointExists: There is something else, which is not to be replaced.
+        StorageError: There is no room, or no permission.
+    """
+    stock = Stock.nothing(inventory.num_blocks)
+    if (checksums := _read_receipt(inventory, path)) is not None:
+        if _is_whole(world, inventory, path, checksums, options):
+            held = bytearray(b"\1" * inventory.num_blocks)
+            return None, Stock(held, bytearray(checksums), inventory.ranges(held))
+        stock.damaged = True
+    copy = LocalCopy(path, io=options.io)
+    files = [(file.name, file.nbytes) for file in inventory.files]
+    journal = copy.resume(files, inventory.identity, overwrite=options.overwrite, damaged=stock.damaged)
+    if stock.damaged:
+        _log.warning("%s: this copy is damaged, and made anew", path)
+    try:
+        noted = parse_journal(journal, inventory.num_blocks)
+        for number in _prove(world, inventory, LocalStorage(copy.data_path, options.io), noted):
+            stock.held[number] = 1
+            stock.checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES] = noted[number]
+    except BaseException:
+        copy.close()
+        raise
+    stock.kept = inventory.ranges(stock.held)
+    return copy, stock
+
+
+def receipt_of(inventory: Inventory, stock: Stock, files: Sequence[Mapping[str, Any]]) -> bytes:
+    """Returns what tells the next one that a copy is whole, or how it differs from what it was.
+
+    Args:
+        inventory: What was copied.
+        stock: What is there, all of it.
+        files: Name, size and time of each file.
+    """
+    receipt = {"identity": inventory.identity, "checksums": stock.checksums.hex(), "files": list(files)}
+    return json.dumps(receipt, sort_keys=True).encode()
+
+
+def _read_receipt(inventory: Inventory, path: str) -> bytes | None:
+    """Returns the checksums of a copy of this checkpoint; None if there is none, or of another one."""
+    storage = LocalStorage(path)
+    try:
+        stat = storage.stat(STAGED_NAME)
+        most = 2 * CHECKSUM_BYTES * inventory.num_blocks + _FILE_BYTES * len(inventory.files)
+        if stat is None or stat.nbytes > _RECEIPT_BYTES + most:
+            return None
+        receipt = json.loads(read_bytes(storage, STAGED_NAME, 0, stat.nbytes))
+        checksums = bytes.fromhex(receipt["checksums"])
+        same = receipt["identity"] == inventory.identity
+    except (StorageError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    finally:
+        storage.close()
+    return checksums if same and len(checksums) == CHECKSUM_BYTES * inventory.num_blocks else None
+
+
+def _is_whole(world: World, inventory: Inventory, path: str, checksums: bytes, options: StageOptions) -> bool:
+    storage = LocalStorage(path, options.io)
+    try:
+        stats = ((file, storage.stat(file.name)) for file in inventory.files)
+        whole = all(stat is not None and stat.nbytes == file.nbytes for file, stat in stats)
+    except StorageError:
+        whole = False
+    if not whole or not options.verify:
+        storage.close()
+        return whole
+    noted = {
+        number: checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES]
+        for number in range(inventory.num_blocks)
+    }
+    return len(_prove(world, inventory, storage, noted)) == len(noted)
+
+
+def _prove(
+    world: World, inventory: Inventory, storage: LocalStorage, noted: Mapping[int, bytes]
+) -> list[int]:
+    """Reads blocks; returns the numbers of those that have the checksums noted and recorded of them.
+
+    Closes the storage.
+    """
+    workers = Workers(min(_NUM_PROVERS, len(noted)), "fastload-prove")
+    try:
+        works: list[Future[list[int]]] = [
+            workers.submit(partial(_prove_batch, inventory, storage, batch, noted))
+            for batch in _batches(inventory, noted)
+        ]
+        late = StorageError("reading did not end in time", url=storage.url)
+        proven = [number for work in works for number in await_work(world, work, lambda: late)]
+    except BaseException:
+        workers.close(wait_s=0.0)  # its reads need the storage still
+        raise
+    workers.close(wait_s=1.0)
+    storage.close()
+    return proven
+
+
+def _batches(inventory: Inventory, numbers: Mapping[int, bytes]) -> Iterator[list[Block]]:
+    """Yields blocks that follow each other in a file, several at a time."""
+    batch: list[Block] = []
+    nbytes = 0
+    for block in map(inventory.block, sorted(numbers)):
+        follows = batch and (block.file, block.offset) == (
+            batch[-1].file,
+            batch[-1].offset + batch[-1].nbytes,
+        )
+        if batch and (not follows or nbytes + block.nbytes > _PROOF_BYTES):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(block)
+        nbytes += block.nbytes
+    if batch:
+        yield batch
+
+
+def _prove_batch(
+    inventory: Inventory, storage: Storage, batch: Sequence[Block], noted: Mapping[int, bytes]
+) -> list[int]:
+    data = memoryview(bytearray(sum(block.nbytes for block in batch)))
+    try:
+        storage.read_into(inventory.files[batch[0].file].name, batch[0].offset, [data])
+    except StorageError as error:
+        _log.info("%s", error)
+        return []  # whatever keeps it from being read: it is copied again
+    proven, position = [], 0
+    for block in batch:
+        found = checksum(data[position : position + block.nbytes])
+        if found == noted[block.number] and inventory.recorded(block.number) in (b"", found):
+            proven.append(block.number)
+        position += block.nbytes
+    return proven

@@ -1,0 +1,334 @@
+"""The checkpoints of one run: directories of one root, each named after its step."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from fastload.base.threads import each
+from fastload.errors import CheckpointError, StorageError
+from fastload.formats.record import MAX_RECORD_BYTES, parse
+from fastload.formats.untrusted import MAX_INT
+from fastload.storage import (
+    RECORD_NAME,
+    FileStat,
+    Folder,
+    Location,
+    PatientStorage,
+    Target,
+    locate,
+    open_storage,
+    open_target,
+)
+from fastload.training.retention import Point, Retention, Saved
+
+__all__ = ["MAX_STEP", "Catalog", "Entry", "Summary", "metadata_of"]
+
+MAX_STEP = MAX_INT
+
+_PREFIX = "step_"
+_NAME = re.compile(_PREFIX + r"([0-9]{8,19})")
+_STEP, _METRICS, _BRANCH = "step", "metrics", "branch"
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_READS_AT_ONCE = 16
+_LARGE_BYTES = 16 << 20
+_MAX_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What the commit record says of one checkpoint.
+
+    Attributes:
+        files: Name → size in bytes.
+        metadata: Text that was attached.
+    """
+
+    files: Mapping[str, int]
+    metadata: Mapping[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its files in bytes, without the record."""
+        return sum(self.files.values())
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What was measured at that step; what is no number is left out."""
+        try:
+            found = json.loads(self.metadata.get(_METRICS, "{}"))
+        except (ValueError, RecursionError):
+            return {}
+        if not isinstance(found, dict):
+            return {}
+        return {name: float(value) for name, value in found.items() if type(value) is float}
+
+    @property
+    def branch(self) -> int:
+        """Its branch; 0 for what does not say."""
+        text = self.metadata.get(_BRANCH, "")
+        return int(text) if _NUMBER.fullmatch(text) else 0
+
+    def problem_with(self, files: Mapping[str, FileStat]) -> str:
+        """Says what differs between these files and those that the record names; empty if nothing does."""
+        found = {name: files[name].nbytes if name in files else None for name in self.files}
+        wrong = [name for name, nbytes in self.files.items() if found[name] != nbytes]
+        parts = [
+            f"{name} is missing"
+            if found[name] is None
+            else f"{name} has {found[name]} of {self.files[name]} bytes"
+            for name in wrong[:_MAX_NAMED]
+        ]
+        more = [f"{len(wrong) - _MAX_NAMED} more"] if len(wrong) > _MAX_NAMED else []
+        return ", ".join(parts + more)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is known of one checkpoint without reading its data.
+
+    Attributes:
+        step: Its step.
+        state: ``complete``; ``incomplete`` if it has no commit record; ``damaged`` if that cannot be used, or
+            the files are not those that it names; ``unreadable`` if storage does not let us look.
+        problem: What is the matter, unless it is complete.
+        saved_s: When the record was written, in seconds since 1970; 0 if there is none.
+        place: Where it really is, links followed; empty where storage knows no links.
+        is_link: Whether its name is a link, which others have made.
+        summary: What the record says, if there is one that can be used.
+    """
+
+    step: int
+    state: str
+    problem: str = ""
+    saved_s: float = 0.0
+    place: str = ""
+    is_link: bool = False
+    summary: Summary | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all files are there that its commit record names, in their sizes."""
+        return self.state == "complete"
+
+    @property
+    def saved(self) -> Saved:
+        """The same as `Retention` wants it."""
+        if self.summary is None:
+            return Saved(self.step, self.saved_s)
+        return Saved(self.step, self.saved_s, self.summary.metrics, self.summary.branch)
+
+    @property
+    def point(self) -> Point:
+        """Where it stands in the history of the run."""
+        return Point(self.summary.branch if self.summary is not None else 0, self.step)
+
+
+class Catalog:
+    """Finds and removes the checkpoints below a root; what is named in another way is no business of it.
+
+    Args:
+        root: A local directory or a URL; it need not exist yet.
+        storage_options: As for `fastload.load`.
+        timeout_s: Longest time in seconds for one request.
+        retries: Further attempts after a transient error.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None,
+        *,
+        timeout_s: float,
+        retries: int,
+    ) -> None:
+        self.root = locate(root)
+        self._storage_options = storage_options
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self._known: dict[int, _Reading] = {}
+        self._bad: dict[int, Folder] = {}
+        self._large = threading.Lock()  # one record at a time that is so large
+
+    def path(self, step: int) -> Location:
+        """Returns where the checkpoint of a step is, or would be."""
+        return self.root / _name_of(step)
+
+    @property
+    def shared(self) -> bool:
+        """Whether all hosts see the same below the root, as far as storage can tell."""
+        with closing(self._open(self.root)) as storage:
+            return storage.shared
+
+    def entries(self) -> list[Entry]:
+        """Lists the checkpoints, whole or not, in the order in which they were saved.
+
+        One listing tells names and sizes of all files; the commit records that are not known yet are read,
+        several at once.
+
+        Raises:
+            StorageError: The root cannot be listed, or storage does not answer.
+        """
+        entries, folders = self._look()
+        if self._in_doubt(entries, folders):
+            entries, folders = self._look()
+        self._bad = {one.step: folders[one.step] for one in entries if not one.is_complete}
+        return sorted(entries, key=lambda one: one.point)
+
+    def _in_doubt(self, entries: Sequence[Entry], folders: Mapping[int, Folder]) -> bool:
+        """Whether something seems to be broken that did not before: it may just be deleted or replaced."""
+        return any(
+            one.state in ("damaged", "unreadable") and self._bad.get(one.step) != folders[one.step]
+            for one in entries
+        )
+
+    def _look(self) -> tuple[list[Entry], dict[int, Folder]]:
+        with closing(self._open(self.root)) as storage:
+            found = storage.folders(_PREFIX)
+            named = {int(match[1]): name for name in found if (match := _NAME.fullmatch(name))}
+            folders = {
+                step: found[name]
+                for step, name in named.items()
+                if name == _name_of(step) and step <= MAX_STEP
+            }
+            known = self._known
+            records = {
+                step: folder.files[RECORD_NAME]
+                for step, folder in folders.items()
+                if RECORD_NAME in folder.files
+            }
+            readings = {
+                step: known[step]
+                for step in records.keys() & known.keys()
+                if known[step].is_known_of(records[step])
+            }
+            unknown = {_name_of(step): step for step in records.keys() - readings.keys()}
+
+            def read(name: str) -> None:
+                step = unknown[name]
+                readings[step] = self._read(storage, f"{name}/{RECORD_NAME}", records[step])
+
+            each(unknown, read, num_threads=_READS_AT_ONCE)
+        self._known = readings
+        return [_entry(step, folder, readings.get(step)) for step, folder in folders.items()], folders
+
+    def _read(self, storage: PatientStorage, name: str, record: FileStat) -> _Reading:
+        url = f"{storage.url}/{name}"
+        if record.nbytes > MAX_RECORD_BYTES:
+            return _Reading(record, "damaged", f"a {RECORD_NAME} of {record.nbytes} bytes")
+        try:
+            with self._large if record.nbytes > _LARGE_BYTES else nullcontext():
+                found = parse(storage.read_all(name, record), url)
+        except CheckpointError as error:
+            return _Reading(record, "damaged", str(error).removeprefix(f"{url}: "))
+        except StorageError as error:
+            if error.transient:
+                raise
+            return _Reading(record, "unreadable", str(error.args[0]))
+        return _Reading(record, summary=Summary({f.name: f.nbytes for f in found.files}, found.metadata))
+
+    def expendable(
+        self,
+        entries: Sequence[Entry],
+        retention: Retention,
+        *,
+        needed: Collection[int] = (),
+        damaged: Collection[int] = (),
+    ) -> list[int]:
+        """Returns the steps to delete, oldest first.
+
+        What is not complete counts for nothing and stays. So do links, which others have made, and what they
+        lead to.
+
+        Args:
+            entries: All that there is.
+            retention: What is kept.
+            needed: Steps that are kept whatever the rules say.
+            damaged: Steps that are not complete either, although their files seem to be.
+        """
+        links = [one.place for one in entries if one.is_link]
+        targets = {one.step for one in entries if any(_is_in(link, one.place) for link in links)}
+        saved = [
+            one.saved for one in entries if one.is_complete and not one.is_link and one.step not in damaged
+        ]
+        return retention.expendable(saved, needed={*needed, *targets})
+
+    def remove(self, step: int) -> None:
+        """Deletes a checkpoint; no reader sees half of it as a whole one."""
+        with closing(self._target(step)) as target:
+            target.remove()
+
+    def clean_abandoned(self) -> list[str]:
+        """Removes what dead saves left below the root, never what living ones need; returns it."""
+        with closing(self._target(0)) as target:
+            return target.clean_abandoned()
+
+    def _target(self, step: int) -> Target:
+        return open_target(
+            self.path(step), self._storage_options, timeout_s=self._timeout_s, retries=self._retries
+        )
+
+    def _open(self, path: Location) -> PatientStorage:
+        storage = open_storage(path, self._storage_options, attempt_s=min(30.0, self._timeout_s))
+        return PatientStorage(storage, retries=self._retries, timeout_s=self._timeout_s)
+
+    def is_at(self, step: int, urls: set[str]) -> bool:
+        """Whether the checkpoint of a step is one of those."""
+        return _normal(self.path(step).url) in map(_normal, urls)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What came of reading a commit record, or why nothing did."""
+
+    record: FileStat
+    state: str = "complete"
+    problem: str = ""
+    summary: Summary | None = None
+
+    def is_known_of(self, record: FileStat) -> bool:
+        """Whether that very record was read, so that there is no need to read it again."""
+        return bool(record.version) and self.record == record and self.state != "unreadable"
+
+
+def _entry(step: int, folder: Folder, reading: _Reading | None) -> Entry:
+    where: dict[str, Any] = {"place": folder.place, "is_link": folder.is_link}
+    if folder.problem:
+        return Entry(step, "unreadable", folder.problem, **where)
+    if reading is None:
+        return Entry(step, "incomplete", f"it has no {RECORD_NAME}", **where)
+    state, problem = reading.state, reading.problem
+    if reading.summary is not None and (problem := reading.summary.problem_with(folder.files)):
+        state = "damaged"
+    return Entry(step, state, problem, reading.record.modified_s, summary=reading.summary, **where)
+
+
+def metadata_of(step: int, metrics: Mapping[str, Any] | None, branch: int = 0) -> dict[str, str]:
+    """Returns what the record of a checkpoint is to say of its step.
+
+    Raises:
+        ValueError: A metric is no number.
+        TypeError: Likewise.
+    """
+    numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
+    texts = {_STEP: str(step), _METRICS: json.dumps(numbers, sort_keys=True)}
+    return {**texts, _BRANCH: str(branch)} if branch else texts
+
+
+def _name_of(step: int) -> str:
+    return f"{_PREFIX}{step:08d}"
+
+
+def _is_in(path: str, folder: str) -> bool:
+    """Whether a local place is a directory, or in it."""
+    return path == folder or path.startswith(folder + "/")
+
+
+def _normal(url: str) -> str:
+    return os.path.abspath(url) if os.path.isabs(url) else url

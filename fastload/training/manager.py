@@ -1,0 +1,393 @@
+"""The checkpoints of one training: when to save, what to keep, where to go on."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from fastload import api
+from fastload.errors import CheckpointNotFound, FastloadError, OptionError, WorldError, blames_checkpoint
+from fastload.loading.checkpoint import Checkpoint
+from fastload.options import SAVE_SETTINGS, LoadOptions, SaveOptions
+from fastload.ranks.world import agree, meet, require_same
+from fastload.saving.handle import SaveHandle
+from fastload.storage import locate, name_of
+from fastload.training.catalog import MAX_STEP, Catalog, metadata_of
+from fastload.training.history import History, Listing
+from fastload.training.housekeeping import Housekeeper
+from fastload.training.pacing import Rhythm
+from fastload.training.policy import Policy
+from fastload.training.retention import Retention
+from fastload.training.schedule import Schedule
+from fastload.training.signals import StopSignals
+
+__all__ = ["CheckpointManager"]
+
+_log = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """Saves the states of a training below one root, keeps the checkpoints it should, restores the newest.
+
+    All ranks of the group make the same calls in the same order, with the same arguments; so `latest` and
+    the others that ask storage are not for rank 0 alone. Use it as a context manager, or `close` it::
+
+        with fastload.CheckpointManager("runs/7", every_seconds=900, keep_last=3) as manager:
+            state = manager.restore() if manager.latest() is not None else None
+            for step in range(...):
+                ...
+                if manager.should_save(step):
+                    manager.save(step, state, metrics={"loss": loss})
+                if manager.stop_requested:
+                    break
+
+    While it is open, SIGTERM and SIGUSR1 (Slurm sends one before a time limit) do not end the process:
+    whichever rank gets one, soon after all ranks are told to save, and to stop. Handlers that were there
+    before are called as well, and put back by `close`.
+
+    A save in the background that failed is raised on all ranks by the next call that can say so.
+
+    Args:
+        root: A directory or URL; its checkpoints are ``step_00001234`` and so on.
+        every_steps: Steps between saves.
+        every_seconds: Seconds between saves.
+        every: ``auto`` works the interval out, from what steps and saves take and the three that follow:
+        mtbf_s: Mean time between failures of the job, in seconds; ``auto`` needs it.
+        restart_s: Seconds from a failure until training goes on.
+        budget: Largest part of the time that training may stand still to save.
+        keep_last: Number of newest checkpoints to keep; None keeps all. Older ones are deleted once a
+            newer one is committed; never one that this process has open.
+        keep_every: Keeps those whose step is a multiple of this, too.
+        keep_every_seconds: Keeps one in so many seconds, too.
+        best: A metric and ``min`` or ``max``, such as ``("loss", "min")``: keeps the best one, too.
+        async_: Whether `save` returns as soon as each rank has copied its share of the state.
+        process_group: As for `fastload.load`.
+        storage_options: As for `fastload.load`.
+        options: How to save. A checkpoint of the same step is replaced, whatever `overwrite` says.
+
+    Attributes:
+        restored_step: Step of the checkpoint that was last restored, or None.
+
+    Raises:
+        OptionError: An argument cannot be used.
+        PlanMismatch: The ranks did not give the same arguments.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        every: str | None = None,
+        mtbf_s: float | None = None,
+        restart_s: float = 300.0,
+        budget: float = 0.035,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_every_seconds: float | None = None,
+        best: tuple[str, str] | None = None,
+        async_: bool = True,
+        process_group: Any = None,
+        storage_options: Mapping[str, Any] | None = None,
+        options: SaveOptions | None = None,
+    ) -> None:
+        def ready() -> Policy:
+            return Policy(
+                locate(root),
+                every_steps,
+                Rhythm(every, every_seconds, mtbf_s, restart_s, budget),
+                Retention(
+                    keep_last=keep_last,
+                    keep_every=keep_every,
+                    keep_every_seconds=keep_every_seconds,
+                    best=tuple(best) if isinstance(best, list) else best,
+                ),
+                async_,
+                replace(options if options is not None else SaveOptions(), overwrite=True),
+            )
+
+        self._world, policy = meet(
+            process_group,
+            f"managing the checkpoints in {name_of(root)}",
+            ready,
+            timeout_s=lambda policy: policy.options.timeout_s,
+            default_s=getattr(options, "timeout_s", SAVE_SETTINGS["timeout_s"].default),
+        )
+        self._options = policy.options
+        self._async = policy.async_
+        self._group = process_group
+        self._storage_options = storage_options
+        self._catalog = Catalog(
+            policy.root,
+            storage_options,
+            timeout_s=self._world.patience_s / 2,
+            retries=policy.options.retries,
+        )
+        lists, keeps_house = self._meet(policy)
+        self._history = History(self._world, self._catalog, lists=lists, process_group=process_group)
+        self.restored_step: int | None = None
+        self._damaged: set[int] = set()
+        self._handle: SaveHandle | None = None
+        self._num_saves = 0
+        self._housekeeper: Housekeeper | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        self._warns = self._world.rank == 0 and not policy.has_interval
+        self._pace = policy.rhythm.start()
+        self._schedule = Schedule(
+            self._world,
+            every_steps=every_steps,
+            interval_s=lambda: self._pace.interval_s,
+            signalled=lambda: self._signals.received,
+            failed=lambda: self._num_saves if self._handle is not None and self._handle.failed() else 0,
+        )
+        self._signals = StopSignals(self._schedule.tell)
+        if keeps_house:
+            self._housekeeper = Housekeeper(self._catalog, policy.retention, Checkpoint.urls_in_use)
+            self._housekeeper.clean()
+
+    def _meet(self, policy: Policy) -> tuple[bool, bool]:
+        """Compares the arguments; returns whether this rank lists and whether it deletes."""
+        world = self._world
+
+        def compare() -> dict[str, Any]:
+            return {"host": world.host, "same": policy.shared_values(), "shared": self._catalog.shared}
+
+        told = world.agree(f"managing the checkpoints in {self._catalog.root}", compare)
+        world.heard()
+        require_same([each["same"] for each in told])
+        hosts = [each["host"] for each in told]
+        first = hosts.index(world.host) if policy.options.shared is False else 0
+        return world.rank == 0 or not told[world.rank]["shared"], world.rank == first
+
+    # When
+
+    def should_save(self, step: int) -> bool:
+        """Whether to save at this step: the same answer on all ranks.
+
+        Costs next to nothing: the ranks ask the rendezvous store about twice a second. To be called once in
+        each step, or at any rate at the same steps on all ranks. Of a manager without an interval it answers
+        yes only after a signal, and warns of that once.
+
+        Args:
+            step: Steps done so far; with `every_steps`, its multiples from 1 on are saved.
+
+        Raises:
+            FastloadError: A save in the background has failed.
+        """
+        self._check_open()
+        if self._warns:
+            self._warns = False
+            _log.warning(
+                "should_save answers yes only after a signal: the manager of %s was given no every_steps=, "
+                "every_seconds= or every=",
+                self._catalog.root,
+            )
+        self._pace.stepped()
+        answer = self._schedule.ask(step)
+        if answer.failed and answer.failed == self._num_saves:
+            agree(self._group, "saving in the background", self._finish, timeout_s=self._options.timeout_s)
+        return answer.save
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a signal has asked the job to stop, as of the last `should_save`: the same on all ranks."""
+        return self._schedule.stop_requested
+
+    # Save
+
+    def save(self, step: int, state: Any, metrics: Mapping[str, Any] | None = None) -> None:
+        """Saves a state as the checkpoint of a step.
+
+        If the save before is still going on, waits for it first.
+
+        Args:
+            step: Its number, from 0 on.
+            state: As for `fastload.save`.
+            metrics: Name → number, to be kept with it; those of rank 0 count.
+
+        Raises:
+            FastloadError: As for `fastload.save`; or the save before has failed, and this one was not begun.
+        """
+        self._check_open()
+        if type(step) is not int or not 0 <= step <= MAX_STEP:
+            raise OptionError(f"step={step!r}: must be a whole number from 0 to {MAX_STEP}")
+        try:
+            metadata_of(step, metrics)
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"metrics={metrics!r}: must be numbers by name ({error})") from None
+        self._let_end(step)
+        metadata = metadata_of(step, metrics, self._history.branch_for(step))
+        self._schedule.saved()
+        self._num_saves += 1
+        given: dict[str, Any] = {
+            "process_group": self._group,
+            "metadata": metadata,
+            "storage_options": self._storage_options,
+            "options": self._options,
+        }
+
+        def save() -> SaveHandle | None:
+            if self._async:
+                return api.async_save(state, self.path(step), **given)
+            api.save(state, self.path(step), **given)
+            return None
+
+        self._handle = self._pace.saving(save)
+        self._damaged.discard(step)
+        if self._housekeeper is not None:
+            self._housekeeper.prune(partial(_has_succeeded, self._handle), step, damaged=set(self._damaged))
+            if not self._async:
+                self._finish()
+
+    def _let_end(self, step: int) -> None:
+        """Waits for the save before; its error, if any, is raised by the next save, which tells all ranks."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        if not handle.done():
+            level = logging.WARNING if self._world.rank == 0 else logging.DEBUG
+            _log.log(level, "step %d is to be saved, but the save before still goes on: waiting for it", step)
+        handle.settle()
+
+    # What there is
+
+    def path(self, step: int) -> str:
+        """Returns where the checkpoint of a step is, or would be: what to load, with the root's password."""
+        return os.fspath(self._catalog.path(step))
+
+    def all_steps(self) -> list[int]:
+        """Returns the steps of which there is a complete checkpoint, ascending.
+
+        Where hosts have disks of their own, on any of them. A save that goes on is waited for.
+
+        Raises:
+            FastloadError: A rank could not ask storage, or the save in the background has failed.
+        """
+        return sorted(point.step for point in self._look().complete)
+
+    def latest(self) -> int | None:
+        """Returns the step of the newest complete checkpoint, or None; see `all_steps`.
+
+        The newest is the one that was saved last. If the run has gone back to an earlier step, that is one of
+        those that it has saved since, although there may be higher steps.
+        """
+        complete = self._look().complete
+        return complete[-1].step if complete else None
+
+    def _look(self) -> Listing:
+        self._check_open()
+        # All end first, so that no rank sees what another one is about to delete.
+        return self._history.look(self._finish)
+
+    def restore(self, into: Any = None, step: int | None = None, **arguments: Any) -> Any:
+        """Loads the newest checkpoint that is whole; `restored_step` says which.
+
+        One that turns out to be damaged or incomplete is left out, with a warning, for the one that was saved
+        before it. If another process deletes old checkpoints meanwhile, what it has saved instead is found.
+
+        Args:
+            into: As for `fastload.load`.
+            step: Only this one.
+            arguments: Further ones of `fastload.load`.
+
+        Returns:
+            What `fastload.load` returns.
+
+        Raises:
+            CheckpointNotFound: There is none.
+            FastloadError: As for `fastload.load`; if all are damaged, what is wrong with the oldest.
+        """
+        listed = [point.step for point in self._look().recorded]
+        is_given, left = step is not None, listed if step is None else [step]
+        if not left:
+            raise CheckpointNotFound(f"{self._catalog.root}: no checkpoint to restore")
+        tried: set[int] = set()
+        while True:
+            step = left.pop()
+            try:
+                state = self._load(step, into, arguments)
+            except FastloadError as error:
+                if not blames_checkpoint(error):
+                    raise
+                tried.add(step)
+                # Listed anew: it may have been deleted meanwhile, for newer ones that another process saved.
+                listed = [point.step for point in self._look().recorded]
+                if step in listed:
+                    self._damaged.add(step)
+                left = [other for other in listed if other not in tried]
+                if is_given or not left:
+                    raise
+                if self._world.rank == 0:
+                    _log.warning("step %d cannot be restored, falling back to %d: %s", step, left[-1], error)
+            else:
+                self.restored_step = step
+                return state
+
+    def _load(self, step: int, into: Any, arguments: Mapping[str, Any]) -> Any:
+        given = {
+            "process_group": self._group,
+            "storage_options": self._storage_options,
+            "options": LoadOptions(timeout_s=self._options.timeout_s, retries=self._options.retries),
+        }
+        return api.load(self.path(step), into=into, **{**given, **arguments})
+
+    # The end
+
+    def wait(self) -> None:
+        """Waits until what was saved is durable, and what it made superfluous is deleted.
+
+        Raises:
+            FastloadError: The save failed.
+        """
+        self._check_open()
+        self._finish()
+
+    def close(self) -> None:
+        """Waits as `wait` does, and puts back the signal handlers that were there before."""
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        try:
+            self._finish()
+        finally:
+            self._signals.close()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except FastloadError:
+            if kind is None:
+                raise  # else it was logged when it happened, and must not hide what ended the training
+
+    def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise WorldError("this CheckpointManager is that of another process, which has forked this one")
+        if self._closed:
+            raise WorldError("this CheckpointManager is closed")
+
+    def _finish(self) -> None:
+        handle, self._handle = self._handle, None
+        try:
+            if handle is not None:
+                handle.wait()
+        finally:
+            if self._housekeeper is not None:
+                self._housekeeper.wait(self._world.patience_s / 2)
+
+
+def _has_succeeded(handle: SaveHandle | None) -> bool:
+    if handle is not None:
+        handle.settle()
+    return handle is None or not handle.failed()

@@ -1,0 +1,62 @@
+"""How a training is to be saved: where, when, what is kept, and the same on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fastload.errors import OptionError
+from fastload.options import SaveOptions
+from fastload.storage import Location
+from fastload.training.pacing import Rhythm
+from fastload.training.retention import Retention
+
+__all__ = ["Policy"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The arguments of a `CheckpointManager`, checked.
+
+    Attributes:
+        root: Where the checkpoints are.
+        every_steps: Steps between saves.
+        rhythm: Seconds between saves.
+        retention: What is kept.
+        async_: Whether saves go on in the background.
+        options: How to save.
+
+    Raises:
+        OptionError: One cannot be used.
+    """
+
+    root: Location
+    every_steps: int | None
+    rhythm: Rhythm
+    retention: Retention
+    async_: bool
+    options: SaveOptions
+
+    def __post_init__(self) -> None:
+        steps = self.every_steps
+        if steps is not None and (type(steps) is not int or steps < 1):
+            raise OptionError(f"every_steps={steps!r}: must be a number of at least 1")
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether anything but a signal can make a save due."""
+        return (self.every_steps, self.rhythm.every, self.rhythm.every_seconds) != (None, None, None)
+
+    def shared_values(self) -> dict[str, Any]:
+        """Returns the values that must be the same on every rank."""
+        best = self.retention.best
+        return {
+            "call": "CheckpointManager",
+            "root": self.root.given,
+            "every_steps": self.every_steps,
+            **asdict(self.rhythm),
+            **asdict(self.retention),
+            "best": list(best) if best is not None else None,
+            "async_": self.async_,
+            **self.options.shared_values(),
+        }

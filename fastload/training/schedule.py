@@ -1,0 +1,194 @@
+"""When to save: the same answer on all ranks, although clocks differ and a signal may hit one rank only.
+
+Rank 0 decides, for a *window* of calls at a time, and leaves the decision in the rendezvous store before
+the window begins; at its first call of a window a rank reads it. So nobody can miss a decision or see it
+late, the ranks need not keep step, and most calls ask nobody. Windows last about half a second.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from fastload.ranks.world import World
+
+__all__ = ["Answer", "Schedule"]
+
+_WINDOW_S = 0.5
+_MAX_WINDOW = 32  # calls; steps may become slow while a window lasts
+_BLOCK = 64  # decisions that are forgotten together
+_FORGOTTEN_AT_ONCE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What holds for one call, on all ranks.
+
+    Attributes:
+        save: Whether to save.
+        stop: Whether a signal has asked the job to stop; from then on for good.
+        failed: Number of a save in the background that has failed; 0 if there is none.
+    """
+
+    save: bool = False
+    stop: bool = False
+    failed: int = 0
+
+
+class Schedule:
+    """Answers whether to save.
+
+    All ranks ask at the same steps.
+
+    Args:
+        world: The ranks.
+        every_steps: Steps between saves; None for none by steps.
+        interval_s: Returns the seconds between saves, by the clock of rank 0; None for none by time.
+        signalled: Whether this rank has got a signal to stop.
+        failed: Returns the number of a save of this rank's that has failed, or 0.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        every_steps: int | None,
+        interval_s: Callable[[], float | None],
+        signalled: Callable[[], bool],
+        failed: Callable[[], int],
+    ) -> None:
+        self._world = world
+        self._every_steps = every_steps
+        self._interval_s = interval_s
+        self._signalled = signalled
+        self._failed = failed
+        self._since = time.monotonic()
+        self._step: int | None = None
+        self._answer = Answer()
+        self._num_calls = 0
+        self._stopping = False  # decided, though the window may not have begun
+        self._until = 0  # the first call that no known decision is for
+        self._num_read = 0
+        self._leader = _Leader(world, self._decide) if world.rank == 0 else None
+
+    def ask(self, step: int) -> Answer:
+        """Returns the answer for a step; to ask again for the same step changes nothing."""
+        if step == self._step:
+            return self._answer
+        decided = self._decide() if self._world.rendezvous is None else self._turn()
+        by_steps = self._every_steps is not None and step > 0 and step % self._every_steps == 0
+        stop = self._answer.stop or decided.stop
+        self._step, self._answer = step, Answer(by_steps or decided.save, stop, decided.failed)
+        return self._answer
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a signal has asked the job to stop, as of the last answer."""
+        return self._answer.stop
+
+    def saved(self) -> None:
+        """Notes that a save begins, from which the interval counts anew."""
+        self._since = time.monotonic()
+
+    def tell(self) -> None:
+        """Tells rank 0 that a signal has come; from any thread, never raises."""
+        if self._world.rendezvous is not None:
+            self._world.rendezvous.tell({_key("stop"): ""}, limit_s=self._world.patience_s)
+
+    def _turn(self) -> Answer:
+        """Counts a call; returns the decision of a window if it begins here."""
+        call, self._num_calls = self._num_calls, self._num_calls + 1
+        if self._leader is not None:
+            self._leader.move_on(call)
+        if call < self._until:
+            return Answer()
+        number, self._num_read = self._num_read, self._num_read + 1
+        self._until, answer = self._leader.take() if self._leader is not None else self._read(number)
+        return answer
+
+    def _read(self, number: int) -> tuple[int, Answer]:
+        world, what = self._world, "asking whether to save"
+        assert world.rendezvous is not None
+        text = world.rendezvous.await_text(
+            what, _key(number), 0, wait_s=world.patience_s, grace_s=world.grace_s
+        )
+        if number % _BLOCK == _BLOCK - 1:
+            world.rendezvous.count(what, _key(f"seen/{number // _BLOCK}"), 1, limit_s=world.patience_s)
+        decision = json.loads(text)
+        return decision.pop("until"), Answer(**decision)
+
+    def _decide(self) -> Answer:
+        """Decides, on rank 0."""
+        now = time.monotonic()
+        stop = not self._stopping and self._is_signalled()
+        self._stopping = self._stopping or stop
+        interval_s = self._interval_s()
+        due = interval_s is not None and now >= self._since + interval_s
+        if stop or due:
+            self._since = now
+        return Answer(stop or due, stop, self._failed())
+
+    def _is_signalled(self) -> bool:
+        rendezvous = self._world.rendezvous
+        if self._signalled() or rendezvous is None:
+            return self._signalled()
+        return rendezvous.watch(_key("stop"), alive=False, limit_s=self._world.patience_s)
+
+
+class _Leader:
+    """What rank 0 does: decides ahead, and tells the others."""
+
+    def __init__(self, world: World, decide: Callable[[], Answer]) -> None:
+        self._world = world
+        self._decide = decide
+        self._number = 0
+        self._until = 0
+        self._window = 1
+        self._next_call = 0
+        self._last = (0, time.monotonic())
+        self._decided: list[tuple[int, Answer]] = []
+        self._num_forgotten = 0
+        self._stale: list[str] = []
+
+    def take(self) -> tuple[int, Answer]:
+        """Returns where the next window ends, and its decision."""
+        return self._decided.pop(0)
+
+    def move_on(self, call: int) -> None:
+        """Decides for the next window, halfway through the one that is."""
+        if call < self._next_call:
+            return
+        self._window = self._next_window(call)
+        self._until += self._window
+        answer = self._decide()
+        self._decided.append((self._until, answer))
+        self._next_call = self._until - self._window // 2
+        self._post(json.dumps({"until": self._until, **asdict(answer)}))
+
+    def _next_window(self, call: int) -> int:
+        now = time.monotonic()
+        (last_call, last_s), self._last = self._last, (call, now)
+        if call == last_call:
+            return 1
+        fitting = int(_WINDOW_S * (call - last_call) / max(now - last_s, 1e-9))
+        return max(1, min(fitting, 2 * self._window, _MAX_WINDOW))
+
+    def _post(self, text: str) -> None:
+        world, rendezvous = self._world, self._world.rendezvous
+        assert rendezvous is not None
+        what, limit_s = "telling when to save", world.patience_s
+        if self._number % _BLOCK == 0 and self._num_forgotten < self._number // _BLOCK:
+            block = self._num_forgotten
+            if rendezvous.count(what, _key(f"seen/{block}"), 0, limit_s=limit_s) == world.size - 1:
+                self._num_forgotten += 1
+                self._stale += [_key(number) for number in range(block * _BLOCK, (block + 1) * _BLOCK)]
+                self._stale.append(_key(f"seen/{block}"))
+        forget, self._stale = self._stale[:_FORGOTTEN_AT_ONCE], self._stale[_FORGOTTEN_AT_ONCE:]
+        rendezvous.post(what, _key(self._number), text, forget=forget, limit_s=limit_s)
+        self._number += 1
+
+
+def _key(name: object) -> str:
+    return f"schedule/{name}"

@@ -1,0 +1,1 @@
+"""Who reads what, and how it gets to those who want it."""

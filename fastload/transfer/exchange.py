@@ -1,0 +1,302 @@
+"""The chunks of one round, each read by its owner, come to every rank.
+
+A slab has room for one round: a slot per rank. An exchange takes the chunk that this rank has read and
+delivers all the others, several rounds at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastload.base.memory import allocate, allocate_staging
+from fastload.base.stopwatch import Stopwatch
+from fastload.base.threads import background, within
+from fastload.errors import DeadlineExceeded, Interrupted
+from fastload.ranks.world import World
+from fastload.transfer.rounds import FAILED, TICK_S, Exchange, LocalExchange, Round, Slots, wait_for
+
+__all__ = ["has_nccl", "open_exchange", "open_members_exchange"]
+
+_NEVER_SENT = 2**31 - 1  # a tag
+
+
+class RingExchange:
+    """A ring over Gloo: each rank sends its own chunk to the right and passes on what comes from the left.
+
+    Every chunk crosses every link of the ring but one, so with the ranks of a host next to each other
+    each byte enters and leaves a host once. Receives are posted ahead; a chunk is passed on as soon
+    as it is here, without waiting for the rest of its round. Gloo's own all-gather gets slower with
+    the message size and cannot be interrupted, hence point to point.
+
+    The process group is private to one load: what breaks in it does not touch the caller's.
+
+    Args:
+        world: The ranks.
+        order: Those of them that take part, in ring order; their parts are in the order of their ranks.
+        pinned: Page-locks slabs, for copies to a CUDA device.
+    """
+
+    transport = "gloo ring"
+    private = True
+
+    def __init__(self, world: World, order: Sequence[int], *, pinned: bool) -> None:
+        self.device = torch.device("cpu")
+        self.watch = Stopwatch()
+        self._pinned = pinned
+        self._members = sorted(order)
+        self._rank = self._members.index(world.rank)
+        self._size = len(order)
+        self._timeout = timedelta(seconds=world.patience_s)
+        ring = [self._members.index(rank) for rank in order]
+        place = ring.index(self._rank)
+        self._right = ring[(place + 1) % self._size]
+        self._left = ring[place - 1]
+        self._incoming = [ring[place - distance] for distance in range(1, self._size)]
+        self._store = world.corner("ring", self._rank)
+        self._closed = False
+        self._posted: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
+        self._forwarder = background(self._forward_all, "fastload-ring")
+        # A wait for a send cannot look out for alarms, so it is not for the caller's thread.
+        self._forwarded: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
+        self._sender = background(self._await_sends, "fastload-sent")
+
+    def connect(self, *, give_up: Callable[[], bool]) -> None:
+        def meet() -> Any:
+            # Gloo waits for the others inside of the store's connection, which is not to be ours.
+            store = self._store.clone() if hasattr(self._store, "clone") else self._store
+            return dist.ProcessGroupGloo(store, self._rank, self._size, self._timeout)
+
+        try:
+            # Gloo's own deadline is for each step, and none of it holds when the store does not answer.
+            self._group: Any = within(self._timeout.total_seconds(), "connecting", meet, give_up=give_up)
+        except (RuntimeError, DeadlineExceeded) as error:
+            raise Interrupted(f"the ranks could not connect: {error}") from error
+        self._forwarder.start()
+        self._sender.start()
+
+    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
+        return allocate_staging(slab_bytes, pinned=self._pinned), None
+
+    def post(self, work: Round) -> None:
+        try:
+            work.receives = [
+                self._group.recv([work.parts[owner]], self._left, self._tag(work, owner))
+                for owner in self._incoming_of(work)
+            ]
+        except RuntimeError as error:
+            work.broke(error)
+        self._posted.put(work)
+
+    def start(self, work: Round) -> None:
+        work.began = self.watch.start()
+        try:
+            if work.parts[self._rank].numel():
+                work.sends.append(self._send(work, self._rank))
+        except RuntimeError as error:
+            work.broke(error)
+        work.started.set()
+
+    def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
+        right = self._members[self._right]
+        wait_for(work.sent, f"sending round {work.index} to rank {right}", until_s, give_up)
+        if work.error is not None:
+            raise Interrupted(f"round {work.index} did not reach rank {right}: {work.error}")
+
+    def close(self) -> None:
+        self._closed = True
+        self._posted.put(None)
+        if self._still_alive(TICK_S):
+            self._break_connections()
+            self._still_alive(10 * TICK_S)
+        if not self._still_alive(0.0):
+            # Gloo takes tens of milliseconds to take a group down, which nobody has to wait for.
+            dying = [self.__dict__.pop("_group", None)]
+            threading.Thread(target=dying.clear, name="fastload-down").start()
+
+    def _still_alive(self, wait_s: float) -> bool:
+        deadline = time.monotonic() + wait_s
+        threads = [thread for thread in (self._forwarder, self._sender) if thread.is_alive()]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return any(thread.is_alive() for thread in threads)
+
+    def _break_connections(self) -> None:
+        """Wakes whoever waits for a peer that will not answer, here and, as a lost connection, there.
+
+        Gloo has no call for it, but it closes all connections of a group when one wait times out.
+        """
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        with contextlib.suppress(RuntimeError):
+            self._group.recv([nothing], self._left, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+    def _forward_all(self) -> None:
+        while (work := self._posted.get()) is not None:
+            for owner, receive in zip(self._incoming_of(work), work.receives, strict=False):
+                self._forward(work, owner, receive)
+            while work.error is None and not self._closed and not work.started.wait(TICK_S):
+                pass
+            if work.started.is_set():
+                self.watch.stop(work.began, round=work.index)
+            work.done.set()
+            self._forwarded.put(work)
+        self._forwarded.put(None)
+
+    def _await_sends(self) -> None:
+        while (work := self._forwarded.get()) is not None:
+            try:
+                for send in work.sends:
+                    send.wait(self._timeout)
+            except RuntimeError as error:
+                work.broke(error)
+            work.sent.set()
+
+    def _forward(self, work: Round, owner: int, receive: Any) -> None:
+        """Passes a chunk on; one that could not be received goes on marked as failed: nobody is to wait."""
+        try:
+            receive.wait(self._timeout)
+        except RuntimeError as error:
+            work.broke(error)
+            work.mark(work.parts[owner], FAILED)
+        if owner != self._right:
+            try:
+                work.sends.append(self._send(work, owner))
+            except RuntimeError as error:
+                work.broke(error)
+
+    def _incoming_of(self, work: Round) -> list[int]:
+        return [owner for owner in self._incoming if work.parts[owner].numel()]
+
+    def _send(self, work: Round, owner: int) -> Any:
+        return self._group.send([work.parts[owner]], self._right, self._tag(work, owner))
+
+    def _tag(self, work: Round, owner: int) -> int:
+        return work.index * self._size + owner
+
+
+class NcclExchange:
+    """All-gather over NCCL on device slabs, on a stream of its own.
+
+    Args:
+        world: The ranks; their group has an NCCL backend.
+        device: This rank's CUDA device.
+    """
+
+    transport = "nccl"
+    private = False  # a communicator of its own would cost memory and time in every load
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.device = device
+        self.watch = Stopwatch()
+        self._rank = world.rank
+        self._group = world.group
+        self._stream = torch.cuda.Stream(device)
+        self._running: queue.SimpleQueue[tuple[Round, torch.cuda.Event] | None] = queue.SimpleQueue()
+        self._waiter = background(self._wait_all, "fastload-nccl")
+
+    def connect(self, *, give_up: Callable[[], bool]) -> None:
+        self._waiter.start()
+
+    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
+        slab = allocate((slab_bytes,), torch.uint8, self.device)
+        # Kernels of the caller's that still use what was freed here come first; and whoever gets the memory
+        # next has to wait for what an abandoned load has left on the stream.
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        slab.record_stream(self._stream)
+        return slab, allocate_staging(own_bytes, pinned=True)
+
+    def post(self, work: Round) -> None:
+        pass
+
+    def start(self, work: Round) -> None:
+        work.began = self.watch.start()
+        sent = torch.cuda.Event()
+        try:
+            # What the caller's thread has allocated in inference mode cannot be written in another mode.
+            with torch.inference_mode(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+                work.slots.each[self._rank].copy_(work.own, non_blocking=True)
+                self._all_gather(work.slots)
+                sent.record(self._stream)
+        except RuntimeError as error:
+            work.broke(error)
+        work.started.set()
+        self._running.put((work, sent))
+
+    def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
+        pass  # the round is done, so every rank has sent and received all of it
+
+    def close(self) -> None:
+        if not self._waiter.is_alive():
+            return
+        self._running.put(None)
+        self._waiter.join(2 * TICK_S)
+
+    def _all_gather(self, slots: Slots) -> None:
+        mine = slots.each[self._rank]
+        if len({slot.numel() for slot in slots.each}) > 1:
+            for owner in slots.owners:
+                dist.broadcast(slots.each[owner], group=self._group, group_src=owner)
+            return
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(slots.whole, mine, group=self._group)
+
+    def _wait_all(self) -> None:
+        with torch.cuda.device(self.device):  # else of a new thread it is the first, which others use
+            while (running := self._running.get()) is not None:
+                self._wait(*running)
+
+    def _wait(self, work: Round, sent: torch.cuda.Event) -> None:
+        try:
+            while work.error is None and not sent.query():
+                time.sleep(0.0002)  # a blocking wait could not be abandoned
+        except RuntimeError as error:  # of any kernel before it
+            work.broke(error)
+        self.watch.stop(work.began, round=work.index)
+        work.done.set()
+
+
+def open_exchange(world: World, *, hosts: Sequence[str], local: bool, device: torch.device) -> Exchange:
+    """Opens the exchange that fits the ranks and the device.
+
+    Args:
+        world: The ranks.
+        hosts: Host of each rank.
+        local: Nothing is to be exchanged: one rank, or each rank reads all for itself.
+        device: Where the tensors will live on this rank.
+    """
+    on_cuda = device.type == "cuda"
+    if local:
+        return LocalExchange(pinned=on_cuda)
+    if on_cuda and has_nccl(world):
+        return NcclExchange(world, device)
+    first = {host: hosts.index(host) for host in hosts}
+    order = sorted(range(world.size), key=lambda rank: (first[hosts[rank]], rank))
+    return RingExchange(world, order, pinned=on_cuda)
+
+
+def open_members_exchange(world: World, members: Sequence[int]) -> Exchange:
+    """Opens an exchange through host memory between some ranks, each on a host of its own.
+
+    Args:
+        world: The ranks.
+        members: Those that take part, ascending; this rank is one of them.
+    """
+    if len(members) == 1:
+        return LocalExchange(pinned=False)
+    return RingExchange(world, members, pinned=False)
+
+
+def has_nccl(world: World) -> bool:
+    """Whether the group of a world can exchange CUDA tensors through NCCL."""
+    if world.group is None or not dist.is_nccl_available():
+        return False
+    return "nccl" in dist.get_backend_config(world.group)
