@@ -50,6 +50,7 @@ def load_and_fail(rank: int, world: int, path: Path, cases: Sequence[Case]) -> O
     size = world // len(cases)
     groups = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
     group = groups[rank // size] if len(cases) > 1 else None
+    dist.barrier()  # else one may be gone while others still connect
     case = cases[rank // size]
     if (victim := rank % size) in case.victims:
         faults.strike(pytest.MonkeyPatch(), case.stage, lambda: die_together(path, case, victim))
