@@ -133,7 +133,7 @@ class Save:
         """Does whatever is left, until the checkpoint exists.
 
         Raises:
-            FastloadError: It does not, and what was staged is gone; the same error on all ranks.
+            FastloadError: It does not, and what is pending is gone; the same error on all ranks.
         """
         try:
             with self._world.together():

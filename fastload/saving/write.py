@@ -1,4 +1,4 @@
-"""Slabs → staged files: one thread copies and hashes, others write, and all of it is durable at the end."""
+"""Slabs → pending files: one thread copies and hashes, others write, and all of it is durable at the end."""
 
 from __future__ import annotations
 

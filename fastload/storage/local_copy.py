@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from fastload.errors import CheckpointExists, FastloadError, StorageError
-from fastload.storage import folders, staging
+from fastload.storage import folders, leftovers
 from fastload.storage.local_target import LocalTarget, os_errors
 from fastload.storage.site import read_list
 from fastload.storage.target import RECORD_NAME, STAGED_NAME
@@ -24,7 +24,7 @@ _JOURNAL = "journal"
 class LocalCopy(LocalTarget):
     """Write access that outlives its process: the next one that makes the same copy goes on with it.
 
-    Its staging directory has a name that follows from what is copied, and holds a journal too. As long as
+    Its pending directory has a name that follows from what is copied, and holds a journal too. As long as
     nobody goes on with it, it is what any dead save leaves behind, and cleaned away by the next one.
 
     Args are those of `LocalTarget`.
@@ -67,7 +67,7 @@ class LocalCopy(LocalTarget):
             with os_errors(self._path):
                 self._site.check(list(self._sizes), overwrite=overwrite or damaged)
             with os_errors(os.path.dirname(self._path)):
-                data = self._hold(staging.resume(self._path, self._site.parent, identity))
+                data = self._hold(leftovers.resume(self._path, self._site.parent, identity))
             self.clean_abandoned()
             for file, nbytes in files:
                 with os_errors(self._place(file), 0, nbytes):
@@ -105,7 +105,7 @@ class LocalCopy(LocalTarget):
     def note(self, entries: bytes) -> None:
         """Adds to the journal."""
         assert self._journal is not None
-        path = os.path.join(self._staging, _JOURNAL)
+        path = os.path.join(self._pending_path, _JOURNAL)
         with self._noted(), os_errors(path):
             if os.write(self._journal, entries) != len(entries):
                 raise StorageError(os.strerror(errno.ENOSPC), url=path)
@@ -118,7 +118,7 @@ class LocalCopy(LocalTarget):
 
     def _open_journal(self) -> bytes:
         assert self._held is not None
-        with os_errors(os.path.join(self._staging, _JOURNAL)):
+        with os_errors(os.path.join(self._pending_path, _JOURNAL)):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
             self._journal = folders.open_file(_JOURNAL, self._held.folder, flags)
             with os.fdopen(os.dup(self._journal), "rb") as file:

@@ -1,4 +1,4 @@
-"""A new checkpoint on this host's file systems: staged beside its place, then renamed into it."""
+"""A new checkpoint on this host's file systems: pending beside its place, then renamed into it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from typing import Any
 
 from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import FastloadError, StorageError
-from fastload.storage import folders, staging
+from fastload.storage import folders, leftovers, pending
 from fastload.storage.descriptors import Descriptor, DescriptorPool
 from fastload.storage.local import IN_MEMORY_TYPES, file_system_type, is_network
+from fastload.storage.pending import Pending
 from fastload.storage.site import Site
 from fastload.storage.target import RECORD_NAME, Written, check_written
 
@@ -53,8 +54,8 @@ class LocalTarget:
         self._pool = DescriptorPool()
         self._lock = threading.Lock()
         self._own = threading.local()
-        self._staging = ""
-        self._held: staging.Staging | None = None  # by the rank that made it
+        self._pending_path = ""
+        self._held: Pending | None = None  # by the rank that made it
         self._data: int | None = None  # descriptor of the directory that becomes the checkpoint
 
     @property
@@ -79,25 +80,25 @@ class LocalTarget:
                 self._site.check(list(self._sizes), overwrite=overwrite)
             self.clean_abandoned()
             with os_errors(os.path.dirname(self._path)):
-                data = self._hold(staging.stage(self._path, self._site.parent))
+                data = self._hold(pending.begin(self._path, self._site.parent))
             for file, nbytes in files:
                 with os_errors(self._place(file), 0, nbytes):
                     folders.reserve(file, nbytes, data)
         except FastloadError:
             self.abort()
             raise
-        return {"staging": self._staging, "files": self._sizes}
+        return {"pending": self._pending_path, "files": self._sizes}
 
-    def _hold(self, held: staging.Staging) -> int:
-        """Keeps a staging directory; returns the descriptor of what will be the checkpoint."""
-        self._held, self._staging = held, held.path
-        self._data = folders.open_folder("data", held.folder)
+    def _hold(self, held: Pending) -> int:
+        """Keeps a pending directory; returns the descriptor of what will be the checkpoint."""
+        self._held, self._pending_path = held, held.path
+        self._data = held.open_data()
         return self._data
 
     def join(self, ticket: Mapping[str, Any]) -> None:
-        self._staging, self._sizes = ticket["staging"], ticket["files"]
-        with os_errors(self._staging):
-            folder = folders.open_folder(self._staging)
+        self._pending_path, self._sizes = ticket["pending"], ticket["files"]
+        with os_errors(self._pending_path):
+            folder = folders.open_folder(self._pending_path)
             try:
                 self._data = folders.open_folder("data", folder)
             finally:
@@ -198,12 +199,12 @@ class LocalTarget:
         self.close()
 
     def clean_abandoned(self) -> list[str]:
-        return staging.clean_abandoned(os.path.dirname(self._path))
+        return leftovers.clean_abandoned(os.path.dirname(self._path))
 
     def remove(self) -> None:
         with os_errors(self._path):
             try:
-                staging.remove(self._path, self._site.parent)
+                pending.remove(self._path, self._site.parent)
             finally:
                 self._site.close()
 
@@ -221,15 +222,15 @@ class LocalTarget:
             self._site.close()
 
     def _release(self) -> None:
-        """Removes the staging directory, if this rank made it, and only then lets go of its lock."""
+        """Removes the pending directory, if this rank made it, and only then lets go of its lock."""
         held, self._held = self._held, None
         if held is not None:
             with suppress(OSError):  # who cleans next gets another chance
-                staging.discard(held)
+                held.discard()
             held.close()
 
     def _place(self, name: str) -> str:
-        return os.path.join(self._staging, "data", name)
+        return os.path.join(self._pending_path, "data", name)
 
     @contextmanager
     def _noted(self) -> Iterator[None]:

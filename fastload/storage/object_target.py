@@ -27,8 +27,8 @@ from fastload.storage.target import (
     Written,
     check_written,
     new_token,
+    pending_name,
     saved_name,
-    staging_name,
 )
 
 __all__ = ["NUM_REQUESTS", "ObjectTarget"]
@@ -44,7 +44,7 @@ _alive: set[str] = set()  # tokens of this process's own saves, until they end
 
 
 class ObjectTarget:
-    """Write access to an object store; each file has one writer, which uploads it below the staging prefix.
+    """Write access to an object store; each file has one writer, which uploads it below the pending prefix.
 
     To publish moves the files to their names, which is the store's business: no byte comes here.
 
@@ -66,7 +66,7 @@ class ObjectTarget:
         self._written = Written()
         self._sizes: dict[str, int] = {}
         self._token = ""
-        self._staging = ""
+        self._pending = ""
         self._prepared = False
         self._marked: list[str] = []
         self._marked_at = 0.0
@@ -117,7 +117,8 @@ class ObjectTarget:
         with self._noted(), self._errors(name, offset, len(data)):
             with self._lock:
                 if name not in self._streams:
-                    self._streams[name] = Stream(self._bucket.writer(self._staged(name)), self._timeout_s)
+                    writer = self._bucket.writer(self._pending_key(name))
+                    self._streams[name] = Stream(writer, self._timeout_s)
                 stream = self._streams[name]
             stream.write(offset, data)
         self._written.add(name, offset, offset + len(data))
@@ -153,7 +154,7 @@ class ObjectTarget:
             self._marked = []
         try:
             self._bucket.delete([self._key(SAVING_NAME)])
-            self._discard(self._staging)
+            self._discard(self._pending)
         except Exception as error:  # the checkpoint is there; what is left beside it harms nobody
             told = self._bucket.secrets.first_line(error)
             _log.warning("%s: cannot remove what the save needed: %s", self._url, told)
@@ -188,7 +189,7 @@ class ObjectTarget:
 
     def _finish(self, name: str, receipts: Sequence[Mapping[str, Any]]) -> None:
         """Makes a file appear under its name."""
-        self._bucket.move(self._staged(name), self._key(name))
+        self._bucket.move(self._pending_key(name), self._key(name))
 
     def _give_up(self, prefix: str, uploads: Mapping[str, str]) -> None:
         """Ends uploads that will not be finished."""
@@ -277,10 +278,10 @@ class ObjectTarget:
                 if self._cleared:
                     self._clear(marked)
                 self._bucket.delete([self._key(SAVING_NAME)])
-            self._discard(self._staging)
+            self._discard(self._pending)
         except Exception as error:
             told = self._bucket.secrets.first_line(error)
-            _log.warning("%s: cannot remove what was staged: %s", self._url, told)
+            _log.warning("%s: cannot remove what is pending: %s", self._url, told)
         finally:
             _alive.discard(self._token)
 
@@ -305,7 +306,7 @@ class ObjectTarget:
         """Deletes what a dead save had published when it died, unless that was all."""
         name = saved_name(folder) or ""
         marker = _parse(self._bucket.get(f"{name}/{SAVING_NAME}"))
-        if folder != staging_name(name, str(marker.get("token"))):
+        if folder != pending_name(name, str(marker.get("token"))):
             return
         there = self._bucket.files(name)
         if RECORD_NAME not in there:
@@ -315,7 +316,7 @@ class ObjectTarget:
         self._bucket.delete([f"{name}/{SAVING_NAME}"])
 
     def _discard(self, folder: str) -> None:
-        """Removes a staging prefix; its owner goes last, so that what is left after a failure is found."""
+        """Removes a pending prefix; its owner goes last, so that what is left after a failure is found."""
         uploads = _parse(self._bucket.get(f"{folder}/owner.json")).get("uploads", {})
         if isinstance(uploads, dict):
             self._give_up(saved_name(folder) or "", uploads)
@@ -341,11 +342,11 @@ class ObjectTarget:
     # Names and errors.
 
     def _set_token(self, token: str) -> None:
-        self._token, self._staging = token, staging_name(self._name, token)
+        self._token, self._pending = token, pending_name(self._name, token)
 
     @property
     def _owner_key(self) -> str:
-        return f"{self._staging}/owner.json"
+        return f"{self._pending}/owner.json"
 
     def _put_owner(self, uploads: Mapping[str, str]) -> None:
         owner = {"owner": Owner.here().to_bytes().decode(), "uploads": dict(uploads)}
@@ -354,8 +355,8 @@ class ObjectTarget:
     def _key(self, name: str) -> str:
         return f"{self._name}/{name}"
 
-    def _staged(self, name: str) -> str:
-        return f"{self._staging}/{name}"
+    def _pending_key(self, name: str) -> str:
+        return f"{self._pending}/{name}"
 
     @contextmanager
     def _errors(self, name: str, offset: int | None = None, nbytes: int | None = None) -> Iterator[None]:

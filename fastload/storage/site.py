@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from fastload.errors import CheckpointExists, FastloadError, OptionError
-from fastload.storage import folders, staging
+from fastload.storage import folders
 from fastload.storage.beside import MAX_LIST_BYTES, kept_names, own_names
-from fastload.storage.staging import Staging
+from fastload.storage.pending import NOT_FREE, Pending
 
 __all__ = ["Site", "read_list"]
 
@@ -75,14 +75,14 @@ class Site:
             if there is not None:
                 self._kept(there, written, overwrite=overwrite)
 
-    def take(self, held: Staging, data: int, written: Sequence[str], *, overwrite: bool) -> None:
-        """Renames a staged directory into its place: the step that makes the checkpoint exist.
+    def take(self, held: Pending, data: int, written: Sequence[str], *, overwrite: bool) -> None:
+        """Renames a pending directory into its place: the step that makes the checkpoint exist.
 
         What is not the old checkpoint's own is in both directories before they change places. So at every
         instant it is where it was, and what is changed in the meantime is brought after it.
 
         Args:
-            held: The staging directory.
+            held: The pending directory.
             data: The directory in it that is to stand here.
             written: Names of all files of the new checkpoint.
             overwrite: Whether a checkpoint may be replaced.
@@ -106,11 +106,11 @@ class Site:
                 folders.exchange("data", held.folder, self._name, self.parent)
             else:
                 os.rename(self._name, "data", src_dir_fd=self.parent, dst_dir_fd=held.folder)
-                staging.restore(held)
+                held.restore()
             raise
 
-    def _rename_in(self, held: Staging, data: int, written: Sequence[str], *, overwrite: bool) -> str:
-        """Returns what the old one is called in the staging directory then; empty if there was none."""
+    def _rename_in(self, held: Pending, data: int, written: Sequence[str], *, overwrite: bool) -> str:
+        """Returns what the old one is called in the pending directory then; empty if there was none."""
         for _ in range(_NUM_TRIES):
             with self._open() as there:
                 occupied = there is not None and bool(os.listdir(there))
@@ -121,7 +121,7 @@ class Site:
                 return self._exchange(held) if occupied else self._rename(held)
         raise CheckpointExists(f"{self.path}: others publish there at the same time")
 
-    def _exchange(self, held: Staging) -> str:
+    def _exchange(self, held: Pending) -> str:
         try:
             folders.exchange("data", held.folder, self._name, self.parent)
             return "data"
@@ -134,16 +134,16 @@ class Site:
         try:
             self._rename(held)
         except BaseException:
-            staging.restore(held)
+            held.restore()
             raise
         return "old"
 
-    def _rename(self, held: Staging) -> str:
+    def _rename(self, held: Pending) -> str:
         try:
             # It takes the place of nothing, or of an empty directory, but of nothing else.
             os.rename("data", self._name, src_dir_fd=held.folder, dst_dir_fd=self.parent)
         except OSError as error:
-            if error.errno not in staging.NOT_FREE:
+            if error.errno not in NOT_FREE:
                 raise
             raise _Changed from None
         return ""

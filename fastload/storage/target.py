@@ -18,8 +18,8 @@ __all__ = [
     "Written",
     "check_written",
     "new_token",
+    "pending_name",
     "saved_name",
-    "staging_name",
 ]
 
 RECORD_NAME = "fastload.json"
@@ -30,7 +30,7 @@ is there is the rest of a save that has not ended, or never will."""
 STAGED_NAME = ".fastload-stage.json"
 """What a staged copy holds next to its files: which checkpoint it is a copy of, and how its files were."""
 
-_STAGING = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.saving", re.DOTALL)
+_PENDING = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.saving", re.DOTALL)
 
 
 class Target(Protocol):
@@ -132,7 +132,7 @@ class Target(Protocol):
         ...
 
     def abort(self) -> None:
-        """Gives up, and removes what was staged if this rank prepared it; never raises."""
+        """Gives up, and removes what is pending if this rank prepared it; never raises."""
         ...
 
     def clean_abandoned(self) -> list[str]:
@@ -153,14 +153,14 @@ def new_token() -> str:
     return secrets.token_hex(8)
 
 
-def staging_name(name: str, token: str) -> str:
+def pending_name(name: str, token: str) -> str:
     """Returns the name of the directory, beside the checkpoint, where one save gathers its files."""
     return f".{name}.{token}.saving"
 
 
-def saved_name(staging: str) -> str | None:
-    """Returns the name of the checkpoint that a staging directory is for; None if it is no such directory."""
-    match = _STAGING.fullmatch(staging)
+def saved_name(pending: str) -> str | None:
+    """Returns the name of the checkpoint that a pending directory is for; None if it is no such directory."""
+    match = _PENDING.fullmatch(pending)
     return match["name"] if match else None
 
 

@@ -95,7 +95,7 @@ def test_what_a_descriptor_hears_before_it_is_closed_is_not_lost(
     os.fsync = fail_once
     with pytest.raises(FastloadError) as raised:
         save(state_of(250), tmp_path / "one")
-    dist.barrier()  # the rank that made the staging directory has removed it
+    dist.barrier()  # the rank that made the pending directory has removed it
     assert list(tmp_path.iterdir()) == []
     assert "model-00002-of-00250.safetensors" in str(raised.value)
     assert "EIO" in str(raised.value)

@@ -153,7 +153,7 @@ def run(case: Case, root: Path, before: int) -> tuple[str, int]:
     saves.save(state(after), root / "one", background=False, overwrite=True, timeout_s=60.0)
     assert version_of(fastload.load(root / "one")) == after
     assert leftovers(root) == [], f"the next save left {leftovers(root)}"
-    return f"{ended}{', staging left for the next save to clean' if left else ''}", after
+    return f"{ended}{', a pending directory left for the next save to clean' if left else ''}", after
 
 
 def watch(path: Path, stop: Path) -> None:

@@ -1,4 +1,4 @@
-"""Staging directories that outlive their process, and who may go on with one."""
+"""Pending directories that outlive their process, and who may go on with one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fastload.errors import CheckpointExists, OptionError, StorageError
-from fastload.storage import staging
+from fastload.storage import leftovers
 from fastload.storage.local_copy import STAGED_NAME, LocalCopy
 from fastload.storage.local_target import LocalTarget
 from fastload.storage.owner import Owner
@@ -76,7 +76,7 @@ def test_a_living_one_is_left_alone(tmp_path: Path) -> None:
         copy = LocalCopy(str(tmp_path / "copy"), io="auto")
         with pytest.raises(StorageError, match=f"in use by process {process.pid} on "):
             copy.resume(FILES, ID, overwrite=False)
-        assert staging.clean_abandoned(str(tmp_path)) == []
+        assert leftovers.clean_abandoned(str(tmp_path)) == []
         assert len(list(tmp_path.iterdir())) == 1
         process.kill()
 

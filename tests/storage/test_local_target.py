@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from fastload.errors import CheckpointExists, OptionError, StorageError
-from fastload.storage import RECORD_NAME, folders, staging
+from fastload.storage import RECORD_NAME, folders, leftovers
 from fastload.storage.local_target import LocalTarget
 from fastload.storage.owner import Owner
 from tests.storage.disks import small_disk_in
@@ -128,7 +128,7 @@ def test_where_names_cannot_be_exchanged(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_was_moved_aside_is_put_back(tmp_path: Path) -> None:
     save(tmp_path / "a", b"old")
     target = begin(tmp_path / "a", 3, overwrite=True)
-    os.rename(tmp_path / "a", Path(target._staging, "old"))
+    os.rename(tmp_path / "a", Path(target._pending_path, "old"))
     target.close()  # as if it had been killed here: the lock is gone, the directory is not
     save(tmp_path / "b", b"other")
     assert loaded(tmp_path / "a") == b"old"
@@ -286,27 +286,27 @@ ELSEWHERE = Owner("elsewhere", "another-kernel", "pid:[1]", 1, "1")
 def test_whose_lock_is_free_is_dead_except_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Owner | None, silent: bool, kind: str
 ) -> None:
-    monkeypatch.setattr(staging, "file_system_type", lambda _: kind)
+    monkeypatch.setattr(leftovers, "file_system_type", lambda _: kind)
     folder = owned_by(tmp_path, owner)
     if silent:
         for path in (folder / "owner.json", folder / "data", folder):
             os.utime(path, (1, time.time() - 7200))
     dead = kind == "ext4" or silent or (owner is not None and owner.host != "elsewhere")
-    assert staging.clean_abandoned(str(tmp_path)) == ([str(folder)] if dead else [])
+    assert leftovers.clean_abandoned(str(tmp_path)) == ([str(folder)] if dead else [])
     assert folder.exists() is not dead
 
 
 def test_without_locks_the_process_itself_is_looked_up(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(staging, "_lock", lambda _: None)
+    monkeypatch.setattr(leftovers, "lock", lambda _: None)
     folder = owned_by(tmp_path, Owner.here())
-    assert staging.clean_abandoned(str(tmp_path)) == []
+    assert leftovers.clean_abandoned(str(tmp_path)) == []
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     here = Owner.here()
     gone = Owner(here.host, here.kernel, here.pids, child.pid, "1")
     assert gone.is_gone, "another process has that pid by now"
     child.communicate(b"\n")
     (folder / "owner.json").write_bytes(gone.to_bytes())
-    assert staging.clean_abandoned(str(tmp_path)) == [str(folder)]
+    assert leftovers.clean_abandoned(str(tmp_path)) == [str(folder)]
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"pid": "x"}', b"\xff", b"[" * 100_000])
@@ -321,7 +321,7 @@ def test_a_name_as_long_as_the_file_system_takes(tmp_path: Path, name: str) -> N
     for content in (b"old", b"new"):
         save(path, content, overwrite=True)
     target = begin(path, 3, overwrite=True)
-    os.rename(path, Path(target._staging, "old"))
+    os.rename(path, Path(target._pending_path, "old"))
     target.close()  # as if it had been killed here
     save(tmp_path / "b", b"other")
     assert loaded(path) == b"new"
@@ -337,7 +337,7 @@ def test_who_cleans_and_who_removes_do_not_get_in_each_others_way(
 
     def clean() -> None:
         while not ended.is_set():
-            staging.clean_abandoned(str(tmp_path))
+            leftovers.clean_abandoned(str(tmp_path))
 
     threads = [threading.Thread(target=clean) for _ in range(2)]
     for thread in threads:
@@ -352,5 +352,5 @@ def test_who_cleans_and_who_removes_do_not_get_in_each_others_way(
         for thread in threads:
             thread.join()
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
-    staging.clean_abandoned(str(tmp_path))
+    leftovers.clean_abandoned(str(tmp_path))
     assert os.listdir(tmp_path) == []

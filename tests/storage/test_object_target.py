@@ -192,7 +192,7 @@ def test_what_a_save_could_not_remove_the_next_of_that_process_does(
         save(target, OLD)
     assert f"step/{SAVING_NAME}" in found(root)
     save(mortal(root), NEW, overwrite=True)
-    assert found(root) == {**whole(NEW), f"{another._staging}/owner.json": found(root)[another._owner_key]}
+    assert found(root) == {**whole(NEW), f"{another._pending}/owner.json": found(root)[another._owner_key]}
     another.abort()
     assert found(root) == whole(NEW)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fastload.errors import StorageError
-from fastload.storage import folders, staging
+from fastload.storage import folders, leftovers
 from fastload.storage.local_copy import STAGED_NAME, LocalCopy
 from fastload.storage.local_target import LocalTarget
 from tests.storage.test_local_target import loaded, save
@@ -201,12 +201,12 @@ def test_what_is_ones_own_but_not_of_fastloads_making_is_left_alone(
     assert len([line for line in caplog.messages if "is left alone" in line]) == len(places)
 
 
-def test_staging_directories_are_entered_by_their_user_only(shared: Path) -> None:
+def test_pending_directories_are_entered_by_their_user_only(shared: Path) -> None:
     old_mask = os.umask(0)
     try:
         target = LocalTarget(str(shared / "a"), io="auto")
         target.prepare([("x", 1)], overwrite=False)
-        assert stat.S_IMODE(os.stat(target._staging).st_mode) == 0o700
+        assert stat.S_IMODE(os.stat(target._pending_path).st_mode) == 0o700
         target.write("x", 0, memoryview(b"x"))
         target.publish([target.flush()], [("fastload.json", b"{}")], overwrite=False)
         target.close()
@@ -238,7 +238,7 @@ def test_a_directory_that_turns_into_a_link_while_it_is_deleted(
     thread.start()
     try:
         for _ in range(20):
-            staging.clean_abandoned(str(tmp_path))
+            leftovers.clean_abandoned(str(tmp_path))
     finally:
         ended.set()
         thread.join()

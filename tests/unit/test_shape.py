@@ -18,13 +18,14 @@ ENVIRONMENT = {"ranks/launch.py", "options.py", "ranks/world.py"}
 FILES = {
     "base/memory.py",  # what the kernel says of memory
     "storage/folders.py",
+    "storage/leftovers.py",
     "storage/local.py",
     "storage/local_copy.py",
     "storage/local_target.py",
     "storage/own_files.py",
     "storage/owner.py",
+    "storage/pending.py",
     "storage/site.py",
-    "storage/staging.py",
 }
 PURE = {
     "estimate/cadence.py",

@@ -1,4 +1,4 @@
-"""The accounts of what was written, and the names of what is staged."""
+"""The accounts of what was written, and the names of what is pending."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import StorageError
-from fastload.storage.target import Written, check_written, new_token, saved_name, staging_name
+from fastload.storage.target import Written, check_written, new_token, pending_name, saved_name
 
 RANGES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda pair: tuple(sorted(pair))))
 
@@ -45,12 +45,12 @@ def test_the_first_error_is_raised_again_and_again() -> None:
 
 
 @given(st.text(st.characters(exclude_characters="/\0"), min_size=1))
-def test_a_staging_name_tells_what_it_is_for(name: str) -> None:
-    assert saved_name(staging_name(name, new_token())) == name
+def test_a_pending_name_tells_what_it_is_for(name: str) -> None:
+    assert saved_name(pending_name(name, new_token())) == name
 
 
 @pytest.mark.parametrize(
     "name", ["step-7", ".saving", ".a.saving", ".a.0123.saving", "a.0123456789abcdef.saving"]
 )
-def test_what_is_no_staging_name(name: str) -> None:
+def test_what_is_no_pending_name(name: str) -> None:
     assert saved_name(name) is None
