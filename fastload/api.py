@@ -12,6 +12,7 @@ import torch
 
 from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, OptionError
 from fastload.formats.manifest import Manifest
+from fastload.formats.names import NAMES
 from fastload.formats.safetensors import read_manifest
 from fastload.loading.access import Access, agree_on_access
 from fastload.loading.checkpoint import Checkpoint
@@ -139,7 +140,7 @@ def _access(
 ) -> Access:
     def connect() -> PatientStorage:
         attempt_s = min(_MAX_ATTEMPT_S, world.patience_s / 6)
-        storage = open_storage(location, storage_options, io=options.io, attempt_s=attempt_s)
+        storage = open_storage(location, NAMES, storage_options, io=options.io, attempt_s=attempt_s)
         return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s / 2)
 
     same = {**same, **options.shared_values()}
@@ -346,7 +347,7 @@ def inspect(path: Path, *, storage_options: Mapping[str, Any] | None = None) -> 
         StorageError: Storage did not deliver the headers.
     """
     options = LoadOptions()
-    connected = open_storage(path, storage_options)
+    connected = open_storage(path, NAMES, storage_options)
     storage = PatientStorage(connected, retries=options.retries, timeout_s=options.timeout_s)
     try:
         manifest = read_manifest(storage)

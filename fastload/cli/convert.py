@@ -14,7 +14,7 @@ from rich.filesize import decimal
 import fastload
 from fastload.cli.console import errors_to_exit_code, progress
 from fastload.errors import CheckpointNotFound, ManifestError, OptionError
-from fastload.formats.safetensors import TORCH_ENDINGS
+from fastload.formats.names import NAMES, TORCH_ENDINGS
 from fastload.storage import Location, locate, open_storage
 
 __all__ = ["convert"]
@@ -63,7 +63,7 @@ def _is_folder(src: Location) -> bool:
         OptionError: It is a file that torch.load cannot reach.
         ManifestError: It is an empty file.
     """
-    with closing(open_storage(src)) as storage:
+    with closing(open_storage(src, NAMES)) as storage:
         if storage.list() is not None:
             return True
         found = storage.stat("")

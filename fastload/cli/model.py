@@ -18,6 +18,7 @@ from fastload.errors import CheckpointNotFound, OptionError
 from fastload.estimate.parameters import Parameters, of_config, of_shape
 from fastload.estimate.sizing import DEFAULT_RECIPE, RECIPES, checkpoint_bytes
 from fastload.estimate.units import format_bytes, format_count, parse_parameters
+from fastload.formats.names import NAMES
 from fastload.storage import open_storage, redact
 
 __all__ = ["Model", "describe", "model_as_json", "model_options", "world_options"]
@@ -156,7 +157,7 @@ def _look_up(source: str) -> tuple[Parameters, int | None]:
 
 
 def _is_path(source: str) -> bool:
-    storage = open_storage(source)
+    storage = open_storage(source, NAMES)
     try:
         return not storage.probes or storage.stat("") is not None
     finally:
@@ -164,7 +165,7 @@ def _is_path(source: str) -> bool:
 
 
 def _read_config(path: str) -> Any:
-    storage = open_storage(path)
+    storage = open_storage(path, NAMES)
     try:
         stat = storage.stat("")
         if stat is None:

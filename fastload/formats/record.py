@@ -18,8 +18,8 @@ import xxhash
 
 from fastload.base.memory import uncollected
 from fastload.errors import ChecksumError, ManifestError
+from fastload.formats.names import RECORD_NAME
 from fastload.formats.untrusted import is_plain_path, is_size, parse_json, parse_metadata, show
-from fastload.storage.target import RECORD_NAME
 
 __all__ = [
     "CHECKSUM_BYTES",

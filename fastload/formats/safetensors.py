@@ -22,6 +22,14 @@ from fastload.base.memory import uncollected
 from fastload.errors import CheckpointNotFound, ChecksumError, IncompleteCheckpoint, ManifestError
 from fastload.formats.dtypes import DTYPES
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
+from fastload.formats.names import (
+    INDEX_NAME,
+    INDEX_SUFFIX,
+    RECORD_NAME,
+    SAVING_NAME,
+    SUFFIX,
+    TORCH_ENDINGS,
+)
 from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
 from fastload.formats.record import (
     CHECKSUM_BYTES,
@@ -41,12 +49,9 @@ from fastload.formats.untrusted import (
     show,
 )
 from fastload.storage.base import FileStat, Storage
-from fastload.storage.target import RECORD_NAME, SAVING_NAME
 
 __all__ = [
-    "INDEX_NAME",
     "MAX_HEADER_BYTES",
-    "TORCH_ENDINGS",
     "header_digest",
     "parse_header",
     "read_manifest",
@@ -59,14 +64,10 @@ MAX_HEADER_BYTES = 100_000_000  # the reference library's limit
 _MAX_INDEX_BYTES = 100_000_000
 _LENGTH_BYTES = 8  # the little-endian u64 before the header
 
-_SUFFIX = ".safetensors"
-_INDEX_SUFFIX = ".safetensors.index.json"
-INDEX_NAME = "model.safetensors.index.json"
 _TORCH_FILES = {
     b"PK\x03\x04": "a zip archive, as torch.save writes",
     b"\x80\x02\x8a\nl\xfc\x9cF": "a pickle, as torch.save wrote before torch 1.6",
 }
-TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 
 
@@ -347,19 +348,19 @@ def _check_names(url: str, files: Sequence[FileEntry], tensors: Sequence[TensorE
 def _find_index(url: str, listing: Sequence[str]) -> str | None:
     if INDEX_NAME in listing:
         return INDEX_NAME
-    indexes = _ending_in(_INDEX_SUFFIX, listing)
+    indexes = _ending_in(INDEX_SUFFIX, listing)
     if len(indexes) > 1:
         raise ManifestError(f"{url}: several indexes, none named {INDEX_NAME!r}: {show(indexes)}")
     return indexes[0] if indexes else None
 
 
 def _find_files(url: str, listing: Sequence[str]) -> list[str]:
-    names = _ending_in(_SUFFIX, listing)
+    names = _ending_in(SUFFIX, listing)
     if not names:
         found = f"its {len(listing)} files are {show(sorted(listing))}" if listing else "it has no files"
         if any(name.endswith(TORCH_ENDINGS) for name in listing):
             found += " (`fastload convert` reads files of torch.save)"
-        raise CheckpointNotFound(f"{url}: no *{_SUFFIX} files in this directory; {found}")
+        raise CheckpointNotFound(f"{url}: no *{SUFFIX} files in this directory; {found}")
     return names
 
 

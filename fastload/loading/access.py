@@ -8,16 +8,15 @@ from typing import Any
 
 from fastload.errors import CheckpointNotFound
 from fastload.formats.manifest import Manifest
+from fastload.formats.names import NAMES, RECORD_NAME, SAVING_NAME
 from fastload.formats.safetensors import header_digest, read_manifest, record_digest
 from fastload.ranks.world import World, require_same
 from fastload.storage import PatientStorage, Storage
-from fastload.storage.target import RECORD_NAME, SAVING_NAME
 
 __all__ = ["Access", "agree_on_access"]
 
 # What a rank sees: more is better, 0 is nothing.
 _DIRECTORY, _UNFINISHED, _CHECKPOINT = 1, 2, 3
-_ENDINGS = (".safetensors", ".safetensors.index.json")
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def _look(storage: Storage) -> int:
         return _CHECKPOINT
     if SAVING_NAME in names:
         return _UNFINISHED
-    return _CHECKPOINT if any(name.endswith(_ENDINGS) for name in names) else _DIRECTORY
+    return _CHECKPOINT if any(name.endswith(NAMES.part_endings) for name in names) else _DIRECTORY
 
 
 def _read(storage: Storage) -> Manifest:

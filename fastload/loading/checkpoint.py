@@ -19,6 +19,7 @@ import xxhash
 from fastload.base.memory import uncollected
 from fastload.base.threads import ProcessLock
 from fastload.errors import FastloadError, IncompleteCheckpoint, OptionError, WorldError
+from fastload.formats.names import RECORD_NAME
 from fastload.loading.access import Access
 from fastload.loading.match import Match, match
 from fastload.loading.place import Placer
@@ -27,7 +28,6 @@ from fastload.options import LoadOptions
 from fastload.ranks.traces import Tracing
 from fastload.ranks.world import World, require_same
 from fastload.report import LoadReport, RankReport, VerifyReport
-from fastload.storage import RECORD_NAME
 from fastload.transfer.exchange import has_nccl, open_exchange
 from fastload.transfer.pipeline import Pipeline, read_threads
 from fastload.transfer.plan import DISTRESS_BYTES, ReadPlan, plan_reads

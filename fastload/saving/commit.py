@@ -9,11 +9,11 @@ from typing import Any
 import xxhash
 
 from fastload.errors import StorageError
+from fastload.formats.names import INDEX_NAME, RECORD_NAME
 from fastload.formats.record import CHECKSUM_BYTES, Record, RecordedFile, checksum, num_blocks
-from fastload.formats.safetensors import INDEX_NAME
 from fastload.saving.hashing import Checksums
 from fastload.saving.layout import Layout
-from fastload.storage import RECORD_NAME, Target
+from fastload.storage import Target
 
 __all__ = ["digests", "pack", "publish"]
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from fastload.errors import FastloadError, OptionError
 from fastload.formats.dtypes import safetensors_spec
+from fastload.formats.names import NAMES
 from fastload.formats.state import describe
 from fastload.options import SaveOptions
 from fastload.ranks.traces import Tracing
@@ -264,6 +265,7 @@ class Save:
         options = self._options
         return open_target(
             self._location,
+            NAMES,
             self._storage_options,
             io=options.io,
             timeout_s=self._world.patience_s / 2,

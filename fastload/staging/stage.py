@@ -19,6 +19,7 @@ import xxhash
 from fastload.base.threads import Workers
 from fastload.errors import ChecksumError, ManifestError, OptionError, StorageError
 from fastload.formats.manifest import FileEntry, Manifest
+from fastload.formats.names import SAVING_NAME, STAGED_NAME
 from fastload.formats.reading import stat_all
 from fastload.formats.safetensors import read_manifest
 from fastload.formats.untrusted import is_plain_path, show
@@ -29,9 +30,9 @@ from fastload.report import StageRankReport, StageReport
 from fastload.staging.inventory import Block, as_ranges, held_by_all, take_inventory
 from fastload.staging.place_files import FilePlacer, await_work
 from fastload.staging.stock import Stock, receipt_of, take_stock
-from fastload.storage import SAVING_NAME, PatientStorage
+from fastload.storage import PatientStorage
 from fastload.storage.local import LocalStorage
-from fastload.storage.local_copy import STAGED_NAME, LocalCopy
+from fastload.storage.local_copy import LocalCopy
 from fastload.storage.target import new_token
 from fastload.transfer.exchange import open_members_exchange
 from fastload.transfer.pipeline import Pipeline, read_threads

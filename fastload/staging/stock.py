@@ -12,6 +12,7 @@ from typing import Any
 
 from fastload.base.threads import Workers
 from fastload.errors import StorageError
+from fastload.formats.names import NAMES, STAGED_NAME
 from fastload.formats.reading import read_bytes
 from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.options import StageOptions
@@ -20,7 +21,7 @@ from fastload.staging.inventory import Block, Inventory
 from fastload.staging.place_files import await_work, parse_journal
 from fastload.storage.base import Storage
 from fastload.storage.local import LocalStorage
-from fastload.storage.local_copy import STAGED_NAME, LocalCopy
+from fastload.storage.local_copy import LocalCopy
 
 __all__ = ["Stock", "receipt_of", "take_stock"]
 
@@ -83,7 +84,7 @@ def take_stock(
             held = bytearray(b"\1" * inventory.num_blocks)
             return None, Stock(held, bytearray(checksums), inventory.ranges(held))
         stock.damaged = True
-    copy = LocalCopy(path, io=options.io)
+    copy = LocalCopy(path, NAMES, io=options.io)
     files = [(file.name, file.nbytes) for file in inventory.files]
     journal = copy.resume(files, inventory.identity, overwrite=options.overwrite, damaged=stock.damaged)
     if stock.damaged:

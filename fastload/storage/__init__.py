@@ -13,16 +13,16 @@ from fastload.storage.base import FileStat, Folder, Storage, take
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_target import LocalTarget
 from fastload.storage.location import HTTP, OBJECT_STORES, Location, locate, name_of, redact
+from fastload.storage.names import Names
 from fastload.storage.remote import RemoteStorage
 from fastload.storage.retry import PatientStorage
-from fastload.storage.target import RECORD_NAME, SAVING_NAME, Target
+from fastload.storage.target import Target
 
 __all__ = [
-    "RECORD_NAME",
-    "SAVING_NAME",
     "FileStat",
     "Folder",
     "Location",
+    "Names",
     "PatientStorage",
     "Storage",
     "Target",
@@ -42,6 +42,7 @@ _READ_ONLY = HTTP | {"hf"}
 
 def open_storage(
     path: str | os.PathLike[str],
+    names: Names,
     options: Mapping[str, Any] | None = None,
     *,
     io: str = "auto",
@@ -53,6 +54,7 @@ def open_storage(
 
     Args:
         path: Local path or URL, or what `locate` made of it.
+        names: What files of a checkpoint are called.
         options: Passed on to obstore or fsspec; they add to what the environment says.
         io: How to read local files: ``auto``, ``buffered`` or ``direct``.
         attempt_s: Longest time in seconds for one request to an object store.
@@ -68,7 +70,7 @@ def open_storage(
         if importlib.util.find_spec("obstore") is not None:
             from fastload.storage.objects import ObjectStorage
 
-            return ObjectStorage(location, options or {}, attempt_s)
+            return ObjectStorage(location, names, options or {}, attempt_s)
         _log.warning(
             "reading %s:// through fsspec, the slower way; for the fast one: pip install obstore",
             location.scheme,
@@ -78,6 +80,7 @@ def open_storage(
 
 def open_target(
     path: str | os.PathLike[str],
+    names: Names,
     options: Mapping[str, Any] | None = None,
     *,
     io: str = "auto",
@@ -91,6 +94,7 @@ def open_target(
 
     Args:
         path: Local path or URL, or what `locate` made of it.
+        names: What files of a checkpoint are called.
         options: The same as for `open_storage`.
         io: How to write local files: ``auto``, ``buffered`` or ``direct``.
         timeout_s: Longest time in seconds for one request to an object store, with its retries.
@@ -103,7 +107,7 @@ def open_target(
     location = locate(path)
     scheme, url = location.scheme, location.address
     if not scheme:
-        return LocalTarget(url, io=io)
+        return LocalTarget(url, names, io=io)
     if scheme in _READ_ONLY:
         raise OptionError(f"cannot save to {location}: {scheme}:// can only be read")
     parent, _, name = url.removeprefix(f"{scheme}://").rpartition("/")
@@ -115,12 +119,12 @@ def open_target(
     root = locate(f"{scheme}://{parent}")
     if scheme not in OBJECT_STORES:
         bucket: Bucket = FsspecBucket(root, options or {})
-        return ObjectTarget(location.url, bucket, name, timeout_s=timeout_s)
+        return ObjectTarget(location.url, bucket, name, names, timeout_s=timeout_s)
     if importlib.util.find_spec("obstore") is None:
         raise OptionError(f"saving to {scheme}:// needs obstore: pip install obstore")
     store = ObstoreBucket(root, options or {}, timeout_s=timeout_s, attempt_s=attempt_s, retries=retries)
     if scheme not in _S3:
-        return ObjectTarget(location.url, store, name, timeout_s=timeout_s)
+        return ObjectTarget(location.url, store, name, names, timeout_s=timeout_s)
     from fastload.storage.s3_target import S3Target, make_client
 
     bucket_name, _, prefix = parent.partition("/")
@@ -129,6 +133,7 @@ def open_target(
         location.url,
         store,
         name,
+        names,
         client=client,
         location=(bucket_name, prefix),
         timeout_s=timeout_s,

@@ -13,10 +13,10 @@ from typing import Any
 from fastload.errors import CheckpointExists, FastloadError, StorageError
 from fastload.storage import folders, leftovers
 from fastload.storage.local_target import LocalTarget, os_errors
+from fastload.storage.names import Names
 from fastload.storage.site import read_list
-from fastload.storage.target import RECORD_NAME, STAGED_NAME
 
-__all__ = ["STAGED_NAME", "LocalCopy"]
+__all__ = ["LocalCopy"]
 
 _JOURNAL = "journal"
 
@@ -30,11 +30,13 @@ class LocalCopy(LocalTarget):
     Args are those of `LocalTarget`.
     """
 
-    _signs = (RECORD_NAME, STAGED_NAME)
-
-    def __init__(self, path: str, *, io: str) -> None:
-        super().__init__(path, io=io)
+    def __init__(self, path: str, names: Names, *, io: str) -> None:
+        super().__init__(path, names, io=io)
         self._journal: int | None = None
+
+    @property
+    def _signs(self) -> tuple[str, ...]:
+        return (self._names.record, self._names.receipt)
 
     @property
     def data_path(self) -> str:
@@ -92,10 +94,10 @@ class LocalCopy(LocalTarget):
         A file that was written to has another time or size than its receipt says; one that rotted has not.
         """
         try:
-            files = json.loads(read_list(STAGED_NAME, there))["files"]
+            files = json.loads(read_list(self._names.receipt, there))["files"]
             changed = [file["name"] for file in files if _is_changed(there, **file)]
         except (ValueError, TypeError, KeyError, RecursionError):
-            changed = [STAGED_NAME]
+            changed = [self._names.receipt]
         if changed:
             raise CheckpointExists(
                 f"{self._path} is a copy of this checkpoint that was changed since: {changed[:5]}: "

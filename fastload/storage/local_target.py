@@ -17,9 +17,10 @@ from fastload.errors import FastloadError, StorageError
 from fastload.storage import folders, leftovers, pending
 from fastload.storage.descriptors import Descriptor, DescriptorPool
 from fastload.storage.local import IN_MEMORY_TYPES, file_system_type, is_network
+from fastload.storage.names import Names
 from fastload.storage.pending import Pending
 from fastload.storage.site import Site
-from fastload.storage.target import RECORD_NAME, Written, check_written
+from fastload.storage.target import Written, check_written
 
 __all__ = ["LocalTarget", "os_errors"]
 
@@ -38,14 +39,15 @@ class LocalTarget:
 
     Args:
         path: Where the checkpoint will be; symbolic links in it are followed.
+        names: What files of a checkpoint are called.
         io: ``auto``, ``buffered`` or ``direct``.
     """
 
     ordered = False
-    _signs: tuple[str, ...] = (RECORD_NAME,)  # files that tell a checkpoint of fastload's from anything else
 
-    def __init__(self, path: str, *, io: str) -> None:
-        self._site = Site(path, self._signs)
+    def __init__(self, path: str, names: Names, *, io: str) -> None:
+        self._names = names
+        self._site = Site(path, names, self._signs)
         self._path = self._site.path
         self._io = io
         self._written = Written()
@@ -57,6 +59,11 @@ class LocalTarget:
         self._pending_path = ""
         self._held: Pending | None = None  # by the rank that made it
         self._data: int | None = None  # descriptor of the directory that becomes the checkpoint
+
+    @property
+    def _signs(self) -> tuple[str, ...]:
+        """Files that tell a checkpoint of fastload's from anything else."""
+        return (self._names.record,)
 
     @property
     def url(self) -> str:

@@ -2,7 +2,7 @@
 
 While a save lives, the parent of the checkpoint holds ``.<name>.<token>.saving/owner.json``, which says
 which process saves and what it has begun. To publish takes several steps here, so a marker
-(`SAVING_NAME`) stands beside the files from before the first of them until after the commit record. It
+(`Names.marker`) stands beside the files from before the first of them until after the commit record. It
 keeps other saves out, and names all files that may be there without a record if the save dies.
 """
 
@@ -20,16 +20,9 @@ from fastload.base.threads import each
 from fastload.errors import CheckpointExists, DeadlineExceeded, FastloadError, StorageError
 from fastload.storage.beside import replaced_names
 from fastload.storage.bucket import Bucket, Stream
+from fastload.storage.names import Names
 from fastload.storage.owner import Owner
-from fastload.storage.target import (
-    RECORD_NAME,
-    SAVING_NAME,
-    Written,
-    check_written,
-    new_token,
-    pending_name,
-    saved_name,
-)
+from fastload.storage.target import Written, check_written, new_token, pending_name, saved_name
 
 __all__ = ["NUM_REQUESTS", "ObjectTarget"]
 
@@ -52,16 +45,18 @@ class ObjectTarget:
         url: Where the checkpoint will be.
         bucket: The store, at the parent of that place.
         name: Last part of the URL.
+        names: What files of a checkpoint are called.
         timeout_s: Longest time in seconds that a write waits for those before it.
     """
 
     shared = True
     ordered = True
 
-    def __init__(self, url: str, bucket: Bucket, name: str, *, timeout_s: float) -> None:
+    def __init__(self, url: str, bucket: Bucket, name: str, names: Names, *, timeout_s: float) -> None:
         self._url = url
         self._bucket = bucket
         self._name = name
+        self._names = names
         self._timeout_s = timeout_s
         self._written = Written()
         self._sizes: dict[str, int] = {}
@@ -153,7 +148,7 @@ class ObjectTarget:
             self._bucket.put(self._key(record), content)
             self._marked = []
         try:
-            self._bucket.delete([self._key(SAVING_NAME)])
+            self._bucket.delete([self._key(self._names.marker)])
             self._discard(self._pending)
         except Exception as error:  # the checkpoint is there; what is left beside it harms nobody
             told = self._bucket.secrets.first_line(error)
@@ -208,27 +203,28 @@ class ObjectTarget:
         dead save is replaced, the last one to put it wins, and each looks who that was after a while.
         """
         own, is_fresh = self._check_free(names, overwrite=overwrite)
-        self._marked = sorted({*names, *own} - {SAVING_NAME})
+        self._marked = sorted({*names, *own} - {self._names.marker})
         decided = not self._put_marker(fresh=is_fresh) or (is_fresh and not self._put_marker(fresh=True))
         if not decided:
             time.sleep(_SETTLE_S)
         if not self._is_ours:  # which no answer says: one may be lost, and the next attempt is refused then
             raise CheckpointExists(f"{self._url}: another save is being published there")
         own = self._own({*self._bucket.files(self._name)}, names, self._marked, overwrite=overwrite)
-        if not own <= {*self._marked, SAVING_NAME}:  # of another save, which was faster
-            self._marked = sorted({*self._marked, *own} - {SAVING_NAME})
+        if not own <= {*self._marked, self._names.marker}:  # of another save, which was faster
+            self._marked = sorted({*self._marked, *own} - {self._names.marker})
             self._put_marker()
         self._cleared = True
-        self._clear(own - {SAVING_NAME})
+        self._clear(own - {self._names.marker})
 
     def _clear(self, names: Iterable[str]) -> None:
         """Deletes files of the checkpoint, the record first."""
-        self._bucket.delete([self._key(name) for name in sorted(names, key=lambda n: (n != RECORD_NAME, n))])
+        ordered = sorted(names, key=lambda name: (name != self._names.record, name))
+        self._bucket.delete([self._key(name) for name in ordered])
 
     def _put_marker(self, *, fresh: bool = False) -> bool:
         marker = {"token": self._token, "owner": Owner.here().to_bytes().decode(), "files": self._marked}
         self._marked_at = time.monotonic()
-        return self._bucket.put(self._key(SAVING_NAME), json.dumps(marker).encode(), fresh=fresh)
+        return self._bucket.put(self._key(self._names.marker), json.dumps(marker).encode(), fresh=fresh)
 
     @property
     def _is_ours(self) -> bool:
@@ -242,7 +238,7 @@ class ObjectTarget:
 
     def _marker(self) -> dict[str, Any]:
         """Returns the marker that stands beside the files, or nothing."""
-        return _parse(self._bucket.get(self._key(SAVING_NAME)))
+        return _parse(self._bucket.get(self._key(self._names.marker)))
 
     def _check_free(self, written: Iterable[str], *, overwrite: bool) -> tuple[set[str], bool]:
         """Refuses to take the place of what is there, unless it may be replaced or a dead save left it.
@@ -251,20 +247,22 @@ class ObjectTarget:
             The names of what is to go, and whether there is no marker.
         """
         there = {*self._bucket.files(self._name)}
-        marker = self._marker() if SAVING_NAME in there else {}
+        is_marked = self._names.marker in there
+        marker = self._marker() if is_marked else {}
         owner = Owner.parse(str(marker.get("owner", "")).encode())
-        if SAVING_NAME in there and not _has_ended(owner, str(marker.get("token"))):
-            age_s = time.time() - self._bucket.modified_s(self._key(SAVING_NAME))
+        if is_marked and not _has_ended(owner, str(marker.get("token"))):
+            age_s = time.time() - self._bucket.modified_s(self._key(self._names.marker))
             if age_s < _PUBLISHING_S:
                 raise CheckpointExists(f"{self._url}: {owner or 'another save'} is publishing there")
         marked = map(str, marker.get("files", ()))
-        return self._own(there, written, marked, overwrite=overwrite), SAVING_NAME not in there
+        return self._own(there, written, marked, overwrite=overwrite), not is_marked
 
     def _own(
         self, there: set[str], written: Iterable[str], marked: Iterable[str], *, overwrite: bool
     ) -> set[str]:
-        record = self._bucket.get(self._key(RECORD_NAME)) if RECORD_NAME in there and overwrite else None
-        return replaced_names(self._url, there, record, marked, written, overwrite=overwrite)
+        is_replaced = overwrite and self._names.record in there
+        record = self._bucket.get(self._key(self._names.record)) if is_replaced else None
+        return replaced_names(self._url, there, record, marked, written, self._names, overwrite=overwrite)
 
     def abort(self) -> None:
         self._written.fail(StorageError("the save was given up", self._url))
@@ -277,7 +275,7 @@ class ObjectTarget:
             if marked and self._is_ours:
                 if self._cleared:
                     self._clear(marked)
-                self._bucket.delete([self._key(SAVING_NAME)])
+                self._bucket.delete([self._key(self._names.marker)])
             self._discard(self._pending)
         except Exception as error:
             told = self._bucket.secrets.first_line(error)
@@ -305,15 +303,15 @@ class ObjectTarget:
     def _clear_published(self, folder: str) -> None:
         """Deletes what a dead save had published when it died, unless that was all."""
         name = saved_name(folder) or ""
-        marker = _parse(self._bucket.get(f"{name}/{SAVING_NAME}"))
+        marker = _parse(self._bucket.get(f"{name}/{self._names.marker}"))
         if folder != pending_name(name, str(marker.get("token"))):
             return
         there = self._bucket.files(name)
-        if RECORD_NAME not in there:
+        if self._names.record not in there:
             self._bucket.delete(
                 [f"{name}/{file}" for file in sorted(there) if file in marker.get("files", ())]
             )
-        self._bucket.delete([f"{name}/{SAVING_NAME}"])
+        self._bucket.delete([f"{name}/{self._names.marker}"])
 
     def _discard(self, folder: str) -> None:
         """Removes a pending prefix; its owner goes last, so that what is left after a failure is found."""
@@ -329,7 +327,7 @@ class ObjectTarget:
         _alive.add(self._token)
         try:
             with self._errors(""):
-                self._marked = sorted(set(self._bucket.files(self._name)) - {SAVING_NAME})
+                self._marked = sorted(set(self._bucket.files(self._name)) - {self._names.marker})
                 self._put_marker()
                 self._clear(self._marked)
                 self._delete_folder(self._name)

@@ -24,6 +24,7 @@ from fastload.errors import OptionError, StorageError
 from fastload.options import environment
 from fastload.storage.base import ByteCounter, FileStat, Folder
 from fastload.storage.location import HTTP, Location, locate, redact
+from fastload.storage.names import Names
 from fastload.storage.secrets import Secrets, basic_auth
 
 __all__ = ["ObjectStorage", "is_transient", "make_store", "s3_settings"]
@@ -48,13 +49,10 @@ _OTHER_CREDENTIALS = frozenset(
     web_identity_token_file
     """.split()
 )
-_SUFFIX = ".safetensors"
 _SIGNATURES = frozenset("x-amz-signature x-goog-signature signature".split())
 _PAGE = 1000  # objects: as many as one answer of S3 lists
 _REPLACED = "it was replaced while it was read"
 _LAST = "\U0010ffff"  # comes after all other characters
-_HTTP_NAMES = ("model.safetensors.index.json", "model.safetensors")
-_RECORD_NAME = "fastload.json"
 _CONNECT_TIMEOUT = timedelta(seconds=5)
 # What another try will not change.
 _PERMANENT = (
@@ -83,6 +81,7 @@ class ObjectStorage:
 
     Args:
         location: Root.
+        names: What files of a checkpoint are called.
         options: Configuration of the store, as obstore takes it, beyond what the environment says.
         attempt_s: Longest time in seconds for one request; one that stalls is abandoned then.
 
@@ -95,13 +94,16 @@ class ObjectStorage:
     direct_bytes_read = 0
     io = "buffered"
 
-    def __init__(self, location: Location, options: Mapping[str, Any], attempt_s: float) -> None:
+    def __init__(
+        self, location: Location, names: Names, options: Mapping[str, Any], attempt_s: float
+    ) -> None:
         self._url = location.url
+        self._names = names
         self._secrets = Secrets(location, options)
         self._count = ByteCounter()
         self._is_http = location.scheme in HTTP
-        self._is_signed = _is_signed(location)
-        self._is_file = self._is_signed or _is_file(location)
+        self._is_signed = _is_signed(location, names)
+        self._is_file = self._is_signed or _is_file(location, names)
         # HTTP's is opened where it is, with its query; of the others only the bucket is a URL.
         root, self._root = (location, "") if self._is_http else _split(location)
         # No retries in there: fastload's own know the deadline and are counted.
@@ -144,8 +146,10 @@ class ObjectStorage:
         if self._is_file:
             return None
         if self._is_http:  # which has no listing: look for what a listing would be searched for
-            record = [_RECORD_NAME] if self._has_record() else []
-            return record or next(([name] for name in _HTTP_NAMES if self.stat(name) is not None), None)
+            first, *others = self._names.likely
+            if self._has(first):
+                return [first]
+            return next(([name] for name in others if self.stat(name) is not None), None)
         found = self._call("", lambda key: obstore.list_with_delimiter(self._store, key or None))
         # Some stores and tools keep an empty object by the name of the folder itself.
         files = [meta for meta in found["objects"] if meta["path"] != self._root]
@@ -175,10 +179,10 @@ class ObjectStorage:
                 break
         return found
 
-    def _has_record(self) -> bool:
-        """Whether there is a commit record; a server that refuses to say has none."""
+    def _has(self, name: str) -> bool:
+        """Whether there is a file; a server that refuses to say has none."""
         try:
-            return self.stat(_RECORD_NAME) is not None
+            return self.stat(name) is not None
         except StorageError as error:
             if error.transient:
                 raise
@@ -314,26 +318,27 @@ def _split(location: Location) -> tuple[Location, str]:
     return (locate(f"{location.scheme}://{parent}"), name) if parent else (location, "")
 
 
-def _is_file(location: Location) -> bool:
+def _is_file(location: Location, names: Names) -> bool:
     """Whether a URL names one file, by its path or, as of a download, in its query."""
     path = location.url if location.scheme not in HTTP else unquote(location.url)
     is_blob = "sr=b" in location.query.split("&")  # what Azure's signature is for
-    return path.endswith(_SUFFIX) or _SUFFIX in unquote(location.query) or is_blob
+    query = unquote(location.query)
+    return path.endswith(names.file_endings) or any(end in query for end in names.file_endings) or is_blob
 
 
-def _is_signed(location: Location) -> bool:
+def _is_signed(location: Location, names: Names) -> bool:
     """Whether a URL is signed for reading one object, by S3, Google or what does as they do.
 
     Raises:
         OptionError: That object is one that names others, which the signature is not for.
     """
-    names = {pair.partition("=")[0].lower() for pair in location.query.split("&")}
-    if not names & _SIGNATURES or "policy" in names:  # which may be for many, and for more than reading
+    keys = {pair.partition("=")[0].lower() for pair in location.query.split("&")}
+    if not keys & _SIGNATURES or "policy" in keys:  # which may be for many, and for more than reading
         return False
     if location.url.endswith(".json"):
         raise OptionError(
             f"cannot open {location}: it is signed for this one file, which names others: sign the URL of a "
-            f"{_SUFFIX} file"
+            f"{' or '.join(names.file_endings)} file"
         )
     return True
 

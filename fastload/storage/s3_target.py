@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from fastload.base.memory import round_up
 from fastload.base.threads import ProcessLock, each, within
 from fastload.errors import OptionError
 from fastload.storage.bucket import ObstoreBucket
+from fastload.storage.names import Names
 from fastload.storage.object_target import NUM_REQUESTS, ObjectTarget
 from fastload.storage.objects import s3_settings
 from fastload.storage.retry import patiently
@@ -33,7 +33,6 @@ _MAX_PARTS = 10_000
 _MAX_CONNECTIONS = 32
 _GONE = ("NoSuchUpload", "404")
 _PASSING = ("RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "InternalError")
-_FILE_OF_A_SAVE = re.compile(r"[^/]+/[^/]+\.safetensors")  # below the parent, where others write, too
 _making = ProcessLock()  # a session makes one client at a time
 
 
@@ -47,6 +46,7 @@ class S3Target(ObjectTarget):
         url: Where the checkpoint will be.
         bucket: The store, at the parent of that place.
         name: Last part of the URL.
+        names: What files of a checkpoint are called.
         client: boto3's client for the same store.
         location: Name of the bucket, and prefix of the parent in it.
         timeout_s: Longest time in seconds for one request with its retries.
@@ -60,13 +60,14 @@ class S3Target(ObjectTarget):
         url: str,
         bucket: ObstoreBucket,
         name: str,
+        names: Names,
         *,
         client: Any,
         location: tuple[str, str],
         timeout_s: float,
         retries: int,
     ) -> None:
-        super().__init__(url, bucket, name, timeout_s=timeout_s)
+        super().__init__(url, bucket, name, names, timeout_s=timeout_s)
         self._client = client
         self._retries = retries
         self._bucket_name, self._prefix = location
@@ -153,6 +154,11 @@ class S3Target(ObjectTarget):
 
         each(uploads, end, num_threads=NUM_REQUESTS)
 
+    def _may_be_of_a_save(self, key: str) -> bool:
+        """Whether a key below the parent, where others write, too, is that of a file of a checkpoint."""
+        folder, slash, name = key.partition("/")
+        return bool(folder and slash) and "/" not in name and name.endswith(self._names.file_endings)
+
     def _give_up_old(self, age_s: float) -> list[str]:
         """Ends uploads that were begun by saves that died before they could say so."""
         old: list[str] = []
@@ -161,7 +167,7 @@ class S3Target(ObjectTarget):
         try:
             for page in self._ask(lambda: list(pages.paginate(Bucket=self._bucket_name, Prefix=parent))):
                 for upload in page.get("Uploads", ()):
-                    is_ours = _FILE_OF_A_SAVE.fullmatch(upload["Key"].removeprefix(parent))
+                    is_ours = self._may_be_of_a_save(upload["Key"].removeprefix(parent))
                     if is_ours and time.time() - upload["Initiated"].timestamp() > age_s:
                         request = {"Bucket": self._bucket_name, "Key": upload["Key"]}
                         self._client.abort_multipart_upload(**request, UploadId=upload["UploadId"])

@@ -11,7 +11,8 @@ from contextlib import contextmanager, suppress
 
 from fastload.errors import CheckpointExists, FastloadError, OptionError
 from fastload.storage import folders
-from fastload.storage.beside import MAX_LIST_BYTES, kept_names, own_names
+from fastload.storage.beside import MAX_LIST_BYTES, kept_names
+from fastload.storage.names import Names
 from fastload.storage.pending import NOT_FREE, Pending
 
 __all__ = ["Site", "read_list"]
@@ -27,6 +28,7 @@ class Site:
 
     Args:
         path: The place; links in it are followed.
+        names: What files of a checkpoint are called.
         signs: Names of files that tell a checkpoint of fastload's from anything else, and that say which
             files it has.
 
@@ -35,11 +37,12 @@ class Site:
         guard: Called with the descriptor of what is about to be replaced; raises to refuse that.
     """
 
-    def __init__(self, path: str, signs: Sequence[str]) -> None:
+    def __init__(self, path: str, names: Names, signs: Sequence[str]) -> None:
         self.path = os.path.realpath(path)
         self._given = path
         self.guard: Callable[[int], None] = lambda there: None
         self._name = os.path.basename(self.path)
+        self._names = names
         self._signs = signs
         self._parent: int | None = None
 
@@ -183,8 +186,8 @@ class Site:
         if inside := sorted(name for name, is_folder in found.items() if is_folder):
             raise OptionError(f"{self.path} holds directories, overwrite=True would delete them: {inside}")
         self.guard(there)
-        own = own_names(found, *(read_list(name, there) for name in signs))
-        return kept_names(self.path, found, own, written)
+        own = self._names.own(found, [read_list(name, there) for name in signs])
+        return kept_names(self.path, found, own, written, self._names)
 
     @contextmanager
     def _open(self) -> Iterator[int | None]:

@@ -11,9 +11,6 @@ from typing import Any, Protocol
 from fastload.errors import StorageError
 
 __all__ = [
-    "RECORD_NAME",
-    "SAVING_NAME",
-    "STAGED_NAME",
     "Target",
     "Written",
     "check_written",
@@ -21,14 +18,6 @@ __all__ = [
     "pending_name",
     "saved_name",
 ]
-
-RECORD_NAME = "fastload.json"
-"""The commit record, the last file of a checkpoint to be written: without it there is no checkpoint."""
-SAVING_NAME = "fastload.saving.json"
-"""On object stores, stands beside the files while they are published; without a record next to it, what
-is there is the rest of a save that has not ended, or never will."""
-STAGED_NAME = ".fastload-stage.json"
-"""What a staged copy holds next to its files: which checkpoint it is a copy of, and how its files were."""
 
 _PENDING = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.saving", re.DOTALL)
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from fastload.base.threads import each
 from fastload.errors import CheckpointError, StorageError
+from fastload.formats.names import NAMES, RECORD_NAME
 from fastload.formats.record import MAX_RECORD_BYTES, parse
 from fastload.formats.untrusted import MAX_INT
 from fastload.storage import (
-    RECORD_NAME,
     FileStat,
     Folder,
     Location,
@@ -271,11 +271,11 @@ class Catalog:
 
     def _target(self, step: int) -> Target:
         return open_target(
-            self.path(step), self._storage_options, timeout_s=self._timeout_s, retries=self._retries
+            self.path(step), NAMES, self._storage_options, timeout_s=self._timeout_s, retries=self._retries
         )
 
     def _open(self, path: Location) -> PatientStorage:
-        storage = open_storage(path, self._storage_options, attempt_s=min(30.0, self._timeout_s))
+        storage = open_storage(path, NAMES, self._storage_options, attempt_s=min(30.0, self._timeout_s))
         return PatientStorage(storage, retries=self._retries, timeout_s=self._timeout_s)
 
     def is_at(self, step: int, urls: set[str]) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import fastload
+from fastload.formats.names import NAMES
 from fastload.storage import open_target, s3_target
 from tests.crash.flaky_proxy import FlakyProxy
 from tests.crash.saves import End, end_of, save, state, version_of
@@ -45,7 +46,7 @@ def put(rank: int, world: int, version: int, storage: Any, victim: int = -1, **h
 
 def objects(storage: Any) -> tuple[list[str], list[str]]:
     """Returns the names of all objects, and those of all uploads that have not ended."""
-    target: Any = open_target(f"s3://{BUCKET}/x", storage)
+    target: Any = open_target(f"s3://{BUCKET}/x", NAMES, storage)
     found = target._client.list_objects_v2(Bucket=BUCKET).get("Contents", ())
     uploads = target._client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ())
     target.close()
@@ -91,7 +92,7 @@ def test_a_server_that_stalls_in_the_middle_of_a_part_gets_it_once(proxy: Any) -
     server, storage, folder = proxy
     data = os.urandom(16 << 20)  # more than sockets buffer
     server.stalls["PUT", "partNumber=1"] = 5.5
-    target = open_target(URL, storage, retries=0)
+    target = open_target(URL, NAMES, storage, retries=0)
     target.prepare([("data", len(data))], overwrite=False)
     target.write("data", 0, memoryview(data))
     target.publish([target.flush()], [("fastload.json", b"{}")], overwrite=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fastload.formats.names import NAMES
 from fastload.storage import open_target
 from tests.crash.saves import (
     End,
@@ -124,7 +125,7 @@ def test_old_ones_can_be_removed_from_a_full_disk(disk: Path) -> None:
     require_named(ends, {0: "(ENOSPC)"})
     assert sorted(path.name for path in disk.iterdir()) == ["a", "filler"]
     require_whole(disk / "a", 1)
-    target = open_target(disk / "a")
+    target = open_target(disk / "a", NAMES)
     target.remove()
     target.close()
     assert sorted(path.name for path in disk.iterdir()) == ["filler"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fastload.errors import StorageError
+from fastload.formats.names import NAMES
 from fastload.storage import FileStat, Storage, open_storage
 
 FILES = {
@@ -41,7 +42,7 @@ class StorageContract:
         storage.close()
 
     def open(self, url: str) -> Storage:
-        return open_storage(url, self.options)
+        return open_storage(url, NAMES, self.options)
 
     def read(self, storage: Storage, name: str, offset: int, *sizes: int) -> bytes:
         buffers = [bytearray(size) for size in sizes]

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from fastload.errors import CheckpointExists, OptionError, StorageError
-from fastload.storage import RECORD_NAME, Target, open_storage, open_target
+from fastload.formats.names import NAMES, RECORD_NAME
+from fastload.storage import Target, open_storage, open_target
 
 INDEX = ("model.safetensors.index.json", b'{"index": 1}')
 
@@ -59,7 +60,7 @@ class TargetContract:
         return f"{root}/step-7"
 
     def target(self, url: str) -> Target:
-        return open_target(url, self.options, timeout_s=20, attempt_s=10)
+        return open_target(url, NAMES, self.options, timeout_s=20, attempt_s=10)
 
     @pytest.fixture
     def files(self, root: str) -> dict[str, bytes]:
@@ -89,7 +90,7 @@ class TargetContract:
             target.close()
 
     def read(self, url: str) -> dict[str, bytes]:
-        storage = open_storage(url, self.options)
+        storage = open_storage(url, NAMES, self.options)
         found = {}
         for name in storage.list() or ():
             stat = storage.stat(name)
@@ -282,8 +283,9 @@ class TargetContract:
     def leave_behind(self, url: str) -> None:
         """Lets another process prepare a save, write some of it and be killed."""
         program = (
-            "import os, sys, json; from fastload.storage import open_target\n"
-            "target = open_target(sys.argv[1], json.loads(sys.argv[2]))\n"
+            "import os, sys, json; from fastload.formats.names import NAMES\n"
+            "from fastload.storage import open_target\n"
+            "target = open_target(sys.argv[1], NAMES, json.loads(sys.argv[2]))\n"
             "target.prepare([('a.safetensors', 5000)], overwrite=False)\n"
             "target.write('a.safetensors', 0, memoryview(bytes(5000)))\n"
             "os.kill(os.getpid(), 9)"

@@ -16,6 +16,7 @@ import torch
 
 import fastload
 from fastload.errors import StorageError
+from fastload.formats.names import NAMES
 from fastload.storage import open_storage
 from tests.storage.s3_server import BUCKET
 
@@ -64,7 +65,7 @@ def test_a_page_that_a_server_shows_is_left_out() -> None:
             self.send_error(403)
 
     with serving(Refuses) as url:
-        storage = open_storage(f"{url}/a.safetensors", {})
+        storage = open_storage(f"{url}/a.safetensors", NAMES, {})
         with pytest.raises(StorageError, match=r"non-2xx status code: 403 Forbidden$"):
             storage.read_into("", 0, [memoryview(bytearray(8))])
         storage.close()

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from fastload.errors import OptionError
-from fastload.storage import RECORD_NAME, folders
+from fastload.formats.names import RECORD_NAME
+from fastload.storage import folders
 from fastload.storage.site import Site
 from tests.storage.test_local_target import NAME, save
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from fastload.errors import CheckpointExists, OptionError, StorageError
+from fastload.formats.names import NAMES, STAGED_NAME
 from fastload.storage import leftovers
-from fastload.storage.local_copy import STAGED_NAME, LocalCopy
+from fastload.storage.local_copy import LocalCopy
 from fastload.storage.local_target import LocalTarget
 from fastload.storage.owner import Owner
 
@@ -22,8 +23,9 @@ FILES = [("a", 5000), ("b", 0)]
 
 _DIES = """
 import os, signal, sys
+from fastload.formats.names import NAMES
 from fastload.storage.local_copy import LocalCopy
-copy = LocalCopy(sys.argv[1], io="auto")
+copy = LocalCopy(sys.argv[1], NAMES, io="auto")
 copy.resume([("a", 5000), ("b", 0)], "0123456789abcdef", overwrite=False)
 copy.write("a", 0, memoryview(bytearray(b"x" * 3000)))
 copy.note(b"half of it is there")
@@ -47,7 +49,7 @@ def other_process(path: Path, how: str) -> subprocess.Popen[str]:
 def test_goes_on_with_what_a_dead_one_left(tmp_path: Path) -> None:
     with other_process(tmp_path / "copy", "dies"):
         pass
-    copy = LocalCopy(str(tmp_path / "copy"), io="auto")
+    copy = LocalCopy(str(tmp_path / "copy"), NAMES, io="auto")
     assert copy.resume(FILES, ID, overwrite=False) == b"half of it is there"
     copy.note(b", and more")
     copy.write("a", 3000, memoryview(bytearray(b"y" * 2000)))
@@ -60,12 +62,12 @@ def test_goes_on_with_what_a_dead_one_left(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_not_published(tmp_path: Path) -> None:
-    copy = LocalCopy(str(tmp_path / "copy"), io="auto")
+    copy = LocalCopy(str(tmp_path / "copy"), NAMES, io="auto")
     copy.resume(FILES, ID, overwrite=False)
     with pytest.raises(StorageError, match="nobody wrote it"):
         copy.publish([copy.flush(), {"written": {"a": [(0, 3000)]}}], [(STAGED_NAME, b"{}")], overwrite=False)
     copy.close()
-    copy = LocalCopy(str(tmp_path / "copy"), io="auto")
+    copy = LocalCopy(str(tmp_path / "copy"), NAMES, io="auto")
     assert copy.resume(FILES, ID, overwrite=False) == b""
     copy.abort()
     assert list(tmp_path.iterdir()) == []
@@ -73,7 +75,7 @@ def test_what_is_missing_is_not_published(tmp_path: Path) -> None:
 
 def test_a_living_one_is_left_alone(tmp_path: Path) -> None:
     with other_process(tmp_path / "copy", "lives") as process:
-        copy = LocalCopy(str(tmp_path / "copy"), io="auto")
+        copy = LocalCopy(str(tmp_path / "copy"), NAMES, io="auto")
         with pytest.raises(StorageError, match=f"in use by process {process.pid} on "):
             copy.resume(FILES, ID, overwrite=False)
         assert leftovers.clean_abandoned(str(tmp_path)) == []
@@ -84,7 +86,7 @@ def test_a_living_one_is_left_alone(tmp_path: Path) -> None:
 def test_who_saves_next_cleans_it_away(tmp_path: Path) -> None:
     with other_process(tmp_path / "copy", "dies"):
         pass
-    target = LocalTarget(str(tmp_path / "other"), io="auto")
+    target = LocalTarget(str(tmp_path / "other"), NAMES, io="auto")
     target.prepare([("a", 1)], overwrite=False)
     target.abort()
     assert list(tmp_path.iterdir()) == []
@@ -96,7 +98,7 @@ def test_a_file_of_another_size_is_made_anew(tmp_path: Path) -> None:
     (staged,) = tmp_path.iterdir()
     os.truncate(staged / "data" / "a", 4999)
     (staged / "data" / "b").unlink()
-    copy = LocalCopy(str(tmp_path / "copy"), io="auto")
+    copy = LocalCopy(str(tmp_path / "copy"), NAMES, io="auto")
     copy.resume(FILES, ID, overwrite=False)
     assert (staged / "data" / "a").read_bytes() == bytes(5000)
     assert (staged / "data" / "b").read_bytes() == b""
@@ -109,8 +111,8 @@ def test_overwrites_copies_and_checkpoints_only(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / name).touch()
         with pytest.raises(CheckpointExists):
-            LocalCopy(str(folder), io="auto").resume(FILES, ID, overwrite=False)
-        copy = LocalCopy(str(folder), io="auto")
+            LocalCopy(str(folder), NAMES, io="auto").resume(FILES, ID, overwrite=False)
+        copy = LocalCopy(str(folder), NAMES, io="auto")
         if error is not None:
             with pytest.raises(error, match=r"has no fastload\.json or \.fastload-stage\.json"):
                 copy.resume(FILES, ID, overwrite=True)
@@ -129,5 +131,5 @@ def test_one_that_is_just_being_made_is_waited_for(tmp_path: Path) -> None:
         timer = threading.Timer(0.1, lambda: os.pwrite(owner.fileno(), Owner.here().to_bytes(), 0))
         timer.start()
         with pytest.raises(StorageError, match=f"in use by process {os.getpid()} on "):
-            LocalCopy(str(tmp_path / "copy"), io="auto").resume(FILES, ID, overwrite=False)
+            LocalCopy(str(tmp_path / "copy"), NAMES, io="auto").resume(FILES, ID, overwrite=False)
         timer.join()

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from fastload.errors import CheckpointExists, OptionError, StorageError
-from fastload.storage import RECORD_NAME, folders, leftovers
+from fastload.formats.names import NAMES, RECORD_NAME
+from fastload.storage import folders, leftovers
 from fastload.storage.local_target import LocalTarget
 from fastload.storage.owner import Owner
 from tests.storage.disks import small_disk_in
@@ -27,7 +28,7 @@ NAME = "model.safetensors"
 
 
 def begin(path: Path, nbytes: int, *, overwrite: bool = False, io: str = "auto") -> LocalTarget:
-    target = LocalTarget(str(path), io=io)
+    target = LocalTarget(str(path), NAMES, io=io)
     target.prepare([(NAME, nbytes)], overwrite=overwrite)
     return target
 
@@ -204,7 +205,7 @@ def test_a_disk_that_fills_up_under_files_without_blocks(
 def test_a_full_disk_does_not_keep_checkpoints_from_being_removed(small_disk: Path) -> None:
     save(small_disk / "a", b"old")
     subprocess.run(["dd", "if=/dev/zero", f"of={small_disk}/filler", "bs=4k"], capture_output=True)
-    LocalTarget(str(small_disk / "a"), io="auto").remove()
+    LocalTarget(str(small_disk / "a"), NAMES, io="auto").remove()
     assert os.listdir(small_disk) == ["filler"]
 
 
@@ -325,7 +326,7 @@ def test_a_name_as_long_as_the_file_system_takes(tmp_path: Path, name: str) -> N
     target.close()  # as if it had been killed here
     save(tmp_path / "b", b"other")
     assert loaded(path) == b"new"
-    LocalTarget(str(path), io="auto").remove()
+    LocalTarget(str(path), NAMES, io="auto").remove()
     assert os.listdir(tmp_path) == ["b"]
 
 
@@ -346,7 +347,7 @@ def test_who_cleans_and_who_removes_do_not_get_in_each_others_way(
         for number in range(60):
             save(tmp_path / str(number), b"content")
             (tmp_path / str(number) / "old").mkdir()  # no checkpoint to be put back
-            LocalTarget(str(tmp_path / str(number)), io="auto").remove()
+            LocalTarget(str(tmp_path / str(number)), NAMES, io="auto").remove()
     finally:
         ended.set()
         for thread in threads:

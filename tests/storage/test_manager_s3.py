@@ -11,7 +11,8 @@ import torch
 
 import fastload
 from fastload import CheckpointManager
-from fastload.storage import RECORD_NAME, open_storage, open_target
+from fastload.formats.names import NAMES, RECORD_NAME
+from fastload.storage import open_storage, open_target
 from fastload.storage.s3_target import S3Target
 from tests.crash.flaky_proxy import FlakyProxy
 from tests.dist.flaky_server import serving
@@ -28,7 +29,7 @@ def test_steps_on_s3(server: str, request: pytest.FixtureRequest) -> None:
             manager.save(step, {"weight": torch.full((100,), float(step))}, metrics={"loss": step})
         assert manager.all_steps() == [3, 4, 5]
         # What a save leaves that dies while it publishes: the record comes last.
-        target = open_target(f"{root}/x", options)
+        target = open_target(f"{root}/x", NAMES, options)
         assert isinstance(target, S3Target)
         target._client.put_object(Bucket=BUCKET, Key="runs/7/step_00000009/model.safetensors", Body=b"half")
         target.close()
@@ -37,7 +38,7 @@ def test_steps_on_s3(server: str, request: pytest.FixtureRequest) -> None:
         if server == "seaweed":  # rclone answers a range with all of the object
             assert torch.equal(manager.restore()["weight"], torch.zeros(3))
             assert torch.equal(manager.restore(step=5)["weight"], torch.full((100,), 5.0))
-    storage = open_storage(root, options)
+    storage = open_storage(root, NAMES, options)
     assert set(storage.folders()) >= {"step_00000003", "step_00000005", "step_00000006"}
     assert not [name for name in storage.folders() if name.startswith(".")]
     storage.close()
@@ -48,7 +49,7 @@ def test_what_a_listing_of_many_steps_asks(seaweed: dict[str, Any], tmp_path: Pa
     num_steps, run = 40, uuid.uuid4().hex
     fastload.save({"weight": torch.ones(100)}, tmp_path / "one", metadata={"step": "1"})
     files = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
-    target = open_target(f"s3://{BUCKET}/x", seaweed)
+    target = open_target(f"s3://{BUCKET}/x", NAMES, seaweed)
     assert isinstance(target, S3Target)
     for step in range(1, num_steps + 1):
         for name, content in files.items():

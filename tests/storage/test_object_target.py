@@ -17,9 +17,10 @@ import fsspec
 import pytest
 
 from fastload.errors import CheckpointExists, OptionError, StorageError
+from fastload.formats.names import NAMES, RECORD_NAME, SAVING_NAME
 from fastload.saving.assign import partition
 from fastload.saving.layout import TensorSpec, lay_out
-from fastload.storage import RECORD_NAME, SAVING_NAME, object_target, open_target, s3_target
+from fastload.storage import object_target, open_target, s3_target
 from fastload.storage.bucket import FsspecBucket
 from fastload.storage.object_target import ObjectTarget
 from fastload.storage.owner import Owner
@@ -86,7 +87,7 @@ def save(target: ObjectTarget, files: Mapping[str, bytes], *, overwrite: bool = 
 
 
 def mortal(root: str, dies_at: float = float("inf"), *, late: bool = False) -> ObjectTarget:
-    return ObjectTarget(f"{root}/step", MortalBucket(root, dies_at, late=late), "step", timeout_s=5)
+    return ObjectTarget(f"{root}/step", MortalBucket(root, dies_at, late=late), "step", NAMES, timeout_s=5)
 
 
 def found(root: str) -> dict[str, bytes]:
@@ -141,7 +142,7 @@ def test_the_rest_of_a_dead_publish_is_cleaned_from_beside_it(
         with pytest.raises(Killed):
             save(mortal(root, dies_at), NEW)
         monkeypatch.setattr(Owner, "is_gone", True)
-        other = ObjectTarget(f"{root}/other", FsspecBucket(root, {}), "other", timeout_s=5)
+        other = ObjectTarget(f"{root}/other", FsspecBucket(root, {}), "other", NAMES, timeout_s=5)
         assert len(other.clean_abandoned()) == 1
         monkeypatch.undo()
         monkeypatch.setattr(object_target, "_SETTLE_S", 0.01)
@@ -198,7 +199,7 @@ def test_what_a_save_could_not_remove_the_next_of_that_process_does(
 
 
 def test_who_publishes_keeps_others_out_until_silent(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = ObjectTarget(f"{root}/step", FsspecBucket(root, {}), "step", timeout_s=5)
+    other = ObjectTarget(f"{root}/step", FsspecBucket(root, {}), "step", NAMES, timeout_s=5)
     marker = {"token": "x", "owner": Owner("elsewhere", "k", "p", 1, "1").to_bytes().decode(), "files": ["a"]}
     other._bucket.put(f"step/{SAVING_NAME}", json.dumps(marker).encode())
     other._bucket.put("step/a", b"half")
@@ -269,7 +270,7 @@ def test_a_save_that_was_taken_for_dead_does_not_commit(
 
 
 def test_a_write_that_waits_in_vain_says_so(root: str) -> None:
-    target = ObjectTarget(f"{root}/step", FsspecBucket(root, {}), "step", timeout_s=0.1)
+    target = ObjectTarget(f"{root}/step", FsspecBucket(root, {}), "step", NAMES, timeout_s=0.1)
     target.prepare([("a", 10)], overwrite=False)
     with pytest.raises(StorageError, match=r"step/a \[bytes 5-10\]: the bytes before it did not come"):
         target.write("a", 5, memoryview(b"56789"))
@@ -285,7 +286,7 @@ def test_a_write_that_waits_in_vain_says_so(root: str) -> None:
 @pytest.fixture
 def target(s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Target]:
     monkeypatch.setattr(s3_target, "_PART_BYTES", 1 << 20)
-    target = open_target(f"s3://{BUCKET}/{uuid.uuid4().hex}/step", s3, timeout_s=20, attempt_s=10)
+    target = open_target(f"s3://{BUCKET}/{uuid.uuid4().hex}/step", NAMES, s3, timeout_s=20, attempt_s=10)
     assert isinstance(target, S3Target)
     yield target
     target.abort()
@@ -299,9 +300,10 @@ def names(target: S3Target) -> list[str]:
 
 def test_parts_come_from_several_processes(s3: dict[str, Any]) -> None:
     program = (
-        "import json, sys; from fastload.storage import open_target\n"
+        "import json, sys; from fastload.formats.names import NAMES\n"
+        "from fastload.storage import open_target\n"
         "rank, url, options, ticket = int(sys.argv[1]), *map(json.loads, sys.argv[2:])\n"
-        "target = open_target(url, options); target.join(ticket)\n"
+        "target = open_target(url, NAMES, options); target.join(ticket)\n"
         "[(name, nbytes)] = ticket['files'].items(); step = target.align_bytes(nbytes)\n"
         "for number in range(rank, -(-nbytes // step), 2):\n"
         "    part = bytes([number]) * min(step, nbytes - number * step)\n"
@@ -309,7 +311,7 @@ def test_parts_come_from_several_processes(s3: dict[str, Any]) -> None:
         "print(json.dumps(target.flush()))"
     )
     url = f"s3://{BUCKET}/{uuid.uuid4().hex}/step"
-    target = open_target(url, s3)
+    target = open_target(url, NAMES, s3)
     assert isinstance(target, S3Target)
     step = target.align_bytes(1) or 0
     ticket = target.prepare([("a", step + 5)], overwrite=False)
@@ -336,7 +338,7 @@ def test_parts_come_from_several_processes(s3: dict[str, Any]) -> None:
     ],
 )
 def test_a_file_has_at_most_ten_thousand_parts(s3: dict[str, Any], nbytes: int, aligned: int) -> None:
-    target = open_target(f"s3://{BUCKET}/a", s3)
+    target = open_target(f"s3://{BUCKET}/a", NAMES, s3)
     assert target.align_bytes(nbytes) == aligned
     assert -(-nbytes // aligned) <= 10_000
     target.close()
@@ -346,7 +348,7 @@ def test_a_file_has_at_most_ten_thousand_parts(s3: dict[str, Any], nbytes: int, 
 def test_four_writers_of_a_small_file_have_even_shares(s3: dict[str, Any], mib: int) -> None:
     specs = [TensorSpec("a", "U8", (mib << 20,), mib << 20)]
     layout = lay_out(specs, max_shard_bytes=5 << 30, block_bytes=None, metadata={})
-    target = open_target(f"s3://{BUCKET}/a", s3)
+    target = open_target(f"s3://{BUCKET}/a", NAMES, s3)
     shares = partition(layout, num_writers=4, align_bytes=target.align_bytes(layout.files[0].nbytes))
     target.close()
     most = max(sum(piece.end - piece.begin for piece in share) for share in shares)
@@ -372,12 +374,14 @@ def test_a_lost_answer_to_the_marker_is_no_error(seaweed: dict[str, Any]) -> Non
     """The next attempt finds one there: its own."""
     with serving(FlakyProxy(seaweed["endpoint"])) as proxy:
         url = f"s3://{BUCKET}/{uuid.uuid4().hex}/step"
-        target = open_target(url, {**seaweed, "endpoint": proxy.url}, timeout_s=10, attempt_s=5, retries=1)
+        target = open_target(
+            url, NAMES, {**seaweed, "endpoint": proxy.url}, timeout_s=10, attempt_s=5, retries=1
+        )
         assert isinstance(target, S3Target)
         proxy.loses = [("PUT", SAVING_NAME)]
         save(target, NEW)
         assert proxy.loses == []
-    with closing(open_target(url, seaweed)) as found:
+    with closing(open_target(url, NAMES, seaweed)) as found:
         assert isinstance(found, S3Target)
         assert names(found) == ["a", "b", RECORD_NAME, "index"]
 
@@ -385,7 +389,7 @@ def test_a_lost_answer_to_the_marker_is_no_error(seaweed: dict[str, Any]) -> Non
 def test_a_store_that_is_busy_for_a_while_is_outlasted(seaweed: dict[str, Any]) -> None:
     with serving(FlakyProxy(seaweed["endpoint"])) as proxy:
         url = f"s3://{BUCKET}/{uuid.uuid4().hex}/step"
-        target = open_target(url, {**seaweed, "endpoint": proxy.url}, timeout_s=20, attempt_s=10)
+        target = open_target(url, NAMES, {**seaweed, "endpoint": proxy.url}, timeout_s=20, attempt_s=10)
         proxy.fails = {("PUT", RECORD_NAME): 503}
         calm = threading.Timer(3.0, proxy.fails.clear)
         calm.start()
@@ -415,12 +419,14 @@ def test_a_store_that_is_away_for_a_while_is_outlasted_at_any_moment(seaweed: di
         url = f"s3://{BUCKET}/{uuid.uuid4().hex}/step"
         try:
             with serving(FlakyProxy(seaweed["endpoint"])) as proxy:
-                target = open_target(url, {**seaweed, "endpoint": proxy.url}, timeout_s=60, attempt_s=10)
+                target = open_target(
+                    url, NAMES, {**seaweed, "endpoint": proxy.url}, timeout_s=60, attempt_s=10
+                )
                 assert isinstance(target, S3Target)
                 proxy.dies = moment
                 save(target, NEW)
                 assert proxy.log != []
-            with closing(open_target(url, seaweed)) as found:
+            with closing(open_target(url, NAMES, seaweed)) as found:
                 assert isinstance(found, S3Target)
                 assert names(found) == ["a", "b", RECORD_NAME, "index"]
         except BaseException as error:
@@ -450,7 +456,7 @@ def test_an_upload_that_cannot_begin_is_what_is_told(s3: dict[str, Any]) -> None
     """Not that those begun before it cannot be ended either."""
     with serving(FlakyProxy(s3["endpoint"])) as proxy:
         url = f"s3://{BUCKET}/{uuid.uuid4().hex}/step"
-        target = open_target(url, {**s3, "endpoint": proxy.url}, timeout_s=10, attempt_s=5, retries=0)
+        target = open_target(url, NAMES, {**s3, "endpoint": proxy.url}, timeout_s=10, attempt_s=5, retries=0)
         proxy.fails = {("POST", "b?uploads"): 403, ("DELETE", "uploadId"): 403}
         with pytest.raises(StorageError, match="CreateMultipartUpload"):
             target.prepare([("a", 5), ("b", 5)], overwrite=False)
@@ -493,7 +499,7 @@ def test_old_uploads_that_nobody_owns_are_ended(target: S3Target, monkeypatch: p
 def test_a_part_that_fails_for_good(tmp_path: Path) -> None:
     with s3_server(tmp_path) as options:
         url = f"s3://{BUCKET}/runs/step"
-        target = open_target(url, options, timeout_s=10, attempt_s=2, retries=1)
+        target = open_target(url, NAMES, options, timeout_s=10, attempt_s=2, retries=1)
         target.prepare([("a", 5)], overwrite=False)
     with pytest.raises(StorageError, match=rf"{url}/a \[bytes 0-5\]: EndpointConnectionError"):
         target.write("a", 0, memoryview(b"abcde"))
@@ -513,7 +519,7 @@ def test_what_loads_also_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
 
     def client(**options: str) -> Any:
-        target = open_target("s3://bucket/a/b", options)
+        target = open_target("s3://bucket/a/b", NAMES, options)
         assert isinstance(target, S3Target)
         return target._client
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from fastload.errors import StorageError
+from fastload.formats.names import NAMES, STAGED_NAME
 from fastload.storage import folders, leftovers
-from fastload.storage.local_copy import STAGED_NAME, LocalCopy
+from fastload.storage.local_copy import LocalCopy
 from fastload.storage.local_target import LocalTarget
 from tests.storage.test_local_target import loaded, save
 
@@ -112,7 +113,7 @@ KINDS = [
 
 
 def copy_whole(path: Path) -> None:
-    copy = LocalCopy(str(path), io="auto")
+    copy = LocalCopy(str(path), NAMES, io="auto")
     copy.resume([("model.safetensors", 7)], ID, overwrite=False)
     copy.write("model.safetensors", 0, memoryview(b"content"))
     copy.publish([copy.flush()], [(STAGED_NAME, b"{}")], overwrite=False)
@@ -139,7 +140,7 @@ def test_what_another_user_planted_is_left_alone(
         logging.basicConfig(filename=log, force=True)
         for name in ("a", "b"):
             save(shared / name, b"content")
-        LocalTarget(str(shared / "b"), io="auto").remove()
+        LocalTarget(str(shared / "b"), NAMES, io="auto").remove()
         copy_whole(shared / "copy")
 
     as_user(saver, act)
@@ -204,7 +205,7 @@ def test_what_is_ones_own_but_not_of_fastloads_making_is_left_alone(
 def test_pending_directories_are_entered_by_their_user_only(shared: Path) -> None:
     old_mask = os.umask(0)
     try:
-        target = LocalTarget(str(shared / "a"), io="auto")
+        target = LocalTarget(str(shared / "a"), NAMES, io="auto")
         target.prepare([("x", 1)], overwrite=False)
         assert stat.S_IMODE(os.stat(target._pending_path).st_mode) == 0o700
         target.write("x", 0, memoryview(b"x"))

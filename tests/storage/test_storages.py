@@ -15,6 +15,7 @@ import torch
 
 import fastload
 from fastload.errors import ManifestError, OptionError, StorageError
+from fastload.formats.names import NAMES
 from fastload.storage import open_storage, open_target, s3_target
 from fastload.storage.local import LocalStorage
 from fastload.storage.objects import ObjectStorage
@@ -81,7 +82,7 @@ class TestS3(StorageContract):
         self.options = seaweed
 
     def fill(self, files: Mapping[str, bytes], where: str) -> str:
-        target = open_target(f"s3://{BUCKET}/x", self.options)
+        target = open_target(f"s3://{BUCKET}/x", NAMES, self.options)
         assert isinstance(target, S3Target)
         root = uuid.uuid4().hex
         for name, content in files.items():
@@ -269,11 +270,11 @@ def test_which_remote_errors_are_worth_another_try(
 
 def test_unknown_schemes() -> None:
     with pytest.raises(OptionError, match=r"cannot open nosuchscheme://bucket/key: .*nosuchscheme"):
-        open_storage("nosuchscheme://bucket/key")
+        open_storage("nosuchscheme://bucket/key", NAMES)
 
 
 def test_paths_may_be_path_objects(tmp_path: Path) -> None:
-    assert open_storage(tmp_path).url == str(tmp_path)
+    assert open_storage(tmp_path, NAMES).url == str(tmp_path)
 
 
 @pytest.mark.parametrize("scheme", ["", "local://", "memory://"])
@@ -299,7 +300,7 @@ OPENERS = [open_storage, open_target]
 def test_options_of_the_client_may_stand_among_those_of_the_store(opener: Any, scheme: str) -> None:
     given = {"account_name": "a", "account_key": "a2V5"} if scheme == "az" else {}
     client = {"allow_http": "true", "timeout": "7s"}
-    opened = opener(f"{scheme}://bucket/runs/a", {**given, **client})
+    opened = opener(f"{scheme}://bucket/runs/a", NAMES, {**given, **client})
     store = opened._store if opener is open_storage else opened._bucket.store
     assert {name: store.client_options[name] for name in client} == client
     opened.close()
@@ -324,7 +325,7 @@ def test_options_of_the_client_may_stand_among_those_of_the_store(opener: Any, s
 )
 def test_bad_options_of_a_store_are_named(opener: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(OptionError) as raised:
-        opener("s3://bucket/runs/a", options)
+        opener("s3://bucket/runs/a", NAMES, options)
     assert str(raised.value).startswith("cannot open s3://bucket")
     assert says in str(raised.value)
 
@@ -336,14 +337,14 @@ def test_a_bad_endpoint_of_the_environment_is_named(
 ) -> None:
     monkeypatch.setenv(name, "my host:9000")
     with pytest.raises(OptionError, match=r"cannot open s3://bucket.*'my host:9000'"):
-        opener("s3://bucket/runs/a")
+        opener("s3://bucket/runs/a", NAMES)
 
 
 def test_an_endpoint_that_only_one_of_two_libraries_takes(tmp_path: Path) -> None:
     options = {"endpoint": "http://my_host:9000"}
-    open_storage("s3://bucket/runs/a", options).close()
+    open_storage("s3://bucket/runs/a", NAMES, options).close()
     with pytest.raises(OptionError, match=r"cannot open s3://bucket/runs/a: .*http://my_host:9000"):
-        open_target("s3://bucket/runs/a", options)
+        open_target("s3://bucket/runs/a", NAMES, options)
 
 
 def test_s3_with_a_profile(seaweed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +362,7 @@ def test_s3_with_a_profile(seaweed: dict[str, Any], tmp_path: Path, monkeypatch:
     assert fastload.load(url, storage_options=options)["a"].tolist() == list(range(10))
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(OptionError, match=r"cannot open s3://.*nobody"):
-        open_storage(url, options)
+        open_storage(url, NAMES, options)
     s3_target._session.cache_clear()
 
 
@@ -373,7 +374,7 @@ def test_s3_without_credentials_says_where_they_are_looked_for(monkeypatch: pyte
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", nobody)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
-    storage = open_storage("s3://bucket/runs/a", {"endpoint": nobody})
+    storage = open_storage("s3://bucket/runs/a", NAMES, {"endpoint": nobody})
     with pytest.raises(StorageError, match=r"s3://bucket/runs/a: .*no AWS_ACCESS_KEY_ID .*, no profile"):
         storage.list()
     storage.close()

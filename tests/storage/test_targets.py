@@ -14,6 +14,7 @@ import fsspec
 import pytest
 
 from fastload.errors import OptionError
+from fastload.formats.names import NAMES
 from fastload.storage import Target, object_target, open_target, s3_target
 from fastload.storage.bucket import ObstoreBucket
 from fastload.storage.local_target import LocalTarget
@@ -40,7 +41,7 @@ class TestLocal(TargetContract):
 
 class TestLocalBuffered(TestLocal):
     def target(self, url: str) -> Target:
-        return open_target(f"file://{url}", io="buffered")
+        return open_target(f"file://{url}", NAMES, io="buffered")
 
     def test_url_is_where_it_will_be(self, url: str) -> None:
         assert self.target(url).url == url
@@ -58,7 +59,7 @@ class TestInMemory(TestLocal):
         shutil.rmtree(root)
 
     def target(self, url: str) -> Target:
-        return open_target(url, io="direct")
+        return open_target(url, NAMES, io="direct")
 
 
 class TestFsspecMemory(TargetContract):
@@ -91,7 +92,7 @@ class TestS3(TargetContract):
         monkeypatch.setattr(s3_target, "_PART_BYTES", 1 << 20)  # which this server takes, and is faster
 
     def client(self) -> Any:
-        target = open_target(f"s3://{BUCKET}/x", self.options)
+        target = open_target(f"s3://{BUCKET}/x", NAMES, self.options)
         assert isinstance(target, S3Target)
         return target._client
 
@@ -192,7 +193,7 @@ class TestObstore(TestS3):
     def target(self, url: str) -> Target:
         parent, _, name = url.rpartition("/")
         bucket = ObstoreBucket(parent, self.options, timeout_s=20, attempt_s=10, retries=2)
-        return ObjectTarget(url, bucket, name, timeout_s=20)
+        return ObjectTarget(url, bucket, name, NAMES, timeout_s=20)
 
 
 class TestObstoreMemory(TargetContract):
@@ -205,7 +206,7 @@ class TestObstoreMemory(TargetContract):
         return f"memory://{where}"
 
     def target(self, url: str) -> Target:
-        return ObjectTarget(url, self.bucket, url.rpartition("/")[2], timeout_s=20)
+        return ObjectTarget(url, self.bucket, url.rpartition("/")[2], NAMES, timeout_s=20)
 
     def read(self, url: str) -> dict[str, bytes]:
         folder = url.rpartition("/")[2]
@@ -233,4 +234,4 @@ class TestObstoreMemory(TargetContract):
 )
 def test_where_nothing_can_be_saved(url: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        open_target(url)
+        open_target(url, NAMES)

@@ -30,6 +30,7 @@ FILES = {
 PURE = {
     "estimate/cadence.py",
     "formats/manifest.py",
+    "formats/names.py",
     "formats/record.py",
     "staging/inventory.py",
     "transfer/plan.py",

@@ -1,0 +1,66 @@
+"""What the files of checkpoints are called; storage is told so by `NAMES`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+
+from fastload.storage.names import Names
+
+__all__ = ["INDEX_NAME", "NAMES", "RECORD_NAME", "SAVING_NAME", "STAGED_NAME", "TORCH_ENDINGS"]
+
+RECORD_NAME = "fastload.json"
+"""The commit record, the last file of a checkpoint to be written: without it there is no checkpoint."""
+SAVING_NAME = "fastload.saving.json"
+"""On object stores, stands beside the files while they are published; without a record next to it, what
+is there is the rest of a save that has not ended, or never will."""
+STAGED_NAME = ".fastload-stage.json"
+"""What a staged copy holds next to its files: which checkpoint it is a copy of, and how its files were."""
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+INDEX_NAME = "model.safetensors.index.json"
+TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+
+_ALWAYS_OWN = frozenset((RECORD_NAME, SAVING_NAME, STAGED_NAME))
+_FILE_OF_A_SAVE = re.compile(r"model(?P<shard>-\d{5,}-of-\d{5,})?\.safetensors")
+
+
+def own_names(there: Iterable[str], lists: Sequence[bytes]) -> set[str]:
+    """Returns which of the files at a place are fastload's own.
+
+    Args:
+        there: The names of all files.
+        lists: The commit record, the receipt of a staged copy: what says which files there are. It comes
+            from storage, and is only ever compared with what is there.
+
+    Returns:
+        Those that a list names. If none can be read, those that have the names that a save gives.
+    """
+    names = [_listed(text) for text in lists]
+    known = [each for each in names if each is not None]
+    own = set().union(*known)
+    if not known:
+        own = {name for name in there if _FILE_OF_A_SAVE.fullmatch(name)}
+    if any((match := _FILE_OF_A_SAVE.fullmatch(name)) and match["shard"] for name in own):
+        own.add(INDEX_NAME)  # which a save writes beside several files
+    return (own | _ALWAYS_OWN) & set(there)
+
+
+def _listed(text: bytes) -> set[str] | None:
+    try:
+        return {str(file["name"]) for file in json.loads(text)["files"]}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+NAMES = Names(
+    record=RECORD_NAME,
+    marker=SAVING_NAME,
+    receipt=STAGED_NAME,
+    likely=(RECORD_NAME, INDEX_NAME, f"model{SUFFIX}"),
+    file_endings=(SUFFIX,),
+    part_endings=(SUFFIX, INDEX_SUFFIX),
+    own=own_names,
+)
