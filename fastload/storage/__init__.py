@@ -115,27 +115,21 @@ def open_target(
         raise OptionError(f"cannot save to {location}: name a place below the bucket")
     from fastload.storage.bucket import Bucket, FsspecBucket, ObstoreBucket
     from fastload.storage.object_target import ObjectTarget
+    from fastload.storage.uploads import Streams
 
     root = locate(f"{scheme}://{parent}")
-    if scheme not in OBJECT_STORES:
-        bucket: Bucket = FsspecBucket(root, options or {})
-        return ObjectTarget(location.url, bucket, name, names, timeout_s=timeout_s)
-    if importlib.util.find_spec("obstore") is None:
+    if scheme in OBJECT_STORES and importlib.util.find_spec("obstore") is None:
         raise OptionError(f"saving to {scheme}:// needs obstore: pip install obstore")
-    store = ObstoreBucket(root, options or {}, timeout_s=timeout_s, attempt_s=attempt_s, retries=retries)
-    if scheme not in _S3:
-        return ObjectTarget(location.url, store, name, names, timeout_s=timeout_s)
-    from fastload.storage.s3_target import S3Target, make_client
+    patience: dict[str, Any] = {"timeout_s": timeout_s, "attempt_s": attempt_s, "retries": retries}
+    if scheme in _S3:
+        from fastload.storage.multipart import Multipart
+        from fastload.storage.s3 import S3Bucket
 
-    bucket_name, _, prefix = parent.partition("/")
-    client = make_client(location.url, store.store, attempt_s=attempt_s)
-    return S3Target(
-        location.url,
-        store,
-        name,
-        names,
-        client=client,
-        location=(bucket_name, prefix),
-        timeout_s=timeout_s,
-        retries=retries,
-    )
+        s3 = S3Bucket(root, options or {}, url=location.url, **patience)
+        return ObjectTarget(location.url, s3, name, names, Multipart(s3, s3.requests, names))
+    bucket: Bucket
+    if scheme in OBJECT_STORES:
+        bucket = ObstoreBucket(root, options or {}, **patience)
+    else:
+        bucket = FsspecBucket(root, options or {})
+    return ObjectTarget(location.url, bucket, name, names, Streams(bucket, timeout_s=timeout_s))

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cached_property, partial
 from os import PathLike
 from typing import Any, Protocol, TypeVar
 
-from fastload.errors import StorageError
 from fastload.storage.location import OBJECT_STORES, locate
 from fastload.storage.remote import open_file_system
 from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S, patiently
 from fastload.storage.secrets import Secrets
+from fastload.storage.target import pending_name
 
-__all__ = ["Bucket", "FsspecBucket", "ObstoreBucket", "Stream", "Writer"]
+__all__ = ["Bucket", "FsspecBucket", "Keys", "ObstoreBucket", "Writer"]
 
 T = TypeVar("T")
 
@@ -32,33 +32,35 @@ class Writer(Protocol):
     def close(self) -> object: ...
 
 
-class Stream:
-    """Puts the writes of one object, which come from several threads, in order.
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of what one save has on a store, below the parent of the checkpoint.
 
-    Args:
-        writer: Where they go.
-        timeout_s: Longest time in seconds that one waits for those before it.
+    Attributes:
+        name: The checkpoint's.
+        token: The save's.
     """
 
-    def __init__(self, writer: Writer, timeout_s: float) -> None:
-        self._writer = writer
-        self._timeout_s = timeout_s
-        self._position = 0
-        self._turn = threading.Condition()
+    name: str
+    token: str
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """Writes what begins there, once what comes before it is written."""
-        with self._turn:
-            if not self._turn.wait_for(lambda: self._position >= offset, self._timeout_s):
-                raise StorageError(f"the bytes before it did not come within {self._timeout_s:.0f} s")
-            assert self._position == offset, (self._position, offset)
-            self._writer.write(data)
-            self._position += len(data)
-            self._turn.notify_all()
+    @property
+    def folder(self) -> str:
+        """Prefix of what is pending."""
+        return pending_name(self.name, self.token)
 
-    def close(self) -> None:
-        """Ends the object, which is there then."""
-        self._writer.close()
+    @property
+    def owner(self) -> str:
+        """Key of what says who saves: the first that is there, and the last."""
+        return self.pending("owner.json")
+
+    def pending(self, name: str) -> str:
+        """Returns the key of a file as long as it is pending."""
+        return f"{self.folder}/{name}"
+
+    def published(self, name: str) -> str:
+        """Returns the key of a file of the checkpoint."""
+        return f"{self.name}/{name}"
 
 
 class Bucket(Protocol):

@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import time
-from functools import lru_cache
 
 from fastload.storage import folders
 from fastload.storage.folders import open_file, open_folder
@@ -27,6 +26,7 @@ from fastload.storage.pending import (
     lock,
     make,
 )
+from fastload.storage.process import warn_once
 from fastload.storage.target import saved_name
 
 __all__ = ["clean_abandoned", "resume"]
@@ -148,9 +148,9 @@ def _owner_of(place: str, parent: int) -> Owner | None:
         os.close(owner)
 
 
-@lru_cache(256)  # each save looks again, and would say it again
 def _leave_alone(place: str, why: str) -> None:
-    _log.warning("%s, which looks like what a dead save left behind, is left alone: %s", place, why)
+    message = "%s, which looks like what a dead save left behind, is left alone: %s"
+    warn_once(_log, message, place, why)
 
 
 def _open_own(name: str, parent: int, network: bool) -> int:

@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 
 from fastload.base.memory import PAGE_BYTES, round_up
-from fastload.base.threads import ProcessLock
 from fastload.errors import StorageError
 from fastload.storage.base import ByteCounter, FileStat, Folder, take
-from fastload.storage.descriptors import Descriptor, DescriptorPool
+from fastload.storage.descriptors import Descriptor
+from fastload.storage.process import read_descriptors
 
 __all__ = ["IN_MEMORY_TYPES", "LocalStorage", "file_system_type", "is_network"]
 
@@ -29,8 +29,6 @@ IN_MEMORY_TYPES = frozenset("tmpfs ramfs hugetlbfs".split())
 _NETWORK_TYPES = frozenset(
     "nfs nfs4 lustre gpfs beegfs ceph cifs smb3 9p glusterfs wekafs pvfs2 orangefs afs virtiofs".split()
 )
-
-_pool = DescriptorPool(ProcessLock())  # of all that this process reads
 
 
 class LocalStorage:
@@ -292,8 +290,8 @@ class _File:
     def __init__(self, url: str, path: str, folder: int | None, *, directly: bool) -> None:
         self.path = url
         self.directly = directly
-        self.cached = Descriptor(_pool, self._open)
-        self._direct = Descriptor(_pool, self._open_directly)
+        self.cached = Descriptor(read_descriptors, self._open)
+        self._direct = Descriptor(read_descriptors, self._open_directly)
         self._place = (path, folder) if folder is not None else (os.path.abspath(path), None)
         self._first: tuple[int, ...] | None = None
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from fastload.errors import StorageError
@@ -177,6 +178,25 @@ class Written:
         """Raises the first error again, if there was one."""
         if self._failure is not None:
             raise StorageError(*self._failure)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Notes the error that what is done within ends with; raises the first again, if there was one."""
+        self.check()
+        try:
+            yield
+        except StorageError as error:
+            self.fail(error)
+            raise
+
+    def require_all(self, files: Mapping[str, int], receipts: Sequence[Mapping[str, Any]], url: str) -> None:
+        """Checks that nothing went wrong here, and that every byte of every file was written by somebody.
+
+        Raises:
+            StorageError: It was not.
+        """
+        self.check()
+        check_written(files, receipts, url)
 
     def to_json(self) -> dict[str, list[list[int]]]:
         """Returns name → disjoint ranges."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import pytest
 
 import fastload
 from fastload.formats.names import NAMES
-from fastload.storage import open_target, s3_target
+from fastload.storage import multipart, open_target
 from tests.crash.flaky_proxy import FlakyProxy
 from tests.crash.saves import End, end_of, save, state, version_of
 from tests.dist.flaky_server import serving
 from tests.dist.harness import run_ranks
-from tests.storage.s3_server import BUCKET, s3_server
+from tests.storage.s3_server import BUCKET, client_of, s3_server
 
 URL = f"s3://{BUCKET}/runs/a"
 _TIMEOUT_S = 8.0
@@ -31,25 +32,24 @@ def proxy(tmp_path: Path) -> Iterator[tuple[FlakyProxy, dict[str, Any], Path]]:
 
 
 def put(rank: int, world: int, version: int, storage: Any, victim: int = -1, **how: Any) -> End:
-    s3_target._PART_BYTES = 1 << 20  # which this server takes
+    multipart._PART_BYTES = 1 << 20  # which this server takes
     if rank == victim:
-        real = s3_target.S3Target._upload
+        real = multipart.Multipart.write
 
-        def upload(self: Any, name: str, number: int, part: memoryview) -> str:
-            if number % 3 == 2:  # of each rank's three
+        def write(self: Any, name: str, offset: int, part: memoryview) -> None:
+            if (offset >> 20) % 3 == 1:  # of each rank's three
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real(self, name, number, part)
+            real(self, name, offset, part)
 
-        s3_target.S3Target._upload = upload  # type: ignore[method-assign]
+        multipart.Multipart.write = write  # type: ignore[method-assign]
     return end_of(lambda: save(state(version), URL, storage=storage, timeout_s=_TIMEOUT_S, retries=1, **how))
 
 
 def objects(storage: Any) -> tuple[list[str], list[str]]:
     """Returns the names of all objects, and those of all uploads that have not ended."""
-    target: Any = open_target(f"s3://{BUCKET}/x", NAMES, storage)
-    found = target._client.list_objects_v2(Bucket=BUCKET).get("Contents", ())
-    uploads = target._client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ())
-    target.close()
+    with closing(client_of(storage)) as client:
+        found = client.list_objects_v2(Bucket=BUCKET).get("Contents", ())
+        uploads = client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", ())
     return sorted(each["Key"] for each in found), sorted(each["Key"] for each in uploads)
 
 

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,22 @@ import pytest
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from fastload.storage import locate
+from fastload.storage.s3 import S3Bucket
+
 BUCKET = "bucket"
 KEY, SECRET = "testkey", "testsecret"
 _WEED_PORTS = (
     "master.port master.port.grpc volume.port volume.port.grpc filer.port filer.port.grpc s3.port.grpc"
 ).split()
 _STARTED_WITHIN_S = 20.0
+
+
+def client_of(options: Mapping[str, Any]) -> Any:
+    """Returns boto3's client for a server, as a save makes it."""
+    root = locate(f"s3://{BUCKET}")
+    bucket = S3Bucket(root, options, url=root.url, timeout_s=20, attempt_s=10, retries=2)
+    return bucket.requests.client
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,10 @@ import torch
 import fastload
 from fastload import CheckpointManager
 from fastload.formats.names import NAMES, RECORD_NAME
-from fastload.storage import open_storage, open_target
-from fastload.storage.s3_target import S3Target
+from fastload.storage import open_storage
 from tests.crash.flaky_proxy import FlakyProxy
 from tests.dist.flaky_server import serving
-from tests.storage.s3_server import BUCKET
+from tests.storage.s3_server import BUCKET, client_of
 
 
 @pytest.mark.parametrize("server", ["s3", "seaweed"])
@@ -29,10 +29,8 @@ def test_steps_on_s3(server: str, request: pytest.FixtureRequest) -> None:
             manager.save(step, {"weight": torch.full((100,), float(step))}, metrics={"loss": step})
         assert manager.all_steps() == [3, 4, 5]
         # What a save leaves that dies while it publishes: the record comes last.
-        target = open_target(f"{root}/x", NAMES, options)
-        assert isinstance(target, S3Target)
-        target._client.put_object(Bucket=BUCKET, Key="runs/7/step_00000009/model.safetensors", Body=b"half")
-        target.close()
+        with closing(client_of(options)) as client:
+            client.put_object(Bucket=BUCKET, Key="runs/7/step_00000009/model.safetensors", Body=b"half")
         manager.save(6, {"weight": torch.zeros(3)})
         assert manager.all_steps() == [3, 5, 6]
         if server == "seaweed":  # rclone answers a range with all of the object
@@ -49,15 +47,14 @@ def test_what_a_listing_of_many_steps_asks(seaweed: dict[str, Any], tmp_path: Pa
     num_steps, run = 40, uuid.uuid4().hex
     fastload.save({"weight": torch.ones(100)}, tmp_path / "one", metadata={"step": "1"})
     files = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
-    target = open_target(f"s3://{BUCKET}/x", NAMES, seaweed)
-    assert isinstance(target, S3Target)
+    client = client_of(seaweed)
     for step in range(1, num_steps + 1):
         for name, content in files.items():
             data = content[:-1] if step == num_steps and name != RECORD_NAME else content
-            target._client.put_object(Bucket=BUCKET, Key=f"{run}/step_{step:08d}/{name}", Body=data)
+            client.put_object(Bucket=BUCKET, Key=f"{run}/step_{step:08d}/{name}", Body=data)
     for name in (".step_00000001.0.saving/x", "step_00000002-not", "wandb/a"):
-        target._client.put_object(Bucket=BUCKET, Key=f"{run}/{name}", Body=b"other")
-    target.close()
+        client.put_object(Bucket=BUCKET, Key=f"{run}/{name}", Body=b"other")
+    client.close()
     with serving(FlakyProxy(seaweed["endpoint"])) as proxy:
         options = {**seaweed, "endpoint": proxy.url}
         with CheckpointManager(f"s3://{BUCKET}/{run}", storage_options=options) as manager:

@@ -20,11 +20,13 @@ from fastload.errors import CheckpointExists, OptionError, StorageError
 from fastload.formats.names import NAMES, RECORD_NAME, SAVING_NAME
 from fastload.saving.assign import partition
 from fastload.saving.layout import TensorSpec, lay_out
-from fastload.storage import object_target, open_target, s3_target
+from fastload.storage import Target, marker, multipart, object_leftovers, open_target
 from fastload.storage.bucket import FsspecBucket
+from fastload.storage.marker import Marker
 from fastload.storage.object_target import ObjectTarget
 from fastload.storage.owner import Owner
-from fastload.storage.s3_target import S3Target
+from fastload.storage.s3 import S3Bucket, S3Requests
+from fastload.storage.uploads import Streams
 from tests.crash.flaky_proxy import FlakyProxy
 from tests.dist.flaky_server import serving
 from tests.storage.s3_server import BUCKET, s3_server
@@ -65,7 +67,7 @@ class MortalBucket(FsspecBucket):
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_target, "_SETTLE_S", 0.01)
+    monkeypatch.setattr(marker, "_SETTLE_S", 0.01)
 
 
 @pytest.fixture
@@ -77,7 +79,7 @@ def record_of(files: Mapping[str, bytes]) -> bytes:
     return json.dumps({"files": [{"name": name} for name in sorted({*files, "index"})]}).encode()
 
 
-def save(target: ObjectTarget, files: Mapping[str, bytes], *, overwrite: bool = False) -> None:
+def save(target: Target, files: Mapping[str, bytes], *, overwrite: bool = False) -> None:
     target.prepare([(name, len(content)) for name, content in files.items()], overwrite=overwrite)
     for name, content in files.items():
         target.write(name, 0, memoryview(content))
@@ -86,8 +88,12 @@ def save(target: ObjectTarget, files: Mapping[str, bytes], *, overwrite: bool = 
     target.close()
 
 
+def target_in(bucket: FsspecBucket, url: str, *, timeout_s: float = 5) -> ObjectTarget:
+    return ObjectTarget(url, bucket, url.rpartition("/")[2], NAMES, Streams(bucket, timeout_s=timeout_s))
+
+
 def mortal(root: str, dies_at: float = float("inf"), *, late: bool = False) -> ObjectTarget:
-    return ObjectTarget(f"{root}/step", MortalBucket(root, dies_at, late=late), "step", NAMES, timeout_s=5)
+    return target_in(MortalBucket(root, dies_at, late=late), f"{root}/step")
 
 
 def found(root: str) -> dict[str, bytes]:
@@ -142,10 +148,10 @@ def test_the_rest_of_a_dead_publish_is_cleaned_from_beside_it(
         with pytest.raises(Killed):
             save(mortal(root, dies_at), NEW)
         monkeypatch.setattr(Owner, "is_gone", True)
-        other = ObjectTarget(f"{root}/other", FsspecBucket(root, {}), "other", NAMES, timeout_s=5)
+        other = target_in(FsspecBucket(root, {}), f"{root}/other")
         assert len(other.clean_abandoned()) == 1
         monkeypatch.undo()
-        monkeypatch.setattr(object_target, "_SETTLE_S", 0.01)
+        monkeypatch.setattr(marker, "_SETTLE_S", 0.01)
         assert found(root) in ({}, whole(NEW))
         mortal(root).remove()
 
@@ -185,7 +191,7 @@ def test_what_a_save_could_not_remove_the_next_of_that_process_does(
 
     monkeypatch.setattr(target._bucket, "delete", deny)
     if refused == "put":
-        monkeypatch.setattr(target, "_finish", broken)
+        monkeypatch.setattr(target._uploads, "publish", broken)
         with pytest.raises(StorageError, match="expired"):
             save(target, OLD)
         target.abort()
@@ -193,19 +199,21 @@ def test_what_a_save_could_not_remove_the_next_of_that_process_does(
         save(target, OLD)
     assert f"step/{SAVING_NAME}" in found(root)
     save(mortal(root), NEW, overwrite=True)
-    assert found(root) == {**whole(NEW), f"{another._pending}/owner.json": found(root)[another._owner_key]}
+    assert another._marker is not None
+    owner = another._marker.keys.owner
+    assert found(root) == {**whole(NEW), owner: found(root)[owner]}
     another.abort()
     assert found(root) == whole(NEW)
 
 
 def test_who_publishes_keeps_others_out_until_silent(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = ObjectTarget(f"{root}/step", FsspecBucket(root, {}), "step", NAMES, timeout_s=5)
-    marker = {"token": "x", "owner": Owner("elsewhere", "k", "p", 1, "1").to_bytes().decode(), "files": ["a"]}
-    other._bucket.put(f"step/{SAVING_NAME}", json.dumps(marker).encode())
+    other = target_in(FsspecBucket(root, {}), f"{root}/step")
+    lease = {"token": "x", "owner": Owner("elsewhere", "k", "p", 1, "1").to_bytes().decode(), "files": ["a"]}
+    other._bucket.put(f"step/{SAVING_NAME}", json.dumps(lease).encode())
     other._bucket.put("step/a", b"half")
     with pytest.raises(CheckpointExists, match="process 1 on elsewhere is publishing"):
         save(mortal(root), NEW, overwrite=True)
-    monkeypatch.setattr(object_target, "_PUBLISHING_S", 0.0)
+    monkeypatch.setattr(marker, "_PUBLISHING_S", 0.0)
     save(mortal(root), NEW)
     assert found(root) == whole(NEW)
 
@@ -216,30 +224,29 @@ def test_of_two_that_both_found_the_place_free_one_wins(
 ) -> None:
     """The store decides nothing here: it knows no conditions."""
     start, outcomes = threading.Barrier(2), []
+    real = Marker.acquire
+
+    def acquire(own: Any, *args: Any, **knobs: Any) -> None:
+        check = own.check_free
+
+        def checked(*args: Any, **knobs: Any) -> Any:
+            free = check(*args, **knobs)
+            start.wait(10)
+            return free
+
+        own.check_free = checked
+        real(own, *args, **knobs)
 
     def work(files: Mapping[str, bytes]) -> None:
         target = mortal(root)
-        real = target._acquire
-
-        def acquire(*args: Any, **knobs: Any) -> None:
-            check = target._check_free
-
-            def checked(*args: Any, **knobs: Any) -> Any:
-                free = check(*args, **knobs)
-                start.wait(10)
-                return free
-
-            target._check_free = checked
-            real(*args, **knobs)
-
-        target._acquire = acquire
         try:
             save(target, files, overwrite=overwrite)
             outcomes.append(files)
         except CheckpointExists:
             target.abort()
 
-    monkeypatch.setattr(object_target, "_SETTLE_S", 0.3)
+    monkeypatch.setattr(marker, "_SETTLE_S", 0.3)
+    monkeypatch.setattr(Marker, "acquire", acquire)
     threads = [threading.Thread(target=work, args=(files,)) for files in (OLD, NEW)]
     for thread in threads:
         thread.start()
@@ -253,15 +260,15 @@ def test_of_two_that_both_found_the_place_free_one_wins(
 def test_a_save_that_was_taken_for_dead_does_not_commit(
     root: str, refresh_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_target, "_REFRESH_S", refresh_s)
+    monkeypatch.setattr(marker, "_REFRESH_S", refresh_s)
     target = mortal(root)
-    real = target._finish
+    real = target._uploads.publish
 
     def slow(name: str, receipts: Any) -> None:
         real(name, receipts)
         target._bucket.put(f"step/{SAVING_NAME}", b'{"token": "another"}')
 
-    monkeypatch.setattr(target, "_finish", slow)
+    monkeypatch.setattr(target._uploads, "publish", slow)
     with pytest.raises(StorageError, match="another save took this one for dead"):
         save(target, NEW)
     target.abort()
@@ -270,7 +277,7 @@ def test_a_save_that_was_taken_for_dead_does_not_commit(
 
 
 def test_a_write_that_waits_in_vain_says_so(root: str) -> None:
-    target = ObjectTarget(f"{root}/step", FsspecBucket(root, {}), "step", NAMES, timeout_s=0.1)
+    target = target_in(FsspecBucket(root, {}), f"{root}/step", timeout_s=0.1)
     target.prepare([("a", 10)], overwrite=False)
     with pytest.raises(StorageError, match=r"step/a \[bytes 5-10\]: the bytes before it did not come"):
         target.write("a", 5, memoryview(b"56789"))
@@ -284,18 +291,27 @@ def test_a_write_that_waits_in_vain_says_so(root: str) -> None:
 
 
 @pytest.fixture
-def target(s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Target]:
-    monkeypatch.setattr(s3_target, "_PART_BYTES", 1 << 20)
+def target(s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectTarget]:
+    monkeypatch.setattr(multipart, "_PART_BYTES", 1 << 20)
     target = open_target(f"s3://{BUCKET}/{uuid.uuid4().hex}/step", NAMES, s3, timeout_s=20, attempt_s=10)
-    assert isinstance(target, S3Target)
+    assert isinstance(target, ObjectTarget)
     yield target
     target.abort()
     target.close()
 
 
-def names(target: S3Target) -> list[str]:
-    listed = target._client.list_objects_v2(Bucket=BUCKET, Prefix=f"{target._prefix}/").get("Contents", ())
-    return [entry["Key"].removeprefix(f"{target._prefix}/step/") for entry in listed]
+def requests_of(target: Target) -> S3Requests:
+    assert isinstance(target, ObjectTarget)
+    assert isinstance(target._bucket, S3Bucket)
+    assert not target.ordered
+    return target._bucket.requests
+
+
+def names(target: Target) -> list[str]:
+    requests = requests_of(target)
+    prefix = requests.key("")
+    listed = requests.client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", ())
+    return [entry["Key"].removeprefix(f"{prefix}step/") for entry in listed]
 
 
 def test_parts_come_from_several_processes(s3: dict[str, Any]) -> None:
@@ -312,7 +328,6 @@ def test_parts_come_from_several_processes(s3: dict[str, Any]) -> None:
     )
     url = f"s3://{BUCKET}/{uuid.uuid4().hex}/step"
     target = open_target(url, NAMES, s3)
-    assert isinstance(target, S3Target)
     step = target.align_bytes(1) or 0
     ticket = target.prepare([("a", step + 5)], overwrite=False)
     words = [json.dumps(word) for word in (url, s3, ticket)]
@@ -320,8 +335,8 @@ def test_parts_come_from_several_processes(s3: dict[str, Any]) -> None:
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
     receipts = [json.loads(rank.communicate(timeout=50)[0]) for rank in ranks]
     target.publish(receipts, [(RECORD_NAME, b"{}")], overwrite=False)
-    key = f"{target._prefix}/step/a"
-    content = target._client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
+    requests = requests_of(target)
+    content = requests.client.get_object(**requests.named("step/a"))["Body"].read()
     assert content == bytes(step) + bytes([1]) * 5
     target.close()
 
@@ -355,17 +370,18 @@ def test_four_writers_of_a_small_file_have_even_shares(s3: dict[str, Any], mib: 
     assert most < 1.07 * layout.nbytes / 4
 
 
-def test_a_lost_answer_to_the_completion_is_no_error(target: S3Target) -> None:
+def test_a_lost_answer_to_the_completion_is_no_error(target: ObjectTarget) -> None:
     target.prepare([("a", 5)], overwrite=False)
     target.write("a", 0, memoryview(b"abcde"))
     receipt = target.flush()
-    real = target._client.complete_multipart_upload
+    client = requests_of(target).client
+    real = client.complete_multipart_upload
 
     def twice(**request: Any) -> Any:
         real(**request)
         return real(**request)
 
-    target._client.complete_multipart_upload = twice
+    client.complete_multipart_upload = twice
     target.publish([receipt], [(RECORD_NAME, b"{}")], overwrite=False)
     assert names(target) == ["a", RECORD_NAME]
 
@@ -377,12 +393,10 @@ def test_a_lost_answer_to_the_marker_is_no_error(seaweed: dict[str, Any]) -> Non
         target = open_target(
             url, NAMES, {**seaweed, "endpoint": proxy.url}, timeout_s=10, attempt_s=5, retries=1
         )
-        assert isinstance(target, S3Target)
         proxy.loses = [("PUT", SAVING_NAME)]
         save(target, NEW)
         assert proxy.loses == []
     with closing(open_target(url, NAMES, seaweed)) as found:
-        assert isinstance(found, S3Target)
         assert names(found) == ["a", "b", RECORD_NAME, "index"]
 
 
@@ -422,12 +436,10 @@ def test_a_store_that_is_away_for_a_while_is_outlasted_at_any_moment(seaweed: di
                 target = open_target(
                     url, NAMES, {**seaweed, "endpoint": proxy.url}, timeout_s=60, attempt_s=10
                 )
-                assert isinstance(target, S3Target)
                 proxy.dies = moment
                 save(target, NEW)
                 assert proxy.log != []
             with closing(open_target(url, NAMES, seaweed)) as found:
-                assert isinstance(found, S3Target)
                 assert names(found) == ["a", "b", RECORD_NAME, "index"]
         except BaseException as error:
             failures[moment] = error
@@ -441,11 +453,11 @@ def test_a_store_that_is_away_for_a_while_is_outlasted_at_any_moment(seaweed: di
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_an_upload_that_somebody_ended_is_an_error(target: S3Target) -> None:
+def test_an_upload_that_somebody_ended_is_an_error(target: ObjectTarget) -> None:
     ticket = target.prepare([("a", 5)], overwrite=False)
     target.write("a", 0, memoryview(b"abcde"))
     receipt = target.flush()
-    target._give_up("step", ticket["uploads"])
+    target._uploads.give_up("step", ticket["uploads"])
     with pytest.raises(StorageError, match="step/a: the store made None bytes of the 5"):
         target.publish([receipt], [(RECORD_NAME, b"{}")], overwrite=False)
     target.abort()
@@ -464,7 +476,7 @@ def test_an_upload_that_cannot_begin_is_what_is_told(s3: dict[str, Any]) -> None
         target.close()
 
 
-def test_lists_do_not_grow_with_the_files(target: S3Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_do_not_grow_with_the_files(target: ObjectTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     real, lists = target._bucket.files, [0]
 
     def files(folder: str) -> dict[str, int]:
@@ -482,17 +494,20 @@ def test_lists_do_not_grow_with_the_files(target: S3Target, monkeypatch: pytest.
     assert lists[0] == lists[1] > 0
 
 
-def test_old_uploads_that_nobody_owns_are_ended(target: S3Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_uploads_that_nobody_owns_are_ended(
+    target: ObjectTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of other programs are no business of a save."""
-    ours = f"{target._prefix}/another/model.safetensors"
-    others = [f"{target._prefix}/{name}" for name in ("data/video.mp4", "data/deep/model.safetensors")]
+    requests = requests_of(target)
+    ours = requests.key("another/model.safetensors")
+    others = [requests.key(name) for name in ("data/video.mp4", "data/deep/model.safetensors")]
     for key in (ours, *others):
-        target._client.create_multipart_upload(Bucket=BUCKET, Key=key)
+        requests.client.create_multipart_upload(Bucket=BUCKET, Key=key)
     assert target.clean_abandoned() == []
-    monkeypatch.setattr(object_target, "_ABANDONED_S", -1.0)
+    monkeypatch.setattr(object_leftovers, "_ABANDONED_S", -1.0)
     assert target.clean_abandoned() == [f"s3://{BUCKET}/{ours}"]
     assert target.clean_abandoned() == []
-    left = target._client.list_multipart_uploads(Bucket=BUCKET, Prefix=target._prefix)["Uploads"]
+    left = requests.client.list_multipart_uploads(Bucket=BUCKET, Prefix=requests.key(""))["Uploads"]
     assert sorted(upload["Key"] for upload in left) == sorted(others)
 
 
@@ -520,8 +535,7 @@ def test_what_loads_also_saves(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def client(**options: str) -> Any:
         target = open_target("s3://bucket/a/b", NAMES, options)
-        assert isinstance(target, S3Target)
-        return target._client
+        return requests_of(target).client
 
     found = client()
     assert (found.meta.endpoint_url, found.meta.region_name) == ("http://127.0.0.1:9", "eu-north-7")

@@ -6,6 +6,7 @@ import os
 import socket
 import uuid
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ import torch
 import fastload
 from fastload.errors import ManifestError, OptionError, StorageError
 from fastload.formats.names import NAMES
-from fastload.storage import open_storage, open_target, s3_target
+from fastload.storage import open_storage, open_target
 from fastload.storage.local import LocalStorage
 from fastload.storage.objects import ObjectStorage
+from fastload.storage.process import boto3_session
 from fastload.storage.remote import RemoteStorage
-from fastload.storage.s3_target import S3Target
 from tests.storage.contract import FILES, StorageContract
-from tests.storage.s3_server import BUCKET, KEY, SECRET
+from tests.storage.s3_server import BUCKET, KEY, SECRET, client_of
 
 
 def fill_folder(files: Mapping[str, bytes], where: str) -> None:
@@ -82,12 +83,10 @@ class TestS3(StorageContract):
         self.options = seaweed
 
     def fill(self, files: Mapping[str, bytes], where: str) -> str:
-        target = open_target(f"s3://{BUCKET}/x", NAMES, self.options)
-        assert isinstance(target, S3Target)
-        root = uuid.uuid4().hex
-        for name, content in files.items():
-            target._client.put_object(Bucket=BUCKET, Key=f"{root}/{name}", Body=content)
-        target.close()
+        with closing(client_of(self.options)) as client:
+            root = uuid.uuid4().hex
+            for name, content in files.items():
+                client.put_object(Bucket=BUCKET, Key=f"{root}/{name}", Body=content)
         return f"s3://{BUCKET}/{root}"
 
     def test_it_is_an_object_store(self, storage: Any) -> None:
@@ -356,14 +355,14 @@ def test_s3_with_a_profile(seaweed: dict[str, Any], tmp_path: Path, monkeypatch:
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_PROFILE", "lab")
     options = {"endpoint": seaweed["endpoint"], "region": seaweed["region"]}
-    s3_target._session.cache_clear()
+    boto3_session.cache_clear()
     url = f"s3://{BUCKET}/{uuid.uuid4().hex}/a"
     fastload.save({"a": torch.arange(10)}, url, storage_options=options)
     assert fastload.load(url, storage_options=options)["a"].tolist() == list(range(10))
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(OptionError, match=r"cannot open s3://.*nobody"):
         open_storage(url, NAMES, options)
-    s3_target._session.cache_clear()
+    boto3_session.cache_clear()
 
 
 def test_s3_without_credentials_says_where_they_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:

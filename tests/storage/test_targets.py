@@ -15,12 +15,12 @@ import pytest
 
 from fastload.errors import OptionError
 from fastload.formats.names import NAMES
-from fastload.storage import Target, object_target, open_target, s3_target
+from fastload.storage import Target, marker, multipart, open_target
 from fastload.storage.bucket import ObstoreBucket
 from fastload.storage.local_target import LocalTarget
 from fastload.storage.object_target import ObjectTarget
-from fastload.storage.s3_target import S3Target
-from tests.storage.s3_server import BUCKET
+from fastload.storage.uploads import Streams
+from tests.storage.s3_server import BUCKET, client_of
 from tests.storage.target_contract import TargetContract, small_files
 
 
@@ -89,12 +89,10 @@ class TestS3(TargetContract):
     @pytest.fixture(autouse=True)
     def _serve(self, s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         self.options = s3
-        monkeypatch.setattr(s3_target, "_PART_BYTES", 1 << 20)  # which this server takes, and is faster
+        monkeypatch.setattr(multipart, "_PART_BYTES", 1 << 20)  # which this server takes, and is faster
 
     def client(self) -> Any:
-        target = open_target(f"s3://{BUCKET}/x", NAMES, self.options)
-        assert isinstance(target, S3Target)
-        return target._client
+        return client_of(self.options)
 
     def read(self, url: str) -> dict[str, bytes]:
         """Reads by S3's own client, since this server answers a range with all of the object.
@@ -137,7 +135,7 @@ class TestSeaweed(TestS3):
     def test_a_condition_decides_at_once(
         self, url: str, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(object_target, "_SETTLE_S", float("nan"))  # no sleep takes that
+        monkeypatch.setattr(marker, "_SETTLE_S", float("nan"))  # no sleep takes that
         self.save(url, files)
 
     def test_conditions_can_be_turned_off(self, url: str, files: dict[str, bytes]) -> None:
@@ -193,7 +191,7 @@ class TestObstore(TestS3):
     def target(self, url: str) -> Target:
         parent, _, name = url.rpartition("/")
         bucket = ObstoreBucket(parent, self.options, timeout_s=20, attempt_s=10, retries=2)
-        return ObjectTarget(url, bucket, name, NAMES, timeout_s=20)
+        return ObjectTarget(url, bucket, name, NAMES, Streams(bucket, timeout_s=20))
 
 
 class TestObstoreMemory(TargetContract):
@@ -206,7 +204,9 @@ class TestObstoreMemory(TargetContract):
         return f"memory://{where}"
 
     def target(self, url: str) -> Target:
-        return ObjectTarget(url, self.bucket, url.rpartition("/")[2], NAMES, timeout_s=20)
+        return ObjectTarget(
+            url, self.bucket, url.rpartition("/")[2], NAMES, Streams(self.bucket, timeout_s=20)
+        )
 
     def read(self, url: str) -> dict[str, bytes]:
         folder = url.rpartition("/")[2]
@@ -218,7 +218,7 @@ class TestObstoreMemory(TargetContract):
     def test_a_condition_decides_at_once(
         self, url: str, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(object_target, "_SETTLE_S", float("nan"))  # no sleep takes that
+        monkeypatch.setattr(marker, "_SETTLE_S", float("nan"))  # no sleep takes that
         self.save(url, files)
 
 
