@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 from fastload.errors import DeadlineExceeded, Interrupted
 
-__all__ = ["ProcessLock", "Workers", "background", "each", "within"]
+__all__ = ["ProcessLock", "Workers", "await_done", "background", "each", "within"]
 
 T = TypeVar("T")
 
@@ -73,19 +76,25 @@ class Workers:
 
     Args:
         num_threads: Calls at once; they begin in the order in which they are submitted.
-        name: Of the threads.
+        name: Of the threads, which start with the first call.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._threads = [background(self._serve, f"{name}-{number}") for number in range(num_threads)]
-        for thread in self._threads:
-            thread.start()
+        self._lock = threading.Lock()
+        self._num_serving: int | None = None
+        self._at_end: list[Callable[[], object]] = []
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Makes a call as soon as a thread is free."""
         future: Future[T] = Future()
         self._calls.put((call, future))
+        with self._lock:
+            if self._num_serving is None:
+                self._num_serving = len(self._threads)
+                for thread in self._threads:
+                    thread.start()
         return future
 
     def close(self, *, wait_s: float) -> bool:
@@ -94,10 +103,29 @@ class Workers:
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
+    def at_end(self, call: Callable[[], object]) -> None:
+        """Calls something once no call is under way any more: now, or in the last thread to end."""
+        with self._lock:
+            if self._num_serving:
+                self._at_end.append(call)
+                return
+        call()
+
     def _serve(self) -> None:
+        try:
+            self._serve_all()
+        finally:
+            with self._lock:
+                self._num_serving = (self._num_serving or 0) - 1
+                calls = self._at_end if not self._num_serving else []
+            for call in calls:
+                call()
+
+    def _serve_all(self) -> None:
         while (asked := self._calls.get()) is not None:
             call, future = asked
             del asked
@@ -163,6 +191,35 @@ def within(
         finally:
             errors.clear()  # else error → traceback → frame → error would keep all their memory alive
     return values[0]
+
+
+def await_done(
+    work: Future[Any],
+    *,
+    give_up: Callable[[], bool],
+    limit_s: float = math.inf,
+    late: Callable[[], Exception | None] | None = None,
+) -> None:
+    """Waits until a call that a thread makes has returned or raised, no longer than the others go on.
+
+    Args:
+        work: The call.
+        give_up: Asked again and again; True ends the wait.
+        limit_s: How long to wait.
+        late: Returns what to raise then; None waits on.
+
+    Raises:
+        Interrupted: `give_up` said so.
+    """
+    deadline = time.monotonic() + limit_s
+    while not give_up():
+        with suppress(NotYet):
+            work.exception(_TICK_S)
+        if work.done():
+            return
+        if late is not None and time.monotonic() > deadline and (error := late()) is not None:
+            raise error
+    raise Interrupted("another rank failed")
 
 
 def each(names: Iterable[str], call: Callable[[str], object], *, num_threads: int) -> None:

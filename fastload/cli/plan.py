@@ -19,11 +19,11 @@ from fastload.cli.quantities import COUNT, LINK_RATE, SIZE
 from fastload.errors import OptionError
 from fastload.estimate.simulate import STRATEGIES, Cluster, Prediction, predict
 from fastload.estimate.units import format_bytes, format_duration, format_rate
-from fastload.formats.manifest import TensorEntry
+from fastload.geometry.extents import Extent, HasExtent
 from fastload.options import LoadOptions
 from fastload.storage import locate
 from fastload.storage.own_files import write_text
-from fastload.transfer.plan import ReadPlan
+from fastload.transfer.plan import TransferPlan
 
 __all__ = ["plan"]
 
@@ -117,11 +117,11 @@ def plan(
             write_text(trace, to_json(_events(best, cluster, nbytes)))
 
 
-def _wanted(path: str | None, size: int | None) -> Sequence[TensorEntry]:
+def _wanted(path: str | None, size: int | None) -> Sequence[HasExtent]:
     if path is not None:
         return fastload.inspect(path).tensors
     assert size is not None
-    return [TensorEntry("all", "U8", (size,), 0, 0, size)]
+    return [Extent(0, 0, size)]
 
 
 def _floor_s(nbytes: int, cluster: Cluster) -> float:
@@ -134,7 +134,7 @@ def _least_s(nbytes: int, cluster: Cluster) -> float:
     return max(nbytes / cluster.all_clients_bytes_per_s, nbytes / cluster.host_bytes_per_s)
 
 
-def _shares(plan: ReadPlan) -> tuple[int, float]:
+def _shares(plan: TransferPlan) -> tuple[int, float]:
     """Returns the most bytes that one reader reads, and the mean."""
     mean = plan.total_bytes / len(plan.readers)
     if plan.num_rounds * len(plan.readers) <= _MOST_CHUNKS:

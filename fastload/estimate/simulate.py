@@ -34,8 +34,8 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from fastload.errors import OptionError
-from fastload.formats.manifest import TensorEntry
-from fastload.transfer.plan import ReadPlan, plan_reads
+from fastload.geometry.extents import HasExtent
+from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.strategy import Decision, choose_strategy
 
 __all__ = ["STRATEGIES", "Cluster", "Interval", "Prediction", "predict"]
@@ -163,7 +163,7 @@ class Prediction:
     """
 
     decision: Decision
-    plan: ReadPlan
+    plan: TransferPlan
     total_s: float
     storage_bytes: int
     limits: Mapping[str, float]
@@ -172,7 +172,7 @@ class Prediction:
 
 
 def predict(
-    wanted: Sequence[TensorEntry],
+    wanted: Sequence[HasExtent],
     cluster: Cluster,
     strategy: str,
     *,
@@ -196,11 +196,11 @@ def predict(
     decision = choose_strategy(
         strategy, world_size=ranks, readers=range(ranks), hosts=hosts, shared=True, fast_links=cluster.nccl
     )
-    alone = decision.strategy == "direct"
-    plan = plan_reads(
+    alone = decision.alone
+    plan = plan_transfer(
         wanted,
-        world_size=1 if alone else ranks,
-        readers=(0,) if alone else decision.readers,
+        decision.supply(0),
+        decision.demand(0, ranks),
         staging_bytes=staging_bytes,
         chunk_bytes=chunk_bytes,
     )
@@ -236,7 +236,7 @@ class _Costs:
     place_s: float = 0.0
 
     @classmethod
-    def of(cls, plan: ReadPlan, cluster: Cluster, *, alone: bool) -> _Costs:
+    def of(cls, plan: TransferPlan, cluster: Cluster, *, alone: bool) -> _Costs:
         """Derives them from the plan."""
         chunk = plan.chunk_bytes_of(0) if plan.num_rounds else 0
         num_readers = cluster.num_ranks if alone else len(plan.readers)
@@ -271,7 +271,7 @@ class _Costs:
         return name
 
 
-def _most_on_one_host(plan: ReadPlan, cluster: Cluster) -> int:
+def _most_on_one_host(plan: TransferPlan, cluster: Cluster) -> int:
     return max(Counter(rank // cluster.ranks_per_host for rank in plan.readers).values())
 
 
@@ -285,7 +285,7 @@ class _Rank:
         alone: Whether nothing is exchanged.
     """
 
-    def __init__(self, plan: ReadPlan, costs: _Costs, request_s: float, *, alone: bool) -> None:
+    def __init__(self, plan: TransferPlan, costs: _Costs, request_s: float, *, alone: bool) -> None:
         self._costs = costs
         self._request_s = request_s
         self._alone = alone

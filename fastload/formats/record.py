@@ -10,7 +10,7 @@ byte more.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,6 @@ __all__ = [
     "Record",
     "RecordedFile",
     "checksum",
-    "num_blocks",
     "parse",
 ]
 
@@ -43,11 +42,6 @@ _MIN_HEADER_BYTES = 8 + 2  # the length, and "{}"
 def checksum(data: bytes | memoryview) -> bytes:
     """Returns the xxh3-64 of a block, most significant byte first; its hex digits go into the record."""
     return xxhash.xxh3_64_digest(data)
-
-
-def num_blocks(tensor_bytes: Iterable[int], block_bytes: int) -> int:
-    """Returns how many blocks the tensors of a file have, given the length of each in bytes."""
-    return sum(-(-nbytes // block_bytes) for nbytes in tensor_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,6 @@ from fastload.formats.record import (
     MAX_RECORD_BYTES,
     RecordedFile,
     checksum,
-    num_blocks,
 )
 from fastload.formats.record import parse as parse_record
 from fastload.formats.untrusted import (
@@ -48,6 +47,7 @@ from fastload.formats.untrusted import (
     parse_metadata,
     show,
 )
+from fastload.geometry.blocks import num_blocks
 from fastload.storage.base import FileStat, Storage
 
 __all__ = [
@@ -243,11 +243,11 @@ def _assemble_recorded(storage: Storage) -> Manifest:
             sizes = f"{stats[file.name].nbytes} bytes, of {file.nbytes} that {RECORD_NAME} records"
             raise ManifestError(f"{url_of(storage, file.name)}: has {sizes}")
     manifest = _assemble(storage, stats, {file.name: file for file in record.files})
-    lengths: list[list[int]] = [[] for _ in record.files]
+    wanted_blocks = [0] * len(record.files)
     for entry in manifest.tensors:
-        lengths[entry.file].append(entry.nbytes)
-    for file, tensor_bytes in zip(record.files, lengths, strict=True):
-        found, wanted = len(file.checksums) // CHECKSUM_BYTES, num_blocks(tensor_bytes, record.block_bytes)
+        wanted_blocks[entry.file] += num_blocks(entry.nbytes, record.block_bytes)
+    for file, wanted in zip(record.files, wanted_blocks, strict=True):
+        found = len(file.checksums) // CHECKSUM_BYTES
         if found != wanted:
             where = f"{url_of(storage, RECORD_NAME)}: {show(file.name)}"
             raise ManifestError(f"{where}: {found} checksums for {wanted} blocks")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from ctypes import memmove
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from fastload.base.memory import byte_view, round_up, runs
 from fastload.formats.manifest import TensorEntry
+from fastload.geometry.extents import Space
 
 __all__ = ["Destination", "Placer"]
 
@@ -53,7 +52,7 @@ class Placer:
         self._destinations = [
             Destination(d.entry, d.stored, d.tensor.detach()) for d in destinations if d.entry.nbytes
         ]
-        self._starts = list(accumulate((d.entry.nbytes for d in self._destinations), initial=0))
+        self._wanted = Space([d.entry for d in self._destinations])
         self._addresses = [_address(d) for d in self._destinations]
         self._shared = _overlapping(self._addresses, [d.entry.nbytes for d in self._destinations])
         self._cut: dict[tuple[str, int], tuple[Tensor, int]] = {}
@@ -65,12 +64,12 @@ class Placer:
         None if that is more than `at_most` pieces, or if some of it is on a device, strided, cast, or also
         part of another destination: those bytes have to be placed.
         """
-        indexes = self._indexes(start, nbytes)
+        indexes = self._wanted.within(start, nbytes)
         if len(indexes) > at_most:
             return None
         if not all(self._addresses[index] and index not in self._shared for index in indexes):
             return None
-        pieces = self._pieces(start, nbytes)
+        pieces = self._wanted.cut(start, nbytes)
         return [byte_view(self._destinations[index].tensor)[begin:end] for index, begin, end in pieces]
 
     def place(self, start: int, data: Tensor) -> None:
@@ -80,9 +79,9 @@ class Placer:
             start: First byte in the wanted space.
             data: The bytes, flat uint8, on any device.
         """
-        source = data.data_ptr() if data.is_cpu else 0
-        for index, begin, end in self._pieces(start, data.numel()):
-            offset = self._starts[index] + begin - start
+        source, starts = data.data_ptr() if data.is_cpu else 0, self._wanted.starts
+        for index, begin, end in self._wanted.cut(start, data.numel()):
+            offset = starts[index] + begin - start
             if source and self._addresses[index] and end - begin < _SMALL_BYTES:
                 memmove(self._addresses[index] + begin, source + offset, end - begin)
             else:
@@ -94,17 +93,6 @@ class Placer:
         """Returns once everything placed so far has left the buffers it came from."""
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
-
-    def _indexes(self, start: int, nbytes: int) -> range:
-        """Returns which destinations a range of the wanted space belongs to."""
-        return range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, start + nbytes))
-
-    def _pieces(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """Cuts a range of the wanted space into (destination, begin, end) in bytes of that tensor."""
-        stop = start + nbytes
-        for index in self._indexes(start, nbytes):
-            first = self._starts[index]
-            yield index, max(start - first, 0), min(stop, self._starts[index + 1]) - first
 
     def _place_piece(self, destination: Destination, begin: int, piece: Tensor) -> None:
         if destination.is_plain:

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from fastload.base.memory import allocate_staging, host_view
-from fastload.errors import ChecksumError, Interrupted
+from fastload.errors import ChecksumError
 from fastload.formats.record import CHECKSUM_BYTES
 from fastload.loading.access import Access
 from fastload.options import LoadOptions
 from fastload.ranks.world import World, require_same
 from fastload.report import RankReport, VerifyReport
+from fastload.transfer.demand import Demand, Supply
 from fastload.transfer.pipeline import read_threads
-from fastload.transfer.plan import ReadPlan, plan_reads
+from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.read import ChunkReader
 from fastload.transfer.verify import Damage, Verifier
 
 __all__ = ["Sweep"]
 
-_TICK_S = 0.05
 _NUM_SHOWN = 20
 _MAX_KEPT = 1000
 
@@ -54,7 +53,7 @@ class Sweep:
         threads = read_threads(
             options.read_threads,
             depth=self._plan.depth,
-            exchanges=False,
+            exchanges=self._plan.exchanges,
             ranks_on_host=access.hosts.count(world.host),
         )
         self.reader = ChunkReader(
@@ -74,54 +73,44 @@ class Sweep:
         """
         world, what = self._world, f"verifying {self._access.manifest.url}"
         require_same(world.agree(what, lambda: {"call": "verify"}))
-        error: Exception | None = None
         began, already_read = time.perf_counter(), self._access.storage.bytes_read
-        try:
+
+        def look() -> dict[str, Any]:
             try:
                 self._read_all()
-            except Exception as caught:
-                error = caught
-                world.raise_alarm()
-            mine = self._rank_report(time.perf_counter() - began, already_read)
-            value = {"report": asdict(mine), "num": self._damage.num, "damage": self._damage.first()}
-            wait_s = world.grace_s if error is not None else world.timeout_s - world.grace_s / 4
-            outcomes = world.gather(what, value, error, wait_s=wait_s)
-            world.raise_failures(what, outcomes, error)
+            except Exception:
+                self.reader.stop()
+                raise
+            report = self._rank_report(time.perf_counter() - began, already_read)
+            return {"report": asdict(report), "num": self._damage.num, "damage": self._damage.first()}
+
+        try:
+            found = world.settle(what, look)
             world.heard()
         finally:
-            if error is not None:
-                self.reader.stop()
-            error = None  # else error → traceback → frame → error would keep all their memory alive
             self.reader.close(wait_s=min(1.0, world.grace_s))
-        return self._report([outcome.value for outcome in outcomes])
+        return self._report(found)
 
-    def _plan_reads(self) -> ReadPlan:
-        """Deals the blocks to the team, in chunks of which one rank alone can stage some."""
-        manifest = self._access.manifest
-        alone = plan_reads(
-            manifest.tensors,
-            world_size=1,
-            readers=(0,),
+    def _plan_reads(self) -> TransferPlan:
+        """Deals the blocks to the team; nobody wants the bytes."""
+        return plan_transfer(
+            self._access.manifest.tensors,
+            Supply(tuple(self._team) or self._access.readers),
+            Demand(),
             staging_bytes=self._options.staging_bytes,
             chunk_bytes=self._options.chunk_bytes,
-            block_bytes=manifest.block_bytes,
+            block_bytes=self._access.manifest.block_bytes,
             even_slots=True,
         )
-        places = range(max(1, len(self._team)))
-        return replace(alone, world_size=len(places), readers=tuple(places))
 
     def _read_all(self) -> None:
-        if self._world.rank not in self._team or not self._plan.num_rounds:
-            return
-        plan, place = self._plan, self._team.index(self._world.rank)
-        slot_bytes = plan.largest_slot_bytes(place)
-        slabs = [allocate_staging(slot_bytes, pinned=False) for _ in range(self._num_slabs)]
+        plan, rank = self._plan, self._world.rank
+        slabs = [allocate_staging(self._slab_bytes, pinned=False) for _ in range(self._num_slabs)]
         reads: deque[Future[None]] = deque()
-        self.reader.start()
-        for index in range(plan.num_rounds):
+        for index in range(plan.num_rounds if slabs else 0):
             if len(reads) == len(slabs):
                 self._finish(reads.popleft(), index - len(slabs))
-            chunk = plan.chunk(index, place)
+            chunk = plan.chunk(index, rank)
             view = host_view(slabs[index % len(slabs)][: chunk.nbytes])
             reads.append(self.reader.submit(plan.spans(chunk), [view]))
         while reads:
@@ -129,29 +118,19 @@ class Sweep:
 
     @property
     def _num_slabs(self) -> int:
-        return min(self._plan.depth, self._plan.num_rounds) if self._world.rank in self._team else 0
+        return min(self._plan.depth, self._plan.num_rounds) if self._world.rank in self._plan.readers else 0
+
+    @property
+    def _slab_bytes(self) -> int:
+        return self._plan.largest_slot_bytes(self._world.rank)
 
     def _finish(self, read: Future[None], index: int) -> None:
         """Waits for a read, no longer than all ranks go on."""
-        deadline = time.monotonic() + self._world.patience_s
-        while not self._world.alarmed():
-            with contextlib.suppress(NotYet):
-                read.exception(_TICK_S)
-            if not read.done():
-                if time.monotonic() > deadline and (late := self.reader.overdue(at_least_s=0.0)):
-                    raise late
-                continue
-            try:
-                read.result()
-            finally:
-                del read  # else error → traceback → frame → read → error would keep the slabs alive
-            self._world.moved()
-            if self._options.progress is not None:
-                plan = self._plan
-                done = (index + 1) * plan.chunk_bytes * len(plan.readers)
-                self._options.progress(min(done, plan.total_bytes), plan.total_bytes)
-            return
-        raise Interrupted("another rank failed")
+        self._world.await_work(read, partial(self.reader.overdue, 0.0))
+        if self._options.progress is not None:
+            plan = self._plan
+            done = (index + 1) * plan.chunk_bytes * len(plan.readers)
+            self._options.progress(min(done, plan.total_bytes), plan.total_bytes)
 
     def _rank_report(self, total_s: float, already_read: int) -> RankReport:
         world, access = self._world, self._access
@@ -164,7 +143,7 @@ class Sweep:
             bytes_verified=self.reader.verified.total,
             read_s=self.reader.watch.seconds,
             total_s=total_s,
-            peak_staging_bytes=self._num_slabs * self._plan.largest_slot_bytes(0),
+            peak_staging_bytes=self._num_slabs * self._slab_bytes,
             retries=access.storage.num_retries + self.reader.rereads.total,
         )
 

@@ -8,37 +8,26 @@ peer has died in the middle of a collective.
 from __future__ import annotations
 
 import json
-import logging
 import socket
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from fastload.errors import (
-    DeadlineExceeded,
-    FastloadError,
-    Interrupted,
-    PeerError,
-    PlanMismatch,
-    blames_checkpoint,
-    from_wire,
-    to_wire,
-)
+from fastload.base.threads import await_done
+from fastload.errors import to_wire
+from fastload.ranks.alarm import Alarm
+from fastload.ranks.failures import Outcome, late, raise_failures, require_same_call
 from fastload.ranks.meeting import Verdict
-from fastload.ranks.rendezvous import Rendezvous
+from fastload.ranks.rendezvous import Rendezvous, Solo
 
-__all__ = ["Outcome", "World", "grace_of", "require_same"]
+__all__ = ["World", "grace_of"]
 
-_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_ALARM_PERIOD_S = 0.2
-_PULSE_PERIOD_S = 1.0
 _MIN_GRACE_S = 0.5
 _MAX_GRACE_S = 5.0
 _ERROR_BYTES = 2 << 20  # of all ranks together, which one value has to hold
@@ -49,13 +38,8 @@ def grace_of(timeout_s: float) -> float:
     return min(_MAX_GRACE_S, max(0.25 * timeout_s, min(0.5 * timeout_s, _MIN_GRACE_S)))
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one rank brought to an agreement: a value, or the error that stopped it."""
-
-    host: str
-    value: Any
-    error: dict[str, Any] | None
+def _ignore(*_: object) -> None:
+    pass
 
 
 class World:
@@ -70,7 +54,7 @@ class World:
         host: Name of this host.
         group: The caller's process group, or None for a world of 1.
         store: A corner of the rendezvous store that is this world's own, or None for a world of 1.
-        rendezvous: The same with deadlines, for what is no agreement of all ranks; None for a world of 1.
+        rendezvous: The same with deadlines, for what is no agreement of all ranks.
         timeout_s: Longest wait without progress, in seconds.
     """
 
@@ -91,17 +75,14 @@ class World:
         self.group = group
         self.store = store
         self.timeout_s = timeout_s
-        self._hosts = {rank: self.host}
         self._call = call
         self._step = 0
         self._last: _Last | None = None
         self._leavings: list[str] = []
-        self.rendezvous = rendezvous
-        self._next_alarm_check = 0.0
-        self._alarmed = False
+        self._hosts = {rank: self.host}
+        self.rendezvous = rendezvous if rendezvous is not None else Solo()
+        self._alarm = Alarm(self.rendezvous, rank, grace_s=self.grace_s, patience_s=self.patience_s)
         self._left = False
-        self._moved = False
-        self._next_pulse = 0.0
 
     @property
     def grace_s(self) -> float:
@@ -127,8 +108,6 @@ class World:
             wait_s: How long to wait for the others. A rank that has not answered by then is given a
                 `DeadlineExceeded` as its error.
         """
-        if self.rendezvous is None:
-            return [Outcome(self.host, value, to_wire(error) if error is not None else None)]
         step, self._step = self._step, self._step + 1
         answer = self._answer(value, error, self._call if step == 0 else None)
         verdict = self.rendezvous.collect(
@@ -143,7 +122,7 @@ class World:
         failed = any(outcome.error is not None for outcome in outcomes)
         self._last = _Last(step, len(verdict.answers.keys() - {self.rank}), failed)
         if step == 0 and not failed:
-            self._require_same_call(verdict)
+            require_same_call([verdict.answers[rank]["call"] for rank in range(self.size)])
         return outcomes
 
     def agree(self, what: str, work: Callable[[], T]) -> list[T]:
@@ -168,6 +147,45 @@ class World:
             error = None  # else error → traceback → frame → error would keep all their memory alive
         return [outcome.value for outcome in outcomes]
 
+    def settle(
+        self,
+        what: str,
+        work: Callable[[], T],
+        *,
+        ended: Callable[[BaseException | None], object] = _ignore,
+        met: Callable[[], object] = _ignore,
+    ) -> list[T]:
+        """Does this rank's part of long work; returns what each rank made of its own, or raises on all ranks.
+
+        Unlike with `agree`, a rank that fails tells the others at once, wherever they are, and one that is
+        late is waited for as long as it gets on.
+
+        Args:
+            what: Name of the step, for messages.
+            work: Returns a JSON value.
+            ended: Called when this rank's part has ended, with what ended it; before the others hear of it.
+            met: Called once the ranks have met, whatever came of it.
+
+        Raises:
+            FastloadError: Work failed on a rank (see `raise_failures`), or a rank did not answer.
+        """
+        value, error = None, None
+        try:
+            try:
+                value = work()
+            except Exception as caught:
+                error = caught
+                self.raise_alarm()
+            ended(error)
+            # One that is stuck says so itself after its patience: the others wait a little longer than that.
+            wait_s = self.grace_s if error is not None else self.timeout_s - self.grace_s / 4
+            outcomes = self.gather(what, value, error, wait_s=wait_s)
+            met()
+            self.raise_failures(what, outcomes, error)
+        finally:
+            error = None  # else error → traceback → frame → error would keep all their memory alive
+        return [outcome.value for outcome in outcomes]
+
     def share(self, what: str, source: int, make: Callable[[], bytes]) -> bytes:
         """Makes bytes on one rank and returns them on all.
 
@@ -175,9 +193,7 @@ class World:
             CheckpointError: Making them raised it; the same on all ranks.
             PeerError: Making them raised something else, or a rank did not answer.
         """
-        if (rendezvous := self.rendezvous) is None:
-            return make()
-        step = self._step
+        step, rendezvous = self._step, self.rendezvous
 
         def publish() -> int:
             if self.rank != source:
@@ -189,47 +205,19 @@ class World:
 
     def leave_bytes(self, what: str, place: str, data: bytes) -> None:
         """Leaves bytes for another rank, which takes them with `take_bytes`, from the same place, once."""
-        if self.rendezvous is not None:
-            self.rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.grace_s)
+        self.rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.grace_s)
 
     def take_bytes(self, what: str, place: str, rank: int) -> bytes | None:
         """Returns what a rank has left; None if it has left nothing."""
-        if self.rendezvous is None:
-            return None
         return self.rendezvous.take(what, f"{place}/{rank}", limit_s=self.grace_s)
 
-    def raise_failures(self, what: str, outcomes: list[Outcome], own: BaseException | None = None) -> None:
-        """Raises on every rank if an outcome is an error.
-
-        The same fastload error on all ranks is raised as itself. If nothing failed but the checkpoint, which
-        is bad whoever reads it, all ranks raise what the first rank that noticed raised. Otherwise all
-        ranks raise one `PeerError` with each failing rank's cause.
-        """
-        failures = {rank: from_wire(o.error) for rank, o in enumerate(outcomes) if o.error is not None}
-        if not failures:
-            return
-        self.heard()
-        causes_only = {rank: e for rank, e in failures.items() if not isinstance(e, Interrupted)}
-        failures = causes_only or failures
-        source = min(failures)
-        first = failures[source]
-        same = len({(type(error), str(error)) for error in failures.values()}) == 1
-        everywhere = same and len(failures) == self.size
-        if (everywhere and (isinstance(first, FastloadError) or self.size == 1)) or all(
-            map(blames_checkpoint, failures.values())
-        ):
-            try:
-                raise own if own is not None and (everywhere or self.rank == source) else first
-            finally:
-                # Else error → traceback → frame → error would keep all their memory alive.
-                del own, first
-                failures.clear()
-        causes = "; ".join(f"{self._label(rank)}: {_described(error)}" for rank, error in failures.items())
-        raise PeerError(
-            f"{what} failed on {len(failures)} of {self.size} ranks "
-            f"(this is {self._label(self.rank)}): {causes}",
-            failures,
-        ) from own
+    def raise_failures(
+        self, what: str, outcomes: Sequence[Outcome], own: BaseException | None = None
+    ) -> None:
+        """Raises on every rank if an outcome is an error; see `failures.raise_failures`."""
+        if any(outcome.error is not None for outcome in outcomes):
+            self.heard()
+            raise_failures(what, outcomes, self.rank, own)
 
     def raise_missed(self, what: str, verdict: Verdict) -> NoReturn:
         """Raises what the others raised in a call that they made without this rank."""
@@ -257,7 +245,7 @@ class World:
         """
         last, self._last = self._last, None
         leavings, self._leavings = self._leavings, []
-        if self.rendezvous is not None and last is not None:
+        if last is not None:
             self.rendezvous.hear(
                 last.step,
                 num_others=last.num_others,
@@ -282,14 +270,12 @@ class World:
 
     def raise_alarm(self) -> None:
         """Tells the other ranks, wherever they are, that this one has failed."""
-        self._alarmed = True
-        if self.rendezvous is not None:
-            self.rendezvous.tell({"alarm": str(self.rank)}, limit_s=self.grace_s)
+        self._alarm.ring()
 
     def leave(self, error: BaseException) -> None:
         """Answers whatever comes next with an error, since this rank will not be there; never raises."""
-        self._alarmed = True
-        if self.rendezvous is not None and not self._left:
+        self._alarm.expect()
+        if not self._left:
             self._left = True
             last, self._last = self._last, None
             step, self._step = self._step, self._step + 1
@@ -299,20 +285,28 @@ class World:
 
     def moved(self) -> None:
         """Notes that this rank gets on; the others learn of it with the next look for an alarm."""
-        self._moved = True
+        self._alarm.moved()
 
     def alarmed(self) -> bool:
         """Whether some rank has failed. Cheap: asks the store a few times a second at most."""
-        if self.rendezvous is None or self._alarmed:
-            return self._alarmed
-        now = time.monotonic()
-        if now >= self._next_alarm_check:
-            self._next_alarm_check = now + min(_ALARM_PERIOD_S, self.grace_s / 4)
-            alive = self._moved and now >= self._next_pulse
-            if alive:
-                self._moved, self._next_pulse = False, now + min(_PULSE_PERIOD_S, self.grace_s / 4)
-            self._alarmed = self.rendezvous.watch("alarm", alive=alive, limit_s=self.patience_s)
-        return self._alarmed
+        return self._alarm.rings()
+
+    def await_work(self, work: Future[T], late: Callable[[], Exception | None]) -> T:
+        """Waits for work of this rank's own, no longer than the other ranks go on.
+
+        Args:
+            work: The work.
+            late: Returns what to raise after the patience of the ranks; None waits on.
+
+        Raises:
+            Interrupted: Another rank failed.
+        """
+        await_done(work, give_up=self.alarmed, limit_s=self.patience_s, late=late)
+        self.moved()
+        try:
+            return work.result()
+        finally:
+            del work  # else error → traceback → frame → work → error would keep all their memory alive
 
     # Inside
 
@@ -326,37 +320,17 @@ class World:
         for rank in range(self.size):
             answer = verdict.answers.get(rank)
             if answer is None:
-                outcomes.append(Outcome("", None, to_wire(self._late(rank, verdict.waited_s))))
+                outcomes.append(
+                    Outcome(
+                        self._hosts.get(rank, ""),
+                        None,
+                        to_wire(late(verdict.waited_s, own=rank == self.rank)),
+                    )
+                )
             else:
-                outcomes.append(Outcome(answer["host"], answer["value"], answer["error"]))
                 self._hosts[rank] = answer["host"]
+                outcomes.append(Outcome(answer["host"], answer["value"], answer["error"]))
         return outcomes
-
-    def _late(self, rank: int, waited_s: float) -> DeadlineExceeded:
-        if rank == self.rank:
-            return DeadlineExceeded(f"came too late: the others waited {waited_s:.1f} s for it, and gave up")
-        return DeadlineExceeded(
-            f"did not answer within {waited_s:.1f} s: killed, stopped, stuck or cut off, "
-            "or did not make this call (as inside of `if rank == 0:`)"
-        )
-
-    def _require_same_call(self, verdict: Verdict) -> None:
-        """Raises on all ranks if they have met in different calls."""
-        calls = [verdict.answers[rank]["call"] for rank in range(self.size)]
-        if len({call.partition(" ")[0] for call in calls}) == 1:
-            words = [call.split(" ") for call in calls]
-            num_same = len(list(takewhile(lambda alike: len(set(alike)) == 1, zip(*words, strict=False))))
-            require_same([{"path": " ".join(each[num_same:])} for each in words])
-            return
-        ranks = {call: [str(rank) for rank in range(self.size) if calls[rank] == call] for call in calls}
-        places = [
-            f"ranks {_some(at)} are {call}" if len(at) > 1 else f"rank {at[0]} is {call}"
-            for call, at in ranks.items()
-        ]
-        raise PlanMismatch(f"the ranks are out of step: {_some(places)}")
-
-    def _label(self, rank: int) -> str:
-        return f"rank {rank} on {self._hosts[rank]}" if rank in self._hosts else f"rank {rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,29 +340,3 @@ class _Last:
     step: int
     num_others: int
     failed: bool
-
-
-def _some(names: Iterable[str]) -> str:
-    shown = list(names)
-    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
-
-
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def require_same(asked: Sequence[Mapping[str, Any]]) -> None:
-    """Checks that all ranks asked for the same.
-
-    Raises:
-        PlanMismatch: They did not; it names what differs and on which ranks.
-    """
-    lines = []
-    for name, first in asked[0].items():
-        others = [
-            f"rank {rank} {ask.get(name)!r}" for rank, ask in enumerate(asked) if ask.get(name) != first
-        ]
-        if others:
-            lines.append(f"{name}: rank 0 {first!r}, {_some(others)}")
-    if lines:
-        raise PlanMismatch("the ranks did not ask for the same: " + "; ".join(lines))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from fastload.base.threads import within
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError
 from fastload.ranks.meeting import Step, Verdict
 
-__all__ = ["Rendezvous"]
+__all__ = ["Rendezvous", "Solo"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -27,7 +28,7 @@ class Rendezvous:
     """The corner of the store that one world has to itself, seen from one of its ranks.
 
     Args:
-        store: A ``torch.distributed.Store``; None for a world of 1, which never asks.
+        store: A ``torch.distributed.Store``.
         rank: This rank.
         size: Number of ranks.
         host: The rank that hosts the store, if one of them does.
@@ -324,3 +325,49 @@ class Rendezvous:
                 self._store.delete_key(key)
             except (RuntimeError, NotImplementedError):
                 return  # a FileStore keeps its keys; they are small
+
+
+class Solo(Rendezvous):
+    """That of a world of 1, which has nobody to ask."""
+
+    def __init__(self) -> None:
+        super().__init__(None, rank=0, size=1, host=None, if_lost="")
+        self._left: dict[str, bytes] = {}
+
+    def tell(self, values: dict[str, str], *, limit_s: float) -> None:
+        """Does nothing: there is nobody to be told."""
+
+    def watch(self, key: str, *, alive: bool, limit_s: float) -> bool:
+        """Returns False: nobody else fails."""
+        return False
+
+    def collect(
+        self, what: str, step: int, answer: str, *, wait_s: float, grace_s: float, forget: int | None
+    ) -> Verdict:
+        """Returns the one answer."""
+        return Verdict(wait_s, {0: json.loads(answer)})
+
+    def hear(
+        self, step: int, *, num_others: int, failed: bool, leavings: Sequence[str], grace_s: float
+    ) -> None:
+        """Does nothing."""
+
+    def resign(self, heard: int | None, step: int, answer: str, *, limit_s: float) -> None:
+        """Does nothing."""
+
+    def put_bytes(self, what: str, step: int, data: bytes, *, limit_s: float) -> int:
+        """Keeps bytes for `get_bytes`."""
+        self._left[str(step)] = data
+        return 1
+
+    def get_bytes(self, what: str, step: int, num_pieces: int, *, limit_s: float) -> bytes:
+        """Returns what `put_bytes` has kept."""
+        return self._left.pop(str(step))
+
+    def leave(self, what: str, place: str, data: bytes, *, limit_s: float) -> None:
+        """Keeps bytes for `take`."""
+        self._left[place] = data
+
+    def take(self, what: str, place: str, *, limit_s: float) -> bytes | None:
+        """Returns what `leave` has kept; None if it has nothing."""
+        return self._left.pop(place, None)

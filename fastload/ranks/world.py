@@ -18,7 +18,8 @@ import torch.distributed as dist
 import xxhash
 
 from fastload.errors import WorldError
-from fastload.ranks.agreement import World, grace_of, require_same
+from fastload.ranks.agreement import World, grace_of
+from fastload.ranks.failures import require_same
 from fastload.ranks.launch import Launch, from_env
 from fastload.ranks.rendezvous import Rendezvous
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
-from operator import attrgetter
+from itertools import pairwise
 from typing import NamedTuple
 
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
-from fastload.formats.record import num_blocks
+from fastload.geometry.blocks import Block, Blocks
+from fastload.geometry.extents import Extent, Space
 from fastload.saving.layout import Layout
 
-__all__ = ["FileRange", "OwnedBlock", "blocks_of", "cut", "partition", "tail_of", "tensors_within"]
+__all__ = ["FileRange", "blocks_of", "cut", "partition", "tail_of", "tensors_within"]
 
 
 class FileRange(NamedTuple):
@@ -22,22 +21,6 @@ class FileRange(NamedTuple):
     file: int
     begin: int
     end: int
-
-
-class OwnedBlock(NamedTuple):
-    """A checksum block that a writer has to hash.
-
-    Attributes:
-        file: Index of the file in the layout.
-        number: Which of the file's blocks it is, in offset order.
-        offset: First byte in the file.
-        nbytes: Length in bytes.
-    """
-
-    file: int
-    number: int
-    offset: int
-    nbytes: int
 
 
 def partition(
@@ -65,30 +48,27 @@ def partition(
     sizes = [file.nbytes for file in layout.files]
     if align_bytes is None:
         return _deal_files(sizes, num_writers)
-    starts = list(accumulate(sizes, initial=0))
-    cuts = [_cut(starts, starts[-1] * number // num_writers, align_bytes) for number in range(num_writers)]
-    return tuple(tuple(_ranges(starts, begin, end)) for begin, end in pairwise([*cuts, starts[-1]]))
+    # One may cut where each file, laid end to end, has whole units.
+    units = Blocks(Space([Extent(file, 0, size) for file, size in enumerate(sizes)]), align_bytes)
+    files, total = units.space, units.space.nbytes
+    cuts = [units.floor(total * number // num_writers) for number in range(num_writers)]
+    return tuple(tuple(_ranges(files, begin, end)) for begin, end in pairwise([*cuts, total]))
 
 
-def blocks_of(layout: Layout, ranges: Sequence[FileRange]) -> Iterator[OwnedBlock]:
+def blocks_of(layout: Layout, ranges: Sequence[FileRange]) -> Iterator[Block]:
     """Yields the checksum blocks a writer has to hash: those whose first byte it writes.
 
-    So each block is hashed once, whoever writes. The last one may end beyond the writer's range.
+    So each block is hashed once, whoever writes. The last one may end beyond the writer's range. They are
+    numbered within their file.
 
     Args:
         layout: The files.
         ranges: What the writer writes.
     """
     for file, begin, end in ranges:
-        tensors = layout.files[file].tensors
-        first, last = _within(tensors, begin, end)
-        number = num_blocks((entry.nbytes for entry in tensors[:first]), layout.block_bytes)
-        for entry in tensors[first:last]:
-            for start in range(0, entry.nbytes, layout.block_bytes):
-                offset = entry.offset + start
-                if begin <= offset < end:
-                    yield OwnedBlock(file, number, offset, min(layout.block_bytes, entry.nbytes - start))
-                number += 1
+        first = layout.first_block(file)
+        for _, block in layout.blocks.between(file, begin, end):
+            yield block._replace(number=block.number - first)
 
 
 def cut(ranges: Sequence[FileRange], piece_bytes: int) -> list[FileRange]:
@@ -107,42 +87,26 @@ def tail_of(layout: Layout, ranges: Sequence[FileRange]) -> list[FileRange]:
     if not ranges:
         return []
     file, begin, end = ranges[-1]
-    for entry in tensors_within(layout, FileRange(file, end - 1, end)):
-        start = entry.offset + (end - 1 - entry.offset) // layout.block_bytes * layout.block_bytes
-        stop = min(start + layout.block_bytes, entry.offset + entry.nbytes)
-        if start >= begin and stop > end:
-            return [FileRange(file, end, stop)]
-    return []
+    blocks = layout.blocks.between(file, max(begin, end - layout.block_bytes), end)
+    stop = max((block.offset + block.nbytes for _, block in blocks), default=end)
+    return [FileRange(file, end, stop)] if stop > end else []
 
 
 def tensors_within(layout: Layout, wanted: FileRange) -> Iterator[TensorEntry]:
     """Yields the tensors that have bytes in a range of a file, in order."""
-    tensors = layout.files[wanted.file].tensors
-    first, last = _within(tensors, wanted.begin, wanted.end)
-    for entry in tensors[first:last]:
-        if entry.nbytes and entry.offset + entry.nbytes > wanted.begin:
+    tensors = layout.space.extents
+    for index in range(max(0, layout.space.find(wanted.file, wanted.begin)), len(tensors)):
+        entry = tensors[index]
+        if (entry.file, entry.offset) >= (wanted.file, wanted.end):
+            return
+        if entry.file == wanted.file and entry.offset + entry.nbytes > wanted.begin:
             yield entry
 
 
-def _within(tensors: Sequence[TensorEntry], begin: int, end: int) -> tuple[int, int]:
-    # Of tensors at one offset only the last one has bytes: step back to what holds `begin`.
-    first = max(0, bisect_right(tensors, begin, key=attrgetter("offset")) - 1)
-    return first, bisect_left(tensors, end, key=attrgetter("offset"))
-
-
-def _cut(starts: Sequence[int], position: int, align_bytes: int) -> int:
-    """Returns the last place where one may cut at or before a position in all files one after the other."""
-    start = starts[bisect_right(starts, position) - 1]
-    return start + (position - start) // align_bytes * align_bytes
-
-
-def _ranges(starts: Sequence[int], begin: int, end: int) -> Iterator[FileRange]:
+def _ranges(files: Space[Extent], begin: int, end: int) -> Iterator[FileRange]:
     """Yields a range of all files one after the other as ranges of the files."""
-    file = bisect_right(starts, begin) - 1
-    while begin < end:
-        stop = min(end, starts[file + 1])
-        yield FileRange(file, begin - starts[file], stop - starts[file])
-        begin, file = stop, file + 1
+    for file, first, stop in files.cut(begin, end - begin):
+        yield FileRange(file, first, stop)
 
 
 def _deal_files(sizes: Sequence[int], num_writers: int) -> tuple[tuple[FileRange, ...], ...]:

@@ -10,7 +10,7 @@ import xxhash
 
 from fastload.errors import StorageError
 from fastload.formats.names import INDEX_NAME, RECORD_NAME
-from fastload.formats.record import CHECKSUM_BYTES, Record, RecordedFile, checksum, num_blocks
+from fastload.formats.record import CHECKSUM_BYTES, Record, RecordedFile, checksum
 from fastload.saving.hashing import Checksums
 from fastload.saving.layout import Layout
 from fastload.storage import Target
@@ -80,7 +80,7 @@ def _recorded(layout: Layout, checksums: Sequence[dict[str, Any]], url: str) -> 
     files = []
     for index, file in enumerate(layout.files):
         parts = sorted(part for each in checksums for part in each.get(str(index), ()))
-        wanted, sums = num_blocks((e.nbytes for e in file.tensors), layout.block_bytes), bytearray()
+        wanted, sums = layout.first_block(index + 1) - layout.first_block(index), bytearray()
         for first, text in parts:
             if first * CHECKSUM_BYTES != len(sums):
                 break

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 import xxhash
 
 from fastload.formats.record import CHECKSUM_BYTES, checksum
-from fastload.saving.assign import FileRange, OwnedBlock
+from fastload.geometry.blocks import Block
+from fastload.saving.assign import FileRange
 
 __all__ = ["BlockHasher", "Checksums"]
 
@@ -22,8 +23,8 @@ class BlockHasher:
         blocks: The blocks, in order.
     """
 
-    def __init__(self, blocks: Iterable[OwnedBlock]) -> None:
-        self._blocks: Iterator[OwnedBlock] = iter(blocks)
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._blocks: Iterator[Block] = iter(blocks)
         self._block = next(self._blocks, None)
         self._begun = xxhash.xxh3_64()
         self._num_begun_bytes = 0
@@ -55,7 +56,7 @@ class BlockHasher:
             for file, stretches in self._found.items()
         }
 
-    def _add(self, block: OwnedBlock, digest: bytes) -> None:
+    def _add(self, block: Block, digest: bytes) -> None:
         stretches = self._found.setdefault(block.file, [])
         if stretches and stretches[-1][0] + len(stretches[-1][1]) // CHECKSUM_BYTES == block.number:
             stretches[-1][1].extend(digest)

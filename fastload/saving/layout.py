@@ -25,6 +25,8 @@ import xxhash
 
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
+from fastload.geometry.blocks import Blocks
+from fastload.geometry.extents import Space
 
 __all__ = ["Layout", "LayoutFile", "TensorSpec", "lay_out"]
 
@@ -90,6 +92,20 @@ class Layout:
     def nbytes(self) -> int:
         """Bytes of all files together, headers included, without the index."""
         return sum(file.nbytes for file in self.files)
+
+    @cached_property
+    def space(self) -> Space[TensorEntry]:
+        """The tensors that have bytes, in the order of them."""
+        return Space([entry for file in self.files for entry in file.tensors if entry.nbytes])
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The checksum blocks of all files."""
+        return Blocks(self.space, self.block_bytes)
+
+    def first_block(self, file: int) -> int:
+        """Returns the number of the first block of a file, or of the next one if it has none."""
+        return self.blocks.firsts[self.space.find(file, -1) + 1]
 
     def digest(self) -> str:
         """xxh3-128 of the layout, for comparison between ranks."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
 from functools import partial
 from typing import Any, TypeVar
 
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers
-from fastload.errors import Interrupted, StorageError
+from fastload.errors import StorageError
 from fastload.ranks.world import World
 from fastload.saving.assign import FileRange
 from fastload.saving.hashing import BlockHasher
@@ -113,20 +111,7 @@ class Writing:
 
     def _await(self, work: Future[T], piece: FileRange | None) -> T:
         """Waits for a write, no longer than the other ranks go on."""
-        deadline = time.monotonic() + self._world.patience_s
-        while not self._world.alarmed():
-            with contextlib.suppress(NotYet):
-                work.exception(_TICK_S)
-            if not work.done():
-                if time.monotonic() > deadline:
-                    raise self._overdue(piece)
-                continue
-            self._world.moved()
-            try:
-                return work.result()
-            finally:
-                del work  # else error → traceback → frame → work → error would keep the slabs alive
-        raise Interrupted("another rank failed")
+        return self._world.await_work(work, partial(self._overdue, piece))
 
     def _overdue(self, piece: FileRange | None) -> StorageError:
         text = f"storage did not answer within {self._world.patience_s:.1f} s"

@@ -8,35 +8,20 @@ the checksum blocks of the record. Any other file is one stretch.
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import pairwise
 from typing import NamedTuple
 
 import xxhash
 
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
 from fastload.formats.record import CHECKSUM_BYTES
+from fastload.geometry.blocks import Blocks
+from fastload.geometry.extents import Space
 
-__all__ = ["Block", "Inventory", "Stretch", "as_ranges", "held_by_all", "take_inventory"]
-
-
-class Block(NamedTuple):
-    """What is copied, hashed and noted as one.
-
-    Attributes:
-        number: Which block of the checkpoint it is.
-        file: Index of its file.
-        offset: First byte in the file.
-        nbytes: Length in bytes.
-    """
-
-    number: int
-    file: int
-    offset: int
-    nbytes: int
+__all__ = ["Inventory", "Run", "Stretch", "as_ranges", "held_by_all", "take_inventory"]
 
 
 class Stretch(NamedTuple):
@@ -53,6 +38,22 @@ class Stretch(NamedTuple):
     offset: int
     nbytes: int
     checksums: bytes = b""
+
+
+class Run(NamedTuple):
+    """Blocks of one stretch that follow each other.
+
+    Attributes:
+        first: The number of the first one.
+        file: Index of their file.
+        offset: First byte in the file.
+        nbytes: Length in bytes.
+    """
+
+    first: int
+    file: int
+    offset: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -72,60 +73,44 @@ class Inventory:
     identity: str
 
     @cached_property
-    def _firsts(self) -> list[int]:
-        """The number of the first block of each stretch, and how many blocks there are."""
-        counts = (-(-stretch.nbytes // self.block_bytes) for stretch in self.stretches)
-        return list(accumulate(counts, initial=0))
-
-    @property
-    def num_blocks(self) -> int:
-        """How many blocks there are."""
-        return self._firsts[-1]
+    def blocks(self) -> Blocks:
+        """The blocks of all stretches."""
+        return Blocks(Space(self.stretches), self.block_bytes)
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of all files together."""
         return sum(file.nbytes for file in self.files)
 
-    def block(self, number: int) -> Block:
-        """Returns a block by its number."""
-        index = bisect_right(self._firsts, number) - 1
-        stretch = self.stretches[index]
-        start = (number - self._firsts[index]) * self.block_bytes
-        length = min(self.block_bytes, stretch.nbytes - start)
-        return Block(number, stretch.file, stretch.offset + start, length)
-
     def recorded(self, number: int) -> bytes:
         """Returns the checksum that the commit record has for a block; empty if it has none."""
-        index = bisect_right(self._firsts, number) - 1
-        begin = (number - self._firsts[index]) * CHECKSUM_BYTES
+        index = self.blocks.owner(number)
+        begin = (number - self.blocks.firsts[index]) * CHECKSUM_BYTES
         return self.stretches[index].checksums[begin : begin + CHECKSUM_BYTES]
 
-    def lacking(self, held: bytes | bytearray) -> list[tuple[int, TensorEntry]]:
+    def lacking(self, held: bytes | bytearray) -> list[Run]:
         """Returns what is not held, as maximal runs of blocks that cross no bound of a stretch.
 
         Args:
             held: For each block, whether it is held.
 
-        Returns:
-            The number of the first block of each run, and its bytes as something to plan reads for.
         """
         runs = []
-        for stretch, first, end in zip(self.stretches, self._firsts, self._firsts[1:], strict=False):
+        for stretch, (first, end) in zip(self.stretches, pairwise(self.blocks.firsts), strict=True):
             begin = held.find(0, first, end)
             while begin >= 0:
                 stop = held.find(1, begin, end)
                 stop = end if stop < 0 else stop
                 offset = stretch.offset + (begin - first) * self.block_bytes
                 nbytes = min((stop - begin) * self.block_bytes, stretch.offset + stretch.nbytes - offset)
-                runs.append((begin, TensorEntry("", "U8", (nbytes,), stretch.file, offset, nbytes)))
+                runs.append(Run(begin, stretch.file, offset, nbytes))
                 begin = held.find(0, stop, end)
         return runs
 
     def ranges(self, held: bytes | bytearray) -> dict[str, list[tuple[int, int]]]:
         """Returns the bytes of the blocks that are held: name of the file → disjoint ranges."""
         found: dict[str, list[tuple[int, int]]] = {}
-        for _, run in self.lacking(held.translate(_INVERTED)):
+        for run in self.lacking(held.translate(_INVERTED)):
             name, end = self.files[run.file].name, run.offset + run.nbytes
             ranges = found.setdefault(name, [])
             if ranges and ranges[-1][1] == run.offset:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
 from functools import partial
-from itertools import accumulate
 from typing import TypeVar
 
 from torch import Tensor
@@ -19,15 +15,16 @@ from torch import Tensor
 from fastload.base.memory import host_view
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers
-from fastload.errors import ChecksumError, Interrupted, StorageError
-from fastload.formats.manifest import TensorEntry
+from fastload.errors import ChecksumError, StorageError
 from fastload.formats.record import CHECKSUM_BYTES, checksum
+from fastload.geometry.blocks import Block, num_blocks
+from fastload.geometry.extents import Space
 from fastload.ranks.world import World
-from fastload.staging.inventory import Block, Inventory
+from fastload.staging.inventory import Inventory, Run
 from fastload.storage.base import ByteCounter
 from fastload.storage.local_copy import LocalCopy
 
-__all__ = ["JOURNAL_ENTRY_BYTES", "FilePlacer", "await_work", "parse_journal"]
+__all__ = ["JOURNAL_ENTRY_BYTES", "FilePlacer", "parse_journal"]
 
 T = TypeVar("T")
 
@@ -36,37 +33,14 @@ _TICK_S = 0.05
 _MAX_SECOND_LOOKS = 64  # what is rotten through and through is not read twice
 
 
-def parse_journal(journal: bytes, num_blocks: int) -> dict[int, bytes]:
+def parse_journal(journal: bytes, most: int) -> dict[int, bytes]:
     """Returns the checksum of each block that a journal says is there; a torn last entry is passed over."""
     noted = {}
     for begin in range(0, len(journal) - JOURNAL_ENTRY_BYTES + 1, JOURNAL_ENTRY_BYTES):
         number = int.from_bytes(journal[begin : begin + 8], "big")
-        if number < num_blocks:
+        if number < most:
             noted[number] = journal[begin + 8 : begin + JOURNAL_ENTRY_BYTES]
     return noted
-
-
-def await_work(world: World, work: Future[T], late: Callable[[], StorageError]) -> T:
-    """Waits for work of this rank's own, no longer than the other ranks go on.
-
-    Raises:
-        Interrupted: Another rank failed.
-        StorageError: What `late` says, if it takes longer than the patience of the ranks.
-    """
-    deadline = time.monotonic() + world.patience_s
-    while not world.alarmed():
-        with contextlib.suppress(NotYet):
-            work.exception(_TICK_S)
-        if not work.done():
-            if time.monotonic() > deadline:
-                raise late()
-            continue
-        world.moved()
-        try:
-            return work.result()
-        finally:
-            del work  # else error → traceback → frame → work → error would keep the slabs alive
-    raise Interrupted("another rank failed")
 
 
 class FilePlacer:
@@ -78,7 +52,7 @@ class FilePlacer:
     Args:
         world: The ranks.
         inventory: What is copied.
-        runs: The wanted space: number of the first block, and the bytes, of each run.
+        runs: The wanted space.
         copy: Where to; None where the copy is whole already, and nothing is to be done.
         checksums: For each block, 8 bytes each, what is known of it; completed here.
         held: For each block, whether it is in the copy; completed here.
@@ -97,7 +71,7 @@ class FilePlacer:
         self,
         world: World,
         inventory: Inventory,
-        runs: Sequence[tuple[int, TensorEntry]],
+        runs: Sequence[Run],
         copy: LocalCopy | None,
         *,
         checksums: bytearray,
@@ -108,8 +82,7 @@ class FilePlacer:
     ) -> None:
         self._world = world
         self._inventory = inventory
-        self._firsts = [first for first, _ in runs]
-        self._starts = list(accumulate((run.nbytes for _, run in runs), initial=0))
+        self._wanted = Space(runs)
         self._copy = copy
         self._checksums = checksums
         self._held = held
@@ -160,7 +133,7 @@ class FilePlacer:
         entries = []
         while self._under_way:
             block, work = self._under_way.popleft()
-            entries.append(await_work(self._world, work, partial(self._late, block)))
+            entries.append(self._world.await_work(work, partial(self._late, block)))
         if entries and self._copy is not None:
             self._copy.note(b"".join(entries))
 
@@ -170,15 +143,12 @@ class FilePlacer:
 
     def _blocks(self, start: int, nbytes: int) -> list[Block]:
         """Returns the blocks that make up a range of the wanted space."""
-        blocks = []
-        while nbytes > 0:
-            index = bisect_right(self._starts, start) - 1
-            skipped, cut = divmod(start - self._starts[index], self._inventory.block_bytes)
-            assert not cut
-            block = self._inventory.block(self._firsts[index] + skipped)
-            blocks.append(block)
-            start, nbytes = start + block.nbytes, nbytes - block.nbytes
-        assert nbytes == 0
+        blocks, block_bytes = [], self._inventory.block_bytes
+        for index, begin, end in self._wanted.cut(start, nbytes):
+            first = self._wanted.extents[index].first
+            assert not begin % block_bytes
+            for number in range(first + begin // block_bytes, first + num_blocks(end, block_bytes)):
+                blocks.append(self._inventory.blocks[number])
         return blocks
 
     def _submit(self, batch: list[Block], data: memoryview) -> None:

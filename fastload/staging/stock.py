@@ -15,10 +15,11 @@ from fastload.errors import StorageError
 from fastload.formats.names import NAMES, STAGED_NAME
 from fastload.formats.reading import read_bytes
 from fastload.formats.record import CHECKSUM_BYTES, checksum
+from fastload.geometry.blocks import Block
 from fastload.options import StageOptions
 from fastload.ranks.world import World
-from fastload.staging.inventory import Block, Inventory
-from fastload.staging.place_files import await_work, parse_journal
+from fastload.staging.inventory import Inventory
+from fastload.staging.place_files import parse_journal
 from fastload.storage.base import Storage
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_copy import LocalCopy
@@ -78,10 +79,10 @@ def take_stock(
         CheckpointExists: There is something else, which is not to be replaced.
         StorageError: There is no room, or no permission.
     """
-    stock = Stock.nothing(inventory.num_blocks)
+    stock = Stock.nothing(len(inventory.blocks))
     if (checksums := _read_receipt(inventory, path)) is not None:
         if _is_whole(world, inventory, path, checksums, options):
-            held = bytearray(b"\1" * inventory.num_blocks)
+            held = bytearray(b"\1" * len(inventory.blocks))
             return None, Stock(held, bytearray(checksums), inventory.ranges(held))
         stock.damaged = True
     copy = LocalCopy(path, NAMES, io=options.io)
@@ -90,7 +91,7 @@ def take_stock(
     if stock.damaged:
         _log.warning("%s: this copy is damaged, and made anew", path)
     try:
-        noted = parse_journal(journal, inventory.num_blocks)
+        noted = parse_journal(journal, len(inventory.blocks))
         for number in _prove(world, inventory, LocalStorage(copy.data_path, options.io), noted):
             stock.held[number] = 1
             stock.checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES] = noted[number]
@@ -118,7 +119,7 @@ def _read_receipt(inventory: Inventory, path: str) -> bytes | None:
     storage = LocalStorage(path)
     try:
         stat = storage.stat(STAGED_NAME)
-        most = 2 * CHECKSUM_BYTES * inventory.num_blocks + _FILE_BYTES * len(inventory.files)
+        most = 2 * CHECKSUM_BYTES * len(inventory.blocks) + _FILE_BYTES * len(inventory.files)
         if stat is None or stat.nbytes > _RECEIPT_BYTES + most:
             return None
         receipt = json.loads(read_bytes(storage, STAGED_NAME, 0, stat.nbytes))
@@ -128,7 +129,7 @@ def _read_receipt(inventory: Inventory, path: str) -> bytes | None:
         return None
     finally:
         storage.close()
-    return checksums if same and len(checksums) == CHECKSUM_BYTES * inventory.num_blocks else None
+    return checksums if same and len(checksums) == CHECKSUM_BYTES * len(inventory.blocks) else None
 
 
 def _is_whole(world: World, inventory: Inventory, path: str, checksums: bytes, options: StageOptions) -> bool:
@@ -143,7 +144,7 @@ def _is_whole(world: World, inventory: Inventory, path: str, checksums: bytes, o
         return whole
     noted = {
         number: checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES]
-        for number in range(inventory.num_blocks)
+        for number in range(len(inventory.blocks))
     }
     return len(_prove(world, inventory, storage, noted)) == len(noted)
 
@@ -162,7 +163,7 @@ def _prove(
             for batch in _batches(inventory, noted)
         ]
         late = StorageError("reading did not end in time", url=storage.url)
-        proven = [number for work in works for number in await_work(world, work, lambda: late)]
+        proven = [number for work in works for number in world.await_work(work, lambda: late)]
     except BaseException:
         workers.close(wait_s=0.0)  # its reads need the storage still
         raise
@@ -175,7 +176,7 @@ def _batches(inventory: Inventory, numbers: Mapping[int, bytes]) -> Iterator[lis
     """Yields blocks that follow each other in a file, several at a time."""
     batch: list[Block] = []
     nbytes = 0
-    for block in map(inventory.block, sorted(numbers)):
+    for block in map(inventory.blocks.__getitem__, sorted(numbers)):
         follows = batch and (block.file, block.offset) == (
             batch[-1].file,
             batch[-1].offset + batch[-1].nbytes,

@@ -77,7 +77,7 @@ class Schedule:
         """Returns the answer for a step; to ask again for the same step changes nothing."""
         if step == self._step:
             return self._answer
-        decided = self._decide() if self._world.rendezvous is None else self._turn()
+        decided = self._decide() if self._world.size == 1 else self._turn()
         by_steps = self._every_steps is not None and step > 0 and step % self._every_steps == 0
         stop = self._answer.stop or decided.stop
         self._step, self._answer = step, Answer(by_steps or decided.save, stop, decided.failed)
@@ -94,8 +94,7 @@ class Schedule:
 
     def tell(self) -> None:
         """Tells rank 0 that a signal has come; from any thread, never raises."""
-        if self._world.rendezvous is not None:
-            self._world.rendezvous.tell({_key("stop"): ""}, limit_s=self._world.patience_s)
+        self._world.rendezvous.tell({_key("stop"): ""}, limit_s=self._world.patience_s)
 
     def _turn(self) -> Answer:
         """Counts a call; returns the decision of a window if it begins here."""
@@ -110,7 +109,6 @@ class Schedule:
 
     def _read(self, number: int) -> tuple[int, Answer]:
         world, what = self._world, "asking whether to save"
-        assert world.rendezvous is not None
         text = world.rendezvous.await_text(
             what, _key(number), 0, wait_s=world.patience_s, grace_s=world.grace_s
         )
@@ -131,10 +129,10 @@ class Schedule:
         return Answer(stop or due, stop, self._failed())
 
     def _is_signalled(self) -> bool:
-        rendezvous = self._world.rendezvous
-        if self._signalled() or rendezvous is None:
-            return self._signalled()
-        return rendezvous.watch(_key("stop"), alive=False, limit_s=self._world.patience_s)
+        world = self._world
+        return self._signalled() or world.rendezvous.watch(
+            _key("stop"), alive=False, limit_s=world.patience_s
+        )
 
 
 class _Leader:
@@ -177,7 +175,6 @@ class _Leader:
 
     def _post(self, text: str) -> None:
         world, rendezvous = self._world, self._world.rendezvous
-        assert rendezvous is not None
         what, limit_s = "telling when to save", world.patience_s
         if self._number % _BLOCK == 0 and self._num_forgotten < self._number // _BLOCK:
             block = self._num_forgotten

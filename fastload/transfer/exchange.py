@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastload.base.memory import allocate, allocate_staging
+from fastload.base.memory import allocate, allocate_staging, byte_view, host_view
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import background, within
 from fastload.errors import DeadlineExceeded, Interrupted
@@ -53,16 +53,16 @@ class RingExchange:
         self.device = torch.device("cpu")
         self.watch = Stopwatch()
         self._pinned = pinned
-        self._members = sorted(order)
-        self._rank = self._members.index(world.rank)
+        self._rank = world.rank
         self._size = len(order)
+        self._number = {rank: number for number, rank in enumerate(sorted(order))}  # in the group of Gloo
         self._timeout = timedelta(seconds=world.patience_s)
-        ring = [self._members.index(rank) for rank in order]
-        place = ring.index(self._rank)
-        self._right = ring[(place + 1) % self._size]
-        self._left = ring[place - 1]
-        self._incoming = [ring[place - distance] for distance in range(1, self._size)]
-        self._store = world.corner("ring", self._rank)
+        place = order.index(world.rank)
+        self._right = order[(place + 1) % self._size]
+        self._left = order[place - 1]
+        self._incoming = [order[place - distance] for distance in range(1, self._size)]
+        self._notices = _Notices(self._incoming)
+        self._store = world.corner("ring", self._number[self._rank])
         self._closed = False
         self._posted: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._forwarder = background(self._forward_all, "fastload-ring")
@@ -74,13 +74,17 @@ class RingExchange:
         def meet() -> Any:
             # Gloo waits for the others inside of the store's connection, which is not to be ours.
             store = self._store.clone() if hasattr(self._store, "clone") else self._store
-            return dist.ProcessGroupGloo(store, self._rank, self._size, self._timeout)
+            return dist.ProcessGroupGloo(store, self._number[self._rank], self._size, self._timeout)
 
         try:
             # Gloo's own deadline is for each step, and none of it holds when the store does not answer.
             self._group: Any = within(self._timeout.total_seconds(), "connecting", meet, give_up=give_up)
         except (RuntimeError, DeadlineExceeded) as error:
             raise Interrupted(f"the ranks could not connect: {error}") from error
+        for owner in self._incoming:
+            self._notices.receives.append(
+                self._receive(self._notices.message(owner), self._notice_tag(owner))
+            )
         self._forwarder.start()
         self._sender.start()
 
@@ -90,8 +94,7 @@ class RingExchange:
     def post(self, work: Round) -> None:
         try:
             work.receives = [
-                self._group.recv([work.parts[owner]], self._left, self._tag(work, owner))
-                for owner in self._incoming_of(work)
+                self._receive(work.parts[owner], self._chunk_tag(owner)) for owner in self._incoming_of(work)
             ]
         except RuntimeError as error:
             work.broke(error)
@@ -100,17 +103,18 @@ class RingExchange:
     def start(self, work: Round) -> None:
         work.began = self.watch.start()
         try:
-            if work.parts[self._rank].numel():
-                work.sends.append(self._send(work, self._rank))
+            if work.status:
+                self._tell(work, self._rank, _Notice(work.status, work.index))
+            if self._rank in work.parts:
+                work.sends.append(self._send(work.parts[self._rank], self._chunk_tag(self._rank)))
         except RuntimeError as error:
             work.broke(error)
         work.started.set()
 
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        right = self._members[self._right]
-        wait_for(work.sent, f"sending round {work.index} to rank {right}", until_s, give_up)
+        wait_for(work.sent, f"sending round {work.index} to rank {self._right}", until_s, give_up)
         if work.error is not None:
-            raise Interrupted(f"round {work.index} did not reach rank {right}: {work.error}")
+            raise Interrupted(f"round {work.index} did not reach rank {self._right}: {work.error}")
 
     def close(self) -> None:
         self._closed = True
@@ -137,7 +141,7 @@ class RingExchange:
         """
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         with contextlib.suppress(RuntimeError):
-            self._group.recv([nothing], self._left, _NEVER_SENT).wait(timedelta(milliseconds=1))
+            self._receive(nothing, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def _forward_all(self) -> None:
         while (work := self._posted.get()) is not None:
@@ -147,6 +151,7 @@ class RingExchange:
                 pass
             if work.started.is_set():
                 self.watch.stop(work.began, round=work.index)
+            work.statuses = self._notices.of(work)
             work.done.set()
             self._forwarded.put(work)
         self._forwarded.put(None)
@@ -161,26 +166,91 @@ class RingExchange:
             work.sent.set()
 
     def _forward(self, work: Round, owner: int, receive: Any) -> None:
-        """Passes a chunk on; one that could not be received goes on marked as failed: nobody is to wait."""
+        """Passes a chunk on, even one that could not be received: nobody is to wait for it."""
         try:
             receive.wait(self._timeout)
+            if (notice := self._notices.heard(owner)) is not None:
+                self._tell(work, owner, notice)
         except RuntimeError as error:
             work.broke(error)
-            work.mark(work.parts[owner], FAILED)
+            self._tell(work, owner, _Notice(FAILED, work.index))
         if owner != self._right:
             try:
-                work.sends.append(self._send(work, owner))
+                work.sends.append(self._send(work.parts[owner], self._chunk_tag(owner)))
             except RuntimeError as error:
                 work.broke(error)
 
+    def _tell(self, work: Round, owner: int, notice: _Notice) -> None:
+        """Notes what is the matter with a reader's chunks, and passes it on."""
+        if not self._notices.note(owner, notice) or owner == self._right:
+            return
+        try:
+            message = torch.tensor(notice, dtype=torch.int64, device="cpu")
+            work.sends.append(self._send(message, self._notice_tag(owner)))
+        except RuntimeError as error:
+            work.broke(error)
+
     def _incoming_of(self, work: Round) -> list[int]:
-        return [owner for owner in self._incoming if work.parts[owner].numel()]
+        return [owner for owner in self._incoming if owner in work.parts]
 
-    def _send(self, work: Round, owner: int) -> Any:
-        return self._group.send([work.parts[owner]], self._right, self._tag(work, owner))
+    def _send(self, data: Tensor, tag: int) -> Any:
+        return self._group.send([data], self._number[self._right], tag)
 
-    def _tag(self, work: Round, owner: int) -> int:
-        return work.index * self._size + owner
+    def _receive(self, into: Tensor, tag: int) -> Any:
+        return self._group.recv([into], self._number[self._left], tag)
+
+    # Messages of one tag arrive in the order of their receives, so the rounds need none of their own.
+
+    def _chunk_tag(self, owner: int) -> int:
+        return self._number[owner]
+
+    def _notice_tag(self, owner: int) -> int:
+        return self._size + self._number[owner]
+
+
+class _Notice(NamedTuple):
+    """What is the matter with the chunks of a reader.
+
+    Attributes:
+        status: Such as `FAILED`.
+        first: The first round of which it holds.
+    """
+
+    status: int
+    first: int
+
+
+class _Notices:
+    """Which readers' chunks are no good.
+
+    Args:
+        owners: The ranks that messages come from, one from each at most.
+    """
+
+    def __init__(self, owners: Sequence[int]) -> None:
+        self._board = torch.zeros((len(owners), len(_Notice._fields)), dtype=torch.int64, device="cpu")
+        self._words = host_view(byte_view(self._board)).cast("q")
+        self._place = {owner: place for place, owner in enumerate(owners)}
+        self._noted: dict[int, _Notice] = {}
+        self.receives: list[Any] = []
+
+    def message(self, owner: int) -> Tensor:
+        """Returns the memory for the message about a reader."""
+        return self._board[self._place[owner]]
+
+    def heard(self, owner: int) -> _Notice | None:
+        """Returns what a message has said of a reader; None if none has come."""
+        begin = self._place[owner] * len(_Notice._fields)
+        return _Notice(*self._words[begin : begin + len(_Notice._fields)]) if self._words[begin] else None
+
+    def note(self, owner: int, notice: _Notice) -> bool:
+        """Takes note of what is the matter with a reader; returns whether that is new."""
+        return self._noted.setdefault(owner, notice) is notice
+
+    def of(self, work: Round) -> dict[int, int]:
+        """Returns what is the matter with chunks of a round, by reader."""
+        noted = [(owner, notice) for owner, notice in self._noted.items() if owner in work.parts]
+        return {owner: notice.status for owner, notice in noted if notice.first <= work.index}
 
 
 class NcclExchange:
@@ -198,9 +268,10 @@ class NcclExchange:
         self.device = device
         self.watch = Stopwatch()
         self._rank = world.rank
+        self._size = world.size
         self._group = world.group
         self._stream = torch.cuda.Stream(device)
-        self._running: queue.SimpleQueue[tuple[Round, torch.cuda.Event] | None] = queue.SimpleQueue()
+        self._running: queue.SimpleQueue[tuple[Round, torch.cuda.Event, Tensor] | None] = queue.SimpleQueue()
         self._waiter = background(self._wait_all, "fastload-nccl")
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
@@ -220,16 +291,19 @@ class NcclExchange:
     def start(self, work: Round) -> None:
         work.began = self.watch.start()
         sent = torch.cuda.Event()
+        statuses = allocate_staging(self._size, pinned=True)
         try:
             # What the caller's thread has allocated in inference mode cannot be written in another mode.
             with torch.inference_mode(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-                work.slots.each[self._rank].copy_(work.own, non_blocking=True)
+                if work.own is not None and self._rank in work.slots.each:
+                    work.slots.each[self._rank].copy_(work.own, non_blocking=True)
                 self._all_gather(work.slots)
+                statuses.copy_(self._gather_statuses(work.status), non_blocking=True)
                 sent.record(self._stream)
         except RuntimeError as error:
             work.broke(error)
         work.started.set()
-        self._running.put((work, sent))
+        self._running.put((work, sent, statuses))
 
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
         pass  # the round is done, so every rank has sent and received all of it
@@ -241,27 +315,40 @@ class NcclExchange:
         self._waiter.join(2 * TICK_S)
 
     def _all_gather(self, slots: Slots) -> None:
-        mine = slots.each[self._rank]
-        if len({slot.numel() for slot in slots.each}) > 1:
-            for owner in slots.owners:
-                dist.broadcast(slots.each[owner], group=self._group, group_src=owner)
+        even = len({slot.numel() for slot in slots.each.values()}) == 1
+        if even and len(slots.each) == self._size:
+            _gather_single(slots.whole, slots.each[self._rank], self._group)
             return
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(slots.whole, mine, group=self._group)
+        for owner, slot in slots.each.items():
+            if slot.numel():
+                dist.broadcast(slot, group=self._group, group_src=owner)
+
+    def _gather_statuses(self, own: int) -> Tensor:
+        """Returns what each rank says of its chunk, (ranks,), on the device."""
+        statuses = torch.empty(self._size, dtype=torch.uint8, device=self.device)
+        _gather_single(statuses, torch.full((1,), own, dtype=torch.uint8, device=self.device), self._group)
+        return statuses
 
     def _wait_all(self) -> None:
         with torch.cuda.device(self.device):  # else of a new thread it is the first, which others use
             while (running := self._running.get()) is not None:
                 self._wait(*running)
 
-    def _wait(self, work: Round, sent: torch.cuda.Event) -> None:
+    def _wait(self, work: Round, sent: torch.cuda.Event, statuses: Tensor) -> None:
         try:
             while work.error is None and not sent.query():
                 time.sleep(0.0002)  # a blocking wait could not be abandoned
+            if work.error is None:
+                work.statuses = {rank: status for rank, status in enumerate(statuses.tolist()) if status}
         except RuntimeError as error:  # of any kernel before it
             work.broke(error)
         self.watch.stop(work.began, round=work.index)
         work.done.set()
+
+
+def _gather_single(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> None:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, part, group=group)
 
 
 def open_exchange(world: World, *, hosts: Sequence[str], local: bool, device: torch.device) -> Exchange:

@@ -1,6 +1,6 @@
 """Who reads what when. Pure: the same inputs give the same plan on every rank.
 
-The bytes of the wanted tensors, in file order, form one *wanted space* from 0 to `total_bytes`. It
+The wanted bytes, in file order, form one *wanted space* from 0 to `total_bytes`. It
 is cut into rounds, and each round into one chunk per reader: in round k, reader i of R reads the
 i-th chunk of that round. All chunks of a round have the same length (the very last ones may be
 shorter), so shares differ by less than one chunk, whatever the tensors look like.
@@ -14,23 +14,20 @@ from __future__ import annotations
 
 import json
 from array import array
-from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 import xxhash
 
 from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import OptionError
-from fastload.formats.manifest import TensorEntry
+from fastload.geometry.blocks import Blocks
+from fastload.geometry.extents import HasExtent, Space, Span
+from fastload.transfer.demand import Demand, Supply
 
-__all__ = ["Chunk", "Grid", "ReadPlan", "Span", "plan_reads"]
-
-DISTRESS_BYTES = 16  # what to know a notice by
-NOTICE_BYTES = DISTRESS_BYTES + 1  # what a reader sends that could not read
+__all__ = ["Chunk", "TransferPlan", "plan_transfer"]
 
 _MAX_CHUNK_BYTES = 8 << 20
 _MIN_CHUNK_BYTES = 1 << 20  # below, the cost of a message shows
@@ -41,22 +38,6 @@ _GOOD_NUM_READS = 16  # with nothing to exchange: enough to keep several threads
 _MAX_DEPTH = 4
 
 
-class Span(NamedTuple):
-    """A contiguous byte range of one file that is contiguous in the wanted space too.
-
-    Attributes:
-        file: Index of the file in the manifest.
-        offset: First byte in the file.
-        nbytes: Length in bytes.
-        start: First byte in the wanted space.
-    """
-
-    file: int
-    offset: int
-    nbytes: int
-    start: int
-
-
 class Chunk(NamedTuple):
     """A contiguous range of what a plan reads, read by one rank in one round."""
 
@@ -65,56 +46,46 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Where checksum blocks begin in the wanted space.
-
-    Attributes:
-        tensor_starts: The first byte of each tensor that is not empty, ascending.
-        block_bytes: Length of a block; the last one of a tensor may be shorter.
-        longest_bytes: Length of the longest block there is.
-    """
-
-    tensor_starts: tuple[int, ...]
-    block_bytes: int
-    longest_bytes: int
-
-    def block_start(self, position: int) -> int:
-        """Returns where the block that holds a byte begins."""
-        tensor = self.tensor_starts[bisect_right(self.tensor_starts, position) - 1]
-        return position - (position - tensor) % self.block_bytes
-
-    def digest(self) -> str:
-        """xxh3-128 of the grid."""
-        starts = array("Q", self.tensor_starts).tobytes()
-        return f"{self.block_bytes}/{xxhash.xxh3_128_hexdigest(starts)}"
-
-
-@dataclass(frozen=True)
-class ReadPlan:
+class TransferPlan:
     """Which rank reads which bytes in which round.
 
     Attributes:
         extents: What is to be read, as maximal spans, in order: the wanted space, or what is left of it.
-        world_size: Ranks that end up with the bytes.
-        readers: The ranks that read, ascending.
+        supply: The ranks that read.
+        demand: The ranks that end up with the bytes.
         chunk_bytes: Length of a chunk in every round but the last, before bounds are moved to blocks.
         depth: Rounds that may be in flight at once.
-        grid: The checksum blocks that no chunk may cut; None if there are none to verify.
+        blocks: The checksum blocks of the wanted space, which no chunk may cut; None if there are none to
+            verify.
         even_slots: Whether the slots of all readers have to be equally long in each round.
     """
 
     extents: tuple[Span, ...]
-    world_size: int
-    readers: tuple[int, ...]
+    supply: Supply
+    demand: Demand
     chunk_bytes: int
     depth: int
-    grid: Grid | None = None
+    blocks: Blocks | None = None
     even_slots: bool = False
 
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """The ranks that read, ascending."""
+        return self.supply.ranks
+
     @cached_property
-    def _starts(self) -> list[int]:
-        """Where each extent starts among all that is to be read, and where the last one ends."""
-        return list(accumulate((extent.nbytes for extent in self.extents), initial=0))
+    def members(self) -> tuple[int, ...]:
+        """The ranks that take part, ascending."""
+        return tuple(sorted({*self.supply.ranks, *self.demand.ranks}))
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether anything has to get from the rank that reads it to another one."""
+        return _exchanges(self.supply, self.demand)
+
+    @cached_property
+    def _space(self) -> Space[Span]:
+        return Space(self.extents)
 
     @cached_property
     def _place_of(self) -> dict[int, int]:
@@ -123,7 +94,7 @@ class ReadPlan:
     @property
     def total_bytes(self) -> int:
         """Bytes to be read, by all readers together."""
-        return self._starts[-1]
+        return self._space.nbytes
 
     @property
     def num_rounds(self) -> int:
@@ -147,26 +118,20 @@ class ReadPlan:
         """Returns where the chunk of the reader at a place begins among all that is to be read."""
         begin = round_index * self.chunk_bytes * len(self.readers)
         position = min(begin + place * self.chunk_bytes_of(round_index), self.total_bytes)
-        if self.grid is None or position == self.total_bytes:
+        if self.blocks is None or position == self.total_bytes:
             return position
-        index = bisect_right(self._starts, position) - 1
-        wanted = self.extents[index].start + position - self._starts[index]
-        return position - wanted + self.grid.block_start(wanted)  # an extent begins with a block
+        index = self._space.at(position)
+        wanted = self.extents[index].start + position - self._space.starts[index]
+        return position - wanted + self.blocks.floor(wanted)  # an extent begins with a block
 
-    def slot_sizes(self, round_index: int) -> list[int]:
-        """Returns how much of a slab each rank's chunk takes in a round: whole pages.
-
-        Nothing for a rank that is no reader: what goes wrong there it tells by an alarm.
-        """
-        if self.grid is None:
+    def slot_sizes(self, round_index: int) -> dict[int, int]:
+        """Returns how much of a slab the chunk of each reader takes in a round: whole pages."""
+        if self.blocks is None:
             lengths = [self.chunk_bytes_of(round_index)] * len(self.readers)
         else:
             lengths = [self.chunk(round_index, rank).nbytes for rank in self.readers]
             lengths = [max(lengths)] * len(lengths) if self.even_slots else lengths
-        sizes = [0] * self.world_size
-        for rank, length in zip(self.readers, lengths, strict=True):
-            sizes[rank] = _slot_bytes(length)
-        return sizes
+        return {rank: _slot_bytes(length) for rank, length in zip(self.readers, lengths, strict=True)}
 
     def largest_slot_bytes(self, rank: int) -> int:
         """Returns how much of a slab a rank's chunk takes at most."""
@@ -174,31 +139,24 @@ class ReadPlan:
 
     @property
     def slab_bytes(self) -> int:
-        """Size of a staging buffer that holds a whole round."""
-        slab = _Slab(len(self.readers), self.world_size, self._longest_block_bytes, self.even_slots)
-        return slab.nbytes(self.chunk_bytes)
+        """Size of a buffer that holds a whole round."""
+        return _Slab.of(self.supply, self.demand, self.blocks, self.even_slots).nbytes(self.chunk_bytes)
 
     @property
     def _longest_block_bytes(self) -> int:
-        return self.grid.longest_bytes if self.grid is not None else 0
+        return _longest_bytes(self.blocks)
 
     def spans(self, chunk: Chunk) -> list[Span]:
         """Returns the spans that make up a chunk, in order."""
-        spans: list[Span] = []
-        position, end = chunk.start, chunk.start + chunk.nbytes
-        index = bisect_right(self._starts, position) - 1
-        while position < end:
-            extent, start = self.extents[index], self._starts[index]
-            nbytes = min(end, start + extent.nbytes) - position
-            skip = position - start
-            spans.append(Span(extent.file, extent.offset + skip, nbytes, extent.start + skip))
-            position += nbytes
-            index += 1
+        spans = []
+        for index, begin, end in self._space.cut(chunk.start, chunk.nbytes):
+            extent = self.extents[index]
+            spans.append(Span(extent.file, extent.offset + begin, end - begin, extent.start + begin))
         return spans
 
     def without(
         self, broken: Collection[int], lacking: Sequence[tuple[int, int]], num_posted: int
-    ) -> ReadPlan | None:
+    ) -> TransferPlan | None:
         """Returns the plan of what is left to do when some readers drop out.
 
         Args:
@@ -209,118 +167,142 @@ class ReadPlan:
         Returns:
             A plan that needs no larger slabs than this one, or None if no reader is left.
         """
-        readers = tuple(rank for rank in self.readers if rank not in broken)
-        if not readers:
+        supply = self.supply.without(broken)
+        if supply is None:
             return None
         begun = self._bound(num_posted, 0)
         left = [self.chunk(index, rank) for index, rank in lacking]
         left.append(Chunk(begun, self.total_bytes - begun))
         extents = tuple(span for chunk in left for span in self.spans(chunk))
-        return replace(self, extents=extents, readers=readers)
+        return replace(self, extents=extents, supply=supply)
 
     def digest(self) -> str:
         """xxh3-128 of the plan, for comparison between ranks."""
-        grid = self.grid.digest() if self.grid is not None else None
-        shape = [self.world_size, self.readers, self.chunk_bytes, self.depth, grid, self.even_slots]
-        text = json.dumps([self.extents, *shape])
+        # Who is who matters to the others only if anything gets from one to another.
+        ranks = [self.readers, self.demand.ranks] if self.exchanges else []
+        blocks = _digest(self.blocks) if self.blocks is not None else None
+        text = json.dumps([self.extents, ranks, self.chunk_bytes, self.depth, blocks, self.even_slots])
         return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def plan_reads(
-    wanted: Sequence[TensorEntry],
+def plan_transfer(
+    wanted: Sequence[HasExtent],
+    supply: Supply,
+    demand: Demand,
     *,
-    world_size: int,
-    readers: Sequence[int],
     staging_bytes: int,
     chunk_bytes: int | None,
     block_bytes: int = 0,
     even_slots: bool = False,
-) -> ReadPlan:
-    """Deals the bytes of the wanted tensors to the readers.
+) -> TransferPlan:
+    """Deals the wanted bytes to the ranks that can deliver them.
 
-    Where staging is too small for a chunk of useful size from each reader, only some of the readers,
-    spread evenly, read. No chunk is shorter than a checksum block, but for the last ones.
+    Where staging is too small for a chunk of useful size from each of them, only some, spread evenly, read.
+    No chunk is shorter than a checksum block, but for the last ones.
 
     Args:
-        wanted: Tensors in manifest order.
-        world_size: Ranks that end up with the bytes.
-        readers: Ranks that can read, ascending; at least one.
+        wanted: Tensors, or other ranges of files, in file order.
+        supply: Who can read.
+        demand: Who wants what is read.
         staging_bytes: Most bytes for all slabs of one rank together.
         chunk_bytes: Unit of reading and of exchange; None chooses it.
         block_bytes: Length of the checksum blocks that are to be verified; 0 if there are none.
-        even_slots: See `ReadPlan`.
+        even_slots: See `TransferPlan`.
 
     Raises:
         OptionError: `chunk_bytes`, or a checksum block, does not fit into `staging_bytes`.
     """
-    grid = _grid(wanted, block_bytes)
-    longest = grid.longest_bytes if grid is not None else 0
+    blocks = _blocks(wanted, block_bytes)
+    longest = _longest_bytes(blocks)
     extents = _merge(wanted)
     total_bytes = sum(extent.nbytes for extent in extents)
+    slab = _Slab.of(supply, demand, blocks, even_slots)
     if chunk_bytes is None:
-        readers = _affordable(readers, _Slab(1, world_size, longest, even_slots), staging_bytes)
-    slab = _Slab(len(readers), world_size, longest, even_slots)
-    if chunk_bytes is None:
-        chunk_bytes = _good_chunk_bytes(total_bytes, slab, staging_bytes)
-    chunk_bytes = max(1, min(chunk_bytes, -(-total_bytes // len(readers))))
+        supply = _affordable(supply, slab, staging_bytes)
+        slab = _Slab.of(supply, demand, blocks, even_slots)
+        chunk_bytes = _good_chunk_bytes(total_bytes, len(supply.ranks), slab, staging_bytes)
+    chunk_bytes = max(1, min(chunk_bytes, -(-total_bytes // len(supply.ranks))))
     if longest:
         # Whole blocks, else the readers at some places would always get the larger part.
         chunk_bytes = max(1, chunk_bytes // longest) * longest
     depth = min(_MAX_DEPTH, staging_bytes // slab.nbytes(chunk_bytes))
     if depth < 1:
-        blocks = f" (checksum blocks have {longest}: verify=False reads without)" if longest else ""
+        why = f" (checksum blocks have {longest}: verify=False reads without)" if longest else ""
         raise OptionError(
-            f"chunk_bytes={chunk_bytes}: one chunk of each of {len(readers)} readers does not fit into "
-            f"staging_bytes={staging_bytes}{blocks}"
+            f"chunk_bytes={chunk_bytes}: one chunk of each of {slab.num_slots} readers does not fit into "
+            f"staging_bytes={staging_bytes}{why}"
         )
-    return ReadPlan(extents, world_size, tuple(readers), chunk_bytes, depth, grid, even_slots)
+    return TransferPlan(extents, supply, demand, chunk_bytes, depth, blocks, even_slots)
 
 
-def _grid(wanted: Sequence[TensorEntry], block_bytes: int) -> Grid | None:
-    lengths = [entry.nbytes for entry in wanted if entry.nbytes]
-    if not block_bytes or not lengths:
-        return None
-    starts = accumulate(lengths[:-1], initial=0)
-    return Grid(tuple(starts), block_bytes, min(block_bytes, max(lengths)))
+def _exchanges(supply: Supply, demand: Demand) -> bool:
+    return (bool(demand.ranks) and supply.ranks != demand.ranks) or len(demand.ranks) > 1
 
 
-def _merge(wanted: Sequence[TensorEntry]) -> tuple[Span, ...]:
-    """Joins tensors that follow each other without a gap in the same file."""
+def _blocks(wanted: Sequence[HasExtent], block_bytes: int) -> Blocks | None:
+    filled = [extent for extent in wanted if extent.nbytes] if block_bytes else []
+    return Blocks(Space(filled), block_bytes) if filled else None
+
+
+def _longest_bytes(blocks: Blocks | None) -> int:
+    return blocks.longest_bytes if blocks is not None else 0
+
+
+def _digest(blocks: Blocks) -> str:
+    """xxh3-128 of where blocks begin."""
+    starts = array("Q", blocks.space.starts).tobytes()
+    return f"{blocks.block_bytes}/{xxhash.xxh3_128_hexdigest(starts)}"
+
+
+def _merge(wanted: Iterable[HasExtent]) -> tuple[Span, ...]:
+    """Joins what follows each other without a gap in the same file."""
     extents: list[Span] = []
     file, begin, end, start = -1, 0, 0, 0
-    for entry in wanted:
-        if entry.nbytes == 0:
+    for extent in wanted:
+        if extent.nbytes == 0:
             continue
-        if entry.file != file or entry.offset != end:
+        if extent.file != file or extent.offset != end:
             if end > begin:
                 extents.append(Span(file, begin, end - begin, start))
                 start += end - begin
-            file, begin = entry.file, entry.offset
-        end = entry.offset + entry.nbytes
+            file, begin = extent.file, extent.offset
+        end = extent.offset + extent.nbytes
     if end > begin:
         extents.append(Span(file, begin, end - begin, start))
     return tuple(extents)
 
 
 def _slot_bytes(chunk_bytes: int) -> int:
-    return round_up(max(chunk_bytes, NOTICE_BYTES), PAGE_BYTES)
+    return round_up(chunk_bytes, PAGE_BYTES)
 
 
 @dataclass(frozen=True)
 class _Slab:
-    """How much room a round takes."""
+    """How much room a round takes on one rank.
 
-    num_readers: int
-    world_size: int
+    Attributes:
+        num_slots: Chunks that it holds: those of all readers, or this rank's own if nothing is exchanged.
+        exchanges: Whether chunks go on to others.
+        longest_block_bytes: Length of the longest checksum block; 0 without any.
+        even_slots: See `TransferPlan`.
+    """
+
+    num_slots: int
+    exchanges: bool
     longest_block_bytes: int
     even_slots: bool
 
+    @classmethod
+    def of(cls, supply: Supply, demand: Demand, blocks: Blocks | None, even_slots: bool) -> _Slab:
+        exchanges = _exchanges(supply, demand)
+        return cls(len(supply.ranks) if exchanges else 1, exchanges, _longest_bytes(blocks), even_slots)
+
     def nbytes(self, chunk_bytes: int) -> int:
         """Returns the most that the slots of a round take together."""
-        return self.num_readers * self.each_bytes(chunk_bytes) + self.once_bytes
+        return self.num_slots * self.each_bytes(chunk_bytes) + self.once_bytes
 
     def each_bytes(self, chunk_bytes: int) -> int:
-        """Returns what to reckon for each reader."""
+        """Returns what to reckon for each slot."""
         if self.even_slots or not self.longest_block_bytes:
             return _slot_bytes(chunk_bytes + self.longest_block_bytes)
         return _slot_bytes(chunk_bytes + PAGE_BYTES)  # lengths that differ are rounded up one by one
@@ -331,7 +313,7 @@ class _Slab:
         return 0 if self.even_slots else round_up(self.longest_block_bytes, PAGE_BYTES)
 
 
-def _affordable(readers: Sequence[int], slab: _Slab, staging_bytes: int) -> Sequence[int]:
+def _affordable(supply: Supply, slab: _Slab, staging_bytes: int) -> Supply:
     """Drops readers, evenly, until a slab per round in flight fits with chunks of useful size.
 
     If all cannot read, then rather fewer of them, who read more at a time, than as many as just can.
@@ -341,18 +323,18 @@ def _affordable(readers: Sequence[int], slab: _Slab, staging_bytes: int) -> Sequ
     def fitting(chunk_bytes: int) -> int:
         return spare // slab.each_bytes(max(chunk_bytes, slab.longest_block_bytes))
 
-    if fitting(_LEAST_CHUNK_BYTES) >= len(readers):
-        return readers
+    if not slab.exchanges or fitting(_LEAST_CHUNK_BYTES) >= slab.num_slots:
+        return supply
     useful = min(max(spare // _GOOD_NUM_READERS, _LEAST_CHUNK_BYTES), _MIN_CHUNK_BYTES)
-    count = max(1, min(len(readers), fitting(useful)))
-    return [readers[index * len(readers) // count] for index in range(count)]
+    readers, count = supply.ranks, max(1, min(slab.num_slots, fitting(useful)))
+    return Supply(tuple(readers[index * len(readers) // count] for index in range(count)))
 
 
-def _good_chunk_bytes(total_bytes: int, slab: _Slab, staging_bytes: int) -> int:
+def _good_chunk_bytes(total_bytes: int, num_readers: int, slab: _Slab, staging_bytes: int) -> int:
     """Chooses chunks short enough for many rounds, long enough for storage, and within staging."""
-    num_rounds = _GOOD_NUM_ROUNDS if slab.world_size > 1 else _GOOD_NUM_READS
-    for_overlap = round_up(-(-total_bytes // (slab.num_readers * num_rounds)), PAGE_BYTES)
-    besides = slab.nbytes(PAGE_BYTES) - slab.num_readers * PAGE_BYTES
+    num_rounds = _GOOD_NUM_ROUNDS if slab.exchanges else _GOOD_NUM_READS
+    for_overlap = round_up(-(-total_bytes // (num_readers * num_rounds)), PAGE_BYTES)
+    besides = slab.nbytes(PAGE_BYTES) - slab.num_slots * PAGE_BYTES
     spare = staging_bytes // _MAX_DEPTH - besides
-    for_staging = spare // slab.num_readers // PAGE_BYTES * PAGE_BYTES
+    for_staging = spare // slab.num_slots // PAGE_BYTES * PAGE_BYTES
     return max(PAGE_BYTES, min(max(for_overlap, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES, for_staging))

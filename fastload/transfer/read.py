@@ -7,16 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from operator import itemgetter
-from queue import SimpleQueue
 
 from fastload.base.stopwatch import Stopwatch
-from fastload.base.threads import background
+from fastload.base.threads import Workers
 from fastload.errors import StorageError
 from fastload.formats.manifest import FileEntry
+from fastload.geometry.extents import Span
 from fastload.storage import PatientStorage, take
 from fastload.storage.base import ByteCounter
-from fastload.transfer.plan import Span
 from fastload.transfer.verify import Damage, Verifier
 
 __all__ = ["ChunkReader"]
@@ -49,15 +49,9 @@ class ChunkReader:
     ) -> None:
         self._storage = storage
         self._files = files
-        self._asked: SimpleQueue[tuple[Sequence[Span], Sequence[memoryview], Future[None]] | None] = (
-            SimpleQueue()
-        )
-        # Unlike an executor's threads: a read that storage never answers must not hold up the exit.
-        self._threads = [background(self._serve, f"fastload-read-{n}") for n in range(threads)]
+        self._workers = Workers(threads, "fastload-read")
         self._lock = threading.Lock()
-        self._num_serving = 0
         self._num_unanswered = 0
-        self._at_end: Callable[[], None] | None = None
         self._under_way: dict[int, tuple[float, Span]] = {}  # of each thread: since when, and what
         self._verifier = verifier
         self._on_damage = on_damage
@@ -71,17 +65,9 @@ class ChunkReader:
         The future raises `StorageError` if storage fails for good, what `on_damage` raises, `Interrupted`
         after `stop`.
         """
-        future: Future[None] = Future()
         with self._lock:
             self._num_unanswered += 1
-        self._asked.put((spans, buffers, future))
-        return future
-
-    def start(self) -> None:
-        """Starts the threads."""
-        self._num_serving = len(self._threads)
-        for thread in self._threads:
-            thread.start()
+        return self._workers.submit(partial(self._read, spans, buffers))
 
     def stop(self) -> None:
         """Lets reads that have not begun, and retries, end at once."""
@@ -109,44 +95,13 @@ class ChunkReader:
             does not answer; such a read still writes into its buffers, which it keeps alive, should
             storage answer after all.
         """
-        deadline = time.monotonic() + wait_s
-        for _ in self._threads:
-            self._asked.put(None)
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(max(0.0, deadline - time.monotonic()))
+        self._workers.close(wait_s=wait_s)
         with self._lock:
             return not self._num_unanswered
 
-    def at_end(self, call: Callable[[], None]) -> None:
+    def at_end(self, call: Callable[[], object]) -> None:
         """Calls something once no read is under way any more: now, or in the last thread to end."""
-        with self._lock:
-            if self._num_serving:
-                self._at_end = call
-                return
-        call()
-
-    def _serve(self) -> None:
-        try:
-            self._serve_all()
-        finally:
-            with self._lock:
-                self._num_serving -= 1
-                call = self._at_end if not self._num_serving else None
-            if call is not None:
-                call()
-
-    def _serve_all(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            spans, buffers, future = asked
-            del asked
-            try:
-                self._read(spans, buffers)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-            del buffers, future  # a thread that waits for more keeps no memory
+        self._workers.at_end(call)
 
     def _read(self, spans: Sequence[Span], buffers: Sequence[memoryview]) -> None:
         rest = list(buffers)

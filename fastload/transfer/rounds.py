@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from ctypes import string_at
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fastload.base.memory import allocate_staging, host_view
+from fastload.base.memory import allocate_staging
 from fastload.base.stopwatch import Stopwatch
 from fastload.errors import DeadlineExceeded, Interrupted
-from fastload.transfer.plan import NOTICE_BYTES
 
 __all__ = [
     "FAILED",
@@ -30,38 +27,28 @@ __all__ = [
 ]
 
 TICK_S = 0.05
-# What a notice says.
+# The status of a chunk that could not be read.
 UNREADABLE = 1  # this rank cannot read, but goes on: others may read its chunks
 FAILED = 2  # this rank is lost to the load
 
 
 @dataclass(frozen=True)
 class Slots:
-    """A slab, or its beginning, cut into one slot per rank.
+    """A slab, or its beginning, cut into one slot per reader.
 
     Attributes:
         whole: All slots, flat uint8, on the exchange's device.
-        each: The slot of each rank; empty for a rank that is no reader.
-        owners: The ranks with a slot.
-        heads: Positions of the first bytes of each of their slots, (owners, NOTICE_BYTES), on a device;
-            None in host memory.
+        each: The slot of each reader.
     """
 
     whole: Tensor
-    each: list[Tensor]
-    owners: list[int]
-    heads: Tensor | None
+    each: dict[int, Tensor]
 
     @classmethod
-    def cut(cls, slab: Tensor, sizes: Sequence[int]) -> Slots:
+    def cut(cls, slab: Tensor, sizes: Mapping[int, int]) -> Slots:
         """Cuts the beginning of a slab into slots of these sizes."""
-        whole = slab[: sum(sizes)]
-        owners = [rank for rank, size in enumerate(sizes) if size]
-        heads = None
-        if slab.device.type != "cpu":
-            starts = list(accumulate((sizes[rank] for rank in owners[:-1]), initial=0))
-            heads = torch.tensor([range(start, start + NOTICE_BYTES) for start in starts], device=slab.device)
-        return cls(whole, list(whole.split(list(sizes))), owners, heads)
+        whole = slab[: sum(sizes.values())]
+        return cls(whole, dict(zip(sizes, whole.split(list(sizes.values())), strict=True)))
 
 
 @dataclass
@@ -70,12 +57,14 @@ class Round:
 
     Attributes:
         index: Which round, counted over all plans of a load.
-        distress: What a chunk that its reader could not read begins with: bytes that no chunk has by chance.
-        slots: Where the chunks of all ranks come together.
-        parts: What each rank's chunk is received into and passed on from: its slot, or the memory that it
-            belongs to; as long as the chunk, but never shorter than a notice.
-        own: Host memory of this rank's chunk; the reader fills it.
+        slots: Where the chunks of all readers come together.
+        parts: What the chunk of each reader is received into and passed on from: its slot, or the memory
+            that it belongs to. A rank without a chunk in this round may be missing.
+        buffers: Host memory that this rank's chunk is read into, in pieces.
+        own: Host memory of this rank's slot, where slots are on a device; else None.
         placed: The ranks whose chunks need not be placed, as they come to where they belong.
+        status: What this rank says of its own chunk, once it is handed over; 0 if it could be read.
+        statuses: What is the matter with chunks that could not be read, by reader; complete once `done`.
         started: Set once this rank's chunk is complete and handed over.
         done: Set once every chunk is here.
         sent: Set once the transport has no more use for the slots.
@@ -84,11 +73,13 @@ class Round:
     """
 
     index: int
-    distress: bytes
     slots: Slots
-    parts: list[Tensor]
-    own: Tensor
+    parts: dict[int, Tensor]
+    buffers: Sequence[Tensor] = ()
+    own: Tensor | None = None
     placed: set[int] = field(default_factory=set)
+    status: int = 0
+    statuses: dict[int, int] = field(default_factory=dict)
     started: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     sent: threading.Event = field(default_factory=threading.Event)
@@ -102,19 +93,6 @@ class Round:
         if self.error is None:
             # Without its traceback, whose frames hold this round: a cycle that would keep the slabs alive.
             self.error = error.with_traceback(None)
-
-    def mark(self, part: Tensor, status: int) -> None:
-        """Puts a notice where a chunk should be."""
-        host_view(part)[:NOTICE_BYTES] = self.distress + bytes([status])
-
-    def notices(self) -> dict[int, int]:
-        """Returns what those ranks say that have put a notice in place of a chunk, once the round is done."""
-        if self.slots.heads is None:
-            heads = [string_at(self.parts[rank].data_ptr(), NOTICE_BYTES) for rank in self.slots.owners]
-        else:
-            heads = [bytes(head) for head in self.slots.whole[self.slots.heads].cpu().tolist()]
-        found = zip(self.slots.owners, heads, strict=True)
-        return {rank: head[-1] for rank, head in found if head[:-1] == self.distress}
 
 
 class Exchange(Protocol):
@@ -152,7 +130,7 @@ class Exchange(Protocol):
         ...
 
     def start(self, work: Round) -> None:
-        """Hands over this rank's chunk."""
+        """Hands over this rank's chunk and its status."""
         ...
 
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
@@ -214,6 +192,8 @@ class LocalExchange:
         pass
 
     def start(self, work: Round) -> None:
+        if work.status:
+            work.statuses = dict.fromkeys(work.parts, work.status)
         work.done.set()
 
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastload.errors import OptionError
+from fastload.transfer.demand import Demand, Supply
 
 __all__ = ["Decision", "choose_strategy"]
 
@@ -23,6 +24,19 @@ class Decision:
     strategy: str
     why: str
     readers: tuple[int, ...]
+
+    @property
+    def alone(self) -> bool:
+        """Whether every rank reads all for itself."""
+        return self.strategy == "direct"
+
+    def supply(self, rank: int) -> Supply:
+        """Returns who delivers to a rank."""
+        return Supply((rank,) if self.alone else self.readers)
+
+    def demand(self, rank: int, world_size: int) -> Demand:
+        """Returns who wants what the suppliers of a rank deliver."""
+        return Demand((rank,) if self.alone else tuple(range(world_size)))
 
 
 def choose_strategy(

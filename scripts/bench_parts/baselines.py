@@ -18,7 +18,9 @@ from torch import Tensor
 
 import fastload
 from fastload.base.memory import host_view
-from fastload.transfer.plan import Span, plan_reads
+from fastload.geometry.extents import Span
+from fastload.transfer.demand import Demand, Supply
+from fastload.transfer.plan import plan_transfer
 
 State = dict[str, Tensor]
 
@@ -113,8 +115,8 @@ def _ring_all_gather(shares: list[Tensor]) -> None:
 
 def _spans(manifest: fastload.Manifest, begin: int, end: int) -> Iterator[tuple[int, Span]]:
     """Cuts a range of all bytes into reads: (where it starts in all bytes, what to read)."""
-    plan = plan_reads(
-        manifest.tensors, world_size=1, readers=(0,), staging_bytes=1 << 30, chunk_bytes=_READ_BYTES
+    plan = plan_transfer(
+        manifest.tensors, Supply((0,)), Demand((0,)), staging_bytes=1 << 30, chunk_bytes=_READ_BYTES
     )
     position = 0
     for extent in plan.extents:

@@ -7,7 +7,8 @@ import time
 from typing import Any
 
 from fastload.formats.manifest import TensorEntry
-from fastload.transfer.plan import ReadPlan, plan_reads
+from fastload.transfer.demand import Demand, Supply
+from fastload.transfer.plan import TransferPlan, plan_transfer
 
 MIB = 2**20
 
@@ -28,10 +29,10 @@ def measure_plan(
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(repeats):
         began = time.perf_counter()
-        made = plan_reads(
+        made = plan_transfer(
             wanted,
-            world_size=num_ranks,
-            readers=range(num_ranks),
+            Supply(tuple(range(num_ranks))),
+            Demand(tuple(range(num_ranks))),
             staging_bytes=256 * MIB,
             chunk_bytes=None,
             block_bytes=block_bytes,
@@ -52,7 +53,7 @@ def measure_plan(
     return {**row, **medians, "plan_to_spans": sum(list(medians.values())[:3])}
 
 
-def _places_of_a_round(made: ReadPlan) -> None:
+def _places_of_a_round(made: TransferPlan) -> None:
     """What the pipeline asks of the plan for each round: what goes where."""
     for one in made.readers:
         made.chunk(0, one)

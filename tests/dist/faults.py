@@ -16,10 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 import fastload
-from fastload.loading import checkpoint as checkpoints
 from fastload.ranks import world
 from fastload.errors import PeerError
-from fastload.loading import access
+from fastload.loading import access, load
 from fastload.transfer.exchange import RingExchange
 from fastload.transfer.pipeline import Pipeline
 from fastload.transfer.read import ChunkReader
@@ -132,7 +131,7 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
     elif stage == "compare":
         before(access, "_difference")
     elif stage == "prepare":
-        before(checkpoints, "match")
+        before(load, "match")
     elif stage == "connect":
         before(Pipeline, "run")
     elif stage == "read":
@@ -149,6 +148,6 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
     elif stage == "last":
         before(Pipeline, "_finish", lambda self, plan, index, rounds: index == plan.num_rounds - 1)
     elif stage == "gather":
-        before(checkpoints.Checkpoint, "_rank_report")
+        before(load, "_report_rank")
     else:
         raise AssertionError(stage)

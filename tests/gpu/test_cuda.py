@@ -14,7 +14,8 @@ from torch import Tensor
 
 import fastload
 from fastload.formats.state import state_digest
-from fastload.transfer.plan import DISTRESS_BYTES, NOTICE_BYTES
+from fastload.ranks.world import join
+from fastload.transfer.exchange import NcclExchange
 from fastload.transfer.rounds import UNREADABLE, Round, Slots
 from tests.checkpoints import flip
 
@@ -172,11 +173,21 @@ def test_damage_is_told_through_the_device_and_the_group_goes_on(
     assert state_digest(loaded) == state_digest(on_host(state))
 
 
-def test_the_slots_of_a_slab_on_the_device() -> None:
-    slab = torch.zeros(5 * 64, dtype=torch.uint8, device="cuda")
-    distress = bytes(range(1, 1 + DISTRESS_BYTES))
-    slots = Slots.cut(slab, [0, 128, 0, 64, 64])
-    work = Round(0, distress, slots, slots.each, torch.empty(0, dtype=torch.uint8))
-    assert work.notices() == {}
-    slots.each[3][:NOTICE_BYTES] = torch.tensor([*distress, UNREADABLE], dtype=torch.uint8)
-    assert work.notices() == {3: UNREADABLE}
+@pytest.mark.usefixtures("nccl")
+def test_the_status_of_a_chunk_comes_through_the_device() -> None:
+    world = join(call="testing", timeout_s=60)
+    exchange = NcclExchange(world, torch.device("cuda", torch.cuda.current_device()))
+    exchange.connect(give_up=lambda: False)
+    slab, own = exchange.allocate(4096, 4096)
+    assert own is not None
+    for index, status in enumerate((0, UNREADABLE)):
+        slots = Slots.cut(slab, {0: 4096})
+        work = Round(index, slots, slots.each, buffers=[own], own=own, status=status)
+        own.fill_(index + 1)
+        exchange.post(work)
+        exchange.start(work)
+        assert work.done.wait(30)
+        assert work.error is None
+        assert work.statuses == ({0: status} if status else {})
+        assert slab.unique().tolist() == [index + 1]
+    exchange.close()

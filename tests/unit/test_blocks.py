@@ -52,8 +52,8 @@ inventories = st.builds(
 @given(inventories)
 def test_every_byte_is_in_one_block(inventory: Inventory) -> None:
     covered = [0] * len(inventory.files)
-    for number in range(inventory.num_blocks):
-        block = inventory.block(number)
+    for number in range(len(inventory.blocks)):
+        block = inventory.blocks[number]
         assert block.number == number
         assert block.offset == covered[block.file]
         assert 0 < block.nbytes <= inventory.block_bytes
@@ -70,12 +70,12 @@ def test_every_byte_is_in_one_block(inventory: Inventory) -> None:
 
 @given(inventories, st.randoms(use_true_random=False))
 def test_what_is_lacking_is_what_is_not_held(inventory: Inventory, rng: random.Random) -> None:
-    held = bytes(rng.choice([0, 1, 1]) for _ in range(inventory.num_blocks))
+    held = bytes(rng.choice([0, 1, 1]) for _ in range(len(inventory.blocks)))
     found: set[tuple[int, int]] = set()
-    for first, run in inventory.lacking(held):
-        position, number = run.offset, first
+    for run in inventory.lacking(held):
+        position, number = run.offset, run.first
         while position < run.offset + run.nbytes:
-            block = inventory.block(number)
+            block = inventory.blocks[number]
             assert not held[number]
             assert (block.file, block.offset) == (run.file, position)
             found.update((run.file, at) for at in range(position, position + block.nbytes))

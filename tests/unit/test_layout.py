@@ -21,8 +21,8 @@ from torch import Tensor
 from fastload.errors import OptionError
 from fastload.formats.dtypes import NAMES, safetensors_spec, torch_spec
 from fastload.formats.manifest import TensorEntry
-from fastload.formats.record import num_blocks
 from fastload.formats.safetensors import parse_header
+from fastload.geometry.blocks import num_blocks
 from fastload.saving import layout as layout_module
 from fastload.saving.assign import FileRange, blocks_of, partition
 from fastload.saving.layout import Layout, TensorSpec, lay_out
@@ -206,7 +206,7 @@ def test_no_header_is_longer_than_the_reference_reads(monkeypatch: pytest.Monkey
 def test_blocks_tile_the_tensors_and_never_span_two(layout: Layout) -> None:
     for index, file in enumerate(layout.files):
         blocks = [block[2:] for block in blocks_of(layout, [FileRange(index, 0, file.nbytes)])]
-        assert len(blocks) == num_blocks((entry.nbytes for entry in file.tensors), layout.block_bytes)
+        assert len(blocks) == sum(num_blocks(entry.nbytes, layout.block_bytes) for entry in file.tensors)
         end, begins = len(file.header), {entry.offset for entry in file.tensors if entry.nbytes}
         for offset, nbytes in blocks:
             assert offset == end
@@ -279,7 +279,7 @@ def test_each_block_is_hashed_once_by_who_writes_its_first_byte(
 ) -> None:
     hashed = {}
     for share in partition(layout, num_writers=num_writers, align_bytes=align_bytes):
-        for file, number, offset, nbytes in blocks_of(layout, share):
+        for number, file, offset, nbytes in blocks_of(layout, share):
             assert any(r.file == file and r.begin <= offset < r.end for r in share)
             assert (file, number) not in hashed
             hashed[file, number] = (offset, nbytes)
@@ -329,6 +329,6 @@ def test_very_many_tensors_are_laid_out_in_time() -> None:
     layout = lay_out_small(*big(50_000), max_shard_bytes=10_000_000)
     shares = partition(layout, num_writers=64, align_bytes=4096)
     assert sum(1 for share in shares for _ in blocks_of(layout, share)) == sum(
-        num_blocks((entry.nbytes for entry in file.tensors), layout.block_bytes) for file in layout.files
+        num_blocks(entry.nbytes, layout.block_bytes) for file in layout.files for entry in file.tensors
     )
     assert time.process_time() - start < 3  # 0.3 s

@@ -15,8 +15,8 @@ from fastload.formats.manifest import TensorEntry
 from fastload.loading.place import Destination, Placer
 from fastload.ranks.world import World
 from fastload.transfer.pipeline import Pipeline
-from fastload.transfer.plan import DISTRESS_BYTES, plan_reads
 from fastload.transfer.rounds import LocalExchange, Round
+from tests.unit.plans import plan_for_all
 
 _NBYTES = 1 << 16
 
@@ -46,9 +46,6 @@ class DamagedReader:
         self.watch = Stopwatch()
         self._num_asked = 0
 
-    def start(self) -> None:
-        pass
-
     def stop(self) -> None:
         pass
 
@@ -64,12 +61,12 @@ class DamagedReader:
 
 def test_no_collective_of_the_callers_group_is_left_half_entered() -> None:
     entry = TensorEntry("t", "U8", (_NBYTES,), 0, 0, _NBYTES)
-    plan = plan_reads([entry], world_size=1, readers=[0], staging_bytes=1 << 20, chunk_bytes=4096)
+    plan = plan_for_all([entry], world_size=1, readers=[0], staging_bytes=1 << 20, chunk_bytes=4096)
     exchange, reader = SharedExchange(), DamagedReader()
     placer = Placer([Destination(entry, torch.uint8, torch.zeros(_NBYTES, dtype=torch.uint8))])
     world = World(rank=0, size=1, group=None, store=None, timeout_s=30)
-    pipeline = Pipeline(world, plan, 0, reader, exchange, placer, None)  # type: ignore[arg-type]
+    pipeline = Pipeline(world, plan, reader, exchange, placer, None)  # type: ignore[arg-type]
     with pytest.raises(ChecksumError):
-        pipeline.run(bytes(range(DISTRESS_BYTES)))
+        pipeline.run()
     assert exchange.started == exchange.posted == list(range(plan.depth))
     pipeline.close()

@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 from fastload.base.memory import PAGE_BYTES
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
-from fastload.transfer.plan import NOTICE_BYTES, Chunk, ReadPlan, Span, plan_reads
+from fastload.geometry.extents import Span
+from fastload.transfer.demand import Demand, Supply
+from fastload.transfer.plan import Chunk, TransferPlan
+from tests.unit.plans import plan_for_all
 
 
 def entries(*sizes_and_gaps: tuple[int, int, bool]) -> list[TensorEntry]:
@@ -29,7 +32,7 @@ def entries(*sizes_and_gaps: tuple[int, int, bool]) -> list[TensorEntry]:
     return made
 
 
-def share_bytes(plan: ReadPlan, rank: int) -> int:
+def share_bytes(plan: TransferPlan, rank: int) -> int:
     return sum(plan.chunk(index, rank).nbytes for index in range(plan.num_rounds))
 
 
@@ -42,13 +45,13 @@ wanted_tensors = st.lists(
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[list[TensorEntry], ReadPlan, int]:
+def plans(draw: st.DrawFn) -> tuple[list[TensorEntry], TransferPlan, int]:
     wanted = draw(wanted_tensors)
     world_size = draw(st.integers(1, 9))
     readers = sorted(draw(st.sets(st.integers(0, world_size - 1), min_size=1)))
     staging_bytes = draw(st.integers(1 << 17, 1 << 22))
     chunk_bytes = draw(st.none() | st.sampled_from([1, 7, 64, 4088, 4089, 4097, 10_000]))
-    plan = plan_reads(
+    plan = plan_for_all(
         wanted, world_size=world_size, readers=readers, staging_bytes=staging_bytes, chunk_bytes=chunk_bytes
     )
     assert set(plan.readers) <= set(readers)
@@ -59,7 +62,9 @@ def plans(draw: st.DrawFn) -> tuple[list[TensorEntry], ReadPlan, int]:
 
 
 @given(plans())
-def test_every_wanted_byte_is_read_once_and_in_order(drawn: tuple[list[TensorEntry], ReadPlan, int]) -> None:
+def test_every_wanted_byte_is_read_once_and_in_order(
+    drawn: tuple[list[TensorEntry], TransferPlan, int],
+) -> None:
     wanted, plan, _ = drawn
     position = 0
     read: list[tuple[int, int]] = []
@@ -82,13 +87,13 @@ def test_every_wanted_byte_is_read_once_and_in_order(drawn: tuple[list[TensorEnt
 
 @given(plans())
 def test_shares_differ_by_less_than_a_chunk_and_rounds_are_even(
-    drawn: tuple[list[TensorEntry], ReadPlan, int],
+    drawn: tuple[list[TensorEntry], TransferPlan, int],
 ) -> None:
     _, plan, _ = drawn
     shares = [share_bytes(plan, rank) for rank in plan.readers]
     assert sum(shares) == plan.total_bytes
     assert max(shares) - min(shares) <= plan.chunk_bytes
-    for rank in range(plan.world_size):
+    for rank in range(len(plan.demand.ranks)):
         if rank not in plan.readers:
             assert share_bytes(plan, rank) == 0
     for index in range(plan.num_rounds):
@@ -104,18 +109,18 @@ def test_shares_differ_by_less_than_a_chunk_and_rounds_are_even(
 
 @given(plans())
 def test_the_slabs_fit_into_staging_and_hold_every_slot(
-    drawn: tuple[list[TensorEntry], ReadPlan, int],
+    drawn: tuple[list[TensorEntry], TransferPlan, int],
 ) -> None:
     _, plan, staging_bytes = drawn
     assert plan.depth >= 1
     assert plan.depth * plan.slab_bytes <= staging_bytes
     for index in range(plan.num_rounds):
         slots = plan.slot_sizes(index)
-        assert sum(slots) <= plan.slab_bytes
-        for rank, slot in enumerate(slots):
+        assert sum(slots.values()) <= plan.slab_bytes
+        assert tuple(slots) == plan.readers
+        for rank, slot in slots.items():
             assert slot % PAGE_BYTES == 0
-            needed = max(plan.chunk(index, rank).nbytes, NOTICE_BYTES)
-            assert slot >= needed if rank in plan.readers else slot == 0
+            assert slot >= plan.chunk(index, rank).nbytes
             assert len({slots[reader] for reader in plan.readers}) == 1
 
 
@@ -129,7 +134,7 @@ def test_the_slabs_fit_into_staging_and_hold_every_slot(
 @example(total=1 << 40, world_size=512, staging_bytes=256 << 20)
 @example(total=1 << 43, world_size=16384, staging_bytes=256 << 20)
 def test_chosen_chunks_are_of_useful_size(total: int, world_size: int, staging_bytes: int) -> None:
-    plan = plan_reads(
+    plan = plan_for_all(
         entries((total, 8, False)),
         world_size=world_size,
         readers=range(world_size),
@@ -151,7 +156,7 @@ def test_chosen_chunks_are_of_useful_size(total: int, world_size: int, staging_b
 def test_where_not_all_can_read_fewer_read_more_at_a_time(
     world_size: int, least_readers: int, least_chunk: int
 ) -> None:
-    plan = plan_reads(
+    plan = plan_for_all(
         entries((1 << 40, 0, False)),
         world_size=world_size,
         readers=range(world_size),
@@ -163,7 +168,7 @@ def test_where_not_all_can_read_fewer_read_more_at_a_time(
 
 
 def test_small_staging_leaves_some_readers_spread_evenly() -> None:
-    plan = plan_reads(
+    plan = plan_for_all(
         entries((1 << 30, 0, False)),
         world_size=16,
         readers=range(16),
@@ -178,15 +183,15 @@ def test_small_staging_leaves_some_readers_spread_evenly() -> None:
 
 def test_nothing_wanted() -> None:
     for wanted in ([], entries((0, 0, False), (0, 8, True))):
-        plan = plan_reads(wanted, world_size=3, readers=(0, 2), staging_bytes=1 << 20, chunk_bytes=None)
+        plan = plan_for_all(wanted, world_size=3, readers=(0, 2), staging_bytes=1 << 20, chunk_bytes=None)
         assert (plan.total_bytes, plan.num_rounds, plan.extents) == (0, 0, ())
         assert [share_bytes(plan, rank) for rank in range(3)] == [0, 0, 0]
         assert plan.spans(Chunk(0, 0)) == []
 
 
 def test_a_chunk_that_does_not_fit_is_an_option_error() -> None:
-    def plan(chunk_bytes: int) -> ReadPlan:
-        return plan_reads(
+    def plan(chunk_bytes: int) -> TransferPlan:
+        return plan_for_all(
             entries((1 << 30, 0, False)),
             world_size=4,
             readers=(0, 1, 2),
@@ -204,7 +209,7 @@ def test_a_chunk_that_does_not_fit_is_an_option_error() -> None:
 
 @given(plans(), st.data())
 def test_without_broken_readers_the_others_read_exactly_what_is_left(
-    drawn: tuple[list[TensorEntry], ReadPlan, int], data: st.DataObject
+    drawn: tuple[list[TensorEntry], TransferPlan, int], data: st.DataObject
 ) -> None:
     wanted, plan, _ = drawn
     broken = data.draw(st.sets(st.sampled_from(plan.readers), min_size=1))
@@ -230,13 +235,13 @@ def test_without_broken_readers_the_others_read_exactly_what_is_left(
     assert sorted(placed) == list(range(sum(entry.nbytes for entry in wanted)))
 
 
-def wanted_bytes(plan: ReadPlan, index: int, rank: int) -> list[int]:
+def wanted_bytes(plan: TransferPlan, index: int, rank: int) -> list[int]:
     spans = plan.spans(plan.chunk(index, rank))
     return [at for span in spans for at in range(span.start, span.start + span.nbytes)]
 
 
 def test_a_chunk_longer_than_a_share_is_cut_to_it() -> None:
-    plan = plan_reads(
+    plan = plan_for_all(
         entries((10, 0, False)), world_size=4, readers=range(4), staging_bytes=1 << 20, chunk_bytes=1 << 30
     )
     assert plan.num_rounds == 1
@@ -245,24 +250,24 @@ def test_a_chunk_longer_than_a_share_is_cut_to_it() -> None:
 
 def test_spans_lead_back_to_the_files_across_gaps() -> None:
     a, b, c, d = entries((10, 100, False), (5, 0, False), (7, 3, False), (4, 8, True))
-    plan = plan_reads([a, b, c, d], world_size=1, readers=(0,), staging_bytes=1 << 20, chunk_bytes=1 << 10)
+    plan = plan_for_all([a, b, c, d], world_size=1, readers=(0,), staging_bytes=1 << 20, chunk_bytes=1 << 10)
     assert plan.extents == (Span(0, 100, 15, 0), Span(0, 118, 7, 15), Span(1, 8, 4, 22))
     assert plan.spans(Chunk(0, 26)) == list(plan.extents)
     assert plan.spans(Chunk(14, 9)) == [Span(0, 114, 1, 14), Span(0, 118, 7, 15), Span(1, 8, 1, 22)]
     assert plan.spans(Chunk(15, 7)) == [Span(0, 118, 7, 15)]
     assert plan.spans(Chunk(16, 1)) == [Span(0, 119, 1, 16)]
     # Without the tensor in the middle the two that are left are no neighbours.
-    subset = plan_reads([a, c], world_size=1, readers=(0,), staging_bytes=1 << 20, chunk_bytes=1 << 10)
+    subset = plan_for_all([a, c], world_size=1, readers=(0,), staging_bytes=1 << 20, chunk_bytes=1 << 10)
     assert subset.spans(Chunk(9, 2)) == [Span(0, 109, 1, 9), Span(0, 118, 1, 10)]
 
 
 def test_the_digest_tells_plans_apart() -> None:
     wanted = entries((1000, 0, False), (500, 8, False))
-    base = plan_reads(wanted, world_size=3, readers=(0, 1), staging_bytes=1 << 20, chunk_bytes=64)
+    base = plan_for_all(wanted, world_size=3, readers=(0, 1), staging_bytes=1 << 20, chunk_bytes=64)
     others = [
-        replace(base, world_size=4),
-        replace(base, readers=(0, 2)),
-        replace(base, readers=(0, 1, 2)),
+        replace(base, demand=Demand((0, 1, 2, 3))),
+        replace(base, supply=Supply((0, 2))),
+        replace(base, supply=Supply((0, 1, 2))),
         replace(base, chunk_bytes=65),
         replace(base, depth=base.depth - 1),
         replace(base, extents=base.extents[:1]),
@@ -275,7 +280,7 @@ def test_the_digest_tells_plans_apart() -> None:
 
 
 def digest_of_a_plan() -> str:
-    return plan_reads(
+    return plan_for_all(
         entries((9999, 0, False), (5, 3, True)),
         world_size=5,
         readers=(1, 3, 4),
@@ -291,7 +296,9 @@ def test_the_digest_is_the_same_in_every_process(elsewhere: Callable[[Any], str]
 def test_planning_a_large_job_takes_no_time_worth_naming() -> None:
     wanted = entries(*[(1 << 20, 8 * (number % 3 == 0), number % 1000 == 0) for number in range(100_000)])
     began = time.perf_counter()
-    plan = plan_reads(wanted, world_size=1024, readers=range(1024), staging_bytes=256 << 20, chunk_bytes=None)
+    plan = plan_for_all(
+        wanted, world_size=1024, readers=range(1024), staging_bytes=256 << 20, chunk_bytes=None
+    )
     plan.digest()
     for index in (0, plan.num_rounds // 2, plan.num_rounds - 1):
         plan.spans(plan.chunk(index, plan.readers[-1]))

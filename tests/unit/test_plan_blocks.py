@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from fastload.base.memory import PAGE_BYTES
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
-from fastload.transfer.plan import NOTICE_BYTES, ReadPlan, plan_reads
+from fastload.transfer.plan import TransferPlan
+from tests.unit.plans import plan_for_all
 from tests.unit.test_plan import entries, share_bytes, wanted_bytes, wanted_tensors
 
 MIB = 1 << 20
@@ -28,14 +29,14 @@ def block_bounds(wanted: list[TensorEntry], block_bytes: int) -> set[int]:
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[list[TensorEntry], ReadPlan, int, int]:
+def plans(draw: st.DrawFn) -> tuple[list[TensorEntry], TransferPlan, int, int]:
     wanted = draw(wanted_tensors)
     world_size = draw(st.integers(1, 9))
     readers = sorted(draw(st.sets(st.integers(0, world_size - 1), min_size=1)))
     staging_bytes = draw(st.integers(1 << 17, 1 << 22))
     chunk_bytes = draw(st.none() | st.sampled_from([1, 7, 64, 4088, 4097, 10_000]))
     block_bytes = draw(st.sampled_from([1, 3, 64, 1000, 4096, 1 << 40]))
-    plan = plan_reads(
+    plan = plan_for_all(
         wanted,
         world_size=world_size,
         readers=readers,
@@ -47,7 +48,7 @@ def plans(draw: st.DrawFn) -> tuple[list[TensorEntry], ReadPlan, int, int]:
     return wanted, plan, staging_bytes, block_bytes
 
 
-def check_cover(plan: ReadPlan, wanted: list[TensorEntry], block_bytes: int) -> list[int]:
+def check_cover(plan: TransferPlan, wanted: list[TensorEntry], block_bytes: int) -> list[int]:
     """Checks that no chunk cuts a block or is too long; returns the bytes read, of the wanted space."""
     bounds = block_bounds(wanted, block_bytes)
     longest = min(block_bytes, max((entry.nbytes for entry in wanted), default=0))
@@ -68,30 +69,27 @@ def check_cover(plan: ReadPlan, wanted: list[TensorEntry], block_bytes: int) -> 
 
 @given(plans())
 def test_every_byte_is_read_once_and_no_block_is_cut(
-    drawn: tuple[list[TensorEntry], ReadPlan, int, int],
+    drawn: tuple[list[TensorEntry], TransferPlan, int, int],
 ) -> None:
     wanted, plan, _, block_bytes = drawn
     read = check_cover(plan, wanted, block_bytes)
     assert read == list(range(sum(entry.nbytes for entry in wanted)))
-    assert sum(share_bytes(plan, rank) for rank in range(plan.world_size)) == plan.total_bytes
+    assert sum(share_bytes(plan, rank) for rank in range(len(plan.demand.ranks))) == plan.total_bytes
 
 
 @given(plans())
 def test_the_slabs_fit_into_staging_and_hold_every_slot(
-    drawn: tuple[list[TensorEntry], ReadPlan, int, int],
+    drawn: tuple[list[TensorEntry], TransferPlan, int, int],
 ) -> None:
     _, plan, staging_bytes, _ = drawn
     assert plan.depth >= 1
     assert plan.depth * plan.slab_bytes <= staging_bytes
     for index in range(plan.num_rounds):
         slots = plan.slot_sizes(index)
-        assert sum(slots) <= plan.slab_bytes
-        for rank, slot in enumerate(slots):
+        assert sum(slots.values()) <= plan.slab_bytes
+        for rank, slot in slots.items():
             assert slot % PAGE_BYTES == 0
-            if rank not in plan.readers:
-                assert slot == 0
-                continue
-            needed = max(plan.chunk(index, rank).nbytes, NOTICE_BYTES)
+            needed = plan.chunk(index, rank).nbytes
             assert needed <= slot <= plan.largest_slot_bytes(rank)
             assert plan.even_slots or slot - needed < PAGE_BYTES
         if plan.even_slots:
@@ -100,7 +98,7 @@ def test_the_slabs_fit_into_staging_and_hold_every_slot(
 
 @given(plans(), st.data())
 def test_healing_keeps_blocks_whole(
-    drawn: tuple[list[TensorEntry], ReadPlan, int, int], data: st.DataObject
+    drawn: tuple[list[TensorEntry], TransferPlan, int, int], data: st.DataObject
 ) -> None:
     wanted, plan, _, block_bytes = drawn
     broken = data.draw(st.sets(st.sampled_from(plan.readers), max_size=len(plan.readers) - 1))
@@ -117,15 +115,17 @@ def test_healing_keeps_blocks_whole(
                 placed += wanted_bytes(plan, index, rank)
     assert sorted(placed) == list(range(sum(entry.nbytes for entry in wanted)))
     for index in range(left.num_rounds):
-        assert sum(left.slot_sizes(index)) <= plan.slab_bytes
-        assert max(left.slot_sizes(index)) <= max(map(plan.largest_slot_bytes, range(plan.world_size)))
+        assert sum(left.slot_sizes(index).values()) <= plan.slab_bytes
+        assert max(left.slot_sizes(index).values()) <= max(
+            map(plan.largest_slot_bytes, range(len(plan.demand.ranks)))
+        )
 
 
 @pytest.mark.parametrize("block_bytes", [MIB, 3 * MIB])
 @pytest.mark.parametrize("world", [4, 16, 48])
 def test_large_tensors_are_shared_evenly(world: int, block_bytes: int) -> None:
     wanted = entries(*[(97 * MIB + 13 * number, 0, False) for number in range(60)])
-    plan = plan_reads(
+    plan = plan_for_all(
         wanted,
         world_size=world,
         readers=range(world),
@@ -145,7 +145,7 @@ def test_large_tensors_are_shared_evenly(world: int, block_bytes: int) -> None:
     [(500, [500, 0, 0, 0]), (2500, [1000, 1000, 500, 0]), (5500, [2000, 1500, 1000, 1000])],
 )
 def test_few_blocks_for_many_readers(nbytes: int, shares: list[int]) -> None:
-    plan = plan_reads(
+    plan = plan_for_all(
         entries((nbytes, 0, False)),
         world_size=4,
         readers=range(4),
@@ -158,7 +158,7 @@ def test_few_blocks_for_many_readers(nbytes: int, shares: list[int]) -> None:
 
 def test_a_block_that_does_not_fit_says_what_to_do() -> None:
     with pytest.raises(OptionError, match=r"checksum blocks have 1048576: verify=False reads without"):
-        plan_reads(
+        plan_for_all(
             entries((1 << 22, 0, False)),
             world_size=2,
             readers=range(2),
@@ -171,7 +171,7 @@ def test_a_block_that_does_not_fit_says_what_to_do() -> None:
 def test_the_digest_tells_grids_apart() -> None:
     def digest(sizes: tuple[int, ...], block_bytes: int, even_slots: bool = False) -> str:
         wanted = entries(*[(size, 0, False) for size in sizes])
-        return plan_reads(
+        return plan_for_all(
             wanted, world_size=2, readers=range(2), staging_bytes=MIB, chunk_bytes=640,
             block_bytes=block_bytes, even_slots=even_slots,
         ).digest()  # fmt: skip
@@ -190,7 +190,7 @@ def test_the_digest_tells_grids_apart() -> None:
 def test_planning_a_large_job_takes_no_time_worth_naming() -> None:
     wanted = entries(*[(MIB, 8 * (number % 3 == 0), number % 1000 == 0) for number in range(100_000)])
     began = time.perf_counter()
-    plan = plan_reads(
+    plan = plan_for_all(
         wanted,
         world_size=1024,
         readers=range(1024),

@@ -11,9 +11,9 @@ import pytest
 
 from fastload.errors import StorageError
 from fastload.formats.manifest import FileEntry
+from fastload.geometry.extents import Span
 from fastload.storage import PatientStorage
 from fastload.storage.local import LocalStorage
-from fastload.transfer.plan import Span
 from fastload.transfer.read import ChunkReader
 from fastload.transfer.verify import refuse
 
@@ -30,9 +30,7 @@ def storage(tmp_path: Path) -> Iterator[PatientStorage]:
 
 def reader_of(storage: PatientStorage, name: str) -> ChunkReader:
     files = [FileEntry(name, len(_TEXT), "", "")]
-    reader = ChunkReader(storage, files, threads=1, verifier=None, on_damage=refuse)
-    reader.start()
-    return reader
+    return ChunkReader(storage, files, threads=1, verifier=None, on_damage=refuse)
 
 
 def test_a_thread_that_is_slow_to_end_is_no_read_under_way(storage: PatientStorage) -> None:

@@ -1,32 +1,32 @@
-"""What tells a chunk from the notice of a rank that could not read it."""
+"""What becomes of a chunk that could not be read, where nothing is exchanged."""
 
 from __future__ import annotations
 
 import torch
 
-from fastload.transfer.plan import DISTRESS_BYTES, NOTICE_BYTES
-from fastload.transfer.rounds import FAILED, UNREADABLE, Round, Slots
-
-_DISTRESS = bytes(range(100, 100 + DISTRESS_BYTES))
+from fastload.transfer.rounds import UNREADABLE, LocalExchange, Round, Slots
 
 
 def make_round() -> Round:
-    slots = Slots.cut(torch.zeros(3 * 64, dtype=torch.uint8), [64, 0, 64, 64])
-    parts = [slots.each[0][:NOTICE_BYTES], slots.each[1], torch.zeros(1000, dtype=torch.uint8), slots.each[3]]
-    return Round(7, _DISTRESS, slots, parts, parts[0])
+    slots = Slots.cut(torch.zeros(64, dtype=torch.uint8), {3: 64})
+    return Round(7, slots, {3: slots.each[3][:10]})
 
 
-def test_chunks_are_no_notices_whatever_is_in_them() -> None:
-    work = make_round()
-    almost = bytearray(_DISTRESS)
-    almost[-1] ^= 1
-    work.parts[2][:DISTRESS_BYTES] = torch.frombuffer(almost, dtype=torch.uint8)
-    work.parts[3][1 : 1 + DISTRESS_BYTES] = torch.frombuffer(bytearray(_DISTRESS), dtype=torch.uint8)
-    assert work.notices() == {}
+def test_a_slab_is_cut_into_a_slot_for_each_reader() -> None:
+    slots = Slots.cut(torch.arange(200, dtype=torch.uint8), {0: 64, 2: 32, 5: 64})
+    assert {rank: slot.tolist() for rank, slot in slots.each.items()} == {
+        0: list(range(64)),
+        2: list(range(64, 96)),
+        5: list(range(96, 160)),
+    }
+    assert slots.whole.numel() == 160
 
 
-def test_notices_are_found_in_slots_and_where_chunks_belong() -> None:
-    work = make_round()
-    work.mark(work.own, UNREADABLE)
-    work.mark(work.parts[2], FAILED)
-    assert work.notices() == {0: UNREADABLE, 2: FAILED}
+def test_the_status_of_a_chunk_is_told_beside_it() -> None:
+    exchange = LocalExchange(pinned=False)
+    good, bad = make_round(), make_round()
+    bad.status = UNREADABLE
+    for work in (good, bad):
+        exchange.start(work)
+        assert work.done.is_set()
+    assert (good.statuses, bad.statuses) == ({}, {3: UNREADABLE})

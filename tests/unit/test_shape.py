@@ -28,6 +28,10 @@ FILES = {
     "storage/site.py",
 }
 PURE = {
+    "geometry/blocks.py",
+    "geometry/box.py",
+    "geometry/extents.py",
+    "transfer/demand.py",
     "estimate/cadence.py",
     "formats/manifest.py",
     "formats/names.py",

@@ -1,0 +1,116 @@
+"""The buffers of the rounds in flight, and where in them, or beside them, each chunk comes to lie."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from fastload.transfer.plan import Chunk, TransferPlan
+from fastload.transfer.rounds import Exchange, Round, Slots
+
+__all__ = ["Places", "Slabs"]
+
+_LEAST_PIECE_BYTES = 16 << 10  # on average; to read into shorter pieces takes longer than to copy them
+
+
+class Places(Protocol):
+    """Where the bytes go: tensors, or files."""
+
+    def targets(self, start: int, nbytes: int, at_most: int) -> list[Tensor] | None:
+        """Returns host memory that a range of the wanted space belongs to, in at most so many pieces.
+
+        None if it is to be placed.
+        """
+        ...
+
+    def place(self, start: int, data: Tensor) -> None:
+        """Takes a range of the wanted space; it may go on doing so until `settle`."""
+        ...
+
+    def settle(self) -> None:
+        """Returns once everything placed so far has left the buffers it came from."""
+        ...
+
+
+class Slabs:
+    """One slab for each round in flight, used in turn.
+
+    A chunk that belongs into one piece of host memory gets that for its place, others a slot of the slab.
+
+    Args:
+        plan: The rounds.
+        rank: This one.
+        exchange: Allocates the slabs.
+        places: Where the bytes go in the end.
+
+    Attributes:
+        depth: How many rounds may be in flight.
+
+    Raises:
+        MemoryError: The slabs do not fit into memory.
+    """
+
+    def __init__(self, plan: TransferPlan, rank: int, exchange: Exchange, places: Places) -> None:
+        self.depth = min(plan.depth, plan.num_rounds)
+        self._rank = rank
+        self._places = places
+        own_bytes = plan.largest_slot_bytes(rank)
+        self._slabs = [exchange.allocate(plan.slab_bytes, own_bytes) for _ in range(self.depth)]
+        self._slots: dict[int, tuple[dict[int, int], Slots]] = {}
+        self._used = plan.exchanges
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slabs; they take no memory if everything is read to where it belongs."""
+        if not self._used:
+            return 0
+        return sum(slab.numel() + (own.numel() if own is not None else 0) for slab, own in self._slabs)
+
+    def lay_out(self, plan: TransferPlan, index: int, number: int) -> Round:
+        """Finds the memory for the chunks of a round.
+
+        Args:
+            plan: The rounds.
+            index: Which of them.
+            number: The same, counted over all plans.
+        """
+        slab, own = self._slabs[index % self.depth]
+        slots, chunk = self._cut(plan, index, slab), plan.chunk(index, self._rank)
+        if own is not None:  # slots are on a device, and all chunks go through them
+            self._used = True
+            own = own[: slots.each[self._rank].numel()] if self._rank in slots.each else own[:0]
+            return Round(number, slots, slots.each, buffers=[own[: chunk.nbytes]], own=own)
+        parts, placed = {}, set()
+        for rank, slot in slots.each.items():
+            coming = plan.chunk(index, rank)
+            if not coming.nbytes:
+                continue
+            if (targets := self._targets(plan, coming, at_most=1)) is not None:
+                placed.add(rank)
+            parts[rank] = targets[0] if targets is not None else slot[: coming.nbytes]
+        buffers = [parts[self._rank]] if self._rank in parts else []
+        if buffers and not placed and not plan.exchanges:
+            # With nobody to pass it on to, a chunk may be read into several tensors at once.
+            several = self._targets(plan, chunk, at_most=1 + chunk.nbytes // _LEAST_PIECE_BYTES)
+            if several is not None:
+                buffers, placed = several, {self._rank}
+        self._used |= bool(buffers) and self._rank not in placed
+        return Round(number, slots, parts, placed=placed, buffers=buffers)
+
+    def _targets(self, plan: TransferPlan, chunk: Chunk, at_most: int) -> list[Tensor] | None:
+        """Returns the host memory that a chunk belongs to; None if it has to be placed."""
+        pieces: list[Tensor] = []
+        for span in plan.spans(chunk):
+            targets = self._places.targets(span.start, span.nbytes, at_most - len(pieces))
+            if targets is None:
+                return None
+            pieces += targets
+        return pieces
+
+    def _cut(self, plan: TransferPlan, index: int, slab: Tensor) -> Slots:
+        """Cuts a slab anew only if the round has other slots than the one before it there."""
+        sizes, turn = plan.slot_sizes(index), index % self.depth
+        if turn not in self._slots or self._slots[turn][0] != sizes:
+            self._slots[turn] = sizes, Slots.cut(slab, sizes)
+        return self._slots[turn][1]

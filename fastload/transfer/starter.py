@@ -1,0 +1,87 @@
+"""Hands what was read to the exchange, in the order of the rounds."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import Future
+
+from fastload.base.threads import await_done, background
+from fastload.errors import Interrupted, StorageError
+from fastload.transfer.read import ChunkReader
+from fastload.transfer.rounds import FAILED, UNREADABLE, Exchange, Round
+
+__all__ = ["Starter"]
+
+
+class Starter:
+    """A thread that starts each round once this rank's chunk has been read, or could not be.
+
+    Args:
+        reader: Reads the chunks; is stopped once one of them could not be read.
+        exchange: Takes them to the other ranks.
+
+    Attributes:
+        read_error: What kept this rank from reading a chunk; None if nothing did.
+    """
+
+    def __init__(self, reader: ChunkReader, exchange: Exchange) -> None:
+        self.read_error: BaseException | None = None
+        self._reader = reader
+        self._exchange = exchange
+        self._posted: deque[tuple[Round, Future[None] | None]] = deque()
+        self._ready = threading.Condition()
+        self._ended = False
+        self._thread = background(self._start_all, "fastload-start")
+
+    def begin(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def post(self, work: Round, read: Future[None] | None) -> None:
+        """Has a round started as soon as a read has ended; at once if this rank has no chunk in it."""
+        with self._ready:
+            self._posted.append((work, read))
+            self._ready.notify()
+
+    def end(self) -> None:
+        """Lets the thread end after what it does now."""
+        with self._ready:
+            self._ended = True
+            self._ready.notify()
+
+    def close(self, *, wait_s: float) -> None:
+        """Waits for the thread, and lets go of everything."""
+        if self._thread.is_alive():
+            self._thread.join(wait_s)
+        self._posted.clear()
+        self.read_error = None  # else error → traceback → frame → self → error would keep the slabs alive
+
+    def _start_all(self) -> None:
+        while True:
+            with self._ready:
+                self._ready.wait_for(lambda: self._posted or self._ended)
+                if not self._posted:
+                    return
+                work, read = self._posted.popleft()
+            if read is not None:
+                try:  # no longer than the load goes on: storage may never answer
+                    await_done(read, give_up=lambda: self._ended)
+                except Interrupted:
+                    return
+            # Not result(): a raised error has this frame in its traceback, and so, in a cycle, itself.
+            error = read.exception() if read is not None else None
+            if error is not None:
+                work.status = self._note(error)
+            try:
+                self._exchange.start(work)
+            except Exception as error:
+                work.broke(error)
+                work.done.set()
+
+    def _note(self, error: BaseException) -> int:
+        """Keeps the first error of a read, and returns what the others are to be told."""
+        if self.read_error is None:
+            self.read_error = error
+            self._reader.stop()  # this rank drops out: what it has not begun to read, others will
+        return UNREADABLE if isinstance(self.read_error, StorageError) else FAILED
