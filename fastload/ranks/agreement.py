@@ -217,7 +217,10 @@ class World:
         """Raises on every rank if an outcome is an error; see `failures.raise_failures`."""
         if any(outcome.error is not None for outcome in outcomes):
             self.heard()
-            raise_failures(what, outcomes, self.rank, own)
+            try:
+                raise_failures(what, outcomes, self.rank, own)
+            finally:
+                del own  # else error → traceback → frame → error would keep all their memory alive
 
     def raise_missed(self, what: str, verdict: Verdict) -> NoReturn:
         """Raises what the others raised in a call that they made without this rank."""
