@@ -6,42 +6,54 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from fastload.errors import CheckpointExists, FastloadError, StorageError
 from fastload.storage import folders, leftovers
-from fastload.storage.local_target import LocalTarget, os_errors
+from fastload.storage.local_files import LocalFiles, os_errors
+from fastload.storage.local_target import LocalTarget
 from fastload.storage.names import Names
+from fastload.storage.pending import Pending
 from fastload.storage.site import read_list
+from fastload.storage.target import Written
 
 __all__ = ["LocalCopy"]
 
 _JOURNAL = "journal"
 
 
-class LocalCopy(LocalTarget):
+class LocalCopy:
     """Write access that outlives its process: the next one that makes the same copy goes on with it.
 
-    Its pending directory has a name that follows from what is copied, and holds a journal too. As long as
-    nobody goes on with it, it is what any dead save leaves behind, and cleaned away by the next one.
+    It is a local target of which the pending directory has a name that follows from what is copied, and
+    holds a journal too. As long as nobody goes on with it, that is what any dead save leaves behind, and
+    cleaned away by the next one.
 
-    Args are those of `LocalTarget`.
+    Args:
+        path: Where the copy will be; symbolic links in it are followed.
+        names: What files of a checkpoint are called.
+        io: ``auto``, ``buffered`` or ``direct``.
     """
 
     def __init__(self, path: str, names: Names, *, io: str) -> None:
-        super().__init__(path, names, io=io)
-        self._journal: int | None = None
+        self._receipt_name = names.receipt
+        self._target = LocalTarget(path, names, io=io, signs=(names.record, names.receipt))
+        self._sizes: dict[str, int] = {}
+        self._files: LocalFiles | None = None
+        self._journal: _Journal | None = None
 
     @property
-    def _signs(self) -> tuple[str, ...]:
-        return (self._names.record, self._names.receipt)
+    def url(self) -> str:
+        """Where the copy will be."""
+        return self._target.url
 
     @property
     def data_path(self) -> str:
         """Where the files are gathered."""
-        return self._place("")
+        assert self._files is not None
+        return self._files.place("")
 
     def resume(
         self, files: Sequence[tuple[str, int]], identity: str, *, overwrite: bool, damaged: bool = False
@@ -62,27 +74,30 @@ class LocalCopy(LocalTarget):
             OptionError: What is there is nobody's checkpoint, so it is not replaced.
             StorageError: There is no room, or no permission, or somebody makes the same copy just now.
         """
+        site = self._target.site
         self._sizes = dict(files)
         if not overwrite:
-            self._site.guard = self._require_unchanged
+            site.guard = self._require_unchanged
         try:
-            with os_errors(self._path):
-                self._site.check(list(self._sizes), overwrite=overwrite or damaged)
-            with os_errors(os.path.dirname(self._path)):
-                data = self._hold(leftovers.resume(self._path, self._site.parent, identity))
-            self.clean_abandoned()
+            with os_errors(self.url):
+                site.check(list(self._sizes), overwrite=overwrite or damaged)
+            with os_errors(os.path.dirname(self.url)):
+                pending = leftovers.resume(self.url, site.parent, identity)
+                self._files = self._target.hold(pending, self._sizes)
+            self._target.clean_abandoned()
             for file, nbytes in files:
-                with os_errors(self._place(file), 0, nbytes):
-                    _make_room(file, nbytes, data)
-            return self._open_journal()
+                with os_errors(self._files.place(file), 0, nbytes):
+                    _make_room(file, nbytes, self._files.folder)
+            self._journal = _Journal(pending, self._target.written)
+            return self._journal.read()
         except FastloadError:
             self.abort()
             raise
 
     def files(self) -> list[dict[str, Any]]:
         """Returns how the files are now, for the receipt: so they stay unless somebody changes them."""
-        assert self._data is not None
-        found = {name: os.stat(name, dir_fd=self._data) for name in self._sizes}
+        assert self._files is not None
+        found = {name: os.stat(name, dir_fd=self._files.folder) for name in self._sizes}
         return [
             {"name": name, "nbytes": each.st_size, "mtime_ns": each.st_mtime_ns}
             for name, each in found.items()
@@ -94,37 +109,77 @@ class LocalCopy(LocalTarget):
         A file that was written to has another time or size than its receipt says; one that rotted has not.
         """
         try:
-            files = json.loads(read_list(self._names.receipt, there))["files"]
+            files = json.loads(read_list(self._receipt_name, there))["files"]
             changed = [file["name"] for file in files if _is_changed(there, **file)]
         except (ValueError, TypeError, KeyError, RecursionError):
-            changed = [self._names.receipt]
+            changed = [self._receipt_name]
         if changed:
             raise CheckpointExists(
-                f"{self._path} is a copy of this checkpoint that was changed since: {changed[:5]}: "
+                f"{self.url} is a copy of this checkpoint that was changed since: {changed[:5]}: "
                 "to replace it, ask for overwrite=True (--overwrite)"
             )
+
+    def write(self, name: str, offset: int, data: memoryview) -> None:
+        """Writes a range, as a target does."""
+        self._target.write(name, offset, data)
 
     def note(self, entries: bytes) -> None:
         """Adds to the journal."""
         assert self._journal is not None
-        path = os.path.join(self._pending_path, _JOURNAL)
-        with self._noted(), os_errors(path):
-            if os.write(self._journal, entries) != len(entries):
-                raise StorageError(os.strerror(errno.ENOSPC), url=path)
+        self._journal.add(entries)
+
+    def flush(self) -> dict[str, Any]:
+        """Makes what was written durable, as a target does; returns the receipt."""
+        return self._target.flush()
+
+    def publish(
+        self,
+        receipts: Sequence[Mapping[str, Any]],
+        small_files: Sequence[tuple[str, bytes]],
+        *,
+        overwrite: bool,
+    ) -> None:
+        """Makes the copy exist, as a target does."""
+        self._target.publish(receipts, small_files, overwrite=overwrite)
+
+    def abort(self) -> None:
+        """Gives up, and removes what is pending; never raises."""
+        self._target.abort()
+        self.close()
 
     def close(self) -> None:
+        """Lets go of what is pending, for the next one that makes the same copy."""
         if self._journal is not None:
-            os.close(self._journal)
+            self._journal.close()
             self._journal = None
-        super().close()
+        self._target.close()
 
-    def _open_journal(self) -> bytes:
-        assert self._held is not None
-        with os_errors(os.path.join(self._pending_path, _JOURNAL)):
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-            self._journal = folders.open_file(_JOURNAL, self._held.folder, flags)
-            with os.fdopen(os.dup(self._journal), "rb") as file:
-                return file.read()
+
+class _Journal:
+    """What is noted of a copy, in its pending directory.
+
+    Args:
+        pending: The directory.
+        written: Where errors are noted.
+    """
+
+    def __init__(self, pending: Pending, written: Written) -> None:
+        self._path = os.path.join(pending.path, _JOURNAL)
+        self._written = written
+        with os_errors(self._path):
+            self._file = folders.open_file(_JOURNAL, pending.folder, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+
+    def read(self) -> bytes:
+        with os_errors(self._path), os.fdopen(os.dup(self._file), "rb") as file:
+            return file.read()
+
+    def add(self, entries: bytes) -> None:
+        with self._written.noted(), os_errors(self._path):
+            if os.write(self._file, entries) != len(entries):
+                raise StorageError(os.strerror(errno.ENOSPC), url=self._path)
+
+    def close(self) -> None:
+        os.close(self._file)
 
 
 def _make_room(name: str, nbytes: int, folder: int) -> None:

@@ -33,6 +33,7 @@ from fastload.storage.owner import Owner
 from fastload.storage.target import new_token, saved_name
 
 __all__ = [
+    "DATA",
     "NOT_FREE",
     "OWNER",
     "Pending",
@@ -42,6 +43,7 @@ __all__ = [
     "insist",
     "lock",
     "make",
+    "open_data",
     "remove",
 ]
 
@@ -49,8 +51,10 @@ NOT_FREE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 """How a rename of a directory fails where something stands in its place."""
 OWNER = "owner.json"
 """The file in a pending directory that says whose it is."""
+DATA = "data"
+"""The directory in it that becomes the checkpoint."""
 
-_DATA, _OLD, _NAME = "data", "old", "name"
+_OLD, _NAME = "old", "name"
 _SAVING, _REMOVED = "saving", "removed"
 _NUM_TRIES = 10
 _FIRST_PAUSE_S = 0.002  # doubled from try to try: 2 s in all
@@ -84,12 +88,12 @@ class Pending:
         if not os.fstat(self.owner).st_nlink:
             return False
         with suppress(FileExistsError):
-            os.mkdir(_DATA, dir_fd=self.folder)
+            os.mkdir(DATA, dir_fd=self.folder)
         return True
 
     def open_data(self) -> int:
         """Opens the directory in it that becomes the checkpoint; the descriptor is the caller's."""
-        return open_folder(_DATA, self.folder)
+        return open_folder(DATA, self.folder)
 
     def restore(self) -> None:
         """Puts back what was moved aside for a new checkpoint that never came."""
@@ -198,6 +202,15 @@ def make(place: str, path: str, parent: int) -> Pending | None:
 def _close(files: list[int]) -> None:
     for file in files:
         os.close(file)
+
+
+def open_data(path: str) -> int:
+    """Opens the directory that becomes the checkpoint in a pending one that another process holds."""
+    folder = open_folder(path)
+    try:
+        return open_folder(DATA, folder)
+    finally:
+        os.close(folder)
 
 
 def lock(file: int) -> bool | None:

@@ -207,7 +207,7 @@ def test_pending_directories_are_entered_by_their_user_only(shared: Path) -> Non
     try:
         target = LocalTarget(str(shared / "a"), NAMES, io="auto")
         target.prepare([("x", 1)], overwrite=False)
-        assert stat.S_IMODE(os.stat(target._pending_path).st_mode) == 0o700
+        assert stat.S_IMODE(os.stat(target._pending.path).st_mode) == 0o700
         target.write("x", 0, memoryview(b"x"))
         target.publish([target.flush()], [("fastload.json", b"{}")], overwrite=False)
         target.close()

@@ -21,7 +21,7 @@ FILES = {
     "storage/leftovers.py",
     "storage/local.py",
     "storage/local_copy.py",
-    "storage/local_target.py",
+    "storage/local_files.py",
     "storage/own_files.py",
     "storage/owner.py",
     "storage/pending.py",
