@@ -88,8 +88,8 @@ def outcome_of(call: Callable[[], Any]) -> Outcome:
 
 
 def fastload_threads() -> list[str]:
-    """Names the threads that are still there after a moment."""
-    limit = time.monotonic() + 0.5
+    """Names the threads that do not end although a busy machine has the time for it."""
+    limit = time.monotonic() + SLACK_S
     while names := [thread.name for thread in threading.enumerate() if thread.name.startswith("fastload")]:
         if time.monotonic() > limit:
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
@@ -55,14 +56,17 @@ def test_every_steps(rank: int, world: int, tmp_path: Path) -> list[int]:
 @ranks(3, same=True)
 def test_every_seconds_is_the_same_step_on_all_ranks(rank: int, world: int, tmp_path: Path) -> list[int]:
     """The ranks do not keep step, so that each would decide in another one by its own clock."""
-    answers = []
+    answers: list[int] = []
+    began = time.monotonic()
     with manage(tmp_path, every_seconds=0.3) as manager:
-        for step in range(160):
+        for step in itertools.count():
             time.sleep(0.002 * (1 + (rank + step) % 3))
             if manager.should_save(step):
                 answers.append(step)
             assert manager.should_save(step) == (answers[-1:] == [step]), "asking twice changes nothing"
-    assert 1 <= len(answers) <= 4
+            if len(answers) == 3:
+                break
+    assert time.monotonic() - began > 0.6
     return answers
 
 
@@ -99,7 +103,8 @@ def test_slow_steps_learn_of_a_signal_in_the_next_ones(rank: int, world: int, tm
         for step in range(12):
             if rank == 2 and step == 3:
                 os.kill(os.getpid(), signal.SIGUSR1)
-            time.sleep(0.4)
+            time.sleep(4.0 if step == 3 else 0.4)  # in which rank 0 hears of it, also on a busy machine
+            dist.barrier()  # as a training does when it sums gradients
             manager.should_save(step)
             if manager.stop_requested:
                 break
@@ -427,19 +432,18 @@ def warned(name: str) -> Iterator[list[str]]:
 def test_the_interval_follows_from_what_saves_take(rank: int, world: int, tmp_path: Path) -> None:
     """Failures every 40 s and steps of 20 ms: the first save comes soon, the others as the stall allows."""
     with manage(tmp_path, every="auto", mtbf_s=40.0, restart_s=0.0, budget=0.1) as manager:
-        saved = []
-        for step in range(1, 200):
+        saved: list[int] = []
+        for step in itertools.count(1):
             time.sleep(0.02 if rank == 0 else 0.0)
             if manager.should_save(step):
                 manager.save(step, {"weight": torch.zeros(1000) + step, "step": step})
                 saved.append(step)
-                if len(saved) == 5:
+                if len(saved) == 3:
                     break
         manager.wait()
         seen: list[Any] = [None] * world
         dist.all_gather_object(seen, saved)
         assert seen[0] == seen[1]
-        assert len(saved) >= 2
         assert saved[0] >= 2
     with pytest.raises(OptionError, match="needs mtbf_s="):
         fastload.CheckpointManager(tmp_path, every="auto")

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import fastload
 from fastload.estimate.simulate import Cluster, predict
@@ -15,6 +17,7 @@ from tests.dist.harness import ranks
 
 _BYTES_PER_S = 16e6  # slow enough for a machine that does other things too
 _NUM_BYTES = 24 << 20
+_NUM_TRIALS = 5  # what else the machine does may make a load slower, but none faster
 
 
 @pytest.fixture
@@ -23,26 +26,33 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@ranks(2)
+@ranks(2, deadline_s=90)
 @pytest.mark.parametrize("strategy", ["allgather", "broadcast", "direct"])
 def test_a_load_takes_as_long_as_predicted(rank: int, world: int, folder: Path, strategy: str) -> None:
-    ThrottledFiles.link = Link(str(folder / "link"), _BYTES_PER_S)
     options = fastload.LoadOptions(strategy=strategy, timeout_s=30)
-    began = time.perf_counter()
-    with fastload.open(f"throttled://{folder}/checkpoint", options=options) as checkpoint:
-        checkpoint.load()
-    measured_s = time.perf_counter() - began
     cluster = Cluster(
         num_hosts=1, ranks_per_host=world, host_bytes_per_s=1e9, storage_bytes_per_s=_BYTES_PER_S
     )
-    done = predict(
-        checkpoint.manifest.tensors,
-        cluster,
-        strategy,
-        staging_bytes=options.staging_bytes,
-        chunk_bytes=options.chunk_bytes,
-    )
-    assert checkpoint.report is not None
-    assert done.storage_bytes == checkpoint.report.bytes_read
-    assert (done.plan.num_rounds, done.plan.depth) == (checkpoint.report.num_rounds, checkpoint.report.depth)
-    assert 0.85 * done.total_s < measured_s < 1.4 * done.total_s + 0.3
+    for trial in range(_NUM_TRIALS):
+        ThrottledFiles.link = Link(str(folder / f"link{trial}"), _BYTES_PER_S)
+        dist.barrier()
+        began = time.perf_counter()
+        with fastload.open(f"throttled://{folder}/checkpoint", options=options) as checkpoint:
+            checkpoint.load()
+        measured_s = torch.tensor(time.perf_counter() - began)
+        done = predict(
+            checkpoint.manifest.tensors,
+            cluster,
+            strategy,
+            staging_bytes=options.staging_bytes,
+            chunk_bytes=options.chunk_bytes,
+        )
+        report = checkpoint.report
+        assert report is not None
+        assert done.storage_bytes == report.bytes_read
+        assert (done.plan.num_rounds, done.plan.depth) == (report.num_rounds, report.depth)
+        assert measured_s > 0.85 * done.total_s
+        dist.all_reduce(measured_s, dist.ReduceOp.MAX)
+        if measured_s < 1.4 * done.total_s + 0.3:
+            return
+    raise AssertionError(f"{measured_s:.2f} s instead of {done.total_s:.2f} s, in the last of {_NUM_TRIALS}")

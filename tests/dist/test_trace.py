@@ -16,7 +16,7 @@ from tests.checkpoints import assert_same_bits, load_reference, write_file
 from tests.dist.harness import ranks
 
 _APART_S = 1000.0
-_TOLERANCE_S = 0.02  # of clocks compared through a store, on a busy machine
+_TOLERANCE_S = 0.2  # of clocks compared through a store, on a busy machine
 
 
 @pytest.fixture

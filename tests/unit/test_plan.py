@@ -295,12 +295,12 @@ def test_the_digest_is_the_same_in_every_process(elsewhere: Callable[[Any], str]
 
 def test_planning_a_large_job_takes_no_time_worth_naming() -> None:
     wanted = entries(*[(1 << 20, 8 * (number % 3 == 0), number % 1000 == 0) for number in range(100_000)])
-    began = time.perf_counter()
+    began = time.process_time()
     plan = plan_for_all(
         wanted, world_size=1024, readers=range(1024), staging_bytes=256 << 20, chunk_bytes=None
     )
     plan.digest()
     for index in (0, plan.num_rounds // 2, plan.num_rounds - 1):
         plan.spans(plan.chunk(index, plan.readers[-1]))
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
     assert plan.total_bytes == 100_000 << 20

@@ -189,7 +189,7 @@ def test_the_digest_tells_grids_apart() -> None:
 
 def test_planning_a_large_job_takes_no_time_worth_naming() -> None:
     wanted = entries(*[(MIB, 8 * (number % 3 == 0), number % 1000 == 0) for number in range(100_000)])
-    began = time.perf_counter()
+    began = time.process_time()
     plan = plan_for_all(
         wanted,
         world_size=1024,
@@ -201,5 +201,5 @@ def test_planning_a_large_job_takes_no_time_worth_naming() -> None:
     plan.digest()
     for index in (0, plan.num_rounds // 2, plan.num_rounds - 1):
         plan.spans(plan.chunk(index, plan.readers[-1]))
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
     assert plan.total_bytes == 100_000 * MIB

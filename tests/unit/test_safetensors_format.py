@@ -365,7 +365,7 @@ def test_header_of_100_000_tensors_is_fast() -> None:
     tensors, _ = parse_header(header, 8 + len(header) + 1_600_000, "u")
     took_s = time.process_time() - start_s
     assert len(tensors) == 100_000
-    assert took_s < 3.0  # 1.1 on a slow core; a quadratic step takes minutes
+    assert took_s < 30.0  # 1.1 on a slow core; a quadratic step takes minutes
 
 
 # dtypes
