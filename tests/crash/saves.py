@@ -16,7 +16,7 @@ import torch.distributed as dist
 import fastload
 from fastload.errors import CheckpointNotFound, PeerError
 from tests.crash.tracer import Fault, striking
-from tests.dist.faults import fastload_threads
+from tests.dist.faults import SLACK_S, fastload_threads
 from tests.dist.harness import run_ranks
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
 ]
 
 TIMEOUT_S = 1.6
-SLACK_S = 10.0  # for two cores that others keep busy
 _MIB = 1 << 20
 
 
@@ -148,7 +147,7 @@ def save_all_struck(cases: Sequence[Struck], store: Any = "agent") -> list[list[
     dies = {
         3 * number + rank: signum for number, case in enumerate(cases) for rank, signum in case.dies.items()
     }
-    ends = run_ranks(attempt, 3 * len(cases), deadline_s=30, dies=dies, store=store, cases=cases)
+    ends = run_ranks(attempt, 3 * len(cases), dies=dies, store=store, cases=cases)
     return [
         [ends[3 * number + rank] for rank in range(3) if rank not in case.dies]
         for number, case in enumerate(cases)
@@ -202,7 +201,7 @@ def _again(rank: int, world: int, paths: Sequence[Path], version: int) -> None:
 
 def save_again(*paths: Path, version: int = 3) -> None:
     """The next saves: they succeed, and clean what is left of those before."""
-    run_ranks(_again, 2, deadline_s=30, paths=paths, version=version)
+    run_ranks(_again, 2, paths=paths, version=version)
     for path in paths:
         require_whole(path, version)
         assert leftovers(path.parent) == []

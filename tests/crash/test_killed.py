@@ -168,7 +168,7 @@ def test_dies_between_data_and_commit(tmp_path: Path, victim: int, left: int, ba
     path = tmp_path / "a"
     save(state(1), path, background=False)
     ends = run_ranks(
-        die_in_between, 3, deadline_s=30, dies={victim: signal.SIGKILL},
+        die_in_between, 3, dies={victim: signal.SIGKILL},
         path=path, victim=victim, overwrite=True, background=background,
     )  # fmt: skip
     require_named([end for rank, end in enumerate(ends) if rank != victim], {victim: LATE})
@@ -183,7 +183,7 @@ def never_come(rank: int, world: int, path: Path, **how: Any) -> End | None:
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 def test_rank_that_never_comes(tmp_path: Path, background: bool) -> None:
     save(state(1), tmp_path / "a", background=False)
-    ends = run_ranks(never_come, 3, deadline_s=30, path=tmp_path / "a", overwrite=True, background=background)
+    ends = run_ranks(never_come, 3, path=tmp_path / "a", overwrite=True, background=background)
     require_named([ends[0], ends[2]], {1: LATE})
     require_whole(tmp_path / "a", 1)
     assert leftovers(tmp_path) == []

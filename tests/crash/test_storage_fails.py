@@ -152,7 +152,7 @@ def test_a_rank_that_cannot_even_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others learn why, and need not wait for it until their patience ends."""
     monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    ends = run_ranks(cannot_begin, 3, deadline_s=40)
+    ends = run_ranks(cannot_begin, 3)
     assert ends[1].kind == "OptionError", ends
     for end in (ends[0], ends[2]):
         assert "OptionError: cannot open s3://bucket: " in end.text, ends

@@ -26,8 +26,8 @@ from fastload.transfer.rounds import LocalExchange
 from fastload.storage.local import LocalStorage
 
 TIMEOUT_S = 1.6
-SLACK_S = 10.0  # for two cores that others keep busy
-PATIENT_S = 16.0  # where what happens takes a moment and the wait for it would take this long
+SLACK_S = 30.0  # for two cores that others keep busy
+PATIENT_S = 50.0  # where what happens takes a moment and the wait for it would take this long
 TOLD_S = 0.6 * PATIENT_S  # less than any wait
 CHUNK_BYTES = 64 << 10
 NUM_BYTES = 3 * 12 * CHUNK_BYTES  # with 3 ranks: 12 rounds

@@ -113,7 +113,7 @@ def test_malformed_checkpoint_is_refused_alike_everywhere(tmp_path: Path, world:
         for file, data in files.items():
             (tmp_path / "bad" / name / file).write_bytes(data)
     (tmp_path / "bad" / "outside.safetensors").rename(tmp_path / "outside.safetensors")
-    ends = run_ranks(refuse_all, world, same=True, deadline_s=40, root=tmp_path)
+    ends = run_ranks(refuse_all, world, same=True, root=tmp_path)
     assert set(ends[0]) == {f"{name}.safetensors" for name in BAD_FILES} | set(BAD_DIRECTORIES)
     for name, (kind, text) in ends[0].items():
         assert kind == "ManifestError", (name, kind, text)
@@ -138,7 +138,7 @@ def shrink_while_read(rank: int, world: int, path: Path, when: str, strategy: st
 @pytest.mark.parametrize("when", ["between", "progress"])
 def test_file_that_shrinks_is_an_error_with_its_place(tmp_path: Path, world: int, when: str) -> None:
     path = checkpoint(tmp_path / "x.safetensors")
-    ends = run_ranks(shrink_while_read, world, deadline_s=20, path=path, when=when, strategy="allgather")
+    ends = run_ranks(shrink_while_read, world, path=path, when=when, strategy="allgather")
     assert len({tuple(end.causes.items()) for end in ends}) == 1
     for end in ends:
         assert end.seconds < TIMEOUT_S + SLACK_S
@@ -161,7 +161,7 @@ def replace_while_open(rank: int, world: int, path: Path, other: Path) -> None:
 
 def test_file_replaced_after_open_is_read_as_it_was(tmp_path: Path) -> None:
     path, other = checkpoint(tmp_path / "x.safetensors"), checkpoint(tmp_path / "y.safetensors", fill=1)
-    run_ranks(replace_while_open, 3, deadline_s=30, path=path, other=other)
+    run_ranks(replace_while_open, 3, path=path, other=other)
 
 
 def denied(rank: int, world: int, path: Path) -> Outcome:
@@ -179,7 +179,7 @@ def test_permission_denied_on_one_rank(tmp_path: Path) -> None:
         pytest.skip("needs root, to take rights from one rank")
     path = checkpoint(tmp_path / "x.safetensors")
     path.chmod(0o600)
-    ends = run_ranks(denied, 3, deadline_s=30, path=path)
+    ends = run_ranks(denied, 3, path=path)
     for end in ends:
         assert (end.kind, end.causes) == ("PeerError", {1: "StorageError"})
         assert "EACCES" in end.text
@@ -211,7 +211,7 @@ BIG_BYTES = 120 << 20
 @pytest.mark.parametrize("what", ["tensors", "slabs"])
 def test_memory_of_one_rank_is_not_enough(tmp_path: Path, what: str) -> None:
     path = checkpoint(tmp_path / "x.safetensors", BIG_BYTES)
-    ends = run_ranks(starve, 3, deadline_s=40, path=path, what=what)
+    ends = run_ranks(starve, 3, path=path, what=what)
     for end in ends:
         assert (end.kind, end.causes) == ("PeerError", {1: "MemoryError"}), end
         assert "allocate" in end.text or "stage" in end.text
@@ -237,7 +237,7 @@ def differ(rank: int, world: int, path: Path, other: Path) -> dict[str, tuple[st
 
 def test_ranks_that_do_not_ask_for_the_same(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "x.safetensors")
-    ends = run_ranks(differ, 3, same=True, deadline_s=40, path=path, other=tmp_path / "nothing.safetensors")
+    ends = run_ranks(differ, 3, same=True, path=path, other=tmp_path / "nothing.safetensors")
     for what, (kind, text) in ends[0].items():
         assert kind == "PlanMismatch"
         assert f"{what}: rank 0" in text
@@ -259,7 +259,7 @@ def unusable(rank: int, world: int, path: Path) -> list[Outcome]:
 
 
 def test_rank_that_cannot_begin_tells_the_others(tmp_path: Path) -> None:
-    ends = run_ranks(unusable, 3, deadline_s=30, path=checkpoint(tmp_path / "x.safetensors"))
+    ends = run_ranks(unusable, 3, path=checkpoint(tmp_path / "x.safetensors"))
     for environment, path, scheme in ends:
         assert environment.causes == {1: "OptionError"}
         assert "FASTLOAD_RETRIES" in environment.text
@@ -279,7 +279,7 @@ def misfit(rank: int, world: int, path: Path) -> Outcome:
 
 
 def test_into_that_fits_on_all_ranks_but_one(tmp_path: Path) -> None:
-    for end in run_ranks(misfit, 3, deadline_s=20, path=checkpoint(tmp_path / "x.safetensors")):
+    for end in run_ranks(misfit, 3, path=checkpoint(tmp_path / "x.safetensors")):
         assert (end.kind, end.causes) == ("PeerError", {2: "MismatchError"})
         assert end.details[2]["missing"] == ("c",)
         assert end.details[2]["unexpected"] == ("b",)
@@ -328,7 +328,7 @@ def heal(rank: int, world: int, path: Path) -> int:
 @pytest.mark.parametrize("world", [1, 3])
 def test_transient_error_heals_and_is_counted(tmp_path: Path, world: int) -> None:
     path = checkpoint(tmp_path / "x.safetensors")
-    assert run_ranks(heal, world, same=True, deadline_s=30, path=path)[0] == faults.NUM_BYTES
+    assert run_ranks(heal, world, same=True, path=path)[0] == faults.NUM_BYTES
 
 
 def stay_broken(rank: int, world: int, path: Path, error: OSError) -> Outcome:
@@ -349,7 +349,7 @@ def test_error_that_stays_names_rank_url_range_and_attempts(
     tmp_path: Path, error: OSError, attempts: int
 ) -> None:
     path = checkpoint(tmp_path / "x.safetensors")
-    for end in run_ranks(stay_broken, 3, deadline_s=30, path=path, error=error):
+    for end in run_ranks(stay_broken, 3, path=path, error=error):
         assert (end.kind, end.causes) == ("PeerError", {0: "StorageError"})
         cause = end.details[0]
         assert cause["url"] == f"flaky://{path}"
@@ -381,7 +381,7 @@ def test_storage_that_never_answers_one_rank(
     tmp_path: Path, world: int, strategy: str, patience: float
 ) -> None:
     path = checkpoint(tmp_path / "x.safetensors")
-    ends = run_ranks(hang, world, deadline_s=20, path=path, strategy=strategy, patience=patience)
+    ends = run_ranks(hang, world, path=path, strategy=strategy, patience=patience)
     for end in ends:
         assert end.seconds < TIMEOUT_S + SLACK_S
         assert "storage did not answer" in end.text
@@ -423,7 +423,7 @@ def answer_late(rank: int, world: int, path: Path, other: Path) -> None:
 
 def test_read_that_outlasts_its_load_does_no_harm(tmp_path: Path) -> None:
     path, other = checkpoint(tmp_path / "x.safetensors"), checkpoint(tmp_path / "y.safetensors", fill=1)
-    run_ranks(answer_late, 1, deadline_s=20, path=path, other=other)
+    run_ranks(answer_late, 1, path=path, other=other)
 
 
 def vanish(rank: int, world: int, path: Path) -> Outcome:
@@ -436,6 +436,6 @@ def vanish(rank: int, world: int, path: Path) -> Outcome:
 
 def test_checkpoint_that_vanishes_is_not_found_on_every_rank(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "x.safetensors")
-    ends = run_ranks(vanish, 3, deadline_s=20, path=path)
+    ends = run_ranks(vanish, 3, path=path)
     assert {end.kind for end in ends} == {"CheckpointNotFound"}
     assert len({end.text for end in ends}) == 1

@@ -87,7 +87,7 @@ def run_cases(path: Path, *cases: Case, size: int = 3, store: Any = "agent") -> 
         for victim, signum in case.victims.items()
     }
     ends = run_ranks(
-        load_and_fail, size * len(cases), deadline_s=20, dies=dies, store=store,
+        load_and_fail, size * len(cases), dies=dies, store=store,
         path=checkpoint(path), cases=cases,
     )  # fmt: skip
     for number, case in enumerate(cases):
@@ -159,7 +159,7 @@ def fail_to_connect(rank: int, world: int, path: Path) -> Outcome:
 
 def test_ranks_that_wait_for_one_that_cannot_connect_are_told(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "x.safetensors")
-    for end in run_ranks(fail_to_connect, 3, deadline_s=20, path=path):
+    for end in run_ranks(fail_to_connect, 3, path=path):
         assert end.kind == "PeerError"
         assert "nowhere0" in end.text
         assert "did not answer" not in end.text
@@ -180,7 +180,7 @@ def load_and_resume(rank: int, world: int, path: Path, notes: Path) -> Outcome:
 
 def test_rank_that_goes_on_too_late_raises_what_the_others_raised(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "x.safetensors")
-    ends = run_ranks(load_and_resume, 3, deadline_s=20, path=path, notes=tmp_path)
+    ends = run_ranks(load_and_resume, 3, path=path, notes=tmp_path)
     assert [end.kind for end in ends] == ["PeerError"] * 3
     assert [set(end.causes) for end in ends] == [{1}] * 3, ends
     assert all(end.seconds < TIMEOUT_S + SLACK_S for end in ends if end is not ends[1])
@@ -231,7 +231,7 @@ def fail(error: BaseException) -> None:
 @pytest.mark.parametrize("raises", RAISES)
 def test_any_exception_on_one_rank_is_told_to_all(tmp_path: Path, raises: str, stage: str) -> None:
     path = checkpoint(tmp_path / "x.safetensors")
-    ends = run_ranks(raise_and_load_again, 3, deadline_s=30, path=path, raises=raises, stage=stage)
+    ends = run_ranks(raise_and_load_again, 3, path=path, raises=raises, stage=stage)
     kinds = [end.kind for end in ends]
     own = {"interrupt": "KeyboardInterrupt", "exit": "SystemExit"}.get(raises, "PeerError")
     assert kinds == ["PeerError", own, "PeerError"], ends
@@ -254,7 +254,7 @@ def raise_in_progress(rank: int, world: int, path: Path) -> Outcome:
 
 
 def test_exception_in_a_progress_callback(tmp_path: Path) -> None:
-    ends = run_ranks(raise_in_progress, 3, deadline_s=20, path=checkpoint(tmp_path / "x.safetensors"))
+    ends = run_ranks(raise_in_progress, 3, path=checkpoint(tmp_path / "x.safetensors"))
     assert [end.causes for end in ends] == [{2: "LookupError"}] * 3
 
 
@@ -274,7 +274,7 @@ def load_in_groups(rank: int, world: int, path: Path) -> Outcome | None:
 
 def test_failure_of_one_group_leaves_the_other_alone(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "x.safetensors")
-    ends = run_ranks(load_in_groups, 4, deadline_s=30, dies={3: KILL}, path=path)
+    ends = run_ranks(load_in_groups, 4, dies={3: KILL}, path=path)
     assert set(ends[2].causes) == {1}, "its rank in the group"
 
 
@@ -292,7 +292,7 @@ def interrupt_in_agreement(rank: int, world: int, path: Path) -> Outcome | None:
 
 
 def test_interrupt_ends_the_wait_for_others(tmp_path: Path) -> None:
-    ends = run_ranks(interrupt_in_agreement, 2, deadline_s=20, path=checkpoint(tmp_path / "x.safetensors"))
+    ends = run_ranks(interrupt_in_agreement, 2, path=checkpoint(tmp_path / "x.safetensors"))
     assert ends[0].kind == "KeyboardInterrupt"
     assert ends[0].seconds < 30, "it would have waited for 60 s"
 
@@ -308,7 +308,7 @@ def store_host_dies_outside(rank: int, world: int, path: Path) -> Outcome:
 
 def test_nobody_of_the_group_is_blamed_for_the_store(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "x.safetensors")
-    ends = run_ranks(store_host_dies_outside, 3, deadline_s=20, dies={0: KILL}, store="rank0", path=path)
+    ends = run_ranks(store_host_dies_outside, 3, dies={0: KILL}, store="rank0", path=path)
     for end in ends[1:]:
         assert (end.kind, end.causes) == ("PeerError", {})
         assert "rank 0 of the job" in end.text
@@ -329,7 +329,7 @@ def fail_and_exit(rank: int, world: int, path: Path, stage: str, how: str) -> No
 def test_process_exits_cleanly_after_a_failure(tmp_path: Path, stage: str, how: str) -> None:
     path = checkpoint(tmp_path / "x.safetensors")
     dies = {1: KILL} if how == "die" else None
-    run_ranks(fail_and_exit, 3, deadline_s=20, dies=dies, path=path, stage=stage, how=how)
+    run_ranks(fail_and_exit, 3, dies=dies, path=path, stage=stage, how=how)
 
 
 def exit_with_a_busy_thread(rank: int, world: int) -> None:
@@ -347,7 +347,7 @@ def exit_with_a_busy_thread(rank: int, world: int) -> None:
 
 
 def test_no_thread_of_ours_returns_when_the_interpreter_is_gone() -> None:
-    run_ranks(exit_with_a_busy_thread, 2, deadline_s=20)
+    run_ranks(exit_with_a_busy_thread, 2)
 
 
 def kept_after_failure(rank: int, world: int, path: Path, what: str) -> None:
@@ -396,7 +396,7 @@ def kept_after_failure(rank: int, world: int, path: Path, what: str) -> None:
 @pytest.mark.parametrize(("world", "what"), [(3, "raise"), (3, "read"), (3, "all-read"), (1, "raise"), (1, "read")])
 def test_nothing_is_kept_after_failures(tmp_path: Path, world: int, what: str) -> None:
     path = checkpoint(tmp_path / "x.safetensors")
-    run_ranks(kept_after_failure, world, deadline_s=40, path=path, what=what)
+    run_ranks(kept_after_failure, world, path=path, what=what)
 
 
 def short_deadline(rank: int, world: int, path: Path) -> Outcome:
@@ -429,9 +429,9 @@ def fall_behind(rank: int, world: int, path: Path) -> None:
 
 
 def test_slow_rank_that_gets_on_is_waited_for(tmp_path: Path) -> None:
-    run_ranks(fall_behind, 3, deadline_s=30, path=checkpoint(tmp_path / "x.safetensors"))
+    run_ranks(fall_behind, 3, path=checkpoint(tmp_path / "x.safetensors"))
 
 
 def test_deadline_below_a_second_still_names_the_one_that_failed(tmp_path: Path) -> None:
-    ends = run_ranks(short_deadline, 3, deadline_s=20, path=checkpoint(tmp_path / "x.safetensors"))
+    ends = run_ranks(short_deadline, 3, path=checkpoint(tmp_path / "x.safetensors"))
     assert [set(end.causes) for end in ends] == [{1}] * 3, ends

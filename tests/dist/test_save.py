@@ -212,7 +212,7 @@ def test_fewer_writers_than_ranks(rank: int, world: int, tmp_path: Path) -> None
 
 
 def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
-    run_ranks(train, 2, path=tmp_path / "step", deadline_s=60)
+    run_ranks(train, 2, path=tmp_path / "step")
 
 
 def train(rank: int, world: int, path: Path) -> None:

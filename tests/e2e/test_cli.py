@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,23 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")  # what is for a terminal; tab
 pytestmark = pytest.mark.timeout(120)
 
 
-def run(*arguments: str, ranks: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | environment
+def environ(**variables: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FASTLOAD_")}
-    if not ranks:
-        return run_forked(arguments, cwd=ROOT, env=kept | variables, timeout=100)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return kept | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | variables
+
+
+def run(*arguments: str, ranks: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+    return run_forked(
+        ["-m", "fastload", *arguments], ranks=ranks, cwd=ROOT, env=environ(**variables), timeout=100
+    )
+
+
+def torchrun(*arguments: str, ranks: int) -> subprocess.CompletedProcess[str]:
+    """The same under torchrun itself, which takes far longer."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
-        [*launcher, "--nproc-per-node", str(ranks), "-m", "fastload", *arguments],
-        cwd=ROOT, env=kept | variables, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL,
+        [*launcher, "-m", "fastload", *arguments],
+        cwd=ROOT, env=environ(), capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
 
@@ -68,9 +77,15 @@ def one_object(text: str) -> dict[str, Any]:
     return value
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(3, "allgather"), (2, "broadcast")])
-def test_load_under_torchrun(checkpoint: Path, ranks: int, strategy: str) -> None:
-    done = run("load", str(checkpoint), "--json", "--digest", "--strategy", strategy, ranks=ranks)
+@pytest.mark.parametrize(
+    ("start", "ranks", "strategy"),
+    [(torchrun, 3, "allgather"), (run, 2, "broadcast")],
+    ids=["torchrun-3-allgather", "2-broadcast"],
+)
+def test_load_on_ranks(
+    checkpoint: Path, start: Callable[..., subprocess.CompletedProcess[str]], ranks: int, strategy: str
+) -> None:
+    done = start("load", str(checkpoint), "--json", "--digest", "--strategy", strategy, ranks=ranks)
     assert done.returncode == 0, done.stderr
     report = one_object(done.stdout)
     reference = load_reference(checkpoint)
@@ -106,7 +121,7 @@ def test_names_load_a_part(checkpoint: Path) -> None:
 
 
 def test_an_error_under_torchrun_is_told_once(tmp_path: Path) -> None:
-    done = run("load", str(tmp_path / "nothing"), "--json", ranks=2)
+    done = torchrun("load", str(tmp_path / "nothing"), "--json", ranks=2)
     assert done.returncode != 0
     assert done.stdout == ""
     assert done.stderr.count("fastload: CheckpointNotFound: ") == 1

@@ -14,7 +14,7 @@ __all__ = ["checkpoint"]  # a fixture
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_stage_under_torchrun(checkpoint: Path, tmp_path: Path) -> None:
+def test_stage_on_ranks(checkpoint: Path, tmp_path: Path) -> None:
     record_by_hand(checkpoint, 1000)
     (checkpoint / "config.json").write_text("{}")
     copy = tmp_path / "local" / "copy"
