@@ -8,7 +8,6 @@ import subprocess
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
@@ -52,10 +51,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips tests whose marker names hardware or rights this machine does not have."""
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+    if item.get_closest_marker("gpu") and not _has_cuda():
         pytest.skip("needs a CUDA device")
     if item.get_closest_marker("lab") and not _has_lab():
         pytest.skip("needs root, network namespaces and the ip command")
+
+
+@functools.cache
+def _has_cuda() -> bool:
+    import torch  # not above: the process that deals the tests to the workers has no need of it
+
+    return torch.cuda.is_available()
 
 
 @functools.cache

@@ -31,7 +31,6 @@ from typing import Any, NoReturn
 
 import pytest  # noqa: F401  (every test module imports it)
 import torch
-import torch._dynamo  # noqa: F401  (the first step of an optimizer does, for 1.5 s in every rank)
 import torch.distributed as dist
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
@@ -84,6 +83,7 @@ def serve_store(timeout: timedelta) -> dist.TCPStore:
 
 def main(fd: int) -> None:
     """Serves requests until the other end of the connection is closed."""
+    importlib.import_module("torch._dynamo")  # as the first step of an optimizer does: for 1.5 s in every rank
     install_importhook(get_config())  # asserts explain themselves in the ranks too
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+import torch
+
 from tests.dist.zygote import serve_store
 
 __all__ = ["Forked", "run_forked"]
@@ -30,7 +32,7 @@ class Forked:
         words: What follows ``python`` on a command line: a file, or ``-m`` and a module, and arguments.
         ranks: How many; 0 for one process that has no launcher.
         cwd: Working directory.
-        env: The environment.
+        env: The environment, with OMP_NUM_THREADS.
         out: File to which the output of all is appended.
         err: The same for what they write to stderr.
     """
@@ -38,7 +40,7 @@ class Forked:
     def __init__(
         self, words: Sequence[str], *, ranks: int = 0, cwd: Path, env: Mapping[str, str], out: Path, err: Path
     ) -> None:
-        self._words = list(words)
+        self._words, self._out, self._err = list(words), out, err
         self._store = serve_store(timedelta(seconds=60)) if ranks else None
         environments = [dict(env)]
         if self._store is not None:
@@ -59,8 +61,12 @@ class Forked:
         """Of its processes, by rank."""
         return [process.pid for process in self._processes if process.pid is not None]
 
-    def end(self, timeout: float) -> int:
-        """Waits for all; returns the first exit status that is not 0. Whatever still runs then is killed."""
+    def lives(self) -> bool:
+        """Whether one of them still runs."""
+        return any(process.is_alive() for process in self._processes)
+
+    def end(self, timeout: float) -> subprocess.CompletedProcess[str]:
+        """Waits for all, and kills what still runs then; the status is the first that is not 0."""
         limit = time.monotonic() + timeout
         for process in self._processes:
             process.join(max(0.0, limit - time.monotonic()))
@@ -70,7 +76,8 @@ class Forked:
             process.join()
         if None in statuses:
             raise subprocess.TimeoutExpired(self._words, timeout)
-        return next((status for status in statuses if status), 0)
+        status = next((status for status in statuses if status), 0)
+        return subprocess.CompletedProcess(self._words, status, self._out.read_text(), self._err.read_text())
 
 
 def run_forked(
@@ -79,8 +86,7 @@ def run_forked(
     """Runs a program as `subprocess.run` would, with its text and without input; see `Forked`."""
     with tempfile.TemporaryDirectory(prefix="fastload-run-") as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        status = Forked(words, ranks=ranks, cwd=cwd, env=env, out=out, err=err).end(timeout)
-        return subprocess.CompletedProcess(list(words), status, out.read_text(), err.read_text())
+        return Forked(words, ranks=ranks, cwd=cwd, env=env, out=out, err=err).end(timeout)
 
 
 def _be_program(words: list[str], cwd: Path, env: dict[str, str], out: Path, err: Path) -> None:
@@ -91,6 +97,7 @@ def _be_program(words: list[str], cwd: Path, env: dict[str, str], out: Path, err
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # which torch has looked at before the fork
     try:
         if words[0] == "-m":
             sys.argv = words[1:]

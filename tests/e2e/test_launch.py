@@ -16,6 +16,7 @@ from torch.distributed import TCPStore
 
 from fastload.formats.state import state_digest
 from tests.checkpoints import load_reference, write_file
+from tests.e2e.forked import Forked, run_forked
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LAUNCHER = re.compile(r"RANK|LOCAL_RANK|WORLD_SIZE|MASTER_\w+|SLURM_\w+|FASTLOAD_\w+")
@@ -30,19 +31,28 @@ def load(tmp_path: Path) -> list[str]:
     return ["-m", "fastload", "load", str(path), "--json", "--digest"]
 
 
-def start(*command: str, **environment: str) -> subprocess.Popen[str]:
+def environ(**variables: str) -> dict[str, str]:
     clean = {name: text for name, text in os.environ.items() if not _LAUNCHER.fullmatch(name)}
     path = os.pathsep.join([f"{sys.prefix}/bin", clean["PATH"]])
     clean |= {"PATH": path, "PYTHONPATH": str(_ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, env=clean | environment, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    return clean | variables
+
+
+def launch(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=environ(**variables), cwd=_ROOT, capture_output=True, text=True, timeout=100
     )
 
 
-def report_of(job: subprocess.Popen[str]) -> dict[str, Any]:
-    out, err = job.communicate(timeout=100)
-    assert job.returncode == 0, err
-    report: dict[str, Any] = json.loads(out)
+def fork(load: list[str], folder: Path, rank: int, **variables: str) -> Forked:
+    """Starts one rank without a launcher, with the variables that one would set."""
+    out, err = folder / f"{rank}.out", folder / f"{rank}.err"
+    return Forked(load, cwd=_ROOT, env=environ(**variables), out=out, err=err)
+
+
+def report_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
     return report
 
 
@@ -51,26 +61,22 @@ def digests(load: list[str], num_ranks: int) -> list[str]:
 
 
 def test_torchrun_single(load: list[str]) -> None:
-    job = start("launch/torchrun_single.sh", *load, RANKS_PER_NODE="2")
+    job = launch("launch/torchrun_single.sh", *load, RANKS_PER_NODE="2")
     assert report_of(job)["digests"] == digests(load, 2)
 
 
-def test_launchers_that_have_not_restarted_as_often(load: list[str]) -> None:
+def test_launchers_that_have_not_restarted_as_often(load: list[str], tmp_path: Path) -> None:
     # One of them has taken the place of another, or has started its ranks anew because others were.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     job |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "FASTLOAD_TIMEOUT_S": "15"}
     ranks = [
-        start(sys.executable, *load, RANK=str(rank), TORCHELASTIC_RESTART_COUNT=str(rank), **job)
+        fork(load, tmp_path, rank, RANK=str(rank), TORCHELASTIC_RESTART_COUNT=str(rank), **job)
         for rank in range(2)
     ]
-    try:
-        assert report_of(ranks[0])["digests"] == digests(load, 2)
-        assert ranks[1].communicate(timeout=20) == ("", "")
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+    leader, other = [rank.end(100) for rank in ranks]
+    assert report_of(leader)["digests"] == digests(load, 2)
+    assert (other.returncode, other.stdout, other.stderr) == (0, "", "")
 
 
 # What a user's own program does: it knows nothing of `fastload.ranks.world`.
@@ -93,49 +99,48 @@ if life == "0":
 def test_ranks_that_are_started_anew_may_meet_on_their_own(load: list[str], tmp_path: Path) -> None:
     program = tmp_path / "stock.py"
     program.write_text(_STOCK)
-    job = start("launch/torchrun_single.sh", str(program), load[3], RANKS_PER_NODE="2", MAX_RESTARTS="1")
-    out, err = job.communicate(timeout=100)
-    assert job.returncode == 0, err
+    job = launch("launch/torchrun_single.sh", str(program), load[3], RANKS_PER_NODE="2", MAX_RESTARTS="1")
+    assert job.returncode == 0, job.stderr
     norm = float(load_reference(Path(load[3]))["a"].norm())
     begun = [f"rank {rank} life {life} norm {norm}" for life in "01" for rank in range(2)]
-    assert sorted(out.splitlines()) == sorted(begun)
+    assert sorted(job.stdout.splitlines()) == sorted(begun)
 
 
-def test_srun_alone(load: list[str]) -> None:
+def test_srun_alone(load: list[str], tmp_path: Path) -> None:
     job_id = str(os.getpid())  # the port follows from it
     step = {"SLURM_JOB_ID": job_id, "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
     step |= {"SLURM_NTASKS": "2", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    ranks = [start(sys.executable, *load, **step, SLURM_PROCID=n, SLURM_LOCALID=n) for n in "01"]
-    try:
-        assert report_of(ranks[0])["digests"] == digests(load, 2)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+    ranks = [
+        fork(load, tmp_path, rank, **step, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+        for rank in range(2)
+    ]
+    leader, other = [rank.end(100) for rank in ranks]
+    assert report_of(leader)["digests"] == digests(load, 2)
+    assert (other.returncode, other.stdout) == (0, "")
 
 
 @pytest.mark.parametrize("command", [["load", "a"], ["verify", "a"], ["stage", "a", "b"]])
 def test_an_environment_that_cannot_be_is_one_line(command: list[str]) -> None:
     launcher = {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    job = start(sys.executable, "-m", "fastload", *command, **launcher)
-    out, err = job.communicate(timeout=60)
-    assert (job.returncode, out) == (1, "")
-    assert err == "fastload: WorldError: RANK=2 contradicts WORLD_SIZE=2: it must be below\n"
+    done = run_forked(["-m", "fastload", *command], cwd=_ROOT, env=environ(**launcher), timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "fastload: WorldError: RANK=2 contradicts WORLD_SIZE=2: it must be below\n"
 
 
 def test_a_port_in_use_is_named(load: list[str]) -> None:
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
-        job = start(
-            sys.executable, *load, RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port
-        )
-        _, err = job.communicate(timeout=60)
-    assert job.returncode == 1
-    assert f"WorldError: rank 0 of 2 did not meet the others at localhost:{port}: The server socket" in err
-    assert "EADDRINUSE" in err
+        job = environ(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
+        done = run_forked(load, cwd=_ROOT, env=job, timeout=60)
+    assert done.returncode == 1
+    text = f"WorldError: rank 0 of 2 did not meet the others at localhost:{port}: The server socket"
+    assert text in done.stderr
+    assert "EADDRINUSE" in done.stderr
 
 
 def test_torchrun_multi_says_how_it_is_used() -> None:
-    job = start("launch/torchrun_multi.sh", "host", "29400")
-    _, err = job.communicate(timeout=10)
-    assert (job.returncode, err) == (2, "usage: torchrun_multi.sh HOST PORT NODES [PROGRAM ARGS...]\n")
+    done = launch("launch/torchrun_multi.sh", "host", "29400")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "usage: torchrun_multi.sh HOST PORT NODES [PROGRAM ARGS...]\n",
+    )

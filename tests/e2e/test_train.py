@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import fastload
+from tests.e2e.forked import Forked
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -21,32 +22,68 @@ _ROOT = Path(__file__).resolve().parents[2]
 _STEPS = 24
 
 
-class Run:
-    """A torchrun of launch/train.py on two ranks."""
+def command_of(root: Path, *arguments: str) -> list[str]:
+    command = [str(_ROOT / "launch" / "train.py"), "--root", str(root), "--steps", str(_STEPS)]
+    return [*command, "--width", "32", "--log-every", "1", "--digest", *arguments]
 
-    def __init__(self, root: Path, *arguments: str, restarts: int = 0) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        command += [f"--max-restarts={restarts}", str(_ROOT / "launch" / "train.py"), "--root", str(root)]
-        command += ["--steps", str(_STEPS), "--width", "32", "--log-every", "1", "--digest", *arguments]
+
+def environ() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(_ROOT)}
+
+
+class Run:
+    """launch/train.py on two ranks."""
+
+    def __init__(self, root: Path, *arguments: str) -> None:
         self._output = root.with_suffix(".out")
-        with self._output.open("a") as output:
-            self._process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)},
-                start_new_session=True,
-            )
+        self._ranks = Forked(
+            command_of(root, *arguments),
+            ranks=2,
+            cwd=_ROOT,
+            env=environ(),
+            out=self._output,
+            err=self._output,
+        )
 
     def output(self) -> str:
-        return self._output.read_text()
+        return self._output.read_text() if self._output.exists() else ""
 
     def until(self, happened: Callable[[], object]) -> None:
         deadline = time.monotonic() + 60
         while not happened():
             assert time.monotonic() < deadline, self.output()
-            assert self._process.poll() is None, self.output()
+            assert self.lives(), self.output()
             time.sleep(0.05)
+
+    def lives(self) -> bool:
+        return self._ranks.lives()
+
+    def ranks(self) -> list[int]:
+        """The processes of the ranks, in their order."""
+        return self._ranks.pids
+
+    def end(self) -> str:
+        assert self._ranks.end(90).returncode == 0, self.output()
+        return self.output()
+
+
+class Torchrun(Run):
+    """The same by torchrun itself."""
+
+    def __init__(self, root: Path, *arguments: str, restarts: int = 0) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        self._output = root.with_suffix(".out")
+        with self._output.open("a") as output:
+            self._process = subprocess.Popen(
+                [*command, f"--max-restarts={restarts}", *command_of(root, *arguments)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environ(),
+                start_new_session=True,
+            )
+
+    def lives(self) -> bool:
+        return self._process.poll() is None
 
     def ranks(self) -> list[int]:
         """The processes of the ranks, in their order."""
@@ -108,7 +145,7 @@ def test_stopped_by_a_signal_it_saves_and_goes_on(uninterrupted: str, tmp_path: 
 
 def test_told_by_its_launcher_it_saves_with_workers_and_goes_on(uninterrupted: str, tmp_path: Path) -> None:
     root = tmp_path / "run"
-    run = Run(root, "--save-every", "1000", "--pause", "0.1", "--workers", "2")
+    run = Torchrun(root, "--save-every", "1000", "--pause", "0.1", "--workers", "2")
     run.until(lambda: "step 3:" in run.output())
     run.terminate()
     output = run.end(status=1)  # torchrun's own: it was told to end
@@ -123,7 +160,7 @@ def test_told_by_its_launcher_it_saves_with_workers_and_goes_on(uninterrupted: s
 def test_killed_it_is_started_anew_and_goes_on_from_its_last_commit(
     uninterrupted: str, tmp_path: Path
 ) -> None:
-    run = Run(tmp_path / "run", "--save-every", "4", "--pause", "0.1", restarts=1)
+    run = Torchrun(tmp_path / "run", "--save-every", "4", "--pause", "0.1", restarts=1)
     run.until(lambda: "step 10:" in run.output())
     os.kill(run.ranks()[1], signal.SIGKILL)
     output = run.end()
