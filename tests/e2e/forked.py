@@ -50,7 +50,7 @@ class Forked:
             own = [job | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
             environments = [{**env, **{name: str(value) for name, value in each.items()}} for each in own]
         self._processes = [
-            _context.Process(target=_be_program, args=(self._words, cwd, each, out, err))
+            _context.Process(target=_be_program, args=(self._words, cwd, each, out, err, os.nice(0)))
             for each in environments
         ]
         for process in self._processes:
@@ -89,11 +89,12 @@ def run_forked(
         return Forked(words, ranks=ranks, cwd=cwd, env=env, out=out, err=err).end(timeout)
 
 
-def _be_program(words: list[str], cwd: Path, env: dict[str, str], out: Path, err: Path) -> None:
+def _be_program(words: list[str], cwd: Path, env: dict[str, str], out: Path, err: Path, nice: int) -> None:
     for number, path in enumerate((Path(os.devnull), out, err)):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
+    os.nice(nice - os.nice(0))
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

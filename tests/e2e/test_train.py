@@ -114,6 +114,17 @@ def weights(output: str) -> set[str]:
     return set(re.findall(r"rank \d: weights ([0-9a-f]{32})", output))
 
 
+def weights_of_a_training(num_ranks: int, folder: Path, *arguments: str) -> set[str]:
+    """Returns the digest of the weights that a training on ranks of this host ends with."""
+    command = [str(_ROOT / "launch" / "train.py"), *arguments, "--root", str(folder / "run")]
+    out = folder / "out"
+    done = Forked(command, ranks=num_ranks, cwd=_ROOT, env=environ(), out=out, err=out).end(90)
+    assert done.returncode == 0, done.stderr
+    assert "begins at step 0 of" in done.stdout
+    assert len(weights(done.stdout)) == 1
+    return weights(done.stdout)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("whole") / "run"

@@ -16,7 +16,7 @@ import pytest
 
 from fastload.formats.state import state_digest
 from tests.checkpoints import load_reference, write_sharded
-from tests.lab.test_lab import HOST_2, LAB, PREFIX, STORAGE, lab, why_not
+from tests.lab.test_lab import HOST_1, HOST_2, LAB, PREFIX, STORAGE, lab, why_not
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(150)]
 
@@ -54,10 +54,20 @@ def hosts(checkpoint: Path) -> Iterator[None]:
         yield
 
 
+# What torchrun would set for the one rank of a host, without a torchrun on each.
+_AS_A_RANK = """
+host=$(hostname)
+export RANK=$((${host##*host} - 1)) LOCAL_RANK=0 LOCAL_WORLD_SIZE=1
+exec "$@"
+"""
+
+
 def start(*command: str, num_hosts: int = _NUM_HOSTS) -> subprocess.Popen[str]:
     environ = os.environ | {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(_ROOT)}
+    environ |= {"WORLD_SIZE": str(num_hosts), "MASTER_ADDR": HOST_1, "MASTER_PORT": "29400"}
+    words = ["bash", "-c", _AS_A_RANK, "rank", *command]
     return subprocess.Popen(
-        [str(LAB / "run"), "--hosts", str(num_hosts), "--grace", "40", "--", *command],
+        [str(LAB / "run"), "--plain", "--hosts", str(num_hosts), "--grace", "40", "--", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

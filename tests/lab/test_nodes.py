@@ -19,6 +19,7 @@ import torch
 
 import fastload
 from fastload.formats.state import state_digest
+from tests.e2e.test_train import weights_of_a_training
 from tests.lab.test_lab import HOST_1, HOST_2, LAB, PREFIX, lab, why_not
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(240)]
@@ -145,13 +146,7 @@ def initial(tmp_path_factory: pytest.TempPathFactory) -> str:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """What the weights are after a training that loses nothing."""
     folder = tmp_path_factory.mktemp("trained")
-    with Job(folder, HOST_1, _TRAINING) as job:
-        for host in _HOSTS:
-            job.start(host, folder / "disk")
-        assert job.end() == [0, 0, 0], job.output()
-    assert job.begins() == [0]
-    assert len(job.weights()) == 1
-    return job.weights()
+    return weights_of_a_training(_NUM_NODES, folder, *_TRAINING[1:], "--pause", "0")
 
 
 @dataclass(frozen=True)
@@ -190,13 +185,14 @@ _LOSSES = {
     ],
 )
 def test_a_node_is_lost_and_another_takes_its_place(
-    loss: Loss, trained: set[str], initial: str, tmp_path: Path
+    loss: Loss, trained: set[str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     def disk(host: str) -> Path:
         return tmp_path / "disks" / ("all" if loss.shared else host)
 
     program = [*_TRAINING, "--init", "/mnt/initial"] if loss.staged else _TRAINING
     if loss.staged:
+        initial = request.getfixturevalue("initial")
         with Job(tmp_path, loss.meets_on, ["-m", "fastload", "stage", initial, "/mnt/initial"]) as prologue:
             for host in _HOSTS:
                 prologue.start(host, disk(host))

@@ -17,6 +17,7 @@ import pytest
 
 from fastload.formats.state import state_digest
 from tests.checkpoints import load_reference, write_sharded
+from tests.e2e.test_train import weights_of_a_training
 from tests.lab.test_lab import HOST_1, LAB, NAME, PREFIX, lab, why_not
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(120)]
@@ -217,11 +218,7 @@ def weights(output: str) -> set[str]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """What the weights are after a training that nobody interrupts."""
-    folder = tmp_path_factory.mktemp("trained")
-    job = Job("srun", ["launch/train.py", *_TRAINING], nodes=2, ranks_per_node=1, folder=folder)
-    job.until(lambda: job.is_over() and _TRAINED in job.output())
-    (digest,) = weights(job.output())
-    return {digest}
+    return weights_of_a_training(2, tmp_path_factory.mktemp("trained"), *_TRAINING)
 
 
 @pytest.mark.parametrize(
