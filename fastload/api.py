@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +9,10 @@ from typing import Any
 
 import torch
 
-from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, OptionError
+from fastload.errors import OptionError
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import NAMES
-from fastload.formats.safetensors import read_manifest
+from fastload.formats.open import read_manifest
 from fastload.loading.access import Access, agree_on_access
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import SAVE_SETTINGS, SETTINGS, LoadOptions, SaveOptions, StageOptions
@@ -25,8 +24,6 @@ from fastload.staging.stage import Stage
 from fastload.storage import Location, PatientStorage, locate, name_of, open_storage
 
 __all__ = ["async_save", "inspect", "load", "open", "save", "stage", "verify"]
-
-_log = logging.getLogger(__name__)
 
 _MAX_ATTEMPT_S = 30.0  # for one request: what takes longer has stalled
 
@@ -143,14 +140,8 @@ def _access(
         storage = open_storage(location, NAMES, storage_options, io=options.io, attempt_s=attempt_s)
         return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s / 2)
 
-    same = {**same, **options.shared_values()}
     with world.together():
-        try:
-            return agree_on_access(world, location.url, connect, same)
-        except (IncompleteCheckpoint, ManifestError) as error:
-            # All ranks are here, or none. What they opened may have been replaced, and is being deleted.
-            _log.info("%s: opening it once more, in case it was replaced meanwhile: %s", location, error)
-        return agree_on_access(world, location.url, connect, same)
+        return agree_on_access(world, location.url, connect, {**same, **options.shared_values()})
 
 
 def stage(
@@ -350,9 +341,6 @@ def inspect(path: Path, *, storage_options: Mapping[str, Any] | None = None) -> 
     connected = open_storage(path, NAMES, storage_options)
     storage = PatientStorage(connected, retries=options.retries, timeout_s=options.timeout_s)
     try:
-        manifest = read_manifest(storage)
+        return read_manifest(storage)
     finally:
         storage.close()
-    if manifest is None:
-        raise CheckpointNotFound(f"{storage.url}: no such checkpoint")
-    return manifest

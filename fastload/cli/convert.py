@@ -13,8 +13,9 @@ from rich.filesize import decimal
 
 import fastload
 from fastload.cli.console import errors_to_exit_code, progress
-from fastload.errors import CheckpointNotFound, ManifestError, OptionError
-from fastload.formats.names import NAMES, TORCH_ENDINGS
+from fastload.errors import ManifestError, OptionError
+from fastload.formats.names import NAMES
+from fastload.formats.open import is_torch_file
 from fastload.storage import Location, locate, open_storage
 
 __all__ = ["convert"]
@@ -36,7 +37,7 @@ def convert(src: str, dst: str, overwrite: bool, as_json: bool) -> None:
     """
     with errors_to_exit_code(rank=0):
         location = locate(src)
-        is_torch = location.url.endswith(TORCH_ENDINGS) and not _is_folder(location)
+        is_torch = _is_torch_file(location)
         state, metadata = _read_torch(location) if is_torch else _load(location, as_json)
         with progress(0, shown=not as_json, what="saving") as show:
             options = fastload.SaveOptions(progress=show, overwrite=overwrite)
@@ -55,25 +56,17 @@ def _load(src: Location, as_json: bool) -> tuple[Any, dict[str, str]]:
             return checkpoint.load(), checkpoint.metadata
 
 
-def _is_folder(src: Location) -> bool:
-    """Whether there is a directory.
+def _is_torch_file(src: Location) -> bool:
+    """Whether torch.load is to read it.
 
     Raises:
-        CheckpointNotFound: There is nothing.
-        OptionError: It is a file that torch.load cannot reach.
-        ManifestError: It is an empty file.
+        OptionError: It cannot reach it.
     """
     with closing(open_storage(src, NAMES)) as storage:
-        if storage.list() is not None:
-            return True
-        found = storage.stat("")
-    if found is None:
-        raise CheckpointNotFound(f"{src}: no such file or directory")
-    if src.scheme:
+        found = is_torch_file(storage)
+    if found and src.scheme:
         raise OptionError(f"{src}: torch.load reads files of this host only: copy it to one first")
-    if not found.nbytes:
-        raise ManifestError(f"{src}: the file is empty")
-    return False
+    return found
 
 
 def _read_torch(src: Location) -> tuple[Any, dict[str, str]]:

@@ -8,7 +8,18 @@ from collections.abc import Iterable, Sequence
 
 from fastload.storage.names import Names
 
-__all__ = ["INDEX_NAME", "NAMES", "RECORD_NAME", "SAVING_NAME", "STAGED_NAME", "TORCH_ENDINGS"]
+__all__ = [
+    "INDEX_NAME",
+    "INDEX_SUFFIX",
+    "NAMES",
+    "RECORD_NAME",
+    "SAVING_NAME",
+    "STAGED_NAME",
+    "SUFFIX",
+    "TORCH_ENDINGS",
+    "file_name",
+    "own_names",
+]
 
 RECORD_NAME = "fastload.json"
 """The commit record, the last file of a checkpoint to be written: without it there is no checkpoint."""
@@ -25,6 +36,13 @@ TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 
 _ALWAYS_OWN = frozenset((RECORD_NAME, SAVING_NAME, STAGED_NAME))
 _FILE_OF_A_SAVE = re.compile(r"model(?P<shard>-\d{5,}-of-\d{5,})?\.safetensors")
+
+
+def file_name(number: int, num_files: int) -> str:
+    """Returns what a save calls one of its files, counted from 0."""
+    if num_files == 1:
+        return f"model{SUFFIX}"
+    return f"model-{number + 1:05}-of-{num_files:05}{SUFFIX}"
 
 
 def own_names(there: Iterable[str], lists: Sequence[bytes]) -> set[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import TypeVar
 
+from fastload.base.threads import Workers
 from fastload.errors import ManifestError
 from fastload.formats.untrusted import show
 from fastload.storage.base import FileStat, Storage
@@ -57,9 +57,13 @@ def in_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> 
                 errors[place] = error
 
     num_threads = max(1, min(_NUM_READERS, len(items)))
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="fastload-header") as pool:
-        for _ in range(num_threads):  # not a future for each item: there may be thousands
-            pool.submit(work)
+    workers = Workers(num_threads, "fastload-header")
+    try:
+        # Not a future for each item: there may be thousands.
+        for serving in [workers.submit(work) for _ in range(num_threads)]:
+            serving.result()
+    finally:
+        workers.close(wait_s=0.0)  # a read that storage never answers must not hold up the exit
     if errors:
         try:
             raise errors[min(errors)]

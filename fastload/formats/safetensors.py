@@ -1,286 +1,105 @@
-"""safetensors files and the Hugging Face index: what they hold, read strictly.
+"""safetensors files, one or several with or without the Hugging Face index, as storage holds them.
 
-A checkpoint is untrusted. A file that gets past this module has a header that the reference library
-accepts too, and tensors that tile its data area exactly; whatever else a file claims is refused with a
-`ManifestError` that says where and why, before anything of the claimed size is allocated.
-
-The format: https://github.com/huggingface/safetensors#format
+What their headers say is parsed by `fastload.formats.safetensors_header`, which also writes them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
-from typing import Any
 
 import xxhash
 
-from fastload.base.memory import uncollected
-from fastload.errors import CheckpointNotFound, ChecksumError, IncompleteCheckpoint, ManifestError
-from fastload.formats.dtypes import DTYPES
+from fastload.errors import ManifestError
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
-from fastload.formats.names import (
-    INDEX_NAME,
-    INDEX_SUFFIX,
-    RECORD_NAME,
-    SAVING_NAME,
-    SUFFIX,
-    TORCH_ENDINGS,
-)
+from fastload.formats.names import INDEX_NAME, INDEX_SUFFIX, NAMES, SUFFIX
 from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
-from fastload.formats.record import (
-    CHECKSUM_BYTES,
-    MAX_RECORD_BYTES,
-    RecordedFile,
-    checksum,
-)
-from fastload.formats.record import parse as parse_record
-from fastload.formats.untrusted import (
-    MAX_INT,
-    are_sizes,
-    is_plain_path,
-    is_unicode,
-    parse_json,
-    parse_metadata,
-    show,
-)
-from fastload.geometry.blocks import num_blocks
+from fastload.formats.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
+from fastload.formats.untrusted import is_plain_path, parse_json, show
 from fastload.storage.base import FileStat, Storage
 
-__all__ = [
-    "MAX_HEADER_BYTES",
-    "header_digest",
-    "parse_header",
-    "read_manifest",
-    "record_digest",
-]
+__all__ = ["assemble", "has_files", "header_digest", "read_file", "read_folder"]
 
 logger = logging.getLogger(__name__)
 
-MAX_HEADER_BYTES = 100_000_000  # the reference library's limit
 _MAX_INDEX_BYTES = 100_000_000
-_LENGTH_BYTES = 8  # the little-endian u64 before the header
 
 _TORCH_FILES = {
     b"PK\x03\x04": "a zip archive, as torch.save writes",
     b"\x80\x02\x8a\nl\xfc\x9cF": "a pickle, as torch.save wrote before torch 1.6",
 }
-_ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 
 
-def read_manifest(storage: Storage) -> Manifest | None:
-    """Finds and reads the checkpoint at the root of a storage.
+def has_files(listing: Sequence[str]) -> bool:
+    """Whether a directory holds safetensors files, or their index."""
+    return bool(_ending_in(NAMES.part_endings, listing))
 
-    The root is one file, a directory with an index, or a directory of ``*.safetensors`` files. The
-    index wins over other files in the directory; the files it names are taken whole, as transformers
-    does: a tensor they hold that the index does not list is loaded all the same. Names that start with
-    a dot are passed over. ``__metadata__`` is merged; the first file in name order wins.
 
-    A directory with a commit record holds the files that the record names, and no others: neither the
-    index nor any other file is looked at, the headers have to match their checksums, and the metadata
-    is that of the record.
-
-    Args:
-        storage: Where to look; its methods are called from several threads. Of each file the 8 bytes
-            of the header length and the header are read, nothing else.
-
-    Returns:
-        The manifest, or None if nothing exists at the root.
+def read_file(storage: Storage, stat: FileStat) -> Manifest:
+    """Reads the one file that is the root of a storage.
 
     Raises:
-        CheckpointNotFound: The root is a directory without safetensors files.
-        IncompleteCheckpoint: It was never saved to the end, or lacks files that its record names.
-        ManifestError: A header, the index or the commit record is malformed, or they contradict each
-            other or the files.
-        ChecksumError: The record, or a header, is not as it was written.
+        ManifestError: It is malformed.
         StorageError: Storage failed.
     """
-    listing = storage.list()
-    if listing is None:
-        stat = storage.stat("")
-        return None if stat is None else _assemble(storage, {"": stat})
-    if RECORD_NAME in listing:
-        return _assemble_recorded(storage)
-    if SAVING_NAME in listing:
-        raise IncompleteCheckpoint(
-            f"{storage.url}: a save to it has not ended: {SAVING_NAME} but no {RECORD_NAME}"
-        )
-    index = _find_index(storage.url, listing)
+    return assemble(storage, {"": stat}, partial(_read_header, storage))
+
+
+def read_folder(storage: Storage, listing: Sequence[str]) -> Manifest:
+    """Reads a directory with an index, or of ``*.safetensors`` files.
+
+    The index wins over other files in the directory; the files it names are taken whole, as transformers
+    does: a tensor they hold that the index does not list is loaded all the same. Where two files hold a
+    tensor, the index says which is meant. Names that start with a dot are passed over. ``__metadata__`` is
+    merged; the first file in name order wins.
+
+    Raises:
+        ManifestError: A header or the index is malformed, or they contradict each other.
+        StorageError: Storage failed.
+    """
+    read_header = partial(_read_header, storage)
+    index = _find_index(storage, listing)
     if index is None:
-        return _assemble(storage, stat_all(storage, _find_files(storage.url, listing)))
+        return assemble(storage, stat_all(storage, _ending_in((SUFFIX,), listing)), read_header)
     weight_map = _read_index(storage, index)
-    manifest = _assemble(storage, stat_all(storage, sorted(set(weight_map.values()))))
+    stats = stat_all(storage, sorted(set(weight_map.values())))
+    manifest = assemble(storage, stats, read_header, weight_map)
     _check_index(url_of(storage, index), weight_map, manifest)
     return manifest
 
 
 def header_digest(storage: Storage, name: str, file_nbytes: int) -> str:
     """Returns the `FileEntry.header_digest` of a file as it is here; empty if it has no header."""
-    if file_nbytes < _LENGTH_BYTES:
+    if file_nbytes < LENGTH_BYTES:
         return ""
-    length = int.from_bytes(read_bytes(storage, name, 0, _LENGTH_BYTES), "little")
-    if length > min(MAX_HEADER_BYTES, file_nbytes - _LENGTH_BYTES):
+    length = int.from_bytes(read_bytes(storage, name, 0, LENGTH_BYTES), "little")
+    if length > min(MAX_HEADER_BYTES, file_nbytes - LENGTH_BYTES):
         return ""
-    return xxhash.xxh3_128_hexdigest(read_bytes(storage, name, _LENGTH_BYTES, length))
+    return xxhash.xxh3_128_hexdigest(read_bytes(storage, name, LENGTH_BYTES, length))
 
 
-def record_digest(storage: Storage) -> str:
-    """Returns the `Manifest.record_digest` of a checkpoint as it is here; empty if it has no record."""
-    stat = storage.stat(RECORD_NAME)
-    if stat is None or stat.nbytes > MAX_RECORD_BYTES:
-        return ""
-    return xxhash.xxh3_128_hexdigest(read_bytes(storage, RECORD_NAME, 0, stat.nbytes))
-
-
-@uncollected
-def parse_header(
-    header: bytes, file_nbytes: int, url: str, file: int = 0
-) -> tuple[list[TensorEntry], dict[str, str]]:
-    """Parses the header of one safetensors file.
+def assemble(
+    storage: Storage,
+    stats: Mapping[str, FileStat],
+    read_header: Callable[[str, FileStat], bytes],
+    weight_map: Mapping[str, str] | None = None,
+) -> Manifest:
+    """Reads the headers of some files and merges them.
 
     Args:
-        header: The JSON text, without the 8 bytes of its length.
-        file_nbytes: Size of the whole file in bytes.
-        url: The file, for messages.
-        file: Index of the file in the manifest.
-
-    Returns:
-        The tensors in the order of their bytes (offset from the start of the file, length, name), and
-        the ``__metadata__``, empty where there is none.
+        storage: Where they are.
+        stats: What storage says of them, in name order.
+        read_header: Returns the JSON text of a header.
+        weight_map: Of a tensor that several files hold, the file that is meant.
 
     Raises:
-        ManifestError: The header is malformed or does not describe exactly the bytes of the file.
+        ManifestError: A header is malformed, or nothing says which of several tensors is meant.
     """
-    if not header.startswith(b"{"):
-        raise ManifestError(f"{url}: header starts with {header[:8]!r}, not with '{{'")
-    raw = parse_json(header, f"{url}: header")
-    metadata = parse_metadata(raw.pop("__metadata__", {}), f"{url}: __metadata__")
-    data_offset = _LENGTH_BYTES + len(header)
-    tensors = []
-    for name in list(raw):
-        try:
-            # pop, so that there are never both forms of all of a large header
-            tensors.append(_parse_entry(name, raw.pop(name), file, data_offset))
-        except ValueError as error:
-            raise ManifestError(f"{url}: tensor {show(name)}: {error}") from None
-    tensors.sort(key=attrgetter("offset", "nbytes", "name"))
-    _check_tiling(tensors, data_offset, file_nbytes, url)
-    return tensors, metadata
-
-
-# Parsing. A ValueError from here says what is wrong; the caller adds where.
-
-
-def _parse_entry(name: str, fields: Any, file: int, data_offset: int) -> TensorEntry:
-    if not is_unicode(name):
-        raise ValueError("its name is not valid Unicode")
-    if not isinstance(fields, dict) or fields.keys() != _ENTRY_KEYS:
-        raise ValueError(f"needs exactly the keys {sorted(_ENTRY_KEYS)}, got {show(fields)}")
-    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {show(dtype)}")
-    if not are_sizes(shape):
-        raise ValueError(f"shape is not a list of integers from 0 to 2**63-1: {show(shape)}")
-    if not are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"data_offsets are not two integers, begin <= end: {show(offsets)}")
-    begin, end = offsets
-    nbytes = _count_bytes(dtype, shape)
-    if nbytes != end - begin:
-        what = f"{dtype} of shape {show(shape)}"
-        raise ValueError(f"{what} takes {nbytes} bytes, data_offsets {offsets} hold {end - begin}")
-    return TensorEntry(name, dtype, tuple(shape), file, data_offset + begin, nbytes)
-
-
-def _count_bytes(dtype: str, shape: list[int]) -> int:
-    """Bytes of a tensor; strides must fit 63 bits too, so an empty tensor may not hide huge dimensions."""
-    num_bits = DTYPES[dtype][0]
-    for size in shape:
-        num_bits *= size or 1
-        if num_bits > MAX_INT:
-            raise ValueError(f"{dtype} of shape {show(shape)} overflows: more than 2**63-1 bits")
-    if 0 in shape:
-        return 0
-    if num_bits % 8:
-        raise ValueError(f"{dtype} of shape {show(shape)} takes {num_bits} bits and ends inside a byte")
-    return num_bits // 8
-
-
-def _check_tiling(tensors: Sequence[TensorEntry], data_offset: int, file_nbytes: int, url: str) -> None:
-    """Refuses overlaps, holes, and a data area that does not end where the file ends."""
-    end = data_offset
-    for entry in tensors:
-        if entry.offset != end:
-            what = "overlaps the tensor before it" if entry.offset < end else "leaves a hole before it"
-            raise ManifestError(
-                f"{url}: tensor {show(entry.name)} {what}: it begins at data offset"
-                f" {entry.offset - data_offset}, not at {end - data_offset}"
-            )
-        end += entry.nbytes
-    sizes = f"the file has {file_nbytes} bytes, its header describes {end}"
-    if end > file_nbytes:
-        raise ManifestError(f"{url}: truncated, {end - file_nbytes} bytes are missing: {sizes}")
-    if end < file_nbytes:
-        raise ManifestError(f"{url}: {file_nbytes - end} trailing bytes: {sizes}")
-
-
-# Reading
-
-
-def _assemble_recorded(storage: Storage) -> Manifest:
-    """Reads what the commit record names."""
-    text = _read_record(storage)
-    record = parse_record(text, url_of(storage, RECORD_NAME))
-    names = [file.name for file in record.files]
-    try:
-        stats = stat_all(storage, names)
-    except ManifestError as missing:
-        raise IncompleteCheckpoint(f"{missing}, although {RECORD_NAME} names them") from None
-    for file in record.files:
-        if stats[file.name].nbytes != file.nbytes:
-            sizes = f"{stats[file.name].nbytes} bytes, of {file.nbytes} that {RECORD_NAME} records"
-            raise ManifestError(f"{url_of(storage, file.name)}: has {sizes}")
-    manifest = _assemble(storage, stats, {file.name: file for file in record.files})
-    wanted_blocks = [0] * len(record.files)
-    for entry in manifest.tensors:
-        wanted_blocks[entry.file] += num_blocks(entry.nbytes, record.block_bytes)
-    for file, wanted in zip(record.files, wanted_blocks, strict=True):
-        found = len(file.checksums) // CHECKSUM_BYTES
-        if found != wanted:
-            where = f"{url_of(storage, RECORD_NAME)}: {show(file.name)}"
-            raise ManifestError(f"{where}: {found} checksums for {wanted} blocks")
-    return replace(
-        manifest,
-        files=tuple(
-            replace(entry, checksums=file.checksums)
-            for entry, file in zip(manifest.files, record.files, strict=True)
-        ),
-        metadata=record.metadata,
-        block_bytes=record.block_bytes,
-        structure=record.state,
-        record_digest=xxhash.xxh3_128_hexdigest(text),
-    )
-
-
-def _read_record(storage: Storage) -> bytes:
-    url = url_of(storage, RECORD_NAME)
-    nbytes = stat_all(storage, [RECORD_NAME])[RECORD_NAME].nbytes
-    if nbytes > MAX_RECORD_BYTES:
-        raise ManifestError(f"{url}: record of {nbytes} bytes is over the limit of {MAX_RECORD_BYTES}")
-    return read_bytes(storage, RECORD_NAME, 0, nbytes)
-
-
-def _assemble(
-    storage: Storage, stats: Mapping[str, FileStat], recorded: Mapping[str, RecordedFile] | None = None
-) -> Manifest:
-    """Reads the headers of the files, given in name order, and merges them."""
 
     def read(item: tuple[int, tuple[str, FileStat]]) -> tuple[FileEntry, list[TensorEntry], dict[str, str]]:
         number, (name, stat) = item
-        read_header = _read_header if recorded is None else partial(_read_recorded_header, recorded[name])
-        header = read_header(storage, name, stat)
+        header = read_header(name, stat)
         tensors, metadata = parse_header(header, stat.nbytes, url_of(storage, name), number)
         digest = xxhash.xxh3_128_hexdigest(header)
         return FileEntry(name, stat.nbytes, stat.version, digest), tensors, metadata
@@ -290,18 +109,18 @@ def _assemble(
         files.append(file)
         tensors += entries
         metadata = file_metadata | metadata
-    _check_names(storage.url, files, tensors)
+    tensors = _select(storage.url, files, tensors, weight_map or {})
     return Manifest(storage.url, tuple(files), tuple(tensors), metadata)
 
 
 def _read_header(storage: Storage, name: str, stat: FileStat) -> bytes:
     """Reads the JSON text of a header."""
     url = url_of(storage, name)
-    if stat.nbytes < _LENGTH_BYTES:
+    if stat.nbytes < LENGTH_BYTES:
         raise ManifestError(f"{url}: {stat.nbytes} bytes are too few for a safetensors file")
-    prefix = read_bytes(storage, name, 0, _LENGTH_BYTES)
+    prefix = read_bytes(storage, name, 0, LENGTH_BYTES)
     length = int.from_bytes(prefix, "little")
-    limit = min(MAX_HEADER_BYTES, stat.nbytes - _LENGTH_BYTES)
+    limit = min(MAX_HEADER_BYTES, stat.nbytes - LENGTH_BYTES)
     if length > limit:
         # Text, zip and pickle files end here: what they start with tells them apart.
         kind = next((kind for start, kind in _TORCH_FILES.items() if prefix.startswith(start)), None)
@@ -312,61 +131,49 @@ def _read_header(storage: Storage, name: str, stat: FileStat) -> bytes:
             f"{url}: header length of {length} bytes is over the limit of {limit} (file size:"
             f" {stat.nbytes}); the file starts with {prefix!r}"
         )
-    return read_bytes(storage, name, _LENGTH_BYTES, length)
+    return read_bytes(storage, name, LENGTH_BYTES, length)
 
 
-def _read_recorded_header(file: RecordedFile, storage: Storage, name: str, stat: FileStat) -> bytes:
-    """Reads the JSON text of a header whose length and checksum are known: in one request."""
-    url = url_of(storage, name)
-    length = file.header_bytes - _LENGTH_BYTES
-    if length > MAX_HEADER_BYTES:
-        raise ManifestError(f"{url}: header of {length} bytes is over the limit of {MAX_HEADER_BYTES}")
-    for _ in range(2):  # once more, since what went wrong on the way may go right the next time
-        header = read_bytes(storage, name, 0, file.header_bytes)
-        if checksum(header) == file.header_checksum:
-            break
-    else:
-        wrong = f"checksum {file.header_checksum.hex()} expected, {checksum(header).hex()} found"
-        raise ChecksumError(f"{url} [bytes 0-{file.header_bytes}]: the header is damaged: {wrong}")
-    if int.from_bytes(header[:_LENGTH_BYTES], "little") != length:
-        raise ManifestError(f"{url}: its header is not of the {length} bytes that {RECORD_NAME} records")
-    return header[_LENGTH_BYTES:]
-
-
-def _check_names(url: str, files: Sequence[FileEntry], tensors: Sequence[TensorEntry]) -> None:
-    """Refuses a tensor that two files hold: nothing says which of the two is meant."""
+def _select(
+    url: str, files: Sequence[FileEntry], tensors: list[TensorEntry], weight_map: Mapping[str, str]
+) -> list[TensorEntry]:
+    """Keeps one of the tensors that have a name in common: that of the file which the index names."""
     owner: dict[str, int] = {}
+    holders: dict[str, list[int]] = {}
     for entry in tensors:
         first = owner.setdefault(entry.name, entry.file)
         if first != entry.file:
+            holders.setdefault(entry.name, [first]).append(entry.file)
+    if not holders:
+        return tensors
+    for name, numbers in holders.items():
+        names = [files[number].name for number in numbers]
+        if weight_map.get(name) not in names:
             raise ManifestError(
-                f"{url}: tensor {show(entry.name)} is in two files, {files[first].name!r} and"
-                f" {files[entry.file].name!r}; to load one of them, name the file"
+                f"{url}: tensor {show(name)} is in two files, {names[0]!r} and {names[1]!r}; to load one of "
+                "them, name the file"
             )
+    return [
+        entry
+        for entry in tensors
+        if entry.name not in holders or files[entry.file].name == weight_map[entry.name]
+    ]
 
 
-def _find_index(url: str, listing: Sequence[str]) -> str | None:
+def _find_index(storage: Storage, listing: Sequence[str]) -> str | None:
     if INDEX_NAME in listing:
         return INDEX_NAME
-    indexes = _ending_in(INDEX_SUFFIX, listing)
+    if storage.probes and INDEX_NAME in storage.folders(INDEX_NAME):
+        raise ManifestError(f"{url_of(storage, INDEX_NAME)}: the index is no file")
+    indexes = _ending_in((INDEX_SUFFIX,), listing)
     if len(indexes) > 1:
-        raise ManifestError(f"{url}: several indexes, none named {INDEX_NAME!r}: {show(indexes)}")
+        raise ManifestError(f"{storage.url}: several indexes, none named {INDEX_NAME!r}: {show(indexes)}")
     return indexes[0] if indexes else None
 
 
-def _find_files(url: str, listing: Sequence[str]) -> list[str]:
-    names = _ending_in(SUFFIX, listing)
-    if not names:
-        found = f"its {len(listing)} files are {show(sorted(listing))}" if listing else "it has no files"
-        if any(name.endswith(TORCH_ENDINGS) for name in listing):
-            found += " (`fastload convert` reads files of torch.save)"
-        raise CheckpointNotFound(f"{url}: no *{SUFFIX} files in this directory; {found}")
-    return names
-
-
-def _ending_in(suffix: str, listing: Sequence[str]) -> list[str]:
+def _ending_in(endings: tuple[str, ...], listing: Sequence[str]) -> list[str]:
     # A leading dot marks what is no part of the checkpoint: a copy in flight, a resource fork.
-    return sorted(name for name in listing if name.endswith(suffix) and not name.startswith("."))
+    return sorted(name for name in listing if name.endswith(endings) and not name.startswith("."))
 
 
 def _read_index(storage: Storage, index: str) -> dict[str, str]:

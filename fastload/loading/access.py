@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastload.errors import CheckpointNotFound
+from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError
 from fastload.formats.manifest import Manifest
-from fastload.formats.names import NAMES, RECORD_NAME, SAVING_NAME
-from fastload.formats.safetensors import header_digest, read_manifest, record_digest
+from fastload.formats.names import RECORD_NAME
+from fastload.formats.open import Sight, look, read_manifest
+from fastload.formats.recorded import record_digest
+from fastload.formats.safetensors import header_digest
 from fastload.ranks.world import World, require_same
 from fastload.storage import PatientStorage, Storage
 
 __all__ = ["Access", "agree_on_access"]
 
-# What a rank sees: more is better, 0 is nothing.
-_DIRECTORY, _UNFINISHED, _CHECKPOINT = 1, 2, 3
+_log = logging.getLogger(__name__)
+
+_REPLACED = b"replaced"  # instead of a packed manifest
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,18 @@ def agree_on_access(
         ManifestError: It is malformed.
         PeerError: A rank could not say, with its cause.
     """
-    opened: list[PatientStorage] = []
-    try:
-        return _agree(world, path, connect, same, opened)
-    except BaseException:
-        for storage in opened:
-            storage.close()
-        raise
+    for last in (False, True):
+        opened: list[PatientStorage] = []
+        try:
+            access = _agree(world, path, connect, same, opened, last=last)
+        except BaseException:
+            for storage in opened:
+                storage.close()
+            raise
+        if access is not None:
+            return access
+        opened[0].close()
+    raise AssertionError("the last try ends in one way or the other")
 
 
 def _agree(
@@ -83,12 +92,16 @@ def _agree(
     connect: Callable[[], PatientStorage],
     same: Mapping[str, Any],
     opened: list[PatientStorage],
-) -> Access:
+    *,
+    last: bool,
+) -> Access | None:
+    """Returns None if what was there was replaced while it was looked at, unless this is the last try."""
+
     def hello() -> dict[str, Any]:
         storage = connect()
         opened.append(storage)
         # Where looking costs a request, rank 0 finds out when it reads the manifest.
-        sees = _look(storage) if storage.probes else _CHECKPOINT * (world.rank == 0)
+        sees = look(storage) if storage.probes else Sight.CHECKPOINT * (world.rank == 0)
         return {"host": world.host, "same": dict(same), "sees": sees}
 
     hellos = world.agree(f"opening {path}", hello)
@@ -100,17 +113,19 @@ def _agree(
         where = "any of the hosts" if world.size > 1 else world.host
         raise CheckpointNotFound(f"{storage.url}: no such checkpoint on {where}")
 
-    manifest = _share_manifest(world, source, storage)
+    manifest = _share_manifest(world, source, storage, connect, last=last)
+    if manifest is None:
+        return None
 
-    def look() -> dict[str, Any]:
-        sees = views[world.rank] == _CHECKPOINT or not storage.probes
+    def compare() -> dict[str, Any]:
+        sees = views[world.rank] == Sight.CHECKPOINT or not storage.probes
         if sees and storage.probes and world.rank != source:
             note = _difference(storage, manifest, source)
         else:
             note = "" if sees else f"does not see {storage.url}"
         return {"note": note, "shared": storage.shared}
 
-    looks = world.agree(f"comparing what the ranks see of {storage.url}", look)
+    looks = world.agree(f"comparing what the ranks see of {storage.url}", compare)
     notes = {rank: look["note"] for rank, look in enumerate(looks) if look["note"]}
     return Access(
         storage=storage,
@@ -122,37 +137,40 @@ def _agree(
     )
 
 
-def _share_manifest(world: World, source: int, storage: Storage) -> Manifest:
-    """Reads the headers on one rank, for all."""
-    if world.size == 1:
-        return _read(storage)
+def _share_manifest(
+    world: World,
+    source: int,
+    storage: PatientStorage,
+    connect: Callable[[], PatientStorage],
+    *,
+    last: bool,
+) -> Manifest | None:
+    """Reads the headers on one rank, for all; None if what they are of was replaced meanwhile."""
     own: list[Manifest] = []
 
     def read() -> bytes:
-        own.append(_read(storage))
-        return own[0].to_bytes()
+        try:
+            own.append(read_manifest(storage))
+        except (IncompleteCheckpoint, ManifestError) as error:
+            if last or not _is_outdated(storage, connect):
+                raise
+            _log.info("%s: opening it once more, since it was replaced meanwhile: %s", storage.url, error)
+            return _REPLACED
+        return own[0].to_bytes() if world.size > 1 else b""
 
-    packed = world.share(f"reading the headers of {storage.url}", source, read)
+    packed = world.share(f"reading the headers of {storage.url}", source, read) if world.size > 1 else read()
+    if packed == _REPLACED:
+        return None
     return own[0] if own else Manifest.from_bytes(packed)
 
 
-def _look(storage: Storage) -> int:
-    """Looks at what is at the root, without reading it."""
-    names = storage.list()
-    if names is None:
-        return _CHECKPOINT if storage.stat("") is not None else 0
-    if RECORD_NAME in names:
-        return _CHECKPOINT
-    if SAVING_NAME in names:
-        return _UNFINISHED
-    return _CHECKPOINT if any(name.endswith(NAMES.part_endings) for name in names) else _DIRECTORY
-
-
-def _read(storage: Storage) -> Manifest:
-    manifest = read_manifest(storage)
-    if manifest is None:
-        raise CheckpointNotFound(f"{storage.url}: no such checkpoint")
-    return manifest
+def _is_outdated(storage: PatientStorage, connect: Callable[[], PatientStorage]) -> bool:
+    """Whether there are other files by now than those that a storage has told of."""
+    fresh = connect()
+    try:
+        return not storage.agrees_with(fresh)
+    finally:
+        fresh.close()
 
 
 def _difference(storage: Storage, manifest: Manifest, source: int) -> str:

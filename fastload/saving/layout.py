@@ -25,20 +25,23 @@ import xxhash
 
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
+from fastload.formats.names import file_name
+from fastload.formats.safetensors_header import (
+    ALIGN_BYTES,
+    MAX_HEADER_BYTES,
+    build_header,
+    build_index,
+    entry_text,
+    offsets_text,
+)
 from fastload.geometry.blocks import Blocks
 from fastload.geometry.extents import Space
 
 __all__ = ["Layout", "LayoutFile", "TensorSpec", "lay_out"]
 
-MAX_HEADER_BYTES = 100_000_000  # the reference library reads no longer ones
-
-_LENGTH_BYTES = 8  # the little-endian u64 before the header
-_ALIGN_BYTES = 8  # of the header's end, and the largest element
 _MIN_BLOCK_BYTES = 256 << 10
 _MAX_BLOCK_BYTES = 4 << 20
 _GOOD_NUM_BLOCKS = 1 << 18  # 4 MiB of checksums in the commit record
-
-_quote = json.encoder.encode_basestring  # a JSON text as UTF-8, not escaped to ASCII
 
 
 class TensorSpec(NamedTuple):
@@ -134,13 +137,14 @@ def lay_out(
     Raises:
         OptionError: A name does not fit into a header.
     """
-    empty_header = _header([], metadata)
+    empty_header = build_header([], metadata)
     shards = list(_split(specs, max_shard_bytes, len(empty_header)))
-    names = [_file_name(number, len(shards)) for number in range(len(shards))]
+    names = [file_name(number, len(shards)) for number in range(len(shards))]
     files = tuple(_lay_out_file(names[number], number, rows, metadata) for number, rows in enumerate(shards))
     if block_bytes is None:
         block_bytes = _good_block_bytes(sum(spec.nbytes for spec in specs))
-    return Layout(files, block_bytes, _index(files) if len(files) > 1 else None)
+    index = build_index({file.name: file.tensors for file in files}) if len(files) > 1 else None
+    return Layout(files, block_bytes, index)
 
 
 class _Row(NamedTuple):
@@ -158,12 +162,12 @@ def _split(
     The length of a header is known only with its offsets; each is taken to have as many digits as the
     largest, so a file may end up a few bytes per tensor below its limit.
     """
-    num_digits = len(_offsets(max_shard_bytes, max_shard_bytes)) + 1  # and a comma
+    num_digits = len(offsets_text(max_shard_bytes, max_shard_bytes)) + 1  # and a comma
     shard: list[_Row] = []
-    first_bytes = empty_header_bytes + _ALIGN_BYTES  # the blanks at the end
+    first_bytes = empty_header_bytes + ALIGN_BYTES  # the blanks at the end
     header_bytes, data_bytes = first_bytes, 0
     for spec in specs:
-        text = _entry(spec)
+        text = entry_text(spec.name, spec.dtype, spec.shape)
         entry_bytes = (len(text) if text.isascii() else len(text.encode())) + num_digits
         if first_bytes + entry_bytes > MAX_HEADER_BYTES:
             raise OptionError(f"tensor {spec.name[:200]!r}...: its name is too long for a safetensors header")
@@ -179,8 +183,8 @@ def _split(
 def _lay_out_file(name: str, number: int, rows: list[_Row], metadata: Mapping[str, str]) -> LayoutFile:
     rows.sort(key=_by_alignment)  # stable: all that is a multiple of 8 bytes long stays in order
     ends = list(accumulate((row.spec.nbytes for row in rows), initial=0))
-    header = _header(
-        [row.text + _offsets(*span) for row, span in zip(rows, pairwise(ends), strict=True)], metadata
+    header = build_header(
+        [row.text + offsets_text(*span) for row, span in zip(rows, pairwise(ends), strict=True)], metadata
     )
     tensors = tuple(
         TensorEntry(spec.name, spec.dtype, spec.shape, number, len(header) + begin, spec.nbytes)
@@ -191,39 +195,8 @@ def _lay_out_file(name: str, number: int, rows: list[_Row], metadata: Mapping[st
 
 def _by_alignment(row: _Row) -> int:
     """Orders by the largest power of two that divides the length, largest first; none exceeds an element."""
-    nbytes = row.spec.nbytes | _ALIGN_BYTES
+    nbytes = row.spec.nbytes | ALIGN_BYTES
     return -(nbytes & -nbytes)
-
-
-def _entry(spec: TensorSpec) -> str:
-    shape = ",".join(map(str, spec.shape))
-    return f'{_quote(spec.name)}:{{"dtype":"{spec.dtype}","shape":[{shape}],"data_offsets":'
-
-
-def _offsets(begin: int, end: int) -> str:
-    return f"[{begin},{end}]}}"
-
-
-def _header(entries: list[str], metadata: Mapping[str, str]) -> bytes:
-    if metadata:
-        text = json.dumps(dict(metadata), ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-        entries = [f'"__metadata__":{text}', *entries]
-    header = f"{{{','.join(entries)}}}".encode()
-    header += b" " * (-len(header) % _ALIGN_BYTES)
-    return len(header).to_bytes(_LENGTH_BYTES, "little") + header
-
-
-def _file_name(number: int, num_files: int) -> str:
-    if num_files == 1:
-        return "model.safetensors"
-    return f"model-{number + 1:05}-of-{num_files:05}.safetensors"
-
-
-def _index(files: Sequence[LayoutFile]) -> bytes:
-    total_bytes = sum(entry.nbytes for file in files for entry in file.tensors)
-    rows = sorted(f'    {_quote(entry.name)}: "{file.name}"' for file in files for entry in file.tensors)
-    head = f'{{\n  "metadata": {{\n    "total_size": {total_bytes}\n  }},\n  "weight_map": {{\n'
-    return (head + ",\n".join(rows) + "\n  }\n}\n").encode()
 
 
 def _good_block_bytes(total_bytes: int) -> int:

@@ -19,7 +19,7 @@ from fastload.base.threads import Workers
 from fastload.errors import ChecksumError, ManifestError, StorageError
 from fastload.formats.manifest import FileEntry
 from fastload.formats.names import STAGED_NAME
-from fastload.formats.safetensors import read_manifest
+from fastload.formats.open import read_manifest
 from fastload.geometry.blocks import Block
 from fastload.loading.access import Access
 from fastload.options import StageOptions
@@ -291,7 +291,7 @@ class Stage:
             found = read_manifest(staged)
         finally:
             staged.close()
-        if found is None or essence(found) != essence(self._access.manifest):
+        if essence(found) != essence(self._access.manifest):
             raise ManifestError(f"{copy.data_path}: its headers are not those of {self._access.manifest.url}")
         return receipt
 

@@ -77,6 +77,8 @@ class PatientStorage:
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._num_retries = 0
+        self._listing: list[str] | None = None
+        self._stats: dict[str, FileStat | None] = {}
 
     @property
     def url(self) -> str:
@@ -112,10 +114,24 @@ class PatientStorage:
         return self._num_retries
 
     def stat(self, name: str) -> FileStat | None:
-        return self._patiently(lambda: self._storage.stat(name))
+        self._stats[name] = found = self._patiently(lambda: self._storage.stat(name))
+        return found
 
     def list(self) -> list[str] | None:
-        return self._patiently(self._storage.list)
+        self._listing = found = self._patiently(self._storage.list)
+        return found
+
+    def agrees_with(self, fresh: Storage) -> bool:
+        """Whether another storage at the same place, opened just now, sees what this one has told so far.
+
+        What has no version may have been replaced without a trace: it does not agree.
+        """
+        if fresh.list() != self._listing:
+            return False
+        return all(
+            fresh.stat(name) == found and (found is None or bool(found.version))
+            for name, found in self._stats.items()
+        )
 
     def folders(self, prefix: str = "") -> Mapping[str, Folder]:
         return self._patiently(lambda: self._storage.folders(prefix))

@@ -12,8 +12,8 @@ import pytest
 import fastload
 from fastload.errors import CheckpointError, ChecksumError, IncompleteCheckpoint, ManifestError
 from fastload.formats.manifest import Manifest
+from fastload.formats.open import read_manifest
 from fastload.formats.record import parse
-from fastload.formats.safetensors import read_manifest
 from fastload.storage.local import LocalStorage
 from tests.checkpoints import flip, record_by_hand, write_file, write_sharded
 

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from fastload.errors import CheckpointNotFound, ManifestError, StorageError
 from fastload.formats.dtypes import DTYPES, torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
-from fastload.formats.safetensors import MAX_HEADER_BYTES, parse_header, read_manifest
+from fastload.formats.open import read_manifest
+from fastload.formats.safetensors_header import MAX_HEADER_BYTES, parse_header
 from fastload.storage.base import FileStat, Storage
 
 URL = "mem://ckpt"
@@ -75,9 +76,7 @@ def entry(dtype: Any = "U8", shape: Any = (2,), begin: Any = 0, end: Any = 2) ->
 
 
 def manifest_of(files: dict[str, bytes] | bytes) -> Manifest:
-    manifest = read_manifest(MemoryStorage(files))
-    assert manifest is not None
-    return manifest
+    return read_manifest(MemoryStorage(files))
 
 
 def contents(file: bytes, manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -457,7 +456,8 @@ def where(manifest: Manifest) -> dict[str, str]:
 def test_nothing_at_the_root() -> None:
     storage = MemoryStorage(b"")
     storage.files = {}
-    assert read_manifest(storage) is None
+    with pytest.raises(CheckpointNotFound, match="mem://ckpt: no such checkpoint"):
+        read_manifest(storage)
 
 
 @pytest.mark.parametrize(
@@ -494,13 +494,29 @@ def test_several_files_without_an_index() -> None:
     assert manifest.metadata == {"format": "pt", "only_b": "1"}
 
 
-def test_same_tensor_in_two_files() -> None:
-    files = {"a.safetensors": shard("x", "w"), "b.safetensors": shard("w")}
-    words = "tensor 'w' is in two files, 'a.safetensors' and 'b.safetensors'"
-    with pytest.raises(ManifestError, match=words):
+@pytest.mark.parametrize(
+    "weight_map",
+    [None, {"x": "a.safetensors", "y": "b.safetensors"}, {"x": "a.safetensors", "y": "b.safetensors", "w": "c"}],
+    ids=["no index", "says nothing of it", "names a third file"],
+)  # fmt: skip
+def test_same_tensor_in_two_files_of_which_nothing_says_which_is_meant(weight_map: Any) -> None:
+    files = {
+        "a.safetensors": shard("x", "w"),
+        "b.safetensors": shard("w", "y"),
+        "c": shard("z"),
+        **({} if weight_map is None else {INDEX: index(weight_map)}),
+    }
+    with pytest.raises(ManifestError, match=r"'w' is in two files, 'a\.safetensors' and 'b\.safetensors'"):
         read_manifest(MemoryStorage(files))
-    with pytest.raises(ManifestError, match=words):
-        read_manifest(MemoryStorage({**files, INDEX: index({"x": "a.safetensors", "w": "b.safetensors"})}))
+
+
+@pytest.mark.parametrize("meant", ["a.safetensors", "b.safetensors", "c.safetensors"])
+def test_same_tensor_in_several_files_is_the_one_that_the_index_names(meant: str) -> None:
+    files = {f"{one}.safetensors": shard(one, "w") for one in "abc"}
+    names = {one: f"{one}.safetensors" for one in "abc"}
+    manifest = manifest_of({**files, INDEX: index({**names, "w": meant})})
+    assert where(manifest) == {**names, "w": meant}
+    assert len(manifest.tensors) == 4
 
 
 def test_index_names_the_files_and_they_are_taken_whole() -> None:

@@ -36,6 +36,7 @@ PURE = {
     "formats/manifest.py",
     "formats/names.py",
     "formats/record.py",
+    "formats/safetensors_header.py",
     "staging/inventory.py",
     "transfer/plan.py",
     "estimate/simulate.py",
