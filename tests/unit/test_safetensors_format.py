@@ -496,9 +496,13 @@ def test_several_files_without_an_index() -> None:
 
 @pytest.mark.parametrize(
     "weight_map",
-    [None, {"x": "a.safetensors", "y": "b.safetensors"}, {"x": "a.safetensors", "y": "b.safetensors", "w": "c"}],
+    [
+        None,
+        {"x": "a.safetensors", "y": "b.safetensors"},
+        {"x": "a.safetensors", "y": "b.safetensors", "w": "c"},
+    ],
     ids=["no index", "says nothing of it", "names a third file"],
-)  # fmt: skip
+)
 def test_same_tensor_in_two_files_of_which_nothing_says_which_is_meant(weight_map: Any) -> None:
     files = {
         "a.safetensors": shard("x", "w"),
