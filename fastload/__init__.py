@@ -22,6 +22,7 @@ from fastload.errors import (
     WorldError,
 )
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
+from fastload.formats.per_rank import PerRank
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, SaveOptions, StageOptions
 from fastload.ranks import world
@@ -61,6 +62,7 @@ __all__ = [
     "MismatchError",
     "OptionError",
     "PeerError",
+    "PerRank",
     "PlanMismatch",
     "RankReport",
     "ReplicaMismatch",

@@ -69,15 +69,16 @@ def load(
         strict: With `into`, whether its names and the checkpoint's have to be the same. If not, what only
             one of them has is left alone; what is of another kind, shape or dtype is an error all the same,
             and so is a checkpoint that has no tensor of `into`, or has it under names that differ by the
-            ``module.`` or ``_orig_mod.`` of a wrapper.
+            ``module.`` or ``_orig_mod.`` of a wrapper. Also, whether `PerRank` values have to be of as many
+            ranks as load them; if not, they stay as they are in `into`, or are None, and a warning says so.
         storage_options: Passed on to obstore (object stores, HTTP) or fsspec (other URLs), in addition
             to what the environment says of credentials and endpoints.
         options: How to load; None for the defaults.
 
     Returns:
         The state as it was saved, if `fastload.save` wrote the checkpoint and neither `names` nor `into`
-        is given. Else tensors by name, each with a storage of its own; with `into`, those of its tensors
-        that were loaded.
+        is given; in place of a `PerRank`, the value of this rank. Else tensors by name, each with a storage
+        of its own; with `into`, those of its tensors that were loaded.
 
     Raises:
         CheckpointNotFound: No rank sees a checkpoint there.
@@ -247,7 +248,7 @@ def save(
     Args:
         state: Nested dicts, lists, tuples and sets of tensors, NumPy arrays and plain values, such as
             state dicts of models, optimizers and schedulers, random states and counters. Tied tensors are
-            stored once and come back tied.
+            stored once and come back tied. What each rank has of its own is in a `PerRank`.
         path: The directory to make; a local path or a URL.
         process_group: As for `load`.
         metadata: Text to keep with it, that of rank 0; see `Checkpoint.metadata`.

@@ -94,6 +94,7 @@ class LoadReport(_Report):
         chunk_bytes: Unit of reading and of exchange.
         num_rounds: Rounds of exchange.
         depth: Rounds in flight at once.
+        left_out: What was not loaded, with ``strict=False``, as it was saved for another number of ranks.
         ranks: One entry per rank.
     """
 
@@ -106,6 +107,7 @@ class LoadReport(_Report):
     chunk_bytes: int
     num_rounds: int
     depth: int
+    left_out: tuple[str, ...] = ()
     ranks: Sequence[RankReport] = field(default_factory=tuple)
 
     @property

@@ -53,7 +53,7 @@ def _load(src: Location, as_json: bool) -> tuple[Any, dict[str, str]]:
     with progress(0, shown=not as_json, what="loading") as show:
         options = fastload.LoadOptions(progress=show)
         with fastload.open(src, options=options) as checkpoint:
-            return checkpoint.load(), checkpoint.metadata
+            return checkpoint.load(strict=False), checkpoint.metadata  # what is left out is logged
 
 
 def _is_torch_file(src: Location) -> bool:

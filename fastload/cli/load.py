@@ -14,6 +14,7 @@ from rich.table import Table
 import fastload
 from fastload.cli.console import errors_to_exit_code, progress, shown, stdout
 from fastload.errors import FastloadError
+from fastload.formats.per_rank import OWN_PREFIX
 from fastload.formats.state import describe, state_digest
 from fastload.options import SETTINGS, STRATEGIES
 from fastload.ranks.world import agree, initialize
@@ -69,7 +70,7 @@ def load(
             if options.trace is not None:
                 _look_where_the_trace_goes(rank, options)
             with fastload.open(path, options=options) as checkpoint:
-                state = checkpoint.load(device=device, names=list(names) or None)
+                state = checkpoint.load(device=device, names=list(names) or _all_names(checkpoint.manifest))
         report = checkpoint.report
         assert report is not None
         digests = None
@@ -88,6 +89,12 @@ def load(
             raise checkpoint.trace_error
         if digests is not None and len(set(digests)) > 1:
             raise FastloadError(f"the ranks hold different states: {digests}")
+
+
+def _all_names(manifest: fastload.Manifest) -> list[str] | None:
+    """Returns the names of all tensors, if not all of them are for all ranks; None stands for all."""
+    has_own = any(entry.name.startswith(OWN_PREFIX) for entry in manifest.tensors)
+    return [entry.name for entry in manifest.tensors] if has_own else None
 
 
 def _look_where_the_trace_goes(rank: int, options: fastload.LoadOptions) -> None:

@@ -14,6 +14,8 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from fastload.formats.dtypes import NAMES
+from fastload.formats.per_rank import PerRank, own_prefix
+from fastload.formats.saved import leaves_of
 from fastload.formats.values import (
     BARE_NAME,
     FACTORIES,
@@ -30,12 +32,18 @@ from fastload.formats.values import (
 __all__ = ["Describer"]
 
 _RESERVED = "__metadata__"  # what a safetensors header calls something else
+_MAX_SHORT_TEXT = 100  # about what a tensor more costs in header and structure
 
 
 class Describer:
-    """One walk through a state; `problems` holds a line for each thing that cannot be kept."""
+    """One walk through a state; `problems` holds a line for each thing that cannot be kept.
 
-    def __init__(self) -> None:
+    Args:
+        rank: This rank; of a state that has values of its own only.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self.own: OwnDescriber | None = None
         self.tensors: dict[str, Tensor] = {}
         self.problems: list[str] = []
         self._path: list[Any] = []
@@ -44,6 +52,7 @@ class Describer:
         self._others: dict[tuple[Any, ...], str] = {}  # the names of further views of the same address
         self._converted: dict[int, Tensor] = {}  # by id: what was made of an array or a lazy tensor
         self._num_of: dict[str, int] = {}  # how often a name was wanted
+        self._rank = rank
 
     def value(self, value: Any, prefix: str, key: Any) -> Any:
         """Returns the JSON of what is found under a key, and keeps its tensors."""
@@ -55,13 +64,19 @@ class Describer:
         try:
             return encode_value(value)
         except NotPlain:
-            numpy = sys.modules.get("numpy")
-            if numpy is not None and kind is numpy.ndarray:
+            if _is_array(value):
                 return self._array(value, tensor_name(prefix, key))
+            if kind is PerRank:
+                return self._per_rank(value, prefix, key)
             return self._refuse(_name(value), _why_not_kept(value))
 
     def _refuse(self, what: str, why: str) -> None:
         self.problems.append(f"{show_path(self._path)} is {what}: {why}")
+
+    def _per_rank(self, value: PerRank[Any], prefix: str, key: Any) -> Any:
+        if self.own is None:
+            self.own = OwnDescriber(self._rank, self.problems, self._path, self._open)
+        return self.own.place(value.value, prefix, key)
 
     # Containers
 
@@ -207,6 +222,48 @@ class Describer:
         return free
 
 
+class OwnDescriber(Describer):
+    """Takes apart what a rank has of its own, in the course of a walk through the whole state.
+
+    Attributes:
+        values: A node for each place.
+    """
+
+    def __init__(self, rank: int, problems: list[str], path: list[Any], opened: set[int]) -> None:
+        super().__init__(rank)
+        self.values: list[Any] = []
+        self.problems, self._path, self._open = problems, path, opened
+        self._is_in_text = False
+
+    def place(self, value: Any, prefix: str, key: Any) -> Any:
+        """Keeps a value, and returns the node of the place that it is at."""
+        name = tensor_name(prefix, key)
+        node = self.value(value, prefix, key)
+        self.values.append(node if leaves_of(node, name) else self._text(node, name))
+        return {"PerRank": [name or BARE_NAME, len(self.values) - 1]}
+
+    def value(self, value: Any, prefix: str, key: Any) -> Any:
+        """As for any state, but what is long and holds no tensors becomes one: its text."""
+        if self._is_in_text or _holds_tensors(value):
+            return super().value(value, prefix, key)
+        self._is_in_text = True
+        node = super().value(value, prefix, key)
+        self._is_in_text = False
+        return (
+            node if len(json.dumps(node)) <= _MAX_SHORT_TEXT else self._text(node, tensor_name(prefix, key))
+        )
+
+    def _text(self, node: Any, name: str) -> Any:
+        text = bytearray(json.dumps(node, separators=(",", ":")).encode())
+        return self._leaf(torch.frombuffer(text, dtype=torch.uint8), name, "json", None)
+
+    def _per_rank(self, value: PerRank[Any], prefix: str, key: Any) -> Any:
+        return self._refuse("a fastload.PerRank", "it is inside of another one")
+
+    def _add(self, tensor: Tensor, name: str) -> str:
+        return super()._add(tensor, own_prefix(self._rank) + name)
+
+
 _CONTAINERS: dict[type, Callable[[Describer, Any, str], Any]] = {
     dict: Describer._dict,
     OrderedDict: Describer._ordered_dict,
@@ -217,6 +274,19 @@ _CONTAINERS: dict[type, Callable[[Describer, Any, str], Any]] = {
     set: Describer._set,
     frozenset: Describer._set,
 }
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values())) or _holds_tensors(getattr(value, "_metadata", None))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, Tensor) or _is_array(value)
 
 
 def _spec(tensor: Tensor) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ __all__ = [
     "INDEX_NAME",
     "INDEX_SUFFIX",
     "NAMES",
+    "OWN_STEM",
     "RECORD_NAME",
     "SAVING_NAME",
     "STAGED_NAME",
@@ -32,17 +33,19 @@ STAGED_NAME = ".fastload-stage.json"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME = "model.safetensors.index.json"
+OWN_STEM = "ranks"
+"""What the files with the ranks' own tensors are called, in place of ``model``."""
 TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 
 _ALWAYS_OWN = frozenset((RECORD_NAME, SAVING_NAME, STAGED_NAME))
-_FILE_OF_A_SAVE = re.compile(r"model(?P<shard>-\d{5,}-of-\d{5,})?\.safetensors")
+_FILE_OF_A_SAVE = re.compile(rf"(model|{OWN_STEM})(?P<shard>-\d{{5,}}-of-\d{{5,}})?\.safetensors")
 
 
-def file_name(number: int, num_files: int) -> str:
+def file_name(number: int, num_files: int, stem: str = "model") -> str:
     """Returns what a save calls one of its files, counted from 0."""
     if num_files == 1:
-        return f"model{SUFFIX}"
-    return f"model-{number + 1:05}-of-{num_files:05}{SUFFIX}"
+        return f"{stem}{SUFFIX}"
+    return f"{stem}-{number + 1:05}-of-{num_files:05}{SUFFIX}"
 
 
 def own_names(there: Iterable[str], lists: Sequence[bytes]) -> set[str]:

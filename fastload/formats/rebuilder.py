@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fastload.base.memory import host_view
+from fastload.formats.per_rank import NO_VALUE
 from fastload.formats.saved import SavedTensor, leaf_of, list_of, read_keys
+from fastload.formats.untrusted import parse_value
 from fastload.formats.values import (
     FACTORIES,
     MAX_DEPTH,
@@ -57,6 +60,8 @@ class Rebuilder:
         if type(node) is list:
             return self._container(Rebuilder._elements, node, name)
         if type(node) is dict and len(node) == 1:
+            if node == NO_VALUE:
+                return None
             ((tag, payload),) = node.items()
             if tag in _CONTAINERS:
                 return self._container(_CONTAINERS[tag], payload, name)
@@ -128,6 +133,8 @@ def _make(tensor: Tensor, kind: str | None, dtype: str | None) -> Any:
     """Makes what was described of what was stored; shares its memory where it can."""
     if kind == "ndarray":
         return _make_array(tensor, dtype)
+    if kind == "json":
+        return _read_text(tensor)
     if dtype is not None:
         if dtype != "complex128" or tensor.dtype is not torch.float64:
             raise ValueError(f"{tensor.dtype} cannot stand for this dtype")
@@ -138,6 +145,13 @@ def _make(tensor: Tensor, kind: str | None, dtype: str | None) -> Any:
     if kind.startswith("Parameter"):
         return Parameter(tensor, requires_grad=grad)
     return tensor.detach().requires_grad_(grad)
+
+
+def _read_text(tensor: Tensor) -> Any:
+    if tensor.dtype is not torch.uint8 or tensor.dim() != 1:
+        raise ValueError(f"a {tensor.dtype} tensor is no text")
+    text = bytes(host_view(tensor.cpu().contiguous()))
+    return Rebuilder({}).value(parse_value(text), "", "")
 
 
 def _make_array(tensor: Tensor, dtype: str | None) -> Any:

@@ -8,7 +8,7 @@ from fastload.formats.values import BARE_NAME, crowded, decode_value, key_text
 
 __all__ = ["SavedTensor", "children_of", "leaf_of", "leaves_of", "list_of", "read_keys"]
 
-_KINDS = frozenset({None, "Tensor+grad", "Parameter", "Parameter+grad", "ndarray"})
+_KINDS = frozenset({None, "Tensor+grad", "Parameter", "Parameter+grad", "ndarray", "json"})
 
 
 class SavedTensor(NamedTuple):
@@ -17,7 +17,7 @@ class SavedTensor(NamedTuple):
     Attributes:
         name: Its path.
         stored: What it is stored under; tied tensors share that.
-        kind: ``Parameter``, ``ndarray`` and the like; None for a plain tensor.
+        kind: ``Parameter``, ``ndarray`` and the like, ``json`` for a text; None for a plain tensor.
         dtype: What the stored dtype stands for, if not for itself.
     """
 
@@ -25,6 +25,11 @@ class SavedTensor(NamedTuple):
     stored: str
     kind: str | None = None
     dtype: str | None = None
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is no tensor of the state, but the text of a plain value."""
+        return self.kind == "json"
 
     @property
     def is_exact(self) -> bool:

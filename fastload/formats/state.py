@@ -13,6 +13,7 @@ The structure, JSON types only:
 ``{}``                                       the tensor that is named by its path
 ``{"tensor": [name, kind, dtype]}``          any other; nulls at the end are left out. A null name is the
                                              path's; the dtype says what the stored one stands for
+``{"PerRank": [name, [node, …]]}``           what each rank has of its own, see `fastload.formats.per_rank`
 other tags                                   plain values, see `fastload.formats.values`
 ===========================================  ==========================================================
 
@@ -39,6 +40,7 @@ from torch import Tensor
 from fastload.base.memory import byte_view, host_view, uncollected
 from fastload.errors import FastloadError, ManifestError, OptionError
 from fastload.formats.describer import Describer
+from fastload.formats.per_rank import OWN_PREFIX, OwnView, view
 from fastload.formats.rebuilder import Rebuilder
 from fastload.formats.saved import SavedTensor, children_of, leaf_of, leaves_of
 from fastload.formats.values import show_path
@@ -51,6 +53,7 @@ __all__ = [
     "describe",
     "leaf",
     "leaves",
+    "own_view",
     "rebuild",
     "state_digest",
 ]
@@ -67,23 +70,28 @@ class Description:
         tensors: What is to be stored, each tensor once, by name, in the order of the state. They share
             memory with the state where they can; dense, of a dtype that safetensors has, on any device.
         structure: Everything else, JSON types only; the same whoever describes an equal state.
+        own_tensors: Those of this rank's own values, likewise.
+        own_values: The rest of these, one for each place in `structure`.
     """
 
     tensors: dict[str, Tensor]
     structure: Any
+    own_tensors: dict[str, Tensor]
+    own_values: list[Any]
 
 
-def describe(state: Any) -> Description:
+def describe(state: Any, rank: int = 0) -> Description:
     """Takes a nested state apart.
 
     Args:
         state: Dicts (also OrderedDict, defaultdict, Counter), lists, tuples and sets of tensors,
-            Parameters, NumPy arrays and scalars, and plain values.
+            Parameters, NumPy arrays and scalars, and plain values; any of it in a `PerRank`.
+        rank: Whose own values those are.
 
     Raises:
         OptionError: Something cannot be kept; names the key of each such thing.
     """
-    describer = Describer()
+    describer = Describer(rank)
     try:
         structure = describer.value(state, "", "")
     except RecursionError:
@@ -93,7 +101,16 @@ def describe(state: Any) -> Description:
         more = len(describer.problems) - len(shown)
         lines = [*shown, *([f"and {more} more"] if more else [])]
         raise OptionError("the state cannot be saved: " + "\n  ".join(lines))
-    return Description(describer.tensors, structure)
+    own = describer.own
+    if own is None:
+        return Description(describer.tensors, structure, {}, [])
+    for name in describer.tensors:
+        if name.startswith(OWN_PREFIX):
+            raise OptionError(
+                f"the state cannot be saved: tensor {name[:200]!r}: with a PerRank in the state, no name may "
+                f"begin with {OWN_PREFIX!r}"
+            )
+    return Description(describer.tensors, structure, own.tensors, own.values)
 
 
 @uncollected
@@ -138,6 +155,16 @@ def leaf(structure: Any, name: str) -> SavedTensor | None:
         return SavedTensor(name, name)
     with _distrusting():
         return leaf_of(structure, name)
+
+
+def own_view(structure: Any, rank: int, size: int) -> OwnView:
+    """Returns a structure as a rank of a group of so many is to see it.
+
+    Raises:
+        ManifestError: It is malformed.
+    """
+    with _distrusting():
+        return view(structure, rank, size)
 
 
 def leaves(structure: Any, name: str = "") -> list[SavedTensor]:

@@ -19,6 +19,7 @@ __all__ = [
     "is_unicode",
     "parse_json",
     "parse_metadata",
+    "parse_value",
     "show",
 ]
 
@@ -47,7 +48,7 @@ def parse_json(text: bytes, where: str, *, any_int: bool = False) -> dict[str, A
         ManifestError: It is not valid JSON, an object says two things of one key, or it is no object.
     """
     try:
-        value = (_EXACT if any_int else _DECODER).decode(text.decode())
+        value = parse_value(text) if any_int else _DECODER.decode(text.decode())
     except RecursionError:
         raise ManifestError(f"{where} is nested too deeply") from None
     except ValueError as error:
@@ -55,6 +56,15 @@ def parse_json(text: bytes, where: str, *, any_int: bool = False) -> dict[str, A
     if not isinstance(value, dict):
         raise ManifestError(f"{where} is not a JSON object but {show(value)}")
     return value
+
+
+def parse_value(text: bytes) -> Any:
+    """Parses any JSON value, likewise, with integers of any size.
+
+    Raises:
+        ValueError: It is not valid JSON (also `RecursionError`).
+    """
+    return _EXACT.decode(text.decode())
 
 
 def parse_metadata(raw: Any, where: str) -> dict[str, str]:

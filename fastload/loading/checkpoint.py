@@ -149,7 +149,10 @@ class Checkpoint:
 
 
 def _warn_of(report: LoadReport, broken: set[int], world: World) -> None:
-    """Says on rank 0 who dropped out."""
+    """Says on rank 0 who dropped out, and what was left out."""
     for rank in report.ranks if world.rank == 0 else ():
         if rank.rank in broken:
             _log.warning("%s: rank %d on %s %s", report.url, rank.rank, rank.host, rank.note)
+    if report.left_out and world.rank == 0:
+        names = ", ".join(report.left_out)
+        _log.warning("%s: left out, as saved for another number of ranks: %s", report.url, names)

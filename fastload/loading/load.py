@@ -103,6 +103,8 @@ def prepare(opened: Opened, asked: Asked) -> Job:
             device=device,
             dtype=dtype,
             strict=asked.strict,
+            rank=opened.world.rank,
+            size=opened.world.size,
         )
         jobs.append(job := _open(opened, matched, matched.device or device))
         wanted = json.dumps([d.entry.name for d in matched.destinations])
@@ -159,6 +161,7 @@ def run(opened: Opened, job: Job, tracing: Tracing, *, began: float, retries_bef
             chunk_bytes=job.plan.chunk_bytes,
             num_rounds=job.plan.num_rounds,
             depth=job.plan.depth,
+            left_out=job.matched.left_out,
             ranks=tuple(RankReport(**rank) for rank in ranks),
         )
     finally:

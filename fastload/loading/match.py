@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from fastload.errors import OptionError
 from fastload.formats.manifest import Manifest
-from fastload.formats.state import Rebuilder, SavedTensor, leaves, rebuild
+from fastload.formats.names import OWN_STEM
+from fastload.formats.per_rank import OwnView
+from fastload.formats.state import Rebuilder, SavedTensor, leaves, own_view, rebuild
 from fastload.loading.modules import Leaf
 from fastload.loading.pair import pair
 from fastload.loading.pairs import Pairs, Remade, Value
@@ -38,12 +40,14 @@ class Match:
         attach: To be called when all has been read: copies what is wanted twice, and puts materialized
             tensors into the caller's module or dict.
         restore: Puts everything else where it belongs, after that, and returns the result of the load.
+        left_out: Names of what would have been loaded, had it not been saved for another number of ranks.
     """
 
     destinations: list[Destination]
     loaded: dict[str, Tensor]
     attach: Callable[[], None]
     restore: Callable[[], Any]
+    left_out: tuple[str, ...] = ()
 
     @property
     def device(self) -> torch.device | None:
@@ -63,6 +67,8 @@ def match(
     device: torch.device,
     dtype: torch.dtype | None,
     strict: bool,
+    rank: int = 0,
+    size: int = 1,
 ) -> Match:
     """Finds a destination for every wanted tensor, before any data moves.
 
@@ -72,7 +78,10 @@ def match(
         into: A module, or nested dicts, lists and tuples, to be loaded in place; None for new tensors.
         device: Where new tensors and those that replace meta tensors live.
         dtype: Cast of floating point tensors, or None for none.
-        strict: Whether the names of the checkpoint and of `into` have to be the same.
+        strict: Whether the names of the checkpoint and of `into` have to be the same, and the number of ranks
+            that of those whose own values were saved.
+        rank: Whose own values are wanted.
+        size: Number of ranks.
 
     Raises:
         MismatchError: Something does not fit; it lists all that does not.
@@ -80,32 +89,48 @@ def match(
         ManifestError: The checkpoint is malformed.
         MemoryError: The destinations do not fit into memory.
     """
+    view = OwnView(manifest.structure)
+    if any(file.name.startswith(OWN_STEM) for file in manifest.files) and manifest.structure is not None:
+        view = own_view(manifest.structure, rank, size)
+        manifest = replace(manifest, structure=view.structure)
     selection = None if names is None else _Selection(names, _catalogue(manifest))
     wants = Wants(manifest, device, dtype)
+    if strict and selection is None and view.elsewhere:
+        raise_unfit(manifest.url, mismatched=[_elsewhere(name, num, size) for name, num in view.elsewhere])
     if into is not None:
-        return _match_into(manifest, pair(into, manifest), selection, wants, device, dtype, strict)
+        pairs = pair(into, manifest, has_gaps=bool(view.elsewhere))
+        return _match_into(manifest, pairs, selection, wants, device, dtype, strict, view)
     if selection is not None:
         raise_unfit(manifest.url, missing=selection.absent)
-        return _match_names(selection.chosen, wants)
+        return _match_names(selection.chosen, wants, view)
     if manifest.structure is not None and dtype is not None:
         for saved in leaves(manifest.structure):
             wants.make(saved, exact=saved.is_exact)
+        wants.make_together(view.together)
     else:
         wants.make_all()
-    return _match_all(manifest, wants.arrivals())
+    left_out = tuple(name for name, _ in view.elsewhere)
+    return _match_all(manifest, wants.arrivals(), left_out)
 
 
-def _match_names(chosen: Mapping[str, SavedTensor], wants: Wants) -> Match:
+def _elsewhere(name: str, num_saved: int, size: int) -> str:
+    saved = f"each of {num_saved} ranks" if num_saved > 1 else "one rank"
+    here = f"{size} ranks" if size > 1 else "one rank"
+    return f"{name}: saved for {saved} (fastload.PerRank), to be loaded by {here}: strict=False leaves it out"
+
+
+def _match_names(chosen: Mapping[str, SavedTensor], wants: Wants, view: OwnView) -> Match:
     """New tensors by name."""
     named = {name: (saved, wants.make(saved, exact=saved.is_complex128)) for name, saved in chosen.items()}
     result = {
         name: torch.view_as_complex(tensor) if saved.is_complex128 else tensor
         for name, (saved, tensor) in named.items()
     }
+    wants.make_together(view.together)
     return Match(wants.arrivals().destinations, result, lambda: None, lambda: result)
 
 
-def _match_all(manifest: Manifest, arrivals: Arrivals) -> Match:
+def _match_all(manifest: Manifest, arrivals: Arrivals, left_out: tuple[str, ...]) -> Match:
     """All there is: the state as it was saved, if fastload saved it."""
 
     def restore() -> Any:
@@ -113,7 +138,7 @@ def _match_all(manifest: Manifest, arrivals: Arrivals) -> Match:
             return arrivals.new
         return rebuild(manifest.structure, Rebuilder(arrivals.new, arrivals.exact))
 
-    return Match(arrivals.destinations, arrivals.new, arrivals.copy, restore)
+    return Match(arrivals.destinations, arrivals.new, arrivals.copy, restore, left_out)
 
 
 def _match_into(
@@ -124,6 +149,7 @@ def _match_into(
     device: torch.device,
     dtype: torch.dtype | None,
     strict: bool,
+    view: OwnView,
 ) -> Match:
     """What there is already, filled."""
     lonely, left = pairs.lonely, pairs.left
@@ -164,9 +190,11 @@ def _match_into(
         tensor = replaced.get(id(leaf.tensor), (leaf.tensor, ()))[0]
         wants.fill(saved, tensor)
         named[saved.own_name] = tensor
+    others = wants.make_together(view.together)
     arrivals = wants.arrivals()
     for name, tensor in arrivals.new.items():
-        named.setdefault(name, tensor)
+        if name not in others and name not in view.together:
+            named.setdefault(name, tensor)
 
     def attach() -> None:
         arrivals.copy()
@@ -178,7 +206,7 @@ def _match_into(
         restorer.run(arrivals)
         return named
 
-    return Match(arrivals.destinations, named, attach, restore)
+    return Match(arrivals.destinations, named, attach, restore, tuple(pairs.elsewhere))
 
 
 def _advice(pairs: Pairs, renamed: Renamed | None, unexpected: Sequence[str]) -> str:
@@ -227,7 +255,7 @@ def _catalogue(manifest: Manifest) -> dict[str, SavedTensor]:
     catalogue = {entry.name: SavedTensor(entry.name, entry.name) for entry in manifest.tensors}
     if manifest.structure is not None:
         seen: set[str] = set()
-        for saved in leaves(manifest.structure):
+        for saved in (saved for saved in leaves(manifest.structure) if not saved.is_text):
             if saved.stored not in seen:  # the first one it is stored for: it may be stored as name~2
                 catalogue[saved.stored] = saved
             seen.add(saved.stored)
@@ -269,7 +297,7 @@ def _narrow(pairs: Pairs, selection: _Selection) -> None:
             changes = {index: narrowed(change, where) for index, change in value.changes.items()}
             changes = {index: change for index, change in changes.items() if change is not None}
             return value._replace(changes=changes) if changes else None
-        picked = [selection.has(saved) for saved in value.leaves]
+        picked = [selection.has(saved) for saved in value.leaves if not saved.is_text]
         if any(picked) and not all(picked):
             pairs.wrong.append(f"{where}: names= selects some of its tensors only")
         return value if any(picked) else None

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from fastload.errors import OptionError
 from fastload.formats.manifest import Manifest
+from fastload.formats.per_rank import NO_VALUE, PerRank, has_gap
 from fastload.formats.state import Rebuilder, SavedTensor, children, leaf, leaves
 from fastload.formats.values import MAX_DEPTH, tensor_name
 from fastload.loading.modules import Leaf, extra_names, fit, needs_call, own_tensors
@@ -27,17 +28,24 @@ __all__ = ["pair"]
 _ABSENT: Any = object()
 
 
-def pair(into: Any, manifest: Manifest) -> Pairs:
+def pair(into: Any, manifest: Manifest, *, has_gaps: bool = False) -> Pairs:
     """Pairs what a module, or a container, holds with what was saved.
+
+    Args:
+        into: The module, or the container.
+        manifest: What was saved, as this rank is to see it.
+        has_gaps: Whether some of it was saved for other ranks only.
 
     Raises:
         OptionError: `into` is neither, two of its tensors would have the same name, or it takes more than
             tensors, which is all that a checkpoint has that fastload did not save.
         ManifestError: The structure of the checkpoint is malformed.
     """
+    if isinstance(into, PerRank):
+        into = into.value
     if not isinstance(into, nn.Module | Mapping | list | tuple):
         raise OptionError(f"into= is a {type(into).__name__}: pass a module, or a dict of tensors")
-    walk = _Walk(manifest)
+    walk = _Walk(manifest, has_gaps)
     if walk.is_named:
         walk.pairs.left = [SavedTensor(entry.name, entry.name) for entry in manifest.tensors]
     try:
@@ -62,16 +70,18 @@ def _items_of(node: Any) -> Iterable[tuple[Any, Any]]:
 class _Walk:
     """Goes down both sides at once."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, has_gaps: bool) -> None:
         self.pairs = Pairs()
         self.is_named = manifest.structure is None
         self._manifest = manifest
         self._unpaired_modules: list[tuple[str, str, nn.Module]] = []
         self._holds: dict[int, bool] = {}
         self._depth = 0
+        self._has_gaps = has_gaps
 
     def root(self, into: Any, node: Any) -> None:
         """Pairs the whole of both sides."""
+        node = self._unless_elsewhere(node, "the state")
         if isinstance(into, nn.Module):
             self._module(into, node, "", "into")
             return
@@ -99,14 +109,17 @@ class _Walk:
         changes: dict[Any, Value | Remade] = {}
         for key, value in _items_of(target):
             _, child = below.pop(key, ("", _ABSENT))
+            holder, slot = target, key
+            if isinstance(value, PerRank):
+                holder, slot, value = vars(value), "value", value.value
             if isinstance(value, Tensor):
-                self._tensor(Leaf(value, target, key), child, tensor_name(prefix, key))
+                self._tensor(Leaf(value, holder, slot), child, tensor_name(prefix, key))
                 continue
             change = self._slot(value, child, tensor_name(prefix, key), f"{where}[{key!r}]")
             if change is None:
                 continue
-            if is_mutable:
-                self.pairs.puts.append(Put(target, key, change))
+            if is_mutable or holder is not target:
+                self.pairs.puts.append(Put(holder, slot, change))
             elif isinstance(target, tuple):
                 changes[key] = change
             else:
@@ -118,9 +131,11 @@ class _Walk:
 
     def _slot(self, value: Any, node: Any, name: str, where: str) -> Value | Remade | None:
         """Pairs what is no tensor; returns what is to be put in its place, if it cannot be filled itself."""
+        node = self._unless_elsewhere(node, name)
         if isinstance(value, nn.Module):
             self._module(value, node, name, where)
         elif hasattr(value, "load_state_dict"):
+            node = self._unless_elsewhere(node, name, whole=True)
             if node is _ABSENT and not self.is_named:
                 self.pairs.absent.append(where)
             else:
@@ -134,7 +149,7 @@ class _Walk:
                 return self._container(value, below, name, where)
             kind = type(value).__name__
             self.pairs.wrong.append(f"{where}: into= has a {kind}, the checkpoint {_what(node)}")
-        elif node is not _ABSENT:
+        elif (node := self._unless_elsewhere(node, name, whole=True)) is not _ABSENT:
             return Value(node, name, leaves(node, name))
         elif not self.is_named:
             self.pairs.absent.append(where)
@@ -145,11 +160,12 @@ class _Walk:
             advice = "load into its module, or call that once with an example"
             self.pairs.wrong.append(f"{name}: into= has a tensor without a shape yet: {advice}")
             return
+        node = self._unless_elsewhere(node, name)
         if node is _ABSENT:
             self.pairs.lonely.append((name, target))
             return
         saved = leaf(node, name)
-        if saved is None:
+        if saved is None or saved.is_text:
             self.pairs.wrong.append(f"{name}: into= has a tensor, the checkpoint {_what(node)}")
         else:
             self.pairs.tensors.append((saved, target))
@@ -219,14 +235,23 @@ class _Walk:
         for ending, child in (children(node) or {}).values():
             local = inner + ending
             found = None if local in extra else leaf(child, prefix + local)
+            if self._unless_elsewhere(child, prefix + local) is _ABSENT:
+                continue
             if local in saved:
                 self._leave_all(child, prefix + local)
-            elif found is not None:
+            elif found is not None and not found.is_text:
                 saved[local] = found
             elif local not in extra and children(child):
                 self._flatten(child, prefix, f"{local}.", extra, saved)
             else:
                 saved[local] = Value(child, prefix + local, leaves(child, prefix + local))
+
+    def _unless_elsewhere(self, node: Any, name: str, *, whole: bool = False) -> Any:
+        """Returns a node; not one that has nothing for this rank, nor, as a `whole`, has in part."""
+        if node == NO_VALUE or (whole and self._has_gaps and has_gap(node)):
+            self.pairs.elsewhere.append(name)
+            return _ABSENT
+        return node
 
     def _leave_all(self, node: Any, name: str) -> None:
         found = leaves(node, name)
@@ -242,7 +267,7 @@ class _Walk:
             known = any(
                 self._holds_some(member)
                 if isinstance(member, Mapping | list | tuple) and not hasattr(member, "load_state_dict")
-                else isinstance(member, Tensor | nn.Module) or hasattr(member, "load_state_dict")
+                else isinstance(member, Tensor | nn.Module | PerRank) or hasattr(member, "load_state_dict")
                 for _, member in _items_of(value)
             )
             self._holds[id(value)] = known
@@ -258,7 +283,7 @@ class _Walk:
     def pair_names(self) -> None:
         """Pairs by name what no key leads to."""
         index: dict[str, SavedTensor] = {}
-        for saved in self.pairs.left:
+        for saved in (saved for saved in self.pairs.left if not saved.is_text):
             index.setdefault(saved.name, saved)
             index.setdefault(saved.own_name, saved)
         left, self.pairs.left = self.pairs.left, []
@@ -296,6 +321,6 @@ class _Walk:
 
 
 def _what(node: Any) -> str:
-    if leaf(node, "tensor") is not None:
+    if (saved := leaf(node, "tensor")) is not None and not saved.is_text:
         return "a tensor"
     return "none" if children(node) is None else "a container"

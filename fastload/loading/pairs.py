@@ -39,8 +39,8 @@ class Value(NamedTuple):
         return rebuild(self.node, rebuilder, self.name)
 
     def made_of_nothing(self, manifest: Manifest) -> Any:
-        """Makes it with tensors on the meta device; None if it has arrays, which have to have data."""
-        if any(saved.kind == "ndarray" for saved in self.leaves):
+        """Makes it with tensors on the meta device; None if it has what has to have data."""
+        if any(saved.kind == "ndarray" or saved.is_text for saved in self.leaves):
             return None
         specs = {saved.stored: torch_spec(manifest.by_name[saved.stored]) for saved in self.leaves}
         tensors = {
@@ -138,6 +138,7 @@ class Pairs:
         left_values: Other such things, by name.
         unfilled: Modules with buffers on the meta device that no checkpoint holds.
         wrong: What is one thing in `into` and quite another in the checkpoint.
+        elsewhere: Names of what `into` has and what was saved for other ranks only.
     """
 
     tensors: list[tuple[SavedTensor, Leaf]] = field(default_factory=list)
@@ -151,6 +152,7 @@ class Pairs:
     left_values: dict[str, Any] = field(default_factory=dict)
     unfilled: list[Unfilled] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    elsewhere: list[str] = field(default_factory=list)
 
     @property
     def has_no_tensors(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -95,6 +95,17 @@ class Wants:
         """Wants all that is stored in new tensors; see `make`."""
         for entry in self._manifest.tensors:
             self._make(entry, exact=False)
+
+    def make_together(self, together: Mapping[str, Sequence[str]]) -> set[str]:
+        """Wants what the other ranks have of their own where this one wants what it has of its own.
+
+        So all ranks want the same. Returns the names of what nobody here wants otherwise.
+        """
+        own = [name for name in together if name in self._places]
+        others = {other for name in own for other in together[name]} - self._places.keys()
+        for name in sorted(others):
+            self.make(SavedTensor(name, name), exact=True)
+        return others
 
     def _make(self, entry: TensorEntry, *, exact: bool) -> Tensor:
         stored, shape = torch_spec(entry)

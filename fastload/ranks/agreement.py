@@ -207,9 +207,13 @@ class World:
         """Leaves bytes for another rank, which takes them with `take_bytes`, from the same place, once."""
         self.rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.grace_s)
 
-    def take_bytes(self, what: str, place: str, rank: int) -> bytes | None:
+    def show_bytes(self, what: str, place: str, data: bytes) -> None:
+        """Leaves bytes for several ranks, which `take_bytes` and `keep` them, until this one has `heard`."""
+        self._leavings += self.rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.grace_s)
+
+    def take_bytes(self, what: str, place: str, rank: int, *, keep: bool = False) -> bytes | None:
         """Returns what a rank has left; None if it has left nothing."""
-        return self.rendezvous.take(what, f"{place}/{rank}", limit_s=self.grace_s)
+        return self.rendezvous.take(what, f"{place}/{rank}", keep=keep, limit_s=self.grace_s)
 
     def raise_failures(
         self, what: str, outcomes: Sequence[Outcome], own: BaseException | None = None

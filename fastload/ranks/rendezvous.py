@@ -234,26 +234,29 @@ class Rendezvous:
         keys = self._piece_keys(step, num_pieces)
         return self.ask(what, limit_s, lambda: b"".join(self._store.get(key) for key in keys))
 
-    def leave(self, what: str, place: str, data: bytes, *, limit_s: float) -> None:
-        """Leaves bytes at a place that nobody else uses, to be taken once."""
+    def leave(self, what: str, place: str, data: bytes, *, limit_s: float) -> list[str]:
+        """Leaves bytes at a place that nobody else uses; returns the keys that they take."""
+        starts = range(0, len(data), _PIECE_BYTES)
+        keys = self._piece_keys(place, len(starts))
 
         def leave() -> None:
-            pieces = range(0, len(data), _PIECE_BYTES)
-            for key, start in zip(self._piece_keys(place, len(pieces)), pieces, strict=True):
+            for key, start in zip(keys, starts, strict=True):
                 self._store.set(key, data[start : start + _PIECE_BYTES])
-            self._store.set(f"{place}/count", str(len(pieces)))
+            self._store.set(f"{place}/count", str(len(starts)))
 
         self.ask(what, limit_s, leave)
+        return [f"{place}/count", *keys]
 
-    def take(self, what: str, place: str, *, limit_s: float) -> bytes | None:
-        """Returns what was left at a place, and takes it away; None if nothing was, or not all of it."""
+    def take(self, what: str, place: str, *, keep: bool, limit_s: float) -> bytes | None:
+        """Returns what was left at a place; None if nothing was, or not all. Unless `keep`, takes it away."""
 
         def take() -> bytes | None:
             if not self._store.check([f"{place}/count"]):
                 return None
             keys = self._piece_keys(place, int(self._store.get(f"{place}/count")))
             data = b"".join(self._store.get(key) for key in keys)
-            self._delete([f"{place}/count", *keys])
+            if not keep:
+                self._delete([f"{place}/count", *keys])
             return data
 
         return self.ask(what, limit_s, take)
@@ -364,10 +367,11 @@ class Solo(Rendezvous):
         """Returns what `put_bytes` has kept."""
         return self._left.pop(str(step))
 
-    def leave(self, what: str, place: str, data: bytes, *, limit_s: float) -> None:
+    def leave(self, what: str, place: str, data: bytes, *, limit_s: float) -> list[str]:
         """Keeps bytes for `take`."""
         self._left[place] = data
+        return []
 
-    def take(self, what: str, place: str, *, limit_s: float) -> bytes | None:
+    def take(self, what: str, place: str, *, keep: bool, limit_s: float) -> bytes | None:
         """Returns what `leave` has kept; None if it has nothing."""
-        return self._left.pop(place, None)
+        return self._left.get(place) if keep else self._left.pop(place, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -12,7 +13,8 @@ from fastload.errors import StorageError
 from fastload.formats.names import INDEX_NAME, RECORD_NAME
 from fastload.formats.record import CHECKSUM_BYTES, Record, RecordedFile, checksum
 from fastload.saving.hashing import Checksums
-from fastload.saving.layout import Layout
+from fastload.saving.layout import Layout, LayoutFile
+from fastload.saving.per_rank import OwnFiles
 from fastload.storage import Target
 
 __all__ = ["digests", "pack", "publish"]
@@ -47,16 +49,18 @@ def publish(
     packed: Sequence[bytes],
     *,
     structure: Any,
+    own: OwnFiles,
     metadata: Mapping[str, str],
     overwrite: bool,
 ) -> None:
-    """Writes index and commit record, and makes the checkpoint exist.
+    """Writes index, the ranks' own values and commit record, and makes the checkpoint exist.
 
     Args:
         target: Where all ranks have written.
         layout: The files.
         packed: What each of the ranks packed.
         structure: The state but for its tensors.
+        own: What the ranks have of their own.
         metadata: Text of the user's.
         overwrite: Whether a checkpoint that is there may be replaced.
 
@@ -65,15 +69,27 @@ def publish(
         CheckpointExists: Another save was faster.
     """
     told = [json.loads(text) for text in packed]
+    files = _recorded(layout, [each["checksums"] for each in told], target.url)
+    small_files = [(INDEX_NAME, layout.index)] if layout.index is not None else []
+    small_files += zip((file.name for file in own.files), own.contents, strict=True)
+    files += tuple(map(partial(_record_own, layout.block_bytes), own.files, own.contents))
     record = Record(
         block_bytes=layout.block_bytes,
-        files=_recorded(layout, [each["checksums"] for each in told], target.url),
+        files=files,
         state=structure,
         metadata=metadata,
     )
-    small_files = [(INDEX_NAME, layout.index)] if layout.index is not None else []
     small_files.append((RECORD_NAME, record.to_bytes()))
     target.publish([each["receipt"] for each in told], small_files, overwrite=overwrite)
+
+
+def _record_own(block_bytes: int, file: LayoutFile, content: bytes) -> RecordedFile:
+    sums = bytearray()
+    for entry in file.tensors:
+        end = entry.offset + entry.nbytes
+        for begin in range(entry.offset, end, block_bytes):
+            sums += checksum(content[begin : min(begin + block_bytes, end)])
+    return RecordedFile(file.name, file.nbytes, len(file.header), checksum(file.header), bytes(sums))
 
 
 def _recorded(layout: Layout, checksums: Sequence[dict[str, Any]], url: str) -> tuple[RecordedFile, ...]:

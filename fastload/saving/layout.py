@@ -125,6 +125,7 @@ def lay_out(
     max_shard_bytes: int,
     block_bytes: int | None,
     metadata: Mapping[str, str],
+    stem: str = "model",
 ) -> Layout:
     """Lays tensors out in files.
 
@@ -133,13 +134,14 @@ def lay_out(
         max_shard_bytes: Most bytes of a file, header included; a single tensor may make it longer.
         block_bytes: Longest range with a checksum of its own; None chooses.
         metadata: The ``__metadata__`` of each file.
+        stem: What the names of the files begin with.
 
     Raises:
         OptionError: A name does not fit into a header.
     """
     empty_header = build_header([], metadata)
     shards = list(_split(specs, max_shard_bytes, len(empty_header)))
-    names = [file_name(number, len(shards)) for number in range(len(shards))]
+    names = [file_name(number, len(shards), stem) for number in range(len(shards))]
     files = tuple(_lay_out_file(names[number], number, rows, metadata) for number, rows in enumerate(shards))
     if block_bytes is None:
         block_bytes = _good_block_bytes(sum(spec.nbytes for spec in specs))

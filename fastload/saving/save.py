@@ -21,6 +21,7 @@ from fastload.saving.assign import blocks_of, cut, partition, tail_of
 from fastload.saving.commit import digests, pack, publish
 from fastload.saving.hashing import BlockHasher
 from fastload.saving.layout import TensorSpec, lay_out
+from fastload.saving.per_rank import OwnFiles, OwnValues
 from fastload.saving.replicas import compare_replicas
 from fastload.saving.snapshot import Slabs, Snapshot, Source, Staging
 from fastload.saving.team import choose_team, open_stage
@@ -162,18 +163,19 @@ class Save:
         overwrite = self._options.overwrite
         open_stage(self._world, self._team, self._target, self._open, self._layout, overwrite=overwrite)
         told, mine = self._write(self._target)
-        ranks = self._world.agree(f"{self._what}: publishing", lambda: self._publish(told, mine))
+        published = self._world.agree(f"{self._what}: publishing", lambda: self._publish(told, mine))
+        more = published[0]["own"]  # the same from each leader
         self._tracing.write({"what": self._what, "nbytes": self._layout.nbytes})
         self._world.heard()
         report = SaveReport(
             url=self.url,
-            nbytes=self._layout.nbytes,
-            num_tensors=len(self._specs),
-            num_files=len(self._layout.files),
+            nbytes=self._layout.nbytes + more["nbytes"],
+            num_tensors=len(self._specs) + more["num_tensors"],
+            num_files=len(self._layout.files) + more["num_files"],
             block_bytes=self._layout.block_bytes,
             num_writers=len(self._team.writers),
             num_copies=self._team.num_copies,
-            ranks=tuple(SaveRankReport(**rank) for rank in ranks),
+            ranks=tuple(SaveRankReport(**each["rank"]) for each in published),
         )
         if not self._in_background:
             taken_s = max(own.write_s + own.flush_s for own in report.ranks)
@@ -207,8 +209,9 @@ class Save:
         """Takes the state apart."""
         if not all(isinstance(text, str) for pair in self._metadata.items() for text in pair):
             raise OptionError(f"metadata={self._metadata!r}: must be text by text")
-        description = describe(self._state)
+        description = describe(self._state, self._world.rank)
         self._state = None
+        self._own = OwnValues(self._world, self._what, description)
         self._structure = description.structure
         self._specs = [
             TensorSpec(name, *safetensors_spec(tensor), tensor.nbytes)
@@ -296,6 +299,7 @@ class Save:
                 told = pack(receipt, self._hasher.checksums())
                 if world.rank != self._team.leader:
                     world.leave_bytes(f"{self._what}: leaving checksums", _CHECKSUMS, told)
+                self._own.show()
             except Exception as caught:
                 error = caught
                 world.raise_alarm()
@@ -324,13 +328,18 @@ class Save:
     def _publish(self, told: bytes, mine: SaveRankReport) -> dict[str, Any]:
         """Makes the checkpoint exist, if that is this rank's to do; returns the rank's report."""
         began = time.perf_counter()
+        own = OwnFiles()
         if self._world.rank == self._team.leader:
             assert self._target is not None
+            structure, own = self._own.gather(
+                self._structure, block_bytes=self._layout.block_bytes, metadata=_HEADER_METADATA
+            )
             publish(
                 self._target,
                 self._layout,
                 [told, *map(self._told_by, self._team.members[1:])],
-                structure=self._structure,
+                structure=structure,
+                own=own,
                 metadata=self._metadata,
                 overwrite=self._options.overwrite,
             )
@@ -338,7 +347,15 @@ class Save:
         self._tracing.leave("save", self._began, None)
         now = time.perf_counter()
         stall_s = self._stall_s if self._stall_s is not None else now - self._began
-        return asdict(replace(mine, commit_s=now - began, total_s=now - self._began, stall_s=stall_s))
+        sizes = own.sizes()
+        rank = replace(
+            mine,
+            bytes_written=mine.bytes_written + sizes["nbytes"],
+            commit_s=now - began,
+            total_s=now - self._began,
+            stall_s=stall_s,
+        )
+        return {"rank": asdict(rank), "own": sizes}
 
     def _told_by(self, rank: int) -> bytes:
         """Returns what another member of the team packed, who left it before it said that it had written."""

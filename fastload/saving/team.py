@@ -21,12 +21,17 @@ class Team:
     Attributes:
         members: All of them, ascending; the first one prepares and publishes.
         writers: Those that write.
-        num_copies: How many teams there are.
+        leaders: The first ones of all teams.
     """
 
     members: tuple[int, ...]
     writers: tuple[int, ...]
-    num_copies: int
+    leaders: tuple[int, ...]
+
+    @property
+    def num_copies(self) -> int:
+        """How many teams there are."""
+        return len(self.leaders)
 
     @property
     def leader(self) -> int:
@@ -45,14 +50,18 @@ def choose_team(rank: int, hosts: Sequence[str], *, writers: int | str, shared: 
     """
     everyone = range(len(hosts))
     members = tuple(r for r in everyone if shared or hosts[r] == hosts[rank])
+    leaders = (0,) if shared else _first_of_each(hosts, everyone)
     if writers == "host":
-        chosen = tuple({hosts[r]: r for r in reversed(members)}.values())
-        return Team(members, tuple(sorted(chosen)), 1 if shared else len(set(hosts)))
+        return Team(members, _first_of_each(hosts, members), leaders)
     count = len(members)
     if isinstance(writers, int):
         count = min(count, writers)
     spread = tuple(members[index * len(members) // count] for index in range(count))
-    return Team(members, spread, 1 if shared else len(set(hosts)))
+    return Team(members, spread, leaders)
+
+
+def _first_of_each(hosts: Sequence[str], ranks: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted({hosts[rank]: rank for rank in reversed(ranks)}.values()))
 
 
 def open_stage(

@@ -170,6 +170,19 @@ class Readme:
                 assert names["parts"]["step"] == done[-1]
         assert all(torch.equal(final[1][name], final[2][name]) for name in final[1])
 
+    def keeps_what_differs(self, names: Names, run: Callable[[], None]) -> None:
+        model = torch.nn.Linear(4, 4)
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, 0)
+        torch.manual_seed(dist.get_rank())
+        own = torch.get_rng_state()
+        with fastload.CheckpointManager(self.folder / "own", every_steps=1) as manager:
+            names |= {"manager": manager, "model": model, "step": 3}
+            run()
+        assert torch.equal(names["parts"]["rng"], own)
+        assert torch.equal(torch.get_rng_state(), own)
+        assert names["parts"]["step"] == 3
+
 
 def signal_all() -> None:
     """Does as a launcher and Slurm: every process of this rank gets both signals, from somebody else."""
@@ -186,6 +199,7 @@ CASES: dict[str, str] = {
     "DDP and FSDP 3": "shards",
     "Save 1": "saves",
     "Train, stop, resume 1": "trains",
+    "Train, stop, resume 2": "keeps_what_differs",
 }
 
 

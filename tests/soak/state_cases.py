@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import fastload
+from fastload import PerRank
 from fastload.errors import MismatchError
 from tests.unit.test_state import assert_same
 
@@ -120,6 +121,7 @@ class Node:
         target: What the target has there; `ABSENT` if nothing.
         kind: ``plain``, ``tensor``, ``module``, ``optimizer`` or ``box``.
         bad: Whether the target is one that cannot take what was saved.
+        own_saved, own_target: Whether it is in a `PerRank` there.
         below: Of a box, its members by key.
     """
 
@@ -127,6 +129,8 @@ class Node:
     target: Any
     kind: str
     bad: bool = False
+    own_saved: bool = False
+    own_target: bool = False
     below: list[tuple[Any, Node]] = field(default_factory=list)
 
     @property
@@ -171,6 +175,8 @@ def _lines(node: Node, where: str) -> Iterator[str]:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, PerRank):
+        return f"PerRank({_short(value.value)})"
     if isinstance(value, Tensor):
         return f"{type(value).__name__} {value.dtype} {list(value.shape)}"
     return str(list(value)) if isinstance(value, OrderedDict) else repr(value)[:100]
@@ -196,6 +202,9 @@ class _Draw:
             "plain": self.plain, "tensor": self.tensor, "array": self.array, "module": self.module,
             "optimizer": self.optimizer, "box": lambda: self.box(depth, self.rng.choice(BOXES)),
         }[kind]()  # fmt: skip
+        if kind in ("plain", "array"):
+            made.own_saved = self.rng.random() < 0.2
+        made.own_target = self.rng.random() < 0.1
         if depth and self.rng.random() < self.trouble:
             if self.rng.random() < 0.5:
                 made = _only(made, saved=self.rng.random() < 0.5)
@@ -217,6 +226,7 @@ class _Draw:
             if self.names is not None or self.rng.random() < 0.5:  # in the target it is not tied
                 target = target.detach().clone()
             return Node(saved, target, "tensor")
+        own = self.rng.random() < 0.2
         dtype, shape = self.rng.choice(DTYPES), self.rng.choice(SHAPES)
         torch.manual_seed(self.rng.randrange(1 << 30))
         saved = (torch.randn(shape, dtype=torch.float64) * 4).to(dtype)
@@ -238,9 +248,9 @@ class _Draw:
         if bad:
             wider = torch.zeros((*shape, 2), dtype=wanted)
             target = self.rng.choice([wider, torch.zeros(shape, dtype=torch.int16)])
-        else:
+        elif not own:  # nothing of the rest is tied to a rank's own
             self.tensors.append((saved, target))
-        return Node(saved, target, "tensor", bad)
+        return Node(saved, target, "tensor", bad, own_saved=own)
 
     def module(self) -> Node:
         kind = self.rng.choice(["plain", "extra", "tied", *(["renaming"] if self.names is None else [])])
@@ -292,6 +302,8 @@ def _only(node: Node, *, saved: bool) -> Node:
 
 def _box(kind: str, below: list[tuple[Any, Node]], side: str) -> Any:
     items = [(key, getattr(node, side)) for key, node in below if getattr(node, side) is not ABSENT]
+    own = {key for key, node in below if getattr(node, f"own_{side}")}
+    items = [(key, PerRank(value) if key in own else value) for key, value in items]
     if kind in ("list", "tuple"):
         return (list if kind == "list" else tuple)(value for _, value in items)
     if kind == "defaultdict":
@@ -429,6 +441,7 @@ def key_text(key: Any) -> str:
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yields what is stored as a tensor, by name."""
+    value = _bare(value)
     if isinstance(value, Tensor | np.ndarray):
         yield name or "tensor", value
     is_list = isinstance(value, list | tuple)
@@ -445,14 +458,20 @@ def _fillable(target: Any, name: str) -> Iterator[str]:
 
 
 def _holds_some(value: Any) -> bool:
-    if isinstance(value, Tensor | nn.Module | torch.optim.Optimizer):
+    if isinstance(value, Tensor | nn.Module | torch.optim.Optimizer | PerRank):
         return True
     members = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return any(map(_holds_some, members))
 
 
+def _bare(value: Any) -> Any:
+    return value.value if isinstance(value, PerRank) else value
+
+
 def _mapped(value: Any, change: Any) -> Any:
     """Returns a copy of a container with its members changed; anything else as it is."""
+    if isinstance(value, PerRank):
+        return change(value.value)
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
         return type(value)(change(member) for member in value)
     if not isinstance(value, dict):
@@ -475,7 +494,7 @@ def freeze(value: Any) -> Any:
         return nn.Parameter(value.detach().clone(), value.requires_grad)
     if isinstance(value, Tensor):
         return value.detach().clone()
-    if isinstance(value, dict | list | tuple):
+    if isinstance(value, dict | list | tuple | PerRank):
         return _mapped(value, freeze)
     return copy.deepcopy(value)
 
@@ -488,7 +507,7 @@ def run(case: Case, folder: Path) -> str:
         return _load_anew(case, path)
     into, oracle = case.root.target, _Oracle(case)
     before, tensors = freeze(into), dict(_at_places(into))
-    saved = [name for name, _ in _tensors(case.root.saved, "")]
+    saved = [*(name for name, _ in _tensors(case.root.saved, "")), *_own_names(path)]
     try:
         expected = oracle.box(case.root, "")
         if case.strict and case.names is not None and not any(map(oracle.chosen, saved)):
@@ -527,7 +546,7 @@ def _load_anew(case: Case, path: Path) -> str:
         return "restored"
     every = list(_tensors(case.root.saved, ""))
     chosen = {name: value for name, value in every if oracle.chosen(name)}
-    if not chosen:
+    if not chosen and not any(map(oracle.chosen, _own_names(path))):
         with pytest.raises(MismatchError):
             fastload.load(path, names=case.names)
         return "refused"
@@ -544,8 +563,15 @@ def _load_anew(case: Case, path: Path) -> str:
     return "restored"
 
 
+def _own_names(path: Path) -> list[str]:
+    """Returns what the ranks' own values are stored under."""
+    names = [entry.name for entry in fastload.inspect(path).tensors]
+    return [name for name in names if name.startswith("@rank")]
+
+
 def _at_places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
     """Yields the tensors in containers, and the keys that lead to them."""
+    value = _bare(value)
     if isinstance(value, Tensor):
         yield place, value
     is_list = isinstance(value, list | tuple)

@@ -1,0 +1,151 @@
+"""What each rank has of its own: from the ranks to whoever publishes, and into files of its own.
+
+It is small, so the ranks leave it in the store of their rendezvous, and it is written with the commit record.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+
+from fastload.base.memory import byte_view, host_view
+from fastload.errors import OptionError
+from fastload.formats.dtypes import safetensors_spec
+from fastload.formats.names import OWN_STEM
+from fastload.formats.per_rank import fill_places
+from fastload.formats.state import Description
+from fastload.ranks.world import World
+from fastload.saving.layout import LayoutFile, TensorSpec, lay_out
+
+__all__ = ["OwnFiles", "OwnValues", "gather_own", "pack_own"]
+
+_PLACE = "own"  # where in the store
+_MAX_BYTES = 1 << 20  # of a rank
+_MAX_BYTES_OF_ALL = 256 << 20  # what one value of the store, and one rank's memory, have to take
+
+
+def pack_own(values: Sequence[Any], tensors: Mapping[str, Tensor], rank: int, size: int) -> bytes:
+    """Packs a rank's own values; copies them.
+
+    Args:
+        values: A node for each place.
+        tensors: Those of them, by name.
+        rank: This rank.
+        size: Number of ranks.
+
+    Raises:
+        OptionError: They are too large.
+    """
+    limit = min(_MAX_BYTES, _MAX_BYTES_OF_ALL // size)
+    specs = [TensorSpec(name, *safetensors_spec(tensor), tensor.nbytes) for name, tensor in tensors.items()]
+    nbytes = sum(spec.nbytes for spec in specs)
+    text = json.dumps([values, specs]).encode()
+    if len(text) + nbytes > limit:
+        largest = max(specs, key=attrgetter("nbytes"))
+        raise OptionError(
+            f"what rank {rank} has of its own (fastload.PerRank) takes {len(text) + nbytes:,} bytes, "
+            f"{largest.nbytes:,} of them {largest.name!r}: at most {limit:,} a rank are kept with {size} "
+            "ranks; larger state that differs between ranks is for sharded saves"
+        )
+    parts = [bytes(host_view(byte_view(t.detach().cpu().contiguous()))) for t in tensors.values()]
+    return b"".join([len(text).to_bytes(4, "little"), text, *parts])
+
+
+@dataclass(frozen=True)
+class OwnFiles:
+    """The files with the own values of all ranks.
+
+    Attributes:
+        files: What they consist of.
+        contents: The bytes of each of them.
+    """
+
+    files: tuple[LayoutFile, ...] = ()
+    contents: tuple[bytes, ...] = ()
+
+    def sizes(self) -> dict[str, int]:
+        """Returns what a report counts."""
+        return {
+            "nbytes": sum(map(len, self.contents)),
+            "num_tensors": sum(len(file.tensors) for file in self.files),
+            "num_files": len(self.files),
+        }
+
+
+class OwnValues:
+    """What a rank has of its own, on its way to the ranks that publish. Copied when it is made.
+
+    Args:
+        world: The ranks.
+        what: Name of the save, for messages.
+        description: The state; all ranks have something of their own in it, or none has.
+
+    Raises:
+        OptionError: It is too large.
+    """
+
+    def __init__(self, world: World, what: str, description: Description) -> None:
+        self._world = world
+        self._what = what
+        self._packed = b""
+        if description.own_values:
+            values, tensors = description.own_values, description.own_tensors
+            self._packed = pack_own(values, tensors, world.rank, world.size)
+
+    def show(self) -> None:
+        """Leaves them where the others find them."""
+        if self._packed:
+            self._world.show_bytes(f"{self._what}: leaving this rank's own values", _PLACE, self._packed)
+
+    def gather(
+        self, structure: Any, *, block_bytes: int, metadata: Mapping[str, str]
+    ) -> tuple[Any, OwnFiles]:
+        """Puts together what all ranks have shown; see `gather_own`."""
+        if not self._packed:
+            return structure, OwnFiles()
+        what = f"{self._what}: collecting the ranks' own values"
+        everyone = [self._world.take_bytes(what, _PLACE, rank, keep=True) for rank in range(self._world.size)]
+        packed = [each for each in everyone if each is not None]
+        assert len(packed) == len(everyone)
+        return gather_own(structure, packed, block_bytes=block_bytes, metadata=metadata)
+
+
+def gather_own(
+    structure: Any, packed: Sequence[bytes], *, block_bytes: int, metadata: Mapping[str, str]
+) -> tuple[Any, OwnFiles]:
+    """Puts together what the ranks have of their own.
+
+    Args:
+        structure: Of the state, as each rank has described it.
+        packed: What each rank packed.
+        block_bytes: Longest range with a checksum of its own.
+        metadata: The ``__metadata__`` of each file.
+
+    Returns:
+        The structure with the values of all ranks, and the files.
+    """
+    values, specs, data = [], [], {}
+    for each in packed:
+        begin = 4 + int.from_bytes(each[:4], "little")
+        own_values, own_specs = json.loads(each[4:begin])
+        values.append(own_values)
+        for name, dtype, shape, nbytes in own_specs:
+            specs.append(TensorSpec(name, dtype, tuple(shape), nbytes))
+            data[name] = each[begin : begin + nbytes]
+            begin += nbytes
+    layout = lay_out(
+        specs,
+        max_shard_bytes=2 * _MAX_BYTES_OF_ALL,
+        block_bytes=block_bytes,
+        metadata=metadata,
+        stem=OWN_STEM,
+    )
+    contents = [
+        b"".join([file.header, *(data[entry.name] for entry in file.tensors)]) for file in layout.files
+    ]
+    return fill_places(structure, values), OwnFiles(layout.files, tuple(contents))
