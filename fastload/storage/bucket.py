@@ -141,7 +141,7 @@ class ObstoreBucket:
         import obstore
         from obstore.exceptions import AlreadyExistsError
 
-        from fastload.storage.objects import is_transient, make_store
+        from fastload.storage.stores import is_transient, make_store
 
         self.secrets = Secrets(locate(url), options)
         self._api: Any = obstore

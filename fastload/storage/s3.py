@@ -9,9 +9,9 @@ from fastload.base.threads import within
 from fastload.errors import OptionError
 from fastload.storage.bucket import ObstoreBucket
 from fastload.storage.location import Location
-from fastload.storage.objects import s3_settings
 from fastload.storage.process import boto3_session, making_client
 from fastload.storage.retry import patiently
+from fastload.storage.stores import s3_settings
 
 __all__ = ["S3Bucket", "S3Requests", "error_code", "make_client"]
 

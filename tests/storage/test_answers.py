@@ -82,3 +82,48 @@ def test_servers_without_ranges_are_told(s3: dict[str, Any], tmp_path: Path) -> 
                 fastload.load(f"{url}/a", storage_options=options)
             assert not raised.value.transient
             assert raised.value.attempts == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "says", "transient"),
+    [
+        (400, "", False),
+        (401, "", False),
+        (403, "", False),
+        (408, "", True),
+        (409, "", True),  # another conditional request is under way
+        (409, "status code: 412", True),
+        (412, "", False),
+        (416, "", False),
+        (429, "", True),
+        (500, "", True),
+        (503, "", True),
+        (503, "the server behind this one: status code: 403", True),
+        (503, "Range request not supported", True),
+    ],
+)
+def test_which_answers_are_worth_another_try(status: int, says: str, transient: bool) -> None:
+    """By what the server answers with, not by what it says."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(says)))
+            self.end_headers()
+            self.wfile.write(says.encode())
+
+    with serving(Answers) as url:
+        storages = [
+            open_storage(f"{url}/a.safetensors", NAMES, {}),
+            open_storage(
+                "s3://bucket/a.safetensors",
+                NAMES,
+                {"endpoint": url, "access_key_id": "a", "secret_access_key": "b"},
+            ),
+        ]
+        for storage in storages:
+            with pytest.raises(StorageError, match=f"status code: {status}") as raised:
+                storage.read_into("", 0, [memoryview(bytearray(8))])
+            assert raised.value.transient is transient
+            assert "answers ranges" not in str(raised.value)
+            storage.close()
