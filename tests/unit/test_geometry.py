@@ -1,11 +1,16 @@
-"""Extents laid end to end, and their checksum blocks: bisecting finds what counting finds."""
+"""Extents laid end to end, their checksum blocks, boxes as runs: what is computed is what counting finds."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+from math import prod
+
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.geometry.blocks import Block, Blocks
+from fastload.geometry.box import Box, Runs, runs_of
 from fastload.geometry.extents import Extent, Space
 
 
@@ -69,3 +74,44 @@ def test_blocks_tile_each_extent(space: Space[Extent], block_bytes: int, data: s
     for _, block in everything:
         starts.append(starts[-1] + block.nbytes)
     assert blocks.floor(position) == max(start for start in starts[:-1] if start <= position)
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[Box, Box, tuple[int, ...]]:
+    """Two boxes, not empty, of one tensor, and its shape."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
+
+    def box() -> Box:
+        offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
+        return Box(offsets, tuple(draw(st.integers(1, n - at)) for at, n in zip(offsets, shape, strict=True)))
+
+    return box(), box(), shape
+
+
+def elements(box: Box, shape: tuple[int, ...]) -> list[int]:
+    """Row-major positions of the elements of a box."""
+    whole = torch.arange(prod(shape)).reshape(shape)
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    found: list[int] = whole.flatten().tolist()
+    return found
+
+
+@given(boxes())
+def test_boxes_are_the_runs_that_describe_them(drawn: tuple[Box, Box, tuple[int, ...]]) -> None:
+    box, other, shape = drawn
+    runs, expected = runs_of(box, shape), elements(box, shape)
+    assert [at + n for at in runs.starts() for n in range(runs.length)] == expected
+    assert (runs.num_runs * runs.length, runs.end) == (box.numel, expected[-1] + 1)
+    gaps = sum(1 for before, after in pairwise(expected) if after != before + 1)
+    assert runs.num_runs == gaps + 1, "as few as there are"
+    assert list(runs.scaled(4).starts()) == [4 * at for at in runs.starts()]
+    common, shared = box.intersect(other), sorted({*expected} & {*elements(other, shape)})
+    assert (elements(common, shape) if common is not None else []) == shared
+
+
+def test_runs_of_a_large_box_are_not_listed() -> None:
+    shape = (1 << 20, 1 << 10, 1 << 10)
+    runs = runs_of(Box((0, 5, 7), (1 << 20, 100, 10)), shape)
+    assert runs == Runs(5 * 1024 + 7, 10, ((1 << 20, 1 << 20), (100, 1024)))
+    assert runs_of(Box.whole(shape), shape) == Runs(0, prod(shape), ())

@@ -1,0 +1,101 @@
+"""Rectangles of tensors, and where their elements lie in row-major order: described, never listed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+__all__ = ["Box", "Runs", "runs_of"]
+
+
+class Box(NamedTuple):
+    """A rectangle of a tensor, in elements.
+
+    Attributes:
+        offsets: The first element in each dimension.
+        sizes: How many of them; a box with a 0 is empty.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """Returns the box of a whole tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        """Elements in it."""
+        return prod(self.sizes)
+
+    def intersect(self, other: Box) -> Box | None:
+        """Returns what two boxes of one tensor have in common; None if that is nothing."""
+        begins = tuple(map(max, self.offsets, other.offsets))
+        ends = map(min, self._ends, other._ends)
+        common = Box(begins, tuple(end - begin for begin, end in zip(begins, ends, strict=True)))
+        return common if all(size > 0 for size in common.sizes) else None
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+
+class Runs(NamedTuple):
+    """Runs of equal length at equal distances: as a nest of loops, the outermost first.
+
+    Attributes:
+        start: Where the first run begins.
+        length: Length of each.
+        steps: (how many, how far apart) of each loop.
+    """
+
+    start: int
+    length: int
+    steps: tuple[tuple[int, int], ...]
+
+    @property
+    def num_runs(self) -> int:
+        """How many runs there are."""
+        return prod(count for count, _ in self.steps)
+
+    @property
+    def end(self) -> int:
+        """Where the last run ends."""
+        return self.start + sum((count - 1) * distance for count, distance in self.steps) + self.length
+
+    def scaled(self, itemsize: int) -> Runs:
+        """Returns the same in bytes, given the length of an element."""
+        steps = tuple((count, distance * itemsize) for count, distance in self.steps)
+        return Runs(self.start * itemsize, self.length * itemsize, steps)
+
+    def starts(self) -> Iterator[int]:
+        """Yields where each run begins, in order."""
+        for at in product(*(range(0, count * distance, distance) for count, distance in self.steps)):
+            yield self.start + sum(at)
+
+
+def runs_of(box: Box, shape: Sequence[int]) -> Runs:
+    """Returns where the elements of a box, not empty, lie in a row-major tensor, in as few runs as there are.
+
+    Args:
+        box: Within the tensor.
+        shape: Of the tensor.
+    """
+    start, distance, length = 0, 1, 1
+    steps: list[tuple[int, int]] = []
+    for offset, size, full in reversed(list(zip(box.offsets, box.sizes, shape, strict=True))):
+        start += offset * distance
+        if not steps and length == distance:
+            length *= size  # all inner dimensions are whole: this one goes on where they end
+        elif steps and steps[-1][0] * steps[-1][1] == distance:
+            steps[-1] = (
+                steps[-1][0] * size,
+                steps[-1][1],
+            )  # the inner loop is whole: it simply has more turns
+        elif size > 1:
+            steps.append((size, distance))
+        distance *= full
+    return Runs(start, length, tuple(reversed(steps)))
