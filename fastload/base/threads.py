@@ -126,9 +126,9 @@ class Workers:
                 call()
 
     def _serve_all(self) -> None:
-        while (asked := self._calls.get()) is not None:
-            call, future = asked
-            del asked
+        while (submitted := self._calls.get()) is not None:
+            call, future = submitted
+            del submitted
             try:
                 result = call()
             except BaseException as error:

@@ -17,7 +17,7 @@ from fastload.base.threads import ProcessLock
 from fastload.errors import FastloadError, IncompleteCheckpoint, WorldError
 from fastload.formats.names import RECORD_NAME
 from fastload.loading.access import Access
-from fastload.loading.load import Asked, Opened, prepare, run
+from fastload.loading.load import Opened, Request, prepare, run
 from fastload.loading.sweep import Sweep
 from fastload.options import LoadOptions
 from fastload.ranks.traces import Tracing
@@ -103,7 +103,7 @@ class Checkpoint:
         """Loads on all ranks; see `fastload.load` for arguments, result and errors."""
         with self._at_most_one_failure():
             began, opened = time.perf_counter(), self._opened
-            job = prepare(opened, Asked(into, device, dtype, names, strict))
+            job = prepare(opened, Request(into, device, dtype, names, strict))
             self._last_reader = job.reader
             # Retries of opening count with the first load; a later one counts its own.
             already = self._reported_retries

@@ -29,7 +29,7 @@ from fastload.transfer.rounds import Exchange
 from fastload.transfer.strategy import Decision, choose_strategy
 from fastload.transfer.verify import Verifier, refuse
 
-__all__ = ["Asked", "Job", "Opened", "prepare", "run"]
+__all__ = ["Job", "Opened", "Request", "prepare", "run"]
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What a caller asks for; see `fastload.load`."""
 
     into: Any
@@ -85,7 +85,7 @@ class Job:
     pipeline: Pipeline
 
 
-def prepare(opened: Opened, asked: Asked) -> Job:
+def prepare(opened: Opened, request: Request) -> Job:
     """Does on all ranks whatever can fail before data moves, and compares the plans.
 
     Raises:
@@ -95,14 +95,14 @@ def prepare(opened: Opened, asked: Asked) -> Job:
 
     @uncollected
     def make() -> dict[str, str]:
-        device, dtype = _target_device(asked.device), _dtype(asked.dtype)
+        device, dtype = _target_device(request.device), _dtype(request.dtype)
         matched = match(
             opened.access.manifest,
-            names=asked.names,
-            into=asked.into,
+            names=request.names,
+            into=request.into,
             device=device,
             dtype=dtype,
-            strict=asked.strict,
+            strict=request.strict,
             rank=opened.world.rank,
             size=opened.world.size,
         )

@@ -95,16 +95,16 @@ def require_same_call(calls: Sequence[str]) -> None:
     raise PlanMismatch(f"the ranks are out of step: {_some(places)}")
 
 
-def require_same(asked: Sequence[Mapping[str, Any]]) -> None:
+def require_same(values: Sequence[Mapping[str, Any]]) -> None:
     """Checks that all ranks asked for the same.
 
     Raises:
         PlanMismatch: They did not; it names what differs and on which ranks.
     """
     lines = []
-    for name, first in asked[0].items():
+    for name, first in values[0].items():
         others = [
-            f"rank {rank} {ask.get(name)!r}" for rank, ask in enumerate(asked) if ask.get(name) != first
+            f"rank {rank} {own.get(name)!r}" for rank, own in enumerate(values) if own.get(name) != first
         ]
         if others:
             lines.append(f"{name}: rank 0 {first!r}, {_some(others)}")

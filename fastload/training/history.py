@@ -70,8 +70,8 @@ class History:
             return [(one.point.branch, one.step, one.state, one.is_link) for one in entries]
 
         what = f"listing the checkpoints in {self._catalog.root.given}"
-        told = agree(self._group, what, *before, look, timeout_s=self._world.timeout_s)
-        found = [one for entries in told for one in entries]
+        listings = agree(self._group, what, *before, look, timeout_s=self._world.timeout_s)
+        found = [one for entries in listings for one in entries]
         listing = Listing(
             complete=_points((branch, step) for branch, step, state, _ in found if state == "complete"),
             recorded=_points((branch, step) for branch, step, state, _ in found if state in _RECORDED),

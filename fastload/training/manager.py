@@ -159,12 +159,12 @@ class CheckpointManager:
         def compare() -> dict[str, Any]:
             return {"host": world.host, "same": policy.shared_values(), "shared": self._catalog.shared}
 
-        told = world.agree(f"managing the checkpoints in {self._catalog.root}", compare)
+        views = world.agree(f"managing the checkpoints in {self._catalog.root}", compare)
         world.heard()
-        require_same([each["same"] for each in told])
-        hosts = [each["host"] for each in told]
+        require_same([each["same"] for each in views])
+        hosts = [each["host"] for each in views]
         first = hosts.index(world.host) if policy.options.shared is False else 0
-        return world.rank == 0 or not told[world.rank]["shared"], world.rank == first
+        return world.rank == 0 or not views[world.rank]["shared"], world.rank == first
 
     # When
 

@@ -63,10 +63,10 @@ class StopSignals:
         self._queue.put(number)  # which may be called in the middle of another call of it
 
     def _serve(self, tell: Callable[[], None]) -> None:
-        told = False
+        warned = False
         while (number := self._queue.get()) is not None:
-            if not told:
-                told = True
+            if not warned:
+                warned = True
                 _log.warning("%s: asking all ranks to save and stop", signal.Signals(number).name)
                 tell()
 

@@ -40,7 +40,7 @@ class Decision:
 
 
 def choose_strategy(
-    asked: str,
+    strategy: str,
     *,
     world_size: int,
     readers: Sequence[int],
@@ -51,7 +51,7 @@ def choose_strategy(
     """Decides how to load.
 
     Args:
-        asked: The option: a strategy, or ``auto``.
+        strategy: The option: a strategy, or ``auto``.
         world_size: Number of ranks.
         readers: Ranks that can read, ascending.
         hosts: Host of each rank.
@@ -62,14 +62,14 @@ def choose_strategy(
         OptionError: ``direct`` is asked for and some rank cannot read.
     """
     readers = tuple(readers)
-    if world_size == 1 and not (fast_links and asked in ("allgather", "broadcast")):
+    if world_size == 1 and not (fast_links and strategy in ("allgather", "broadcast")):
         return Decision("direct", "one rank: nothing to exchange", readers)
     all_read = len(readers) == world_size
-    if asked == "direct" and not all_read:
+    if strategy == "direct" and not all_read:
         deaf = next(rank for rank in range(world_size) if rank not in readers)
         raise OptionError(f"strategy='direct': rank {deaf} on {hosts[deaf]} cannot read the checkpoint")
-    if asked != "auto":
-        return Decision(asked, "asked for", readers[:1] if asked == "broadcast" else readers)
+    if strategy != "auto":
+        return Decision(strategy, "asked for", readers[:1] if strategy == "broadcast" else readers)
     if len(readers) == 1:
         return Decision("broadcast", f"only rank {readers[0]} can read", readers)
     if not all_read:
