@@ -27,6 +27,7 @@ FILES = {
     "storage/pending.py",
     "storage/site.py",
 }
+PROCESS_STATE = "storage/process.py"  # what of storage a process has once
 PURE = {
     "geometry/blocks.py",
     "geometry/box.py",
@@ -123,6 +124,9 @@ def _breaches(module: str, source: str) -> Iterator[str]:
         yield f"{module} reads {sorted(found)}: only {sorted(ENVIRONMENT)} may, pass an option instead"
     if module not in FILES and (found := named(*FILE_NAMES)):
         yield f"{module} touches files with {sorted(found)}: only {sorted(FILES)} may"
+    is_storage = module.startswith("storage/") and module != PROCESS_STATE
+    if is_storage and (found := named("functools.cache", "functools.lru_cache")):
+        yield f"{module} keeps something for the whole process with {sorted(found)}: only {PROCESS_STATE} may"
     if module in PURE and (found := named(*IMPURE_IMPORTS)):
         yield f"{module} is pure: no {sorted(found)}"
 
@@ -150,6 +154,8 @@ def test_the_module_keeps_the_rules(module: str) -> None:
         ("cli/load.py", "import shutil"),
         ("transfer/plan.py", "import time"),
         ("formats/manifest.py", "from torch import Tensor"),
+        ("storage/local.py", "from functools import lru_cache"),
+        ("storage/local.py", "import functools\n@functools.cache\ndef a(): ..."),
         ("base/memory.py", "\n" * 401),
     ],
 )
@@ -162,6 +168,8 @@ def test_a_breach_is_found(module: str, source: str) -> None:
     [
         ("ranks/world.py", "import os\nimport torch.distributed\nos.environ['A']"),
         ("storage/local.py", "import os\nos.preadv(3, [], 0)"),
+        ("storage/local.py", "from functools import cached_property, partial"),
+        ("storage/process.py", "from functools import cache"),
         ("api.py", "import os\nimport torch\nos.fspath('a')\nos.path.join('a', 'b')\ntorch.empty(1)"),
         ("api.py", "def open(path): ...\nopen('a')"),
         ("cli/load.py", "import fastload\nfastload.open('a')"),
