@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import operator
 import os
@@ -84,6 +85,8 @@ def serve_store(timeout: timedelta) -> dist.TCPStore:
 def main(fd: int) -> None:
     """Serves requests until the other end of the connection is closed."""
     importlib.import_module("torch._dynamo")  # as the first step of an optimizer does: for 1.5 s in every rank
+    gc.collect()
+    gc.freeze()  # ranks that look for garbage leave what is here alone, and so need no copies of its pages
     install_importhook(get_config())  # asserts explain themselves in the ranks too
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
