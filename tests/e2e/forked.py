@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -74,6 +76,8 @@ class Forked:
         statuses = [process.exitcode for process in self._processes]
         for process in self._processes:
             process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with whatever it started and left behind
             process.join()
         if None in statuses:
             raise subprocess.TimeoutExpired(self._words, timeout)
@@ -96,6 +100,7 @@ def _be_program(words: list[str], cwd: Path, env: dict[str, str], out: Path, err
         os.dup2(file, number)
         os.close(file)
     gc.freeze()  # what looks for garbage leaves what is here alone, and so needs no copies of its pages
+    os.setsid()
     os.nice(nice - os.nice(0))
     os.chdir(cwd)
     os.environ.clear()

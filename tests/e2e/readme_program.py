@@ -1,4 +1,4 @@
-"""Runs the python blocks of README.md on the ranks of a torchrun: readme_program.py FOLDER MODEL_FOLDER
+"""Runs the python blocks of README.md on ranks such as torchrun starts: readme_program.py FOLDER
 
 What cannot be here is replaced as REPLACED says, and nothing else. Each block has a case, which prepares the
 names that it needs and checks what it has done.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from click.testing import CliRunner
 import fastload
 from fastload.cli import main
 from tests.e2e import readme_program
+from tests.e2e.forked import run_forked
 from tests.e2e.test_real_model import FOLDER, reference
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -90,17 +89,9 @@ def test_the_python_blocks_run(tmp_path: Path) -> None:
     # As transformers of today saves it: position ids are no longer part of the state.
     tensors = {name: tensor for name, tensor in reference().items() if "position_ids" not in name}
     safetensors.torch.save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    environment = {"RANKS_PER_NODE": "2", "MAX_RESTARTS": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    environment |= {"PYTHONPATH": str(_ROOT), "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}"}
+    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     program = str(Path(readme_program.__file__))
-    done = subprocess.run(
-        [str(_ROOT / "launch" / "torchrun_single.sh"), program, str(tmp_path)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = run_forked([program, str(tmp_path)], ranks=2, cwd=_ROOT, env=os.environ | environment, timeout=200)
     assert done.returncode == 0, done.stderr
     ran = re.findall(r"^rank (\d) (.*)$", done.stdout, re.MULTILINE)
     assert sorted(ran) == sorted((rank, block) for rank in "01" for block in readme_program.CASES)

@@ -222,14 +222,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("template", "how", "workers"),
-    [("torchrun", "time-limit", "fork"), ("srun", "requeue", "spawn")],
+    ("template", "how"),
+    [("torchrun", "time-limit"), ("srun", "requeue")],
 )
 def test_a_training_that_is_stopped_ends_with_the_same_weights(
-    template: str, how: str, workers: str, trained: set[str], tmp_path: Path
+    template: str, how: str, trained: set[str], tmp_path: Path
 ) -> None:
     # Slurm's signals reach the workers that prepare the data as well.
-    program = ["launch/train.py", *_TRAINING, "--pause", "0.2", "--workers", "1", "--worker-method", workers]
+    program = ["launch/train.py", *_TRAINING, "--pause", "0.2", "--workers", "1"]
     job = Job(template, program, nodes=2, ranks_per_node=1, folder=tmp_path)
     job.until(lambda: "step 10:" in job.output())
     if how == "requeue":
