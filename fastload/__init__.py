@@ -35,12 +35,12 @@ from fastload.report import (
     StageReport,
     VerifyReport,
 )
-from fastload.saving.handle import SaveHandle
-from fastload.training.manager import CheckpointManager
-from fastload.training.workers import worker_context
 
 if TYPE_CHECKING:
     from fastload import estimate
+    from fastload.saving.handle import SaveHandle
+    from fastload.training.manager import CheckpointManager
+    from fastload.training.workers import worker_context
 
 __version__ = "0.1.0"
 
@@ -90,11 +90,22 @@ __all__ = [
 ]
 
 
+# What a load needs nothing of.
+_MODULES = {
+    "CheckpointManager": "fastload.training.manager",
+    "SaveHandle": "fastload.saving.handle",
+    "worker_context": "fastload.training.workers",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Imports the formulas when they are first used."""
+    """Imports what a load needs nothing of when it is first used."""
     if name == "estimate":
         return import_module("fastload.estimate")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,10 +18,11 @@ from fastload.loading.checkpoint import Checkpoint
 from fastload.options import SAVE_SETTINGS, SETTINGS, LoadOptions, SaveOptions, StageOptions
 from fastload.ranks.world import World, meet
 from fastload.report import SaveReport, StageReport, VerifyReport
-from fastload.saving.handle import SaveHandle
-from fastload.saving.save import Save
-from fastload.staging.stage import Stage
 from fastload.storage import Location, PatientStorage, locate, name_of, open_storage
+
+if TYPE_CHECKING:  # what a load needs nothing of is imported by the calls that do
+    from fastload.saving.handle import SaveHandle
+    from fastload.saving.save import Save
 
 __all__ = ["async_save", "inspect", "load", "open", "save", "stage", "verify"]
 
@@ -179,6 +180,8 @@ def stage(
         StorageError: With one rank only: storage failed.
         OptionError: An option or argument cannot be used.
     """
+    from fastload.staging.stage import Stage
+
     began = time.perf_counter()
 
     def ready() -> tuple[Location, str, StageOptions]:
@@ -262,6 +265,8 @@ def save(
         PeerError: Some ranks failed, or were killed, or did not answer in time; with every cause.
         StorageError: With one rank only: storage failed.
     """
+    from fastload.saving.handle import SaveHandle
+
     pending = SaveHandle.raise_unseen
     job = _start(state, path, process_group, metadata, storage_options, options, pending)
     report = job.run()
@@ -285,6 +290,8 @@ def async_save(
     status of a program that has come to its end tells nothing of it. The memory of the copy, a rank's share
     of the state, is kept for the next time.
     """
+    from fastload.saving.handle import SaveHandle
+
     # An error that only some ranks have seen is raised by all, and in this call, not in the background.
     pending = SaveHandle.raise_unseen if SaveHandle.in_doubt() else None
     job = _start(state, path, process_group, metadata, storage_options, options, pending)
@@ -301,6 +308,8 @@ def _start(
     options: SaveOptions | None,
     pending: Callable[[], None] | None,
 ) -> Save:
+    from fastload.saving.save import Save
+
     began = time.perf_counter()
 
     def ready() -> tuple[Location, dict[str, str], SaveOptions]:

@@ -11,10 +11,8 @@ from typing import Any
 from fastload.errors import OptionError
 from fastload.storage.base import FileStat, Folder, Storage, take
 from fastload.storage.local import LocalStorage
-from fastload.storage.local_target import LocalTarget
 from fastload.storage.location import HTTP, OBJECT_STORES, Location, locate, name_of, redact
 from fastload.storage.names import Names
-from fastload.storage.remote import RemoteStorage
 from fastload.storage.retry import PatientStorage
 from fastload.storage.target import Target
 
@@ -75,6 +73,8 @@ def open_storage(
             "reading %s:// through fsspec, the slower way; for the fast one: pip install obstore",
             location.scheme,
         )
+    from fastload.storage.remote import RemoteStorage
+
     return RemoteStorage(location, options or {})
 
 
@@ -107,6 +107,8 @@ def open_target(
     location = locate(path)
     scheme, url = location.scheme, location.address
     if not scheme:
+        from fastload.storage.local_target import LocalTarget
+
         return LocalTarget(url, names, io=io)
     if scheme in _READ_ONLY:
         raise OptionError(f"cannot save to {location}: {scheme}:// can only be read")

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from urllib.parse import quote, unquote, urlsplit
 
-import fsspec
-
 from fastload.errors import OptionError
 
 __all__ = ["HTTP", "OBJECT_STORES", "Location", "locate", "name_of", "redact"]
@@ -113,8 +111,12 @@ def locate(path: object) -> Location:
 def _require_path(text: str, shown: str) -> None:
     """Refuses a URL that has lost a slash: as a path it would be a directory by the name of ``s3:``."""
     found = _ONE_SLASH.fullmatch(text)
-    scheme = found[1].lower() if found is not None else ""
-    if found is not None and scheme in OBJECT_STORES | HTTP | {"file", *fsspec.available_protocols()}:
+    if found is None:
+        return
+    from fsspec import available_protocols  # which takes longer to import than all of this module
+
+    scheme = found[1].lower()
+    if scheme in OBJECT_STORES | HTTP | {"file", *available_protocols()}:
         url = redact(f"{scheme}://{'/' if scheme == 'file' else ''}{found[2]}")
         raise OptionError(
             f"path={shown!r}: is {url!r} meant? Give a URL as text: a path object drops one of its slashes"

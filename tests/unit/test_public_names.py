@@ -19,7 +19,7 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 PROGRAM = """
 import fastload, json, sys
 early = [name for name in ("parameters", "sizing", "simulate") if f"fastload.estimate.{name}" in sys.modules]
-missing = [name for name in sys.argv[1:] if not hasattr(fastload, name)]
+missing = [name for name in (*sys.argv[1:], *fastload.__all__) if not hasattr(fastload, name)]
 print(json.dumps([early, missing, "estimate" in dir(fastload), fastload.estimate.sizing.__name__]))
 """
 
@@ -32,6 +32,29 @@ def test_what_the_readme_names_is_there_and_costs_nothing_before_it_is_used() ->
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[], [], True, "fastload.estimate.sizing"]
+
+
+IMPORTS = """
+import json, sys, torch, torch.distributed
+before = set(sys.modules)
+import fastload
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+NOT_FOR_A_LOAD = set("cli estimate integrations saving staging training".split())
+OF_SOME_STORAGES = set("bucket local_copy local_target object_target objects pending remote s3_target".split())
+
+
+def test_the_import_is_what_a_load_needs() -> None:
+    """Each module costs about half a millisecond, and too many objects a collection of all of torch's."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    names = json.loads(done.stdout)
+    libraries = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+    assert libraries <= {"fastload", "xxhash"}
+    own = [tuple(name.split(".")) for name in names if name.startswith("fastload.")]
+    assert not {parts[1] for parts in own} & NOT_FOR_A_LOAD
+    assert not {parts[2] for parts in own if parts[1] == "storage" and len(parts) > 2} & OF_SOME_STORAGES
+    assert len(own) <= 90
 
 
 @pytest.mark.parametrize("kind", [LoadOptions, SaveOptions, StageOptions])
