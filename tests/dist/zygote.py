@@ -36,7 +36,9 @@ import torch.distributed as dist
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 
-import fastload  # noqa: F401  (so that no rank has to import it)
+import fastload.saving.save
+import fastload.staging.stage
+import fastload.training.manager  # noqa: F401  (so that no rank has to import it)
 
 DUMP_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15

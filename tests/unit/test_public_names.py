@@ -41,7 +41,9 @@ import fastload
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
 NOT_FOR_A_LOAD = set("cli estimate integrations saving staging training".split())
-OF_SOME_STORAGES = set("bucket local_copy local_target object_target objects pending remote s3_target".split())
+OF_SOME_STORAGES = set(
+    "bucket local_copy local_target object_target objects pending remote s3_target".split()
+)
 
 
 def test_the_import_is_what_a_load_needs() -> None:
