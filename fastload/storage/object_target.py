@@ -126,12 +126,12 @@ class ObjectTarget:
             names = [*self._sizes, *(name for name, _ in small_files)]
             marker.acquire(names, overwrite=overwrite)
 
-        def publish(name: str) -> None:
+        def publish_file(name: str) -> None:
             with self._errors(name):
                 self._uploads.publish(name, receipts)
                 marker.refresh()
 
-        each(self._sizes, publish, num_threads=NUM_REQUESTS)
+        each(self._sizes, publish_file, num_threads=NUM_REQUESTS)
         self._require_files()
         for name, small in others:
             with self._errors(name, 0, len(small)):

@@ -44,6 +44,22 @@ def test_the_first_error_is_raised_again_and_again() -> None:
             written.check()
 
 
+def test_what_goes_wrong_within_is_noted_and_nothing_is_done_after_it() -> None:
+    written, done = Written(), []
+
+    def fail(error: StorageError) -> None:
+        with written.noted():
+            done.append(error)
+            raise error
+
+    for error in (StorageError("first", "url", 1, 2), StorageError("second", "url")):
+        with pytest.raises(StorageError, match=re.escape("url [bytes 1-3]: first")):
+            fail(error)
+    assert len(done) == 1
+    with pytest.raises(StorageError, match="first"):
+        written.require_all({}, [], "url")
+
+
 @given(st.text(st.characters(exclude_characters="/\0"), min_size=1))
 def test_a_pending_name_tells_what_it_is_for(name: str) -> None:
     assert saved_name(pending_name(name, new_token())) == name
