@@ -260,7 +260,8 @@ def save(
 
     Raises:
         OptionError: Something in the state cannot be kept (it names the keys), or an argument cannot be used.
-        PlanMismatch: The ranks hold different structures, or did not ask for the same.
+        PlanMismatch: The ranks hold different plain values or shapes, or did not ask for the same.
+        ReplicaMismatch: They hold different tensors, as far as `SaveOptions.check_replicas` looks.
         CheckpointExists: There is something at `path`, and `SaveOptions.overwrite` is off.
         PeerError: Some ranks failed, or were killed, or did not answer in time; with every cause.
         StorageError: With one rank only: storage failed.

@@ -29,7 +29,7 @@ __all__ = [
 
 Strategy = Literal["auto", "allgather", "broadcast", "direct"]
 IoMode = Literal["auto", "buffered", "direct"]
-ReplicaCheck = Literal["off", "sample", "full"]
+ReplicaCheck = Literal["off", "small", "sample", "full"]
 STRATEGIES = get_args(Strategy)
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -128,7 +128,7 @@ SAVE_SETTINGS = {
         "whether all hosts write to one place (True), each a copy of its own (False), auto",
     ),
     "check_replicas": Setting(
-        "off", str, "compare the ranks' tensors before they are mixed: off, sample, full"
+        "small", str, "compare the ranks' tensors before they are mixed: off, small, sample, full"
     ),
     "timeout_s": SETTINGS["timeout_s"],
     "retries": SETTINGS["retries"],
@@ -275,8 +275,9 @@ class SaveOptions(_Options):
         overwrite: Whether a checkpoint that is there is replaced.
         shared: Whether all hosts write to one place together (True), or each writes a copy of its own
             (False). ``auto`` is True, and an error where the hosts do not see the same.
-        check_replicas: Whether the ranks first compare what they are to hold alike: ``off``, ``sample``
-            (a part of each tensor) or ``full``.
+        check_replicas: How the ranks compare the tensors that they are to hold alike: ``small`` (small ones
+            in host memory, at no cost), ``sample`` (a part of each, in a step of its own), ``full`` or
+            ``off``. Plain values, names, dtypes and shapes are always compared.
         timeout_s: Seconds without progress after which a step fails on all ranks.
         retries: Further attempts after a transient storage error.
         trace: As in `LoadOptions`, for copying, writing and publishing; of a save that succeeds.

@@ -20,6 +20,7 @@ __all__ = [
     "allocate",
     "allocate_staging",
     "byte_view",
+    "host_bytes",
     "host_view",
     "round_up",
     "runs",
@@ -164,6 +165,12 @@ def host_view(flat: Tensor) -> memoryview:
     array = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
     array._owner = flat  # type: ignore[attr-defined]  # a read that outlasts its load must not hit freed memory
     return memoryview(array).cast("B")
+
+
+def host_bytes(tensor: Tensor) -> bytes:
+    """Returns a copy of the bytes of a small host tensor of any strides, in row-major order."""
+    dense = tensor.detach().contiguous()
+    return ctypes.string_at(dense.data_ptr(), dense.nbytes) if dense.nbytes else b""
 
 
 def runs(tensor: Tensor, start: int, count: int) -> Iterator[Tensor]:

@@ -44,6 +44,7 @@ class Describer:
 
     def __init__(self, rank: int = 0) -> None:
         self.own: OwnDescriber | None = None
+        self.starts: list[int] = []  # how many tensors there are before each entry of the state
         self.tensors: dict[str, Tensor] = {}
         self.problems: list[str] = []
         self._path: list[Any] = []
@@ -110,6 +111,8 @@ class Describer:
     def _items(self, items: Mapping[Any, Any], prefix: str) -> list[Any]:
         nodes: list[Any] = []
         for key, value in items.items():
+            if not prefix:
+                self.starts.append(len(self.tensors))
             self._path[-1] = key
             nodes += (self._key(key), self.value(value, prefix, key))
         return nodes
@@ -117,6 +120,8 @@ class Describer:
     def _elements(self, elements: Iterable[Any], prefix: str) -> list[Any]:
         nodes = []
         for index, value in enumerate(elements):
+            if not prefix:
+                self.starts.append(len(self.tensors))
             self._path[-1] = index
             nodes.append(self.value(value, prefix, index))
         return nodes

@@ -72,12 +72,14 @@ class Description:
         structure: Everything else, JSON types only; the same whoever describes an equal state.
         own_tensors: Those of this rank's own values, likewise.
         own_values: The rest of these, one for each place in `structure`.
+        starts: Of each entry of the state, how many of `tensors` are before it.
     """
 
     tensors: dict[str, Tensor]
     structure: Any
     own_tensors: dict[str, Tensor]
     own_values: list[Any]
+    starts: list[int]
 
 
 def describe(state: Any, rank: int = 0) -> Description:
@@ -103,14 +105,14 @@ def describe(state: Any, rank: int = 0) -> Description:
         raise OptionError("the state cannot be saved: " + "\n  ".join(lines))
     own = describer.own
     if own is None:
-        return Description(describer.tensors, structure, {}, [])
+        return Description(describer.tensors, structure, {}, [], describer.starts)
     for name in describer.tensors:
         if name.startswith(OWN_PREFIX):
             raise OptionError(
                 f"the state cannot be saved: tensor {name[:200]!r}: with a PerRank in the state, no name may "
                 f"begin with {OWN_PREFIX!r}"
             )
-    return Description(describer.tensors, structure, own.tensors, own.values)
+    return Description(describer.tensors, structure, own.tensors, own.values, describer.starts)
 
 
 @uncollected

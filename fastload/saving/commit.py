@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import xxhash
-
 from fastload.errors import StorageError
 from fastload.formats.names import INDEX_NAME, RECORD_NAME
 from fastload.formats.record import CHECKSUM_BYTES, Record, RecordedFile, checksum
@@ -17,24 +15,7 @@ from fastload.saving.layout import Layout, LayoutFile
 from fastload.saving.per_rank import OwnFiles
 from fastload.storage import Target
 
-__all__ = ["digests", "pack", "publish"]
-
-_MAX_NAMED = 64
-
-
-def digests(structure: Any) -> dict[str, str]:
-    """Returns a digest of the structure, by part, so that ranks that differ can say in what.
-
-    Where the state is a dict of not too many keys, each key is a part.
-    """
-    items = structure.get("dict") if isinstance(structure, dict) and len(structure) == 1 else None
-    if not isinstance(items, list) or len(items) > 2 * _MAX_NAMED:
-        return {"state": _digest(structure)}
-    return {f"state[{key!r}]": _digest(value) for key, value in zip(items[::2], items[1::2], strict=True)}
-
-
-def _digest(structure: Any) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(structure, separators=(",", ":")).encode())
+__all__ = ["pack", "publish"]
 
 
 def pack(receipt: Mapping[str, Any], checksums: Checksums) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastload.base.memory import byte_view, host_view
+from fastload.base.memory import host_bytes
 from fastload.errors import OptionError
 from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.names import OWN_STEM
@@ -52,7 +52,7 @@ def pack_own(values: Sequence[Any], tensors: Mapping[str, Tensor], rank: int, si
             f"{largest.nbytes:,} of them {largest.name!r}: at most {limit:,} a rank are kept with {size} "
             "ranks; larger state that differs between ranks is for sharded saves"
         )
-    parts = [bytes(host_view(byte_view(t.detach().cpu().contiguous()))) for t in tensors.values()]
+    parts = [host_bytes(tensor.detach().cpu()) for tensor in tensors.values()]
     return b"".join([len(text).to_bytes(4, "little"), text, *parts])
 
 

@@ -18,7 +18,8 @@ from fastload.ranks.traces import Tracing
 from fastload.ranks.world import World, require_same
 from fastload.report import SaveRankReport, SaveReport
 from fastload.saving.assign import blocks_of, cut, partition, tail_of
-from fastload.saving.commit import digests, pack, publish
+from fastload.saving.commit import pack, publish
+from fastload.saving.differences import Content, require_alike, small_tensors
 from fastload.saving.hashing import BlockHasher
 from fastload.saving.layout import TensorSpec, lay_out
 from fastload.saving.per_rank import OwnFiles, OwnValues
@@ -81,6 +82,7 @@ class Save:
         self._stall_s: float | None = None
         self._tracing = Tracing(world, options.trace)
         self._same: dict[str, Any] | None = None
+        self._content: Content
         self._hosts: list[str] = []
         self._target: Target | None = None
         self._slabs: Slabs | None = None
@@ -111,7 +113,8 @@ class Save:
     @property
     def _has_to_meet(self) -> bool:
         options = self._options
-        by_options = options.writers == "host" or options.shared is False or options.check_replicas != "off"
+        by_options = options.writers == "host" or options.shared is False
+        by_options |= options.check_replicas in ("sample", "full")
         return by_options or self._pending is not None
 
     def _copy(self) -> None:
@@ -191,17 +194,17 @@ class Save:
             if self._same is None:
                 self._describe()
             # Rank 0 says how many are to write: its saves may have ended sooner than those of others.
-            own = {"host": self._world.host, "same": self._same, "writers": self._good_writers()}
+            own: dict[str, Any] = {"host": self._world.host, "writers": self._good_writers()}
+            own |= {"same": self._same, "content": self._content.digests()}
             return own | ({"metadata": self._metadata} if self._world.rank == 0 else {})
 
         told = self._world.agree(self._what, compare)
         self._metadata = told[0]["metadata"]
         require_same([each["same"] for each in told])
-        if self._options.check_replicas != "off":
-            what = f"{self._what}: comparing replicas"
-            compare_replicas(
-                self._world, self._layout, self._source, how=self._options.check_replicas, what=what
-            )
+        what, how = f"{self._what}: comparing replicas", self._options.check_replicas
+        require_alike(self._world, what, self._content, [each["content"] for each in told])
+        if how in ("sample", "full"):
+            compare_replicas(self._world, self._layout, self._source, how=how, what=what)
         self._hosts = [each["host"] for each in told]
         self._num_writers = told[0]["writers"]
 
@@ -230,9 +233,11 @@ class Save:
             "call": "save",
             "path": self._location.given,
             **self._options.shared_values(),
-            "tensors": f"{len(self._specs)} ({self._layout.digest()})",
-            **digests(self._structure),
         }
+        small = {}
+        if self._options.check_replicas == "small":
+            small = small_tensors(self._specs, description.tensors, description.starts)
+        self._content = Content(self._structure, self._layout.digest(), self._specs, small)
 
     def _assign(self) -> None:
         """Finds this rank's part."""

@@ -1,0 +1,244 @@
+"""Whether the ranks are about to save the same, and if not, where they differ.
+
+What is compared goes with the agreement that a save has anyway: digests of the structure, of the layout, and
+of small tensors that lie in host memory. Only if they differ do the ranks look for the places.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from fastload.base.memory import host_bytes
+from fastload.errors import PlanMismatch, ReplicaMismatch
+from fastload.formats.dtypes import DTYPES
+from fastload.formats.saved import SavedTensor, children_of, leaf_of
+from fastload.formats.values import Attribute, decode_value, show_key, show_path
+from fastload.ranks.world import World
+from fastload.saving.layout import TensorSpec
+
+__all__ = ["Content", "require_alike", "small_tensors"]
+
+_MAX_NUM = 1024  # a few milliseconds
+_MAX_BYTES = 64 << 10  # of one tensor
+_MAX_BYTES_OF_ALL = 4 << 20
+_MAX_SHOWN_BYTES = 32
+_NUM_SHOWN = 20
+_NUM_OF_A_LIST = 3
+_NUMBERS = {"BOOL", "U8", "I8", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "F64", "I64", "U64"}
+_HINT = "What each rank has of its own goes into a fastload.PerRank."
+_HOW_NOT_TO = "With check_replicas='off' tensors are not compared, and any rank's are saved."
+
+
+def small_tensors(
+    specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor], starts: Sequence[int]
+) -> dict[str, bytes]:
+    """Returns the bytes of very small tensors in host memory, and digests of other small ones, by name.
+
+    So many that it takes a few milliseconds, however many there are: from the beginning and the end of each
+    entry of the state, since what differs is seldom in the midst of a model.
+
+    Args:
+        specs: All tensors.
+        tensors: The same, by name.
+        starts: With which of them each entry of the state begins.
+    """
+    found, left = {}, _MAX_BYTES_OF_ALL
+    for number in _spread(starts, len(specs)):
+        spec = specs[number]
+        tensor = tensors[spec.name]
+        if tensor.is_cpu and spec.nbytes <= min(left, _MAX_BYTES):
+            data = host_bytes(tensor)
+            found[spec.name] = data if spec.nbytes <= _MAX_SHOWN_BYTES else xxhash.xxh3_64_digest(data)
+            left -= spec.nbytes
+    return found
+
+
+def _spread(starts: Sequence[int], num: int) -> Iterator[int]:
+    """Yields which tensors to look at, given with which of all of them each entry begins."""
+    bounds = sorted({0, *starts, num}) if len(starts) < _MAX_NUM else [0, num]
+    most = _MAX_NUM // max(1, len(bounds) - 1)
+    for begin, end in pairwise(bounds):
+        if end - begin <= most:
+            yield from range(begin, end)
+        else:
+            yield from range(begin, begin + (most + 1) // 2)
+            yield from range(end - most // 2, end)
+
+
+@dataclass(frozen=True)
+class Content:
+    """What one rank is about to save, as far as the ranks compare it.
+
+    Attributes:
+        structure: The state but for its tensors.
+        layout: A digest of how its tensors lie in files.
+        specs: Its tensors.
+        small: Of some of them, the bytes or a digest.
+    """
+
+    structure: Any
+    layout: str
+    specs: Sequence[TensorSpec]
+    small: Mapping[str, bytes]
+
+    def digests(self) -> list[str]:
+        """Returns digests of structure and layout, and of the small tensors."""
+        form = json.dumps([self.structure, self.layout], separators=(",", ":")).encode()
+        small = b"".join([*map(str.encode, self.small), *self.small.values()])
+        return [xxhash.xxh3_128_hexdigest(form), xxhash.xxh3_128_hexdigest(small)]
+
+    def to_bytes(self) -> bytes:
+        """Packs it for the other ranks."""
+        small = {name: data.hex() for name, data in self.small.items()}
+        text = json.dumps([self.structure, self.layout, self.specs, small])
+        return zlib.compress(text.encode(), level=1)
+
+    @classmethod
+    def from_bytes(cls, packed: bytes) -> Content:
+        """Unpacks what `to_bytes` packed."""
+        structure, layout, specs, small = json.loads(zlib.decompress(packed))
+        data = {name: bytes.fromhex(text) for name, text in small.items()}
+        return cls(structure, layout, [TensorSpec(*spec) for spec in specs], data)
+
+
+def require_alike(world: World, what: str, content: Content, digests: Sequence[Sequence[str]]) -> None:
+    """Checks that all ranks are about to save the same.
+
+    Args:
+        world: The ranks.
+        what: Name of the step, for messages.
+        content: What this rank is about to save.
+        digests: The `Content.digests` of each rank.
+
+    Raises:
+        PlanMismatch: Plain values, names, dtypes or shapes differ; names the places and the values.
+        ReplicaMismatch: Only what is in tensors differs.
+        PeerError: Some rank could not say.
+    """
+    if all(each == digests[0] for each in digests):
+        return
+    first = world.share(what, 0, content.to_bytes)
+    found = world.agree(what, lambda: _found(Content.from_bytes(first), content))
+    has_one_form = all(each[0] == digests[0][0] for each in digests)
+    places: dict[str, list[str]] = {}
+    for rank, (_, few) in enumerate(found):
+        for place, there, here in few:
+            places.setdefault(place, [f"rank 0 {there}"]).append(f"rank {rank} {here}")
+    if has_one_form and not places:
+        return  # the same tensors are in host memory on some ranks only
+    lines = [f"  {place}: {_some(texts)}" for place, texts in islice(places.items(), _NUM_SHOWN)]
+    more = max(len(places), *(count for count, _ in found)) - len(lines)
+    lines += [f"  and at least {more} more"] if more > 0 else []
+    if has_one_form:
+        head = "the ranks hold different tensors, so nothing was saved:"
+        raise ReplicaMismatch("\n".join([head, *lines, f"{_HINT} {_HOW_NOT_TO}"]))
+    head = "the ranks hold different states, so nothing was saved:"
+    raise PlanMismatch("\n".join([head, *lines, _HINT]))
+
+
+def _some(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
+
+
+def _found(first: Content, own: Content) -> tuple[int, list[tuple[str, str, str]]]:
+    """Returns how many places differ, and the first few of them, of each list too, with what is there."""
+    num, num_in = 0, Counter[Any]()
+    few: list[tuple[str, str, str]] = []
+    for path, there, here in _Comparison(first, own).places():
+        num += 1
+        if path and type(path[-1]) is int:
+            num_in[path[:-1]] += 1
+        if num_in[path[:-1]] <= _NUM_OF_A_LIST and len(few) < _NUM_SHOWN:
+            few.append((show_path(path), there, here))
+    return num, few
+
+
+_Place = tuple[tuple[Any, ...], str, str]
+
+
+class _Comparison:
+    """One walk through the states of two ranks at once."""
+
+    def __init__(self, one: Content, other: Content) -> None:
+        self._contents = contents = (one, other)
+        self._specs = [{spec.name: spec for spec in content.specs} for content in contents]
+
+    def places(self) -> Iterator[_Place]:
+        """Yields each place that differs, and what either has there."""
+        one, other = self._contents
+        return self._walk(one.structure, other.structure, "", ())
+
+    def _walk(self, one: Any, other: Any, name: str, path: tuple[Any, ...]) -> Iterator[_Place]:
+        below, others = children_of(one), children_of(other)
+        if below is None or others is None or _kind(one) != _kind(other):
+            there, here = (self._shown(side, node, name) for side, node in enumerate((one, other)))
+            if there != here or json.dumps(one) != json.dumps(other):
+                yield path, there, here
+            return
+        if below.keys() == others.keys() and list(below) != list(others):
+            there, here = (f"keys {show_key(list(keys))}" for keys in (below, others))
+            yield path, there, here
+        prefix = f"{name}." if name else ""
+        for key in {**below, **others}:
+            ending, child = below.get(key, ("", None))
+            if key in below and key in others:
+                yield from self._walk(child, others[key][1], prefix + ending, (*path, key))
+            else:
+                known = 0 if key in below else 1
+                ending, child = (below, others)[known][key]
+                texts = ["nothing", "nothing"]
+                texts[known] = self._shown(known, child, prefix + ending)
+                yield (*path, key), texts[0], texts[1]
+        if _kind(one) == "state_dict":
+            there, here = (node["state_dict"][1] for node in (one, other))
+            yield from self._walk(there, here, f"{prefix}_metadata", (*path, Attribute("_metadata")))
+
+    def _shown(self, side: int, node: Any, name: str) -> str:
+        leaf = leaf_of(node, name)
+        if leaf is not None:
+            return self._tensor(side, leaf)
+        below, kind = children_of(node), _kind(node)
+        if below is not None:
+            return f"a {kind} of {len(below)}"
+        if kind == "PerRank":
+            return "a fastload.PerRank"
+        try:
+            return show_key(decode_value(node))
+        except ValueError:  # a set
+            return show_key(node)
+
+    def _tensor(self, side: int, leaf: SavedTensor) -> str:
+        spec, data = self._specs[side][leaf.stored], self._contents[side].small.get(leaf.stored)
+        is_known = all(leaf.stored in content.small for content in self._contents)
+        kind = f"{leaf.kind} of " if leaf.kind else ""
+        tie = f", one with {show_key(leaf.stored)}" if leaf.stored != leaf.own_name else ""
+        return f"{kind}{spec.dtype} {list(spec.shape)}{_values(spec, data) if data and is_known else ''}{tie}"
+
+
+def _kind(node: Any) -> Any:
+    """Returns what a node is, but for its members."""
+    if type(node) is not dict:
+        return type(node).__name__
+    tag, payload = next(iter(node.items()), ("tensor", []))
+    return f"defaultdict({payload[0]})" if tag == "defaultdict" else tag
+
+
+def _values(spec: TensorSpec, data: bytes) -> str:
+    if spec.nbytes > _MAX_SHOWN_BYTES:
+        return f" with digest {data.hex()}"
+    if spec.dtype not in _NUMBERS:
+        return f" with bytes {data.hex()}"
+    dtype = DTYPES[spec.dtype][1]
+    assert dtype is not None
+    numbers = torch.frombuffer(bytearray(data), dtype=dtype).reshape(spec.shape)
+    return f" {(numbers if not numbers.is_floating_point() else numbers.double()).tolist()}"
