@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -82,9 +83,7 @@ class RingExchange:
         except (RuntimeError, DeadlineExceeded) as error:
             raise Interrupted(f"the ranks could not connect: {error}") from error
         for owner in self._incoming:
-            self._notices.receives.append(
-                self._receive(self._notices.message(owner), self._notice_tag(owner))
-            )
+            self._notices.expect(owner, partial(self._receive, tag=self._notice_tag(owner)))
         self._forwarder.start()
         self._sender.start()
 
@@ -94,7 +93,8 @@ class RingExchange:
     def post(self, work: Round) -> None:
         try:
             work.receives = [
-                self._receive(work.parts[owner], self._chunk_tag(owner)) for owner in self._incoming_of(work)
+                self._receive(work.parts[owner], tag=self._chunk_tag(owner))
+                for owner in self._incoming_of(work)
             ]
         except RuntimeError as error:
             work.broke(error)
@@ -141,7 +141,7 @@ class RingExchange:
         """
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         with contextlib.suppress(RuntimeError):
-            self._receive(nothing, _NEVER_SENT).wait(timedelta(milliseconds=1))
+            self._receive(nothing, tag=_NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def _forward_all(self) -> None:
         while (work := self._posted.get()) is not None:
@@ -196,7 +196,7 @@ class RingExchange:
     def _send(self, data: Tensor, tag: int) -> Any:
         return self._group.send([data], self._number[self._right], tag)
 
-    def _receive(self, into: Tensor, tag: int) -> Any:
+    def _receive(self, into: Tensor, *, tag: int) -> Any:
         return self._group.recv([into], self._number[self._left], tag)
 
     # Messages of one tag arrive in the order of their receives, so the rounds need none of their own.
@@ -231,17 +231,20 @@ class _Notices:
         self._board = torch.zeros((len(owners), len(_Notice._fields)), dtype=torch.int64, device="cpu")
         self._words = host_view(byte_view(self._board)).cast("q")
         self._place = {owner: place for place, owner in enumerate(owners)}
+        self._receives: dict[int, Any] = {}
         self._noted: dict[int, _Notice] = {}
-        self.receives: list[Any] = []
 
-    def message(self, owner: int) -> Tensor:
-        """Returns the memory for the message about a reader."""
-        return self._board[self._place[owner]]
+    def expect(self, owner: int, receive: Callable[[Tensor], Any]) -> None:
+        """Opens the receive for the one message about a reader."""
+        self._receives[owner] = receive(self._board[self._place[owner]])
 
     def heard(self, owner: int) -> _Notice | None:
-        """Returns what a message has said of a reader; None if none has come."""
+        """Returns what a message has said of a reader, once; None if none has come."""
         begin = self._place[owner] * len(_Notice._fields)
-        return _Notice(*self._words[begin : begin + len(_Notice._fields)]) if self._words[begin] else None
+        if not self._words[begin] or owner not in self._receives:
+            return None
+        self._receives.pop(owner).wait()  # the rest of it may be on its way
+        return _Notice(*self._words[begin : begin + len(_Notice._fields)])
 
     def note(self, owner: int, notice: _Notice) -> bool:
         """Takes note of what is the matter with a reader; returns whether that is new."""

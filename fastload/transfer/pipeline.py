@@ -188,7 +188,8 @@ class Pipeline:
                     self._place(plan, plan.chunk(index, rank), work, rank)
         if self._progress is not None:
             self._progress(self._placed_bytes, self._plan.total_bytes)
-        return [rank for rank in statuses if plan.chunk(index, rank).nbytes]
+        # In the same order on all ranks: what is left is dealt by it.
+        return [rank for rank in plan.readers if rank in statuses and plan.chunk(index, rank).nbytes]
 
     def _await(self, work: Round) -> dict[int, int]:
         """Returns what is the matter with chunks of a round once it is here."""

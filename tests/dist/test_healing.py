@@ -6,14 +6,18 @@ Every rank has a copy on a disk of its own; the copies of some ranks are truncat
 from __future__ import annotations
 
 import os
+import random
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import fastload
 from fastload.errors import PeerError, StorageError
+from fastload.storage.local import LocalStorage
 from tests.checkpoints import assert_same_bits, load_reference, write_sharded
 from tests.dist.harness import ranks
 from tests.dist.test_readers import copy, original, own_disk, pytestmark  # noqa: F401
@@ -57,7 +61,7 @@ def test_others_take_over(
 
 
 @ranks(3)
-def test_others_take_over_chunks_shorter_than_a_notice(
+def test_others_take_over_short_chunks(
     rank: int, world: int, tmp_path: Path, original: Path
 ) -> None:
     copy(original, own_disk(tmp_path, rank))
@@ -78,6 +82,27 @@ def test_one_after_the_other_drops_out_until_one_is_left(
         assert_same_bits(tensors, load_reference(original))
         assert checkpoint.report is not None
         assert [bool(own.note) for own in checkpoint.report.ranks] == [True, True, False, True]
+
+
+@ranks(5)
+def test_readers_break_at_any_moment(rank: int, world: int, tmp_path: Path, original: Path) -> None:
+    """Several in one round or in different ones, again after the rest was dealt anew, some slow: one is whole."""
+    copy(original, own_disk(tmp_path, rank))
+    expected, honest = load_reference(original), LocalStorage.read_into
+    for draw in range(12):
+        everybodys, own = random.Random(draw), random.Random(f"{draw}/{rank}")
+        whole, breaks = everybodys.randrange(world), everybodys.choice([0.0, 0.02, 0.1, 0.5])
+        given = replace(OPTIONS, chunk_bytes=everybodys.choice([16, 100, 1000]), retries=0)
+
+        def read(self: LocalStorage, *args: Any, odds: float = breaks * (rank != whole), **how: Any) -> None:
+            time.sleep(own.choice([0.0, 0.0, 0.002]))  # noqa: B023
+            if own.random() < odds:  # noqa: B023
+                raise StorageError("this disk is broken", url=self.url)
+            honest(self, *args, **how)
+
+        with fastload.open(tmp_path, options=given) as checkpoint, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LocalStorage, "read_into", read)
+            assert_same_bits(checkpoint.load(), expected)
 
 
 @ranks(3)
