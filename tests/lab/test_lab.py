@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -106,9 +106,9 @@ def on(host: str, *command: str, check: bool = True) -> subprocess.CompletedProc
     return lab("run", "--plain", "--on", host, "--", *command, check=check)
 
 
-def reaches(host: str, address: str) -> int:
+def reaches(host: str, address: str, within_s: int = 20) -> int:
     url = f"http://{address}:8080/object.bin"
-    curl = ("curl", "-sf", "-m", "1", "-r", "0-99", "-o", os.devnull, url)
+    curl = ("curl", "-sf", "-m", str(within_s), "-r", "0-99", "-o", os.devnull, url)
     return on(host, *curl, check=False).returncode
 
 
@@ -117,6 +117,16 @@ def measured_rate(output: str) -> float:
     status, bytes_per_s = output.split()
     assert status == "206"
     return 8 * float(bytes_per_s)
+
+
+def require_capped(measure: Callable[[], list[str]], rate: float) -> None:
+    """Links carry their rate and no more; a busy machine may keep a few downloads from it, but not all."""
+    for _ in range(5):
+        rates = [measured_rate(output) for output in measure()]
+        assert max(rates) < 1.1 * HEADERS_SHARE * rate
+        if min(rates) > 0.9 * HEADERS_SHARE * rate:
+            return
+    raise AssertionError(rates)
 
 
 def fetch(num_bytes: int) -> list[str]:
@@ -133,11 +143,15 @@ def test_each_host_has_its_own_share_of_storage(payload: Path) -> None:
     try:
         lab("up", "2", "--host-rate", "1gbit", "--per-host-storage-rate", "80mbit")
         lab("put", str(payload), "object.bin")
-        done = lab("run", "--plain", "--keep-logs", "--", *fetch(8 << 20))
-        logs = list(STATE.glob("logs/*/*"))
-        for output in (done.stdout, *(log.read_text() for log in logs)):
-            expected = HEADERS_SHARE * PER_HOST_RATE
-            assert measured_rate(output) == pytest.approx(expected, rel=0.1)
+
+        def measure() -> list[str]:
+            before = set(STATE.glob("logs/*/*"))
+            done = lab("run", "--plain", "--keep-logs", "--", *fetch(8 << 20))
+            logs = set(STATE.glob("logs/*/*")) - before
+            assert len(logs) == 1, "of the second host"
+            return [done.stdout, *(log.read_text() for log in logs)]
+
+        require_capped(measure, PER_HOST_RATE)
     finally:
         lab("down")
 
@@ -181,8 +195,7 @@ def test_bytes_counts_what_one_host_read(two_hosts: Path) -> None:
 
 
 def test_shared_storage_link_is_capped(two_hosts: Path) -> None:
-    rate = measured_rate(on(HOST_1, *fetch(OBJECT_BYTES)).stdout)
-    assert rate == pytest.approx(HEADERS_SHARE * SHARED_RATE, rel=0.1)
+    require_capped(lambda: [on(HOST_1, *fetch(OBJECT_BYTES)).stdout], SHARED_RATE)
 
 
 def test_s3_answers_ranges_with_the_right_bytes(two_hosts: Path) -> None:
@@ -199,9 +212,10 @@ def test_s3_answers_ranges_with_the_right_bytes(two_hosts: Path) -> None:
 @pytest.mark.parametrize("option", [(), ("--storage",)])
 def test_cut_is_silent_and_heals(two_hosts: Path, option: tuple[str, ...]) -> None:
     lab("cut", HOST_1, *option)
-    assert reaches(HOST_1, STORAGE) == TIMED_OUT
+    assert reaches(HOST_1, STORAGE, within_s=1) == TIMED_OUT
     assert reaches(HOST_2, STORAGE) == 0
-    peer = reaches(HOST_1, HOST_2)  # nothing listens: refused if the way is open
+    # Nothing listens there: refused if the way is open.
+    peer = reaches(HOST_1, HOST_2) if option else reaches(HOST_1, HOST_2, within_s=1)
     assert peer == (7 if option else TIMED_OUT)
     lab("heal", HOST_1)
     assert reaches(HOST_1, STORAGE) == 0
