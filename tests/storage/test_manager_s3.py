@@ -31,10 +31,12 @@ def test_steps_on_s3(server: str, request: pytest.FixtureRequest) -> None:
         # What a save leaves that dies while it publishes: the record comes last.
         with closing(client_of(options)) as client:
             client.put_object(Bucket=BUCKET, Key="runs/7/step_00000009/model.safetensors", Body=b"half")
-        manager.save(6, {"weight": torch.zeros(3)})
+        manager.save(6, {"weight": torch.zeros(3), "position": fastload.PerRank(60)})
         assert manager.all_steps() == [3, 5, 6]
         if server == "seaweed":  # rclone answers a range with all of the object
-            assert torch.equal(manager.restore()["weight"], torch.zeros(3))
+            restored = manager.restore()
+            assert torch.equal(restored["weight"], torch.zeros(3))
+            assert restored["position"] == 60
             assert torch.equal(manager.restore(step=5)["weight"], torch.full((100,), 5.0))
     storage = open_storage(root, NAMES, options)
     assert set(storage.folders()) >= {"step_00000003", "step_00000005", "step_00000006"}
