@@ -14,6 +14,8 @@ The regimes: in `shared` all hosts share one storage link; in `share` each host 
 to the storage, as where a file system gives every client a fixed share. The floor is one host that
 streams every byte once: in `share` N hosts can be up to N times as fast.
 
+What an arm reads is told beside its name: HTTP as the floor, S3, or files that sshfs mounts.
+
 Beside each of fastload's arms stands what `fastload plan` predicts from the rates. As all hosts share
 this machine's cores, loads without any rates come first, for each number of hosts: they say what
 those manage.
@@ -108,13 +110,15 @@ def main(
     }
     if unknown := set(regimes) - set(rates):
         raise click.UsageError(f"no such regime: {', '.join(sorted(unknown))}")
-    names = [arm.name for arm in make_arms(tuned)]
+    reads = {arm.name: arm.reads for arm in make_arms(tuned)}
+    names = list(reads)
     names = [name for name in names if not arms or any(part in name for part in [*arms, "floor", *tuned])]
     result: dict[str, Any] = {
         "environment": environment(),
         "size": size,
         "repeats": repeats,
         "arms": names,
+        "reads": reads,
         "rates": {regime: rates[regime] for regime in regimes},
         "jobs": [],
     }

@@ -43,6 +43,11 @@ class Access:
     notes: Mapping[int, str]
     shared: bool
 
+    @property
+    def is_mounted(self) -> bool:
+        """Whether all ranks read through one mount, which reads ahead."""
+        return self.shared and self.storage.probes
+
     def without(self, broken: Collection[int]) -> Access:
         """Returns the same, but for ranks that turned out not to be able to read."""
         readers = tuple(rank for rank in self.readers if rank not in broken)

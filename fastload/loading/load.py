@@ -194,12 +194,17 @@ def _open(opened: Opened, matched: Match, device: torch.device) -> Job:
         chunk_bytes=options.chunk_bytes,
         block_bytes=access.manifest.block_bytes if opened.verifier is not None else 0,
         even_slots=fast_links and not decision.alone,
+        contiguous=access.is_mounted,
     )
     reader = ChunkReader(
         access.storage,
         access.manifest.files,
         threads=read_threads(
-            options.read_threads, depth=plan.depth, exchanges=plan.exchanges, ranks_on_host=ranks_on_host
+            options.read_threads,
+            depth=plan.depth,
+            exchanges=plan.exchanges,
+            ranks_on_host=ranks_on_host,
+            in_order=access.storage.in_order,
         ),
         verifier=opened.verifier,
         on_damage=refuse,

@@ -55,6 +55,7 @@ class Sweep:
             depth=self._plan.depth,
             exchanges=self._plan.exchanges,
             ranks_on_host=access.hosts.count(world.host),
+            in_order=access.storage.in_order,
         )
         self.reader = ChunkReader(
             access.storage,
@@ -101,6 +102,7 @@ class Sweep:
             chunk_bytes=self._options.chunk_bytes,
             block_bytes=self._access.manifest.block_bytes,
             even_slots=True,
+            contiguous=self._access.is_mounted,
         )
 
     def _read_all(self) -> None:

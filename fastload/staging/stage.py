@@ -246,6 +246,7 @@ class Stage:
             staging_bytes=self._options.staging_bytes,
             chunk_bytes=self._options.chunk_bytes,
             block_bytes=inventory.block_bytes,
+            contiguous=self._access.is_mounted and not lack.wholes,
         )
 
     def _open(self, inventory: Inventory, leaders: _Leaders, lack: _Lack, plan: TransferPlan) -> _Job:
@@ -258,7 +259,11 @@ class Stage:
                 timeout_s=world.patience_s / 2,
             )
         threads = read_threads(
-            options.read_threads, depth=plan.depth, exchanges=plan.exchanges, ranks_on_host=1
+            options.read_threads,
+            depth=plan.depth,
+            exchanges=plan.exchanges,
+            ranks_on_host=1,
+            in_order=storage.in_order,
         )
         reader = ChunkReader(storage, inventory.files, threads=threads, verifier=None, on_damage=refuse)
         placer = FilePlacer(

@@ -80,6 +80,8 @@ class Storage(Protocol):
             system) rather than from a disk of its own.
         probes: Whether each rank may look for the files itself; False where metadata requests cost
             and the first rank asks for all.
+        in_order: Whether requests are to come one by one, in the order of the bytes: what serves them reads
+            ahead, and begins anew where another one comes.
         bytes_read: Bytes that came from storage so far, retries included.
         direct_bytes_read: Those of them that did not go through the page cache.
         io: How to read local files, see `LoadOptions.io`; other storages ignore it.
@@ -95,6 +97,9 @@ class Storage(Protocol):
 
     @property
     def probes(self) -> bool: ...
+
+    @property
+    def in_order(self) -> bool: ...
 
     @property
     def bytes_read(self) -> int: ...

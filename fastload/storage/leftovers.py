@@ -14,7 +14,7 @@ import time
 
 from fastload.storage import folders
 from fastload.storage.folders import open_file, open_folder
-from fastload.storage.local import file_system_type, is_network
+from fastload.storage.mounts import file_system_type, is_network
 from fastload.storage.owner import Owner
 from fastload.storage.pending import (
     OWNER,

@@ -15,9 +15,10 @@ from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import StorageError
 from fastload.storage.base import ByteCounter, FileStat, Folder, take
 from fastload.storage.descriptors import Descriptor
+from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, is_fuse, is_network
 from fastload.storage.process import read_descriptors
 
-__all__ = ["IN_MEMORY_TYPES", "LocalStorage", "file_system_type", "is_network"]
+__all__ = ["LocalStorage"]
 
 _MAX_BUFFERS = 1024  # IOV_MAX on Linux
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
@@ -25,10 +26,6 @@ _TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTAL
 _MIN_DIRECT_BYTES = 1 << 20
 _DIRECT_BLOCK_BYTES = 4 << 20
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # not shared with a forked child
-IN_MEMORY_TYPES = frozenset("tmpfs ramfs hugetlbfs".split())
-_NETWORK_TYPES = frozenset(
-    "nfs nfs4 lustre gpfs beegfs ceph cifs smb3 9p glusterfs wekafs pvfs2 orangefs afs virtiofs".split()
-)
 
 
 class LocalStorage:
@@ -40,8 +37,9 @@ class LocalStorage:
     and opened again; one that has become another one meanwhile is an error.
 
     Each request is direct or buffered, whichever is faster. Direct (past the page cache) pays for large
-    reads that are not cached, on file systems that do it; the head and tail that fill no page stay
-    buffered, so that no byte is read that is not wanted.
+    reads that are not cached, on disks; they read whole pages, of which what is not wanted is dropped.
+    What is buffered beside them is not read ahead of: each rank reads a part, and what comes behind that
+    is for others. On the file systems of networks the kernel may read ahead, since it reads less at a time.
 
     Who drops it without a `close` leaves no descriptors behind, either.
 
@@ -75,6 +73,19 @@ class LocalStorage:
         return file_system_type(os.path.realpath(self._root))
 
     @property
+    def in_order(self) -> bool:
+        return is_fuse(self._kind)
+
+    @property
+    def _numbered(self) -> bool:
+        """Whether a file has the same inode number wherever, and for as long as, it is there."""
+        return not is_fuse(self._kind)
+
+    def _about(self, status: os.stat_result) -> FileStat:
+        inode = f"{status.st_ino}:" if self._numbered else ""
+        return FileStat(status.st_size, f"{inode}{status.st_mtime_ns}", status.st_mtime)
+
+    @property
     def bytes_read(self) -> int:
         return self._count.total
 
@@ -98,7 +109,7 @@ class LocalStorage:
             if isinstance(error, StorageError):
                 raise
             raise self._error(error, name) from error
-        return _file_stat(found)
+        return self._about(found)
 
     def list(self) -> list[str] | None:
         try:
@@ -128,7 +139,7 @@ class LocalStorage:
         try:
             if is_link := entry.is_symlink():
                 place = os.path.realpath(place)
-            return Folder(_files_in(entry.path), place, is_link)
+            return Folder(self._files_in(entry.path), place, is_link)
         except OSError as error:
             if error.errno == errno.ENOTDIR or (error.errno == errno.ENOENT and not is_link):
                 return None
@@ -136,20 +147,27 @@ class LocalStorage:
                 raise self._error(error, entry.name) from error
             return Folder({}, place, is_link, problem=error.strerror or str(error))
 
+    def _files_in(self, path: str) -> dict[str, FileStat]:
+        """Lists the files directly in a directory; links to files are files."""
+        found = {}
+        with os.scandir(path) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # deleted meanwhile, or a link that leads nowhere
+                    status = entry.stat()
+                    if stat_flags.S_ISREG(status.st_mode):
+                        found[entry.name] = self._about(status)
+        return found
+
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
         wanted = [buffer for buffer in buffers if len(buffer)]
         nbytes = sum(map(len, wanted))
         try:
             file = self._file(name)
-            begin, end = round_up(offset, PAGE_BYTES), (offset + nbytes) // PAGE_BYTES * PAGE_BYTES
             with file.cached.use() as cached:
-                if not self._reads_directly(file, cached, offset, nbytes):
-                    begin = end = offset + nbytes
-                head, rest = take(wanted, begin - offset)
-                middle, tail = take(rest, end - begin)
-                self._read_buffered(file, cached, offset, head)
-                done = begin + self._read_direct(file, begin, middle)
-                self._read_buffered(file, cached, done, [*take(middle, done - begin)[1], *tail])
+                done = 0
+                if self._reads_directly(file, cached, offset, nbytes):
+                    done = self._read_direct(file, offset, wanted)
+                self._read_buffered(file, cached, offset + done, take(wanted, done)[1])
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
@@ -160,7 +178,7 @@ class LocalStorage:
             # Not to wait for a pipe that has taken its place.
             file = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             with open(file, "rb") as opened:
-                if _file_stat(os.fstat(file)) != about:
+                if self._about(os.fstat(file)) != about:
                     raise StorageError("it was replaced", self._path(name), 0, about.nbytes)
                 data = opened.read(about.nbytes)
         except OSError as error:
@@ -179,6 +197,9 @@ class LocalStorage:
         return file.directly
 
     def _read_buffered(self, file: _File, cached: int, offset: int, wanted: Sequence[memoryview]) -> None:
+        if wanted:
+            alone = file.directly and sum(map(len, wanted)) < _MIN_DIRECT_BYTES and self.io != "buffered"
+            os.posix_fadvise(cached, 0, 0, os.POSIX_FADV_RANDOM if alone else os.POSIX_FADV_NORMAL)
         while wanted:
             count = os.preadv(cached, wanted[:_MAX_BUFFERS], offset)
             if count == 0:
@@ -188,28 +209,27 @@ class LocalStorage:
             _, wanted = take(wanted, count)
 
     def _read_direct(self, file: _File, offset: int, wanted: Sequence[memoryview]) -> int:
-        """Reads whole pages past the page cache, by way of an aligned buffer.
+        """Reads past the page cache, whole pages at a time, by way of an aligned buffer.
 
         Returns:
-            How many bytes of them, if this file cannot be read so to the end.
+            How many bytes are in place, if this file cannot be read so to the end.
         """
         done = 0
-        if not wanted:
-            return done
         with file.direct() as direct:
             while wanted and direct is not None:
-                block = self._aligned_buffer()[: sum(map(len, wanted))]
+                left, before = sum(map(len, wanted)), (offset + done) % PAGE_BYTES
+                block = self._aligned_buffer()[: round_up(before + left, PAGE_BYTES)]
                 try:
-                    count = os.preadv(direct, [block], offset + done) // PAGE_BYTES * PAGE_BYTES
+                    count = min(os.preadv(direct, [block], offset + done - before) - before, left)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
                     file.directly = False
                     break
-                if count == 0:
+                if count <= 0:
                     raise self._short(file, direct, offset + done, wanted)
                 filled, wanted = take(wanted, count)
-                copied = 0
+                copied = before
                 for buffer in filled:
                     buffer[:] = block[copied : copied + len(buffer)]
                     copied += len(buffer)
@@ -265,8 +285,11 @@ class LocalStorage:
         place = self._place(name)
         with self._lock:
             if name not in self._files:
-                directly = self.io == "direct" or (self.io == "auto" and self._kind not in IN_MEMORY_TYPES)
-                self._files[name] = _File(self._path(name), *place, directly=directly and not self.shared)
+                on_disk = not self.shared and self._kind not in IN_MEMORY_TYPES
+                directly = self.io == "direct" or (self.io == "auto" and on_disk)
+                self._files[name] = _File(
+                    self._path(name), *place, directly=directly, numbered=self._numbered
+                )
             return self._files[name]
 
     def _error(
@@ -287,8 +310,9 @@ class _File:
         directly: Whether it can be read past it, as far as is known.
     """
 
-    def __init__(self, url: str, path: str, folder: int | None, *, directly: bool) -> None:
+    def __init__(self, url: str, path: str, folder: int | None, *, directly: bool, numbered: bool) -> None:
         self.path = url
+        self._numbered = numbered
         self.directly = directly
         self.cached = Descriptor(read_descriptors, self._open)
         self._direct = Descriptor(read_descriptors, self._open_directly)
@@ -323,7 +347,8 @@ class _File:
                 raise StorageError("it was removed or replaced after it was opened", url=self.path) from error
             raise
         found = os.fstat(number)
-        now = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        place = (found.st_dev, found.st_ino) if self._numbered else ()
+        now = (*place, found.st_size, found.st_mtime_ns)
         if self._first is None:
             self._first = now
         elif self._first != now:
@@ -336,25 +361,12 @@ class _File:
             return os.open(f"/proc/self/fd/{number}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
 
 
-def _files_in(path: str) -> dict[str, FileStat]:
-    """Lists the files directly in a directory; links to files are files."""
-    found = {}
-    with os.scandir(path) as entries:
-        for entry in entries:
-            with suppress(FileNotFoundError):  # deleted meanwhile, or a link that leads nowhere
-                status = entry.stat()
-                if stat_flags.S_ISREG(status.st_mode):
-                    found[entry.name] = _file_stat(status)
-    return found
-
-
-def _file_stat(status: os.stat_result) -> FileStat:
-    return FileStat(status.st_size, f"{status.st_ino}:{status.st_mtime_ns}", status.st_mtime)
-
-
 def _is_cold(opened: int, offset: int, nbytes: int) -> bool:
-    """Asks the page cache for three bytes of a range; it is cold if none of them is there."""
-    for position in (offset, offset + nbytes // 2, offset + nbytes - 1):
+    """Asks the page cache for three bytes of a range; it is cold if none of them is there.
+
+    None at its ends: the first page of the data may be the last one of the header, which was read before.
+    """
+    for position in (offset + nbytes * part // 4 for part in (1, 2, 3)):
         try:
             if os.preadv(opened, [bytearray(1)], position, os.RWF_NOWAIT):
                 return False
@@ -363,24 +375,3 @@ def _is_cold(opened: int, offset: int, nbytes: int) -> bool:
         except OSError:
             return False  # cannot say
     return True
-
-
-def is_network(kind: str) -> bool:
-    """Tells whether a file system of this type is, or may be, the same one on several hosts."""
-    return kind in _NETWORK_TYPES or kind.startswith("fuse")
-
-
-def file_system_type(path: str) -> str:
-    """Looks up the type of the file system that holds a path; empty where the system does not say."""
-    best, kind = "", ""
-    try:
-        with open("/proc/self/mountinfo") as mounts:
-            for line in mounts:
-                fields = line.split()
-                point, after = fields[4], fields[fields.index("-") + 1]
-                inside = path == point or path.startswith(point.rstrip("/") + "/")
-                if inside and len(point) >= len(best):
-                    best, kind = point, after
-    except OSError:
-        return ""
-    return kind

@@ -10,8 +10,8 @@ from typing import Any
 
 from fastload.errors import FastloadError, StorageError
 from fastload.storage import folders, leftovers, pending
-from fastload.storage.local import IN_MEMORY_TYPES, file_system_type, is_network
 from fastload.storage.local_files import LocalFiles, os_errors
+from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, is_network
 from fastload.storage.names import Names
 from fastload.storage.pending import Pending
 from fastload.storage.site import Site

@@ -43,6 +43,7 @@ class ObjectStorage:
 
     shared = True
     probes = False
+    in_order = False
     direct_bytes_read = 0
     io = "buffered"
 

@@ -35,6 +35,7 @@ class RemoteStorage:
 
     shared = True
     probes = False
+    in_order = False
     direct_bytes_read = 0
     io = "buffered"
 

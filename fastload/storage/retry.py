@@ -93,6 +93,10 @@ class PatientStorage:
         return self._storage.probes
 
     @property
+    def in_order(self) -> bool:
+        return self._storage.in_order
+
+    @property
     def bytes_read(self) -> int:
         return self._storage.bytes_read
 

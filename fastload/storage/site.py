@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from fastload.errors import CheckpointExists, FastloadError, OptionError
 from fastload.storage import folders
 from fastload.storage.beside import MAX_LIST_BYTES, kept_names
+from fastload.storage.mounts import bucket_client
 from fastload.storage.names import Names
 from fastload.storage.pending import NOT_FREE, Pending
 
@@ -70,10 +71,17 @@ class Site:
 
         Raises:
             CheckpointExists: There is something.
-            OptionError: It is no checkpoint, or holds what would be lost or mixed up with the new one.
+            OptionError: It is no checkpoint, or holds what would be lost or mixed up with the new one; or it
+                would be in a bucket that is mounted.
             PermissionError: The path leads there by way of a link that another user may have planted.
         """
         folders.require_trusted_links(self._given)
+        if client := bucket_client(self.path):
+            raise OptionError(
+                f"{self.path} is in a bucket that {client} mounts: there a file has one writer, who writes "
+                "all of it, and to rename a directory copies it. Save to the bucket itself, such as "
+                "s3://bucket/path; loads through the mount work"
+            )
         with self._open() as there:
             if there is not None:
                 self._kept(there, written, overwrite=overwrite)

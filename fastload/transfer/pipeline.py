@@ -22,14 +22,19 @@ __all__ = ["Pipeline", "read_threads"]
 _MAX_READ_THREADS = 8
 
 
-def read_threads(num_threads: int | None, *, depth: int, exchanges: bool, ranks_on_host: int) -> int:
+def read_threads(
+    num_threads: int | None, *, depth: int, exchanges: bool, ranks_on_host: int, in_order: bool
+) -> int:
     """Returns how many reads a rank has in flight.
 
-    As many as the option says. Else, with an exchange, half of the slabs: while those are read the others
-    are exchanged. Without one, this rank's part of the host's cores, at least 2.
+    As many as the option says. Else one, if storage wants them in order. Else, with an exchange, half of
+    the slabs: while those are read the others are exchanged. Without one, this rank's part of the host's
+    cores, at least 2.
     """
     if num_threads is not None:
         return num_threads
+    if in_order:
+        return 1
     if exchanges:
         return max(1, depth // 2)
     fair = 2 * (os.cpu_count() or 1) // ranks_on_host

@@ -5,6 +5,9 @@ is cut into rounds, and each round into one chunk per reader: in round k, reader
 i-th chunk of that round. All chunks of a round have the same length (the very last ones may be
 shorter), so shares differ by less than one chunk, whatever the tensors look like.
 
+Of storage that reads ahead, each reader gets one range of the wanted space instead, and reads one chunk
+of it in each round: what is read ahead is then what it asks for next, and not what others read.
+
 Where checksum blocks are to be verified, each bound between two chunks is moved down to the nearest
 bound between two blocks, so that whoever reads a block reads all of it. Chunks are then longer or
 shorter by less than a block.
@@ -58,6 +61,7 @@ class TransferPlan:
         blocks: The checksum blocks of the wanted space, which no chunk may cut; None if there are none to
             verify.
         even_slots: Whether the slots of all readers have to be equally long in each round.
+        contiguous: Whether what a reader reads in all rounds is one range.
     """
 
     extents: tuple[Span, ...]
@@ -67,6 +71,7 @@ class TransferPlan:
     depth: int
     blocks: Blocks | None = None
     even_slots: bool = False
+    contiguous: bool = False
 
     @property
     def readers(self) -> tuple[int, ...]:
@@ -111,13 +116,23 @@ class TransferPlan:
         place = self._place_of.get(rank)
         if place is None:
             return Chunk(self.total_bytes, 0)
-        start, end = self._bound(round_index, place), self._bound(round_index, place + 1)
+        after = (round_index + 1, place) if self.contiguous else (round_index, place + 1)
+        start, end = self._bound(round_index, place), self._bound(*after)
         return Chunk(start, end - start)
+
+    @cached_property
+    def _share_bytes(self) -> int:
+        """What each reader reads in all, before bounds are moved to blocks; the last one may read less."""
+        return -(-self.total_bytes // len(self.readers))
 
     def _bound(self, round_index: int, place: int) -> int:
         """Returns where the chunk of the reader at a place begins among all that is to be read."""
-        begin = round_index * self.chunk_bytes * len(self.readers)
-        position = min(begin + place * self.chunk_bytes_of(round_index), self.total_bytes)
+        if self.contiguous:
+            begin = place * self._share_bytes + min(round_index * self.chunk_bytes, self._share_bytes)
+        else:
+            begin = round_index * self.chunk_bytes * len(self.readers)
+            begin += place * self.chunk_bytes_of(round_index)
+        position = min(begin, self.total_bytes)
         if self.blocks is None or position == self.total_bytes:
             return position
         index = self._space.at(position)
@@ -140,7 +155,8 @@ class TransferPlan:
     @property
     def slab_bytes(self) -> int:
         """Size of a buffer that holds a whole round."""
-        return _Slab.of(self.supply, self.demand, self.blocks, self.even_slots).nbytes(self.chunk_bytes)
+        apart = self.even_slots or self.contiguous
+        return _Slab.of(self.supply, self.demand, self.blocks, apart).nbytes(self.chunk_bytes)
 
     @property
     def _longest_block_bytes(self) -> int:
@@ -170,18 +186,27 @@ class TransferPlan:
         supply = self.supply.without(broken)
         if supply is None:
             return None
-        begun = self._bound(num_posted, 0)
         left = [self.chunk(index, rank) for index, rank in lacking]
-        left.append(Chunk(begun, self.total_bytes - begun))
+        left += self._from_round(num_posted)
         extents = tuple(span for chunk in left for span in self.spans(chunk))
         return replace(self, extents=extents, supply=supply)
+
+    def _from_round(self, round_index: int) -> list[Chunk]:
+        """Returns all that is read from a round on."""
+        if not self.contiguous:
+            begin = self._bound(round_index, 0)
+            return [Chunk(begin, self.total_bytes - begin)]
+        places = range(len(self.readers))
+        bounds = [(self._bound(round_index, place), self._bound(self.num_rounds, place)) for place in places]
+        return [Chunk(begin, end - begin) for begin, end in bounds]
 
     def digest(self) -> str:
         """xxh3-128 of the plan, for comparison between ranks."""
         # Who is who matters to the others only if anything gets from one to another.
         ranks = [self.readers, self.demand.ranks] if self.exchanges else []
         blocks = _digest(self.blocks) if self.blocks is not None else None
-        text = json.dumps([self.extents, ranks, self.chunk_bytes, self.depth, blocks, self.even_slots])
+        shape = self.even_slots, self.contiguous
+        text = json.dumps([self.extents, ranks, self.chunk_bytes, self.depth, blocks, *shape])
         return xxhash.xxh3_128_hexdigest(text.encode())
 
 
@@ -194,6 +219,7 @@ def plan_transfer(
     chunk_bytes: int | None,
     block_bytes: int = 0,
     even_slots: bool = False,
+    contiguous: bool = False,
 ) -> TransferPlan:
     """Deals the wanted bytes to the ranks that can deliver them.
 
@@ -208,6 +234,8 @@ def plan_transfer(
         chunk_bytes: Unit of reading and of exchange; None chooses it.
         block_bytes: Length of the checksum blocks that are to be verified; 0 if there are none.
         even_slots: See `TransferPlan`.
+        contiguous: Whether each reader is to read one range, if staging is large enough: bounds that are
+            moved to blocks then lengthen all chunks of a round, not one of them.
 
     Raises:
         OptionError: `chunk_bytes`, or a checksum block, does not fit into `staging_bytes`.
@@ -216,10 +244,14 @@ def plan_transfer(
     longest = _longest_bytes(blocks)
     extents = _merge(wanted)
     total_bytes = sum(extent.nbytes for extent in extents)
-    slab = _Slab.of(supply, demand, blocks, even_slots)
+    slab = _Slab.of(supply, demand, blocks, even_slots or contiguous)
+    needed_bytes = _MAX_DEPTH * slab.nbytes(max(chunk_bytes or _LEAST_CHUNK_BYTES, longest))
+    if contiguous and needed_bytes > staging_bytes:
+        contiguous = False
+        slab = _Slab.of(supply, demand, blocks, even_slots)
     if chunk_bytes is None:
         supply = _affordable(supply, slab, staging_bytes)
-        slab = _Slab.of(supply, demand, blocks, even_slots)
+        slab = _Slab.of(supply, demand, blocks, even_slots or contiguous)
         chunk_bytes = _good_chunk_bytes(total_bytes, len(supply.ranks), slab, staging_bytes)
     chunk_bytes = max(1, min(chunk_bytes, -(-total_bytes // len(supply.ranks))))
     if longest:
@@ -232,7 +264,7 @@ def plan_transfer(
             f"chunk_bytes={chunk_bytes}: one chunk of each of {slab.num_slots} readers does not fit into "
             f"staging_bytes={staging_bytes}{why}"
         )
-    return TransferPlan(extents, supply, demand, chunk_bytes, depth, blocks, even_slots)
+    return TransferPlan(extents, supply, demand, chunk_bytes, depth, blocks, even_slots, contiguous)
 
 
 def _exchanges(supply: Supply, demand: Demand) -> bool:
@@ -284,18 +316,19 @@ class _Slab:
         num_slots: Chunks that it holds: those of all readers, or this rank's own if nothing is exchanged.
         exchanges: Whether chunks go on to others.
         longest_block_bytes: Length of the longest checksum block; 0 without any.
-        even_slots: See `TransferPlan`.
+        apart: Whether each slot has to have room for a block more, since they have to be equally long, or
+            since chunks of a round do not follow each other.
     """
 
     num_slots: int
     exchanges: bool
     longest_block_bytes: int
-    even_slots: bool
+    apart: bool
 
     @classmethod
-    def of(cls, supply: Supply, demand: Demand, blocks: Blocks | None, even_slots: bool) -> _Slab:
+    def of(cls, supply: Supply, demand: Demand, blocks: Blocks | None, apart: bool) -> _Slab:
         exchanges = _exchanges(supply, demand)
-        return cls(len(supply.ranks) if exchanges else 1, exchanges, _longest_bytes(blocks), even_slots)
+        return cls(len(supply.ranks) if exchanges else 1, exchanges, _longest_bytes(blocks), apart)
 
     def nbytes(self, chunk_bytes: int) -> int:
         """Returns the most that the slots of a round take together."""
@@ -303,14 +336,14 @@ class _Slab:
 
     def each_bytes(self, chunk_bytes: int) -> int:
         """Returns what to reckon for each slot."""
-        if self.even_slots or not self.longest_block_bytes:
+        if self.apart or not self.longest_block_bytes:
             return _slot_bytes(chunk_bytes + self.longest_block_bytes)
         return _slot_bytes(chunk_bytes + PAGE_BYTES)  # lengths that differ are rounded up one by one
 
     @property
     def once_bytes(self) -> int:
         """What moved bounds add to one chunk they take from the one before it: a block more in all."""
-        return 0 if self.even_slots else round_up(self.longest_block_bytes, PAGE_BYTES)
+        return 0 if self.apart else round_up(self.longest_block_bytes, PAGE_BYTES)
 
 
 def _affordable(supply: Supply, slab: _Slab, staging_bytes: int) -> Supply:

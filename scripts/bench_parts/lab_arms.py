@@ -45,7 +45,7 @@ class Places:
     Attributes:
         http: URL.
         s3: URL.
-        folder: The same, mounted on this host; only for arms that say `mounted`.
+        folder: The same, mounted on this host; only for arms that read it.
         reports: fastload's own reports of this run.
     """
 
@@ -68,30 +68,33 @@ class Arm:
     Attributes:
         name: What it is called.
         load: What each rank calls.
-        mounted: Whether it reads files; they are then mounted afresh for every run.
+        reads: What it reads: ``HTTP``, ``S3``, or files that are mounted afresh for every run (``mount``).
     """
 
     name: str
     load: Callable[[Places], State]
-    mounted: bool = False
+    reads: str = "HTTP"
 
 
 def make_arms(tuned: Sequence[str]) -> list[Arm]:
     """Returns all arms, and fastload once more for each of `tuned`: ``chunk_bytes=1MiB,read_threads=2``."""
     arms = [
         Arm(FLOOR, floor),
-        Arm("every rank safetensors", every_rank_safetensors, mounted=True),
-        Arm("torch DCP", torch_dcp, mounted=True),
-        Arm("rank 0 + broadcast per tensor", first_rank_broadcasts, mounted=True),
-        Arm("fastsafetensors ParallelLoader", fastsafetensors_parallel, mounted=True),
-        Arm("fastsafetensors FileLoader", fastsafetensors_files, mounted=True),
-        Arm("runai streamer (files)", runai_files, mounted=True),
-        Arm("runai streamer (s3)", runai_s3),
-        Arm("flashpack sharded", flashpack_sharded, mounted=True),
+        Arm("every rank safetensors", every_rank_safetensors, reads="mount"),
+        Arm("torch DCP", torch_dcp, reads="mount"),
+        Arm("rank 0 + broadcast per tensor", first_rank_broadcasts, reads="mount"),
+        Arm("fastsafetensors ParallelLoader", fastsafetensors_parallel, reads="mount"),
+        Arm("fastsafetensors FileLoader", fastsafetensors_files, reads="mount"),
+        Arm("runai streamer (files)", runai_files, reads="mount"),
+        Arm("runai streamer (s3)", runai_s3, reads="S3"),
+        Arm("flashpack sharded", flashpack_sharded, reads="mount"),
     ]
     for strategy in ("auto", "allgather", "broadcast", "direct"):
         arms.append(Arm(f"fastload {strategy}", partial(fastload_http, {"strategy": strategy})))
-    arms.append(Arm("fastload auto (s3)", fastload_s3))
+    arms.append(Arm("fastload auto (s3)", fastload_s3, reads="S3"))
+    for strategy in ("auto", "broadcast"):
+        load = partial(fastload_mounted, {"strategy": strategy})
+        arms.append(Arm(f"fastload {strategy} (mount)", load, reads="mount"))
     for text in tuned:
         pairs = dict(pair.split("=", 1) for pair in text.split(","))
         options = {name: SETTINGS[name].parse(value) for name, value in pairs.items()}
@@ -205,6 +208,10 @@ def fastload_http(options: dict[str, Any], places: Places) -> State:
 
 def fastload_s3(places: Places) -> State:
     return _fastload(places, places.s3, LoadOptions())
+
+
+def fastload_mounted(options: dict[str, Any], places: Places) -> State:
+    return _fastload(places, str(places.folder), LoadOptions(**options))
 
 
 def _fastload(places: Places, url: str, options: LoadOptions) -> State:

@@ -12,7 +12,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -56,7 +55,7 @@ class Job(Ranks):
         with contextlib.ExitStack() as stack:
             error, folder, client = "", None, 0
             try:
-                if arm.mounted:
+                if arm.reads == "mount":
                     folder, client = stack.enter_context(self.mounted())
             except Exception as caught:
                 error = describe(caught)
@@ -93,23 +92,27 @@ class Job(Ranks):
 
     @contextlib.contextmanager
     def mounted(self) -> Iterator[tuple[Path, int]]:
-        """Mounts the storage, nothing of it cached; yields where, and the pid of the client."""
+        """Mounts the storage, nothing of it cached; yields where, and the pid of the client.
+
+        It is the same place on all hosts; each has mounts of its own.
+        """
         server, port = self.settings["sftp"]
-        with tempfile.TemporaryDirectory(dir=Path(self.settings["results"]).parent) as folder:
-            client = subprocess.Popen(["sshfs", "-f", "-o", f"ro,directport={port}", server, folder])
-            try:
-                until = time.monotonic() + _MOUNT_S
-                while not os.path.ismount(folder):
-                    if client.poll() is not None or time.monotonic() > until:
-                        raise RuntimeError(f"sshfs {server} does not mount on {socket.gethostname()}")
-                    time.sleep(0.01)
-                yield Path(folder), client.pid
-            finally:
-                subprocess.run(["umount", "--lazy", folder], check=False)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    client.wait(_MOUNT_S)
-                client.kill()
-                client.wait()
+        folder = Path(self.settings["results"]).with_name("mount")
+        folder.mkdir(exist_ok=True)
+        client = subprocess.Popen(["sshfs", "-f", "-o", f"ro,directport={port}", server, str(folder)])
+        try:
+            until = time.monotonic() + _MOUNT_S
+            while not folder.is_mount():
+                if client.poll() is not None or time.monotonic() > until:
+                    raise RuntimeError(f"sshfs {server} does not mount on {socket.gethostname()}")
+                time.sleep(0.01)
+            yield folder, client.pid
+        finally:
+            subprocess.run(["umount", "--lazy", folder], check=False)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                client.wait(_MOUNT_S)
+            client.kill()
+            client.wait()
 
 
 def timed(arm: Arm, places: Places, client: int, digest: str) -> dict[str, float]:

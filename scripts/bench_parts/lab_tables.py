@@ -76,11 +76,12 @@ def print_regime(result: dict[str, Any], regime: str) -> None:
     table.caption = "amp: bytes off the storage ÷ checkpoint. CPU: s per GiB of checkpoint, all ranks and "
     table.caption += "their sshfs, user + system; servers are not included."
     table.add_column("\narm", no_wrap=True)
+    table.add_column("\nreads", no_wrap=True)
     for hosts in measured:
         for head in (f"{hosts} hosts\ns", "\nmin–max", "\n÷floor", "\namp", "\nCPU"):
             table.add_column(head, justify="right", no_wrap=True)
     for arm in result["arms"]:
-        row = [arm]
+        row = [arm, result["reads"][arm]]
         for by_arm in measured.values():
             cell = by_arm.get(arm)
             if cell is None:
@@ -89,7 +90,7 @@ def print_regime(result: dict[str, Any], regime: str) -> None:
             row += [f"{cell.seconds:.2f}", f"{cell.least:.2f}–{cell.most:.2f}", f"{cell.ratio:.2f}"]
             row += [f"{cell.amplification:.2f}", f"{cell.cpu_s:.1f}"]
         table.add_row(*row)
-    Console(width=180).print(table)
+    Console(width=190).print(table)
     for job in result["jobs"]:
         for arm, why in job["failed"].items() if job["regime"] == regime else ():
             Console(width=150).print(f"{job['hosts']} hosts, {arm}: {why}", markup=False)

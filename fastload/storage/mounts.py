@@ -1,0 +1,51 @@
+"""Which file system a path is on, and what such file systems are like."""
+
+from __future__ import annotations
+
+__all__ = ["IN_MEMORY_TYPES", "bucket_client", "file_system_type", "is_fuse", "is_network"]
+
+IN_MEMORY_TYPES = frozenset("tmpfs ramfs hugetlbfs".split())
+_NETWORK_TYPES = frozenset(
+    "nfs nfs4 lustre gpfs beegfs ceph cifs smb3 9p glusterfs wekafs pvfs2 orangefs afs virtiofs".split()
+)
+_BUCKET_CLIENTS = frozenset(
+    "blobfuse blobfuse2 gcsfuse geesefs goofys mountpoint-s3 rclone riofs s3fs yas3fs".split()
+)
+
+
+def is_network(kind: str) -> bool:
+    """Tells whether a file system of this type is, or may be, the same one on several hosts."""
+    return kind in _NETWORK_TYPES or kind.startswith("fuse")
+
+
+def is_fuse(kind: str) -> bool:
+    """Tells whether a program serves a file system of this type; it may number files as it likes."""
+    return kind == "fuse" or kind.startswith("fuse.")
+
+
+def file_system_type(path: str) -> str:
+    """Looks up the type of the file system that holds a path; empty where the system does not say."""
+    return _mount_of(path)[0]
+
+
+def bucket_client(path: str) -> str:
+    """Returns the name of the program if a path is on a bucket that is mounted; empty if it is not."""
+    kind, source = _mount_of(path)
+    name = source if kind == "fuse" else kind.removeprefix("fuse.")
+    return name if is_fuse(kind) and name in _BUCKET_CLIENTS else ""
+
+
+def _mount_of(path: str) -> tuple[str, str]:
+    """Returns type and source of the file system that holds a path."""
+    best, found = "", ("", "")
+    try:
+        with open("/proc/self/mountinfo") as mounts:
+            for line in mounts:
+                fields = line.split()
+                point, after = fields[4], fields[fields.index("-") + 1 :]
+                inside = path == point or path.startswith(point.rstrip("/") + "/")
+                if inside and len(point) >= len(best):
+                    best, found = point, (after[0], after[1])
+    except OSError:
+        return "", ""
+    return found

@@ -1,0 +1,93 @@
+"""Loads through a mount on each host: what crosses the storage link, the kernel's read-ahead included."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import write_sharded
+from tests.lab.test_lab import NAME, STORAGE
+from tests.lab.test_load import digest_of, hosts_up, start, storage_bytes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "lab"))
+
+import services
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(150)]
+
+_NUM_HOSTS = 3
+_SFTP_SERVER = "/usr/lib/openssh/sftp-server"
+_SFTP_PORT = 2222
+
+# The mount is in the namespace of this rank, and ends with it. What the clients of buckets read ahead at the
+# end of a range is some MiB, which show beside so small a checkpoint; in any order it would be several times
+# the checkpoint.
+_MOUNTED = """
+mkdir -p "$1"
+case $2 in
+sshfs) sshfs -o "ro,directport=$PORT" "$SERVED" "$1" ;;
+rclone) rclone mount :s3:lab "$1" --daemon --read-only --config '' --cache-dir "$1.cache" --buffer-size 0 \
+    --s3-provider Other --s3-endpoint "$AWS_ENDPOINT_URL" --s3-region "$AWS_REGION" --s3-env-auth ;;
+s3fs) s3fs lab "$1" -o "ro,url=$AWS_ENDPOINT_URL,use_path_request_style,multipart_size=5,parallel_count=1" ;;
+esac || exit
+exec python -m fastload load "$1/ckpt" --json --digest
+"""
+_NEEDED = {"sshfs": ["sshfs", "socat", _SFTP_SERVER], "rclone": ["rclone"], "s3fs": ["s3fs"]}
+_MOST = {"sshfs": 1.02, "rclone": 1.25, "s3fs": 1.35}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "ckpt"
+    rows = [(f"layer.{number}.weight", "F32", (1000, 1000 + number)) for number in range(18)]
+    write_sharded(folder, {"a.safetensors": rows[:10], "b.safetensors": rows[10:]}, index=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hosts(checkpoint: Path) -> Iterator[None]:
+    with hosts_up(_NUM_HOSTS, "1gbit", "100mbit", checkpoint, "ckpt"):
+        yield
+
+
+@pytest.fixture(params=sorted(_NEEDED))
+def client(request: pytest.FixtureRequest, hosts: None) -> Iterator[str]:
+    """A program that mounts, and what it asks."""
+    name: str = request.param
+    needed = [*_NEEDED[name], "fusermount3"]
+    if missing := [tool for tool in needed if shutil.which(tool) is None]:
+        pytest.skip(f"a mount needs {', '.join(missing)}: NOT TESTED HERE")
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("a mount needs /dev/fuse: NOT TESTED HERE")
+    listen = f"TCP-LISTEN:{_SFTP_PORT},bind={services.STORAGE_ADDRESS},fork,reuseaddr,nodelay"
+    words = ["socat", listen, f"EXEC:{_SFTP_SERVER}"] if name == "sshfs" else ["sleep", "1000"]
+    server = subprocess.Popen(["ip", "netns", "exec", STORAGE, *words])
+    yield name
+    server.terminate()
+    server.wait(10)
+
+
+def test_the_storage_link_carries_every_byte_once(checkpoint: Path, client: str, tmp_path: Path) -> None:
+    served = f"{services.STORAGE_ADDRESS}:{services.DATA_DIR / services.BUCKET}"
+    before = storage_bytes()
+    given = [
+        f"PORT={_SFTP_PORT}",
+        f"SERVED={served}",
+        "AWSACCESSKEYID=labkey",
+        "AWSSECRETACCESSKEY=labsecret",
+    ]
+    words = ["env", *given, "bash", "-c", _MOUNTED, "mounted", str(tmp_path / NAME), client]
+    job = start(*words, num_hosts=_NUM_HOSTS)
+    out, err = job.communicate(timeout=100)
+    assert job.returncode == 0, err
+    report = json.loads(out)
+    assert report["strategy"] == "allgather"
+    assert report["digests"] == [digest_of(checkpoint)] * _NUM_HOSTS
+    assert (storage_bytes() - before) / report["bytes_wanted"] < _MOST[client]
