@@ -86,7 +86,8 @@ def test_a_bad_checkpoint_that_nobody_replaces_is_read_once(
 
 
 OPENS = """
-import sys, fastload
+import signal, sys, fastload
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 fastload.inspect(sys.argv[1])
 """
 
