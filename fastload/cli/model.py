@@ -19,7 +19,7 @@ from fastload.estimate.parameters import Parameters, of_config, of_shape
 from fastload.estimate.sizing import DEFAULT_RECIPE, RECIPES, checkpoint_bytes
 from fastload.estimate.units import format_bytes, format_count, parse_parameters
 from fastload.formats.names import NAMES
-from fastload.storage import open_storage, redact
+from fastload.storage import name_of, open_storage
 
 __all__ = ["Model", "describe", "model_as_json", "model_options", "world_options"]
 
@@ -145,7 +145,7 @@ def _look_up(source: str) -> tuple[Parameters, int | None]:
         try:
             return of_config(_read_config(source)), None
         except OptionError as error:
-            raise OptionError(f"{redact(source)}: {error}") from None
+            raise OptionError(f"{name_of(source)}: {error}") from None
     try:
         return Parameters(parse_parameters(source), True, "as given"), None
     except OptionError as error:

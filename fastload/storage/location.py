@@ -22,15 +22,35 @@ _ONE_SLASH = re.compile(rf"({_SCHEME}):/(?!/)(.*)", re.DOTALL)
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
 _ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
 
-# In any text, such as what a library says of a request that failed.
-_USER = re.compile(rf"({_SCHEME})(://?)([^\s/?#'\"<>]*)@")
-_BROKEN_USER = re.compile(  # a password with a slash in it, which no library takes for one
+# A password with a slash in it, which no library takes for one.
+_BROKEN_USER = re.compile(
     rf"({_SCHEME})(://)([^\s/?#:@\[]+:[^\s/?#@]*[^\s/?#@\d][^\s/?#@]*[/?#](?!/)[^\s@]*)@"
 )
-_QUERY = re.compile(r"(https?://[^\s?'\"<>]*)\?[^\s'\"<>]*", re.IGNORECASE)
-_SIGNED = re.compile(
-    r"([?&][^\s=&]*(?:sig|token|secret|passw|credential)[^\s=&]*)=[^\s&'\"<>]*", re.IGNORECASE
-)
+
+
+class _Patterns:
+    """What is not to be shown of URLs.
+
+    Args:
+        ends: The characters that end a URL.
+    """
+
+    def __init__(self, ends: str) -> None:
+        self.user = re.compile(rf"({_SCHEME})(://?)([^/?#{ends}]*)@")
+        self.query = re.compile(rf"(https?://[^?{ends}]*)\?[^{ends}]*", re.IGNORECASE)
+        self.signed = re.compile(
+            rf"([?&][^\s=&]*(?:sig|token|secret|passw|credential)[^\s=&]*)=[^&{ends}]*", re.IGNORECASE
+        )
+
+    def hide(self, text: str) -> str:
+        text = _BROKEN_USER.sub(_without_password, text)
+        text = self.user.sub(_without_password, text)
+        text = self.query.sub(r"\1?***", text)
+        return self.signed.sub(r"\1=***", text)
+
+
+_IN_TEXT = _Patterns(r"\s'\"<>")  # such as what a library says of a request that failed
+_ALONE = _Patterns(r"\0")
 
 
 @dataclass(frozen=True)
@@ -93,7 +113,7 @@ def locate(path: object) -> Location:
     if not isinstance(text, str):
         advice = ": decode it with os.fsdecode" if isinstance(text, bytes) else ""
         raise OptionError(f"path={path!r}: must be text or a path object{advice}")
-    shown = redact(text)
+    shown = _shown(text)
     if not text:
         raise OptionError("path='': is empty; name a file, a directory or a URL")
     if "\0" in text:
@@ -117,7 +137,7 @@ def _require_path(text: str, shown: str) -> None:
 
     scheme = found[1].lower()
     if scheme in OBJECT_STORES | HTTP | {"file", *available_protocols()}:
-        url = redact(f"{scheme}://{'/' if scheme == 'file' else ''}{found[2]}")
+        url = _shown(f"{scheme}://{'/' if scheme == 'file' else ''}{found[2]}")
         raise OptionError(
             f"path={shown!r}: is {url!r} meant? Give a URL as text: a path object drops one of its slashes"
         )
@@ -181,7 +201,7 @@ def _http(scheme: str, rest: str, shown: str) -> Location:
         raise OptionError(f"path={shown!r}: names no host")
     path, mark, query = url.partition("?")
     address = f"{path.rstrip('/')}{mark}{query}"
-    shown = redact(address).partition("?")[0]
+    shown = _shown(address).partition("?")[0]
     return Location(scheme, shown, shown, address)
 
 
@@ -191,7 +211,7 @@ def _other(scheme: str, rest: str, shown: str) -> Location:
 
 def _as_url(scheme: str, rest: str) -> Location:
     address = f"{scheme}://{rest}"
-    return Location(scheme, redact(address), redact(address), address)
+    return Location(scheme, _shown(address), _shown(address), address)
 
 
 _KINDS: dict[str, Callable[[str, str, str], Location]] = {
@@ -205,15 +225,21 @@ def name_of(path: object) -> str:
     try:
         return locate(path).given
     except OptionError:
-        return redact(str(path))
+        return _shown(str(path))
 
 
 def redact(text: str) -> str:
-    """Returns a text without the passwords and signatures in the URLs that it holds."""
-    text = _BROKEN_USER.sub(_without_password, text)
-    text = _USER.sub(_without_password, text)
-    text = _QUERY.sub(r"\1?***", text)
-    return _SIGNED.sub(r"\1=***", text)
+    """Returns a text without the passwords and signatures in the URLs that it holds.
+
+    Of a URL alone, `locate` hides more: a quote may be part of a password, but in a text it ends the URL.
+    """
+    return _IN_TEXT.hide(text)
+
+
+def _shown(given: str) -> str:
+    """Returns what to show of what a user named."""
+    is_url = _URL.fullmatch(given) or _ONE_SLASH.fullmatch(given)
+    return _ALONE.hide(given) if is_url else redact(given)
 
 
 def _without_password(found: re.Match[str]) -> str:

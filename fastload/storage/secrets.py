@@ -37,10 +37,9 @@ class Secrets:
 
     def hide(self, text: str) -> str:
         """Returns a text without them."""
-        text = redact(text)
         for secret in self._texts:
             text = text.replace(secret, "***")
-        return text
+        return redact(text)
 
     def first_line(self, error: BaseException) -> str:
         """Returns what to say of a library's error."""

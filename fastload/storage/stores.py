@@ -22,7 +22,7 @@ from obstore.store import HTTPStore, S3Store, from_url
 
 from fastload.errors import OptionError
 from fastload.options import environment
-from fastload.storage.location import HTTP, locate, redact
+from fastload.storage.location import HTTP, locate, name_of
 from fastload.storage.secrets import Secrets, basic_auth
 
 __all__ = ["advice", "is_transient", "make_store", "s3_settings"]
@@ -117,7 +117,7 @@ def make_store(
         raise OptionError(f"cannot open {location}: {secrets.first_line(error)}") from cause
     endpoint = s3_settings(store)["endpoint"] if isinstance(store, S3Store) else None
     if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
-        shown = redact(str(endpoint))
+        shown = name_of(endpoint)
         raise OptionError(
             f"cannot open {location}: endpoint {shown!r} is not a URL such as https://host:9000"
         )

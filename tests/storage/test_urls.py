@@ -223,6 +223,7 @@ def test_the_command_line_shows_no_password(server: Guarded, tmp_path: Path) -> 
         ["stage", good, copy], ["stage", good, bad], ["convert", good, f"{copy}2"], ["convert", good, bad],
         ["convert", bad + ".pt", f"{copy}3"], ["ls", good], ["ls", "--json", bad],
         ["prune", "--keep-last", "1", bad], ["size", good], ["size", bad + ".json"], ["size", bad],
+        ["size", bad.replace("//", "//'") + ".json"],
         ["plan", good, "--hosts", "1", "--host-gbps", "1", "--storage-gbps", "1"],
         ["plan", good, "--json", "--hosts", "1", "--host-gbps", "1", "--storage-gbps", "1"],
         ["inspect", "sftp://me:hunter2@127.0.0.1/x"], ["ls", "ftp://me:hunter2@127.0.0.1:1/x"],
@@ -243,6 +244,17 @@ def test_what_the_libraries_below_log_is_not_shown(seaweed: dict[str, Any], tmp_
     done = run(*command, **environment)
     assert done.returncode == 0, done.stderr
     assert not [line for line in done.stderr.splitlines() if "fastload" not in line]
+
+
+@pytest.mark.parametrize("user", ["me:'hunter2", 'me:hun"hunter2', "<hunter2"])
+def test_a_password_with_a_quote_is_not_shown(user: str) -> None:
+    options = fastload.LoadOptions(retries=0, timeout_s=20)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    for path in ("x", "x.safetensors"):
+        with pytest.raises(StorageError, match=r"^http://\*\*\*@127.0.0.1") as raised:
+            fastload.load(f"http://{user}@127.0.0.1:{port}/{path}", options=options)
+        assert_hidden(everything_of(raised.value))
 
 
 @pytest.mark.parametrize("call", [fastload.inspect, fastload.load, lambda url: fastload.save({}, url)])
@@ -275,6 +287,7 @@ def test_a_manager_shows_no_password(tmp_path: Path) -> None:
         {"client_options": "hunter2"},
         {"secret_access_key": 5, "region": "hunter2", "session_token": "hunter2"},
         {"endpoint": "http://me:hunter2@host:9000"},
+        {"endpoint": "http://me:'hunter2@host:9000"},
         {"client_options": {"default_headers": "hunter2"}},
         {"client_options": {"default_headers": {"Authorization": "Bearer hunter2\n"}}},
         {"client_options": {"proxy_url": "http://me:hunter2@:x"}},

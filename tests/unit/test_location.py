@@ -14,6 +14,8 @@ from fastload.storage import locate, redact
 from fastload.storage.location import Location
 from fastload.storage.secrets import Secrets, basic_auth
 
+_MARKS = "'\"<> "
+
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -66,12 +68,20 @@ def test_paths_are_absolute_from_here_on(text: str, path: str, home: Path) -> No
             *["zip://x::https://me:pass@h/x?s=1", "zip://x::https://***@h/x?***"],
         ),
         ("memory://", "memory://", "memory://"),
+        # A password may have in it what ends a URL in a sentence, but what ends this one is its end.
+        *((f"https://me:pa{mark}ss@h/x", f"https://me:pa{mark}ss@h/x", "https://***@h/x") for mark in _MARKS),
+        *((f"sftp://me:pa{mark}ss@h/x", f"sftp://me:pa{mark}ss@h/x", "sftp://me:***@h/x") for mark in _MARKS),
+        ("https://to'pass@h/x", "https://to'pass@h/x", "https://***@h/x"),
+        ("zip://x::ftp://me:pa's@pass@h/x", "zip://x::ftp://me:pa's@pass@h/x", "zip://x::ftp://me:***@h/x"),
+        ("az://b/x?sig=pa's pass&a=1", "az://b/x?sig=pa's pass&a=1", "az://b/x?sig=***&a=1"),
+        ("zip://x::https://h/x?a'pass", "zip://x::https://h/x?a'pass", "zip://x::https://h/x?***"),
     ],
 )
 def test_urls(text: str, address: str, url: str) -> None:
     location = locate(text)
     assert (os.fspath(location), str(location)) == (address, url)
     assert "pass" not in repr(location)
+    assert "ss@" not in repr(location)
 
 
 def test_what_is_below_a_url_stands_before_its_query() -> None:
@@ -96,6 +106,8 @@ def test_what_is_below_a_url_stands_before_its_query() -> None:
         (Path("s3://b/x"), "is 's3://b/x' meant"),
         (Path("file:///x"), "is 'file:///x' meant"),
         (Path("sftp://me:secret@h/x"), r"is 'sftp://me:\*\*\*@h/x' meant"),
+        (Path("sftp://me:se'cret@h/x"), r"'sftp:/me:\*\*\*@h/x': is 'sftp://me:\*\*\*@h/x' meant"),
+        ("https://me:se'cret@h:port/x", r"'https://\*\*\*@h:port/x': is no URL"),
         ("file://a/b", "begin a file URL with file:///"),
         ("file://", "begin a file URL with file:///"),
         ("file:///a%20b", "is '/a b' or '/a%20b' meant"),
@@ -204,6 +216,12 @@ def test_errors_are_told_without_secrets_with_all_they_come_from(error: Exceptio
         assert secret not in told
     assert isinstance(cleaned, OSError)
     assert isinstance(links[-1], type(error) if not isinstance(error, _OddError) else RuntimeError)
+
+
+def test_a_password_that_could_end_a_url_is_hidden_to_its_end() -> None:
+    for mark in _MARKS:
+        url = f"https://me:hun{mark}ter2@h/x?sig=s3c{mark}r3t"
+        assert Secrets(locate(url), {}).hide(f"no {url} here") == "no https://***@h/x?*** here"
 
 
 def test_what_holds_no_secret_is_left_as_it_is() -> None:
