@@ -254,9 +254,10 @@ class OwnDescriber(Describer):
         self._is_in_text = True
         node = super().value(value, prefix, key)
         self._is_in_text = False
-        return (
-            node if len(json.dumps(node)) <= _MAX_SHORT_TEXT else self._text(node, tensor_name(prefix, key))
-        )
+        is_metadata = bool(self._path) and type(self._path[-1]) is Attribute
+        if is_metadata or len(json.dumps(node)) <= _MAX_SHORT_TEXT:
+            return node  # what a state dict says of its modules is needed before any tensor is there
+        return self._text(node, tensor_name(prefix, key))
 
     def _text(self, node: Any, name: str) -> Any:
         text = bytearray(json.dumps(node, separators=(",", ":")).encode())

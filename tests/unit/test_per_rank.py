@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import fastload
 from fastload import PerRank
@@ -276,6 +276,48 @@ def test_into(tmp_path: Path) -> None:
         fastload.load(tmp_path / "c", into=wrong)
 
 
+class Noting(nn.Linear):
+    """A layer whose state dict has more than tensors, and that is told with what metadata it was saved."""
+
+    extra: Any = None
+    version: Any = None
+
+    def get_extra_state(self) -> Any:
+        return {"order": list(range(100))}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        self.version = local_metadata
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+
+
+def make_module(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.BatchNorm1d(3), Noting(3, 3))
+
+
+@pytest.mark.parametrize("is_root", [False, True])
+def test_a_state_dict_goes_into_its_module(tmp_path: Path, is_root: bool) -> None:
+    """However much it says of its layers."""
+    saved = make_module(1)
+    state_dict = saved.state_dict()
+    state_dict._metadata["3"]["note"] = note = "n" * 300  # type: ignore[attr-defined]
+    own = PerRank(state_dict)
+    fastload.save(own if is_root else {"model": own}, tmp_path / "c")
+    loaded = fastload.load(tmp_path / "c")
+    assert_same(loaded if is_root else loaded["model"], state_dict)
+    for wrap in (PerRank, lambda module: module):
+        module = make_module(2)
+        fastload.load(tmp_path / "c", into=wrap(module) if is_root else {"model": wrap(module)})
+        assert_same(module.state_dict(), saved.state_dict())
+        assert module[3].version == {"version": 1, "note": note}
+        assert module[3].extra == {"order": list(range(100))}
+
+
 def test_a_place_for_the_ranks_takes_what_all_have_alike(tmp_path: Path) -> None:
     fastload.save({"rng": torch.ones(2), "position": 3}, tmp_path / "c")
     into = {"rng": PerRank(torch.zeros(2)), "position": PerRank(0)}
@@ -290,6 +332,9 @@ def test_the_whole_state_of_a_rank(tmp_path: Path) -> None:
     into = PerRank({"a": torch.zeros(2), "b": 0})
     fastload.load(tmp_path / "c", into=into)
     assert_same(into.value, {"a": torch.ones(2), "b": 1})
+    for number, value in enumerate((7, "long" * 99)):
+        fastload.save(PerRank(value), tmp_path / str(number))
+        assert fastload.load(tmp_path / str(number)) == value
 
 
 def test_names_and_casts(tmp_path: Path) -> None:
