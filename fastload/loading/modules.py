@@ -11,6 +11,8 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from torch.nn.parameter import is_lazy
 __all__ = ["Fit", "Leaf", "extra_names", "fit", "may_fill", "needs_call", "own_tensors"]
 
 _EXTRA = "_extra_state"
+_MEMBERS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 
 
 class Leaf(NamedTuple):
@@ -97,10 +100,10 @@ def fit(
         return nothing_known
     if any(map(_is_custom, module.modules())):
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), _kept(module):
                 warnings.simplefilter("ignore")
                 return _rehearse(module, {name: stand_in(name) for name in saved}, metadata)
-        except Exception:  # of a hook that has to see data
+        except Exception:  # of a hook that has to see data, or replaces tensors
             return nothing_known
     extra = set(extra_names(module))
     return Fit(
@@ -156,9 +159,11 @@ class _Rehearsal:
             missing: list[str] = []
             unexpected: list[str] = []
             own_metadata = dict(self._metadata.get(prefix[:-1], {}))
-            _stand_in_of(part)._load_from_state_dict(
-                state, prefix, own_metadata, True, missing, unexpected, self.errors
-            )
+            double = _stand_in_of(part)
+            before = _shapes_of(double)
+            double._load_from_state_dict(state, prefix, own_metadata, True, missing, unexpected, self.errors)
+            if _shapes_of(double) != before:
+                raise RuntimeError("it gives its tensors other shapes")
             self.missing += missing
             self.unexpected |= {name: state.get(name) for name in unexpected}
         below: defaultdict[str, dict[str, Any]] = defaultdict(dict)
@@ -177,6 +182,40 @@ class _Rehearsal:
         for head, child in part._modules.items():
             if child is not None:
                 self.visit(child, f"{prefix}{head}.", below[head])
+
+
+@contextmanager
+def _kept(module: nn.Module) -> Iterator[None]:
+    """Puts back what hooks change in a module: they hold the module itself, and a stand-in has its children.
+
+    Raises:
+        RuntimeError: They have changed it.
+    """
+    members = [
+        (getattr(part, kind), copy(getattr(part, kind))) for part in module.modules() for kind in _MEMBERS
+    ]
+    try:
+        yield
+    finally:
+        changed = [(now, before) for now, before in members if _ids_of(now) != _ids_of(before)]
+        for now, before in changed:
+            now.clear()
+            now.update(before)
+    if changed:
+        raise RuntimeError("it replaces tensors of the module")
+
+
+def _ids_of(members: Any) -> Any:
+    """Returns something to compare what a part of a module holds by; what it held before is still alive."""
+    return {name: id(value) for name, value in members.items()} if isinstance(members, Mapping) else members
+
+
+def _shapes_of(part: nn.Module) -> dict[str, Any]:
+    """Returns shapes and dtypes of the parameters and buffers."""
+    tensors = {**part._parameters, **part._buffers}
+    return {
+        name: tensor if tensor is None else (tensor.shape, tensor.dtype) for name, tensor in tensors.items()
+    }
 
 
 def _stand_in_of(part: nn.Module) -> Any:

@@ -480,6 +480,68 @@ def test_hooks_that_rename_and_transform(tmp_path: Path, strict: bool, meta: boo
     assert error.unexpected == ("model.0.other",)
 
 
+class ByHook(nn.Module):
+    """Makes room for what was saved before it is loaded."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(size))
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.register_load_state_dict_pre_hook(self._make_room)
+
+    @staticmethod
+    def _make_room(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        module.table = torch.empty_like(state[prefix + "table"])
+
+
+class OfAChild(nn.Module):
+    """Makes room in a child."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(size, 1)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.inner.weight = nn.Parameter(state_dict[prefix + "inner.weight"].clone())
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class OfItsOwn(nn.Module):
+    """Makes room in itself: another tensor, and another shape."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+        self.register_buffer("table", torch.zeros(size))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.weight = nn.Parameter(torch.empty_like(state_dict[prefix + "weight"]))
+        self.table.resize_(state_dict[prefix + "table"].shape)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+@pytest.mark.parametrize("kind", [ByHook, OfAChild, OfItsOwn])
+@pytest.mark.parametrize("size", [3, 5])
+@pytest.mark.parametrize("meta", [False, True])
+def test_hooks_that_replace_tensors_of_the_module(tmp_path: Path, kind: Any, size: int, meta: bool) -> None:
+    saved = nn.Sequential(kind(5)).state_dict()
+    for tensor in saved.values():
+        tensor.copy_(torch.randn(tensor.shape))
+    wanted = nn.Sequential(kind(size))
+    wanted.load_state_dict(saved)
+    with torch.device("meta" if meta else "cpu"):
+        model = nn.Sequential(kind(size))
+    loaded(tmp_path, {"model": saved, "step": 1}, {"model": model, "step": 0})
+    assert_same(model.state_dict(), wanted.state_dict())
+    fresh = nn.Sequential(kind(size))
+    before = fresh.state_dict(keep_vars=True)
+    error = refused(tmp_path, {}, {"model": fresh, "step": 0, "other": torch.ones(1)})
+    assert error.missing == ("other",)
+    after = fresh.state_dict(keep_vars=True)
+    assert list(after) == list(before)
+    assert all(after[name] is tensor for name, tensor in before.items())
+
+
 def test_old_names_of_a_weight_norm(tmp_path: Path) -> None:
     old = {"weight_g": torch.full((3, 1), 2.0), "weight_v": torch.randn(3, 2), "bias": torch.ones(3)}
     model = nn.utils.parametrizations.weight_norm(nn.Linear(2, 3))
