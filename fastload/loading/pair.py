@@ -108,14 +108,15 @@ class _Walk:
         is_mutable = hasattr(target, "__setitem__")
         changes: dict[Any, Value | Remade] = {}
         for key, value in _items_of(target):
-            _, child = below.pop(key, ("", _ABSENT))
+            # Named as it was saved: 1 finds 1.0, whose tensor is not that of "1".
+            ending, child = below.pop(key) if key in below else (tensor_name("", key), _ABSENT)
             holder, slot = target, key
             if isinstance(value, PerRank):
                 holder, slot, value = vars(value), "value", value.value
             if isinstance(value, Tensor):
-                self._tensor(Leaf(value, holder, slot), child, tensor_name(prefix, key))
+                self._tensor(Leaf(value, holder, slot), child, prefix + ending)
                 continue
-            change = self._slot(value, child, tensor_name(prefix, key), f"{where}[{key!r}]")
+            change = self._slot(value, child, prefix + ending, f"{where}[{key!r}]")
             if change is None:
                 continue
             if is_mutable or holder is not target:

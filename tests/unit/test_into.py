@@ -155,6 +155,17 @@ def test_keys_lead_to_tensors_and_names_where_keys_do_not(tmp_path: Path) -> Non
     assert (by_name["1"].item(), by_name["3"].item()) == (0, 5)
 
 
+def test_keys_that_are_equal_but_spelled_differently(tmp_path: Path) -> None:
+    state = {1.0: torch.tensor([10.0]), "1": torch.tensor([20.0])}
+    state |= {2.0: {"t": torch.ones(1)}, "2": {"t": torch.zeros(1)}}
+    into = {1: torch.zeros(1), "1": torch.zeros(1), 2: {"t": torch.zeros(1)}, "2": {"t": torch.ones(1)}}
+    loaded(tmp_path, state, into)
+    assert_same(list(into.values()), list(state.values()))
+    alone = {1: torch.zeros(1)}
+    fastload.load(tmp_path / "saved", into=alone, strict=False)
+    assert alone[1].item() == 10
+
+
 def test_names_pair_other_nestings(tmp_path: Path) -> None:
     flat = {"model.0.weight": torch.ones(2, 2), "model.0.bias": torch.ones(2), "x": torch.ones(1)}
     model = nn.Sequential(nn.Linear(2, 2))
