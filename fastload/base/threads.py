@@ -87,15 +87,28 @@ class Workers:
         self._at_end: list[Callable[[], object]] = []
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Makes a call as soon as a thread is free."""
+        """Makes a call as soon as a thread is free.
+
+        Raises:
+            RuntimeError: The system lets no thread begin.
+        """
         future: Future[T] = Future()
-        self._calls.put((call, future))
         with self._lock:
             if self._num_serving is None:
-                self._num_serving = len(self._threads)
-                for thread in self._threads:
-                    thread.start()
+                self._num_serving = self._start()
+        self._calls.put((call, future))
         return future
+
+    def _start(self) -> int:
+        """Starts the threads; returns how many there are, fewer where the system lets no more begin."""
+        for number, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            except RuntimeError:
+                if not number:
+                    raise
+                return number
+        return len(self._threads)
 
     def close(self, *, wait_s: float) -> bool:
         """Ends the threads after the calls submitted so far; returns whether they have ended in time."""

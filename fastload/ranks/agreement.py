@@ -8,6 +8,7 @@ peer has died in the middle of a collective.
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -26,6 +27,8 @@ from fastload.ranks.rendezvous import Rendezvous, Solo
 
 __all__ = ["World", "grace_of"]
 
+_log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 _MIN_GRACE_S = 0.5
@@ -40,6 +43,15 @@ def grace_of(timeout_s: float) -> float:
 
 def _ignore(*_: object) -> None:
     pass
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    """Lets nothing out that would keep this rank from the others, who wait for it."""
+    try:
+        yield
+    except Exception:
+        _log.exception("beside a call of all ranks")
 
 
 class World:
@@ -176,11 +188,13 @@ class World:
             except Exception as caught:
                 error = caught
                 self.raise_alarm()
-            ended(error)
+            with _logged():
+                ended(error)
             # One that is stuck says so itself after its patience: the others wait a little longer than that.
             wait_s = self.grace_s if error is not None else self.timeout_s - self.grace_s / 4
             outcomes = self.gather(what, value, error, wait_s=wait_s)
-            met()
+            with _logged():
+                met()
             self.raise_failures(what, outcomes, error)
         finally:
             error = None  # else error → traceback → frame → error would keep all their memory alive

@@ -118,6 +118,7 @@ class Stage:
         self._copy: LocalCopy | None = None
         self._stock = Stock.nothing(0)
         self._job: _Job | None = None
+        self._flusher = Workers(1, "fastload-flush")
 
     def run(self) -> StageReport:
         """Returns once every host has its copy.
@@ -301,12 +302,8 @@ class Stage:
         return receipt
 
     def _in_background(self, call: Callable[[], T]) -> T:
-        workers = Workers(1, "fastload-flush")
         late = StorageError("the disk did not answer in time", url=self._path)
-        try:
-            return self._world.await_work(workers.submit(call), lambda: late)
-        finally:
-            workers.close(wait_s=0.0)
+        return self._world.await_work(self._flusher.submit(call), lambda: late)
 
     def _report_rank(self, leaders: _Leaders, flush_s: float, *, fed: bool) -> StageRankReport:
         world, job, stock = self._world, self._job, self._stock
@@ -374,6 +371,7 @@ class Stage:
                 _log.warning("%s: a read is still under way", self._what)
         else:
             self._access.storage.close()
+        ended &= self._flusher.close(wait_s=min(1.0, self._world.grace_s))
         if self._copy is not None and ended:
             # A write that hangs keeps its descriptor: the number of a closed one may soon be another file.
             (self._copy.close if any(self._stock.held) else self._copy.abort)()

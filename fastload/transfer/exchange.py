@@ -29,6 +29,9 @@ from fastload.transfer.rounds import FAILED, TICK_S, Exchange, LocalExchange, Ro
 __all__ = ["has_nccl", "open_exchange", "open_members_exchange"]
 
 _NEVER_SENT = 2**31 - 1  # a tag
+# With several network devices Gloo chooses one by the tag: those of a notice and of its chunk are the same
+# modulo any number of devices up to 16, else the one might overtake the other.
+_NOTICE_TAGS = 720_720
 
 
 class RingExchange:
@@ -80,10 +83,10 @@ class RingExchange:
         try:
             # Gloo's own deadline is for each step, and none of it holds when the store does not answer.
             self._group: Any = within(self._timeout.total_seconds(), "connecting", meet, give_up=give_up)
+            for owner in self._incoming:
+                self._notices.expect(owner, partial(self._receive, tag=self._notice_tag(owner)))
         except (RuntimeError, DeadlineExceeded) as error:
             raise Interrupted(f"the ranks could not connect: {error}") from error
-        for owner in self._incoming:
-            self._notices.expect(owner, partial(self._receive, tag=self._notice_tag(owner)))
         self._forwarder.start()
         self._sender.start()
 
@@ -124,7 +127,7 @@ class RingExchange:
             self._still_alive(10 * TICK_S)
         if not self._still_alive(0.0):
             # Gloo takes tens of milliseconds to take a group down, which nobody has to wait for.
-            dying = [self.__dict__.pop("_group", None)]
+            dying = [self._notices.forget(), self.__dict__.pop("_group", None)]
             threading.Thread(target=dying.clear, name="fastload-down").start()
 
     def _still_alive(self, wait_s: float) -> bool:
@@ -205,7 +208,7 @@ class RingExchange:
         return self._number[owner]
 
     def _notice_tag(self, owner: int) -> int:
-        return self._size + self._number[owner]
+        return _NOTICE_TAGS + self._number[owner]
 
 
 class _Notice(NamedTuple):
@@ -246,14 +249,24 @@ class _Notices:
         self._receives.pop(owner).wait()  # the rest of it may be on its way
         return _Notice(*self._words[begin : begin + len(_Notice._fields)])
 
+    def forget(self) -> list[Any]:
+        """Gives up the receives that are left, which keep the connections; the caller lets go of them."""
+        receives, self._receives = list(self._receives.values()), {}
+        return receives
+
     def note(self, owner: int, notice: _Notice) -> bool:
         """Takes note of what is the matter with a reader; returns whether that is new."""
         return self._noted.setdefault(owner, notice) is notice
 
     def of(self, work: Round) -> dict[int, int]:
         """Returns what is the matter with chunks of a round, by reader."""
-        noted = [(owner, notice) for owner, notice in self._noted.items() if owner in work.parts]
+        # A list: the other thread may note one meanwhile.
+        noted = [(owner, notice) for owner, notice in list(self._noted.items()) if owner in work.parts]
         return {owner: notice.status for owner, notice in noted if notice.first <= work.index}
+
+
+_Running = tuple[Round, torch.cuda.Event, Tensor | None]
+"""A round, what tells that it has ended, and host memory of its statuses, (ranks,), if it could be begun."""
 
 
 class NcclExchange:
@@ -274,7 +287,7 @@ class NcclExchange:
         self._size = world.size
         self._group = world.group
         self._stream = torch.cuda.Stream(device)
-        self._running: queue.SimpleQueue[tuple[Round, torch.cuda.Event, Tensor] | None] = queue.SimpleQueue()
+        self._running: queue.SimpleQueue[_Running | None] = queue.SimpleQueue()
         self._waiter = background(self._wait_all, "fastload-nccl")
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
@@ -294,16 +307,18 @@ class NcclExchange:
     def start(self, work: Round) -> None:
         work.began = self.watch.start()
         sent = torch.cuda.Event()
-        statuses = allocate_staging(self._size, pinned=True)
+        statuses = None
         try:
             # What the caller's thread has allocated in inference mode cannot be written in another mode.
             with torch.inference_mode(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
                 if work.own is not None and self._rank in work.slots.each:
                     work.slots.each[self._rank].copy_(work.own, non_blocking=True)
                 self._all_gather(work.slots)
-                statuses.copy_(self._gather_statuses(work.status), non_blocking=True)
+                found = self._gather_statuses(work.status)
+                # After the collectives, which no rank is to be left alone in.
+                statuses = allocate_staging(self._size, pinned=True).copy_(found, non_blocking=True)
                 sent.record(self._stream)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             work.broke(error)
         work.started.set()
         self._running.put((work, sent, statuses))
@@ -337,11 +352,11 @@ class NcclExchange:
             while (running := self._running.get()) is not None:
                 self._wait(*running)
 
-    def _wait(self, work: Round, sent: torch.cuda.Event, statuses: Tensor) -> None:
+    def _wait(self, work: Round, sent: torch.cuda.Event, statuses: Tensor | None) -> None:
         try:
             while work.error is None and not sent.query():
                 time.sleep(0.0002)  # a blocking wait could not be abandoned
-            if work.error is None:
+            if statuses is not None:
                 work.statuses = {rank: status for rank, status in enumerate(statuses.tolist()) if status}
         except RuntimeError as error:  # of any kernel before it
             work.broke(error)

@@ -188,7 +188,7 @@ class Pipeline:
                 self._end(rounds)
             raise Interrupted(f"round {work.index}: rank {lost[0]} is lost")
         with self.place_watch.span(round=work.index):
-            for rank in plan.readers:
+            for rank in plan.readers if self._world.rank in plan.demand.ranks else ():
                 if rank not in statuses:
                     self._place(plan, plan.chunk(index, rank), work, rank)
         if self._progress is not None:

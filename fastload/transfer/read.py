@@ -66,8 +66,9 @@ class ChunkReader:
         after `stop`.
         """
         with self._lock:
+            read = self._workers.submit(partial(self._read, spans, buffers))
             self._num_unanswered += 1
-        return self._workers.submit(partial(self._read, spans, buffers))
+        return read
 
     def stop(self) -> None:
         """Lets reads that have not begun, and retries, end at once."""
