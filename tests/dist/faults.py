@@ -19,7 +19,7 @@ import fastload
 from fastload.ranks import world
 from fastload.errors import PeerError
 from fastload.loading import access, load
-from fastload.transfer.exchange import RingExchange
+from fastload.transfer.ring import RingExchange
 from fastload.transfer.pipeline import Pipeline
 from fastload.transfer.read import ChunkReader
 from fastload.transfer.rounds import LocalExchange

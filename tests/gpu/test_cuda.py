@@ -15,7 +15,7 @@ from torch import Tensor
 import fastload
 from fastload.formats.state import state_digest
 from fastload.ranks.world import join
-from fastload.transfer.exchange import NcclExchange
+from fastload.transfer.nccl import NcclExchange
 from fastload.transfer.rounds import UNREADABLE, Round, Slots
 from tests.checkpoints import flip
 

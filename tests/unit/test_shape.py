@@ -13,7 +13,13 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 
 MAX_LINES = 400
 # What may name them (an import for type checkers only is free: it does not happen).
-DISTRIBUTED = {"ranks/agreement.py", "ranks/world.py", "transfer/exchange.py"}
+DISTRIBUTED = {
+    "ranks/agreement.py",
+    "ranks/world.py",
+    "transfer/exchange.py",
+    "transfer/nccl.py",
+    "transfer/ring.py",
+}
 ENVIRONMENT = {"ranks/launch.py", "options.py", "ranks/world.py"}
 FILES = {
     "base/memory.py",  # what the kernel says of memory
