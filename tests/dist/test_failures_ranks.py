@@ -23,7 +23,7 @@ import torch.distributed as dist
 import fastload
 from fastload.errors import PeerError, StorageError
 from fastload.loading import wants
-from fastload.transfer import exchange, rounds
+from fastload.transfer import ring, rounds
 from fastload.base.threads import background
 from fastload.storage.local import LocalStorage
 from tests.dist import faults
@@ -356,7 +356,7 @@ def kept_after_failure(rank: int, world: int, path: Path, what: str) -> None:
     gc.disable()
     made: list[weakref.ref[torch.Tensor]] = []
     patch = pytest.MonkeyPatch()
-    for owner, name in ((rounds, "allocate_staging"), (exchange, "allocate_staging"), (wants, "allocate")):
+    for owner, name in ((rounds, "allocate_staging"), (ring, "allocate_staging"), (wants, "allocate")):
         real = getattr(owner, name)
 
         def noted(*args: Any, real: Any = real, **kwargs: Any) -> torch.Tensor:
