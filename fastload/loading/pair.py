@@ -236,7 +236,7 @@ class _Walk:
         for ending, child in (children(node) or {}).values():
             local = inner + ending
             found = None if local in extra else leaf(child, prefix + local)
-            if self._unless_elsewhere(child, prefix + local) is _ABSENT:
+            if self._unless_elsewhere(child, prefix + local, whole=local in extra) is _ABSENT:
                 continue
             if local in saved:
                 self._leave_all(child, prefix + local)

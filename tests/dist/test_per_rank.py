@@ -341,6 +341,43 @@ def save_with_manager(rank: int, world: int, root: Path) -> None:
         manager.save(1, {"rng": PerRank(rank), "w": torch.ones(2)})
 
 
+class Drawing(nn.Module):
+    """Has an extra state of which each rank has a part of its own."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), 7.0))
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_an_extra_state_of_another_number_of_ranks(tmp_path: Path) -> None:
+    run_ranks(save_extra_state, 2, path=tmp_path / "a")
+    drawing, whole = nn.Sequential(Drawing("before")), nn.Sequential(Drawing("before"))
+    with fastload.open(tmp_path / "a") as checkpoint:
+        checkpoint.load(into={"drawing": drawing.apply(zero), "whole": whole.apply(zero)}, strict=False)
+        assert checkpoint.report is not None
+        assert checkpoint.report.left_out == ("drawing.0._extra_state",)
+    assert (drawing[0].extra, drawing[0].weight.tolist()) == ("before", [7, 7])
+    assert (whole[0].extra, whole[0].weight.tolist()) == ({"n": 3}, [7, 7])
+
+
+def zero(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        nn.init.zeros_(parameter)
+
+
+def save_extra_state(rank: int, world: int, path: Path) -> None:
+    drawing = nn.Sequential(Drawing({"rng": PerRank([rank, 2]), "n": 3}))
+    whole = nn.Sequential(Drawing({"n": 3}))
+    fastload.save({"drawing": drawing.state_dict(), "whole": whole.state_dict()}, path, options=OPTIONS)
+
+
 def test_the_command_line_lives_with_it(tmp_path: Path) -> None:
     run_ranks(save_them, 3, path=tmp_path / "step_00000004")
     path = str(tmp_path / "step_00000004")
