@@ -209,10 +209,21 @@ def _misfits(
     if tensor.dtype != target:
         cast = f" cast to {target}" if target != stored else ""
         yield f"{name}: dtype {stored}{cast} in the checkpoint, {tensor.dtype} in into= (dtype= casts)"
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        yield f"{name}: into= has an expanded tensor, whose elements share memory"
+    if _overlaps(tensor):
+        yield f"{name}: into= has a tensor whose elements share memory (expand, as_strided, unfold)"
     if not _castable(stored, target):
         yield f"{name}: torch cannot cast {stored} to {target}"
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements share memory: a dimension does not step over all that the smaller ones span."""
+    span = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= span:
+                return tensor.numel() > 0
+            span += (size - 1) * stride
+    return False
 
 
 @cache

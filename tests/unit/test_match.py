@@ -307,6 +307,24 @@ def test_everything_that_does_not_fit_is_listed_at_once() -> None:
         assert line in str(error)
 
 
+@pytest.mark.parametrize("strides", [(1, 1), (2, 1), (0, 1), (2, 2), (1, 2)])
+def test_elements_that_share_memory_are_refused(strides: tuple[int, int]) -> None:
+    checkpoint = manifest(a=("F32", (3, 3)))
+    with pytest.raises(MismatchError, match="a: into= has a tensor whose elements share memory"):
+        run(checkpoint, into={"a": torch.zeros(16).as_strided((3, 3), strides)})
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((3, 3), (3, 1)), ((3, 3), (1, 3)), ((2, 1, 3), (1, 0, 5)), ((0, 4), (0, 0)), ((), ())],
+)
+def test_strides_under_which_no_elements_share_memory(
+    shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    tensor = torch.zeros(20).as_strided(shape, strides)
+    run(manifest(a=("F32", shape)), into={"a": tensor})
+
+
 def test_not_strict_passes_over_names_but_never_over_shapes() -> None:
     checkpoint = manifest(both=("F32", (2,)), extra=("F32", ()))
     into = {"both": torch.zeros(2), "lacking": torch.zeros(1)}
