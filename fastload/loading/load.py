@@ -255,6 +255,8 @@ def _target_device(device: torch.device | str | None) -> torch.device:
         target = torch.device(device if device is not None else "cpu")
     except RuntimeError as error:
         raise OptionError(f"device={device!r}: {error}") from None
+    if target.type == "meta":
+        raise OptionError(f"device={device!r}: the meta device has no memory to load into; name a real one")
     if target.type == "cuda":
         if not torch.cuda.is_available():
             raise OptionError(f"device={device!r}: torch sees no CUDA device")

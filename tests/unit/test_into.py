@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fastload
-from fastload.errors import FastloadError, ManifestError, MismatchError
+from fastload.errors import FastloadError, ManifestError, MismatchError, OptionError
 from tests.checkpoints import record_by_hand, write_file
 from tests.unit.test_state import assert_same
 
@@ -266,6 +266,14 @@ def test_the_error_says_what_strict_would_leave_out(tmp_path: Path) -> None:
 
 
 # Tied tensors, arrays, complex numbers, casts
+
+
+@pytest.mark.parametrize("into", [None, {"a": torch.zeros(2)}])
+def test_no_load_to_the_meta_device(tmp_path: Path, into: Any) -> None:
+    fastload.save({"a": torch.ones(2)}, tmp_path / "saved")
+    for device in ("meta", torch.device("meta")):
+        with pytest.raises(OptionError, match="meta device has no memory"):
+            fastload.load(tmp_path / "saved", into=into, device=device)
 
 
 def test_tied_tensors_go_to_untied_targets_by_each_name(tmp_path: Path) -> None:
