@@ -243,6 +243,9 @@ class OwnDescriber(Describer):
     def place(self, value: Any, prefix: str, key: Any) -> Any:
         """Keeps a value, and returns the node of the place that it is at."""
         name = tensor_name(prefix, key)
+        # No ties between places: then all ranks can want the same places, whatever is tied on which of them.
+        self._first.clear()
+        self._others.clear()
         node = self.value(value, prefix, key)
         self.values.append(node if leaves_of(node, name) else self._text(node, name))
         return {"PerRank": [name or BARE_NAME, len(self.values) - 1]}

@@ -51,7 +51,7 @@ class PerRank(Generic[T]):
 
     Attributes:
         value: What this rank has: tensors, NumPy arrays, plain values, and containers of them. Tensors that
-            the rest of the state has, too, are stored once more.
+            the rest of the state has, too, or another `PerRank`, are stored once more, and not tied to those.
     """
 
     value: T

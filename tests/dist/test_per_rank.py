@@ -152,6 +152,28 @@ def test_into_fills_what_is_there(rank: int, world: int, tmp_path: Path) -> None
     dist.barrier()
 
 
+@ranks(2)
+def test_what_is_tied_on_some_ranks_only(rank: int, world: int, tmp_path: Path) -> None:
+    """All ranks want the same of the checkpoint, whatever each of them has at how many places."""
+    shared, other = torch.full((2,), float(rank)), torch.full((2,), 10.0 + rank)
+    values = {"a": shared, "b": other if rank else shared}
+    fastload.save({name: PerRank(value) for name, value in values.items()}, tmp_path / "a")
+    assert_same(fastload.load(tmp_path / "a"), values)
+    for options in LOADS:
+        with fastload.open(tmp_path / "a", options=options) as checkpoint:
+            cast = checkpoint.load(dtype=torch.float64)
+            assert_same(cast, {name: value.double() for name, value in values.items()})
+            into = {"a": torch.zeros(2), "b": PerRank(torch.zeros(2))}
+            checkpoint.load(into=into)
+            assert_same({**into, "b": into["b"].value}, values)
+            for name, value in values.items():
+                part = {name: PerRank(torch.zeros(2))}
+                checkpoint.load(into=part, strict=False)
+                assert_same(part[name].value, value)
+                assert_same(checkpoint.load(names=name), {name: value})
+    dist.barrier()
+
+
 def test_another_number_of_ranks(tmp_path: Path) -> None:
     run_ranks(save_them, 3, path=tmp_path / "a")
     run_ranks(load_elsewhere, 2, path=tmp_path / "a")

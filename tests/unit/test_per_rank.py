@@ -124,14 +124,18 @@ def test_the_same_states_give_the_same_bytes() -> None:
     assert make() == make()
 
 
-def test_ties_are_kept_among_a_ranks_own() -> None:
+def test_ties_are_kept_within_a_value_of_a_rank() -> None:
     shared = torch.arange(4.0)
-    states = [{"w": shared, "a": PerRank(shared), "b": PerRank([shared])} for _ in range(2)]
+    pair = PerRank([shared, shared, shared[:2]])
+    states = [{"w": shared, "a": PerRank(shared), "b": pair, "c": [pair]} for _ in range(2)]
     structure, tensors = gathered(states)
-    assert sorted(tensors) == ["@rank0.a", "@rank1.a", "w"]
+    own = ["a", "b.0", "b.2", "c.0.0", "c.0.2"]
+    assert sorted(tensors) == [*(f"@rank{rank}.{name}" for rank in range(2) for name in own), "w"]
     found = seen_by(1, 2, structure, tensors)
-    assert found["a"] is found["b"][0]
-    assert found["a"] is not found["w"]
+    assert_same(found, {"w": shared, "a": shared, "b": pair.value, "c": [pair.value]})
+    assert found["b"][0] is found["b"][1]
+    assert found["c"][0][0] is found["c"][0][1]
+    assert len({id(each) for each in (found["w"], found["a"], found["b"][0], found["c"][0][0])}) == 4
 
 
 def test_a_text_may_be_as_long_as_what_it_stands_for_is() -> None:
