@@ -8,7 +8,7 @@ import os
 import stat as stat_flags
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
 from fastload.base.memory import PAGE_BYTES, round_up
@@ -21,7 +21,7 @@ from fastload.storage.process import read_descriptors
 __all__ = ["LocalStorage"]
 
 _MAX_BUFFERS = 1024  # IOV_MAX on Linux
-_ABSENT = (errno.ENOENT, errno.ENOTDIR)
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO)
 _MIN_DIRECT_BYTES = 1 << 20
 _DIRECT_BLOCK_BYTES = 4 << 20
@@ -113,7 +113,8 @@ class LocalStorage:
 
     def list(self) -> list[str] | None:
         try:
-            return sorted(entry.name for entry in os.scandir(self._root) if entry.is_file())
+            with os.scandir(self._root) as entries:
+                return sorted(entry.name for entry in entries if _may_be_file(entry))
         except OSError as error:
             if error.errno in _ABSENT:
                 return None
@@ -152,10 +153,14 @@ class LocalStorage:
         found = {}
         with os.scandir(path) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):  # deleted meanwhile, or a link that leads nowhere
+                try:
                     status = entry.stat()
-                    if stat_flags.S_ISREG(status.st_mode):
-                        found[entry.name] = self._about(status)
+                except OSError as error:
+                    if error.errno in _ABSENT:  # deleted meanwhile, or a link that leads nowhere
+                        continue
+                    raise
+                if stat_flags.S_ISREG(status.st_mode):
+                    found[entry.name] = self._about(status)
         return found
 
     def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
@@ -359,6 +364,16 @@ class _File:
     def _open_directly(self) -> int:
         with self.cached.use() as number:  # the path may lead to another file by now
             return os.open(f"/proc/self/fd/{number}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+
+
+def _may_be_file(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a file, or a link whose end this user may not see: who opens that hears why."""
+    try:
+        return entry.is_file()
+    except OSError as error:
+        if error.errno not in (errno.EACCES, *_ABSENT):
+            raise
+        return error.errno == errno.EACCES
 
 
 def _is_cold(opened: int, offset: int, nbytes: int) -> bool:

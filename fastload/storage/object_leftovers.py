@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from fastload.storage.bucket import Bucket, Keys
@@ -38,7 +39,16 @@ def clean_abandoned(bucket: Bucket, uploads: Uploads, names: Names, parent: str)
 
 def _is_abandoned(bucket: Bucket, keys: Keys) -> bool:
     ended = Lease.parse(bucket.get(keys.owner), keys.token).has_ended
-    return time.time() - bucket.modified_s(keys.owner) > _ABANDONED_S if ended is None else ended
+    return time.time() - _written_s(bucket, keys) > _ABANDONED_S if ended is None else ended
+
+
+def _written_s(bucket: Bucket, keys: Keys) -> float:
+    """Returns when a save wrote its owner; the last of its files, if a rank wrote on after that was gone."""
+    written_s = bucket.modified_s(keys.owner)
+    if written_s < math.inf:
+        return written_s
+    pending = [keys.pending(name) for name in bucket.files(keys.folder)]
+    return max(map(bucket.modified_s, pending), default=math.inf)
 
 
 def _clear_published(bucket: Bucket, keys: Keys, names: Names) -> None:

@@ -200,8 +200,9 @@ class Site:
     @contextmanager
     def _open(self) -> Iterator[int | None]:
         """Opens what stands here; None if nothing does."""
+        parent = self.parent  # which may be no directory, either
         try:
-            there = folders.open_folder(self._name, self.parent)
+            there = folders.open_folder(self._name, parent)
         except FileNotFoundError:
             yield None
             return

@@ -88,6 +88,14 @@ def test_a_file_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"x"
 
 
+@pytest.mark.parametrize("below", ["a", "a/b"])
+def test_a_place_below_a_file_is_not_said_to_be_one(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    with pytest.raises(StorageError, match=f"{tmp_path}/file/{below}: Not a directory"):
+        save(tmp_path / "file" / below, b"content", overwrite=True)
+    assert (tmp_path / "file").read_bytes() == b"x"
+
+
 def test_directories_inside_are_not_deleted(tmp_path: Path) -> None:
     save(tmp_path / "a", b"content")
     save(tmp_path / "a/ema", b"average")

@@ -21,7 +21,7 @@ from fastload.formats.names import NAMES, RECORD_NAME, SAVING_NAME
 from fastload.saving.assign import partition
 from fastload.saving.layout import TensorSpec, lay_out
 from fastload.storage import Target, marker, multipart, object_leftovers, open_target
-from fastload.storage.bucket import FsspecBucket
+from fastload.storage.bucket import FsspecBucket, Keys
 from fastload.storage.marker import Marker
 from fastload.storage.object_target import ObjectTarget
 from fastload.storage.owner import Owner
@@ -492,6 +492,22 @@ def test_lists_do_not_grow_with_the_files(target: ObjectTarget, monkeypatch: pyt
         target.publish([target.flush()], [(RECORD_NAME, record_of(content))], overwrite=True)
         lists.append(0)
     assert lists[0] == lists[1] > 0
+
+
+def test_old_files_that_nobody_owns_are_removed(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those of a rank that wrote on after the save had given up; and no younger ones."""
+    target = mortal(root)
+    folder = Keys("another", "0123456789abcdef")
+    old, young = (folder.pending(name) for name in "ab")
+    target._bucket.put(old, b"x")
+    monkeypatch.setattr(object_leftovers, "_ABANDONED_S", 1800.0)
+    modified_s = target._bucket.modified_s
+    monkeypatch.setattr(target._bucket, "modified_s", lambda key: modified_s(key) - 3600 * (key == old))
+    target._bucket.put(young, b"x")
+    assert target.clean_abandoned() == []
+    target._bucket.delete([young])
+    assert target.clean_abandoned() == [f"{root}/{folder.folder}"]
+    assert found(root) == {}
 
 
 def test_old_uploads_that_nobody_owns_are_ended(

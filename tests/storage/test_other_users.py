@@ -17,6 +17,7 @@ import pytest
 from fastload.errors import StorageError
 from fastload.formats.names import NAMES, STAGED_NAME
 from fastload.storage import folders, leftovers
+from fastload.storage.local import LocalStorage
 from fastload.storage.local_copy import LocalCopy
 from fastload.storage.local_target import LocalTarget
 from tests.storage.test_local_target import loaded, save
@@ -245,3 +246,19 @@ def test_a_directory_that_turns_into_a_link_while_it_is_deleted(
         thread.join()
     assert len(os.listdir(victim / "data")) == 300
     assert (victim / "dear").exists()
+
+
+def test_a_link_to_where_one_may_not_look_is_passed_over_unless_it_is_wanted(shared: Path) -> None:
+    home = home_of(0, shared)
+    (shared / "a.safetensors").write_bytes(b"x")
+    (shared / "notes").symlink_to(home / "file")
+    storage = LocalStorage(str(shared))
+
+    def act() -> None:
+        assert storage.list() == ["a.safetensors", "notes"]
+        assert storage.stat("a.safetensors") is not None
+        with pytest.raises(StorageError, match="notes: Permission denied"):
+            storage.stat("notes")
+
+    as_user(OTHER_UID, act)
+    storage.close()

@@ -137,6 +137,17 @@ def test_symbolic_links_are_followed_and_dangling_ones_are_missing(folder: Path)
     storage.close()
 
 
+def test_a_link_that_leads_in_a_circle_is_no_file(folder: Path) -> None:
+    (folder / "loop").symlink_to("loop")
+    (folder / "sub" / "loop").symlink_to("loop")
+    storage = LocalStorage(str(folder))
+    assert storage.list() == sorted(name for name in FILES if "/" not in name)
+    assert storage.stat("loop") is None
+    assert "loop" not in storage.folders()["sub"].files
+    assert not storage.folders()["sub"].problem
+    storage.close()
+
+
 def test_descriptors_are_opened_once_not_inherited_and_closed(folder: Path) -> None:
     before = set(open_files())
     storage = LocalStorage(str(folder))
