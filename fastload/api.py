@@ -56,7 +56,8 @@ def load(
             (``persistent=False``) are an error; tied tensors stay tied. Modules get what their
             ``load_state_dict`` would have given them, extra state and hooks included (those that run before
             are called twice, first without data). From what `fastload.save` wrote, objects with
-            ``load_state_dict``, such as optimizers, get their state, and plain values, NumPy arrays and
+            ``load_state_dict``, such as optimizers, get their state (an optimizer of parameters that are on
+            the meta device is an error: make it after the load), and plain values, NumPy arrays and
             containers with nothing to be loaded in place are replaced as a whole. If the load fails while
             data moves, the contents of its tensors are undefined; if storage has not answered a read by
             then (the error and a warning say so), that read may still write to them.
@@ -86,8 +87,10 @@ def load(
         IncompleteCheckpoint: Its save never finished, or files that it should have are not there.
         ManifestError: It is malformed.
         ChecksumError: Bytes of it are not as they were written.
-        MismatchError: Names, shapes or dtypes do not fit, or buffers of a module would stay on the meta
-            device. Nothing was loaded.
+        MismatchError: Names, shapes or dtypes do not fit, an optimizer has other parameter groups, or buffers
+            of a module would stay on the meta device. Nothing was loaded; but what a hook or a
+            ``load_state_dict`` of their own refuse, or leave on the meta device, is found only after the
+            tensors were loaded: then the message says so, and the contents of `into` are undefined.
         PlanMismatch: The ranks did not ask for the same.
         PeerError: Some ranks failed, or were killed, or did not answer in time; with every cause.
         StorageError: With one rank only: storage did not deliver.

@@ -17,6 +17,7 @@ from fastload.formats.names import OWN_STEM
 from fastload.formats.per_rank import OwnView
 from fastload.formats.state import Rebuilder, SavedTensor, leaves, own_view, rebuild
 from fastload.loading.modules import Leaf
+from fastload.loading.optimizers import optimizer_misfits
 from fastload.loading.pair import pair
 from fastload.loading.pairs import Pairs, Remade, Value
 from fastload.loading.place import Destination
@@ -176,6 +177,7 @@ def _match_into(
         unexpected=[*surplus, *unexpected] if has_to_fit else (),
         mismatched=[
             *pairs.wrong,
+            *(line for part in pairs.parts for line in optimizer_misfits(part)),
             *(line for saved, leaf in pairs.tensors if (line := misfit(manifest, saved, leaf.tensor, dtype))),
         ],
         unfilled=[name for module in pairs.unfilled for name in module.certain],

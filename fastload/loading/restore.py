@@ -14,7 +14,7 @@ from fastload.formats.state import Rebuilder, SavedTensor
 from fastload.loading.modules import Leaf
 from fastload.loading.pairs import Handover, Pairs, Value
 from fastload.loading.unfilled import still_unfilled
-from fastload.loading.unfit import raise_unfit
+from fastload.loading.unfit import FOUND_LATE, raise_unfit
 from fastload.loading.wants import Arrivals, identity
 
 __all__ = ["Restorer"]
@@ -67,7 +67,7 @@ class Restorer:
             container[key] = value
         for part, state in states:
             self._hand_over(part.where, part.target, state)
-        raise_unfit(self.url, unfilled=still_unfilled(pairs.unfilled))
+        raise_unfit(self.url, unfilled=still_unfilled(pairs.unfilled), is_late=True)
 
     def _hand_over(self, where: str, target: Any, state: Any) -> None:
         try:
@@ -78,7 +78,7 @@ class Restorer:
         except Exception as error:
             line = f"{where}.load_state_dict: {type(error).__name__}: {error}"
             raise MismatchError(
-                f"the checkpoint at {self.url} does not fit: {line}", mismatched=(line,)
+                f"the checkpoint at {self.url} does not fit: {line}; {FOUND_LATE}", mismatched=(line,)
             ) from error
 
 

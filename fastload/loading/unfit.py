@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from fastload.errors import MismatchError
 
-__all__ = ["raise_unfit"]
+__all__ = ["FOUND_LATE", "raise_unfit"]
 
+FOUND_LATE = "found after its tensors were loaded: into= is undefined"
 _HOW_TO_FILL = (
     "make such buffers before the load: model.to_empty(device=...), then the model's own initialization "
     '(transformers: model.init_weights()); see "DDP and FSDP" in README.md'
@@ -23,6 +24,7 @@ def raise_unfit(
     mismatched: Sequence[str] = (),
     unfilled: Sequence[str] = (),
     advice: str = "",
+    is_late: bool = False,
 ) -> None:
     """Raises if there is anything that does not fit.
 
@@ -34,6 +36,7 @@ def raise_unfit(
         mismatched: A line for each of those that are different on the two sides.
         unfilled: Names of buffers on the meta device that it cannot fill.
         advice: What to do if only names do not fit.
+        is_late: Whether data have moved already.
 
     Raises:
         MismatchError: There is.
@@ -50,6 +53,8 @@ def raise_unfit(
         lines.append(advice)
     if unfilled:
         lines.append(_HOW_TO_FILL)
+    if is_late:
+        lines.append(FOUND_LATE)
     raise MismatchError(
         "\n".join(lines), (*missing, *absent, *unfilled), tuple(unexpected), tuple(mismatched)
     )

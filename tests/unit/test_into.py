@@ -371,6 +371,85 @@ def test_an_optimizer_whose_state_is_tied_to_a_weight(tmp_path: Path, strict: bo
     assert_same(other_optimizer.state_dict(), state["optimizer"])
 
 
+def trained() -> dict[str, Any]:
+    """What is saved of a training."""
+    model = net(3.0)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_optimizer_of_a_model_on_meta(tmp_path: Path, strict: bool) -> None:
+    state = trained()
+    fastload.save(state, tmp_path / "saved")
+    with torch.device("meta"):
+        empty = net(0.0)
+    into: dict[str, Any] = {"model": empty, "optimizer": torch.optim.Adam(empty.parameters()), "step": 0}
+    for partly in (into, {"optimizer": into["optimizer"]}):
+        with pytest.raises(
+            MismatchError, match=r"into\['optimizer'\]: it has parameters on the meta"
+        ) as raised:
+            fastload.load(tmp_path / "saved", into=partly, strict=strict and partly is into)
+        assert len(raised.value.mismatched) == 1
+    assert (into["step"], into["optimizer"].state) == (0, {})
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    fastload.load(tmp_path / "saved", into=into, names="model.*")  # the optimizer is not asked for
+    into["optimizer"] = torch.optim.Adam(empty.parameters())
+    fastload.load(tmp_path / "saved", into=into, strict=strict)
+    assert_same(into["optimizer"].state_dict(), state["optimizer"])
+    assert_same(empty.state_dict(), state["model"])
+
+
+def groups(*sizes: int) -> torch.optim.Adam:
+    return torch.optim.Adam([{"params": [torch.ones(2) for _ in range(size)]} for size in sizes])
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_optimizer_with_other_parameter_groups(tmp_path: Path, strict: bool) -> None:
+    state = trained()
+    into = {"model": net(0.0), "optimizer": groups(2, 2), "step": 0}
+    error = refused(tmp_path, state, into, strict=strict)
+    assert error.mismatched == ("into['optimizer']: parameter groups: 1 in the checkpoint, 2 in into=",)
+    into["optimizer"] = groups(5)
+    error = refused(tmp_path, state, into, strict=strict)
+    line = "into['optimizer']: parameters in group 0: 4 in the checkpoint, 5 in into="
+    assert error.mismatched == (line,)
+    assert into["step"] == 0
+
+    def adapt(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        (group,) = state["param_groups"]
+        halves = [{**group, "params": group["params"][:2]}, {**group, "params": group["params"][2:]}]
+        return {**state, "param_groups": halves}
+
+    into["optimizer"] = torch.optim.Adam([{"params": list(part.parameters())} for part in into["model"]])
+    into["optimizer"].register_load_state_dict_pre_hook(adapt)
+    fastload.load(tmp_path / "saved", into=into, strict=strict)
+    assert_same(into["optimizer"].state_dict()["state"], state["optimizer"]["state"])
+
+
+class Picky(torch.optim.Adam):
+    """Has a way of its own to refuse a state."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise ValueError("not this one")
+
+
+def test_what_is_refused_only_after_the_load_says_so(tmp_path: Path) -> None:
+    state = trained()
+    model = net(0.0)
+    into = {"model": model, "optimizer": Picky(model.parameters()), "step": 0}
+    when = "after its tensors were loaded: into= is undefined"
+    with pytest.raises(MismatchError, match=when) as raised:
+        loaded(tmp_path, state, into)
+    assert raised.value.mismatched == ("into['optimizer'].load_state_dict: ValueError: not this one",)
+    with torch.device("meta"):
+        unfilled = nn.Sequential(Rotary(False))
+    with pytest.raises(MismatchError, match=when):
+        loaded(tmp_path / "other", {"0.weight": torch.ones(2)}, unfilled)
+
+
 def test_names_narrow_what_takes_several_tensors_to_all_or_none(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
