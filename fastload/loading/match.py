@@ -14,7 +14,7 @@ from torch import Tensor
 from fastload.errors import OptionError
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import OWN_STEM
-from fastload.formats.per_rank import OwnView
+from fastload.formats.per_rank import OWN_PREFIX, OwnView
 from fastload.formats.state import Rebuilder, SavedTensor, leaves, own_view, rebuild
 from fastload.loading.modules import Leaf
 from fastload.loading.optimizers import optimizer_misfits
@@ -91,10 +91,11 @@ def match(
         MemoryError: The destinations do not fit into memory.
     """
     view = OwnView(manifest.structure)
-    if any(file.name.startswith(OWN_STEM) for file in manifest.files) and manifest.structure is not None:
+    has_own = manifest.structure is not None and any(f.name.startswith(OWN_STEM) for f in manifest.files)
+    if has_own:
         view = own_view(manifest.structure, rank, size)
         manifest = replace(manifest, structure=view.structure)
-    selection = None if names is None else _Selection(names, _catalogue(manifest))
+    selection = None if names is None else _Selection(names, _catalogue(manifest), has_own)
     wants = Wants(manifest, device, dtype)
     if strict and selection is None and view.elsewhere:
         raise_unfit(manifest.url, mismatched=[_elsewhere(name, num, size) for name, num in view.elsewhere])
@@ -265,17 +266,23 @@ def _catalogue(manifest: Manifest) -> dict[str, SavedTensor]:
     return catalogue
 
 
+def _pattern(glob: str, has_own: bool) -> re.Pattern[str]:
+    """Compiles a pattern; it matches names of the ranks' own tensors only if it begins like these."""
+    leaves_out_own = has_own and not glob.startswith(OWN_PREFIX)
+    return re.compile((f"(?!{OWN_PREFIX})" if leaves_out_own else "") + fnmatch.translate(glob))
+
+
 class _Selection:
     """What ``names=`` selects; see `fastload.load`."""
 
-    def __init__(self, names: Sequence[str] | str, catalogue: Mapping[str, SavedTensor]) -> None:
+    def __init__(
+        self, names: Sequence[str] | str, catalogue: Mapping[str, SavedTensor], has_own: bool
+    ) -> None:
         wanted = [names] if isinstance(names, str) else list(names)
         known = catalogue.keys()
         # What looks like a pattern is a name first.
         self._exact = {name for name in wanted if name in known or not _GLOB.search(name)}
-        self._patterns = {
-            name: re.compile(fnmatch.translate(name)).match for name in wanted if name not in self._exact
-        }
+        self._patterns = {name: _pattern(name, has_own).match for name in wanted if name not in self._exact}
         self.chosen = {name: saved for name, saved in catalogue.items() if self(name)}
         self.absent = [
             name

@@ -354,6 +354,26 @@ def test_names_and_casts(tmp_path: Path) -> None:
     assert fastload.verify(tmp_path / "c").num_blocks == 3
 
 
+def test_patterns_select_what_this_rank_has(tmp_path: Path) -> None:
+    """By its path, and neither texts nor what other ranks have, but where a pattern is meant for those."""
+    own = PerRank({"long": "x" * 300, "t": torch.ones(3)})
+    fastload.save({"w": torch.ones(2), "r": own}, tmp_path / "c")
+    path = tmp_path / "c"
+    for pattern, names in (
+        ("*", ["r.t", "w"]),
+        ("*t", ["r.t"]),
+        ("[@rw]*", ["r.t", "w"]),
+        ("@rank0.r.t", ["@rank0.r.t"]),
+        ("@rank0.*", ["@rank0.r.long", "@rank0.r.t"]),
+    ):
+        assert sorted(fastload.load(path, names=pattern)) == names
+    into = {"w": torch.zeros(2), "r": {"long": "", "t": torch.zeros(3)}}
+    assert sorted(fastload.load(path, into=into, names="*")) == ["r.t", "w"]
+    assert_same(into, {"w": torch.ones(2), "r": {"long": "", "t": torch.ones(3)}})
+    fastload.save({"@rank0.w": torch.ones(2)}, tmp_path / "plain")
+    assert sorted(fastload.load(tmp_path / "plain", names="*")) == ["@rank0.w"], "nobody's own"
+
+
 def test_it_replaces_a_checkpoint_that_had_own_values(tmp_path: Path) -> None:
     fastload.save({"w": torch.ones(2), "x": PerRank(1)}, tmp_path / "c")
     options = fastload.SaveOptions(overwrite=True)
