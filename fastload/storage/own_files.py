@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterable
 
 from fastload.errors import StorageError
@@ -17,10 +18,11 @@ def require_writable(path: str) -> None:
         StorageError: It could not.
     """
     try:
-        is_new = not os.path.lexists(path)
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666))
-        if is_new:
-            os.unlink(path)
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        except FileNotFoundError:
+            # Under no name: another process may make a file of this one meanwhile.
+            tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))).close()
     except OSError as error:
         raise StorageError(f"it cannot be written: {error.strerror}", url=path) from error
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from fastload.errors import (
     WorldError,
 )
 from fastload.storage.descriptors import Descriptor, DescriptorPool
+from fastload.storage.own_files import require_writable
 from tests.checkpoints import write_file
 from tests.dist.harness import ranks
 from tests.storage.s3_server import BUCKET
@@ -116,6 +119,47 @@ def test_names_that_are_too_long_are_named(here: Path) -> None:
             fastload.save(STATE, path)
         with pytest.raises(FastloadError):
             fastload.load(path)
+
+
+def test_asking_whether_a_file_could_be_written_leaves_nothing_behind(here: Path) -> None:
+    (here / "to-nothing").symlink_to("target")
+    (here / "old").write_bytes(b"old")
+    (here / "to-old").symlink_to("old")
+    (here / "to-nowhere").symlink_to("no/target")
+    before = sorted(os.listdir(here))
+    for name in ("new", "to-nothing", "old", "to-old", "/dev/null"):
+        require_writable(str(here / name))
+    for name in ("no/new", "below", "to-nowhere"):
+        with pytest.raises(StorageError, match=f"{here / name}: it cannot be written"):
+            require_writable(str(here / name))
+    assert sorted(os.listdir(here)) == before
+    assert (here / "old").read_bytes() == b"old"
+
+
+def test_what_another_process_makes_is_not_unlinked(here: Path) -> None:
+    """It makes a file and renames it away all the time, while it is asked whether that could be written."""
+    stop = threading.Event()
+    lost: list[int] = []
+
+    def make() -> None:
+        for number in itertools.count():
+            if stop.is_set():
+                return
+            Path("log").write_text(str(number))
+            try:
+                os.rename("log", "taken")
+            except FileNotFoundError:
+                lost.append(number)
+
+    other = threading.Thread(target=make)
+    other.start()
+    try:
+        for _ in range(3000):
+            require_writable("log")
+    finally:
+        stop.set()
+        other.join()
+    assert not lost
 
 
 def test_an_empty_bucket_is_no_checkpoint(seaweed: dict[str, Any]) -> None:
