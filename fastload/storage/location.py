@@ -39,7 +39,8 @@ class _Patterns:
         self.user = re.compile(rf"({_SCHEME})(://?)([^/?#{ends}]*)@")
         self.query = re.compile(rf"(https?://[^?{ends}]*)\?[^{ends}]*", re.IGNORECASE)
         self.signed = re.compile(
-            rf"([?&][^\s=&]*(?:sig|token|secret|passw|credential)[^\s=&]*)=[^&{ends}]*", re.IGNORECASE
+            rf"([?&][^\s=&]*(?:sig|token|secret|passw|credential|delegation)[^\s=&]*)=[^&{ends}]*",
+            re.IGNORECASE,
         )
 
     def hide(self, text: str) -> str:

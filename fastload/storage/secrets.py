@@ -16,7 +16,9 @@ __all__ = ["Secrets", "basic_auth"]
 _LEAST_CHARS = 4  # a shorter one would be found in every other word
 _LONG_CHARS = 16  # what is that long in a query may be a signature, whatever its name
 _NAMES = re.compile(
-    r"secret|passw|token|^sig$|signature|credential|authorization|cookie|_key$", re.IGNORECASE
+    r"secret|passw|passphrase|token|signature|credential|authorization|bearer|cookie|connection.?string"
+    r"|key(_base64)?$|(^|[_-])(auth|pat|pwd|sas|sig)$",
+    re.IGNORECASE,
 )
 _MARKUP = re.compile(r":?\s*<(?:\?xml|!doctype|html|error)\b.*", re.IGNORECASE)
 _MOST_CHARS = 300  # shown of what a server says
@@ -106,9 +108,20 @@ def _in_address(location: Location) -> Iterator[str]:
             yield from (value, unquote(value))
 
 
-def _in_options(options: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            yield from _in_options(value)
-        elif isinstance(value, str) and _NAMES.search(str(name)):
-            yield from (value, value.rpartition(" ")[2])  # of "Bearer …" also what follows
+def _in_options(value: Any, *, is_secret: bool = False) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _in_options(inner, is_secret=is_secret or _NAMES.search(str(name)) is not None)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for inner in value:
+            yield from _in_options(inner, is_secret=is_secret)
+    elif is_secret and isinstance(value, str | bytes):
+        yield from _forms(value if isinstance(value, str) else value.decode(errors="replace"))
+
+
+def _forms(secret: str) -> Iterator[str]:
+    """Returns a secret as it is, and what of it may be shown alone."""
+    yield from (secret, secret.rpartition(" ")[2])  # of "Bearer …" what follows
+    for name, _, value in (pair.partition("=") for pair in secret.split(";")):  # a connection string
+        if _NAMES.search(name):
+            yield value.rstrip("=")

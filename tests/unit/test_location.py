@@ -153,6 +153,7 @@ def test_a_relative_path_needs_a_working_directory(tmp_path: Path) -> None:
         ("ftp://me:pa@h/x, ftp://me@h/x", "ftp://me:***@h/x, ftp://me@h/x"),
         ("https://me:p/a@h/x", "https://***@h/x"),
         ("az://box/x?sv=1&sig=abc", "az://box/x?sv=1&sig=***"),
+        ("webhdfs://h/x?delegation=abc&a=b", "webhdfs://h/x?delegation=***&a=b"),
         ("is it a? s3://b/what?", "is it a? s3://b/what?"),
     ],
 )
@@ -216,6 +217,45 @@ def test_errors_are_told_without_secrets_with_all_they_come_from(error: Exceptio
         assert secret not in told
     assert isinstance(cleaned, OSError)
     assert isinstance(links[-1], type(error) if not isinstance(error, _OddError) else RuntimeError)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"connection_string": "AccountName=me;AccountKey=hunter22=="},
+        {"passphrase": "hunter22"},
+        {"headers": {"X-Api-Key": "hunter22"}},
+        {"client_options": {"default_headers": {"api-key": b"hunter22"}}},
+        {"aws_sse_customer_key_base64": "hunter22"},
+        {"accountKey": "hunter22"},
+        {"key": "hunter22"},
+        {"pwd": "hunter22"},
+        {"sas": "hunter22"},
+        {"pat": "hunter22"},
+        {"auth": ("user", "hunter22")},
+        {"auth": ["user", b"hunter22"]},
+        {"password": b"hunter22"},
+        {"token": {"any": {"thing": "hunter22"}}},
+        {"connect_args": [{"password": "hunter22"}]},
+        {"bearer": "Bearer hunter22"},
+    ],
+    ids=str,
+)
+def test_options_that_are_secrets_by_their_names(options: dict[str, Any]) -> None:
+    told = Secrets(locate("s3://b/x"), options).hide("westland refused hunter22")
+    assert told == "westland refused ***"
+
+
+def test_options_that_are_no_secrets_are_shown() -> None:
+    options = {
+        "region": "westland",
+        "path": "pathlike",
+        "keyfile": "/etc/key.pem",
+        "author": "somebody",
+        "client_options": {"default_headers": {"User-Agent": "agent 7"}, "ports": [8000, 9000]},
+    }
+    text = "westland pathlike /etc/key.pem somebody agent 7 8000"
+    assert Secrets(locate("s3://b/x"), options).hide(text) == text
 
 
 def test_a_password_that_could_end_a_url_is_hidden_to_its_end() -> None:
