@@ -20,7 +20,7 @@ def optimizer_misfits(part: Part) -> Iterator[str]:
     if any(isinstance(parameter, Tensor) and parameter.is_meta for group in own for parameter in group):
         yield (
             f"{part.where}: it has parameters on the meta device, which a load replaces in the model only: "
-            "make it after the load of the model, or before both call model.to_empty(device=...)"
+            "make it after the model has been loaded, or after model.to_empty(device=...)"
         )
     if own and _compares_groups(part.target):
         here = [len(group) for group in own]
