@@ -25,7 +25,7 @@ def _backoff_s(attempt: int) -> float:
     Jitter, since ranks that failed together must not come back together; over the upper half only, so
     that four attempts more outlast an outage of 5 s.
     """
-    longest = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (attempt - 1))
+    longest = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(attempt - 1, 10))
     return random.uniform(longest / 2, longest)
 
 

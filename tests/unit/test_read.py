@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from fastload.errors import StorageError
 from fastload.formats.manifest import FileEntry
 from fastload.geometry.extents import Span
-from fastload.storage import PatientStorage
+from fastload.storage import PatientStorage, retry
 from fastload.storage.local import LocalStorage
 from fastload.transfer.read import ChunkReader
 from fastload.transfer.verify import refuse
@@ -31,6 +32,19 @@ def storage(tmp_path: Path) -> Iterator[PatientStorage]:
 def reader_of(storage: PatientStorage, name: str) -> ChunkReader:
     files = [FileEntry(name, len(_TEXT), "", "")]
     return ChunkReader(storage, files, threads=1, verifier=None, on_damage=refuse)
+
+
+def test_there_may_be_very_many_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "MAX_BACKOFF_S", 1e-6)
+    attempts = itertools.count(1)
+
+    def ask() -> int:
+        attempt = next(attempts)
+        if attempt <= 1100:
+            raise TimeoutError
+        return attempt
+
+    assert retry.patiently(ask, lambda error: True, retries=1100, timeout_s=600.0) == 1101
 
 
 def test_a_thread_that_is_slow_to_end_is_no_read_under_way(storage: PatientStorage) -> None:
