@@ -40,7 +40,9 @@ esac || exit
 exec python -m fastload load "$1/ckpt" --json --digest
 """
 _NEEDED = {"sshfs": ["sshfs", "socat", _SFTP_SERVER], "rclone": ["rclone"], "s3fs": ["s3fs"]}
-_MOST = {"sshfs": 1.02, "rclone": 1.25, "s3fs": 1.35}
+# What clients of buckets read ahead is some MiB of each stream, whatever its length, which shows on a small
+# checkpoint. Dealt round by round it was many times the checkpoint.
+_MOST = {"sshfs": 1.02, "rclone": 2.0, "s3fs": 2.0}
 
 
 @pytest.fixture(scope="module")
