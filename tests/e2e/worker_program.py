@@ -43,6 +43,7 @@ def main() -> None:
     settings |= {"num_workers": 2 if forked else 1, "persistent_workers": not forked}
     global kept  # until Python itself ends the workers
     kept = loader = DataLoader(Slow(0.01), **settings)
+    list(loader)  # what torch imports in the first turn would swallow the error of a worker that dies in it
     with fastload.CheckpointManager(root, every_steps=1000) as manager:
         print("open", flush=True)
         num_epochs = 0
