@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastload.base.memory import byte_view, round_up, runs
 from fastload.formats.manifest import TensorEntry
+from fastload.geometry.box import Box
 from fastload.geometry.extents import Space
 
 __all__ = ["Destination", "Placer"]
@@ -21,17 +22,19 @@ _SMALL_BYTES = 16 << 10  # below, to make two tensors takes longer than to copy 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where one tensor of the checkpoint goes.
+    """Where one tensor of the checkpoint, or a box of it, goes.
 
     Attributes:
         entry: The tensor in the checkpoint.
         stored: Its dtype there, as torch has it.
-        tensor: What receives it: same shape; another dtype means a cast; any strides; any device.
+        tensor: What receives it: shape of the box; another dtype means a cast; any strides; any device.
+        box: What of the tensor is wanted, in elements; None is all of it.
     """
 
     entry: TensorEntry
     stored: torch.dtype
     tensor: Tensor
+    box: Box | None = None
 
     @property
     def is_plain(self) -> bool:
