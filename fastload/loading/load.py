@@ -17,6 +17,7 @@ from fastload.errors import OptionError
 from fastload.loading.access import Access
 from fastload.loading.match import Match, match
 from fastload.loading.place import Placer
+from fastload.loading.unfit import raise_unfit
 from fastload.options import LoadOptions
 from fastload.ranks.traces import Tracing
 from fastload.ranks.world import World, require_same
@@ -106,6 +107,8 @@ def prepare(opened: Opened, request: Request) -> Job:
             rank=opened.world.rank,
             size=opened.world.size,
         )
+        matched.raise_unexpected(matched.surplus)
+        _refuse_boxes(matched)
         jobs.append(job := _open(opened, matched, matched.device or device))
         wanted = json.dumps([d.entry.name for d in matched.destinations])
         return {
@@ -239,6 +242,12 @@ def _report_rank(
         peak_staging_bytes=pipeline.slab_bytes,
         retries=access.storage.num_retries - retries_before + job.reader.rereads.total,
     )
+
+
+def _refuse_boxes(matched: Match) -> None:
+    names = dict.fromkeys(d.entry.name for d in matched.destinations if d.box is not None)
+    lines = [f'{name}: into= has a sharded tensor (DTensor); see "DDP and FSDP" in README' for name in names]
+    raise_unfit(matched.url, mismatched=lines)
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

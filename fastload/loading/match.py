@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from fastload.loading.pairs import Pairs, Remade, Value
 from fastload.loading.place import Destination
 from fastload.loading.renamed import Renamed, find_renamed
 from fastload.loading.restore import Restorer
+from fastload.loading.targets import Group
 from fastload.loading.unfit import raise_unfit
 from fastload.loading.wants import Arrivals, Wants, identity, materialize, misfit
 
@@ -42,6 +43,9 @@ class Match:
             tensors into the caller's module or dict.
         restore: Puts everything else where it belongs, after that, and returns the result of the load.
         left_out: Names of what would have been loaded, had it not been saved for another number of ranks.
+        surplus: Names of what the checkpoint has and this rank does not want, if some rank has to.
+        advice: What to do if no other rank wants it either.
+        url: Of the checkpoint.
     """
 
     destinations: list[Destination]
@@ -49,6 +53,21 @@ class Match:
     attach: Callable[[], None]
     restore: Callable[[], Any]
     left_out: tuple[str, ...] = ()
+    surplus: tuple[str, ...] = ()
+    advice: str = ""
+    url: str = ""
+
+    def raise_unexpected(self, unwanted: Collection[str]) -> None:
+        """Raises if there is anything in the checkpoint that is to be wanted, and is not.
+
+        Args:
+            unwanted: Names that are in the `surplus` of all ranks.
+
+        Raises:
+            MismatchError: There is; it lists them.
+        """
+        unexpected = [name for name in self.surplus if name in unwanted]
+        raise_unfit(self.url, unexpected=unexpected, advice=self.advice)
 
     @property
     def device(self) -> torch.device | None:
@@ -70,6 +89,7 @@ def match(
     strict: bool,
     rank: int = 0,
     size: int = 1,
+    group: Sequence[int] | None = None,
 ) -> Match:
     """Finds a destination for every wanted tensor, before any data moves.
 
@@ -83,9 +103,11 @@ def match(
             that of those whose own values were saved.
         rank: Whose own values are wanted.
         size: Number of ranks.
+        group: Their numbers in torch's default group; None if there is no torch.distributed.
 
     Raises:
-        MismatchError: Something does not fit; it lists all that does not.
+        MismatchError: Something does not fit; it lists all that does not. What is only unexpected is left
+            to `Match.raise_unexpected`, as other ranks may want it.
         OptionError: `into` is no destination.
         ManifestError: The checkpoint is malformed.
         MemoryError: The destinations do not fit into memory.
@@ -101,7 +123,7 @@ def match(
         raise_unfit(manifest.url, mismatched=[_elsewhere(name, num, size) for name, num in view.elsewhere])
     if into is not None:
         pairs = pair(into, manifest, has_gaps=bool(view.elsewhere))
-        return _match_into(manifest, pairs, selection, wants, device, dtype, strict, view)
+        return _match_into(manifest, pairs, selection, wants, device, dtype, strict, view, Group(group))
     if selection is not None:
         raise_unfit(manifest.url, missing=selection.absent)
         return _match_names(selection.chosen, wants, view)
@@ -152,6 +174,7 @@ def _match_into(
     dtype: torch.dtype | None,
     strict: bool,
     view: OwnView,
+    group: Group,
 ) -> Match:
     """What there is already, filled."""
     lonely, left = pairs.lonely, pairs.left
@@ -171,18 +194,27 @@ def _match_into(
         renamed is not None and renamed.is_wrapper
     )
     has_to_fit = strict or is_elsewhere
+    advice = _advice(pairs, renamed, unexpected)
+    mismatched = [
+        *pairs.wrong,
+        *(line for part in pairs.parts for line in optimizer_misfits(part)),
+        *(
+            line
+            for saved, leaf in pairs.tensors
+            if (line := misfit(manifest, saved, leaf.tensor, dtype, group))
+        ),
+    ]
+    unfilled = [name for module in pairs.unfilled for name in module.certain]
+    # What is unexpected, and nothing else, may be what other ranks want.
+    is_unfit = bool(mismatched or unfilled or (has_to_fit and (lacking or missing or absent)))
     raise_unfit(
         manifest.url,
         missing=[*lacking, *missing] if has_to_fit else (),
         absent=absent if has_to_fit else (),
-        unexpected=[*surplus, *unexpected] if has_to_fit else (),
-        mismatched=[
-            *pairs.wrong,
-            *(line for part in pairs.parts for line in optimizer_misfits(part)),
-            *(line for saved, leaf in pairs.tensors if (line := misfit(manifest, saved, leaf.tensor, dtype))),
-        ],
-        unfilled=[name for module in pairs.unfilled for name in module.certain],
-        advice=_advice(pairs, renamed, unexpected),
+        unexpected=[*surplus, *unexpected] if has_to_fit and is_unfit else (),
+        mismatched=mismatched,
+        unfilled=unfilled,
+        advice=advice,
     )
     restorer = Restorer(manifest.url, strict and selection is None, pairs)
     for saved, exact in restorer.wanted():
@@ -209,7 +241,16 @@ def _match_into(
         restorer.run(arrivals)
         return named
 
-    return Match(arrivals.destinations, named, attach, restore, tuple(pairs.elsewhere))
+    return Match(
+        arrivals.destinations,
+        named,
+        attach,
+        restore,
+        left_out=tuple(pairs.elsewhere),
+        surplus=(*surplus, *unexpected) if strict else (),
+        advice=advice,
+        url=manifest.url,
+    )
 
 
 def _advice(pairs: Pairs, renamed: Renamed | None, unexpected: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ of the module, to learn which tensor of the module takes which of those saved, a
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["Fit", "Leaf", "extra_names", "fit", "may_fill", "needs_call", "own_tensors"]
+__all__ = ["Fit", "Leaf", "extra_names", "fit", "may_fill", "needs_call", "own_tensors", "reshard"]
 
 _EXTRA = "_extra_state"
 _MEMBERS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
@@ -53,6 +54,18 @@ class Fit:
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
     errors: Sequence[str] = ()
+
+
+def reshard(module: nn.Module) -> None:
+    """Gives the parts that FSDP2 has sharded their shards back, as `state_dict` does.
+
+    After a forward some have whole parameters, which are no part of the model's state.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and hasattr(fsdp, "FSDPModule"):
+        for part in module.modules():
+            if isinstance(part, fsdp.FSDPModule):
+                part.reshard()
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Leaf]]:

@@ -19,7 +19,7 @@ from fastload.formats.manifest import Manifest
 from fastload.formats.per_rank import NO_VALUE, PerRank, has_gap
 from fastload.formats.state import Rebuilder, SavedTensor, children, leaf, leaves
 from fastload.formats.values import MAX_DEPTH, tensor_name
-from fastload.loading.modules import Leaf, extra_names, fit, needs_call, own_tensors
+from fastload.loading.modules import Leaf, extra_names, fit, needs_call, own_tensors, reshard
 from fastload.loading.pairs import Handover, Pairs, Part, Put, Remade, Value
 from fastload.loading.unfilled import find_unfilled
 
@@ -196,6 +196,7 @@ class _Walk:
         metadata: Value | None,
     ) -> None:
         """Pairs a module with what was saved of it, by the names in it."""
+        reshard(module)
         own = dict(own_tensors(module))
         found = fit(
             module,

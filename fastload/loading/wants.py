@@ -1,4 +1,4 @@
-"""Where each stored tensor goes: it is read once, and copied from there to wherever else it is wanted."""
+"""Where each stored tensor goes: what is read of it is copied from there to wherever else it is wanted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from fastload.errors import ManifestError, MismatchError
 from fastload.formats.dtypes import DTYPES, torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.state import SavedTensor
+from fastload.geometry.box import Box
 from fastload.loading.place import Destination
+from fastload.loading.targets import Group, empty_like, is_dtensor, local_of, local_parts
 
 __all__ = ["Arrivals", "Wants", "identity", "materialize", "misfit", "target_dtype"]
 
@@ -26,7 +28,7 @@ class Arrivals:
     """Where what is wanted will be.
 
     Attributes:
-        destinations: In manifest order, one for each stored tensor.
+        destinations: In manifest order, those of one tensor by where in it they begin; one for each box.
         copies: Pairs of a tensor and the one to copy it from, once that is there.
         new: New tensors, by stored name.
         exact: Those of them that have the stored dtype whatever was to be cast, by stored name.
@@ -63,20 +65,30 @@ class Wants:
         self._device = device
         self._dtype = dtype
         self._places: dict[str, list[Tensor]] = {}
-        self._later: list[tuple[str, Tensor]] = []
+        self._parts: dict[str, dict[Box, list[Tensor]]] = {}
+        self._later: list[tuple[Tensor, Tensor]] = []
         self._new: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def fill(self, saved: SavedTensor, tensor: Tensor) -> None:
-        """Wants one in a tensor that is there, and that it fits."""
-        if saved.is_complex128:
-            if tensor.is_conj() or tensor.is_neg():
-                self.make(saved, exact=True)
-                self._later.append((saved.stored, tensor))
-                return
-            tensor = torch.view_as_real(tensor.detach())
-        places = self._places.setdefault(saved.stored, [])
-        if not places or identity(tensor) not in map(identity, places):
-            places.append(tensor)
+        """Wants one in a tensor that is there, and that it fits: what this rank holds of it."""
+        for box, part in local_parts(tensor):
+            is_whole = box.sizes == tensor.shape
+            if saved.is_complex128:
+                box, part = Box((*box.offsets, 0), (*box.sizes, 2)), self._real_view(part)
+            if is_whole:
+                places = self._places.setdefault(saved.stored, [])
+            else:
+                places = self._parts.setdefault(saved.stored, {}).setdefault(box, [])
+            if not places or identity(part) not in map(identity, places):
+                places.append(part)
+
+    def _real_view(self, tensor: Tensor) -> Tensor:
+        """Views complex numbers as pairs; where torch negates what it reads, those of a stand-in."""
+        if not (tensor.is_conj() or tensor.is_neg()):
+            return torch.view_as_real(tensor.detach())
+        stand_in = allocate((*tensor.shape, 2), torch.float64, tensor.device)
+        self._later.append((tensor, stand_in))
+        return stand_in
 
     def make(self, saved: SavedTensor, *, exact: bool) -> Tensor:
         """Wants one in a new tensor, the same whoever wants it.
@@ -125,16 +137,17 @@ class Wants:
         new: dict[str, Tensor] = {}
         exact: dict[str, Tensor] = {}
         for entry in self._manifest.tensors:
-            places = self._places.get(entry.name)
-            if places is None:
+            wanted = self._wanted_of(entry.name)
+            if not wanted:
                 continue
             stored, _ = torch_spec(entry)
-            # What is copied from must not have been cast.
-            first = places[0]
-            if len(places) > 1:
-                first = next((place for place in places if place.dtype == stored), first)
-                copies += [(place, first) for place in places if place is not first]
-            destinations.append(Destination(entry, stored, first))
+            for box, places in wanted:
+                # What is copied from must not have been cast.
+                first = places[0]
+                if len(places) > 1:
+                    first = next((place for place in places if place.dtype == stored), first)
+                    copies += [(place, first) for place in places if place is not first]
+                destinations.append(Destination(entry, stored, first, box))
             if not self._new:
                 continue
             cast = self._new.get((entry.name, target_dtype(stored, self._dtype)))
@@ -142,8 +155,13 @@ class Wants:
                 new[entry.name] = cast
             if (entry.name, stored) in self._new:
                 exact[entry.name] = self._new[entry.name, stored]
-        copies += [(tensor, exact[name]) for name, tensor in self._later]
-        return Arrivals(destinations, copies, new, exact)
+        return Arrivals(destinations, [*copies, *self._later], new, exact)
+
+    def _wanted_of(self, name: str) -> list[tuple[Box | None, list[Tensor]]]:
+        """Returns where a stored tensor is wanted: all of it, and boxes of it."""
+        whole = self._places.get(name)
+        parts = self._parts.get(name, {})
+        return [*([] if whole is None else [(None, whole)]), *((box, parts[box]) for box in sorted(parts))]
 
 
 def entry_of(manifest: Manifest, saved: SavedTensor) -> TensorEntry:
@@ -160,7 +178,12 @@ def entry_of(manifest: Manifest, saved: SavedTensor) -> TensorEntry:
 
 def identity(tensor: Tensor) -> object:
     """Tells tied tensors: the same object, or the same bytes."""
-    if tensor.is_meta or tensor.numel() == 0 or tensor.layout != torch.strided or hasattr(tensor, "to_local"):
+    if is_dtensor(tensor) and not tensor.is_meta:
+        # Also where this rank holds nothing: what is tied is so on all ranks.
+        local = local_of(tensor)
+        address = local.untyped_storage()._cdata, local.storage_offset()
+        return (*address, tuple(local.shape), local.stride(), tuple(tensor.shape))
+    if tensor.is_meta or tensor.numel() == 0 or tensor.layout != torch.strided:
         return id(tensor)
     return (
         tensor.untyped_storage().data_ptr(),
@@ -175,7 +198,9 @@ def target_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and stored.is_floating_point else stored
 
 
-def misfit(manifest: Manifest, saved: SavedTensor, tensor: Tensor, dtype: torch.dtype | None) -> str:
+def misfit(
+    manifest: Manifest, saved: SavedTensor, tensor: Tensor, dtype: torch.dtype | None, group: Group
+) -> str:
     """Says why a tensor cannot take one that was saved; empty if it can."""
     entry = manifest.by_name.get(saved.stored)
     if entry is not None and dtype is None and not saved.dtype and type(tensor) in _PLAIN:
@@ -183,11 +208,11 @@ def misfit(manifest: Manifest, saved: SavedTensor, tensor: Tensor, dtype: torch.
         is_dense = tensor.layout == torch.strided and tensor.is_contiguous()
         if tensor.dtype is stored and tensor.shape == entry.shape and is_dense:
             return ""  # said here, too, since it is so of nearly all of very many
-    return next(_misfits(manifest, saved, tensor, dtype), "")
+    return next(_misfits(manifest, saved, tensor, dtype, group), "")
 
 
 def _misfits(
-    manifest: Manifest, saved: SavedTensor, tensor: Tensor, dtype: torch.dtype | None
+    manifest: Manifest, saved: SavedTensor, tensor: Tensor, dtype: torch.dtype | None, group: Group
 ) -> Iterator[str]:
     name = saved.own_name
     try:
@@ -200,8 +225,7 @@ def _misfits(
         if stored is not torch.float64 or shape[-1:] != (2,):
             yield f"{name}: the checkpoint has {stored} {list(shape)} where complex numbers are to be"
         stored, target, shape = torch.complex128, torch.complex128, shape[:-1]
-    if hasattr(tensor, "to_local"):
-        yield f'{name}: into= has a sharded tensor ({type(tensor).__name__}); see "DDP and FSDP" in README'
+    yield from group.misfits(name, tensor)
     if tensor.layout != torch.strided:
         yield f"{name}: into= has layout {tensor.layout}"
     if tuple(tensor.shape) != shape:
@@ -209,7 +233,7 @@ def _misfits(
     if tensor.dtype != target:
         cast = f" cast to {target}" if target != stored else ""
         yield f"{name}: dtype {stored}{cast} in the checkpoint, {tensor.dtype} in into= (dtype= casts)"
-    if _overlaps(tensor):
+    if _overlaps(local_of(tensor)):
         yield f"{name}: into= has a tensor whose elements share memory (expand, as_strided, unfold)"
     if not _castable(stored, target):
         yield f"{name}: torch cannot cast {stored} to {target}"
@@ -239,11 +263,12 @@ def _castable(stored: torch.dtype, target: torch.dtype) -> bool:
 
 def materialize(meta: Tensor, device: torch.device) -> Tensor:
     """Returns a tensor, or a Parameter, with memory in place of one that has none."""
-    tensor = allocate(meta.shape, meta.dtype, device)
+    tensor = empty_like(meta, device) if is_dtensor(meta) else allocate(meta.shape, meta.dtype, device)
     if not isinstance(meta, nn.Parameter):
         return tensor
     parameter = nn.Parameter(tensor, requires_grad=meta.requires_grad)
-    parameter.__dict__.update(meta.__dict__)
+    for name, value in meta.__dict__.items():
+        parameter.__dict__.setdefault(name, value)  # a DTensor has its local tensor there
     return parameter
 
 

@@ -29,7 +29,9 @@ def manifest(**tensors: tuple[str, tuple[int, ...]]) -> Manifest:
 def run(
     checkpoint: Manifest, into: Any = None, names: Any = None, dtype: Any = None, strict: bool = True
 ) -> Match:
-    return match(checkpoint, names=names, into=into, device=CPU, dtype=dtype, strict=strict)
+    found = match(checkpoint, names=names, into=into, device=CPU, dtype=dtype, strict=strict)
+    found.raise_unexpected(found.surplus)
+    return found
 
 
 def names_of(found: Match) -> list[str]:

@@ -1,0 +1,307 @@
+"""Sharded tensors as destinations: what each rank wants of a checkpoint, and where it is to go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import fastload
+from fastload.errors import MismatchError
+from fastload.geometry.box import Box
+from fastload.loading.match import Match, match
+from tests.dist.harness import ranks
+
+CPU = torch.device("cpu")
+
+
+def matched(path: Path, into: Any, **arguments: Any) -> Match:
+    """Matches as a load does, and loads nothing."""
+    with fastload.open(path) as checkpoint:
+        manifest = checkpoint.manifest
+    group = tuple(range(dist.get_world_size()))
+    asked = {"names": None, "dtype": None, "strict": True, "device": CPU, **arguments}
+    return match(manifest, into=into, group=group, **asked)
+
+
+def fill(found: Match, saved: Mapping[str, Tensor]) -> None:
+    """Does what a load does with a match, from tensors that are at hand."""
+    for destination in found.destinations:
+        whole = saved[destination.entry.name]
+        box = destination.box or Box.whole(whole.shape)
+        assert destination.tensor.shape == box.sizes
+        destination.tensor.copy_(cut(whole, box))
+    found.attach()
+    found.restore()
+
+
+def cut(tensor: Tensor, box: Box) -> Tensor:
+    return tensor[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
+
+
+def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+
+
+def distributed(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> DTensor:
+    """Each rank has the whole and takes its part of it."""
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
+def emptied(tensor: Tensor) -> Tensor:
+    """The same tensor, its values overwritten."""
+    with torch.no_grad():
+        return tensor.zero_()
+
+
+def assert_same_shards(tensor: Tensor, like: Tensor) -> None:
+    assert isinstance(tensor, DTensor)
+    assert isinstance(like, DTensor)
+    assert (tensor.shape, tensor.placements, tensor.device_mesh) == (
+        like.shape,
+        like.placements,
+        like.device_mesh,
+    )
+    assert torch.equal(tensor.to_local(), like.to_local())
+
+
+def meshes() -> tuple[DeviceMesh, DeviceMesh]:
+    return init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+
+
+def layouts() -> dict[str, tuple[tuple[int, ...], DeviceMesh, list[Any]]]:
+    """Shapes on meshes, by a name for each."""
+    line, square = meshes()
+    deep = init_device_mesh("cpu", (1, 2, 2, 1))
+    return {
+        "even": ((8, 3), line, [Shard(0)]),
+        "uneven": ((10, 3), line, [Shard(0)]),
+        "empty": ((5, 2), line, [Shard(0)]),  # the last rank has nothing
+        "nothing": ((0, 2), line, [Shard(0)]),
+        "columns": ((3, 7), line, [Shard(1)]),
+        "everywhere": ((3, 2), line, [Replicate()]),
+        "scalar": ((), line, [Replicate()]),
+        "hybrid": ((6, 2), square, [Replicate(), Shard(0)]),
+        "both": ((5, 5), square, [Shard(0), Shard(1)]),
+        "twice": ((9, 2), square, [Shard(0), Shard(0)]),
+        "interleaved": ((13, 2), square, [_StridedShard(0, split_factor=2), Shard(0)]),
+        "strided": ((11, 3), line, [_StridedShard(0, split_factor=2)]),
+        "strided both": ((8, 9), square, [_StridedShard(0, split_factor=2), _StridedShard(1, split_factor=2)]),
+        "deep": ((4, 3, 5), deep, [Shard(2), Shard(0), Shard(2), Replicate()]),
+    }
+
+
+@ranks(4)
+def test_each_rank_wants_what_distribute_tensor_gives_it(rank: int, world: int, tmp_path: Path) -> None:
+    saved = {name: numbered(*shape) for name, (shape, _, _) in layouts().items()}
+    fastload.save({**saved, "plain": numbered(3)}, tmp_path / "c")
+    whole = {
+        name: distributed(saved[name], mesh, placements)
+        for name, (_, mesh, placements) in layouts().items()
+    }
+    into: dict[str, Tensor] = {name: emptied(tensor.clone()) for name, tensor in whole.items()}
+    into["plain"] = torch.zeros(3)
+    found = matched(tmp_path / "c", into)
+
+    wanted: dict[str, int] = {}
+    for destination in found.destinations:
+        assert destination.tensor.numel()
+        wanted[destination.entry.name] = wanted.get(destination.entry.name, 0) + destination.tensor.numel()
+    held = {name: tensor.to_local().numel() for name, tensor in whole.items()}
+    assert wanted == {"plain": 3, **{name: size for name, size in held.items() if size}}
+    assert [d.box for d in found.destinations if d.entry.name in ("plain", "everywhere", "scalar")] == [None] * 3
+    boxes = [(d.entry.name, d.box) for d in found.destinations]
+    assert len(boxes) == len(set(boxes))
+    with fastload.open(tmp_path / "c") as checkpoint:
+        places = {entry.name: place for place, entry in enumerate(checkpoint.manifest.tensors)}
+    order = [(places[name], box or Box((), ())) for name, box in boxes]
+    assert order == sorted(order)
+
+    fill(found, {**saved, "plain": numbered(3)})
+    for name, tensor in whole.items():
+        assert_same_shards(into[name], tensor)
+        assert found.tensors()[name] is into[name]
+    assert torch.equal(into["plain"], numbered(3))
+
+
+@ranks(4)
+def test_complex_numbers_casts_and_strides(rank: int, world: int, tmp_path: Path) -> None:
+    line, square = meshes()
+    numbers = torch.complex(numbered(6, 5, dtype=torch.float64), torch.rand(6, 5, dtype=torch.float64))
+    dist.broadcast(torch.view_as_real(numbers), 0)
+    saved = {"z": numbers, "half": numbered(7, 3), "turned": numbered(7, 6)}
+    fastload.save(saved, tmp_path / "c")
+    turned = distributed(numbered(6, 7), square, [Shard(1), Replicate()]).t()
+    into = {
+        "z": emptied(distributed(numbers, line, [_StridedShard(0, split_factor=2)])),
+        "half": distributed(torch.zeros(7, 3, dtype=torch.bfloat16), square, [Shard(0), Shard(1)]),
+        "turned": emptied(turned),
+    }
+    assert not turned.to_local().is_contiguous() or turned.to_local().shape[1] == 1
+    stored = {"z": torch.view_as_real(numbers), "half": saved["half"], "turned": saved["turned"]}
+    with pytest.raises(MismatchError, match=r"half: dtype torch.float32 in the checkpoint, torch.bfloat16"):
+        matched(tmp_path / "c", into)
+    for name in ("z", "turned"):
+        fill(matched(tmp_path / "c", {name: into[name]}, names=name), stored)
+    fill(matched(tmp_path / "c", {"half": into["half"]}, names="half", dtype=torch.bfloat16), stored)
+    assert_same_shards(into["z"], distributed(numbers, line, [_StridedShard(0, split_factor=2)]))
+    assert_same_shards(
+        into["half"], distributed(saved["half"].bfloat16(), square, [Shard(0), Shard(1)])
+    )
+    assert torch.equal(into["turned"].full_tensor(), saved["turned"])
+
+
+@ranks(2)
+def test_what_is_wanted_twice_is_read_once(rank: int, world: int, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    weight, bias = numbered(6, 2), numbered(4)
+    fastload.save({"a": {"weight": weight, "bias": bias}, "b": {"weight": weight, "bias": bias}}, tmp_path / "c")
+    rows = distributed(torch.zeros(6, 2), mesh, [Shard(0)])
+    into = {
+        "a": {"weight": rows, "bias": distributed(torch.zeros(4), mesh, [Replicate()])},
+        "b": {"weight": emptied(rows.clone()), "bias": torch.zeros(4)},
+    }
+    found = matched(tmp_path / "c", into)
+    assert [d.entry.name for d in found.destinations] == ["a.weight", "a.bias"]
+    fill(found, {"a.weight": weight, "a.bias": bias})
+    for part in into.values():
+        assert_same_shards(part["weight"], distributed(weight, mesh, [Shard(0)]))
+    assert torch.equal(into["a"]["bias"].to_local(), bias)
+    assert torch.equal(into["b"]["bias"], bias)
+
+    columns = distributed(torch.zeros(6, 2), mesh, [Shard(1)])
+    into["b"]["weight"] = columns
+    boxes = [d.box for d in matched(tmp_path / "c", into).destinations if d.entry.name == "a.weight"]
+    assert boxes == sorted([Box((3 * rank, 0), (3, 2)), Box((0, rank), (6, 1))])
+
+
+@ranks(2)
+def test_tied_shards_are_one_destination(rank: int, world: int, tmp_path: Path) -> None:
+    """By another name they may be missing in the checkpoint, on ranks that hold none of them, too."""
+    mesh = init_device_mesh("cpu", (2,))
+    fastload.save({"a": numbered(1, 3)}, tmp_path / "c")
+    tensor = distributed(torch.zeros(1, 3), mesh, [Shard(0)])
+    tied = DTensor.from_local(tensor.to_local(), mesh, [Shard(0)], shape=tensor.shape, stride=tensor.stride())
+    found = matched(tmp_path / "c", {"a": tensor, "b": tied})
+    assert len(found.destinations) == (1 if rank == 0 else 0)
+
+
+def fully_sharded(mesh: DeviceMesh, *, device: str = "cpu") -> nn.Module:
+    with torch.device(device):
+        model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3), nn.BatchNorm1d(3))
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+@ranks(2)
+def test_a_module_has_its_shards_filled_after_a_forward(rank: int, world: int, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    saved = {name: torch.rand_like(t.float()).to(t.dtype) for name, t in plain_state().items()}
+    fastload.save(saved, tmp_path / "c")
+    model = fully_sharded(mesh)
+    model(torch.rand(4, 5))
+    assert not all(isinstance(one, DTensor) for one in model.parameters())
+    found = matched(tmp_path / "c", model)
+    for destination in found.destinations:
+        assert (destination.box is None) == ("running" in destination.entry.name or destination.entry.shape == ())
+    fill(found, saved)
+    assert_state(model, saved)
+
+
+@ranks(2)
+def test_a_module_on_the_meta_device_gets_real_shards(rank: int, world: int, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    saved = {name: torch.rand_like(t.float()).to(t.dtype) for name, t in plain_state().items()}
+    fastload.save(saved, tmp_path / "c")
+    model = fully_sharded(mesh, device="meta")
+    model[0].bias.requires_grad_(False)
+    model[2].weight.note = "kept"  # type: ignore[assignment]
+    fill(matched(tmp_path / "c", model), saved)
+    assert all(isinstance(one, nn.Parameter) and isinstance(one, DTensor) for one in model.parameters())
+    assert [name for name, one in model.named_parameters() if not one.requires_grad] == ["0.bias"]
+    assert model[2].weight.note == "kept"
+    assert_state(model, saved)
+    plain = plain_model()
+    plain.load_state_dict(saved)
+    torch.manual_seed(1)
+    batch = torch.rand(4, 5)
+    output, expected = model(batch), plain(batch)
+    torch.testing.assert_close(output, expected)
+    output.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(model[2].bias.grad.full_tensor(), plain[2].bias.grad)
+
+
+def plain_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3), nn.BatchNorm1d(3))
+
+
+def plain_state() -> dict[str, Tensor]:
+    return plain_model().state_dict()
+
+
+def assert_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    assert isinstance(model, FSDPModule)
+    state = model.state_dict()
+    assert state.keys() == saved.keys()
+    for name, tensor in state.items():
+        assert torch.equal(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor, saved[name]), name
+
+
+@ranks(4)
+def test_what_cannot_be_filled_is_said(rank: int, world: int, tmp_path: Path) -> None:
+    line = init_device_mesh("cpu", (4,))
+    half = DeviceMesh("cpu", [0, 1])
+    fastload.save({"a": numbered(8, 2)}, tmp_path / "c")
+
+    def refuses(tensor: Tensor, why: str, **arguments: Any) -> None:
+        with pytest.raises(MismatchError, match=why) as error:
+            matched(tmp_path / "c", {"a": tensor}, **arguments)
+        assert error.value.mismatched
+
+    def made(local: Tensor, placement: Any) -> DTensor:
+        return DTensor.from_local(local, line, [placement], shape=torch.Size((8, 2)), stride=(2, 1))
+
+    refuses(made(torch.zeros(8, 2), Partial()), "a: into= has a DTensor with placement P.*redistribute it")
+    refuses(made(torch.zeros(3, 2), Shard(0)), r"a: .*local tensor of shape \[3, 2\].*give \[2, 2\] of \[8, 2\]")
+    refuses(made(torch.zeros(1, 2).expand(2, 2), Shard(0)), "a: into= has a tensor whose elements share memory")
+    refuses(distributed(torch.zeros(8, 3), line, [Shard(0)]), r"a: shape \[8, 2\] .*, \[8, 3\] in into=")
+    whole = distributed(torch.zeros(8, 2), line, [Shard(0)])
+    with fastload.open(tmp_path / "c") as checkpoint, pytest.raises(MismatchError, match="on a mesh with ranks 2, 3,"):
+        match(
+            checkpoint.manifest,
+            names=None,
+            into={"a": whole},
+            device=CPU,
+            dtype=None,
+            strict=True,
+            group=(0, 1),
+        )
+    on_half = DTensor.from_local(torch.zeros(4, 2), half, [Shard(0)], shape=torch.Size((8, 2)), stride=(2, 1))
+    assert len(matched(tmp_path / "c", {"a": on_half}).destinations) == (1 if rank < 2 else 0)
+
+
+@ranks(2)
+def test_each_rank_may_bring_names_of_its_own(rank: int, world: int, tmp_path: Path) -> None:
+    fastload.save({"a": numbered(2), "b": numbered(3), "c": numbered(4), "epoch": 7}, tmp_path / "c")
+    found = matched(tmp_path / "c", {"a": torch.zeros(2)} if rank == 0 else {})
+    assert found.surplus == (("b", "c", "epoch") if rank == 0 else ("a", "b", "c", "epoch"))
+    found.raise_unexpected(())
+    with pytest.raises(MismatchError, match="unexpected in the checkpoint: b\n") as error:
+        found.raise_unexpected({"b", "epoch"})
+    assert error.value.unexpected == ("b", "epoch")
+    assert not matched(tmp_path / "c", {}, strict=False).surplus
+    with pytest.raises(MismatchError, match="missing in the checkpoint: d"):
+        matched(tmp_path / "c", {"d": torch.zeros(2)})

@@ -1,0 +1,121 @@
+"""What one rank of a mesh holds of a tensor, compared with how torch itself cuts tensors up."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fastload.geometry.box import Box
+from fastload.loading.targets import is_dtensor, local_of, local_parts, placed_boxes, placed_intervals
+
+
+class Layout(NamedTuple):
+    shape: tuple[int, ...]
+    mesh: tuple[int, ...]
+    placements: tuple[Any, ...]
+
+
+def numbered(shape: tuple[int, ...]) -> Tensor:
+    return torch.arange(torch.Size(shape).numel()).reshape(shape)
+
+
+def torch_cuts(layout: Layout, coordinate: tuple[int, ...]) -> Tensor:
+    """What distribute_tensor gives a rank: each placement splits what the ones before it have left."""
+    held = numbered(layout.shape)
+    for num_ranks, index, placement in zip(layout.mesh, coordinate, layout.placements, strict=True):
+        if not placement.is_replicate():
+            held = placement._split_tensor(held, num_ranks, with_padding=False)[0][index]
+    return held
+
+
+def box_of(tensor: Tensor, box: Box) -> Tensor:
+    return tensor[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
+
+
+def placement_of(num_dims: int) -> st.SearchStrategy[Any]:
+    if not num_dims:
+        return st.just(Replicate())
+    dims = st.integers(0, num_dims - 1)
+    strided = st.builds(lambda dim, split: _StridedShard(dim, split_factor=split), dims, st.integers(1, 5))
+    return st.one_of(st.just(Replicate()), st.builds(Shard, dims), strided)
+
+
+SIZES = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 12, 13, 17, 24])
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    shape = tuple(draw(st.lists(SIZES, max_size=3)))
+    mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+    return Layout(shape, mesh, tuple(draw(placement_of(len(shape))) for _ in mesh))
+
+
+@given(layouts())
+def test_a_rank_holds_what_torch_cuts_for_it(layout: Layout) -> None:
+    whole = numbered(layout.shape)
+    for coordinate in product(*map(range, layout.mesh)):
+        expected = torch_cuts(layout, coordinate)
+        held = placed_intervals(layout.shape, layout.mesh, coordinate, layout.placements)
+        assert tuple(sum(end - begin for begin, end in one) for one in held) == expected.shape
+        found = placed_boxes(layout.shape, layout.mesh, coordinate, layout.placements)
+        assert bool(found) == bool(expected.numel())
+        assert sum(box.numel for box, _ in found) == expected.numel()
+        for box, within in found:
+            assert box.numel
+            assert torch.equal(box_of(whole, box), box_of(expected, within))
+        assert [box for box, _ in found] == sorted(box for box, _ in found)
+
+
+@given(layouts())
+def test_a_rank_holds_no_two_boxes_that_are_one(layout: Layout) -> None:
+    for coordinate in product(*map(range, layout.mesh)):
+        for held in placed_intervals(layout.shape, layout.mesh, coordinate, layout.placements):
+            assert all(end < begin for (_, end), (begin, _) in pairwise(held))
+
+
+@given(layouts())
+def test_together_the_ranks_hold_all(layout: Layout) -> None:
+    seen = torch.zeros(layout.shape, dtype=torch.int64)
+    for coordinate in product(*map(range, layout.mesh)):
+        for box, _ in placed_boxes(layout.shape, layout.mesh, coordinate, layout.placements):
+            box_of(seen, box).add_(1)
+    copies = [
+        size
+        for size, placement in zip(layout.mesh, layout.placements, strict=True)
+        if placement.is_replicate()
+    ]
+    assert torch.equal(seen, torch.full_like(seen, int(torch.tensor(copies, dtype=torch.int64).prod())))
+
+
+def test_a_lone_strided_shard_has_rows_that_are_not_neighbours() -> None:
+    found = placed_boxes((8, 3), (2,), (0,), (_StridedShard(0, split_factor=2),))
+    assert found == [
+        (Box((0, 0), (2, 3)), Box((0, 0), (2, 3))),
+        (Box((4, 0), (2, 3)), Box((2, 0), (2, 3))),
+    ]
+
+
+def test_fsdp_with_tp_gives_each_rank_neighbouring_rows() -> None:
+    placements = (_StridedShard(0, split_factor=2), Shard(0))
+    rows = [
+        placed_intervals((8,), (2, 2), coordinate, placements) for coordinate in product(range(2), range(2))
+    ]
+    assert rows == [[[(0, 2)]], [[(4, 6)]], [[(2, 4)]], [[(6, 8)]]]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 4)])
+def test_of_a_plain_tensor_there_is_the_whole(shape: tuple[int, ...]) -> None:
+    for tensor in (torch.zeros(shape), torch.nn.Parameter(torch.zeros(shape))):
+        assert not is_dtensor(tensor)
+        assert local_of(tensor) is tensor
+        ((box, part),) = local_parts(tensor)
+        assert box == Box.whole(shape)
+        assert part is tensor
