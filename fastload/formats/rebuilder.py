@@ -136,9 +136,10 @@ def _make(tensor: Tensor, kind: str | None, dtype: str | None) -> Any:
     if kind == "json":
         return _read_text(tensor)
     if dtype is not None:
-        if dtype != "complex128" or tensor.dtype is not torch.float64:
+        if dtype != "complex128" or tensor.dtype not in (torch.float64, torch.complex128):
             raise ValueError(f"{tensor.dtype} cannot stand for this dtype")
-        tensor = torch.view_as_complex(tensor)
+        if tensor.dtype is torch.float64:
+            tensor = torch.view_as_complex(tensor)
     if kind is None:
         return tensor
     grad = kind.endswith("+grad")

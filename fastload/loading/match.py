@@ -6,6 +6,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from fastload.formats.names import OWN_STEM
 from fastload.formats.per_rank import OWN_PREFIX, OwnView
 from fastload.formats.state import Rebuilder, SavedTensor, leaves, own_view, rebuild
 from fastload.loading.modules import Leaf
-from fastload.loading.optimizers import optimizer_misfits
+from fastload.loading.optimizers import optimizer_misfits, sharded_state
 from fastload.loading.pair import pair
 from fastload.loading.pairs import Pairs, Remade, Value
 from fastload.loading.place import Destination
@@ -195,8 +196,12 @@ def _match_into(
     )
     has_to_fit = strict or is_elsewhere
     advice = _advice(pairs, renamed, unexpected)
+    sharded = {
+        saved.stored: (saved, like) for part in pairs.parts for saved, like in sharded_state(part, manifest)
+    }
     mismatched = [
         *pairs.wrong,
+        *(line for saved, like in sharded.values() for line in group.misfits(saved.own_name, like)),
         *(line for part in pairs.parts for line in optimizer_misfits(part)),
         *(
             line
@@ -216,7 +221,8 @@ def _match_into(
         unfilled=unfilled,
         advice=advice,
     )
-    restorer = Restorer(manifest.url, strict and selection is None, pairs)
+    shards = {name: wants.make_like(saved, like) for name, (saved, like) in sharded.items()}
+    restorer = Restorer(manifest.url, strict and selection is None, pairs, shards)
     for saved, exact in restorer.wanted():
         wants.make(saved, exact=exact)
     replaced = _replace_meta(pairs, device)
@@ -227,7 +233,7 @@ def _match_into(
         named[saved.own_name] = tensor
     others = wants.make_together(view.together)
     arrivals = wants.arrivals()
-    for name, tensor in arrivals.new.items():
+    for name, tensor in chain(arrivals.new.items(), shards.items()):
         if name not in others and name not in view.together:
             named.setdefault(name, tensor)
 

@@ -1,17 +1,20 @@
-"""Why an optimizer cannot take its state, as far as that can be told before data move."""
+"""Optimizers as destinations: why one cannot take its state, and what of that is to be sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastload.formats.state import children
+from fastload.formats.dtypes import torch_spec
+from fastload.formats.manifest import Manifest
+from fastload.formats.state import SavedTensor, children, leaf
 from fastload.loading.pairs import Part
+from fastload.loading.targets import is_dtensor
 
-__all__ = ["optimizer_misfits"]
+__all__ = ["optimizer_misfits", "sharded_state"]
 
 
 def optimizer_misfits(part: Part) -> Iterator[str]:
@@ -34,6 +37,57 @@ def optimizer_misfits(part: Part) -> Iterator[str]:
             if there != wanted:
                 counts = f"{there} in the checkpoint, {wanted} in into="
                 yield f"{part.where}: parameters in group {number}: {counts}"
+
+
+def sharded_state(part: Part, manifest: Manifest) -> Iterator[tuple[SavedTensor, Tensor]]:
+    """Yields what is to be a DTensor in the state of an optimizer, each with one that is placed likewise.
+
+    An optimizer makes its state when it first steps: until then, what has the shape of its parameter is
+    taken to be sharded like it.
+    """
+    parameters = _parameters_by_key(part)
+    if not any(map(is_dtensor, parameters.values())):
+        return
+    held = getattr(part.target, "state", None)
+    prefix = f"{part.value.name}." if part.value.name else ""
+    state_ending, state = (children(part.value.node) or {}).get("state", ("", None))
+    for key, (ending, node) in (children(state) or {}).items():
+        parameter = parameters.get(key)
+        if parameter is None or not is_dtensor(parameter):
+            continue
+        own = held.get(parameter) if isinstance(held, Mapping) else None
+        for what, (name, child) in (children(node) or {}).items():
+            saved = leaf(child, f"{prefix}{state_ending}.{ending}.{name}")
+            if saved is None or saved.is_text or saved.kind == "ndarray":
+                continue
+            like = _like(parameter, own[what] if own and what in own else None, what)
+            if like is not None and tuple(like.shape) == _shape(manifest, saved):
+                yield saved, like
+
+
+def _parameters_by_key(part: Part) -> dict[Any, Any]:
+    """Returns the parameters of an optimizer by what stands for them in its saved state."""
+    own = [parameter for group in _parameters_of(part.target) for parameter in group]
+    groups = _below(part.value.node, "param_groups").values() if own else ()
+    keys = [key for _, group in groups for _, key in _below(group, "params").values()]
+    if len(keys) != len(own) or not all(isinstance(key, int | str) for key in keys):
+        return {}
+    return dict(zip(keys, own, strict=True))
+
+
+def _like(parameter: Tensor, own: Any, what: Any) -> Tensor | None:
+    """Returns what a part of the state is placed like: what is there, or the parameter."""
+    if isinstance(own, Tensor):
+        return own if is_dtensor(own) else None
+    return None if what == "step" else parameter  # of which torch keeps one per parameter, on all ranks
+
+
+def _shape(manifest: Manifest, saved: SavedTensor) -> tuple[int, ...] | None:
+    entry = manifest.by_name.get(saved.stored)
+    if entry is None:
+        return None
+    shape = torch_spec(entry)[1]
+    return tuple(shape[:-1] if saved.is_complex128 else shape)
 
 
 def _parameters_of(target: Any) -> list[list[Any]]:

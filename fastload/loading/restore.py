@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fastload.errors import MismatchError
 from fastload.formats.state import Rebuilder, SavedTensor
@@ -28,11 +28,13 @@ class Restorer:
         url: Of the checkpoint.
         strict: Whether modules are to refuse what they do not know.
         pairs: What gets what.
+        sharded: DTensors that the state of optimizers takes, by stored name.
     """
 
     url: str
     strict: bool
     pairs: Pairs
+    sharded: Mapping[str, Tensor]
 
     def wanted(self) -> Iterator[tuple[SavedTensor, bool]]:
         """Yields the new tensors that this takes, and whether they have to be as they were stored.
@@ -46,7 +48,8 @@ class Restorer:
             values = (one for one in handover.given.values() if isinstance(one, Value))
             yield from ((saved, True) for value in values for saved in _checked(value))
         for part in self.pairs.parts:
-            yield from ((saved, True) for saved in _checked(part.value))
+            taken = (saved for saved in _checked(part.value) if saved.stored not in self.sharded)
+            yield from ((saved, True) for saved in taken)
 
     def run(self, arrivals: Arrivals) -> None:
         """Does it, once all has arrived.
@@ -58,7 +61,8 @@ class Restorer:
         pairs = self.pairs
         cast, as_stored = Rebuilder(arrivals.new, arrivals.exact), Rebuilder(arrivals.exact)
         puts = [(put.container, put.key, put.value.made(cast)) for put in pairs.puts]
-        states = [(part, part.value.made(as_stored)) for part in pairs.parts]
+        in_shards = Rebuilder({**arrivals.exact, **self.sharded}) if self.sharded else as_stored
+        states = [(part, part.value.made(in_shards)) for part in pairs.parts]
         loaded = {identity(_now(leaf)) for _, leaf in pairs.tensors} if pairs.handovers else set()
         dicts = [(handover, _state_dict(handover, as_stored, loaded)) for handover in pairs.handovers]
         for handover, state in dicts:

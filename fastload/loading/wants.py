@@ -103,6 +103,17 @@ class Wants:
         """
         return self._make(entry_of(self._manifest, saved), exact=exact)
 
+    def make_like(self, saved: SavedTensor, like: Tensor) -> Tensor:
+        """Wants one, as it was stored, in a new DTensor that is placed like another of its shape.
+
+        Raises:
+            MemoryError: There is no room for it.
+        """
+        stored, _ = torch_spec(entry_of(self._manifest, saved))
+        tensor = empty_like(like, like.device, torch.complex128 if saved.is_complex128 else stored)
+        self.fill(saved, tensor)
+        return tensor
+
     def make_all(self) -> None:
         """Wants all that is stored in new tensors; see `make`."""
         for entry in self._manifest.tensors:

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import fastload
@@ -260,6 +263,80 @@ def assert_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
         assert torch.equal(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor, saved[name]), name
 
 
+def trained(model: nn.Module, steps: int = 1) -> torch.optim.Optimizer:
+    """Returns an optimizer that has made steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.2)
+    for _ in range(steps):
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, 1 + number)
+        optimizer.step()
+    return optimizer
+
+
+def gathered(state: Any) -> Any:
+    """The same nested state with plain lists for tensors."""
+    if isinstance(state, dict):
+        return {key: gathered(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [gathered(value) for value in state]
+    if isinstance(state, DTensor):
+        return state.full_tensor().tolist()
+    return state.tolist() if isinstance(state, Tensor) else state
+
+
+@ranks(2)
+def test_an_optimizer_gets_the_state_of_its_shards(rank: int, world: int, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    plain = plain_model()
+    plain_optimizer = trained(plain, 3)
+    fastload.save({"model": plain.state_dict(), "optimizer": plain_optimizer.state_dict()}, tmp_path / "c")
+    saved = fastload.load(tmp_path / "c", names="*")
+    for steps in (0, 1):
+        model = fully_sharded(mesh)
+        optimizer = trained(model, steps)
+        found = matched(tmp_path / "c", {"model": model, "optimizer": optimizer})
+        read = {d.entry.name: d.tensor.numel() for d in found.destinations if "exp_avg" in d.entry.name}
+        held = [parameter.to_local().numel() for parameter in model.parameters()]
+        assert sum(read.values()) == 2 * sum(held)
+        fill(found, saved)
+        for parameter in model.parameters():
+            assert optimizer.state[parameter]["exp_avg"].placements == parameter.placements
+            assert not isinstance(optimizer.state[parameter]["step"], DTensor)
+        assert gathered(optimizer.state_dict()) == gathered(plain_optimizer.state_dict())
+    plain_optimizer.step()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        one.grad = distributed(other.grad, mesh, one.placements)
+    optimizer.step()
+    assert gathered(model.state_dict()) == gathered(plain.state_dict())
+
+
+@ranks(2)
+@pytest.mark.parametrize("flat", [False, True])
+def test_state_dicts_of_an_optimizer_are_filled(rank: int, world: int, tmp_path: Path, flat: bool) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    plain = plain_model()
+    whole = {"optimizer": get_optimizer_state_dict(plain, trained(plain, 2), options=options)}
+    fastload.save(whole, tmp_path / "c")
+    model = fully_sharded(mesh)
+    into = {"optimizer": get_optimizer_state_dict(model, trained(model), options=options)}
+    fill(matched(tmp_path / "c", into), fastload.load(tmp_path / "c", names="*"))
+    assert gathered(into) == gathered(whole)
+
+
+@ranks(2)
+def test_a_complex_parameter_has_complex_state(rank: int, world: int, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    numbers = torch.complex(numbered(3, 2, dtype=torch.float64), -numbered(3, 2, dtype=torch.float64))
+    state = {0: {"momentum_buffer": numbers}}
+    own = nn.Parameter(distributed(torch.zeros(3, 2, dtype=torch.complex128), mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD([own], lr=0.1, momentum=0.5)
+    fastload.save({"sgd": {**optimizer.state_dict(), "state": state}}, tmp_path / "c")
+    fill(matched(tmp_path / "c", {"sgd": optimizer}), {"sgd.state.0.momentum_buffer": torch.view_as_real(numbers)})
+    assert_same_shards(optimizer.state[own]["momentum_buffer"], distributed(numbers, mesh, [Shard(0)]))
+
+
 @ranks(4)
 def test_what_cannot_be_filled_is_said(rank: int, world: int, tmp_path: Path) -> None:
     line = init_device_mesh("cpu", (4,))
@@ -291,6 +368,62 @@ def test_what_cannot_be_filled_is_said(rank: int, world: int, tmp_path: Path) ->
         )
     on_half = DTensor.from_local(torch.zeros(4, 2), half, [Shard(0)], shape=torch.Size((8, 2)), stride=(2, 1))
     assert len(matched(tmp_path / "c", {"a": on_half}).destinations) == (1 if rank < 2 else 0)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+        self.inner = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4))
+        self.head = nn.Linear(4, 9, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, numbers: Tensor) -> Any:
+        return self.head(self.inner(self.embedding(numbers)))
+
+
+@ranks(4)
+@pytest.mark.parametrize("is_named", [False, True])
+def test_tied_and_tensor_parallel_parameters_on_the_meta_device(
+    rank: int, world: int, tmp_path: Path, is_named: bool
+) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    plain = Tied()
+    saved = dict(plain.state_dict())
+    if is_named:
+        del saved["head.weight"]
+        write_tensors(tmp_path, saved)
+    else:
+        fastload.save(plain.state_dict(), tmp_path / "c")
+    with torch.device("meta"):
+        model = Tied()
+    parallelize_module(model.inner, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model.inner, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    found = matched(tmp_path / "c", model)
+    wanted = {d.entry.name: d.tensor.numel() for d in found.destinations}
+    assert wanted == {
+        "embedding.weight": (20, 16)[rank // 2],
+        "inner.0.weight": (8, 4)[rank // 2],
+        "inner.1.weight": 6,
+        "inner.1.bias": 2,
+    }
+    fill(found, saved)
+    assert model.head.weight is model.embedding.weight
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.full_tensor(), plain.state_dict()[name]), name
+    numbers = torch.arange(9)
+    with torch.no_grad():
+        torch.testing.assert_close(model(numbers), plain(numbers))
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """One safetensors file, as other programs write it."""
+    (path / "c").mkdir(exist_ok=True)
+    if dist.get_rank() == 0:
+        safetensors.torch.save_file(tensors, path / "c" / "model.safetensors")
+    dist.barrier()
 
 
 @ranks(2)
