@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +22,8 @@ from fastload.report import SaveReport, StageReport, VerifyReport
 from fastload.storage import Location, PatientStorage, locate, name_of, open_storage
 
 if TYPE_CHECKING:  # what a load needs nothing of is imported by the calls that do
+    from fastload.saving.call import Call
     from fastload.saving.handle import SaveHandle
-    from fastload.saving.save import Save
 
 __all__ = ["async_save", "inspect", "load", "open", "save", "stage", "verify"]
 
@@ -269,12 +270,20 @@ def save(
         PeerError: Some ranks failed, or were killed, or did not answer in time; with every cause.
         StorageError: With one rank only: storage failed.
     """
+    from fastload.saving import save as saving
     from fastload.saving.handle import SaveHandle
 
-    pending = SaveHandle.raise_unseen
-    job = _start(state, path, process_group, metadata, storage_options, options, pending)
-    report = job.run()
-    job.tell(report)
+    call = _call_to_save(
+        path,
+        process_group,
+        metadata,
+        storage_options,
+        options,
+        in_background=False,
+        raise_earlier=SaveHandle.raise_unseen,
+    )
+    report = saving.save(call, state)
+    call.tell(report)
     return report
 
 
@@ -294,25 +303,36 @@ def async_save(
     status of a program that has come to its end tells nothing of it. The memory of the copy, a rank's share
     of the state, is kept for the next time.
     """
+    from fastload.saving import save as saving
     from fastload.saving.handle import SaveHandle
 
     # An error that only some ranks have seen is raised by all, and in this call, not in the background.
-    pending = SaveHandle.raise_unseen if SaveHandle.in_doubt() else None
-    job = _start(state, path, process_group, metadata, storage_options, options, pending)
-    job.take_snapshot()
-    return SaveHandle(job.url, job.run, job.tell)
+    earlier = SaveHandle.raise_unseen if SaveHandle.in_doubt() else None
+    call = _call_to_save(
+        path,
+        process_group,
+        metadata,
+        storage_options,
+        options,
+        in_background=True,
+        raise_earlier=earlier,
+    )
+    begun = saving.begin(call, state)
+    return SaveHandle(call.url, partial(saving.finish, call, begun), call.tell)
 
 
-def _start(
-    state: Any,
+def _call_to_save(
     path: Path,
     process_group: Any,
     metadata: Mapping[str, str] | None,
     storage_options: Mapping[str, Any] | None,
     options: SaveOptions | None,
-    pending: Callable[[], None] | None,
-) -> Save:
-    from fastload.saving.save import Save
+    *,
+    in_background: bool,
+    raise_earlier: Callable[[], None] | None,
+) -> Call:
+    from fastload.ranks.traces import Tracing
+    from fastload.saving.call import Call
 
     began = time.perf_counter()
 
@@ -326,14 +346,15 @@ def _start(
         timeout_s=lambda ready: ready[2].timeout_s,
         default_s=getattr(options, "timeout_s", SAVE_SETTINGS["timeout_s"].default),
     )
-    return Save(
+    return Call(
         world,
-        state,
         location,
         metadata=texts,
         storage_options=storage_options,
         options=chosen,
-        pending=pending,
+        in_background=in_background,
+        raise_earlier=raise_earlier,
+        tracing=Tracing(world, chosen.trace),
         began=began,
     )
 

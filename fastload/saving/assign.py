@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from fastload.geometry.blocks import Block, Blocks
 from fastload.geometry.extents import Extent, Space
 from fastload.saving.layout import Layout
 
-__all__ = ["FileRange", "blocks_of", "cut", "partition", "tail_of", "tensors_within"]
+__all__ = ["FileRange", "Share", "assign", "blocks_of", "cut", "partition", "tail_of", "tensors_within"]
 
 
 class FileRange(NamedTuple):
@@ -21,6 +22,52 @@ class FileRange(NamedTuple):
     file: int
     begin: int
     end: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """The bytes of a save that one rank contributes.
+
+    Attributes:
+        ranges: All it writes, in file order.
+        pieces: The same, cut into what is copied, hashed and written at once.
+        tail: What it only hashes, after them.
+    """
+
+    ranges: Sequence[FileRange]
+    pieces: Sequence[FileRange]
+    tail: Sequence[FileRange]
+
+    @property
+    def nbytes(self) -> int:
+        """Length of all it writes."""
+        return sum(end - begin for _, begin, end in self.ranges)
+
+    @property
+    def copied(self) -> Sequence[FileRange]:
+        """The pieces of all that is copied, with what is only hashed."""
+        return [*self.pieces, *self.tail]
+
+
+def assign(
+    layout: Layout, writers: Sequence[int], rank: int, *, align_bytes: int | None, piece_bytes: int
+) -> Share:
+    """Returns what a rank contributes to a save.
+
+    Args:
+        layout: The files.
+        writers: The ranks that share the writing.
+        rank: The rank; it need not write.
+        align_bytes: Where a file may be cut; None: nowhere.
+        piece_bytes: Most bytes to copy, hash and write at once, unless `align_bytes` is more.
+
+    Raises:
+        OptionError: `align_bytes` is below 1, or there are no writers.
+    """
+    shares = partition(layout, num_writers=len(writers), align_bytes=align_bytes)
+    ranges = shares[writers.index(rank)] if rank in writers else ()
+    unit = align_bytes or 1
+    return Share(ranges, cut(ranges, max(1, piece_bytes // unit) * unit), tail_of(layout, ranges))
 
 
 def partition(

@@ -2,66 +2,54 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from fastload.errors import StorageError
 from fastload.formats.names import INDEX_NAME, RECORD_NAME
 from fastload.formats.record import CHECKSUM_BYTES, Record, RecordedFile, checksum
-from fastload.saving.hashing import Checksums
+from fastload.saving.call import Call
 from fastload.saving.layout import Layout, LayoutFile
+from fastload.saving.part import Part
 from fastload.saving.per_rank import OwnFiles
-from fastload.storage import Target
+from fastload.saving.receipts import Receipt, collect
 
-__all__ = ["pack", "publish"]
-
-
-def pack(receipt: Mapping[str, Any], checksums: Checksums) -> bytes:
-    """Packs what a rank has to tell its leader."""
-    sums = {file: [[first, text.hex()] for first, text in parts] for file, parts in checksums.items()}
-    return json.dumps({"receipt": receipt, "checksums": sums}).encode()
+__all__ = ["commit"]
 
 
-def publish(
-    target: Target,
-    layout: Layout,
-    packed: Sequence[bytes],
-    *,
-    structure: Any,
-    own: OwnFiles,
-    metadata: Mapping[str, str],
-    overwrite: bool,
-) -> None:
+def commit(call: Call, part: Part, receipt: Receipt, metadata: Mapping[str, str]) -> OwnFiles:
     """Writes index, the ranks' own values and commit record, and makes the checkpoint exist.
 
     Args:
-        target: Where all ranks have written.
-        layout: The files.
-        packed: What each of the ranks packed.
-        structure: The state but for its tensors.
-        own: What the ranks have of their own.
+        call: The leader's call; all ranks have written.
+        part: Its part.
+        receipt: What it has written.
         metadata: Text of the user's.
-        overwrite: Whether a checkpoint that is there may be replaced.
+
+    Returns:
+        What the ranks have of their own.
 
     Raises:
         StorageError: Bytes or checksums are missing, or storage failed.
         CheckpointExists: Another save was faster.
     """
-    told = [json.loads(text) for text in packed]
-    files = _recorded(layout, [each["checksums"] for each in told], target.url)
-    small_files = [(INDEX_NAME, layout.index)] if layout.index is not None else []
-    small_files += zip((file.name for file in own.files), own.contents, strict=True)
-    files += tuple(map(partial(_record_own, layout.block_bytes), own.files, own.contents))
+    described, layout, target = part.described, part.described.layout, part.target
+    structure, own = described.own.gather(described.content.structure, block_bytes=layout.block_bytes)
+    receipts = collect(call.world, part.team, receipt, what=call.what)
     record = Record(
         block_bytes=layout.block_bytes,
-        files=files,
+        files=(
+            *_recorded(layout, receipts, target.url),
+            *map(partial(_record_own, layout.block_bytes), own.files, own.contents),
+        ),
         state=structure,
         metadata=metadata,
     )
+    small_files = [(INDEX_NAME, layout.index)] if layout.index is not None else []
+    small_files += zip((file.name for file in own.files), own.contents, strict=True)
     small_files.append((RECORD_NAME, record.to_bytes()))
-    target.publish([each["receipt"] for each in told], small_files, overwrite=overwrite)
+    target.publish([each.written for each in receipts], small_files, overwrite=call.options.overwrite)
+    return own
 
 
 def _record_own(block_bytes: int, file: LayoutFile, content: bytes) -> RecordedFile:
@@ -73,15 +61,15 @@ def _record_own(block_bytes: int, file: LayoutFile, content: bytes) -> RecordedF
     return RecordedFile(file.name, file.nbytes, len(file.header), checksum(file.header), bytes(sums))
 
 
-def _recorded(layout: Layout, checksums: Sequence[dict[str, Any]], url: str) -> tuple[RecordedFile, ...]:
+def _recorded(layout: Layout, receipts: Sequence[Receipt], url: str) -> tuple[RecordedFile, ...]:
     files = []
     for index, file in enumerate(layout.files):
-        parts = sorted(part for each in checksums for part in each.get(str(index), ()))
+        stretches = sorted(stretch for each in receipts for stretch in each.checksums.get(index, ()))
         wanted, sums = layout.first_block(index + 1) - layout.first_block(index), bytearray()
-        for first, text in parts:
+        for first, digests in stretches:
             if first * CHECKSUM_BYTES != len(sums):
                 break
-            sums += bytes.fromhex(text)
+            sums += digests
         if len(sums) != wanted * CHECKSUM_BYTES:
             found = len(sums) // CHECKSUM_BYTES
             raise StorageError(f"nobody hashed block {found} of {wanted}", url=f"{url}/{file.name}")

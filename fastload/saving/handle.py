@@ -70,17 +70,23 @@ class SaveHandle:
             raise DeadlineExceeded(f"the save to {self._url} has not ended within {timeout} s")
         if self in self._unseen:
             self._unseen.remove(self)
-        if self._error is not None:
-            raise self._error
-        assert self.report is not None
-        return self.report
+        try:
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+            assert self.report is not None
+            return self.report
+        finally:
+            del self  # else error → traceback → frame → self → error would keep the caller's memory alive
 
     @classmethod
     def raise_unseen(cls) -> None:
         """Raises the error of a save that nobody has waited for."""
         for handle in cls._unseen:
             if handle.report is None:
-                handle.wait()
+                try:
+                    handle.wait()
+                finally:
+                    del handle  # as in `wait`
 
     @classmethod
     def in_doubt(cls) -> bool:

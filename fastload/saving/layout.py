@@ -37,7 +37,10 @@ from fastload.formats.safetensors_header import (
 from fastload.geometry.blocks import Blocks
 from fastload.geometry.extents import Space
 
-__all__ = ["Layout", "LayoutFile", "TensorSpec", "lay_out"]
+__all__ = ["HEADER_METADATA", "Layout", "LayoutFile", "TensorSpec", "lay_out"]
+
+HEADER_METADATA = {"format": "pt"}
+"""The ``__metadata__`` of the files of a checkpoint, which transformers asks for."""
 
 _MIN_BLOCK_BYTES = 256 << 10
 _MAX_BLOCK_BYTES = 4 << 20

@@ -20,7 +20,7 @@ from fastload.formats.names import OWN_STEM
 from fastload.formats.per_rank import fill_places
 from fastload.formats.state import Description
 from fastload.ranks.world import World
-from fastload.saving.layout import LayoutFile, TensorSpec, lay_out
+from fastload.saving.layout import HEADER_METADATA, LayoutFile, TensorSpec, lay_out
 
 __all__ = ["OwnFiles", "OwnValues", "gather_own", "pack_own"]
 
@@ -102,9 +102,7 @@ class OwnValues:
         if self._packed:
             self._world.show_bytes(f"{self._what}: leaving this rank's own values", _PLACE, self._packed)
 
-    def gather(
-        self, structure: Any, *, block_bytes: int, metadata: Mapping[str, str]
-    ) -> tuple[Any, OwnFiles]:
+    def gather(self, structure: Any, *, block_bytes: int) -> tuple[Any, OwnFiles]:
         """Puts together what all ranks have shown; see `gather_own`."""
         if not self._packed:
             return structure, OwnFiles()
@@ -112,7 +110,7 @@ class OwnValues:
         everyone = [self._world.take_bytes(what, _PLACE, rank, keep=True) for rank in range(self._world.size)]
         packed = [each for each in everyone if each is not None]
         assert len(packed) == len(everyone)
-        return gather_own(structure, packed, block_bytes=block_bytes, metadata=metadata)
+        return gather_own(structure, packed, block_bytes=block_bytes, metadata=HEADER_METADATA)
 
 
 def gather_own(

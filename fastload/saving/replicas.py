@@ -33,13 +33,13 @@ def replica_digests(layout: Layout, source: Source, *, how: str) -> bytes:
         how: ``full``, or ``sample``: the first and the last 4 KiB of each tensor, and 14 such ranges
             evenly between them.
     """
-    staging = allocate_staging(_PIECE_BYTES, pinned=source.on_device)
+    memory = allocate_staging(_PIECE_BYTES, pinned=source.on_device)
     digests = bytearray()
     for index, file in enumerate(layout.files):
         for entry in file.tensors:
             hasher = xxhash.xxh3_64()
             for piece in _ranges(index, entry, how):
-                slab = staging[: piece.end - piece.begin]
+                slab = memory[: piece.end - piece.begin]
                 source.copy(piece, slab)
                 source.settle()
                 hasher.update(host_view(slab))
@@ -61,20 +61,20 @@ def compare_replicas(world: World, layout: Layout, source: Source, *, how: str, 
         ReplicaMismatch: They differ; names ranks and tensors. The same on all ranks.
         PeerError: Some rank could not say.
     """
-    mine = b""
+    own = b""
 
     def digest() -> str:
-        nonlocal mine
-        mine = replica_digests(layout, source, how=how)
-        return xxhash.xxh3_128_hexdigest(mine)
+        nonlocal own
+        own = replica_digests(layout, source, how=how)
+        return xxhash.xxh3_128_hexdigest(own)
 
     if len(set(world.agree(what, digest))) == 1:
         return
     # A mismatch is rare: only then do the ranks learn the digests of one, and tell where theirs are others.
-    first = world.share(what, 0, lambda: mine)
-    told = world.agree(what, lambda: _unlike(first, mine))
+    first = world.share(what, 0, lambda: own)
+    unlike = world.agree(what, lambda: _unlike(first, own))
     raise ReplicaMismatch(
-        "the ranks hold different tensors, so nothing was saved:\n" + "\n".join(_differences(layout, told))
+        "the ranks hold different tensors, so nothing was saved:\n" + "\n".join(_differences(layout, unlike))
     )
 
 
@@ -87,17 +87,17 @@ def _ranges(file: int, entry: TensorEntry, how: str) -> Sequence[FileRange]:
     return [FileRange(file, start, start + _SAMPLE_BYTES) for start in starts]
 
 
-def _unlike(first: bytes, mine: bytes) -> tuple[int, list[tuple[int, str]]]:
+def _unlike(first: bytes, own: bytes) -> tuple[int, list[tuple[int, str]]]:
     """Returns how many of this rank's digests are not those of the first, and the first few of them."""
     size = _DIGEST_BYTES
-    unlike = [at for at in range(0, len(mine), size) if first[at : at + size] != mine[at : at + size]]
-    few = [(at // size, mine[at : at + size].hex()) for at in unlike[:_NUM_SHOWN]]
+    unlike = [at for at in range(0, len(own), size) if first[at : at + size] != own[at : at + size]]
+    few = [(at // size, own[at : at + size].hex()) for at in unlike[:_NUM_SHOWN]]
     return len(unlike), few
 
 
-def _differences(layout: Layout, told: Sequence[tuple[int, Sequence[tuple[int, str]]]]) -> list[str]:
+def _differences(layout: Layout, unlike: Sequence[tuple[int, Sequence[tuple[int, str]]]]) -> list[str]:
     """Says for the first tensors that differ which ranks have not what most have."""
-    few = [dict(few) for _, few in told]
+    few = [dict(few) for _, few in unlike]
     numbers = sorted({number for digests in few for number in digests})
     names = [entry.name for file in layout.files for entry in file.tensors]
     lines = []
@@ -106,5 +106,5 @@ def _differences(layout: Layout, told: Sequence[tuple[int, Sequence[tuple[int, s
         usual, count = Counter(found).most_common(1)[0]
         odd = [str(rank) for rank, digest in enumerate(found) if digest != usual]
         lines.append(f"  {names[number]}: rank {', '.join(odd)} not as the {count} other{'s' * (count > 1)}")
-    more = max(len(numbers), *(count for count, _ in told)) - _NUM_SHOWN
+    more = max(len(numbers), *(count for count, _ in unlike)) - _NUM_SHOWN
     return lines + ([f"  and at least {more} more"] if more > 0 else [])

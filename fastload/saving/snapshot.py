@@ -15,7 +15,7 @@ from fastload.formats.manifest import TensorEntry
 from fastload.saving.assign import FileRange, tensors_within
 from fastload.saving.layout import Layout
 
-__all__ = ["Slabs", "Snapshot", "Source", "Staging"]
+__all__ = ["ReusedSlabs", "Slabs", "Snapshot", "Source"]
 
 _SLAB_BYTES = 64 << 20  # a power of two, and a small part of a share that is worth counting
 
@@ -142,6 +142,7 @@ class Snapshot:
     def keep(self) -> None:
         """Leaves the memory to the next snapshot; this one cannot be used any more."""
         self._spare[:] = [self._slabs]
+        self._slabs = []
         self._pieces.clear()
 
     @classmethod
@@ -155,7 +156,7 @@ class Snapshot:
         return [allocate_staging(nbytes, pinned=pinned) for nbytes in lengths]
 
 
-class Staging:
+class ReusedSlabs:
     """A few slabs, filled one after the other while earlier ones are written.
 
     Args:

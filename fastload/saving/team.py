@@ -1,17 +1,11 @@
-"""Where a save goes and who writes it: settled by all ranks together before a byte is written."""
+"""Which ranks write a copy of a checkpoint together. Pure: the same on all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from fastload.errors import OptionError, StorageError
-from fastload.ranks.world import World
-from fastload.saving.layout import Layout
-from fastload.storage import Target
-
-__all__ = ["Team", "choose_team", "open_stage"]
+__all__ = ["Team", "choose_team"]
 
 
 @dataclass(frozen=True)
@@ -62,70 +56,3 @@ def choose_team(rank: int, hosts: Sequence[str], *, writers: int | str, shared: 
 
 def _first_of_each(hosts: Sequence[str], ranks: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted({hosts[rank]: rank for rank in reversed(ranks)}.values()))
-
-
-def open_stage(
-    world: World,
-    team: Team,
-    target: Target,
-    another: Callable[[], Target],
-    layout: Layout,
-    *,
-    overwrite: bool,
-) -> None:
-    """Has the leaders prepare the place, and the others join them.
-
-    Args:
-        world: The ranks.
-        team: This rank's.
-        target: Where this rank writes; nothing has been asked of it yet.
-        another: Opens one more target at the same place, to look whether another team's can be seen.
-        layout: The files.
-        overwrite: Whether a checkpoint that is there may be replaced.
-
-    Raises:
-        OptionError: The hosts see one place although each was to have its own.
-        PeerError: Some rank cannot write there, with its cause.
-        CheckpointExists: There is a checkpoint already.
-    """
-    files = [(file.name, file.nbytes) for file in layout.files]
-
-    def prepare() -> dict[str, Any] | None:
-        return target.prepare(files, overwrite=overwrite) if world.rank == team.leader else None
-
-    tickets = world.agree(f"preparing to save to {target.url}", prepare)
-
-    def join() -> None:
-        if world.rank != team.leader:
-            _join(target, tickets[team.leader], team.leader)
-        elif team.num_copies > 1:
-            _look_for_others(
-                another, [t for r, t in enumerate(tickets) if t is not None and r != team.leader]
-            )
-
-    world.agree(f"joining the save to {target.url}", join)
-
-
-def _join(target: Target, ticket: Any, leader: int) -> None:
-    try:
-        target.join(ticket)
-    except StorageError as error:
-        raise StorageError(
-            f"this rank does not see what rank {leader} prepared there ({error.args[0]}): the hosts do not "
-            "share this path; save to one that they share, or a copy on each host with shared=False",
-            url=target.url,
-        ) from error
-
-
-def _look_for_others(another: Callable[[], Target], tickets: Sequence[Any]) -> None:
-    for ticket in tickets:
-        target = another()
-        try:
-            target.join(ticket)
-        except StorageError:
-            continue
-        finally:
-            target.close()
-        raise OptionError(
-            f"shared=False, but the hosts share {target.url}: each would replace the other's copy"
-        )

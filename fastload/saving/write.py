@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,16 +14,74 @@ from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers
 from fastload.errors import StorageError
 from fastload.ranks.world import World
-from fastload.saving.assign import FileRange
+from fastload.saving.assign import FileRange, Share, blocks_of
+from fastload.saving.call import Call
 from fastload.saving.hashing import BlockHasher
-from fastload.saving.snapshot import Slabs
+from fastload.saving.part import Part
+from fastload.saving.receipts import Receipt, hand_in
+from fastload.saving.snapshot import ReusedSlabs, Slabs, Snapshot
 from fastload.storage import Target
 
-__all__ = ["Writing"]
+__all__ = ["Writing", "Written", "write"]
 
 T = TypeVar("T")
 
-_TICK_S = 0.05
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank has done, once all of them have written.
+
+    Attributes:
+        receipt: What its leader is to know of it.
+        write_s: Seconds with at least one write under way.
+        flush_s: Seconds until what was written was durable.
+        slab_bytes: Memory that the bytes went through.
+    """
+
+    receipt: Receipt
+    write_s: float
+    flush_s: float
+    slab_bytes: int
+
+
+def write(call: Call, part: Part, snapshot: Snapshot | None) -> Written:
+    """Writes this rank's share, and settles on all ranks whether all of them have.
+
+    Args:
+        call: This rank's call.
+        part: Its part; what is pending is open.
+        snapshot: The bytes; None takes them from the state. Its memory is left to the next snapshot.
+
+    Raises:
+        FastloadError: Some rank has not written.
+    """
+    world, options, described = call.world, call.options, part.described
+    writing = Writing(
+        world,
+        part.target,
+        [file.name for file in described.layout.files],
+        num_threads=options.write_threads,
+        progress=options.progress,
+    )
+    call.tracing.follow({"write": writing.watch})
+    found: list[Written] = []
+
+    def work() -> None:
+        slabs: Slabs | None = snapshot
+        if slabs is None:
+            slabs = ReusedSlabs(described.source, part.share.copied, num_slabs=options.write_threads + 1)
+        hasher = BlockHasher(blocks_of(described.layout, part.share.ranges))
+        receipt = Receipt(writing.write(part.share, slabs, hasher), hasher.checksums())
+        hand_in(world, part.team, receipt, what=call.what)
+        described.own.show()
+        found.append(Written(receipt, writing.watch.seconds, writing.flush_s, slabs.nbytes))
+
+    try:
+        world.settle(call.what, work)
+    finally:
+        if writing.close() and snapshot is not None:
+            snapshot.keep()
+    return found[0]
 
 
 class Writing:
@@ -57,14 +116,11 @@ class Writing:
         self.watch = Stopwatch()
         self.flush_s = 0.0
 
-    def write(
-        self, pieces: Sequence[FileRange], tail: Sequence[FileRange], slabs: Slabs, hasher: BlockHasher
-    ) -> dict[str, Any]:
+    def write(self, share: Share, slabs: Slabs, hasher: BlockHasher) -> dict[str, Any]:
         """Writes all pieces and makes them durable.
 
         Args:
-            pieces: In file order.
-            tail: What is only hashed, after them.
+            share: What to write, and what to hash.
             slabs: The bytes of both.
             hasher: Fed with them on the way.
 
@@ -75,29 +131,30 @@ class Writing:
             StorageError: Storage failed, or did not answer in time.
             Interrupted: Another rank failed.
         """
-        total, done = sum(piece.end - piece.begin for piece in pieces), 0
+        done_bytes = 0
         under_way: deque[tuple[FileRange, Future[None]]] = deque()
 
-        def finish() -> int:
-            piece, writing = under_way.popleft()
-            self._await(writing, piece)
-            return piece.end - piece.begin
+        def finish() -> None:
+            nonlocal done_bytes
+            piece = under_way[0][0]
+            self._await(piece, under_way.popleft()[1])
+            done_bytes += piece.end - piece.begin
+            if self._progress is not None:
+                self._progress(done_bytes, share.nbytes)
 
-        for index, piece in enumerate(pieces):
+        for index, piece in enumerate(share.pieces):
             if len(under_way) == slabs.depth:
-                done += finish()
-                self._report(done, total)
+                finish()
             data = slabs.piece(index)
             hasher.feed(piece, data)
             under_way.append((piece, self._workers.submit(partial(self._write, piece, data))))
             del data
         while under_way:
-            done += finish()
-            self._report(done, total)
-        for index, rest in enumerate(tail, len(pieces)):
+            finish()
+        for index, rest in enumerate(share.tail, len(share.pieces)):
             hasher.feed(rest, slabs.piece(index))
         began = time.perf_counter()
-        receipt = self._await(self._workers.submit(self._target.flush), None)
+        receipt = self._await(None, self._workers.submit(self._target.flush))
         self.flush_s = time.perf_counter() - began
         return receipt
 
@@ -109,9 +166,12 @@ class Writing:
         with self.watch.span(nbytes=len(data)):
             self._target.write(self._names[piece.file], piece.begin, data)
 
-    def _await(self, work: Future[T], piece: FileRange | None) -> T:
-        """Waits for a write, no longer than the other ranks go on."""
-        return self._world.await_work(work, partial(self._overdue, piece))
+    def _await(self, piece: FileRange | None, work: Future[T]) -> T:
+        """Waits for a write, or for all of it to be durable, no longer than the other ranks go on."""
+        try:
+            return self._world.await_work(work, partial(self._overdue, piece))
+        finally:
+            del work  # else error → traceback → frame → work → error would keep all their memory alive
 
     def _overdue(self, piece: FileRange | None) -> StorageError:
         text = f"storage did not answer within {self._world.patience_s:.1f} s"
@@ -119,7 +179,3 @@ class Writing:
             return StorageError(f"{text} that the data is durable", url=self._target.url)
         url = f"{self._target.url}/{self._names[piece.file]}"
         return StorageError(text, url=url, offset=piece.begin, nbytes=piece.end - piece.begin)
-
-    def _report(self, done: int, total: int) -> None:
-        if self._progress is not None:
-            self._progress(done, total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-__all__ = ["WriterTuner"]
+__all__ = ["WriterTuner", "tuner"]
 
 _MIN_SHARE_BYTES = 32 << 20  # below, one more writer costs more than it saves
 _MIN_TUNED_BYTES = 1 << 30  # below, a save says little about the storage
@@ -53,3 +53,7 @@ class WriterTuner:
         if nbytes >= _MIN_TUNED_BYTES and seconds > 0:
             with self._lock:
                 self._rates.setdefault((place, num_ranks), {})[num_writers] = nbytes / seconds
+
+
+tuner = WriterTuner()
+"""What the saves of this process have taken."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import fastload
 from fastload import PerRank, PlanMismatch, ReplicaMismatch, SaveOptions
 from fastload.ranks.world import World
+from fastload.saving import describe as describe_module
 from fastload.saving import save as save_module
 from tests.dist.harness import ranks
 
@@ -90,21 +91,22 @@ def test_it_costs_no_step_more(rank: int, world: int, tmp_path: Path) -> None:
         slow.wait(20)
         counts[how].append(len(steps))
     assert counts["off"] == counts["small"]
-    meets: list[int] = []
-    agree = save_module.Save._agree
+    order: list[str] = []
+    for name in ("agree", "Snapshot"):
 
-    def note(self: Any) -> None:
-        meets.append(self._slabs is not None)
-        agree(self)
+        def note(*given: Any, name: str = name, real: Any = getattr(save_module, name)) -> Any:
+            made = real(*given)
+            order.append(name)
+            return made
 
-    save_module.Save._agree = note  # type: ignore[method-assign]
+        setattr(save_module, name, note)
     fastload.async_save(state, tmp_path / "last", options=OPTIONS).wait(20)
-    assert meets == [True], "the copy was there before the ranks met"
+    assert order == ["Snapshot", "agree"], "the copy was there before the ranks met"
 
 
 @ranks(2)
 def test_where_tensors_are_on_a_device_on_some_ranks_only(rank: int, world: int, tmp_path: Path) -> None:
     if rank == 1:
-        save_module.small_tensors = lambda *given: {}  # type: ignore[assignment]  # as if on a device
+        describe_module.small_tensors = lambda *given: {}  # type: ignore[assignment]  # as if on a device
     fastload.save({"a": torch.ones(3)}, tmp_path / "a", options=OPTIONS)
     assert fastload.load(tmp_path / "a")["a"].tolist() == [1, 1, 1]

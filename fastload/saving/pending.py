@@ -1,0 +1,67 @@
+"""What a save writes before its commit: prepared by the leaders, seen by all, before a byte is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastload.errors import OptionError, StorageError
+from fastload.saving.call import Call
+from fastload.saving.part import Part
+from fastload.storage import Target
+
+__all__ = ["open_pending"]
+
+
+def open_pending(call: Call, part: Part) -> None:
+    """Has the leaders prepare the place, and the others join them.
+
+    Raises:
+        OptionError: The hosts see one place although each was to have its own.
+        PeerError: Some rank cannot write there, with its cause.
+        CheckpointExists: There is a checkpoint already.
+    """
+    world, team, target = call.world, part.team, part.target
+    files = [(file.name, file.nbytes) for file in part.described.layout.files]
+
+    def prepare() -> dict[str, Any] | None:
+        if world.rank != team.leader:
+            return None
+        return target.prepare(files, overwrite=call.options.overwrite)
+
+    tickets = world.agree(f"preparing to save to {target.url}", prepare)
+
+    def join() -> None:
+        if world.rank != team.leader:
+            _join(target, tickets[team.leader], team.leader)
+        elif team.num_copies > 1:
+            others = [tickets[leader] for leader in team.leaders if leader != team.leader]
+            _look_for_others(call.open_target, others)
+
+    world.agree(f"joining the save to {target.url}", join)
+
+
+def _join(target: Target, ticket: Any, leader: int) -> None:
+    try:
+        target.join(ticket)
+    except StorageError as error:
+        raise StorageError(
+            f"this rank does not see what rank {leader} prepared there ({error.args[0]}): the hosts do not "
+            "share this path; save to one that they share, or a copy on each host with shared=False",
+            url=target.url,
+        ) from error
+
+
+def _look_for_others(another: Callable[[], Target], tickets: Sequence[Any]) -> None:
+    """Looks whether what another team has prepared can be seen from here."""
+    for ticket in tickets:
+        target = another()
+        try:
+            target.join(ticket)
+        except StorageError:
+            continue
+        finally:
+            target.close()
+        raise OptionError(
+            f"shared=False, but the hosts share {target.url}: each would replace the other's copy"
+        )
