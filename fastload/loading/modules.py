@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 __all__ = ["Fit", "Leaf", "extra_names", "fit", "may_fill", "needs_call", "own_tensors", "reshard"]
 
 _EXTRA = "_extra_state"
+_FSDP2 = "torch.distributed.fsdp._fully_shard."
 _MEMBERS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 
 
@@ -62,10 +63,14 @@ def reshard(module: nn.Module) -> None:
     After a forward some have whole parameters, which are no part of the model's state.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and hasattr(fsdp, "FSDPModule"):
-        for part in module.modules():
-            if isinstance(part, fsdp.FSDPModule):
-                part.reshard()
+    if fsdp is None or not hasattr(fsdp, "FSDPModule"):
+        return
+    for part in module.modules():
+        if isinstance(part, fsdp.FSDPModule):
+            part.reshard()
+        for hook in part._state_dict_pre_hooks.values():  # of a module that is part of a larger one
+            if getattr(hook, "__module__", "").startswith(_FSDP2):
+                hook(part, "", False)
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Leaf]]:

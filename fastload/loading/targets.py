@@ -1,7 +1,7 @@
 """What of a tensor this rank holds: the boxes of a DTensor, and the views of its local tensor that they are.
 
-torch tells of a DTensor's shard only where it begins. Here the placements are followed from left to right, as
-torch cuts, so that a shard whose rows are not contiguous comes out as all the boxes it consists of.
+torch tells of a DTensor's shard only where it begins. Here the tensor is cut as torch does it, placement by
+placement, so that a shard whose rows are not neighbours comes out as all the boxes it consists of.
 """
 
 from __future__ import annotations
@@ -10,24 +10,52 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fastload.geometry.box import Box
 
-__all__ = ["Group", "empty_like", "is_dtensor", "local_of", "local_parts", "placed_boxes", "placed_intervals"]
+__all__ = [
+    "Group",
+    "empty_like",
+    "is_dtensor",
+    "local_of",
+    "local_parts",
+    "local_shape",
+    "placed_boxes",
+    "placed_intervals",
+]
 
 Interval = tuple[int, int]
+Held = list[list[Interval]]
 
 _PLAIN = (Tensor, nn.Parameter)
 
 
+class Cut(NamedTuple):
+    """How one dimension of a mesh cuts a dimension of a tensor.
+
+    Attributes:
+        num_ranks: How many shards it makes.
+        which: The one that the rank holds.
+        split_factor: How many pieces there are before; each of them is cut, and a shard has a bit of each.
+    """
+
+    num_ranks: int
+    which: int
+    split_factor: int
+
+
 def placed_intervals(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
-) -> list[list[Interval]]:
+) -> list[Held]:
     """Returns for each dimension which indexes one rank of a mesh holds, as ascending intervals.
+
+    Where a dimension is cut unevenly and more than once, that depends on who did it: torch follows the
+    placements from left to right; FSDP2 cuts what had been cut before it came, and its placements say about
+    the same. So there may be two answers; the first is torch's.
 
     Args:
         shape: Of the whole tensor.
@@ -36,26 +64,47 @@ def placed_intervals(
         placements: One for each dimension of the mesh: with a ``dim``, and perhaps a ``split_factor``, if it
             cuts the tensor there.
     """
-    held = [[(0, size)] if size else [] for size in shape]
+    cuts: list[list[Cut]] = [[] for _ in shape]
     for num_ranks, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
         dim = getattr(placement, "dim", None)
         if dim is not None:
-            num_pieces = getattr(placement, "split_factor", 1)
-            pieces = [_chunk(held[dim], num_pieces, number) for number in range(num_pieces)]
-            held[dim] = _joined(one for piece in pieces for one in _chunk(piece, num_ranks, index))
-    return held
+            cuts[dim].append(Cut(num_ranks, index, getattr(placement, "split_factor", 1)))
+    whole: Held = [[(0, size)] if size else [] for size in shape]
+    by_torch = [_cut_left_first(held, here) for held, here in zip(whole, cuts, strict=True)]
+    if not any(cut.split_factor > 1 for here in cuts for cut in here):
+        return [by_torch]
+    by_fsdp = [_cut_right_first(held, here) for held, here in zip(whole, cuts, strict=True)]
+    return [by_torch] if by_fsdp == by_torch else [by_torch, by_fsdp]
 
 
-def placed_boxes(
-    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
-) -> list[tuple[Box, Box]]:
-    """Returns what one rank of a mesh holds, none of it empty, in row-major order; see `placed_intervals`.
+def placed_boxes(held: Held) -> list[tuple[Box, Box]]:
+    """Returns the boxes that intervals in each dimension make, in row-major order, none of them empty.
 
     Returns:
         Pairs of a box of the whole tensor and of the box of the local one that holds it.
     """
-    held = placed_intervals(shape, mesh_shape, coordinate, placements)
     return [_boxes_at(parts) for parts in product(*map(_with_places, held))]
+
+
+def local_shape(held: Held) -> tuple[int, ...]:
+    """Returns the shape of the local tensor that holds these intervals of each dimension."""
+    return tuple(sum(end - begin for begin, end in intervals) for intervals in held)
+
+
+def _cut_left_first(intervals: list[Interval], cuts: Sequence[Cut]) -> list[Interval]:
+    for num_ranks, which, split_factor in cuts:
+        pieces = [_chunk(intervals, split_factor, number) for number in range(split_factor)]
+        intervals = _joined(one for piece in pieces for one in _chunk(piece, num_ranks, which))
+    return intervals
+
+
+def _cut_right_first(intervals: list[Interval], cuts: Sequence[Cut]) -> list[Interval]:
+    if not cuts:
+        return intervals
+    first, rest = cuts[0], cuts[1:]
+    if first.split_factor > 1 and first.split_factor == prod(cut.num_ranks for cut in rest):
+        return _chunk(_cut_right_first(intervals, rest), first.num_ranks, first.which)
+    return _cut_right_first(_cut_left_first(intervals, cuts[:1]), rest)
 
 
 def _chunk(intervals: Sequence[Interval], num_chunks: int, index: int) -> list[Interval]:
@@ -119,18 +168,25 @@ def local_parts(tensor: Tensor) -> list[tuple[Box, Tensor]]:
     """
     if not is_dtensor(tensor):
         return [(Box.whole(tensor.shape), tensor)]
-    found = _placed(tensor)
-    if found is None:
-        return []
     local = local_of(tensor)
-    return [(box, _view(local, within)) for box, within in placed_boxes(*found)]
+    return [
+        (box, _view(local, within)) for held in _readings(tensor)[:1] for box, within in placed_boxes(held)
+    ]
 
 
-def _placed(tensor: Any) -> tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[Any]] | None:
-    """Returns the arguments of `placed_boxes`; None if this rank has no place in the mesh."""
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    return None if coordinate is None else (tensor.shape, mesh.shape, coordinate, tensor.placements)
+def _readings(tensor: Any) -> list[Held]:
+    """Returns what this rank may hold of a DTensor, given the shape of its local one.
+
+    One answer, if it can be told; none if this rank has no place in the mesh.
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    found = placed_intervals(tensor.shape, tensor.device_mesh.shape, coordinate, tensor.placements)
+    shape = local_of(tensor).shape
+    if not prod(shape):
+        return [held for held in found if not prod(local_shape(held))][:1]
+    return [held for held in found if local_shape(held) == shape]
 
 
 def _view(local: Tensor, box: Box) -> Tensor:
@@ -198,17 +254,16 @@ class Group:
                 f"{name}: into= has a DTensor on a mesh with ranks {_some(outside)}, which take no part in "
                 "this load: load with a group= of all of them"
             )
-        local, placed = local_of(tensor), _placed(tensor)
+        local = local_of(tensor)
+        num_readings = len(_readings(tensor))
         if type(local) not in _PLAIN:
             yield f"{name}: into= has a DTensor whose local tensor is a {type(local).__name__}"
-        elif placed is not None:
-            held = placed_intervals(*placed)
-            sizes = [sum(end - begin for begin, end in intervals) for intervals in held]
-            if list(local.shape) != sizes and (local.numel() or prod(sizes)):
-                yield (
-                    f"{name}: into= has a DTensor with a local tensor of shape {list(local.shape)}; its "
-                    f"placements {tuple(tensor.placements)} give {sizes} of {list(tensor.shape)}"
-                )
+        elif num_readings != 1 and tensor.device_mesh.get_coordinate() is not None:
+            why = "do not say which part of" if num_readings else "do not give that of"
+            yield (
+                f"{name}: into= has a DTensor with a local tensor of shape {list(local.shape)}; its "
+                f"placements {tuple(tensor.placements)} {why} {list(tensor.shape)}: shard it evenly"
+            )
 
     def _outside_of(self, mesh: Any) -> list[int]:
         if self._ranks is None:

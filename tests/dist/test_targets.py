@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -223,6 +226,37 @@ def test_a_module_has_its_shards_filled_after_a_forward(rank: int, world: int, t
 
 
 @ranks(2)
+def test_a_part_of_a_module_has_its_shards_filled_after_a_forward(rank: int, world: int, tmp_path: Path) -> None:
+    """It is sharded as a part of the whole, and knows nothing of that itself."""
+    fastload.save({"head.running_mean": torch.ones(3), "head.weight": numbered(3)}, tmp_path / "c")
+    model = fully_sharded(init_device_mesh("cpu", (2,)))
+    model(torch.rand(4, 5))
+    found = matched(tmp_path / "c", {"head": model[3]}, names=["head.running_mean", "head.weight"])
+    assert [d.box for d in found.destinations if d.entry.name == "head.weight"] == [Box((2 * rank,), (2 - rank,))]
+    fill(found, {"head.running_mean": torch.ones(3), "head.weight": numbered(3)})
+    assert torch.equal(model.state_dict()["3.weight"].full_tensor(), numbered(3))
+
+
+@ranks(6)
+@pytest.mark.parametrize("rows", [7, 9, 25])
+def test_shards_of_uneven_shards(rank: int, world: int, tmp_path: Path, rows: int) -> None:
+    """FSDP2 cuts what TP has cut; the placements say something else, and torch copes with it."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    saved = numbered(rows, 2)
+    fastload.save({"0.weight": saved}, tmp_path / "c")
+
+    def made(weight: Tensor) -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, rows, bias=False))
+        model[0].weight = nn.Parameter(weight)
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+        return fully_shard(model, mesh=mesh["dp"])
+
+    model, expected = made(torch.zeros(rows, 2)), made(saved)
+    fill(matched(tmp_path / "c", model), {"0.weight": saved})
+    assert_same_shards(model[0].weight, expected[0].weight)
+
+
+@ranks(2)
 def test_a_module_on_the_meta_device_gets_real_shards(rank: int, world: int, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
@@ -352,9 +386,13 @@ def test_what_cannot_be_filled_is_said(rank: int, world: int, tmp_path: Path) ->
         return DTensor.from_local(local, line, [placement], shape=torch.Size((8, 2)), stride=(2, 1))
 
     refuses(made(torch.zeros(8, 2), Partial()), "a: into= has a DTensor with placement P.*redistribute it")
-    refuses(made(torch.zeros(3, 2), Shard(0)), r"a: .*local tensor of shape \[3, 2\].*give \[2, 2\] of \[8, 2\]")
+    refuses(made(torch.zeros(3, 2), Shard(0)), r"a: .*local tensor of shape \[3, 2\].* do not give that of \[8, 2\]")
     refuses(made(torch.zeros(1, 2).expand(2, 2), Shard(0)), "a: into= has a tensor whose elements share memory")
     refuses(distributed(torch.zeros(8, 3), line, [Shard(0)]), r"a: shape \[8, 2\] .*, \[8, 3\] in into=")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # as these are deprecated
+        old = sharded_tensor.empty(ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(4)]), 8, 2)
+        refuses(old, "a: into= has a ShardedTensor, as FSDP1 makes them: use fully_shard")
     whole = distributed(torch.zeros(8, 2), line, [Shard(0)])
     with fastload.open(tmp_path / "c") as checkpoint, pytest.raises(MismatchError, match="on a mesh with ranks 2, 3,"):
         match(
