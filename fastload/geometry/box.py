@@ -66,6 +66,50 @@ class Runs(NamedTuple):
         """Where the last run ends."""
         return self.start + sum((count - 1) * distance for count, distance in self.steps) + self.length
 
+    @property
+    def total(self) -> int:
+        """Length of all runs together."""
+        return self.num_runs * self.length
+
+    @property
+    def stride(self) -> int:
+        """How far apart the turns of the outermost loop are; of a single run, its length."""
+        return self.steps[0][1] if self.steps else self.length
+
+    def before(self, position: int) -> int:
+        """Returns how much of the runs lies before a position."""
+        count, rest, total = 0, position - self.start, self.total
+        for turns, distance in self.steps:
+            if rest <= 0:
+                return count
+            total //= turns
+            past = min(rest // distance, turns)
+            count += past * total
+            if past == turns:
+                return count
+            rest -= past * distance
+        return count + min(max(rest, 0), self.length)
+
+    def cut(self, begin: int, end: int) -> Iterator[Runs]:
+        """Yields what the runs, laid end to end, have from `begin` to `end`: few nests of loops, in order."""
+        if begin >= end:
+            return
+        if not self.steps:
+            yield Runs(self.start + begin, end - begin, ())
+            return
+        (_, distance), *inner = self.steps
+        turn = Runs(self.start, self.length, tuple(inner))
+        first, within = divmod(begin, turn.total)
+        here = turn._replace(start=self.start + first * distance)
+        turns = (end - begin) // turn.total
+        if within or not turns:
+            head = min(turn.total - within, end - begin)
+            yield from here.cut(within, within + head)
+            yield from self.cut(begin + head, end)
+            return
+        yield here if turns == 1 else here._replace(steps=((turns, distance), *inner))
+        yield from self.cut(begin + turns * turn.total, end)
+
     def scaled(self, itemsize: int) -> Runs:
         """Returns the same in bytes, given the length of an element."""
         steps = tuple((count, distance * itemsize) for count, distance in self.steps)

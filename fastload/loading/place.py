@@ -1,4 +1,4 @@
-"""Puts ranges of the wanted space into tensors: any dtype, device, layout, and cut anywhere."""
+"""Puts ranges of what a rank wants into tensors: any dtype, device, layout, and cut anywhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from fastload.base.memory import byte_view, round_up, runs
 from fastload.formats.manifest import TensorEntry
 from fastload.geometry.box import Box
-from fastload.geometry.extents import Space
+from fastload.geometry.extents import Extent, Space
 
 __all__ = ["Destination", "Placer"]
 
@@ -37,6 +37,11 @@ class Destination:
     box: Box | None = None
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of what is wanted, as they are stored."""
+        return self.entry.nbytes if self.box is None else self.box.numel * self.stored.itemsize
+
+    @property
     def is_plain(self) -> bool:
         """Whether bytes can be copied as they are."""
         lazy = self.tensor.is_conj() or self.tensor.is_neg()  # torch negates when it reads the bytes
@@ -44,25 +49,25 @@ class Destination:
 
 
 class Placer:
-    """Takes the wanted space to its destinations.
+    """Takes what a rank wants to its destinations.
 
     Args:
-        destinations: In the order of the plan's wanted space.
+        destinations: Laid end to end, they are what the rank wants.
     """
 
     def __init__(self, destinations: Sequence[Destination]) -> None:
         # Detached, these keep the memory that is written to, whatever the caller does meanwhile.
         self._destinations = [
-            Destination(d.entry, d.stored, d.tensor.detach()) for d in destinations if d.entry.nbytes
+            Destination(d.entry, d.stored, d.tensor.detach(), d.box) for d in destinations if d.nbytes
         ]
-        self._wanted = Space([d.entry for d in self._destinations])
+        self._wanted = Space([Extent(d.entry.file, d.entry.offset, d.nbytes) for d in self._destinations])
         self._addresses = [_address(d) for d in self._destinations]
-        self._shared = _overlapping(self._addresses, [d.entry.nbytes for d in self._destinations])
-        self._cut: dict[tuple[str, int], tuple[Tensor, int]] = {}
+        self._shared = _overlapping(self._addresses, [d.nbytes for d in self._destinations])
+        self._cut: dict[tuple[int, int], tuple[Tensor, int]] = {}
         self._devices = {d.tensor.device for d in self._destinations if d.tensor.is_cuda}
 
     def targets(self, start: int, nbytes: int, at_most: int) -> list[Tensor] | None:
-        """Returns the memory that a range of the wanted space belongs to, flat uint8, piece by piece.
+        """Returns the memory that a range of what is wanted belongs to, flat uint8, piece by piece.
 
         None if that is more than `at_most` pieces, or if some of it is on a device, strided, cast, or also
         part of another destination: those bytes have to be placed.
@@ -76,10 +81,10 @@ class Placer:
         return [byte_view(self._destinations[index].tensor)[begin:end] for index, begin, end in pieces]
 
     def place(self, start: int, data: Tensor) -> None:
-        """Places a range of the wanted space; ranges may come in any order, each byte once.
+        """Places a range of what is wanted; ranges may come in any order, each byte once.
 
         Args:
-            start: First byte in the wanted space.
+            start: First byte in what is wanted.
             data: The bytes, flat uint8, on any device.
         """
         source, starts = data.data_ptr() if data.is_cpu else 0, self._wanted.starts
@@ -123,7 +128,7 @@ class Placer:
             return
         size = destination.stored.itemsize
         element, offset = divmod(begin, size)
-        key = (destination.entry.name, element)
+        key = (id(destination), element)
         kept, num_kept = self._cut.pop(key, (torch.empty(size, dtype=torch.uint8, device="cpu"), 0))
         kept[offset : offset + piece.numel()] = piece.cpu()
         if num_kept + piece.numel() < size:

@@ -6,20 +6,25 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fastload.base.memory import host_view
 from fastload.base.stopwatch import Stopwatch
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted
 from fastload.ranks.world import World
-from fastload.transfer.plan import Chunk, TransferPlan
+from fastload.transfer.parcels import ParcelSlabs
+from fastload.transfer.plan import TransferPlan
 from fastload.transfer.read import ChunkReader
-from fastload.transfer.rounds import UNREADABLE, Exchange, Round, wait
-from fastload.transfer.slabs import Places, Slabs
+from fastload.transfer.rounds import UNREADABLE, Arrival, Exchange, Round, wait
+from fastload.transfer.route import RoutedPlan
+from fastload.transfer.slabs import Places, Slabs, SlabsOf
 from fastload.transfer.starter import Starter
 
 __all__ = ["Pipeline", "read_threads"]
 
 _MAX_READ_THREADS = 8
+
+_Plan = TransferPlan | RoutedPlan
 
 
 def read_threads(
@@ -41,6 +46,12 @@ def read_threads(
     return min(depth, max(2, min(fair, _MAX_READ_THREADS)))
 
 
+def _slabs_for(plan: Any, rank: int, exchange: Exchange, places: Places) -> SlabsOf[Any]:
+    if isinstance(plan, RoutedPlan):
+        return ParcelSlabs(plan, rank, exchange, places)
+    return Slabs(plan, rank, exchange, places)
+
+
 class Pipeline:
     """Moves all rounds of a plan through read, exchange and place.
 
@@ -49,9 +60,9 @@ class Pipeline:
     into the slab that this frees. So at most `plan.depth` rounds are in flight. A chunk that belongs into
     one piece of host memory is read, received and passed on right there; others go through the slab.
 
-    A rank that cannot read says so beside its chunk, and goes on with the rounds that are in flight: every
-    rank learns of it in the same round, and none is left waiting inside a collective.
-    What is left is then dealt anew, to the ranks that can still read.
+    A rank that cannot read says so beside its chunk, and goes on with the rounds that are in flight: none is
+    left waiting inside a collective. Where every rank learns of it in the same round, what is left is then
+    dealt anew, to the ranks that can still read. Else `unread_from` is to be told to the others afterwards.
 
     Args:
         world: The ranks; a failure outside of the rounds is learned from it.
@@ -73,7 +84,7 @@ class Pipeline:
     def __init__(
         self,
         world: World,
-        plan: TransferPlan,
+        plan: _Plan,
         reader: ChunkReader,
         exchange: Exchange,
         places: Places,
@@ -85,7 +96,7 @@ class Pipeline:
         self._exchange = exchange
         self._places = places
         self._progress = progress
-        self._slabs = Slabs(plan, world.rank, exchange, places)
+        self._slabs = _slabs_for(plan, world.rank, exchange, places)
         self._starter = Starter(reader, exchange)
         self._first_index = 0
         self._placed_bytes = 0
@@ -94,9 +105,19 @@ class Pipeline:
         self.place_watch = Stopwatch()
 
     @property
+    def read_error(self) -> BaseException | None:
+        """What kept this rank from reading a chunk; None if nothing did."""
+        return self._starter.read_error
+
+    @property
+    def unread_from(self) -> int | None:
+        """The first round that lacks this rank's chunk, where the others do not know of it; None if none."""
+        return None if self._plan.in_lockstep else self._starter.unread_from
+
+    @property
     def drop_out(self) -> str:
         """Why this rank stopped to read while the load went on; empty if it did not."""
-        return f"stopped reading: {self._starter.read_error}" if self._world.rank in self.broken else ""
+        return f"stopped reading: {self.read_error}" if self.read_error is not None else ""
 
     @property
     def slab_bytes(self) -> int:
@@ -119,7 +140,7 @@ class Pipeline:
         self._exchange.connect(give_up=self._world.alarmed)
         self._starter.begin()
         try:
-            plan: TransferPlan | None = self._plan
+            plan: _Plan | None = self._plan
             while plan is not None:
                 plan = self._run_plan(plan)
         except BaseException as error:
@@ -138,7 +159,7 @@ class Pipeline:
         finally:
             self._starter.end()
 
-    def _run_plan(self, plan: TransferPlan) -> TransferPlan | None:
+    def _run_plan(self, plan: _Plan) -> _Plan | None:
         """Runs a plan to its end, or until a reader drops out; then returns the plan of what is left."""
         rounds: deque[Round] = deque()
         lacking: list[tuple[int, int]] = []
@@ -152,8 +173,9 @@ class Pipeline:
                 break
             unread = self._finish(plan, index, rounds)
             self._recycle(rounds.popleft())
-            broken.update(unread)
-            lacking += [(index, rank) for rank in unread]
+            if plan.in_lockstep:
+                broken.update(unread)
+                lacking += [(index, rank) for rank in unread]
         self._first_index += num_posted
         if not broken:
             return None
@@ -168,18 +190,17 @@ class Pipeline:
         self._starter.close(wait_s=self._world.grace_s)
         self._exchange.close()
 
-    def _post(self, plan: TransferPlan, index: int) -> Round:
+    def _post(self, plan: _Plan, index: int) -> Round:
         """Makes a round ready to receive, and has this rank's chunk read."""
         work = self._slabs.lay_out(plan, index, self._first_index + index)
-        chunk = plan.chunk(index, self._world.rank)
         self._exchange.post(work)
         read = None
-        if chunk.nbytes:
-            read = self._reader.submit(plan.spans(chunk), [host_view(buffer) for buffer in work.buffers])
+        if work.spans:
+            read = self._reader.submit(work.spans, [host_view(buffer) for buffer in work.buffers])
         self._starter.post(work, read)
         return work
 
-    def _finish(self, plan: TransferPlan, index: int, rounds: Sequence[Round]) -> list[int]:
+    def _finish(self, plan: _Plan, index: int, rounds: Sequence[Round]) -> list[int]:
         """Places the first round in flight once it is here; returns the readers whose chunks it lacks."""
         work = rounds[0]
         statuses = self._await(work)
@@ -188,11 +209,10 @@ class Pipeline:
                 self._end(rounds)
             raise Interrupted(f"round {work.index}: rank {lost[0]} is lost")
         with self.place_watch.span(round=work.index):
-            for rank in plan.readers if self._world.rank in plan.demand.ranks else ():
-                if rank not in statuses:
-                    self._place(plan, plan.chunk(index, rank), work, rank)
+            for arrival in self._slabs.arrivals(plan, index, work):
+                self._place(arrival)
         if self._progress is not None:
-            self._progress(self._placed_bytes, self._plan.total_bytes)
+            self._progress(self._placed_bytes, self._slabs.wanted_bytes)
         # In the same order on all ranks: what is left is dealt by it.
         return [rank for rank in plan.readers if rank in statuses and plan.chunk(index, rank).nbytes]
 
@@ -214,14 +234,12 @@ class Pipeline:
             for work in rounds:
                 self._await(work)
 
-    def _place(self, plan: TransferPlan, chunk: Chunk, work: Round, rank: int) -> None:
-        position = 0
-        for span in [] if rank in work.placed else plan.spans(chunk):
-            self._places.place(span.start, work.parts[rank][position : position + span.nbytes])
-            position += span.nbytes
-        self._placed_bytes += chunk.nbytes
-        if rank != self._world.rank:
-            self.received_bytes += chunk.nbytes
+    def _place(self, arrival: Arrival) -> None:
+        for start, data in arrival.pieces:
+            self._places.place(start, data)
+        self._placed_bytes += arrival.nbytes
+        if arrival.reader != self._world.rank:
+            self.received_bytes += arrival.nbytes
 
     def _reason(self, work: Round, late: DeadlineExceeded) -> FastloadError:
         """Somebody else's read, or wire, unless this rank has not even handed over its own chunk."""

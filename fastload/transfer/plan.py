@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import xxhash
 
@@ -62,6 +62,7 @@ class TransferPlan:
             verify.
         even_slots: Whether the slots of all readers have to be equally long in each round.
         contiguous: Whether what a reader reads in all rounds is one range.
+        in_lockstep: Whether all ranks learn in the same round of a chunk that could not be read.
     """
 
     extents: tuple[Span, ...]
@@ -72,6 +73,7 @@ class TransferPlan:
     blocks: Blocks | None = None
     even_slots: bool = False
     contiguous: bool = False
+    in_lockstep: ClassVar[bool] = True
 
     @property
     def readers(self) -> tuple[int, ...]:

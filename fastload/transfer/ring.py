@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
-import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fastload.base.memory import allocate_staging, byte_view, host_view
 from fastload.base.stopwatch import Stopwatch
-from fastload.base.threads import background, within
-from fastload.errors import DeadlineExceeded, Interrupted
+from fastload.errors import Interrupted
 from fastload.ranks.world import World
-from fastload.transfer.rounds import FAILED, TICK_S, Round, wait_for
+from fastload.transfer.rounds import FAILED, Round, wait_for
+from fastload.transfer.wire import Relay, Wire
 
 __all__ = ["RingExchange"]
 
-_NEVER_SENT = 2**31 - 1  # a tag
 # With several network devices Gloo chooses one by the tag: those of a notice and of its chunk are the same
 # modulo any number of devices up to 16, else the one might overtake the other.
 _NOTICE_TAGS = 720_720
@@ -37,8 +30,6 @@ class RingExchange:
     each byte enters and leaves a host once. Receives are posted ahead; a chunk is passed on as soon
     as it is here, without waiting for the rest of its round. Gloo's own all-gather gets slower with
     the message size and cannot be interrupted, hence point to point.
-
-    The process group is private to one load: what breaks in it does not touch the caller's.
 
     Args:
         world: The ranks.
@@ -54,37 +45,22 @@ class RingExchange:
         self.watch = Stopwatch()
         self._pinned = pinned
         self._rank = world.rank
-        self._size = len(order)
-        self._number = {rank: number for number, rank in enumerate(sorted(order))}  # in the group of Gloo
-        self._timeout = timedelta(seconds=world.patience_s)
         place = order.index(world.rank)
-        self._right = order[(place + 1) % self._size]
+        self._right = order[(place + 1) % len(order)]
         self._left = order[place - 1]
-        self._incoming = [order[place - distance] for distance in range(1, self._size)]
+        self._incoming = [order[place - distance] for distance in range(1, len(order))]
         self._notices = _Notices(self._incoming)
-        self._store = world.corner("ring", self._number[self._rank])
-        self._closed = False
-        self._posted: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
-        self._forwarder = background(self._forward_all, "fastload-ring")
-        # A wait for a send cannot look out for alarms, so it is not for the caller's thread.
-        self._forwarded: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
-        self._sender = background(self._await_sends, "fastload-sent")
+        self._wire = Wire(world, order)
+        self._relay = Relay(self._pass_on, self._ended, self.watch, self._wire.timeout)
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
-        def meet() -> Any:
-            # Gloo waits for the others inside of the store's connection, which is not to be ours.
-            store = self._store.clone() if hasattr(self._store, "clone") else self._store
-            return dist.ProcessGroupGloo(store, self._number[self._rank], self._size, self._timeout)
-
+        self._wire.connect(give_up=give_up)
         try:
-            # Gloo's own deadline is for each step, and none of it holds when the store does not answer.
-            self._group: Any = within(self._timeout.total_seconds(), "connecting", meet, give_up=give_up)
             for owner in self._incoming:
                 self._notices.expect(owner, partial(self._receive, tag=self._notice_tag(owner)))
-        except (RuntimeError, DeadlineExceeded) as error:
+        except RuntimeError as error:
             raise Interrupted(f"the ranks could not connect: {error}") from error
-        self._forwarder.start()
-        self._sender.start()
+        self._relay.begin()
 
     def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
         return allocate_staging(slab_bytes, pinned=self._pinned), None
@@ -92,12 +68,12 @@ class RingExchange:
     def post(self, work: Round) -> None:
         try:
             work.receives = [
-                self._receive(work.parts[owner], tag=self._chunk_tag(owner))
+                self._receive(work.parts[owner], tag=self._wire.number(owner))
                 for owner in self._incoming_of(work)
             ]
         except RuntimeError as error:
             work.broke(error)
-        self._posted.put(work)
+        self._relay.post(work)
 
     def start(self, work: Round) -> None:
         work.began = self.watch.start()
@@ -105,7 +81,7 @@ class RingExchange:
             if work.status:
                 self._tell(work, self._rank, _Notice(work.status, work.index))
             if self._rank in work.parts:
-                work.sends.append(self._send(work.parts[self._rank], self._chunk_tag(self._rank)))
+                work.sends.append(self._send(work.parts[self._rank], self._wire.number(self._rank)))
         except RuntimeError as error:
             work.broke(error)
         work.started.set()
@@ -116,58 +92,20 @@ class RingExchange:
             raise Interrupted(f"round {work.index} did not reach rank {self._right}: {work.error}")
 
     def close(self) -> None:
-        self._closed = True
-        self._posted.put(None)
-        if self._still_alive(TICK_S):
-            self._break_connections()
-            self._still_alive(10 * TICK_S)
-        if not self._still_alive(0.0):
-            # Gloo takes tens of milliseconds to take a group down, which nobody has to wait for.
-            dying = [self._notices.forget(), self.__dict__.pop("_group", None)]
-            threading.Thread(target=dying.clear, name="fastload-down").start()
+        if self._relay.close(partial(self._wire.cut, self._left)):
+            self._wire.drop(self._notices.forget())
 
-    def _still_alive(self, wait_s: float) -> bool:
-        deadline = time.monotonic() + wait_s
-        threads = [thread for thread in (self._forwarder, self._sender) if thread.is_alive()]
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return any(thread.is_alive() for thread in threads)
+    def _pass_on(self, work: Round) -> None:
+        for owner, receive in zip(self._incoming_of(work), work.receives, strict=False):
+            self._forward(work, owner, receive)
 
-    def _break_connections(self) -> None:
-        """Wakes whoever waits for a peer that will not answer, here and, as a lost connection, there.
-
-        Gloo has no call for it, but it closes all connections of a group when one wait times out.
-        """
-        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-        with contextlib.suppress(RuntimeError):
-            self._receive(nothing, tag=_NEVER_SENT).wait(timedelta(milliseconds=1))
-
-    def _forward_all(self) -> None:
-        while (work := self._posted.get()) is not None:
-            for owner, receive in zip(self._incoming_of(work), work.receives, strict=False):
-                self._forward(work, owner, receive)
-            while work.error is None and not self._closed and not work.started.wait(TICK_S):
-                pass
-            if work.started.is_set():
-                self.watch.stop(work.began, round=work.index)
-            work.statuses = self._notices.of(work)
-            work.done.set()
-            self._forwarded.put(work)
-        self._forwarded.put(None)
-
-    def _await_sends(self) -> None:
-        while (work := self._forwarded.get()) is not None:
-            try:
-                for send in work.sends:
-                    send.wait(self._timeout)
-            except RuntimeError as error:
-                work.broke(error)
-            work.sent.set()
+    def _ended(self, work: Round) -> None:
+        work.statuses = self._notices.of(work)
 
     def _forward(self, work: Round, owner: int, receive: Any) -> None:
         """Passes a chunk on, even one that could not be received: nobody is to wait for it."""
         try:
-            receive.wait(self._timeout)
+            receive.wait(self._wire.timeout)
             if (notice := self._notices.heard(owner)) is not None:
                 self._tell(work, owner, notice)
         except RuntimeError as error:
@@ -175,7 +113,7 @@ class RingExchange:
             self._tell(work, owner, _Notice(FAILED, work.index))
         if owner != self._right:
             try:
-                work.sends.append(self._send(work.parts[owner], self._chunk_tag(owner)))
+                work.sends.append(self._send(work.parts[owner], self._wire.number(owner)))
             except RuntimeError as error:
                 work.broke(error)
 
@@ -193,18 +131,13 @@ class RingExchange:
         return [owner for owner in self._incoming if owner in work.parts]
 
     def _send(self, data: Tensor, tag: int) -> Any:
-        return self._group.send([data], self._number[self._right], tag)
+        return self._wire.send(data, self._right, tag)
 
     def _receive(self, into: Tensor, *, tag: int) -> Any:
-        return self._group.recv([into], self._number[self._left], tag)
-
-    # Messages of one tag arrive in the order of their receives, so the rounds need none of their own.
-
-    def _chunk_tag(self, owner: int) -> int:
-        return self._number[owner]
+        return self._wire.receive(into, self._left, tag)
 
     def _notice_tag(self, owner: int) -> int:
-        return _NOTICE_TAGS + self._number[owner]
+        return _NOTICE_TAGS + self._wire.number(owner)
 
 
 class _Notice(NamedTuple):

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,12 +14,16 @@ from torch import Tensor
 from fastload.base.memory import allocate_staging
 from fastload.base.stopwatch import Stopwatch
 from fastload.errors import DeadlineExceeded, Interrupted
+from fastload.geometry.extents import Span
+from fastload.transfer.route import Parcel
 
 __all__ = [
     "FAILED",
     "TICK_S",
     "UNREADABLE",
+    "Arrival",
     "Exchange",
+    "Leg",
     "Round",
     "Slots",
     "wait",
@@ -50,6 +54,43 @@ class Slots:
         whole = slab[: sum(sizes.values())]
         return cls(whole, dict(zip(sizes, whole.split(list(sizes.values())), strict=True)))
 
+    @classmethod
+    def none(cls) -> Slots:
+        """Returns no slots: chunks of a round come to lie wherever there is room."""
+        return cls(torch.empty(0, dtype=torch.uint8, device="cpu"), {})
+
+
+class Leg(NamedTuple):
+    """A parcel on its way through this rank.
+
+    Attributes:
+        parcel: What it is.
+        data: Its bytes, flat uint8.
+        is_placed: Whether they come to where they belong.
+    """
+
+    parcel: Parcel
+    data: Tensor
+    is_placed: bool
+
+
+class Arrival(NamedTuple):
+    """What has come to this rank.
+
+    Attributes:
+        reader: Who has read it.
+        nbytes: Its length.
+        pieces: What of it is to be placed: where in what this rank wants, and the bytes, flat uint8.
+    """
+
+    reader: int
+    nbytes: int
+    pieces: Sequence[tuple[int, Tensor]]
+
+
+def _nothing() -> None:
+    pass
+
 
 @dataclass
 class Round:
@@ -60,9 +101,13 @@ class Round:
         slots: Where the chunks of all readers come together.
         parts: What the chunk of each reader is received into and passed on from: its slot, or the memory
             that it belongs to. A rank without a chunk in this round may be missing.
+        spans: What this rank reads.
         buffers: Host memory that this rank's chunk is read into, in pieces.
         own: Host memory of this rank's slot, where slots are on a device; else None.
         placed: The ranks whose chunks need not be placed, as they come to where they belong.
+        pack: To be called once the chunk is read: makes parcels of it, if ranks want different bytes.
+        kept: The parcels of this rank's chunk, then.
+        incoming: The parcels that come to this rank, in the order in which it passes them on.
         status: What this rank says of its own chunk, once it is handed over; 0 if it could be read.
         statuses: What is the matter with chunks that could not be read, by reader; complete once `done`.
         started: Set once this rank's chunk is complete and handed over.
@@ -75,9 +120,13 @@ class Round:
     index: int
     slots: Slots
     parts: dict[int, Tensor]
+    spans: Sequence[Span] = ()
     buffers: Sequence[Tensor] = ()
     own: Tensor | None = None
     placed: set[int] = field(default_factory=set)
+    pack: Callable[[], None] = _nothing
+    kept: list[Leg] = field(default_factory=list)
+    incoming: list[Leg] = field(default_factory=list)
     status: int = 0
     statuses: dict[int, int] = field(default_factory=dict)
     started: threading.Event = field(default_factory=threading.Event)

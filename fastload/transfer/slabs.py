@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from fastload.transfer.plan import Chunk, TransferPlan
-from fastload.transfer.rounds import Exchange, Round, Slots
+from fastload.transfer.rounds import Arrival, Exchange, Round, Slots
 
-__all__ = ["Places", "Slabs"]
+__all__ = ["LEAST_PIECE_BYTES", "Places", "Slabs", "SlabsOf"]
 
-_LEAST_PIECE_BYTES = 16 << 10  # on average; to read into shorter pieces takes longer than to copy them
+PlanT = TypeVar("PlanT", contravariant=True)
+
+LEAST_PIECE_BYTES = 16 << 10  # on average; to read into shorter pieces takes longer than to copy them
 
 
 class Places(Protocol):
@@ -33,6 +36,37 @@ class Places(Protocol):
         ...
 
 
+class SlabsOf(Protocol[PlanT]):
+    """The buffers of the rounds in flight of one kind of plan.
+
+    Attributes:
+        depth: How many rounds may be in flight.
+        wanted_bytes: Bytes that come to this rank in all.
+    """
+
+    depth: int
+    wanted_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slabs; they take no memory if everything is read to where it belongs."""
+        ...
+
+    def lay_out(self, plan: PlanT, index: int, number: int) -> Round:
+        """Finds the memory for the chunks of a round.
+
+        Args:
+            plan: The rounds.
+            index: Which of them.
+            number: The same, counted over all plans.
+        """
+        ...
+
+    def arrivals(self, plan: PlanT, index: int, work: Round) -> Iterator[Arrival]:
+        """Yields what has come in a round: who has read it, and what of it is still to be placed."""
+        ...
+
+
 class Slabs:
     """One slab for each round in flight, used in turn.
 
@@ -46,6 +80,7 @@ class Slabs:
 
     Attributes:
         depth: How many rounds may be in flight.
+        wanted_bytes: Bytes that come to this rank in all.
 
     Raises:
         MemoryError: The slabs do not fit into memory.
@@ -59,6 +94,7 @@ class Slabs:
         self._slabs = [exchange.allocate(plan.slab_bytes, own_bytes) for _ in range(self.depth)]
         self._slots: dict[int, tuple[dict[int, int], Slots]] = {}
         self._used = plan.exchanges
+        self.wanted_bytes = plan.total_bytes
 
     @property
     def nbytes(self) -> int:
@@ -77,10 +113,11 @@ class Slabs:
         """
         slab, own = self._slabs[index % self.depth]
         slots, chunk = self._cut(plan, index, slab), plan.chunk(index, self._rank)
+        spans = plan.spans(chunk)
         if own is not None:  # slots are on a device, and all chunks go through them
             self._used = True
             own = own[: slots.each[self._rank].numel()] if self._rank in slots.each else own[:0]
-            return Round(number, slots, slots.each, buffers=[own[: chunk.nbytes]], own=own)
+            return Round(number, slots, slots.each, spans, [own[: chunk.nbytes]], own)
         parts, placed = {}, set()
         for rank, slot in slots.each.items():
             coming = plan.chunk(index, rank)
@@ -92,11 +129,22 @@ class Slabs:
         buffers = [parts[self._rank]] if self._rank in parts else []
         if buffers and not placed and not plan.exchanges:
             # With nobody to pass it on to, a chunk may be read into several tensors at once.
-            several = self._targets(plan, chunk, at_most=1 + chunk.nbytes // _LEAST_PIECE_BYTES)
+            several = self._targets(plan, chunk, at_most=1 + chunk.nbytes // LEAST_PIECE_BYTES)
             if several is not None:
                 buffers, placed = several, {self._rank}
         self._used |= bool(buffers) and self._rank not in placed
-        return Round(number, slots, parts, placed=placed, buffers=buffers)
+        return Round(number, slots, parts, spans, buffers, placed=placed)
+
+    def arrivals(self, plan: TransferPlan, index: int, work: Round) -> Iterator[Arrival]:
+        """Yields what has come in a round: who has read it, and what of it is still to be placed."""
+        for rank in plan.readers if self._rank in plan.demand.ranks else ():
+            if rank in work.statuses:
+                continue
+            pieces, position, chunk = [], 0, plan.chunk(index, rank)
+            for span in [] if rank in work.placed else plan.spans(chunk):
+                pieces.append((span.start, work.parts[rank][position : position + span.nbytes]))
+                position += span.nbytes
+            yield Arrival(rank, chunk.nbytes, pieces)
 
     def _targets(self, plan: TransferPlan, chunk: Chunk, at_most: int) -> list[Tensor] | None:
         """Returns the host memory that a chunk belongs to; None if it has to be placed."""

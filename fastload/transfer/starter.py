@@ -23,10 +23,12 @@ class Starter:
 
     Attributes:
         read_error: What kept this rank from reading a chunk; None if nothing did.
+        unread_from: The round of the first chunk that it could not read; None if it could read all.
     """
 
     def __init__(self, reader: ChunkReader, exchange: Exchange) -> None:
         self.read_error: BaseException | None = None
+        self.unread_from: int | None = None
         self._reader = reader
         self._exchange = exchange
         self._posted: deque[tuple[Round, Future[None] | None]] = deque()
@@ -72,16 +74,17 @@ class Starter:
             # Not result(): a raised error has this frame in its traceback, and so, in a cycle, itself.
             error = read.exception() if read is not None else None
             if error is not None:
-                work.status = self._note(error)
+                work.status = self._note(error, work.index)
             try:
+                work.pack()
                 self._exchange.start(work)
             except Exception as error:
                 work.broke(error)
                 work.done.set()
 
-    def _note(self, error: BaseException) -> int:
+    def _note(self, error: BaseException, index: int) -> int:
         """Keeps the first error of a read, and returns what the others are to be told."""
         if self.read_error is None:
-            self.read_error = error
+            self.read_error, self.unread_from = error, index
             self._reader.stop()  # this rank drops out: what it has not begun to read, others will
         return UNREADABLE if isinstance(self.read_error, StorageError) else FAILED

@@ -1,0 +1,183 @@
+"""The wanted bytes, sorted by who wants them. Pure.
+
+A tensor is cut into segments, within each of which the same groups of ranks want the same bytes. A segment is
+contiguous in its file, and read by one rank as it is. What is wanted of it may be less than all of it, and
+strided: then segments end where rows do. All segments with the same groups, in file order, are a *lane*.
+
+Tensors of one length of which the same ranks want the same are cut alike, so they are cut once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from fastload.geometry.extents import HasExtent, Space
+from fastload.transfer.claims import Claims, Part
+
+__all__ = ["Groups", "Lanes", "Segment", "Stretch"]
+
+Groups = tuple[tuple[int, ...], ...]
+"""Ranks that want something, those that want the same bytes together; all ascending."""
+
+_LONG_RUN_BYTES = 1 << 20  # strided runs of at least that are read one by one, each by who wants it
+
+
+class Stretch(NamedTuple):
+    """A range of one tensor.
+
+    Attributes:
+        tensor: Index of the tensor.
+        begin: First byte in the tensor.
+        nbytes: Length in bytes.
+    """
+
+    tensor: int
+    begin: int
+    nbytes: int
+
+
+class Segment(NamedTuple):
+    """A part of a tensor, and who wants what of it.
+
+    Attributes:
+        begin: First byte in the tensor.
+        nbytes: Length in bytes.
+        lane: Number of the lane it is in.
+    """
+
+    begin: int
+    nbytes: int
+    lane: int
+
+
+class Lanes:
+    """The wanted bytes of a checkpoint, sorted by who wants them.
+
+    Args:
+        tensors: All tensors, in the order of their bytes.
+        claims: What the ranks want of them.
+        block_bytes: Length of the checksum blocks of each tensor, which are not cut; 0 if there are none.
+
+    Attributes:
+        groups: Who wants the bytes of each lane.
+        nbytes: Length of each lane, in bytes: what has to be read.
+    """
+
+    def __init__(self, tensors: Sequence[HasExtent], claims: Claims, block_bytes: int) -> None:
+        self.tensors = tensors
+        self.claims = claims
+        self.block_bytes = block_bytes
+        self.groups: list[Groups] = []
+        self.nbytes: list[int] = []
+        self._numbers: dict[Groups, int] = {}
+        self._kinds: list[list[Segment]] = []
+        self._kind_of: list[int] = []
+        self._sort()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all lanes together."""
+        return sum(self.nbytes)
+
+    @cached_property
+    def longest_block_bytes(self) -> int:
+        """Length of the longest checksum block; 0 if there are none."""
+        return min(self.block_bytes, max((entry.nbytes for entry in self.tensors), default=0))
+
+    def spaces(self, lanes: Collection[int]) -> dict[int, Space[_Placed]]:
+        """Returns what some lanes are made of, in the order of the checkpoint."""
+        chosen = set(lanes)
+        segments = [[segment for segment in segments if segment.lane in chosen] for segments in self._kinds]
+        found: dict[int, list[_Placed]] = {lane: [] for lane in lanes}
+        for tensor, kind in enumerate(self._kind_of):
+            for begin, nbytes, lane in segments[kind]:
+                entry = self.tensors[tensor]
+                found[lane].append(_Placed(entry.file, entry.offset + begin, nbytes, tensor, begin))
+        return {lane: Space(placed) for lane, placed in found.items()}
+
+    def _sort(self) -> None:
+        wanting: list[list[int]] = [[] for _ in self.tensors]
+        for number, claim in enumerate(self.claims.distinct):
+            for tensor, code in zip(claim.tensors, claim.codes, strict=True):
+                wanting[tensor] += (number, code)
+        kinds: dict[tuple[int, ...], int] = {}
+        for entry, columns in zip(self.tensors, wanting, strict=True):
+            key = (entry.nbytes, *columns)
+            kind = kinds.get(key)
+            if kind is None:
+                kind = kinds[key] = len(self._kinds)
+                self._kinds.append(self._cut(entry.nbytes, columns))
+            self._kind_of.append(kind)
+            for segment in self._kinds[kind]:
+                self.nbytes[segment.lane] += segment.nbytes
+
+    def _cut(self, nbytes: int, columns: Sequence[int]) -> list[Segment]:
+        """Cuts a tensor: `columns` has the number of a claim, and its code there, by turns."""
+        claims = self.claims
+        wanting: dict[Part, list[int]] = defaultdict(list)
+        for number, code in zip(columns[::2], columns[1::2], strict=True):
+            wanting[claims.distinct[number].parts[code]] += claims.ranks[number]
+        segments = []
+        for begin, end, groups in _segments(nbytes, wanting, self.block_bytes):
+            lane = self._numbers.setdefault(groups, len(self.groups))
+            if lane == len(self.groups):
+                self.groups.append(groups)
+                self.nbytes.append(0)
+            segments.append(Segment(begin, end - begin, lane))
+        return segments
+
+
+class _Placed(NamedTuple):
+    """A segment of a lane, and where it lies."""
+
+    file: int
+    offset: int
+    nbytes: int
+    tensor: int
+    begin: int
+
+
+def _segments(
+    nbytes: int, wanting: dict[Part, list[int]], block_bytes: int
+) -> Iterator[tuple[int, int, Groups]]:
+    """Yields where a tensor is to be cut, without what nobody wants."""
+    covers = [(part, list(_covers(part, nbytes))) for part in wanting]
+    cuts = {bound for _, ranges in covers for extent in ranges for bound in extent}
+    if block_bytes:
+        cuts = {bound // block_bytes * block_bytes for bound in cuts} | {
+            min(-(-bound // block_bytes) * block_bytes, nbytes) for bound in cuts
+        }
+    bounds = sorted(cuts)
+    within: list[dict[Part, None]] = [{} for _ in bounds]
+    for part, ranges in covers:
+        for begin, end in ranges:
+            first = bisect_left(bounds, begin + 1) - 1
+            for index in range(first, bisect_left(bounds, end)):
+                within[index][part] = None
+    for (begin, end), parts in zip(pairwise(bounds), within, strict=False):
+        same: dict[object, list[int]] = defaultdict(list)
+        for part in parts:
+            if pieces := _within(part, begin, end):
+                same[pieces] += wanting[part]
+        if same:
+            yield begin, end, tuple(sorted(tuple(sorted(ranks)) for ranks in same.values()))
+
+
+def _covers(part: Part, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yields ranges of a tensor, in whole rows, that have all that is wanted of it."""
+    for runs in part:
+        if runs.length >= _LONG_RUN_BYTES or not runs.steps:
+            yield from ((start, start + runs.length) for start in runs.starts())
+        else:
+            row = runs.stride
+            yield runs.start // row * row, min(-(-runs.end // row) * row, nbytes)
+
+
+def _within(part: Part, begin: int, end: int) -> Part:
+    """Returns what a part has in a range."""
+    return tuple(piece for runs in part for piece in runs.cut(runs.before(begin), runs.before(end)))

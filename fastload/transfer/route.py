@@ -1,0 +1,331 @@
+"""Who reads what when, and which way it goes, if not all ranks want the same. Pure.
+
+Each reader has its shares of the lanes one after the other, and reads a chunk of that in each round. What
+one group of ranks wants of a chunk is a *parcel*: packed if it is strided, and passed on from one of them
+to the next. So each rank receives what it wants and has not read, once.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar, NamedTuple
+
+import xxhash
+
+from fastload.base.memory import PAGE_BYTES, round_up
+from fastload.errors import OptionError
+from fastload.geometry.extents import Extent
+from fastload.transfer.claims import Part
+from fastload.transfer.demand import Supply
+from fastload.transfer.lanes import Lanes, Stretch
+from fastload.transfer.plan import Chunk
+from fastload.transfer.shares import Share, deal
+
+__all__ = ["Parcel", "RoutedPlan", "Routes", "plan_routes"]
+
+_MAX_CHUNK_BYTES = 8 << 20
+_MIN_CHUNK_BYTES = 1 << 20
+_LEAST_CHUNK_BYTES = 64 << 10
+_GOOD_NUM_ROUNDS = 128
+_MAX_DEPTH = 4
+
+
+@dataclass(frozen=True)
+class RoutedPlan:
+    """Which rank reads which bytes in which round, and who gets them from whom.
+
+    Attributes:
+        lanes: The wanted bytes.
+        supply: The ranks that read.
+        shares: What each of them reads, in the order in which it does.
+        order: All ranks, those of a host next to each other: the way that a parcel takes.
+        chunk_bytes: Length of a chunk in every round but a reader's last, before bounds are moved to blocks.
+        depth: Rounds that may be in flight at once.
+        slab_bytes: Most bytes that a rank needs for a round.
+        in_lockstep: See `TransferPlan`.
+    """
+
+    lanes: Lanes
+    supply: Supply
+    shares: tuple[Share, ...]
+    order: tuple[int, ...]
+    chunk_bytes: int
+    depth: int
+    slab_bytes: int
+    in_lockstep: ClassVar[bool] = False
+
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """The ranks that read, ascending."""
+        return self.supply.ranks
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes to be read, by all readers together."""
+        return sum(share.end - share.begin for share in self.shares)
+
+    @cached_property
+    def num_rounds(self) -> int:
+        """How many rounds it takes."""
+        most = max((share.start + share.end - share.begin for share in self.shares), default=0)
+        return -(-most // self.chunk_bytes)
+
+    @cached_property
+    def exchanges(self) -> bool:
+        """Whether anything has to get from the rank that reads it to another one."""
+        return any(self.lanes.groups[share.lane] != ((share.reader,),) for share in self.shares)
+
+    @cached_property
+    def shares_of(self) -> Mapping[int, Sequence[Share]]:
+        """What each reader reads, in order."""
+        found: dict[int, list[Share]] = {reader: [] for reader in self.readers}
+        for share in self.shares:
+            found[share.reader].append(share)
+        return found
+
+    def window(self, shares: Sequence[Share], index: int) -> Iterator[Share]:
+        """Yields what is read of a reader's shares, or some of them, in a round."""
+        begin, end = index * self.chunk_bytes, (index + 1) * self.chunk_bytes
+        at = max(0, bisect_right(shares, begin, key=lambda share: share.start) - 1)
+        for share in shares[at:]:
+            if share.start >= end:
+                return
+            first = max(share.begin, share.begin + begin - share.start)
+            last = min(share.end, share.begin + end - share.start)
+            if first < last:
+                yield replace(share, begin=first, end=last)
+
+    def chunk(self, index: int, rank: int) -> Chunk:
+        """Returns which of its bytes a rank reads in a round, counted over all of its shares."""
+        shares = self.shares_of.get(rank, ())
+        end = shares[-1].start + shares[-1].end - shares[-1].begin if shares else 0
+        start = min(index * self.chunk_bytes, end)
+        return Chunk(start, min(end - start, self.chunk_bytes))
+
+    def without(
+        self, broken: Collection[int], lacking: Sequence[tuple[int, int]], num_posted: int
+    ) -> RoutedPlan | None:
+        """Returns the plan of what is left to do when some readers drop out; see `TransferPlan.without`."""
+        supply = self.supply.without(broken)
+        if supply is None:
+            return None
+        left: list[list[tuple[int, int]]] = [[] for _ in self.lanes.nbytes]
+        later = [(index, rank) for index in range(num_posted, self.num_rounds) for rank in self.readers]
+        for index, rank in (*lacking, *later):
+            for share in self.window(self.shares_of[rank], index):
+                left[share.lane].append((share.begin, share.end))
+        shares = deal([sorted(ranges) for ranges in left], _wanters(self.lanes), supply.ranks)
+        return replace(self, supply=supply, shares=tuple(shares))
+
+    def digest(self) -> str:
+        """xxh3-128 of all that the plan follows from, for comparison between ranks."""
+        inputs = [self.lanes.claims.digest, self.lanes.block_bytes, self.readers, self.order]
+        text = json.dumps([*inputs, self.total_bytes, self.chunk_bytes, self.depth])
+        return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def plan_routes(
+    lanes: Lanes,
+    supply: Supply,
+    *,
+    order: Sequence[int],
+    staging_bytes: int,
+    chunk_bytes: int | None,
+) -> RoutedPlan:
+    """Deals the wanted bytes to the ranks that can deliver them.
+
+    Args:
+        lanes: The wanted bytes.
+        supply: Who can read.
+        order: All ranks, those of a host next to each other.
+        staging_bytes: Most bytes for all slabs of one rank together.
+        chunk_bytes: Unit of reading and of exchange; None chooses it.
+
+    Raises:
+        OptionError: `chunk_bytes`, or a checksum block, does not fit into `staging_bytes`.
+    """
+    wanters = _wanters(lanes)
+    shares = deal([[(0, nbytes)] for nbytes in lanes.nbytes], wanters, supply.ranks)
+    num_slots = 2 + _num_suppliers(shares, wanters)  # what is read, what is packed, what comes in
+    block_bytes = lanes.longest_block_bytes
+
+    def slab_bytes(nbytes: int) -> int:
+        return num_slots * round_up(nbytes + block_bytes, PAGE_BYTES)
+
+    if chunk_bytes is None:
+        share_bytes = lanes.total_bytes // len(supply.ranks)
+        for_overlap = round_up(share_bytes // _GOOD_NUM_ROUNDS, PAGE_BYTES)
+        for_staging = staging_bytes // (_MAX_DEPTH * num_slots) // PAGE_BYTES * PAGE_BYTES - block_bytes
+        good = min(max(for_overlap, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES, for_staging)
+        chunk_bytes = max(good, min(_LEAST_CHUNK_BYTES, staging_bytes // num_slots), block_bytes, 1)
+    depth = min(_MAX_DEPTH, staging_bytes // slab_bytes(chunk_bytes))
+    if depth < 1:
+        why = f" (checksum blocks have {block_bytes}: verify=False reads without)" if block_bytes else ""
+        raise OptionError(
+            f"chunk_bytes={chunk_bytes}: one chunk of each of {num_slots - 2} readers does not fit into "
+            f"staging_bytes={staging_bytes}{why}"
+        )
+    return RoutedPlan(lanes, supply, tuple(shares), tuple(order), chunk_bytes, depth, slab_bytes(chunk_bytes))
+
+
+def _wanters(lanes: Lanes) -> list[list[int]]:
+    """Returns who wants the bytes of each lane, or some of them, ascending."""
+    return [sorted(rank for ranks in groups for rank in ranks) for groups in lanes.groups]
+
+
+def _num_suppliers(shares: Sequence[Share], wanters: Sequence[Sequence[int]]) -> int:
+    """Returns from how many others a rank gets something, at most."""
+    suppliers: dict[int, set[int]] = defaultdict(set)
+    readers: dict[int, list[int]] = defaultdict(list)
+    for share in shares:
+        readers[share.lane].append(share.reader)
+    for lane, of_lane in readers.items():
+        for rank in wanters[lane]:
+            suppliers[rank].update(of_lane)
+    return max((len(found - {rank}) for rank, found in suppliers.items()), default=0)
+
+
+class Parcel(NamedTuple):
+    """What one group of ranks wants of a chunk.
+
+    Attributes:
+        chain: The ranks that it goes through: the reader, then those who want it.
+        hop: This rank's place among them.
+        is_own: Whether this rank wants it.
+        stretches: What of the checkpoint it is of.
+        nbytes: Its length, packed.
+        wanter: One of those that want it.
+    """
+
+    chain: tuple[int, ...]
+    hop: int
+    is_own: bool
+    stretches: tuple[Stretch, ...]
+    nbytes: int
+    wanter: int
+
+    @property
+    def reader(self) -> int:
+        """Who reads it."""
+        return self.chain[0]
+
+    @property
+    def source(self) -> int:
+        """Whom this rank gets it from."""
+        return self.chain[self.hop - 1]
+
+    @property
+    def next(self) -> int | None:
+        """Whom this rank passes it on to."""
+        return self.chain[self.hop + 1] if self.hop + 1 < len(self.chain) else None
+
+
+class Routes:
+    """A plan as one rank sees it.
+
+    Args:
+        plan: The plan.
+        rank: The rank.
+    """
+
+    def __init__(self, plan: RoutedPlan, rank: int) -> None:
+        self._plan = plan
+        self._rank = rank
+        lanes = plan.lanes
+        self._group_of = {
+            lane: number
+            for lane, groups in enumerate(lanes.groups)
+            for number, ranks in enumerate(groups)
+            if rank in ranks
+        }
+        own = plan.shares_of.get(rank, ())
+        self._spaces = lanes.spaces(sorted({*self._group_of, *(share.lane for share in own)}))
+        self._suppliers = {
+            reader: wanted
+            for reader, shares in plan.shares_of.items()
+            if reader != rank and (wanted := [share for share in shares if share.lane in self._group_of])
+        }
+        self._parts: dict[int, dict[int, Part]] = {}
+        self._place = {member: place for place, member in enumerate(plan.order)}
+
+    def part(self, rank: int, tensor: int) -> Part:
+        """Returns what a rank wants of a tensor."""
+        if rank not in self._parts:
+            self._parts[rank] = dict(self._plan.lanes.claims.of(rank))
+        return self._parts[rank][tensor]
+
+    def reads(self, index: int) -> list[tuple[int, tuple[Stretch, ...]]]:
+        """Returns what this rank reads in a round: the stretches of each lane, with its number."""
+        shares = self._plan.shares_of.get(self._rank, ())
+        pieces = ((share.lane, self._stretches(share)) for share in self._plan.window(shares, index))
+        return [(lane, stretches) for lane, stretches in pieces if stretches]
+
+    def extents(self, stretches: Sequence[Stretch]) -> list[Extent]:
+        """Returns where stretches lie, those joined that follow each other."""
+        extents: list[Extent] = []
+        for tensor, begin, nbytes in stretches:
+            entry = self._plan.lanes.tensors[tensor]
+            offset = entry.offset + begin
+            if extents and extents[-1].file == entry.file:
+                last = extents[-1]
+                if last.offset + last.nbytes == offset:
+                    extents[-1] = last._replace(nbytes=last.nbytes + nbytes)
+                    continue
+            extents.append(Extent(entry.file, offset, nbytes))
+        return extents
+
+    def sent(self, lane: int, stretches: tuple[Stretch, ...]) -> Iterator[Parcel]:
+        """Yields the parcels of what this rank has read of a lane."""
+        for ranks in self._plan.lanes.groups[lane]:
+            yield from self._parcel(self._rank, ranks, stretches)
+
+    def received(self, index: int) -> list[Parcel]:
+        """Returns the parcels that come to this rank in a round, in the order in which they are passed on."""
+        parcels: list[Parcel] = []
+        for shares in self._suppliers.values():
+            for share in self._plan.window(shares, index):
+                ranks = self._plan.lanes.groups[share.lane][self._group_of[share.lane]]
+                parcels += self._parcel(share.reader, ranks, self._stretches(share))
+        return sorted(parcels, key=lambda parcel: parcel.hop)
+
+    def _parcel(
+        self, reader: int, ranks: tuple[int, ...], stretches: tuple[Stretch, ...]
+    ) -> Iterator[Parcel]:
+        """Yields what a group wants of stretches, unless that is nothing."""
+        is_own = self._rank in ranks
+        wanter = self._rank if is_own else ranks[0]
+        nbytes = sum(
+            runs.before(begin + length) - runs.before(begin)
+            for tensor, begin, length in stretches
+            for runs in self.part(wanter, tensor)
+        )
+        if nbytes:
+            chain = self._chain(reader, ranks)
+            yield Parcel(chain, chain.index(self._rank), is_own, stretches, nbytes, wanter)
+
+    def _chain(self, reader: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        start, size = self._place[reader], len(self._place)
+        others = (rank for rank in ranks if rank != reader)
+        return (reader, *sorted(others, key=lambda rank: (self._place[rank] - start) % size))
+
+    def _stretches(self, share: Share) -> tuple[Stretch, ...]:
+        """Returns what a share, or what is read of it in a round, has of the tensors: whole blocks."""
+        space = self._spaces[share.lane]
+        begin, end = self._floor(share.lane, share.begin), self._floor(share.lane, share.end)
+        return tuple(
+            Stretch(space.extents[at].tensor, space.extents[at].begin + first, last - first)
+            for at, first, last in space.cut(begin, end - begin)
+        )
+
+    def _floor(self, lane: int, position: int) -> int:
+        """Returns where in a lane the checksum block begins that holds a position."""
+        space, block_bytes = self._spaces[lane], self._plan.lanes.block_bytes
+        if not block_bytes or position == space.nbytes:
+            return position
+        start = space.starts[space.at(position)]
+        return position - (position - start) % block_bytes

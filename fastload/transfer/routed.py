@@ -1,0 +1,99 @@
+"""The exchange over Gloo where ranks want different bytes: parcels, from those who read to those who want."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastload.base.memory import allocate_staging
+from fastload.base.stopwatch import Stopwatch
+from fastload.errors import Interrupted
+from fastload.ranks.world import World
+from fastload.transfer.rounds import FAILED, Leg, Round, wait_for
+from fastload.transfer.wire import Relay, Wire
+
+__all__ = ["RoutedExchange"]
+
+
+class RoutedExchange:
+    """Parcels over Gloo, each passed on from one rank that wants it to the next.
+
+    Receives are posted ahead; a parcel is passed on as soon as it is here. A rank that cannot read sends
+    what it has in its buffers, so that nobody waits for it, and says so when all of them meet after the
+    rounds: those who want other bytes have nothing to do with it until then.
+
+    Args:
+        world: The ranks.
+        members: Those of them that take part.
+        pinned: Page-locks slabs, for copies to a CUDA device.
+    """
+
+    transport = "gloo routed"
+    private = True
+
+    def __init__(self, world: World, members: Sequence[int], *, pinned: bool) -> None:
+        self.device = torch.device("cpu")
+        self.watch = Stopwatch()
+        self._pinned = pinned
+        self._rank = world.rank
+        self._other = next(rank for rank in members if rank != world.rank)
+        self._wire = Wire(world, members)
+        self._relay = Relay(self._pass_on, self._ended, self.watch, self._wire.timeout)
+
+    def connect(self, *, give_up: Callable[[], bool]) -> None:
+        self._wire.connect(give_up=give_up)
+        self._relay.begin()
+
+    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
+        return allocate_staging(slab_bytes, pinned=self._pinned), None
+
+    def post(self, work: Round) -> None:
+        try:
+            work.receives = [self._receive(leg) for leg in work.incoming]
+        except RuntimeError as error:
+            work.broke(error)
+        self._relay.post(work)
+
+    def start(self, work: Round) -> None:
+        work.began = self.watch.start()
+        try:
+            for leg in work.kept:
+                self._send(work, leg)
+        except RuntimeError as error:
+            work.broke(error)
+        work.started.set()
+
+    def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
+        wait_for(work.sent, f"sending round {work.index}", until_s, give_up)
+        if work.error is not None:
+            raise Interrupted(f"round {work.index} did not reach the others: {work.error}")
+
+    def close(self) -> None:
+        if self._relay.close(partial(self._wire.cut, self._other)):
+            self._wire.drop()
+
+    def _pass_on(self, work: Round) -> None:
+        for leg, receive in zip(work.incoming, work.receives, strict=False):
+            try:
+                receive.wait(self._wire.timeout)
+                self._send(work, leg)
+            except RuntimeError as error:
+                work.broke(error)
+
+    def _ended(self, work: Round) -> None:
+        if work.status == FAILED:
+            work.statuses = {self._rank: FAILED}
+
+    # The parcels of one reader come in the same order at both ends: that in which they are passed on.
+
+    def _receive(self, leg: Leg) -> Any:
+        return self._wire.receive(leg.data, leg.parcel.source, self._wire.number(leg.parcel.reader))
+
+    def _send(self, work: Round, leg: Leg) -> None:
+        if leg.parcel.next is not None:
+            tag = self._wire.number(leg.parcel.reader)
+            work.sends.append(self._wire.send(leg.data, leg.parcel.next, tag))
