@@ -17,7 +17,8 @@ from fastload.base.threads import ProcessLock
 from fastload.errors import FastloadError, IncompleteCheckpoint, WorldError
 from fastload.formats.names import RECORD_NAME
 from fastload.loading.access import Access
-from fastload.loading.load import Opened, Request, prepare, run
+from fastload.loading.job import Opened, Request
+from fastload.loading.load import Loaded, prepare, run
 from fastload.loading.sweep import Sweep
 from fastload.options import LoadOptions
 from fastload.ranks.traces import Tracing
@@ -107,15 +108,16 @@ class Checkpoint:
             self._last_reader = job.reader
             # Retries of opening count with the first load; a later one counts its own.
             already = self._reported_retries
-            report = run(opened, job, self._tracing, began=began, retries_before=already)
+            loaded = run(opened, job, self._tracing, began=began, retries_before=already)
             self._reported_retries = opened.access.storage.num_retries
-            self._opened = replace(opened, access=opened.access.without(job.pipeline.broken))
-            _warn_of(report, job.pipeline.broken, opened.world)
-            self.report = report
-        job.matched.attach()
+            self._opened = replace(opened, access=opened.access.without(loaded.broken))
+            _warn_of(loaded, opened.world)
+            self.report = loaded.report
+        matched = job.wish.matched
+        matched.attach()
         if opened.options.on_report is not None:
-            opened.options.on_report(report)
-        return job.matched.restore()
+            opened.options.on_report(loaded.report)
+        return matched.restore()
 
     def verify(self) -> VerifyReport:
         """Checks every byte, whatever `LoadOptions.verify` says; see `fastload.verify` for errors."""
@@ -148,11 +150,14 @@ class Checkpoint:
             raise
 
 
-def _warn_of(report: LoadReport, broken: set[int], world: World) -> None:
+def _warn_of(loaded: Loaded, world: World) -> None:
     """Says on rank 0 who dropped out, and what was left out."""
-    for rank in report.ranks if world.rank == 0 else ():
-        if rank.rank in broken:
+    if world.rank != 0:
+        return
+    report = loaded.report
+    for rank in report.ranks:
+        if rank.rank in loaded.broken:
             _log.warning("%s: rank %d on %s %s", report.url, rank.rank, rank.host, rank.note)
-    if report.left_out and world.rank == 0:
+    if report.left_out:
         names = ", ".join(report.left_out)
         _log.warning("%s: left out, as saved for another number of ranks: %s", report.url, names)

@@ -9,121 +9,93 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 import xxhash
 
 from fastload.base.memory import uncollected
-from fastload.errors import OptionError
-from fastload.loading.access import Access
-from fastload.loading.match import Match, match
-from fastload.loading.place import Placer
-from fastload.loading.unfit import raise_unfit
-from fastload.options import LoadOptions
+from fastload.errors import Interrupted
+from fastload.loading.claim import exchange_claims, unwanted_by_all
+from fastload.loading.job import Job, Opened, Request, Wish, open_boxes, open_rest, open_whole
 from fastload.ranks.traces import Tracing
-from fastload.ranks.world import World, require_same
+from fastload.ranks.world import require_same
 from fastload.report import LoadReport, RankReport
-from fastload.transfer.exchange import has_nccl, open_exchange
-from fastload.transfer.pipeline import Pipeline, read_threads
-from fastload.transfer.plan import TransferPlan, plan_transfer
-from fastload.transfer.read import ChunkReader
-from fastload.transfer.rounds import Exchange
-from fastload.transfer.strategy import Decision, choose_strategy
-from fastload.transfer.verify import Verifier, refuse
+from fastload.transfer.route import RoutedPlan
 
-__all__ = ["Job", "Opened", "Request", "prepare", "run"]
+__all__ = ["Loaded", "prepare", "run"]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A checkpoint that all ranks have open.
+class Loaded:
+    """What came of a load.
 
     Attributes:
-        world: The ranks.
-        access: What is where, and who can read it.
-        options: How to load.
-        verifier: Knows its checksum blocks; None if none are to be verified.
-        header_bytes: Bytes that this rank has read to open it.
+        report: What it did.
+        broken: Readers that dropped out.
     """
 
-    world: World
-    access: Access
-    options: LoadOptions
-    verifier: Verifier | None
-    header_bytes: int
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a caller asks for; see `fastload.load`."""
-
-    into: Any
-    device: torch.device | str | None
-    dtype: torch.dtype | str | None
-    names: Sequence[str] | str | None
-    strict: bool
-
-
-@dataclass(frozen=True)
-class Job:
-    """One load, ready to run.
-
-    Attributes:
-        matched: Which tensors go where.
-        decision: The strategy.
-        plan: Who reads what when.
-        reader: Reads this rank's chunks.
-        exchange: Takes the chunks to the other ranks.
-        pipeline: Moves them.
-    """
-
-    matched: Match
-    decision: Decision
-    plan: TransferPlan
-    reader: ChunkReader
-    exchange: Exchange
-    pipeline: Pipeline
+    report: LoadReport
+    broken: frozenset[int]
 
 
 def prepare(opened: Opened, request: Request) -> Job:
     """Does on all ranks whatever can fail before data moves, and compares the plans.
 
     Raises:
-        FastloadError: Some rank cannot load, or the ranks did not ask for the same.
+        FastloadError: Some rank cannot load, or what the ranks ask for does not go together.
     """
+    wishes: list[Wish] = []
     jobs: list[Job] = []
 
     @uncollected
     def make() -> dict[str, str]:
-        device, dtype = _target_device(request.device), _dtype(request.dtype)
-        matched = match(
-            opened.access.manifest,
-            names=request.names,
-            into=request.into,
-            device=device,
-            dtype=dtype,
-            strict=request.strict,
-            rank=opened.world.rank,
-            size=opened.world.size,
-        )
-        matched.raise_unexpected(matched.surplus)
-        _refuse_boxes(matched)
-        jobs.append(job := _open(opened, matched, matched.device or device))
-        wanted = json.dumps([d.entry.name for d in matched.destinations])
+        wish = Wish.of(opened, request)
+        wishes.append(wish)
+        if wish.is_whole:
+            jobs.append(open_whole(wish))
+        elif wish.decision.alone:
+            jobs.append(open_boxes(wish, None))
+        wanted = [destination.entry.name for destination in wish.matched.destinations]
         return {
-            "strategy": job.decision.strategy,
-            "transport": job.exchange.transport,
-            "names": f"{len(matched.destinations)} tensors ({xxhash.xxh3_64_hexdigest(wanted.encode())})",
-            "dtype": str(dtype),
-            "plan": job.plan.digest(),
+            "strategy": wish.decision.strategy,
+            "into": "not given" if request.into is None else "given",
+            "dtype": str(wish.dtype),
+            "transport": jobs[0].exchange.transport if jobs else "",
+            "names": f"{len(wanted)} tensors ({_digest(wanted)})",
+            "plan": jobs[0].plan.digest() if wish.is_whole else "",
+            "surplus": _digest(wish.matched.surplus) if wish.matched.surplus else "",
         }
 
-    require_same(opened.world.agree(f"preparing to load {opened.access.manifest.url}", make))
+    answers = opened.world.agree(f"preparing to load {opened.access.manifest.url}", make)
+    wish = wishes[0]
+    _require_same(answers, "strategy", "into", "dtype")
+    if request.into is None:
+        _require_same(answers, "names", "transport", "plan")
+    _raise_unexpected(wish, [answer["surplus"] for answer in answers])
+    if wish.decision.alone:
+        return jobs[0]
+    if all(answer["plan"] for answer in answers) and len({answer["names"] for answer in answers}) == 1:
+        _require_same(answers, "transport", "plan")
+        return jobs[0]
+    jobs.clear()
+    return _prepare_boxes(wish)
+
+
+def _prepare_boxes(wish: Wish) -> Job:
+    world, url = wish.opened.world, wish.opened.access.manifest.url
+    claims = exchange_claims(world, url, wish.claim)
+    jobs: list[Job] = []
+
+    @uncollected
+    def make() -> dict[str, str]:
+        jobs.append(job := open_boxes(wish, claims))
+        return {"plan": job.plan.digest()}
+
+    require_same(world.agree(f"planning to load {url}", make))
     return jobs[0]
 
 
-def run(opened: Opened, job: Job, tracing: Tracing, *, began: float, retries_before: int) -> LoadReport:
+def run(opened: Opened, job: Job, tracing: Tracing, *, began: float, retries_before: int) -> Loaded:
     """Moves the data, and settles on all ranks whether all of them have it.
 
     Args:
@@ -139,136 +111,132 @@ def run(opened: Opened, job: Job, tracing: Tracing, *, began: float, retries_bef
     world, storage, url = opened.world, opened.access.storage, opened.access.manifest.url
     what = f"loading {url}"
     bytes_before = storage.bytes_read, storage.direct_bytes_read
-    tracing.follow(job.pipeline.watches)
+    passes = [job]
+    broken: set[int] = set()
 
     def move() -> dict[str, Any]:
-        job.pipeline.run()
+        if broken:
+            passes.append(_open_rest(passes[-1], unread))
+        last = passes[-1]
+        tracing.follow(last.pipeline.watches)
+        last.pipeline.run()
         seconds = time.perf_counter() - began
-        return asdict(_report_rank(opened, job, seconds, *bytes_before, retries_before))
+        report = asdict(_report_rank(opened, passes, seconds, *bytes_before, retries_before))
+        return {"report": report, "unread_from": last.pipeline.unread_from}
 
     try:
-        ranks = world.settle(
-            what,
-            move,
-            ended=lambda error: tracing.leave("load", began, error),
-            met=lambda: tracing.write({"what": what, "bytes_wanted": job.plan.total_bytes}),
-        )
+        while True:
+            answers = world.settle(
+                what,
+                move,
+                ended=lambda error: tracing.leave("load", began, error),
+                met=lambda: tracing.write({"what": what, "bytes_wanted": job.plan.total_bytes}),
+            )
+            unread = {
+                rank: answer["unread_from"]
+                for rank, answer in enumerate(answers)
+                if answer["unread_from"] is not None
+            }
+            if not unread:
+                break
+            broken |= unread.keys()
         world.heard()
-        return LoadReport(
+        report = LoadReport(
             url=url,
-            strategy=job.decision.strategy,
-            why=job.decision.why,
+            strategy=job.wish.decision.strategy,
+            why=job.wish.decision.why,
             transport=job.exchange.transport,
             bytes_wanted=job.plan.total_bytes,
-            num_tensors=len(job.matched.destinations),
+            num_tensors=len(job.wish.matched.destinations),
             chunk_bytes=job.plan.chunk_bytes,
             num_rounds=job.plan.num_rounds,
             depth=job.plan.depth,
-            left_out=job.matched.left_out,
-            ranks=tuple(RankReport(**rank) for rank in ranks),
+            left_out=job.wish.matched.left_out,
+            ranks=tuple(RankReport(**answer["report"]) for answer in answers),
         )
+        return Loaded(report, frozenset(broken | job.pipeline.broken))
     finally:
-        job.pipeline.close()
-        if not job.reader.close(wait_s=min(1.0, world.grace_s)):
-            _log.warning("%s: a read is still under way and may yet write", url)
+        _close(passes[-1])
 
 
-def _open(opened: Opened, matched: Match, device: torch.device) -> Job:
-    """Decides how to load, and makes everything ready for it."""
-    world, options, access = opened.world, opened.options, opened.access
-    fast_links = device.type == "cuda" and has_nccl(world)
-    decision = choose_strategy(
-        options.strategy,
-        world_size=world.size,
-        readers=access.readers,
-        hosts=access.hosts,
-        shared=access.shared,
-        fast_links=fast_links,
-    )
-    ranks_on_host = access.hosts.count(access.hosts[world.rank])
-    if options.io == "auto":
-        # Ranks of one host that read the same bytes share the page cache.
-        access.storage.io = "buffered" if decision.alone and ranks_on_host > 1 else "auto"
-    plan = plan_transfer(
-        [d.entry for d in matched.destinations],
-        decision.supply(world.rank),
-        decision.demand(world.rank, world.size),
-        staging_bytes=options.staging_bytes,
-        chunk_bytes=options.chunk_bytes,
-        block_bytes=access.manifest.block_bytes if opened.verifier is not None else 0,
-        even_slots=fast_links and not decision.alone,
-        contiguous=access.is_mounted,
-    )
-    reader = ChunkReader(
-        access.storage,
-        access.manifest.files,
-        threads=read_threads(
-            options.read_threads,
-            depth=plan.depth,
-            exchanges=plan.exchanges,
-            ranks_on_host=ranks_on_host,
-            in_order=access.storage.in_order,
-        ),
-        verifier=opened.verifier,
-        on_damage=refuse,
-    )
-    exchange = open_exchange(world, hosts=access.hosts, local=decision.alone, device=device)
-    placer = Placer(matched.destinations)
-    pipeline = Pipeline(world, plan, reader, exchange, placer, options.progress)
-    return Job(matched, decision, plan, reader, exchange, pipeline)
+def _close(job: Job) -> None:
+    opened = job.wish.opened
+    job.pipeline.close()
+    if not job.reader.close(wait_s=min(1.0, opened.world.grace_s)):
+        _log.warning("%s: a read is still under way and may yet write", opened.access.manifest.url)
+
+
+def _open_rest(last: Job, unread_from: dict[int, int]) -> Job:
+    """Makes ready what some readers have left unread, for those who can still read.
+
+    Raises:
+        FastloadError: Nobody can.
+    """
+    plan = last.plan
+    assert isinstance(plan, RoutedPlan)
+    # Who reads for itself alone has a plan of its own, and learns nothing from the others.
+    broken = {rank: first for rank, first in unread_from.items() if rank in plan.readers}
+    lacking = [(index, rank) for rank, first in broken.items() for index in range(first, plan.num_rounds)]
+    rest = plan.without(broken, lacking, plan.num_rounds)
+    if rest is None:
+        raise last.pipeline.read_error or Interrupted("no rank is left that can read")
+    _close(last)
+    return open_rest(last.wish, rest)
+
+
+def _raise_unexpected(wish: Wish, digests: Sequence[str]) -> None:
+    """Raises on all ranks if the checkpoint has what no rank wants and some rank has to.
+
+    Raises:
+        MismatchError: It has.
+    """
+    if not all(digests):
+        return
+    surplus: Any = wish.matched.surplus
+    if len(set(digests)) > 1:
+        surplus = unwanted_by_all(wish.opened.world, wish.opened.access.manifest, surplus)
+    wish.matched.raise_unexpected(surplus)
+
+
+def _require_same(answers: Sequence[dict[str, str]], *keys: str) -> None:
+    require_same([{key: answer[key] for key in keys} for answer in answers])
+
+
+def _digest(names: Sequence[str]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(names).encode())
 
 
 def _report_rank(
-    opened: Opened, job: Job, total_s: float, bytes_before: int, direct_before: int, retries_before: int
+    opened: Opened,
+    passes: Sequence[Job],
+    total_s: float,
+    bytes_before: int,
+    direct_before: int,
+    retries_before: int,
 ) -> RankReport:
-    world, access, pipeline = opened.world, opened.access, job.pipeline
-    read_s, exchange_s, place_s = (watch.seconds for watch in pipeline.watches.values())
+    world, access = opened.world, opened.access
+    pipelines = [job.pipeline for job in passes]
+    read_s, exchange_s, place_s = (
+        sum(pipeline.watches[stage].seconds for pipeline in pipelines)
+        for stage in ("read", "exchange", "place")
+    )
+    drop_outs = [pipeline.drop_out for pipeline in pipelines if pipeline.drop_out]
     return RankReport(
         rank=world.rank,
         host=world.host,
-        reader=world.rank in job.decision.readers,
-        note=pipeline.drop_out or access.notes.get(world.rank, ""),
+        reader=world.rank in passes[0].wish.decision.readers,
+        note=drop_outs[0] if drop_outs else access.notes.get(world.rank, ""),
         bytes_read=access.storage.bytes_read - bytes_before,
         direct_bytes_read=access.storage.direct_bytes_read - direct_before,
-        bytes_verified=job.reader.verified.total,
+        bytes_verified=sum(job.reader.verified.total for job in passes),
         header_bytes_read=opened.header_bytes,
-        bytes_received=pipeline.received_bytes,
+        bytes_received=sum(pipeline.received_bytes for pipeline in pipelines),
         read_s=read_s,
         exchange_s=exchange_s,
         place_s=place_s,
         exposed_s=max(0.0, total_s - read_s),
         total_s=total_s,
         overlapped_s=max(0.0, read_s + exchange_s + place_s - total_s),
-        peak_staging_bytes=pipeline.slab_bytes,
-        retries=access.storage.num_retries - retries_before + job.reader.rereads.total,
+        peak_staging_bytes=max(pipeline.slab_bytes for pipeline in pipelines),
+        retries=access.storage.num_retries - retries_before + sum(job.reader.rereads.total for job in passes),
     )
-
-
-def _refuse_boxes(matched: Match) -> None:
-    names = dict.fromkeys(d.entry.name for d in matched.destinations if d.box is not None)
-    lines = [f'{name}: into= has a sharded tensor (DTensor); see "DDP and FSDP" in README' for name in names]
-    raise_unfit(matched.url, mismatched=lines)
-
-
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if dtype is None:
-        return None
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
-        raise OptionError(f"dtype={dtype!r}: must be a torch.dtype or the name of one, such as bfloat16")
-    return found
-
-
-def _target_device(device: torch.device | str | None) -> torch.device:
-    try:
-        target = torch.device(device if device is not None else "cpu")
-    except RuntimeError as error:
-        raise OptionError(f"device={device!r}: {error}") from None
-    if target.type == "meta":
-        raise OptionError(f"device={device!r}: the meta device has no memory to load into; name a real one")
-    if target.type == "cuda":
-        if not torch.cuda.is_available():
-            raise OptionError(f"device={device!r}: torch sees no CUDA device")
-        if target.index is None:
-            return torch.device("cuda", torch.cuda.current_device())
-    return target

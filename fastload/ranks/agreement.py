@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
+import xxhash
 
 from fastload.base.threads import await_done
-from fastload.errors import to_wire
+from fastload.errors import WorldError, to_wire
 from fastload.ranks.alarm import Alarm
 from fastload.ranks.failures import Outcome, late, raise_failures, require_same_call
 from fastload.ranks.meeting import Verdict
@@ -216,6 +217,28 @@ class World:
 
         pieces = self.agree(what, publish)[source]
         return rendezvous.get_bytes(what, step, pieces, limit_s=self.patience_s)
+
+    def gather_bytes(self, what: str, data: bytes) -> list[bytes]:
+        """Brings bytes of every rank to all ranks; those that are equal are carried once.
+
+        Raises:
+            FastloadError: A rank did not answer.
+        """
+        place = f"gathered/{self._step}"
+
+        def leave() -> str:
+            self.show_bytes(what, place, data)
+            return xxhash.xxh3_128_hexdigest(data)
+
+        digests = self.agree(what, leave)
+        sources = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
+        found = {}
+        for digest, rank in sources.items():
+            taken = self.take_bytes(what, place, rank, keep=True)
+            if taken is None:
+                raise WorldError(f"{what}: what rank {rank} has left is gone")
+            found[digest] = taken
+        return [found[digest] for digest in digests]
 
     def leave_bytes(self, what: str, place: str, data: bytes) -> None:
         """Leaves bytes for another rank, which takes them with `take_bytes`, from the same place, once."""

@@ -23,7 +23,18 @@ from fastload.ranks.failures import require_same
 from fastload.ranks.launch import Launch, from_env
 from fastload.ranks.rendezvous import Rendezvous
 
-__all__ = ["Launch", "World", "agree", "from_env", "initialize", "join", "join_in", "meet", "require_same"]
+__all__ = [
+    "Launch",
+    "World",
+    "agree",
+    "from_env",
+    "initialize",
+    "join",
+    "join_in",
+    "meet",
+    "members_of",
+    "require_same",
+]
 
 T = TypeVar("T")
 
@@ -32,6 +43,11 @@ _MEETING_S = 300.0  # hosts of a large job do not start in the same minute
 
 # Default groups that met in a part of the store which no other ranks ever use.
 _apart: WeakSet[Any] = WeakSet()
+
+
+def members_of(group: dist.ProcessGroup | None) -> list[int] | None:
+    """Returns the numbers of a group's ranks in torch's default group; None if there is no group."""
+    return None if group is None else dist.get_process_group_ranks(group)
 
 
 def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:

@@ -77,7 +77,9 @@ class Claim:
         for step in columns[:half]:
             tensor += step
             tensors.append(tensor)
-        return cls(tensors, columns[half:], parts)
+        claim = cls(tensors, columns[half:], parts)
+        claim.__dict__["packed"] = packed
+        return claim
 
     @cached_property
     def digest(self) -> str:

@@ -15,8 +15,9 @@ from fastload.ranks.world import World
 from fastload.transfer.nccl import NcclExchange
 from fastload.transfer.ring import RingExchange
 from fastload.transfer.rounds import Exchange, LocalExchange
+from fastload.transfer.routed import RoutedExchange
 
-__all__ = ["has_nccl", "open_exchange", "open_members_exchange"]
+__all__ = ["has_nccl", "open_exchange", "open_members_exchange", "open_routed_exchange", "ring_order"]
 
 
 def open_exchange(world: World, *, hosts: Sequence[str], local: bool, device: torch.device) -> Exchange:
@@ -33,9 +34,29 @@ def open_exchange(world: World, *, hosts: Sequence[str], local: bool, device: to
         return LocalExchange(pinned=on_cuda)
     if on_cuda and has_nccl(world):
         return NcclExchange(world, device)
+    return RingExchange(world, ring_order(hosts), pinned=on_cuda)
+
+
+def open_routed_exchange(world: World, *, local: bool, device: torch.device) -> Exchange:
+    """Opens an exchange, through host memory, of what ranks want that want different bytes.
+
+    Args:
+        world: The ranks.
+        local: Nothing is to be exchanged.
+        device: Where the tensors will live on this rank.
+    """
+    pinned = device.type == "cuda"
+    return LocalExchange(pinned=pinned) if local else RoutedExchange(world, pinned=pinned)
+
+
+def ring_order(hosts: Sequence[str]) -> list[int]:
+    """Returns all ranks, those of a host next to each other.
+
+    Args:
+        hosts: Host of each rank.
+    """
     first = {host: hosts.index(host) for host in hosts}
-    order = sorted(range(world.size), key=lambda rank: (first[hosts[rank]], rank))
-    return RingExchange(world, order, pinned=on_cuda)
+    return sorted(range(len(hosts)), key=lambda rank: (first[hosts[rank]], rank))
 
 
 def open_members_exchange(world: World, members: Sequence[int]) -> Exchange:

@@ -117,7 +117,7 @@ class Pipeline:
     @property
     def drop_out(self) -> str:
         """Why this rank stopped to read while the load went on; empty if it did not."""
-        return f"stopped reading: {self.read_error}" if self.read_error is not None else ""
+        return f"stopped reading: {self._starter.note}" if self._starter.note else ""
 
     @property
     def slab_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,20 +28,19 @@ class RoutedExchange:
 
     Args:
         world: The ranks.
-        members: Those of them that take part.
         pinned: Page-locks slabs, for copies to a CUDA device.
     """
 
     transport = "gloo routed"
     private = True
 
-    def __init__(self, world: World, members: Sequence[int], *, pinned: bool) -> None:
+    def __init__(self, world: World, *, pinned: bool) -> None:
         self.device = torch.device("cpu")
         self.watch = Stopwatch()
         self._pinned = pinned
         self._rank = world.rank
-        self._other = next(rank for rank in members if rank != world.rank)
-        self._wire = Wire(world, members)
+        self._neighbour = (world.rank + 1) % world.size
+        self._wire = Wire(world, range(world.size))
         self._relay = Relay(self._pass_on, self._ended, self.watch, self._wire.timeout)
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
@@ -73,7 +72,7 @@ class RoutedExchange:
             raise Interrupted(f"round {work.index} did not reach the others: {work.error}")
 
     def close(self) -> None:
-        if self._relay.close(partial(self._wire.cut, self._other)):
+        if self._relay.close(partial(self._wire.cut, self._neighbour)):
             self._wire.drop()
 
     def _pass_on(self, work: Round) -> None:

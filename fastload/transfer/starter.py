@@ -23,11 +23,13 @@ class Starter:
 
     Attributes:
         read_error: What kept this rank from reading a chunk; None if nothing did.
+        note: The same as text, empty if nothing did; it outlasts `close`.
         unread_from: The round of the first chunk that it could not read; None if it could read all.
     """
 
     def __init__(self, reader: ChunkReader, exchange: Exchange) -> None:
         self.read_error: BaseException | None = None
+        self.note = ""
         self.unread_from: int | None = None
         self._reader = reader
         self._exchange = exchange
@@ -85,6 +87,6 @@ class Starter:
     def _note(self, error: BaseException, index: int) -> int:
         """Keeps the first error of a read, and returns what the others are to be told."""
         if self.read_error is None:
-            self.read_error, self.unread_from = error, index
+            self.read_error, self.note, self.unread_from = error, str(error), index
             self._reader.stop()  # this rank drops out: what it has not begun to read, others will
         return UNREADABLE if isinstance(self.read_error, StorageError) else FAILED

@@ -23,9 +23,7 @@ Want = list[tuple[int, tuple[Runs, ...]]]
 def boxes(draw: st.DrawFn, shape: Sequence[int]) -> Box:
     """Some box of a tensor, not empty."""
     offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
-    sizes = tuple(
-        draw(st.integers(1, size - offset)) for size, offset in zip(shape, offsets, strict=True)
-    )
+    sizes = tuple(draw(st.integers(1, size - offset)) for size, offset in zip(shape, offsets, strict=True))
     return Box(offsets, sizes)
 
 
@@ -114,7 +112,10 @@ def contents(routes: Routes, stretches: Sequence[Stretch], rank: int) -> list[tu
 
 def everything(want: Want) -> list[tuple[int, int, int]]:
     return sorted(
-        (tensor, box, at) for tensor, part in want for box, runs in enumerate(part) for at in byte_numbers(runs)
+        (tensor, box, at)
+        for tensor, part in want
+        for box, runs in enumerate(part)
+        for at in byte_numbers(runs)
     )
 
 

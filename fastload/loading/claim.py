@@ -1,0 +1,107 @@
+"""What this rank wants, as the transfer is told; and what no rank wants."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import groupby
+from operator import and_, attrgetter
+
+from fastload.formats.dtypes import torch_spec
+from fastload.formats.manifest import Manifest
+from fastload.geometry.box import Runs, runs_of
+from fastload.loading.place import Destination
+from fastload.ranks.world import World
+from fastload.transfer.claims import Claim, Claims, Part
+
+__all__ = ["claim_of", "exchange_claims", "unwanted_by_all"]
+
+
+def claim_of(manifest: Manifest, destinations: Sequence[Destination]) -> Claim:
+    """Returns what is to come to this rank.
+
+    Args:
+        manifest: The checkpoint.
+        destinations: In manifest order.
+    """
+
+    def wants() -> Iterator[tuple[int, Part]]:
+        of_entry = groupby(destinations, attrgetter("entry"))
+        entry, parts = next(of_entry, (None, ()))
+        for index, candidate in enumerate(manifest.tensors):
+            if candidate is entry:
+                if entry.nbytes:
+                    yield index, tuple(map(_runs, parts))
+                entry, parts = next(of_entry, (None, ()))
+
+    return Claim.of(wants())
+
+
+def _runs(destination: Destination) -> Runs:
+    if destination.box is None:
+        return Runs(0, destination.entry.nbytes, ())
+    _, shape = torch_spec(destination.entry)
+    return runs_of(destination.box, shape).scaled(destination.stored.itemsize)
+
+
+def exchange_claims(world: World, url: str, own: Claim) -> Claims:
+    """Tells all ranks what each of them wants.
+
+    Raises:
+        FastloadError: A rank did not answer.
+    """
+    packed = world.gather_bytes(f"telling what each rank wants of {url}", own.packed)
+    known = {data: Claim.unpack(data) for data in set(packed)}
+    return Claims.join([known[data] for data in packed])
+
+
+def unwanted_by_all(world: World, manifest: Manifest, surplus: Sequence[str]) -> set[str]:
+    """Returns which names no rank wants.
+
+    Args:
+        world: The ranks.
+        manifest: The checkpoint.
+        surplus: What this rank does not want of it.
+
+    Raises:
+        FastloadError: A rank did not answer.
+    """
+    names = [entry.name for entry in manifest.tensors]
+    own = _Names.of(surplus, names)
+    what = f"comparing what the ranks do not want of {manifest.url}"
+    everyone = [_Names.unpack(data) for data in set(world.gather_bytes(what, own.packed()))]
+    mask = reduce(and_, (one.tensors for one in everyone))
+    others = reduce(and_, (one.others for one in everyone))
+    return {name for index, name in enumerate(names) if mask >> index & 1} | others
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Some of the names in a checkpoint.
+
+    Attributes:
+        tensors: A bit for each stored tensor.
+        others: Names of other things.
+    """
+
+    tensors: int
+    others: frozenset[str]
+
+    @classmethod
+    def of(cls, chosen: Sequence[str], names: Sequence[str]) -> _Names:
+        wanted = set(chosen)
+        bits = "".join("1" if name in wanted else "0" for name in reversed(names))
+        return cls(int(bits or "0", 2), frozenset(wanted - set(names)))
+
+    def packed(self) -> bytes:
+        """Packs them to be sent to the other ranks."""
+        return zlib.compress(json.dumps([f"{self.tensors:x}", sorted(self.others)]).encode(), level=1)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> _Names:
+        """Reads what `packed` returned."""
+        tensors, others = json.loads(zlib.decompress(packed))
+        return cls(int(tensors, 16), frozenset(others))

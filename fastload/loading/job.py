@@ -1,0 +1,253 @@
+"""A load made ready: what this rank wants, the plan that follows from what all want, and what moves it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fastload.errors import OptionError
+from fastload.loading.access import Access
+from fastload.loading.claim import claim_of
+from fastload.loading.match import Match, match
+from fastload.loading.place import Placer
+from fastload.options import LoadOptions
+from fastload.ranks.world import World, members_of
+from fastload.transfer.claims import Claim, Claims
+from fastload.transfer.exchange import has_nccl, open_exchange, open_routed_exchange, ring_order
+from fastload.transfer.lanes import Lanes
+from fastload.transfer.pipeline import Pipeline, read_threads
+from fastload.transfer.plan import TransferPlan, plan_transfer
+from fastload.transfer.read import ChunkReader
+from fastload.transfer.rounds import Exchange
+from fastload.transfer.route import RoutedPlan, plan_routes
+from fastload.transfer.strategy import Decision, choose_strategy
+from fastload.transfer.verify import Verifier, refuse
+
+__all__ = ["Job", "Opened", "Request", "Wish", "open_boxes", "open_rest", "open_whole"]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that all ranks have open.
+
+    Attributes:
+        world: The ranks.
+        access: What is where, and who can read it.
+        options: How to load.
+        verifier: Knows its checksum blocks; None if none are to be verified.
+        header_bytes: Bytes that this rank has read to open it.
+    """
+
+    world: World
+    access: Access
+    options: LoadOptions
+    verifier: Verifier | None
+    header_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Length of the checksum blocks that are to be verified; 0 if none are."""
+        return self.access.manifest.block_bytes if self.verifier is not None else 0
+
+    @property
+    def ranks_on_host(self) -> int:
+        """How many ranks this rank's host has."""
+        return self.access.hosts.count(self.access.hosts[self.world.rank])
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller asks for; see `fastload.load`."""
+
+    into: Any
+    device: torch.device | str | None
+    dtype: torch.dtype | str | None
+    names: Sequence[str] | str | None
+    strict: bool
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What this rank wants, whatever the others want.
+
+    Attributes:
+        opened: Of what.
+        matched: Which tensors go where.
+        device: Where they are: the first of them that are not in host memory.
+        dtype: Cast of floating point tensors, or None for none.
+        decision: The strategy.
+    """
+
+    opened: Opened
+    matched: Match
+    device: torch.device
+    dtype: torch.dtype | None
+    decision: Decision
+
+    @classmethod
+    def of(cls, opened: Opened, request: Request) -> Wish:
+        """Finds out what a request means for this rank.
+
+        Raises:
+            FastloadError: This rank cannot load it.
+        """
+        world, access = opened.world, opened.access
+        device, dtype = _target_device(request.device), _dtype(request.dtype)
+        matched = match(
+            access.manifest,
+            names=request.names,
+            into=request.into,
+            device=device,
+            dtype=dtype,
+            strict=request.strict,
+            rank=world.rank,
+            size=world.size,
+            group=members_of(world.group),
+        )
+        device = matched.device or device
+        decision = choose_strategy(
+            opened.options.strategy,
+            world_size=world.size,
+            readers=access.readers,
+            hosts=access.hosts,
+            shared=access.shared,
+            fast_links=device.type == "cuda" and has_nccl(world),
+        )
+        return cls(opened, matched, device, dtype, decision)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no tensor is wanted in parts."""
+        return all(destination.box is None for destination in self.matched.destinations)
+
+    @cached_property
+    def claim(self) -> Claim:
+        """The same, as the other ranks are told."""
+        return claim_of(self.opened.access.manifest, self.matched.destinations)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One load, ready to run.
+
+    Attributes:
+        wish: What this rank wants.
+        plan: Who reads what when.
+        reader: Reads this rank's chunks.
+        exchange: Takes the chunks to the other ranks.
+        pipeline: Moves them.
+    """
+
+    wish: Wish
+    plan: TransferPlan | RoutedPlan
+    reader: ChunkReader
+    exchange: Exchange
+    pipeline: Pipeline
+
+
+def open_whole(wish: Wish) -> Job:
+    """Makes a load ready in which all ranks want what this one wants, and no tensor in parts.
+
+    Raises:
+        FastloadError: Options do not fit.
+        MemoryError: Staging does not fit into memory.
+    """
+    opened, decision = wish.opened, wish.decision
+    world, options, access = opened.world, opened.options, opened.access
+    plan = plan_transfer(
+        [destination.entry for destination in wish.matched.destinations],
+        decision.supply(world.rank),
+        decision.demand(world.rank, world.size),
+        staging_bytes=options.staging_bytes,
+        chunk_bytes=options.chunk_bytes,
+        block_bytes=opened.block_bytes,
+        even_slots=wish.device.type == "cuda" and has_nccl(world) and not decision.alone,
+        contiguous=access.is_mounted,
+    )
+    exchange = open_exchange(world, hosts=access.hosts, local=decision.alone, device=wish.device)
+    return _open(wish, plan, exchange)
+
+
+def open_boxes(wish: Wish, claims: Claims | None) -> Job:
+    """Makes a load ready in which each rank wants something else.
+
+    Args:
+        wish: What this rank wants.
+        claims: What all ranks want; None if each reads what it wants for itself.
+
+    Raises:
+        FastloadError: Options do not fit.
+        MemoryError: Staging does not fit into memory.
+    """
+    opened, world = wish.opened, wish.opened.world
+    claims = claims if claims is not None else Claims((wish.claim,), ((world.rank,),))
+    plan = plan_routes(
+        Lanes(opened.access.manifest.tensors, claims, opened.block_bytes),
+        wish.decision.supply(world.rank),
+        order=ring_order(opened.access.hosts),
+        staging_bytes=opened.options.staging_bytes,
+        chunk_bytes=opened.options.chunk_bytes,
+    )
+    return open_rest(wish, plan)
+
+
+def open_rest(wish: Wish, plan: RoutedPlan) -> Job:
+    """Makes a load ready in which each rank wants something else, from its plan.
+
+    Raises:
+        MemoryError: Staging does not fit into memory.
+    """
+    exchange = open_routed_exchange(wish.opened.world, local=not plan.exchanges, device=wish.device)
+    return _open(wish, plan, exchange)
+
+
+def _open(wish: Wish, plan: TransferPlan | RoutedPlan, exchange: Exchange) -> Job:
+    opened, options, access = wish.opened, wish.opened.options, wish.opened.access
+    if options.io == "auto":
+        # Ranks of one host that read the same bytes share the page cache.
+        shares = wish.decision.alone and opened.ranks_on_host > 1
+        access.storage.io = "buffered" if shares else "auto"
+    reader = ChunkReader(
+        access.storage,
+        access.manifest.files,
+        threads=read_threads(
+            options.read_threads,
+            depth=plan.depth,
+            exchanges=plan.exchanges,
+            ranks_on_host=opened.ranks_on_host,
+            in_order=access.storage.in_order,
+        ),
+        verifier=opened.verifier,
+        on_damage=refuse,
+    )
+    placer = Placer(wish.matched.destinations)
+    pipeline = Pipeline(opened.world, plan, reader, exchange, placer, options.progress)
+    return Job(wish, plan, reader, exchange, pipeline)
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise OptionError(f"dtype={dtype!r}: must be a torch.dtype or the name of one, such as bfloat16")
+    return found
+
+
+def _target_device(device: torch.device | str | None) -> torch.device:
+    try:
+        target = torch.device(device if device is not None else "cpu")
+    except RuntimeError as error:
+        raise OptionError(f"device={device!r}: {error}") from None
+    if target.type == "meta":
+        raise OptionError(f"device={device!r}: the meta device has no memory to load into; name a real one")
+    if target.type == "cuda":
+        if not torch.cuda.is_available():
+            raise OptionError(f"device={device!r}: torch sees no CUDA device")
+        if target.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+    return target
