@@ -115,3 +115,22 @@ def test_runs_of_a_large_box_are_not_listed() -> None:
     runs = runs_of(Box((0, 5, 7), (1 << 20, 100, 10)), shape)
     assert runs == Runs(5 * 1024 + 7, 10, ((1 << 20, 1 << 20), (100, 1024)))
     assert runs_of(Box.whole(shape), shape) == Runs(0, prod(shape), ())
+
+
+@given(boxes(), st.data())
+def test_runs_are_counted_and_cut_as_their_bytes_lie(
+    case: tuple[Box, Box, tuple[int, ...]], data: st.DataObject
+) -> None:
+    box, _, shape = case
+    runs = runs_of(box, shape)
+    places = [at for start in runs.starts() for at in range(start, start + runs.length)]
+    assert runs.total == len(places)
+    position = data.draw(st.integers(-1, prod(shape) + 1))
+    assert runs.before(position) == sum(at < position for at in places)
+    begin = data.draw(st.integers(0, runs.total))
+    end = data.draw(st.integers(begin, runs.total))
+    pieces = list(runs.cut(begin, end))
+    assert [at for one in pieces for start in one.starts() for at in range(start, start + one.length)] == (
+        places[begin:end]
+    )
+    assert len(pieces) <= 2 * len(runs.steps) + 1

@@ -119,7 +119,7 @@ def everything(want: Want) -> list[tuple[int, int, int]]:
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(jobs(), st.integers(1, 40), st.data())
 def test_each_byte_is_read_once_and_comes_once_to_whoever_wants_it(
     job: tuple[list[Extent], list[Want], int], chunk_bytes: int, data: st.DataObject
@@ -135,7 +135,7 @@ def test_each_byte_is_read_once_and_comes_once_to_whoever_wants_it(
         assert sorted(got) == everything(want)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(jobs(), st.integers(1, 40), st.data())
 def test_what_readers_that_drop_out_leave_unread_others_read(
     job: tuple[list[Extent], list[Want], int], chunk_bytes: int, data: st.DataObject

@@ -18,7 +18,7 @@ DISTRIBUTED = {
     "ranks/world.py",
     "transfer/exchange.py",
     "transfer/nccl.py",
-    "transfer/ring.py",
+    "transfer/wire.py",
 }
 ENVIRONMENT = {"ranks/launch.py", "options.py", "ranks/world.py"}
 FILES = {
@@ -47,6 +47,10 @@ PURE = {
     "formats/safetensors_header.py",
     "staging/inventory.py",
     "transfer/plan.py",
+    "transfer/claims.py",
+    "transfer/lanes.py",
+    "transfer/route.py",
+    "transfer/shares.py",
     "estimate/simulate.py",
     "estimate/parameters.py",
     "training/retention.py",

@@ -1,0 +1,115 @@
+"""Loads into DTensors: every rank gets its own bytes, each read once, whatever the mesh and the placements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import fastload
+from tests.checkpoints import assert_same_bits
+from tests.dist.harness import ranks
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "even": (64, 32),
+    "uneven": (13, 7),
+    "few": (2, 5),
+    "none": (0, 4),
+    "row": (1, 4096),
+    "vector": (101,),
+    "scalar": (),
+    "cube": (6, 10, 8),
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]
+
+
+def make(path: Path) -> dict[str, torch.Tensor]:
+    """Writes a checkpoint of two files, each rank the same."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for index, (name, shape) in enumerate(SHAPES.items()):
+        dtype = DTYPES[index % len(DTYPES)]
+        raw = torch.randint(0, 255, (*shape, dtype.itemsize), generator=generator).to(torch.uint8)
+        tensors[name] = (raw % 2 == 1)[..., 0] if dtype == torch.bool else raw.view(dtype).reshape(shape)
+    path.mkdir(exist_ok=True)
+    return tensors
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    names = sorted(tensors)
+    for number, part in enumerate((names[::2], names[1::2])):
+        safetensors.torch.save_file({name: tensors[name] for name in part}, path / f"{number}.safetensors")
+
+
+def placed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> DTensor:
+    """Cuts a tensor as torch does; without communication."""
+    usable = [one if getattr(one, "dim", -1) < tensor.dim() else Replicate() for one in placements]
+    bits = tensor if tensor.dtype != torch.float8_e4m3fn else tensor.view(torch.uint8)
+    found = distribute_tensor(bits, mesh, usable, src_data_rank=None)
+    local = found.to_local().view(tensor.dtype)
+    return DTensor.from_local(
+        local, mesh, usable, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def emptied(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same targets, without what is in them."""
+    for tensor in state.values():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local.detach().zero_()
+    return dict(state)
+
+
+def locals_of(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+        for name, tensor in state.items()
+    }
+
+
+def check(path: Path, into: dict[str, torch.Tensor], **options: Any) -> fastload.LoadReport:
+    """Loads over what is there, and compares it with what was there."""
+    expected = locals_of(into)
+    reports: list[fastload.LoadReport] = []
+    chosen = fastload.LoadOptions(timeout_s=20, on_report=reports.append, **options)
+    fastload.load(path, into=emptied(into), options=chosen)
+    assert_same_bits(locals_of(into), expected)
+    return reports[0]
+
+
+MESHES: dict[str, tuple[tuple[int, ...], list[Any]]] = {
+    "fsdp": ((4,), [Shard(0)]),
+    "columns": ((4,), [Shard(1)]),
+    "hsdp": ((2, 2), [Replicate(), Shard(0)]),
+    "tp": ((2, 2), [Replicate(), Shard(1)]),
+    "fsdp of columns": ((2, 2), [Shard(0), Shard(1)]),
+    "fsdp of rows": ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
+    "twice": ((2, 2), [Shard(0), Shard(0)]),
+    "strided alone": ((4,), [_StridedShard(0, split_factor=2)]),
+    "strided columns": ((2, 2), [Replicate(), _StridedShard(1, split_factor=2)]),
+    "replicated": ((4,), [Replicate()]),
+    "deep": ((1, 2, 1, 2), [Replicate(), Shard(1), Shard(0), Shard(0)]),
+}
+
+
+@ranks(4)
+def test_each_mesh_gets_its_bytes_each_read_once(rank: int, world: int, tmp_path: Path) -> None:
+    tensors = make(tmp_path)
+    if rank == 0:
+        write(tmp_path, tensors)
+    torch.distributed.barrier()
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    for shape, placements in MESHES.values():
+        mesh = init_device_mesh("cpu", shape)
+        for strategy in ("allgather", "broadcast", "direct"):
+            into = {name: placed(tensor, mesh, placements) for name, tensor in tensors.items()}
+            report = check(tmp_path, into, strategy=strategy, chunk_bytes=1000)
+            if strategy != "direct":
+                assert report.bytes_wanted == nbytes
+                assert sum(one.bytes_read for one in report.ranks) == nbytes
