@@ -80,7 +80,8 @@ def run(plan: RoutedPlan, num_ranks: int, broken_from: dict[int, int]) -> tuple[
             for lane, stretches in own.reads(index):
                 read.update((s.tensor, at) for s in stretches for at in range(s.begin, s.begin + s.nbytes))
                 for parcel in own.sent(lane, stretches):
-                    assert parcel.reader == rank and parcel.hop == 0
+                    assert parcel.reader == rank
+                    assert parcel.hop == 0
                     if parcel.is_own and index < broken_from.get(rank, plan.num_rounds):
                         arrived[rank] += contents(own, parcel.stretches, rank)
                     if parcel.next is not None:
@@ -88,7 +89,8 @@ def run(plan: RoutedPlan, num_ranks: int, broken_from: dict[int, int]) -> tuple[
         incoming = [(rank, parcel) for rank, own in enumerate(routes) for parcel in own.received(index)]
         for rank, parcel in sorted(incoming, key=lambda one: one[1].hop):
             got = messages[parcel.source, rank, parcel.reader].pop(0)
-            assert got == parcel.stretches and parcel.is_own
+            assert got == parcel.stretches
+            assert parcel.is_own
             found = contents(routes[rank], got, rank)
             assert len(found) == parcel.nbytes
             if index < broken_from.get(parcel.reader, plan.num_rounds):
@@ -124,7 +126,7 @@ def everything(want: Want) -> list[tuple[int, int, int]]:
 def test_each_byte_is_read_once_and_comes_once_to_whoever_wants_it(
     job: tuple[list[Extent], list[Want], int], chunk_bytes: int, data: st.DataObject
 ) -> None:
-    tensors, wants, _ = job
+    _tensors, wants, _ = job
     num_ranks = len(wants)
     readers = data.draw(st.sets(st.sampled_from(range(num_ranks)), min_size=1).map(sorted))
     plan = plan_of(job, readers, max(chunk_bytes, job[2]))
