@@ -10,21 +10,20 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from fastload import api
 from fastload.errors import CheckpointNotFound, FastloadError, OptionError, WorldError, blames_checkpoint
 from fastload.loading.checkpoint import Checkpoint
-from fastload.options import SAVE_SETTINGS, LoadOptions, SaveOptions
-from fastload.ranks.world import agree, meet, require_same
-from fastload.saving.handle import SaveHandle
+from fastload.options import SAVE_SETTINGS, SaveOptions
+from fastload.ranks.world import meet, require_same
 from fastload.storage import locate, name_of
+from fastload.training.calls import Calls
 from fastload.training.catalog import MAX_STEP, Catalog, metadata_of
 from fastload.training.history import History, Listing
 from fastload.training.housekeeping import Housekeeper
+from fastload.training.last_save import LastSave
 from fastload.training.pacing import Rhythm
 from fastload.training.policy import Policy
 from fastload.training.retention import Retention
-from fastload.training.schedule import Schedule
-from fastload.training.signals import StopSignals
+from fastload.training.timing import Timing
 
 __all__ = ["CheckpointManager"]
 
@@ -119,10 +118,8 @@ class CheckpointManager:
             timeout_s=lambda policy: policy.options.timeout_s,
             default_s=getattr(options, "timeout_s", SAVE_SETTINGS["timeout_s"].default),
         )
-        self._options = policy.options
-        self._async = policy.async_
-        self._group = process_group
-        self._storage_options = storage_options
+        self._life = _Life()
+        self._calls = Calls(process_group, storage_options, policy.options, policy.async_)
         self._catalog = Catalog(
             policy.root,
             storage_options,
@@ -133,21 +130,9 @@ class CheckpointManager:
         self._history = History(self._world, self._catalog, lists=lists, process_group=process_group)
         self.restored_step: int | None = None
         self._damaged: set[int] = set()
-        self._handle: SaveHandle | None = None
-        self._num_saves = 0
+        self._last_save = LastSave()
+        self._timing = Timing(self._world, policy, lambda: self._last_save.failed)
         self._housekeeper: Housekeeper | None = None
-        self._closed = False
-        self._pid = os.getpid()
-        self._warns = self._world.rank == 0 and not policy.has_interval
-        self._pace = policy.rhythm.start()
-        self._schedule = Schedule(
-            self._world,
-            every_steps=every_steps,
-            interval_s=lambda: self._pace.interval_s,
-            signalled=lambda: self._signals.received,
-            failed=lambda: self._num_saves if self._handle is not None and self._handle.failed() else 0,
-        )
-        self._signals = StopSignals(self._schedule.tell)
         if keeps_house:
             self._housekeeper = Housekeeper(self._catalog, policy.retention, Checkpoint.urls_in_use)
             self._housekeeper.clean()
@@ -181,24 +166,16 @@ class CheckpointManager:
         Raises:
             FastloadError: A save in the background has failed.
         """
-        self._check_open()
-        if self._warns:
-            self._warns = False
-            _log.warning(
-                "should_save answers yes only after a signal: the manager of %s was given no every_steps=, "
-                "every_seconds= or every=",
-                self._catalog.root,
-            )
-        self._pace.stepped()
-        answer = self._schedule.ask(step)
-        if answer.failed and answer.failed == self._num_saves:
-            agree(self._group, "saving in the background", self._finish, timeout_s=self._options.timeout_s)
+        self._life.require()
+        answer = self._timing.ask(step)
+        if answer.failed and answer.failed == self._last_save.number:
+            self._calls.agree("saving in the background", self._finish)
         return answer.save
 
     @property
     def stop_requested(self) -> bool:
         """Whether a signal has asked the job to stop, as of the last `should_save`: the same on all ranks."""
-        return self._schedule.stop_requested
+        return self._timing.stop_requested
 
     # Save
 
@@ -215,7 +192,7 @@ class CheckpointManager:
         Raises:
             FastloadError: As for `fastload.save`; or the save before has failed, and this one was not begun.
         """
-        self._check_open()
+        self._life.require()
         if type(step) is not int or not 0 <= step <= MAX_STEP:
             raise OptionError(f"step={step!r}: must be a whole number from 0 to {MAX_STEP}")
         try:
@@ -224,37 +201,20 @@ class CheckpointManager:
             raise OptionError(f"metrics={metrics!r}: must be numbers by name ({error})") from None
         self._let_end(step)
         metadata = metadata_of(step, metrics, self._history.branch_for(step))
-        self._schedule.saved()
-        self._num_saves += 1
-        given: dict[str, Any] = {
-            "process_group": self._group,
-            "metadata": metadata,
-            "storage_options": self._storage_options,
-            "options": self._options,
-        }
-
-        def save() -> SaveHandle | None:
-            if self._async:
-                return api.async_save(state, self.path(step), **given)
-            api.save(state, self.path(step), **given)
-            return None
-
-        self._handle = self._pace.saving(save)
+        save = partial(self._calls.save, state, self.path(step), metadata)
+        has_succeeded = self._last_save.make(partial(self._timing.saving, save))
         self._damaged.discard(step)
         if self._housekeeper is not None:
-            self._housekeeper.prune(partial(_has_succeeded, self._handle), step, damaged=set(self._damaged))
-            if not self._async:
+            self._housekeeper.prune(has_succeeded, step, damaged=set(self._damaged))
+            if not self._calls.async_:
                 self._finish()
 
     def _let_end(self, step: int) -> None:
         """Waits for the save before; its error, if any, is raised by the next save, which tells all ranks."""
-        handle, self._handle = self._handle, None
-        if handle is None:
-            return
-        if not handle.done():
+        if self._last_save.goes_on:
             level = logging.WARNING if self._world.rank == 0 else logging.DEBUG
             _log.log(level, "step %d is to be saved, but the save before still goes on: waiting for it", step)
-        handle.settle()
+        self._last_save.settle()
 
     # What there is
 
@@ -282,7 +242,7 @@ class CheckpointManager:
         return complete[-1].step if complete else None
 
     def _look(self) -> Listing:
-        self._check_open()
+        self._life.require()
         # All end first, so that no rank sees what another one is about to delete.
         return self._history.look(self._finish)
 
@@ -312,7 +272,7 @@ class CheckpointManager:
         while True:
             step = left.pop()
             try:
-                state = self._load(step, into, arguments)
+                state = self._calls.load(self.path(step), {"into": into, **arguments})
             except FastloadError as error:
                 if not blames_checkpoint(error):
                     raise
@@ -330,14 +290,6 @@ class CheckpointManager:
                 self.restored_step = step
                 return state
 
-    def _load(self, step: int, into: Any, arguments: Mapping[str, Any]) -> Any:
-        given = {
-            "process_group": self._group,
-            "storage_options": self._storage_options,
-            "options": LoadOptions(timeout_s=self._options.timeout_s, retries=self._options.retries),
-        }
-        return api.load(self.path(step), into=into, **{**given, **arguments})
-
     # The end
 
     def wait(self) -> None:
@@ -346,18 +298,17 @@ class CheckpointManager:
         Raises:
             FastloadError: The save failed.
         """
-        self._check_open()
+        self._life.require()
         self._finish()
 
     def close(self) -> None:
         """Waits as `wait` does, and puts back the signal handlers that were there before."""
-        if self._closed or self._pid != os.getpid():
+        if not self._life.end():
             return
-        self._closed = True
         try:
             self._finish()
         finally:
-            self._signals.close()
+            self._timing.close()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -371,23 +322,31 @@ class CheckpointManager:
             if kind is None:
                 raise  # else it was logged when it happened, and must not hide what ended the training
 
-    def _check_open(self) -> None:
-        if self._pid != os.getpid():
-            raise WorldError("this CheckpointManager is that of another process, which has forked this one")
-        if self._closed:
-            raise WorldError("this CheckpointManager is closed")
-
     def _finish(self) -> None:
-        handle, self._handle = self._handle, None
         try:
-            if handle is not None:
-                handle.wait()
+            self._last_save.wait()
         finally:
             if self._housekeeper is not None:
                 self._housekeeper.wait(self._world.patience_s / 2)
 
 
-def _has_succeeded(handle: SaveHandle | None) -> bool:
-    if handle is not None:
-        handle.settle()
-    return handle is None or not handle.failed()
+class _Life:
+    """Whether a manager can be used: until it is closed, and in the process that made it."""
+
+    def __init__(self) -> None:
+        self._closed = False
+        self._pid = os.getpid()
+
+    def require(self) -> None:
+        """Raises `WorldError` if it cannot."""
+        if self._pid != os.getpid():
+            raise WorldError("this CheckpointManager is that of another process, which has forked this one")
+        if self._closed:
+            raise WorldError("this CheckpointManager is closed")
+
+    def end(self) -> bool:
+        """Ends it; returns whether it was still to be ended, and here."""
+        if self._closed or self._pid != os.getpid():
+            return False
+        self._closed = True
+        return True

@@ -241,13 +241,13 @@ def test_the_metrics_of_rank_0_are_kept(rank: int, world: int, tmp_path: Path) -
 
 @ranks(2)
 def test_a_manager_that_would_never_save_says_so(rank: int, world: int, tmp_path: Path) -> None:
-    with warned("fastload.training.manager") as lines, manage(tmp_path) as manager:
+    with warned("fastload.training.timing") as lines, manage(tmp_path) as manager:
         assert manager.latest() is None  # which needs no interval
         assert lines == []
         assert not any(manager.should_save(step) for step in range(1, 4))
         assert len(lines) == (rank == 0)
         assert all("should_save answers yes only after a signal" in line for line in lines)
-    with warned("fastload.training.manager") as lines, manage(tmp_path, every_seconds=1000) as manager:
+    with warned("fastload.training.timing") as lines, manage(tmp_path, every_seconds=1000) as manager:
         manager.should_save(1)
         assert lines == []
 
