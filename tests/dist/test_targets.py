@@ -256,9 +256,9 @@ def test_shards_of_uneven_shards(rank: int, world: int, tmp_path: Path, rows: in
     assert_same_shards(model[0].weight, expected[0].weight)
 
 
-@ranks(2)
+@ranks(2, 5)
 def test_a_module_on_the_meta_device_gets_real_shards(rank: int, world: int, tmp_path: Path) -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (world,))
     torch.manual_seed(0)
     saved = {name: torch.rand_like(t.float()).to(t.dtype) for name, t in plain_state().items()}
     fastload.save(saved, tmp_path / "c")
