@@ -192,10 +192,12 @@ def _raise_unexpected(wish: Wish, digests: Sequence[str]) -> None:
     """
     if not all(digests):
         return
-    surplus: Any = wish.matched.surplus
-    if len(set(digests)) > 1:
-        surplus = unwanted_by_all(wish.opened.world, wish.opened.access.manifest, surplus)
-    wish.matched.raise_unexpected(surplus)
+    matched, world, manifest = wish.matched, wish.opened.world, wish.opened.access.manifest
+    if len(set(digests)) == 1:
+        matched.raise_unexpected(matched.surplus)
+    elif unwanted := sorted(unwanted_by_all(world, manifest, matched.surplus)):
+        # Together: a rank that goes takes with it what it has left for the others.
+        world.agree(f"preparing to load {manifest.url}", lambda: matched.raise_unexpected(unwanted))
 
 
 def _require_same(answers: Sequence[dict[str, str]], *keys: str) -> None:

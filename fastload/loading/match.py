@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -31,6 +31,7 @@ from fastload.loading.wants import Arrivals, Wants, identity, materialize, misfi
 __all__ = ["Match", "match"]
 
 _GLOB = re.compile(r"[*?\[]")
+_LEAVE_OUT = "strict=False leaves these out, and loads the rest"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Match:
     advice: str = ""
     url: str = ""
 
-    def raise_unexpected(self, unwanted: Collection[str]) -> None:
+    def raise_unexpected(self, unwanted: Sequence[str]) -> None:
         """Raises if there is anything in the checkpoint that is to be wanted, and is not.
 
         Args:
@@ -67,8 +68,8 @@ class Match:
         Raises:
             MismatchError: There is; it lists them.
         """
-        unexpected = [name for name in self.surplus if name in unwanted]
-        raise_unfit(self.url, unexpected=unexpected, advice=self.advice)
+        is_all = len(unwanted) == len(self.surplus)
+        raise_unfit(self.url, unexpected=unwanted, advice=self.advice if is_all else _LEAVE_OUT)
 
     @property
     def device(self) -> torch.device | None:
@@ -265,7 +266,7 @@ def _advice(pairs: Pairs, renamed: Renamed | None, unexpected: Sequence[str]) ->
         return renamed._replace(is_everything=renamed.is_everything and not unexpected).advice()
     if pairs.has_no_tensors:
         return "no tensor of into= is in the checkpoint"
-    return "strict=False leaves these out, and loads the rest"
+    return _LEAVE_OUT
 
 
 def _keep_unfilled_that_matter(pairs: Pairs, *, in_parts: bool) -> None:

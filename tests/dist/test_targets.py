@@ -471,7 +471,7 @@ def test_each_rank_may_bring_names_of_its_own(rank: int, world: int, tmp_path: P
     assert found.surplus == (("b", "c", "epoch") if rank == 0 else ("a", "b", "c", "epoch"))
     found.raise_unexpected(())
     with pytest.raises(MismatchError, match="unexpected in the checkpoint: b\n") as error:
-        found.raise_unexpected({"b", "epoch"})
+        found.raise_unexpected(["b", "epoch"])
     assert error.value.unexpected == ("b", "epoch")
     assert not matched(tmp_path / "c", {}, strict=False).surplus
     with pytest.raises(MismatchError, match="missing in the checkpoint: d"):
