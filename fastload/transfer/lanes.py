@@ -48,11 +48,13 @@ class Segment(NamedTuple):
         begin: First byte in the tensor.
         nbytes: Length in bytes.
         lane: Number of the lane it is in.
+        wanted_bytes: How many bytes each group of that lane wants of it.
     """
 
     begin: int
     nbytes: int
     lane: int
+    wanted_bytes: tuple[int, ...]
 
 
 class Lanes:
@@ -66,6 +68,7 @@ class Lanes:
     Attributes:
         groups: Who wants the bytes of each lane.
         nbytes: Length of each lane, in bytes: what has to be read.
+        wanted_bytes: Of each lane, how many bytes each of its groups wants.
     """
 
     def __init__(self, tensors: Sequence[HasExtent], claims: Claims, block_bytes: int) -> None:
@@ -74,6 +77,7 @@ class Lanes:
         self.block_bytes = block_bytes
         self.groups: list[Groups] = []
         self.nbytes: list[int] = []
+        self.wanted_bytes: list[list[int]] = []
         self._numbers: dict[Groups, int] = {}
         self._kinds: list[list[Segment]] = []
         self._kind_of: list[int] = []
@@ -95,7 +99,7 @@ class Lanes:
         segments = [[segment for segment in segments if segment.lane in chosen] for segments in self._kinds]
         found: dict[int, list[_Placed]] = {lane: [] for lane in lanes}
         for tensor, kind in enumerate(self._kind_of):
-            for begin, nbytes, lane in segments[kind]:
+            for begin, nbytes, lane, _ in segments[kind]:
                 entry = self.tensors[tensor]
                 found[lane].append(_Placed(entry.file, entry.offset + begin, nbytes, tensor, begin))
         return {lane: Space(placed) for lane, placed in found.items()}
@@ -113,8 +117,10 @@ class Lanes:
                 kind = kinds[key] = len(self._kinds)
                 self._kinds.append(self._cut(entry.nbytes, columns))
             self._kind_of.append(kind)
-            for segment in self._kinds[kind]:
-                self.nbytes[segment.lane] += segment.nbytes
+            for _, nbytes, lane, wanted_bytes in self._kinds[kind]:
+                self.nbytes[lane] += nbytes
+                for number, of_group in enumerate(wanted_bytes):
+                    self.wanted_bytes[lane][number] += of_group
 
     def _cut(self, nbytes: int, columns: Sequence[int]) -> list[Segment]:
         """Cuts a tensor: `columns` has the number of a claim, and its code there, by turns."""
@@ -123,12 +129,14 @@ class Lanes:
         for number, code in zip(columns[::2], columns[1::2], strict=True):
             wanting[claims.distinct[number].parts[code]] += claims.ranks[number]
         segments = []
-        for begin, end, groups in _segments(nbytes, wanting, self.block_bytes):
+        for begin, end, wanted_bytes in _segments(nbytes, wanting, self.block_bytes):
+            groups = tuple(wanted_bytes)
             lane = self._numbers.setdefault(groups, len(self.groups))
             if lane == len(self.groups):
                 self.groups.append(groups)
                 self.nbytes.append(0)
-            segments.append(Segment(begin, end - begin, lane))
+                self.wanted_bytes.append([0] * len(groups))
+            segments.append(Segment(begin, end - begin, lane, tuple(wanted_bytes.values())))
         return segments
 
 
@@ -144,8 +152,8 @@ class _Placed(NamedTuple):
 
 def _segments(
     nbytes: int, wanting: dict[Part, list[int]], block_bytes: int
-) -> Iterator[tuple[int, int, Groups]]:
-    """Yields where a tensor is to be cut, without what nobody wants."""
+) -> Iterator[tuple[int, int, dict[tuple[int, ...], int]]]:
+    """Yields where a tensor is to be cut, and how much each group wants there; not what nobody wants."""
     covers = [(part, list(_covers(part, nbytes))) for part in wanting]
     cuts = {bound for _, ranges in covers for extent in ranges for bound in extent}
     if block_bytes:
@@ -160,12 +168,15 @@ def _segments(
             for index in range(first, bisect_left(bounds, end)):
                 within[index][part] = None
     for (begin, end), parts in zip(pairwise(bounds), within, strict=False):
-        same: dict[object, list[int]] = defaultdict(list)
+        same: dict[Part, list[int]] = defaultdict(list)
         for part in parts:
             if pieces := _within(part, begin, end):
                 same[pieces] += wanting[part]
         if same:
-            yield begin, end, tuple(sorted(tuple(sorted(ranks)) for ranks in same.values()))
+            groups = [
+                (tuple(sorted(ranks)), sum(runs.total for runs in pieces)) for pieces, ranks in same.items()
+            ]
+            yield begin, end, dict(sorted(groups))
 
 
 def _covers(part: Part, nbytes: int) -> Iterator[tuple[int, int]]:

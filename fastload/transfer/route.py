@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 from typing import ClassVar, NamedTuple
 
 import xxhash
@@ -149,25 +150,29 @@ def plan_routes(
     Raises:
         OptionError: `chunk_bytes`, or a checksum block, does not fit into `staging_bytes`.
     """
-    wanters = _wanters(lanes)
-    shares = deal([[(0, nbytes)] for nbytes in lanes.nbytes], wanters, supply.ranks)
-    num_slots = 2 + _num_suppliers(shares, wanters)  # what is read, what is packed, what comes in
-    block_bytes = lanes.longest_block_bytes
+    shares = deal([[(0, nbytes)] for nbytes in lanes.nbytes], _wanters(lanes), supply.ranks)
+    suppliers, block_bytes = _suppliers(lanes, shares), lanes.longest_block_bytes
 
-    def slab_bytes(nbytes: int) -> int:
-        return num_slots * round_up(nbytes + block_bytes, PAGE_BYTES)
+    def slab_bytes(chunk_bytes: int) -> int:
+        longest = round_up(chunk_bytes + block_bytes, PAGE_BYTES)
+        coming = (sum(one.most(longest) for one in of_rank) for of_rank in suppliers)
+        return 2 * longest + round_up(max(coming, default=0), PAGE_BYTES)  # what is read, and packed
 
     if chunk_bytes is None:
         share_bytes = lanes.total_bytes // len(supply.ranks)
         for_overlap = round_up(share_bytes // _GOOD_NUM_ROUNDS, PAGE_BYTES)
-        for_staging = staging_bytes // (_MAX_DEPTH * num_slots) // PAGE_BYTES * PAGE_BYTES - block_bytes
-        good = min(max(for_overlap, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES, for_staging)
-        chunk_bytes = max(good, min(_LEAST_CHUNK_BYTES, staging_bytes // num_slots), block_bytes, 1)
+        chunk_bytes = min(max(for_overlap, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
+        while chunk_bytes > _LEAST_CHUNK_BYTES and _MAX_DEPTH * slab_bytes(chunk_bytes) > staging_bytes:
+            chunk_bytes = round_up(chunk_bytes // 2, PAGE_BYTES)
+        while chunk_bytes > PAGE_BYTES and slab_bytes(chunk_bytes) > staging_bytes:
+            chunk_bytes = round_up(chunk_bytes // 2, PAGE_BYTES)
+        chunk_bytes = max(chunk_bytes, block_bytes)
     depth = min(_MAX_DEPTH, staging_bytes // slab_bytes(chunk_bytes))
     if depth < 1:
         why = f" (checksum blocks have {block_bytes}: verify=False reads without)" if block_bytes else ""
+        num_readers = max(map(len, suppliers), default=0)
         raise OptionError(
-            f"chunk_bytes={chunk_bytes}: one chunk of each of {num_slots - 2} readers does not fit into "
+            f"chunk_bytes={chunk_bytes}: what comes from {num_readers} readers at once does not fit into "
             f"staging_bytes={staging_bytes}{why}"
         )
     return RoutedPlan(lanes, supply, tuple(shares), tuple(order), chunk_bytes, depth, slab_bytes(chunk_bytes))
@@ -178,16 +183,40 @@ def _wanters(lanes: Lanes) -> list[list[int]]:
     return [sorted(rank for ranks in groups for rank in ranks) for groups in lanes.groups]
 
 
-def _num_suppliers(shares: Sequence[Share], wanters: Sequence[Sequence[int]]) -> int:
-    """Returns from how many others a rank gets something, at most."""
-    suppliers: dict[int, set[int]] = defaultdict(set)
-    readers: dict[int, list[int]] = defaultdict(list)
+class _Supplier(NamedTuple):
+    """A reader that a rank gets something from.
+
+    Attributes:
+        nbytes: How much, in all.
+        part: How much of each byte that it reads, at most.
+    """
+
+    nbytes: float
+    part: float
+
+    def most(self, chunk_bytes: int) -> int:
+        """Returns how much of one chunk the rank gets, at most."""
+        return ceil(min(self.nbytes, self.part * chunk_bytes))
+
+
+def _suppliers(lanes: Lanes, shares: Sequence[Share]) -> list[list[_Supplier]]:
+    """Returns from whom a rank gets what, for one rank of each claim: the others get as much."""
+    readers: dict[int, list[Share]] = defaultdict(list)
     for share in shares:
-        readers[share.lane].append(share.reader)
+        readers[share.lane].append(share)
+    parts = [
+        {ranks: wanted / nbytes for ranks, wanted in zip(groups, of_groups, strict=True)}
+        for groups, of_groups, nbytes in zip(lanes.groups, lanes.wanted_bytes, lanes.nbytes, strict=True)
+    ]
+    found: dict[int, dict[int, _Supplier]] = {ranks[0]: {} for ranks in lanes.claims.ranks}
     for lane, of_lane in readers.items():
-        for rank in wanters[lane]:
-            suppliers[rank].update(of_lane)
-    return max((len(found - {rank}) for rank, found in suppliers.items()), default=0)
+        for ranks, part in parts[lane].items():
+            for rank in found.keys() & set(ranks):
+                for share in of_lane:
+                    known = found[rank].get(share.reader, _Supplier(0, 0))
+                    nbytes = known.nbytes + part * (share.end - share.begin)
+                    found[rank][share.reader] = _Supplier(nbytes, max(part, known.part))
+    return [list(of_rank.values()) for of_rank in found.values()]
 
 
 class Parcel(NamedTuple):
