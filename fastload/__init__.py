@@ -23,6 +23,7 @@ from fastload.errors import (
 )
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
 from fastload.formats.per_rank import PerRank
+from fastload.geometry.box import Box
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, SaveOptions, StageOptions
 from fastload.ranks import world
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Box",
     "Checkpoint",
     "CheckpointError",
     "CheckpointExists",

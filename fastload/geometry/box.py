@@ -26,6 +26,13 @@ class Box(NamedTuple):
         """Returns the box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
+    def is_within(self, shape: Sequence[int]) -> bool:
+        """Whether it is a box of a tensor of some shape."""
+        if not len(self.offsets) == len(self.sizes) == len(shape):
+            return False
+        ends = zip(self.offsets, self.sizes, shape, strict=True)
+        return all(offset >= 0 and size >= 0 and offset + size <= full for offset, size, full in ends)
+
     @property
     def numel(self) -> int:
         """Elements in it."""

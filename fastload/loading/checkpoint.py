@@ -17,8 +17,10 @@ from fastload.base.threads import ProcessLock
 from fastload.errors import FastloadError, IncompleteCheckpoint, WorldError
 from fastload.formats.names import RECORD_NAME
 from fastload.loading.access import Access
-from fastload.loading.job import Opened, Request
+from fastload.loading.boxes import BoxesByName
+from fastload.loading.job import BoxRequest, Opened, Request
 from fastload.loading.load import Loaded, prepare, run
+from fastload.loading.match import Match
 from fastload.loading.sweep import Sweep
 from fastload.options import LoadOptions
 from fastload.ranks.traces import Tracing
@@ -102,9 +104,38 @@ class Checkpoint:
         strict: bool = True,
     ) -> Any:
         """Loads on all ranks; see `fastload.load` for arguments, result and errors."""
+        loaded, matched = self._run(Request(into, device, dtype, names, strict))
+        matched.attach()
+        if self._opened.options.on_report is not None:
+            self._opened.options.on_report(loaded.report)
+        return matched.restore()
+
+    def read(self, boxes: BoxesByName) -> LoadReport:
+        """Reads boxes of tensors into memory of this rank's own: what plugins are built on.
+
+        A call of all ranks, each of which asks for what it wants, or for nothing: what several want is read
+        once, and passed on.
+
+        Args:
+            boxes: By name of the tensor, pairs of a `fastload.Box` of it, in elements, and a tensor of that
+                shape, of the dtype that is stored, with any strides, on any device.
+
+        Returns:
+            What the ranks did.
+
+        Raises:
+            MismatchError: On some rank a box does not fit; no data have moved.
+            FastloadError: As for `fastload.load`.
+        """
+        loaded, _ = self._run(BoxRequest(boxes))
+        if self._opened.options.on_report is not None:
+            self._opened.options.on_report(loaded.report)
+        return loaded.report
+
+    def _run(self, request: Request | BoxRequest) -> tuple[Loaded, Match]:
         with self._at_most_one_failure():
             began, opened = time.perf_counter(), self._opened
-            job = prepare(opened, Request(into, device, dtype, names, strict))
+            job = prepare(opened, request)
             self._last_reader = job.reader
             # Retries of opening count with the first load; a later one counts its own.
             already = self._reported_retries
@@ -113,11 +144,7 @@ class Checkpoint:
             self._opened = replace(opened, access=opened.access.without(loaded.broken))
             _warn_of(loaded, opened.world)
             self.report = loaded.report
-        matched = job.wish.matched
-        matched.attach()
-        if opened.options.on_report is not None:
-            opened.options.on_report(loaded.report)
-        return matched.restore()
+            return loaded, job.wish.matched
 
     def verify(self) -> VerifyReport:
         """Checks every byte, whatever `LoadOptions.verify` says; see `fastload.verify` for errors."""

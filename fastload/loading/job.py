@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from fastload.errors import OptionError
 from fastload.loading.access import Access
+from fastload.loading.boxes import BoxesByName, match_boxes
 from fastload.loading.claim import claim_of
 from fastload.loading.match import Match, match
 from fastload.loading.place import Placer
@@ -27,7 +28,7 @@ from fastload.transfer.route import RoutedPlan, plan_routes
 from fastload.transfer.strategy import Decision, choose_strategy
 from fastload.transfer.verify import Verifier, refuse
 
-__all__ = ["Job", "Opened", "Request", "Wish", "open_boxes", "open_rest", "open_whole"]
+__all__ = ["BoxRequest", "Job", "Opened", "Request", "Wish", "open_boxes", "open_rest", "open_whole"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,39 @@ class Request:
     names: Sequence[str] | str | None
     strict: bool
 
+    @property
+    def is_same(self) -> bool:
+        """Whether all ranks have to ask for the same."""
+        return self.into is None
+
+    def match(self, opened: Opened, device: torch.device) -> Match:
+        """Finds the memory for it."""
+        return match(
+            opened.access.manifest,
+            names=self.names,
+            into=self.into,
+            device=device,
+            dtype=_dtype(self.dtype),
+            strict=self.strict,
+            rank=opened.world.rank,
+            size=opened.world.size,
+            group=members_of(opened.world.group),
+        )
+
+
+@dataclass(frozen=True)
+class BoxRequest:
+    """What a caller asks for; see `Checkpoint.read`."""
+
+    boxes: BoxesByName
+    device: None = None
+    dtype: None = None
+    is_same: ClassVar[bool] = False
+
+    def match(self, opened: Opened, device: torch.device) -> Match:
+        """Finds what it is of."""
+        return match_boxes(opened.access.manifest, self.boxes)
+
 
 @dataclass(frozen=True)
 class Wish:
@@ -89,25 +123,15 @@ class Wish:
     decision: Decision
 
     @classmethod
-    def of(cls, opened: Opened, request: Request) -> Wish:
+    def of(cls, opened: Opened, request: Request | BoxRequest) -> Wish:
         """Finds out what a request means for this rank.
 
         Raises:
             FastloadError: This rank cannot load it.
         """
         world, access = opened.world, opened.access
-        device, dtype = _target_device(request.device), _dtype(request.dtype)
-        matched = match(
-            access.manifest,
-            names=request.names,
-            into=request.into,
-            device=device,
-            dtype=dtype,
-            strict=request.strict,
-            rank=world.rank,
-            size=world.size,
-            group=members_of(world.group),
-        )
+        device = _target_device(request.device)
+        matched = request.match(opened, device)
         device = matched.device or device
         decision = choose_strategy(
             opened.options.strategy,
@@ -117,7 +141,7 @@ class Wish:
             shared=access.shared,
             fast_links=device.type == "cuda" and has_nccl(world),
         )
-        return cls(opened, matched, device, dtype, decision)
+        return cls(opened, matched, device, _dtype(request.dtype), decision)
 
     @property
     def is_whole(self) -> bool:

@@ -14,7 +14,7 @@ import xxhash
 from fastload.base.memory import uncollected
 from fastload.errors import Interrupted
 from fastload.loading.claim import exchange_claims, unwanted_by_all
-from fastload.loading.job import Job, Opened, Request, Wish, open_boxes, open_rest, open_whole
+from fastload.loading.job import BoxRequest, Job, Opened, Request, Wish, open_boxes, open_rest, open_whole
 from fastload.ranks.traces import Tracing
 from fastload.ranks.world import require_same
 from fastload.report import LoadReport, RankReport
@@ -38,7 +38,7 @@ class Loaded:
     broken: frozenset[int]
 
 
-def prepare(opened: Opened, request: Request) -> Job:
+def prepare(opened: Opened, request: Request | BoxRequest) -> Job:
     """Does on all ranks whatever can fail before data moves, and compares the plans.
 
     Raises:
@@ -58,7 +58,7 @@ def prepare(opened: Opened, request: Request) -> Job:
         wanted = [destination.entry.name for destination in wish.matched.destinations]
         return {
             "strategy": wish.decision.strategy,
-            "into": "not given" if request.into is None else "given",
+            "into": "not given" if request.is_same else "given",
             "dtype": str(wish.dtype),
             "transport": jobs[0].exchange.transport if jobs else "",
             "names": f"{len(wanted)} tensors ({_digest(wanted)})",
@@ -69,7 +69,7 @@ def prepare(opened: Opened, request: Request) -> Job:
     answers = opened.world.agree(f"preparing to load {opened.access.manifest.url}", make)
     wish = wishes[0]
     _require_same(answers, "strategy", "into", "dtype")
-    if request.into is None:
+    if request.is_same:
         _require_same(answers, "names", "transport", "plan")
     _raise_unexpected(wish, [answer["surplus"] for answer in answers])
     if wish.decision.alone:

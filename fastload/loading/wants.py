@@ -18,7 +18,7 @@ from fastload.geometry.box import Box
 from fastload.loading.place import Destination
 from fastload.loading.targets import Group, empty_like, is_dtensor, local_of, local_parts
 
-__all__ = ["Arrivals", "Wants", "identity", "materialize", "misfit", "target_dtype"]
+__all__ = ["Arrivals", "Wants", "identity", "materialize", "misfit", "overlaps", "target_dtype"]
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -244,13 +244,13 @@ def _misfits(
     if tensor.dtype != target:
         cast = f" cast to {target}" if target != stored else ""
         yield f"{name}: dtype {stored}{cast} in the checkpoint, {tensor.dtype} in into= (dtype= casts)"
-    if _overlaps(local_of(tensor)):
+    if overlaps(local_of(tensor)):
         yield f"{name}: into= has a tensor whose elements share memory (expand, as_strided, unfold)"
     if not _castable(stored, target):
         yield f"{name}: torch cannot cast {stored} to {target}"
 
 
-def _overlaps(tensor: Tensor) -> bool:
+def overlaps(tensor: Tensor) -> bool:
     """Whether elements share memory: a dimension does not step over all that the smaller ones span."""
     span = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

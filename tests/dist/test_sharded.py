@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import safetensors.torch
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -113,3 +114,40 @@ def test_each_mesh_gets_its_bytes_each_read_once(rank: int, world: int, tmp_path
             if strategy != "direct":
                 assert report.bytes_wanted == nbytes
                 assert sum(one.bytes_read for one in report.ranks) == nbytes
+
+
+@ranks(4)
+def test_ranks_read_the_boxes_they_ask_for(rank: int, world: int, tmp_path: Path) -> None:
+    tensors = make(tmp_path)
+    if rank == 0:
+        write(tmp_path, tensors)
+    torch.distributed.barrier()
+    cube, even = tensors["cube"], tensors["even"]
+    with fastload.open(tmp_path, options=fastload.LoadOptions(strategy="allgather", timeout_s=20)) as opened:
+        boxes: dict[str, list[tuple[fastload.Box, torch.Tensor]]] = {
+            0: {},
+            1: {
+                "even": [
+                    (fastload.Box((0, 0), (64, 8)), torch.zeros(64, 8)),
+                    (fastload.Box((8, 4), (8, 28)), torch.zeros(28, 8).T),  # of any strides, and once more
+                    (fastload.Box((3, 3), (0, 2)), torch.zeros(0, 2)),
+                ],
+                "scalar": [(fastload.Box((), ()), torch.zeros((), dtype=tensors["scalar"].dtype))],
+            },
+            2: {},
+            3: {"even": [(fastload.Box((8, 4), (8, 28)), torch.zeros(8, 28))]},
+        }[rank]
+        if rank == 0:
+            box = fastload.Box((1, 2, 3), (4, 5, 2))
+            boxes = {"cube": [(box, torch.zeros(2, 5, 4, dtype=cube.dtype).permute(2, 1, 0))]}
+        report = opened.read(boxes)
+        for name, of_name in boxes.items():
+            for (offsets, sizes), tensor in of_name:
+                slices = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+                assert_same_bits({name: tensor.clone()}, {name: tensors[name][slices].clone()})
+        assert even.nbytes + cube.nbytes > report.bytes_wanted > even.nbytes
+        assert sum(one.bytes_read for one in report.ranks) == report.bytes_wanted
+
+        problem = r"(?s)rank 3 .*even: the box at \[60, 0\] of \[5, 1\] is no box"
+        with pytest.raises(fastload.PeerError, match=problem):
+            opened.read({"even": [(fastload.Box((60, 0), (5, 1)), torch.zeros(5, 1))]} if rank == 3 else {})

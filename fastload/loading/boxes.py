@@ -1,0 +1,83 @@
+"""Boxes of tensors that a rank asks for by itself, into memory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from fastload.errors import OptionError
+from fastload.formats.dtypes import torch_spec
+from fastload.formats.manifest import Manifest, TensorEntry
+from fastload.geometry.box import Box
+from fastload.loading.match import Match
+from fastload.loading.place import Destination
+from fastload.loading.unfit import raise_unfit
+from fastload.loading.wants import overlaps
+
+__all__ = ["BoxesByName", "match_boxes"]
+
+BoxesByName = Mapping[str, Sequence[tuple[Box, Tensor]]]
+
+
+def match_boxes(manifest: Manifest, boxes: BoxesByName) -> Match:
+    """Finds what is wanted of the checkpoint.
+
+    Args:
+        manifest: The checkpoint.
+        boxes: By name of the tensor, boxes of it, each with what receives it.
+
+    Raises:
+        MismatchError: Something does not fit; it lists all that does not.
+        OptionError: `boxes` is something else.
+    """
+    pairs = [(name, box, tensor) for name, of_name in _items(boxes) for box, tensor in of_name]
+    known = manifest.by_name
+    raise_unfit(
+        manifest.url,
+        missing=[name for name in boxes if name not in known],
+        mismatched=[
+            f"{name}: {problem}"
+            for name, box, tensor in pairs
+            if name in known and (problem := next(_problems(known[name], box, tensor), ""))
+        ],
+    )
+    wanted: dict[str, list[Destination]] = {name: [] for name in boxes}
+    for name, box, tensor in sorted(pairs, key=lambda pair: pair[1].offsets):
+        if box.numel:
+            wanted[name].append(Destination(known[name], torch_spec(known[name])[0], tensor, box))
+    destinations = [one for entry in manifest.tensors for one in wanted.get(entry.name, ())]
+    return Match(destinations, {}, lambda: None, lambda: None, url=manifest.url)
+
+
+def _items(boxes: BoxesByName) -> Iterator[tuple[str, Sequence[tuple[Box, Tensor]]]]:
+    for name, of_name in boxes.items() if isinstance(boxes, Mapping) else [("", None)]:
+        if not (isinstance(of_name, list | tuple) and all(map(_is_pair, of_name))):
+            raise OptionError("boxes= has to be a dict of lists of (Box, tensor), by name of the tensor")
+        yield name, of_name
+
+
+def _is_pair(pair: object) -> TypeGuard[tuple[Box, Tensor]]:
+    if not (isinstance(pair, tuple) and len(pair) == 2):
+        return False
+    return isinstance(pair[0], Box) and isinstance(pair[1], Tensor)
+
+
+def _problems(entry: TensorEntry, box: Box, tensor: Tensor) -> Iterator[str]:
+    stored, shape = torch_spec(entry)
+    if not box.is_within(shape):
+        yield f"{_text(box)} is no box of a tensor of shape {list(shape)}"
+    elif tuple(tensor.shape) != tuple(box.sizes):
+        yield f"{_text(box)} is to go into a tensor of shape {list(tensor.shape)}"
+    if hasattr(tensor, "to_local") or tensor.layout != torch.strided or tensor.is_meta:
+        yield f"{_text(box)} is to go into a tensor that has no strided memory of its own"
+    elif tensor.dtype != stored:
+        yield f"dtype {stored} in the checkpoint, {tensor.dtype} in boxes="
+    elif overlaps(tensor):
+        yield "boxes= has a tensor whose elements share memory (expand, as_strided, unfold)"
+
+
+def _text(box: Box) -> str:
+    return f"the box at {list(box.offsets)} of {list(box.sizes)}"
