@@ -10,10 +10,13 @@ import click
 from rich import box
 from rich.filesize import decimal
 from rich.table import Table
+from torch import Tensor
 
 import fastload
 from fastload.cli.console import errors_to_exit_code, progress, shown, stdout
+from fastload.cli.sharded import sharding_of
 from fastload.errors import FastloadError
+from fastload.formats.manifest import TensorEntry
 from fastload.formats.per_rank import OWN_PREFIX
 from fastload.formats.state import describe, state_digest
 from fastload.options import SETTINGS, STRATEGIES
@@ -44,25 +47,37 @@ def inspect(path: str, as_json: bool) -> None:
 @click.option(
     "--names", multiple=True, metavar="NAME", help="Name or glob pattern of tensors to load; repeatable."
 )
+@click.option("--mesh", metavar="SIZES", help="Load DTensors of a mesh of all ranks: 8, or 2x4.")
+@click.option(
+    "--placements",
+    metavar="LIST",
+    help="For each dimension of the mesh replicate or shard(DIMENSION); tensors that lack it are replicated.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, from rank 0.")
 @click.option("--trace", metavar="FILE", help="Write a Chrome/Perfetto trace of all ranks into this file.")
-@click.option("--digest", is_flag=True, help="Compute one xxh3 digest of the loaded state on each rank.")
+@click.option("--digest", is_flag=True, help="Compute one xxh3 digest of what was loaded on each rank.")
 def load(
     path: str,
     device: str,
     strategy: str | None,
     names: tuple[str, ...],
+    mesh: str | None,
+    placements: str | None,
     as_json: bool,
     trace: str | None,
     digest: bool,
 ) -> None:
     """Load the checkpoint at PATH on all ranks of a torchrun or srun job, and report how it went.
 
-    Without a launcher it loads in this one process.
+    Without a launcher it loads in this one process. With --mesh and --placements each rank gets its part
+    of each tensor, as in a job with FSDP, HSDP or tensor parallelism:
+
+    torchrun … -m fastload load PATH --mesh 2x4 --placements 'replicate,shard(0)'
     """
     with errors_to_exit_code(rank=0):  # each rank has its own to say of its environment
         rank, device = initialize(device)
     with errors_to_exit_code(rank):
+        sharding = sharding_of(mesh, placements)
         with progress(rank, shown=not as_json) as show:
             asked: dict[str, Any] = {"strategy": strategy, "trace": trace}
             given = {name: value for name, value in asked.items() if value is not None}
@@ -70,7 +85,9 @@ def load(
             if options.trace is not None:
                 _look_where_the_trace_goes(rank, options)
             with fastload.open(path, options=options) as checkpoint:
-                state = checkpoint.load(device=device, names=list(names) or _all_names(checkpoint.manifest))
+                into = sharding and sharding.empty(_for_all_ranks(checkpoint.manifest), device)
+                wanted = list(names) or (list(into) if into else _all_names(checkpoint.manifest))
+                state = checkpoint.load(into=into, device=device, names=wanted)
         report = checkpoint.report
         assert report is not None
         digests = None
@@ -78,23 +95,33 @@ def load(
             digests = agree(
                 None,
                 "comparing digests",
-                lambda: state_digest(describe(state).tensors),
+                lambda: state_digest(_tensors(state, sharded=sharding is not None)),
                 timeout_s=options.timeout_s,
             )
         if rank == 0 and as_json:
             click.echo(json.dumps({**report.to_dict(), "digests": digests}))
         elif rank == 0:
-            _print_report(report, digests)
+            _print_report(report, digests, sharded=sharding is not None)
         if checkpoint.trace_error is not None:
             raise checkpoint.trace_error
-        if digests is not None and len(set(digests)) > 1:
+        if digests is not None and sharding is None and len(set(digests)) > 1:
             raise FastloadError(f"the ranks hold different states: {digests}")
+
+
+def _tensors(state: Any, *, sharded: bool) -> dict[str, Tensor]:
+    """Returns what this rank has of a loaded state."""
+    return {name: t.to_local() for name, t in state.items()} if sharded else describe(state).tensors
 
 
 def _all_names(manifest: fastload.Manifest) -> list[str] | None:
     """Returns the names of all tensors, if not all of them are for all ranks; None stands for all."""
-    has_own = any(entry.name.startswith(OWN_PREFIX) for entry in manifest.tensors)
+    has_own = len(_for_all_ranks(manifest)) < len(manifest.tensors)
     return [entry.name for entry in manifest.tensors] if has_own else None
+
+
+def _for_all_ranks(manifest: fastload.Manifest) -> list[TensorEntry]:
+    """Returns the tensors that are not some rank's own."""
+    return [entry for entry in manifest.tensors if not entry.name.startswith(OWN_PREFIX)]
 
 
 def _look_where_the_trace_goes(rank: int, options: fastload.LoadOptions) -> None:
@@ -150,8 +177,9 @@ def _manifest_as_json(manifest: fastload.Manifest) -> dict[str, Any]:
     }
 
 
-def _print_report(report: fastload.LoadReport, digests: list[str] | None) -> None:
+def _print_report(report: fastload.LoadReport, digests: list[str] | None, *, sharded: bool) -> None:
     console = stdout()
+    where = "in parts on" if sharded else "on each of"
     rate = report.bytes_wanted / report.total_s if report.total_s else 0.0
     console.print(
         f"{report.url}: {report.num_tensors} tensors, {decimal(report.bytes_wanted)}",
@@ -159,7 +187,7 @@ def _print_report(report: fastload.LoadReport, digests: list[str] | None) -> Non
     )
     console.print(f"{report.strategy}: {report.why}", highlight=False)
     console.print(
-        f"{report.total_s:.2f} s, {decimal(int(rate))}/s on each of {len(report.ranks)} ranks; "
+        f"{report.total_s:.2f} s, {decimal(int(rate))}/s {where} {len(report.ranks)} ranks; "
         f"read from storage: {decimal(report.bytes_read)} = {report.read_amplification:.2f} × the checkpoint"
         + (f", verified: {decimal(report.bytes_verified)}" if report.bytes_verified else ""),
         highlight=False,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fastload
 from fastload.formats.state import state_digest
@@ -207,3 +208,51 @@ def test_version_and_help() -> None:
     helped = run("-h").stdout
     assert "inspect" in helped
     assert "load" in helped
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements", "dim", "num_parts"),
+    [("3", "shard(0)", 0, 3), ("2x2", "replicate,shard(1)", 1, 2)],
+    ids=["fsdp", "tp"],
+)
+def test_load_on_a_mesh(checkpoint: Path, mesh: str, placements: str, dim: int, num_parts: int) -> None:
+    ranks = 3 if mesh == "3" else 4
+    options = ("--mesh", mesh, "--placements", placements, "--strategy", "allgather")
+    done = run("load", str(checkpoint), "--json", "--digest", *options, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    report, reference = one_object(done.stdout), load_reference(checkpoint)
+    for rank, digest in enumerate(report["digests"]):
+        part = rank % num_parts  # each tensor is cut as torch.chunk cuts; what lacks the dimension is whole
+        cut = {n: t.chunk(num_parts, dim)[part] if t.dim() > dim else t for n, t in reference.items()}
+        assert digest == state_digest(cut), f"rank {rank}"
+    assert report["bytes_read"] == sum(tensor.nbytes for tensor in reference.values())
+    for_people = run("load", str(checkpoint), *options, ranks=ranks)
+    assert for_people.returncode == 0, for_people.stderr
+    assert f"{checkpoint}: 4 tensors" in for_people.stdout
+    assert (
+        f" in parts on {ranks} ranks; read from storage: 17.4 kB = 1.00 × the checkpoint" in for_people.stdout
+    )
+
+
+def test_what_one_rank_has_of_its_own_is_not_put_on_a_mesh(tmp_path: Path) -> None:
+    state = {"weight": torch.randn(5, 3), "random": fastload.PerRank(torch.randn(7)), "step": 3}
+    fastload.save(state, tmp_path / "saved")
+    options = ("--mesh", "2", "--placements", "shard(0)", "--json", "--digest")
+    done = run("load", str(tmp_path / "saved"), *options, ranks=2)
+    assert done.returncode == 0, done.stderr
+    parts = state["weight"].split(3)
+    assert one_object(done.stdout)["digests"] == [state_digest({"weight": part}) for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "message"),
+    [
+        ("--mesh 2x4 --placements replicate,shard(0)", 2, "mesh='2x4' has 8 ranks, the job has 2"),
+        ("--mesh 2", 2, "mesh and placements go together: one of them is not given"),
+        ("--mesh 1 --placements shard(0)", 0, "mesh='1': there are no ranks of a torchrun or srun job"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_told_once(checkpoint: Path, options: str, ranks: int, message: str) -> None:
+    done = run("load", str(checkpoint), *options.split(), ranks=ranks)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"fastload: OptionError: {message}\n"
