@@ -16,6 +16,9 @@ streams every byte once: in `share` N hosts can be up to N times as fast.
 
 What an arm reads is told beside its name: HTTP as the floor, S3, or files that sshfs mounts.
 
+With --shards each host gets only its part, into DTensors that are there before, and other arms run:
+those that can load into DTensors.
+
 Beside each of fastload's arms stands what `fastload plan` predicts from the rates. As all hosts share
 this machine's cores, loads without any rates come first, for each number of hosts: they say what
 those manage.
@@ -38,8 +41,8 @@ from statistics import median
 from typing import Any
 
 import click
-from bench_parts.lab_arms import make_arms
 from bench_parts.lab_control import FULL, SCRIPTS, SMALL, Checkpoint, Lab, make_checkpoint
+from bench_parts.lab_shards import LAYOUTS, arms_of
 from bench_parts.lab_tables import print_regime
 from bench_parts.prediction import print_predictions
 from rich.console import Console
@@ -63,6 +66,13 @@ def words(context: click.Context, parameter: click.Parameter, text: str) -> list
     "--size", type=parse_bytes, default="512MiB", show_default=True, help="Bytes of the checkpoint."
 )
 @click.option("--files", "num_files", default=8, show_default=True, help="Its safetensors files.")
+@click.option(
+    "--shards",
+    default="none",
+    type=click.Choice(["none", *LAYOUTS]),
+    show_default=True,
+    help="What each host gets: all, or its part with FSDP over all hosts, HSDP of two replicas, TP 4 × DP.",
+)
 @click.option("--repeats", default=3, show_default=True, help="Runs of each arm.")
 @click.option("--regimes", default="shared,share", show_default=True, callback=words, help="Which.")
 @click.option("--arms", default="", callback=words, help="Only arms whose names contain one of these.")
@@ -85,6 +95,7 @@ def main(
     hosts: Sequence[str],
     size: int,
     num_files: int,
+    shards: str,
     repeats: int,
     regimes: Sequence[str],
     arms: Sequence[str],
@@ -110,12 +121,14 @@ def main(
     }
     if unknown := set(regimes) - set(rates):
         raise click.UsageError(f"no such regime: {', '.join(sorted(unknown))}")
-    reads = {arm.name: arm.reads for arm in make_arms(tuned)}
+    shards = "" if shards == "none" else shards
+    reads = {arm.name: arm.reads for arm in arms_of(shards, tuned)}
     names = list(reads)
     names = [name for name in names if not arms or any(part in name for part in [*arms, "floor", *tuned])]
     result: dict[str, Any] = {
         "environment": environment(),
         "size": size,
+        "shards": shards,
         "repeats": repeats,
         "arms": names,
         "reads": reads,
@@ -126,14 +139,14 @@ def main(
         full = make_checkpoint(Path(folder, FULL), size, num_files)
         small = make_checkpoint(Path(folder, SMALL), _SMALL_BYTES, num_files)
         result |= {"nbytes": full.nbytes}
-        if any(name.startswith("fastload") for name in names):
+        if not shards and any(name.startswith("fastload") for name in names):
             result["unshaped_s"] = {
                 count: unshaped_s(int(count), {SMALL: small, FULL: full}, timeout_s) for count in hosts
             }
         for regime in regimes:
             for count in map(int, hosts):
                 with Lab(count, rates[regime], {SMALL: small, FULL: full}) as running:
-                    outcome = running.run(names, tuned, repeats, timeout_s)
+                    outcome = running.run(names, tuned, repeats, timeout_s, shards)
                 job = {"regime": regime, "hosts": count, "rows": outcome.rows, "failed": outcome.failed}
                 result["jobs"].append(job)
                 if json_path:  # so far
@@ -145,7 +158,8 @@ def show(result: dict[str, Any], png_path: Path | None) -> None:
     """Prints the tables, and draws the picture if a path is given."""
     for regime in result["rates"]:
         print_regime(result, regime)
-        print_predictions(result, regime)
+        if not result.get("shards"):
+            print_predictions(result, regime)
     if png_path:
         from bench_parts.lab_picture import draw
 

@@ -6,6 +6,8 @@
     python scripts/bench_load.py first
     python scripts/bench_load.py tiny --tensors 300000
     python scripts/bench_load.py memory
+    python scripts/bench_load.py memory --fsdp
+    python scripts/bench_load.py fsdp
     python scripts/bench_load.py plan
 
 Arms run interleaved in one job that this script launches itself, each from a barrier until the
@@ -31,7 +33,7 @@ import click
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from bench_parts import baselines, cold, fresh
+from bench_parts import baselines, cold, fresh, fsdp
 from bench_parts.job import (
     GIB,
     MIB,
@@ -168,22 +170,40 @@ def tiny(ranks: int, tensors: int, repeats: int, arms: str, json_path: str | Non
     write_json(json_path, rows)
 
 
+@main.command("fsdp")
+@ranks_option
+@click.option("--size", type=Bytes(), default="440MB", show_default=True, help="Of the checkpoint.")
+@repeats_option
+@arms_option
+@json_option
+def fsdp_shards(ranks: int, size: int, repeats: int, arms: str, json_path: str | None) -> None:
+    """Load warm local files into a model that FSDP2 shards over all ranks: seconds and memory."""
+    with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
+        make_checkpoint(Path(folder, "checkpoint"), size)
+        rows = run_on_ranks(__file__, ranks, folder, part="fsdp", repeats=repeats, arms=arms)
+    fsdp.print_fsdp(rows, f"{size / MIB:.0f} MiB, local and warm, FSDP2 on {ranks} ranks of one host")
+    write_json(json_path, rows)
+
+
 @main.command()
 @ranks_option
 @click.option("--size", type=Bytes(), default="2GiB", show_default=True, help="Bytes of the checkpoint.")
+@click.option("--fsdp", "sharded", is_flag=True, help="Each rank gets its part of a model that FSDP2 shards.")
 @json_option
-def memory(ranks: int, size: int, json_path: str | None) -> None:
+def memory(ranks: int, size: int, sharded: bool, json_path: str | None) -> None:
     """Measure the most memory that a load takes beyond the state, one tensor being half of the checkpoint."""
-    needed = (ranks + 1) * size + 2 * GIB
+    needed = (2 if sharded else ranks + 1) * size + 2 * GIB
     if available_bytes() < needed:
         raise click.ClickException(f"needs {needed / GIB:.0f} GiB, free are {available_bytes() / GIB:.0f}")
     with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
         digest = make_checkpoint(Path(folder, "checkpoint"), size, big_part=0.5)
-        rows = run_on_ranks(__file__, ranks, folder, part="memory", digest=digest)
-    table = Table(
-        title=f"Memory beyond the state: {size / GIB:.1f} GiB, half of it one tensor, {ranks} ranks"
-    )
-    heads = "strategy", "staging MiB", "slabs MiB", "peak beyond state, by rank, MiB", "allowed MiB", "holds"
+        if sharded:
+            rows = run_on_ranks(__file__, ranks, folder, part="memory of shards")
+        else:
+            rows = run_on_ranks(__file__, ranks, folder, part="memory", digest=digest)
+    held = "a rank's shards" if sharded else "the state"
+    table = Table(title=f"Memory beyond {held}: {size / GIB:.1f} GiB, half of it one tensor, {ranks} ranks")
+    heads = "strategy", "staging MiB", "slabs MiB", "peak beyond it, by rank, MiB", "allowed MiB", "holds"
     for name in heads:
         table.add_column(name, justify="left" if name == "strategy" else "right")
     for row in rows:
@@ -251,6 +271,8 @@ def rank(settings: str) -> None:
         "warm": warm_rows,
         "cold": cold_rows,
         "memory": memory_rows,
+        "memory of shards": fsdp.run_memory,
+        "fsdp": fsdp.run,
         "fresh": fresh.run,
     }
     rows = parts[given.pop("part")](**given)

@@ -1,7 +1,8 @@
 """Ways to load one checkpoint into the ranks of several hosts: the arms of scripts/bench_lab.py.
 
-Every arm is a function that a rank calls; it returns the whole state as CPU tensors that own their
-memory. Libraries are imported inside, so that one that is missing costs its own arm only.
+Every arm is a function that a rank calls; it returns what this rank gets, the whole state or its part of it,
+as CPU tensors that own their memory. Libraries are imported inside, so that one that is missing costs its
+own arm only.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
+from torch import nn
 
 import fastload
 from bench_parts import baselines
@@ -46,12 +48,14 @@ class Places:
         http: URL.
         s3: URL.
         folder: The same, mounted on this host; only for arms that read it.
+        target: The sharded parameters to load into; None for a load that makes tensors of its own.
         reports: fastload's own reports of this run.
     """
 
     http: str
     s3: str
     folder: Path | None
+    target: nn.Module | None = None
     reports: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -95,11 +99,14 @@ def make_arms(tuned: Sequence[str]) -> list[Arm]:
     for strategy in ("auto", "broadcast"):
         load = partial(fastload_mounted, {"strategy": strategy})
         arms.append(Arm(f"fastload {strategy} (mount)", load, reads="mount"))
-    for text in tuned:
-        pairs = dict(pair.split("=", 1) for pair in text.split(","))
-        options = {name: SETTINGS[name].parse(value) for name, value in pairs.items()}
-        arms.append(Arm(f"fastload {text}", partial(fastload_http, options)))
+    arms += [Arm(f"fastload {text}", partial(fastload_http, parse_tuned(text))) for text in tuned]
     return arms
+
+
+def parse_tuned(text: str) -> dict[str, Any]:
+    """Reads options of a load such as ``chunk_bytes=1MiB,read_threads=2``."""
+    pairs = dict(pair.split("=", 1) for pair in text.split(","))
+    return {name: SETTINGS[name].parse(value) for name, value in pairs.items()}
 
 
 # ---- the storage itself

@@ -146,17 +146,21 @@ class Lab:
         words = _STORE.format(address=services.STORAGE_ADDRESS).split()
         services.start(STORAGE, ["sh", "-c", _OWN_TMP, str(folder), str(weed), *words])
 
-    def run(self, arms: Sequence[str], tuned: Sequence[str], repeats: int, timeout_s: float) -> Outcome:
-        """Runs arms that load."""
+    def run(
+        self, arms: Sequence[str], tuned: Sequence[str], repeats: int, timeout_s: float, shards: str = ""
+    ) -> Outcome:
+        """Runs arms that load: into every rank the whole state or, with `shards`, its part in that layout."""
         given: dict[str, Any] = {
             "tuned": list(tuned),
+            "shards": shards,
             "repeats": repeats,
             "timeout_s": timeout_s,
             "sftp": [f"{services.STORAGE_ADDRESS}:{services.DATA_DIR / services.BUCKET}", _SFTP_PORT],
         }
         for name, checkpoint in self.checkpoints.items():
             urls = {"http": f"{services.HTTP_URL}/{name}", "s3": f"{S3_ROOT}/{name}"}
-            given[name] = {"name": name, "digest": checkpoint.digest, "nbytes": checkpoint.nbytes, **urls}
+            facts = {"digest": checkpoint.digest, "nbytes": checkpoint.nbytes}
+            given[name] = {"name": name, "folder": str(checkpoint.folder), **facts, **urls}
         return run_arms("bench_parts.lab_job", arms, given)
 
 

@@ -22,8 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench_parts.lab_arms import Arm, Places, make_arms, set_peer_env
+from bench_parts import sharded
+from bench_parts.lab_arms import Arm, Places, set_peer_env
 from bench_parts.lab_ranks import Ranks, describe, own_cpu_s
+from bench_parts.lab_shards import arms_of, make_target
 from bench_parts.tables import FLOOR
 from fastload.base.memory import allocate_staging
 from fastload.formats.state import state_digest
@@ -40,8 +42,10 @@ class Job(Ranks):
 
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__(settings)
-        arms = {arm.name: arm for arm in make_arms(settings["tuned"])}
+        layout = settings["shards"]
+        arms = {arm.name: arm for arm in arms_of(layout, settings["tuned"])}
         self.arms = [arms[name] for name in settings["arms"]]
+        self.targets = {which: make_target(layout, settings[which]) for which in ("small", "full")}
 
     def run(self) -> None:
         """A small checkpoint first: imports and first uses are over then, and what cannot run is known."""
@@ -61,21 +65,24 @@ class Job(Ranks):
                 error = describe(caught)
             if self.gather(error, {}) is None:
                 return False
-            checkpoint = self.settings[which]
+            checkpoint, target = self.settings[which], self.targets[which]
             place = folder / checkpoint["name"] if folder else None
-            places = Places(checkpoint["http"], checkpoint["s3"], place)
-            before = self.storage_bytes("tx")
+            places = Places(checkpoint["http"], checkpoint["s3"], place, target.module)
+            before = self.crossed()
             warm_memory(checkpoint["nbytes"])
+            if target.module is not None:
+                sharded.clear(target.module)
             dist.barrier()
             row = {}
             try:
-                row = timed(arm, places, client, "" if turn > 0 else checkpoint["digest"])
+                row = timed(arm, places, client, "" if turn > 0 else target.digest)
             except Exception as caught:
                 error = describe(caught)
             gc.collect()
-            rows = self.gather(error, row)
+            rows = self.gather(error, row | {"wanted_bytes": target.nbytes})
             if rows is None:
                 return False
+            crossed = self.crossed() - before
             self.write(
                 {
                     "arm": arm.name,
@@ -84,7 +91,9 @@ class Job(Ranks):
                     "first_s": min(row["seconds"] for row in rows),
                     "cpu_s": sum(row["cpu_s"] for row in rows),
                     "mount_cpu_s": sum(row["mount_cpu_s"] for row in rows),
-                    "storage_bytes": self.storage_bytes("tx") - before,
+                    "storage_bytes": crossed.read,
+                    "exchanged_bytes": crossed.exchanged,
+                    "wanted_bytes": sum(row["wanted_bytes"] for row in rows),
                     "report": places.reports[0] if places.reports else None,
                 }
             )
@@ -119,7 +128,7 @@ def timed(arm: Arm, places: Places, client: int, digest: str) -> dict[str, float
     """Runs an arm; returns this rank's seconds, its CPU seconds, and those of the process that mounts.
 
     Raises:
-        ValueError: The state is not the one of that digest.
+        ValueError: What arrived is not what that digest is of.
     """
     used, used_by_mount, began = own_cpu_s(), cpu_s(client), time.perf_counter()
     state = arm.load(places)

@@ -36,7 +36,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         _draw_panel(panel, result, regime)
     axes[0][0].set_ylabel("load time ÷ time in which one host streams every byte once")
     size = f"{result['nbytes'] / 2**20:.0f} MiB of bf16 in safetensors files"
-    figure.suptitle(f"Loading {size} into every host: CPU tensors, Gloo, cold", fontsize=13)
+    into = f"hosts as {result['shards']}" if result.get("shards") else "every host"
+    figure.suptitle(f"Loading {size} into {into}: CPU tensors, Gloo, cold", fontsize=13)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

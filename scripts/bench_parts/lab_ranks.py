@@ -6,10 +6,33 @@ import json
 import os
 import subprocess
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """Bytes that crossed the lab's links.
+
+    Attributes:
+        read: From the storage to hosts.
+        written: From hosts to the storage.
+        exchanged: From hosts to hosts.
+    """
+
+    read: int
+    written: int
+    exchanged: int
+
+    def __sub__(self, earlier: Crossed) -> Crossed:
+        return Crossed(
+            self.read - earlier.read,
+            self.written - earlier.written,
+            self.exchanged - earlier.exchanged,
+        )
 
 
 class Ranks:
@@ -34,12 +57,14 @@ class Ranks:
             return None
         return [row for _, row in everyone]
 
-    def storage_bytes(self, way: str) -> int:
-        """Bytes that have left the storage (`tx`) or entered it (`rx`) so far; on rank 0, elsewhere 0."""
+    def crossed(self) -> Crossed:
+        """Bytes that have crossed the links so far; on rank 0, elsewhere 0."""
         if self.rank != 0:
-            return 0
+            return Crossed(0, 0, 0)
         shown = subprocess.run(self.settings["counter"], stdout=subprocess.PIPE, check=True, text=True)
-        return int(json.loads(shown.stdout)[f"storage_{way}"])
+        counts = json.loads(shown.stdout)
+        sent = sum(host["tx"] for host in counts["hosts"].values())
+        return Crossed(counts["storage_tx"], counts["storage_rx"], sent - counts["storage_rx"])
 
     def write(self, line: dict[str, Any]) -> None:
         if self.rank == 0:

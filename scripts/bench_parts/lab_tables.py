@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,9 @@ class Cell:
         most: Slowest run.
         ratio: Median over the floor's.
         amplification: Bytes that left the storage over those of the tensors; median.
+        exchanged: Bytes from host to host over those of the tensors; median.
+        least_exchanged: What the hosts want, less the checkpoint once. No less will do if every byte is read
+            once; where a part lies strided in files, more, as a reader then gets what others want as well.
         cpu_s: CPU seconds of all ranks and their mounts per GiB of checkpoint; median.
         report: fastload's own, of the last run.
     """
@@ -32,6 +36,8 @@ class Cell:
     most: float
     ratio: float
     amplification: float
+    exchanged: float
+    least_exchanged: float
     cpu_s: float
     report: dict[str, Any] | None
 
@@ -51,7 +57,7 @@ def _cells_of(rows: list[dict[str, Any]], nbytes: int) -> dict[str, Cell]:
         by_arm.setdefault(row["arm"], []).append(row)
 
     def median(arm: str, *keys: str) -> float:
-        return statistics.median(float(sum(row[key] for key in keys)) for row in by_arm[arm])
+        return statistics.median(float(sum(row.get(key, math.nan) for key in keys)) for row in by_arm[arm])
 
     reference = median(FLOOR, "seconds") if FLOOR in by_arm else float("nan")
     return {
@@ -61,6 +67,8 @@ def _cells_of(rows: list[dict[str, Any]], nbytes: int) -> dict[str, Cell]:
             most=max(run["seconds"] for run in runs),
             ratio=median(arm, "seconds") / reference,
             amplification=median(arm, "storage_bytes") / nbytes,
+            exchanged=median(arm, "exchanged_bytes") / nbytes,
+            least_exchanged=median(arm, "wanted_bytes") / nbytes - 1,
             cpu_s=median(arm, "cpu_s", "mount_cpu_s") / (nbytes / GIB),
             report=runs[-1]["report"],
         )
@@ -72,29 +80,38 @@ def print_regime(result: dict[str, Any], regime: str) -> None:
     """Prints the arms of one regime, what did not run, and fastload's own view of its runs."""
     table, measured = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0)), cells(result, regime)
     rates = " ".join(result["rates"][regime])
-    table.title = f"{regime}: {result['nbytes'] / 2**20:.0f} MiB, {rates}, median of {result['repeats']}"
-    table.caption = "amp: bytes off the storage ÷ checkpoint. CPU: s per GiB of checkpoint, all ranks and "
+    shards = result.get("shards")
+    what = f"{result['nbytes'] / 2**20:.0f} MiB" + (f" as {shards}" if shards else "")
+    table.title = f"{regime}: {what}, {rates}, median of {result['repeats']}"
+    table.caption = "amp: bytes off the storage ÷ checkpoint. exch: bytes from host to host ÷ checkpoint; "
+    table.caption += f"{_least_exchanged(measured)}. CPU: s per GiB of checkpoint, all ranks and "
     table.caption += "their sshfs, user + system; servers are not included."
     table.add_column("\narm", no_wrap=True)
     table.add_column("\nreads", no_wrap=True)
     for hosts in measured:
-        for head in (f"{hosts} hosts\ns", "\nmin–max", "\n÷floor", "\namp", "\nCPU"):
+        for head in (f"{hosts} hosts\ns", "\nmin–max", "\n÷floor", "\namp", "\nexch", "\nCPU"):
             table.add_column(head, justify="right", no_wrap=True)
     for arm in result["arms"]:
         row = [arm, result["reads"][arm]]
         for by_arm in measured.values():
             cell = by_arm.get(arm)
             if cell is None:
-                row += ["–", "", "", "", ""]
+                row += ["–", "", "", "", "", ""]
                 continue
             row += [f"{cell.seconds:.2f}", f"{cell.least:.2f}–{cell.most:.2f}", f"{cell.ratio:.2f}"]
-            row += [f"{cell.amplification:.2f}", f"{cell.cpu_s:.1f}"]
+            row += [f"{cell.amplification:.2f}", f"{cell.exchanged:.2f}", f"{cell.cpu_s:.1f}"]
         table.add_row(*row)
     Console(width=190).print(table)
     for job in result["jobs"]:
         for arm, why in job["failed"].items() if job["regime"] == regime else ():
             Console(width=150).print(f"{job['hosts']} hosts, {arm}: {why}", markup=False)
     _print_stages(measured, regime)
+
+
+def _least_exchanged(measured: dict[int, dict[str, Cell]]) -> str:
+    """Says what has to travel when every byte is read once."""
+    least = [max(cell.least_exchanged for cell in by_arm.values()) for by_arm in measured.values() if by_arm]
+    return f"at least {' / '.join(f'{each:.2f}' for each in least)}"
 
 
 def _print_stages(measured: dict[int, dict[str, Cell]], regime: str) -> None:

@@ -43,7 +43,7 @@ class Job(Ranks):
         self.write({"begin": name, "turn": turn})
         url = f"{self.settings['root']}/{turn + 1}-{self.settings['arms'].index(name)}"
         gc.collect()
-        before = self.storage_bytes("rx")
+        before = self.crossed()
         dist.barrier()
         error, row, report = "", {}, None
         used, busy, began = own_cpu_s(), Cores(), time.perf_counter()
@@ -53,7 +53,7 @@ class Job(Ranks):
             error = describe(caught)
         row = {"seconds": time.perf_counter() - began, "cpu_s": own_cpu_s() - used}
         rows = self.gather(error, row)
-        cores_busy, crossed = busy.part(), self.storage_bytes("rx") - before
+        cores_busy, crossed = busy.part(), (self.crossed() - before).written
         if rows is None:
             return False
         if report is not None and turn == 0 and self.gather(self.reload(state, url), {}) is None:

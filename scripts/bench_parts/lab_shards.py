@@ -1,0 +1,97 @@
+"""Sharded loads on several hosts: the targets and arms of ``scripts/bench_lab.py --shards …``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+import fastload
+from bench_parts import sharded
+from bench_parts.baselines import State
+from bench_parts.lab_arms import Arm, Places, floor, make_arms, parse_tuned
+from bench_parts.tables import FLOOR
+from fastload import LoadOptions
+from fastload.cli.sharded import Sharding
+
+_TP = 4
+LAYOUTS: dict[str, Callable[[int], tuple[str, str]]] = {
+    "fsdp": lambda ranks: (f"{ranks}", "shard(0)"),
+    "hsdp": lambda ranks: (f"2x{ranks // 2}", "replicate,shard(0)"),
+    "tp": lambda ranks: (f"{ranks // min(_TP, ranks)}x{min(_TP, ranks)}", "replicate,shard(1)"),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a rank is to get.
+
+    Attributes:
+        module: Into whose parameters, DTensors, time and again; None if every load makes tensors of its own.
+        digest: Of what this rank gets.
+        nbytes: Of it.
+    """
+
+    module: nn.Module | None
+    digest: str
+    nbytes: int
+
+
+def make_target(layout: str, checkpoint: dict[str, Any]) -> Target:
+    """Makes what is to be loaded of a checkpoint: all of it, or this rank's part in a layout.
+
+    What the part has to be is looked up in the checkpoint's folder, which all hosts of the lab see.
+    """
+    if not layout:
+        return Target(None, checkpoint["digest"], checkpoint["nbytes"])
+    files = Path(checkpoint["folder"], "safetensors")
+    sharding = Sharding.parse(*LAYOUTS[layout](dist.get_world_size()), dist.get_world_size())
+    module = sharded.module_of(sharding.empty(fastload.inspect(files).tensors, "cpu"))
+    nbytes = sum(part.nbytes for part in sharded.local_parts(module).values())
+    return Target(module, sharded.expected_digest(module, files), nbytes)
+
+
+def arms_of(layout: str, tuned: Sequence[str]) -> list[Arm]:
+    """Returns the arms that can load into a layout; see `make_arms`."""
+    if not layout:
+        return make_arms(tuned)
+    peers = {
+        "torch DCP": (sharded.dcp_directory, "dcp"),
+        "torch DCP, safetensors": (sharded.dcp_safetensors, "safetensors"),
+        "rank 0 + set_model_state_dict": (sharded.first_rank_sets, "safetensors"),
+    }
+    arms = [Arm(FLOOR, floor)]
+    arms += [Arm(name, partial(_peer, load, below), reads="mount") for name, (load, below) in peers.items()]
+    arms += [
+        Arm("fastload auto", fastload_http),
+        Arm("fastload auto (mount)", fastload_mounted, reads="mount"),
+    ]
+    arms += [Arm(f"fastload {text}", partial(fastload_http, **parse_tuned(text))) for text in tuned]
+    return arms
+
+
+def fastload_http(places: Places, **options: Any) -> State:
+    return _fastload(places.http, places, LoadOptions(**options))
+
+
+def fastload_mounted(places: Places) -> State:
+    return _fastload(str(places.folder), places, LoadOptions())
+
+
+def _peer(load: Callable[[Path, nn.Module], None], below: str, places: Places) -> State:
+    assert places.folder is not None
+    assert places.target is not None
+    load(places.folder / below, places.target)
+    return sharded.local_parts(places.target)
+
+
+def _fastload(url: str, places: Places, options: LoadOptions) -> State:
+    assert places.target is not None
+    report = sharded.by_fastload(f"{url}/safetensors", options, places.target)
+    places.reports.append(report.to_dict())
+    return sharded.local_parts(places.target)
