@@ -46,15 +46,16 @@ def load(
 ) -> Any:
     """Loads a checkpoint on all ranks of a group; together they read every byte once.
 
-    Every rank of the group has to call it, with the same arguments (`device` may differ). Either all
-    ranks return, with identical tensors, or all ranks raise.
+    Every rank of the group has to call it, with the same arguments (`device` and `into` may differ).
+    Either all ranks return, with what each of them wants, or all ranks raise.
 
     Args:
         path: A ``.safetensors`` file, or a directory with an index or with several such files; a
             local path or a URL.
-        into: A module or nested dicts, lists and tuples of tensors and modules, to be loaded in place. Meta
-            tensors are replaced by real ones on `device`, but buffers there that no checkpoint holds
-            (``persistent=False``) are an error; tied tensors stay tied. Modules get what their
+        into: A module or nested dicts, lists and tuples of tensors and modules, to be loaded in place. Each
+            rank may have its own; of a DTensor it gets what it holds. Meta tensors are replaced by real ones
+            on `device`, but buffers there that no checkpoint holds (``persistent=False``) are an error; tied
+            tensors stay tied. Modules get what their
             ``load_state_dict`` would have given them, extra state and hooks included (those that run before
             are called twice, first without data). From what `fastload.save` wrote, objects with
             ``load_state_dict``, such as optimizers, get their state (an optimizer of parameters that are on
@@ -69,8 +70,9 @@ def load(
             the default group, or for this process alone if torch.distributed is not initialized.
         names: Names or glob patterns of the tensors to load; only their bytes are read. Tied tensors have
             all of their names. With `into`, plain values stay as they are.
-        strict: With `into`, whether its names and the checkpoint's have to be the same. If not, what only
-            one of them has is left alone; what is of another kind, shape or dtype is an error all the same,
+        strict: With `into`, whether its names, those of all ranks together, and the checkpoint's have to be
+            the same. If not, what only one of them has is left alone; what is of another kind, shape or
+            dtype is an error all the same,
             and so is a checkpoint that has no tensor of `into`, or has it under names that differ by the
             ``module.`` or ``_orig_mod.`` of a wrapper. Also, whether `PerRank` values have to be of as many
             ranks as load them; if not, they stay as they are in `into`, or are None, and a warning says so.

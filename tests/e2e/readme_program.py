@@ -6,6 +6,7 @@ names that it needs and checks what it has done.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -109,10 +110,11 @@ class Readme:
         self.check(names["model"])
 
     def shards(self, names: Names, run: Callable[[], None]) -> None:
-        model = self.new_model()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        names["model"] = fully_shard(model, mesh=mesh)
+        names |= {"AutoModel": self.auto_model, "config": self.config}
+        names["fully_shard"] = functools.partial(fully_shard, mesh=mesh)
         run()
+        model = names["model"]
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         fastload.save(whole, self.folder / "saved_from_shards")
         assert all(torch.equal(whole[name], tensor) for name, tensor in self.twin.state_dict().items())
