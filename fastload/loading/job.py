@@ -231,10 +231,6 @@ def open_rest(wish: Wish, plan: RoutedPlan) -> Job:
 
 def _open(wish: Wish, plan: TransferPlan | RoutedPlan, exchange: Exchange) -> Job:
     opened, options, access = wish.opened, wish.opened.options, wish.opened.access
-    if options.io == "auto":
-        # Ranks of one host that read the same bytes share the page cache.
-        shares = wish.decision.alone and opened.ranks_on_host > 1
-        access.storage.io = "buffered" if shares else "auto"
     reader = ChunkReader(
         access.storage,
         access.manifest.files,
@@ -247,6 +243,7 @@ def _open(wish: Wish, plan: TransferPlan | RoutedPlan, exchange: Exchange) -> Jo
         ),
         verifier=opened.verifier,
         on_damage=refuse,
+        via_cache=wish.decision.alone and opened.ranks_on_host > 1,
     )
     placer = Placer(wish.matched.destinations)
     pipeline = Pipeline(opened.world, plan, reader, exchange, placer, options.progress)

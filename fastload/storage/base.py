@@ -84,10 +84,7 @@ class Storage(Protocol):
             ahead, and begins anew where another one comes.
         bytes_read: Bytes that came from storage so far, retries included.
         direct_bytes_read: Those of them that did not go through the page cache.
-        io: How to read local files, see `LoadOptions.io`; other storages ignore it.
     """
-
-    io: str
 
     @property
     def url(self) -> str: ...
@@ -128,7 +125,14 @@ class Storage(Protocol):
         """
         ...
 
-    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
+    def read_into(
+        self,
+        name: str,
+        offset: int,
+        buffers: Sequence[memoryview],
+        version: str = "",
+        via_cache: bool = False,
+    ) -> None:
         """Fills the buffers, one after the other, with the bytes from offset on.
 
         Args:
@@ -136,6 +140,8 @@ class Storage(Protocol):
             offset: First byte.
             buffers: What to fill.
             version: What `stat` said of the file, maybe on another host; empty to take any.
+            via_cache: Whether others on this host read the same bytes now, such that a cache which they
+                have in common is the better way; for storage that has none it means nothing.
 
         Raises:
             StorageError: The file ends before the buffers are full, it is another one by now, or

@@ -45,7 +45,7 @@ class LocalStorage:
 
     Args:
         root: A file or a directory.
-        io: ``auto``, ``buffered`` or ``direct``; may be changed later.
+        io: How to read: ``auto``, ``buffered`` or ``direct``.
     """
 
     probes = True
@@ -53,7 +53,7 @@ class LocalStorage:
     def __init__(self, root: str, io: str = "auto") -> None:
         self._files: dict[str, _File] = {}
         self._folder: int | None = None
-        self.io = io
+        self._io = io
         self._root = root
         self._count = ByteCounter()
         self._direct_count = ByteCounter()
@@ -163,16 +163,24 @@ class LocalStorage:
                     found[entry.name] = self._about(status)
         return found
 
-    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
+    def read_into(
+        self,
+        name: str,
+        offset: int,
+        buffers: Sequence[memoryview],
+        version: str = "",
+        via_cache: bool = False,
+    ) -> None:
         wanted = [buffer for buffer in buffers if len(buffer)]
         nbytes = sum(map(len, wanted))
+        io = "buffered" if via_cache and self._io == "auto" else self._io
         try:
             file = self._file(name)
             with file.cached.use() as cached:
                 done = 0
-                if self._reads_directly(file, cached, offset, nbytes):
+                if _reads_directly(io, file, cached, offset, nbytes):
                     done = self._read_direct(file, offset, wanted)
-                self._read_buffered(file, cached, offset + done, take(wanted, done)[1])
+                self._read_buffered(io, file, cached, offset + done, take(wanted, done)[1])
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
@@ -193,17 +201,11 @@ class LocalStorage:
         self._count.add(len(data))
         return data
 
-    def _reads_directly(self, file: _File, cached: int, offset: int, nbytes: int) -> bool:
-        """Decides between the page cache and direct reads, for one request."""
-        if self.io == "buffered" or nbytes < 2 * PAGE_BYTES:
-            return False
-        if self.io == "auto" and not (nbytes >= _MIN_DIRECT_BYTES and _is_cold(cached, offset, nbytes)):
-            return False
-        return file.directly
-
-    def _read_buffered(self, file: _File, cached: int, offset: int, wanted: Sequence[memoryview]) -> None:
+    def _read_buffered(
+        self, io: str, file: _File, cached: int, offset: int, wanted: Sequence[memoryview]
+    ) -> None:
         if wanted:
-            alone = file.directly and sum(map(len, wanted)) < _MIN_DIRECT_BYTES and self.io != "buffered"
+            alone = file.directly and sum(map(len, wanted)) < _MIN_DIRECT_BYTES and io != "buffered"
             os.posix_fadvise(cached, 0, 0, os.POSIX_FADV_RANDOM if alone else os.POSIX_FADV_NORMAL)
         while wanted:
             count = os.preadv(cached, wanted[:_MAX_BUFFERS], offset)
@@ -291,10 +293,9 @@ class LocalStorage:
         with self._lock:
             if name not in self._files:
                 on_disk = not self.shared and self._kind not in IN_MEMORY_TYPES
-                directly = self.io == "direct" or (self.io == "auto" and on_disk)
-                self._files[name] = _File(
-                    self._path(name), *place, directly=directly, numbered=self._numbered
-                )
+                directly = self._io == "direct" or (self._io == "auto" and on_disk)
+                path, numbered = self._path(name), self._numbered
+                self._files[name] = _File(path, *place, directly=directly, numbered=numbered)
             return self._files[name]
 
     def _error(
@@ -374,6 +375,13 @@ def _may_be_file(entry: os.DirEntry[str]) -> bool:
         if error.errno not in (errno.EACCES, *_ABSENT):
             raise
         return error.errno == errno.EACCES
+
+
+def _reads_directly(io: str, file: _File, cached: int, offset: int, nbytes: int) -> bool:
+    """Decides between the page cache and direct reads, for one request."""
+    if io == "auto":
+        return file.directly and nbytes >= _MIN_DIRECT_BYTES and _is_cold(cached, offset, nbytes)
+    return file.directly and nbytes >= 2 * PAGE_BYTES and io == "direct"
 
 
 def _is_cold(opened: int, offset: int, nbytes: int) -> bool:

@@ -45,7 +45,6 @@ class ObjectStorage:
     probes = False
     in_order = False
     direct_bytes_read = 0
-    io = "buffered"
 
     def __init__(
         self, location: Location, names: Names, options: Mapping[str, Any], attempt_s: float
@@ -141,7 +140,14 @@ class ObjectStorage:
                 raise
             return False
 
-    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
+    def read_into(
+        self,
+        name: str,
+        offset: int,
+        buffers: Sequence[memoryview],
+        version: str = "",
+        via_cache: bool = False,
+    ) -> None:
         nbytes = sum(map(len, buffers))
         if nbytes == 0:
             return

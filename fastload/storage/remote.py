@@ -37,7 +37,6 @@ class RemoteStorage:
     probes = False
     in_order = False
     direct_bytes_read = 0
-    io = "buffered"
 
     def __init__(self, url: str | PathLike[str], options: Mapping[str, Any]) -> None:
         self._location = locate(url)
@@ -97,7 +96,14 @@ class RemoteStorage:
         is_single = len(found) == 1 and found[0]["name"].strip("/") == self._path(name).strip("/")
         return None if is_single and found[0]["type"] == "file" else found
 
-    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
+    def read_into(
+        self,
+        name: str,
+        offset: int,
+        buffers: Sequence[memoryview],
+        version: str = "",
+        via_cache: bool = False,
+    ) -> None:
         nbytes = sum(map(len, buffers))
         if nbytes == 0:
             return  # a range request cannot ask for nothing

@@ -105,14 +105,6 @@ class PatientStorage:
         return self._storage.direct_bytes_read
 
     @property
-    def io(self) -> str:
-        return self._storage.io
-
-    @io.setter
-    def io(self, value: str) -> None:
-        self._storage.io = value
-
-    @property
     def num_retries(self) -> int:
         """Attempts beyond the first so far."""
         return self._num_retries
@@ -140,8 +132,15 @@ class PatientStorage:
     def folders(self, prefix: str = "") -> Mapping[str, Folder]:
         return self._patiently(lambda: self._storage.folders(prefix))
 
-    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], version: str = "") -> None:
-        self._patiently(lambda: self._storage.read_into(name, offset, buffers, version))
+    def read_into(
+        self,
+        name: str,
+        offset: int,
+        buffers: Sequence[memoryview],
+        version: str = "",
+        via_cache: bool = False,
+    ) -> None:
+        self._patiently(lambda: self._storage.read_into(name, offset, buffers, version, via_cache))
 
     def read_all(self, name: str, about: FileStat) -> bytes:
         return self._patiently(lambda: self._storage.read_all(name, about))

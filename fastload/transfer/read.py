@@ -31,6 +31,7 @@ class ChunkReader:
         threads: Chunks read at once.
         verifier: Checks what was read; None if there is nothing to check it against.
         on_damage: Called with each block that is not as it was written; what it raises ends the read.
+        via_cache: Whether others on this host read the same bytes, see `Storage.read_into`.
 
     Attributes:
         watch: Time with at least one read under way.
@@ -46,9 +47,11 @@ class ChunkReader:
         threads: int,
         verifier: Verifier | None,
         on_damage: Callable[[Damage], object],
+        via_cache: bool = False,
     ) -> None:
         self._storage = storage
         self._files = files
+        self._via_cache = via_cache
         self._workers = Workers(threads, "fastload-read")
         self._lock = threading.Lock()
         self._num_unanswered = 0
@@ -119,7 +122,7 @@ class ChunkReader:
     def _read_span(self, span: Span, buffers: Sequence[memoryview]) -> None:
         with self.watch.span(nbytes=span.nbytes), self._reading(span):
             file = self._files[span.file]
-            self._storage.read_into(file.name, span.offset, buffers, file.version)
+            self._storage.read_into(file.name, span.offset, buffers, file.version, self._via_cache)
 
     def _read_again(self, span: Span, buffers: Sequence[memoryview]) -> None:
         self.rereads.add(1)

@@ -163,8 +163,8 @@ def flip_on_the_way(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """Lets this process see a flipped bit in the first reads of data."""
     real, lock, left = LocalStorage.read_into, threading.Lock(), [times]
 
-    def read_into(self: Any, name: str, offset: int, buffers: list[memoryview], version: str = "") -> None:
-        real(self, name, offset, buffers, version)
+    def read_into(self: Any, name: str, offset: int, buffers: list[memoryview], *more: Any) -> None:
+        real(self, name, offset, buffers, *more)
         with lock:
             if left[0] and name == "a.safetensors" and offset > 200 and sum(map(len, buffers)) > 200:
                 left[0] -= 1

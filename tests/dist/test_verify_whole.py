@@ -111,11 +111,11 @@ def test_a_long_list_is_cut(tmp_path: Path, world: int) -> None:
 def with_a_break(rank: int, world: int, recorded: Path) -> dict[int, str]:
     real, broken = LocalStorage.read_into, threading.Event()
 
-    def read_into(self: Any, name: str, offset: int, buffers: list[memoryview], version: str = "") -> None:
+    def read_into(self: Any, name: str, offset: int, buffers: list[memoryview], *more: Any) -> None:
         if rank == 1 and name == "y.safetensors" and offset > 400:
             broken.set()
             raise StorageError("gone", url=name, offset=offset, nbytes=1)
-        real(self, name, offset, buffers, version)
+        real(self, name, offset, buffers, *more)
 
     with pytest.MonkeyPatch.context() as patch:
         with fastload.open(recorded, options=options(chunk_bytes=BLOCK_BYTES)) as checkpoint:

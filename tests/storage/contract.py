@@ -151,6 +151,11 @@ class StorageContract:
         storage.read_into("b.bin", 2, [memoryview(buffer)[1:4], memoryview(buffer)[8:10]])
         assert buffer == b"-234----56--"
 
+    def test_a_read_that_others_on_the_host_make_too(self, storage: Storage) -> None:
+        buffer = bytearray(50_000)
+        storage.read_into("a.bin", 5, [memoryview(buffer)], via_cache=True)
+        assert buffer == FILES["a.bin"][5:50_005]
+
     @pytest.mark.parametrize(("offset", "nbytes"), [(0, 11), (9, 2), (10, 1), (1000, 5)])
     def test_a_file_that_ends_early_is_an_error_that_says_where(
         self, storage: Storage, offset: int, nbytes: int

@@ -124,6 +124,26 @@ def open_files() -> dict[int, str]:
     return {fd: os.readlink(link) for fd, link in links.items() if os.path.lexists(link)}
 
 
+def test_only_reads_that_others_make_too_go_through_the_page_cache(tmp_path: Path) -> None:
+    path, nbytes = tmp_path / "a.bin", 4 << 20
+    path.write_bytes(bytes(nbytes))
+
+    def direct_bytes(storage: LocalStorage, *, via_cache: bool) -> int:
+        before = storage.direct_bytes_read
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # cold
+        storage.read_into("", 0, [memoryview(bytearray(nbytes))], via_cache=via_cache)
+        return storage.direct_bytes_read - before
+
+    with closing(LocalStorage(str(path), "direct")) as storage:
+        possible = direct_bytes(storage, via_cache=False)  # 0 where the file system takes none
+        assert direct_bytes(storage, via_cache=True) == possible, "the option goes first"
+    with closing(LocalStorage(str(path), "auto")) as storage:
+        assert direct_bytes(storage, via_cache=True) == 0
+        assert direct_bytes(storage, via_cache=False) == possible, "one read changes nothing for the next"
+
+
 def test_symbolic_links_are_followed_and_dangling_ones_are_missing(folder: Path) -> None:
     (folder / "link.bin").symlink_to("sub/deep/c.bin")
     (folder / "dangling.bin").symlink_to("nowhere")
