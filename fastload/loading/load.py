@@ -201,7 +201,7 @@ def _raise_unexpected(wish: Wish, digests: Sequence[str]) -> None:
 
 
 def _require_same(answers: Sequence[dict[str, str]], *keys: str) -> None:
-    require_same([{key: answer[key] for key in keys} for answer in answers])
+    require_same([{key: answer.get(key) for key in keys} for answer in answers])
 
 
 def _digest(names: Sequence[str]) -> str:
