@@ -21,7 +21,6 @@ from fastload.loading.boxes import BoxesByName
 from fastload.loading.job import BoxRequest, Opened, Request
 from fastload.loading.load import Loaded, prepare, run
 from fastload.loading.match import Match
-from fastload.loading.sweep import Sweep
 from fastload.options import LoadOptions
 from fastload.ranks.traces import Tracing
 from fastload.ranks.world import World
@@ -148,6 +147,8 @@ class Checkpoint:
 
     def verify(self) -> VerifyReport:
         """Checks every byte, whatever `LoadOptions.verify` says; see `fastload.verify` for errors."""
+        from fastload.loading.sweep import Sweep
+
         if not self.manifest.block_bytes:
             raise IncompleteCheckpoint(
                 f"{self.manifest.url}: it has no checksums to verify: no commit record ({RECORD_NAME}), "
