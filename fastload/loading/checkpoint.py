@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
 import torch
@@ -17,9 +17,8 @@ from fastload.base.threads import ProcessLock
 from fastload.errors import FastloadError, IncompleteCheckpoint, WorldError
 from fastload.formats.names import RECORD_NAME
 from fastload.loading.access import Access
-from fastload.loading.boxes import BoxesByName
-from fastload.loading.job import BoxRequest, Opened, Request
-from fastload.loading.load import Loaded, prepare, run
+from fastload.loading.job import LoadRequest, Opened, Request
+from fastload.loading.load import Loaded, prepare, run, sharded
 from fastload.loading.match import Match
 from fastload.options import LoadOptions
 from fastload.ranks.traces import Tracing
@@ -27,6 +26,9 @@ from fastload.ranks.world import World
 from fastload.report import LoadReport, VerifyReport
 from fastload.transfer.read import ChunkReader
 from fastload.transfer.verify import Verifier
+
+if TYPE_CHECKING:
+    from fastload.loading.boxes import BoxesByName
 
 __all__ = ["Checkpoint"]
 
@@ -103,7 +105,7 @@ class Checkpoint:
         strict: bool = True,
     ) -> Any:
         """Loads on all ranks; see `fastload.load` for arguments, result and errors."""
-        loaded, matched = self._run(Request(into, device, dtype, names, strict))
+        loaded, matched = self._run(LoadRequest(into, device, dtype, names, strict))
         matched.attach()
         if self._opened.options.on_report is not None:
             self._opened.options.on_report(loaded.report)
@@ -126,12 +128,12 @@ class Checkpoint:
             MismatchError: On some rank a box does not fit; no data have moved.
             FastloadError: As for `fastload.load`.
         """
-        loaded, _ = self._run(BoxRequest(boxes))
+        loaded, _ = self._run(sharded().BoxRequest(boxes))
         if self._opened.options.on_report is not None:
             self._opened.options.on_report(loaded.report)
         return loaded.report
 
-    def _run(self, request: Request | BoxRequest) -> tuple[Loaded, Match]:
+    def _run(self, request: Request) -> tuple[Loaded, Match]:
         with self._at_most_one_failure():
             began, opened = time.perf_counter(), self._opened
             job = prepare(opened, request)

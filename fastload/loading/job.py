@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 from fastload.errors import OptionError
 from fastload.loading.access import Access
-from fastload.loading.boxes import BoxesByName, match_boxes
-from fastload.loading.claim import claim_of
 from fastload.loading.match import Match, match
 from fastload.loading.place import Placer
 from fastload.options import LoadOptions
 from fastload.ranks.world import World, members_of
-from fastload.transfer.claims import Claim, Claims
-from fastload.transfer.exchange import has_nccl, open_exchange, open_routed_exchange, ring_order
-from fastload.transfer.lanes import Lanes
+from fastload.transfer.exchange import has_nccl, open_exchange
 from fastload.transfer.pipeline import Pipeline, read_threads
 from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.read import ChunkReader
 from fastload.transfer.rounds import Exchange
-from fastload.transfer.route import RoutedPlan, plan_routes
+from fastload.transfer.slabs import Places, Slabs, SlabsOf
 from fastload.transfer.strategy import Decision, choose_strategy
 from fastload.transfer.verify import Verifier, refuse
 
-__all__ = ["BoxRequest", "Job", "Opened", "Request", "Wish", "open_boxes", "open_rest", "open_whole"]
+if TYPE_CHECKING:
+    from fastload.transfer.route import RoutedPlan
+
+__all__ = ["Job", "LoadRequest", "Opened", "Request", "Wish", "open_job", "open_whole"]
+
+_log = logging.getLogger(__name__)
+
+PlanT = TypeVar("PlanT", "TransferPlan", "RoutedPlan")
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,30 @@ class Opened:
         return self.access.hosts.count(self.access.hosts[self.world.rank])
 
 
+class Request(Protocol):
+    """What a rank asks for, in one way or another.
+
+    Attributes:
+        device: Where new tensors live.
+        dtype: Cast of floating point tensors, or None for none.
+    """
+
+    @property
+    def device(self) -> torch.device | str | None: ...  # noqa: D102
+    @property
+    def dtype(self) -> torch.dtype | str | None: ...  # noqa: D102
+    @property
+    def is_same(self) -> bool:
+        """Whether all ranks have to ask for the same."""
+        ...
+
+    def match(self, opened: Opened, device: torch.device) -> Match:
+        """Finds the memory for it."""
+        ...
+
+
 @dataclass(frozen=True)
-class Request:
+class LoadRequest:
     """What a caller asks for; see `fastload.load`."""
 
     into: Any
@@ -91,20 +116,6 @@ class Request:
 
 
 @dataclass(frozen=True)
-class BoxRequest:
-    """What a caller asks for; see `Checkpoint.read`."""
-
-    boxes: BoxesByName
-    device: None = None
-    dtype: None = None
-    is_same: ClassVar[bool] = False
-
-    def match(self, opened: Opened, device: torch.device) -> Match:
-        """Finds what it is of."""
-        return match_boxes(opened.access.manifest, self.boxes)
-
-
-@dataclass(frozen=True)
 class Wish:
     """What this rank wants, whatever the others want.
 
@@ -123,7 +134,7 @@ class Wish:
     decision: Decision
 
     @classmethod
-    def of(cls, opened: Opened, request: Request | BoxRequest) -> Wish:
+    def of(cls, opened: Opened, request: Request) -> Wish:
         """Finds out what a request means for this rank.
 
         Raises:
@@ -148,11 +159,6 @@ class Wish:
         """Whether no tensor is wanted in parts."""
         return all(destination.box is None for destination in self.matched.destinations)
 
-    @cached_property
-    def claim(self) -> Claim:
-        """The same, as the other ranks are told."""
-        return claim_of(self.opened.access.manifest, self.matched.destinations)
-
 
 @dataclass(frozen=True)
 class Job:
@@ -171,6 +177,13 @@ class Job:
     reader: ChunkReader
     exchange: Exchange
     pipeline: Pipeline
+
+    def close(self) -> None:
+        """Ends its threads; reads that storage does not answer end when it does."""
+        opened = self.wish.opened
+        self.pipeline.close()
+        if not self.reader.close(wait_s=min(1.0, opened.world.grace_s)):
+            _log.warning("%s: a read is still under way and may yet write", opened.access.manifest.url)
 
 
 def open_whole(wish: Wish) -> Job:
@@ -193,43 +206,26 @@ def open_whole(wish: Wish) -> Job:
         contiguous=access.is_mounted,
     )
     exchange = open_exchange(world, hosts=access.hosts, local=decision.alone, device=wish.device)
-    return _open(wish, plan, exchange)
+    return open_job(wish, plan, exchange, Slabs)
 
 
-def open_boxes(wish: Wish, claims: Claims | None) -> Job:
-    """Makes a load ready in which each rank wants something else.
+def open_job(
+    wish: Wish,
+    plan: PlanT,
+    exchange: Exchange,
+    lay_slabs: Callable[[PlanT, int, Exchange, Places], SlabsOf[PlanT]],
+) -> Job:
+    """Makes a load ready, from its plan.
 
     Args:
         wish: What this rank wants.
-        claims: What all ranks want; None if each reads what it wants for itself.
-
-    Raises:
-        FastloadError: Options do not fit.
-        MemoryError: Staging does not fit into memory.
-    """
-    opened, world = wish.opened, wish.opened.world
-    claims = claims if claims is not None else Claims((wish.claim,), ((world.rank,),))
-    plan = plan_routes(
-        Lanes(opened.access.manifest.tensors, claims, opened.block_bytes),
-        wish.decision.supply(world.rank),
-        order=ring_order(opened.access.hosts),
-        staging_bytes=opened.options.staging_bytes,
-        chunk_bytes=opened.options.chunk_bytes,
-    )
-    return open_rest(wish, plan)
-
-
-def open_rest(wish: Wish, plan: RoutedPlan) -> Job:
-    """Makes a load ready in which each rank wants something else, from its plan.
+        plan: Who reads what when.
+        exchange: Takes chunks to other ranks.
+        lay_slabs: Makes the slabs of such a plan.
 
     Raises:
         MemoryError: Staging does not fit into memory.
     """
-    exchange = open_routed_exchange(wish.opened.world, local=not plan.exchanges, device=wish.device)
-    return _open(wish, plan, exchange)
-
-
-def _open(wish: Wish, plan: TransferPlan | RoutedPlan, exchange: Exchange) -> Job:
     opened, options, access = wish.opened, wish.opened.options, wish.opened.access
     reader = ChunkReader(
         access.storage,
@@ -246,7 +242,8 @@ def _open(wish: Wish, plan: TransferPlan | RoutedPlan, exchange: Exchange) -> Jo
         via_cache=wish.decision.alone and opened.ranks_on_host > 1,
     )
     placer = Placer(wish.matched.destinations)
-    pipeline = Pipeline(opened.world, plan, reader, exchange, placer, options.progress)
+    slabs = lay_slabs(plan, opened.world.rank, exchange, placer)
+    pipeline = Pipeline(opened.world, plan, reader, exchange, placer, slabs, options.progress)
     return Job(wish, plan, reader, exchange, pipeline)
 
 

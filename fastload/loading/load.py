@@ -7,22 +7,25 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import Any
 
 import xxhash
 
 from fastload.base.memory import uncollected
-from fastload.errors import Interrupted
-from fastload.loading.claim import exchange_claims, unwanted_by_all
-from fastload.loading.job import BoxRequest, Job, Opened, Request, Wish, open_boxes, open_rest, open_whole
+from fastload.loading.job import Job, Opened, Request, Wish, open_whole
 from fastload.ranks.traces import Tracing
 from fastload.ranks.world import require_same
 from fastload.report import LoadReport, RankReport
-from fastload.transfer.route import RoutedPlan
 
-__all__ = ["Loaded", "prepare", "run"]
+__all__ = ["Loaded", "prepare", "run", "sharded"]
 
 _log = logging.getLogger(__name__)
+
+
+def sharded() -> Any:
+    """Returns the module for loads in which ranks want different bytes: the others need not import it."""
+    return import_module("fastload.loading.sharded")
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Loaded:
     broken: frozenset[int]
 
 
-def prepare(opened: Opened, request: Request | BoxRequest) -> Job:
+def prepare(opened: Opened, request: Request) -> Job:
     """Does on all ranks whatever can fail before data moves, and compares the plans.
 
     Raises:
@@ -54,7 +57,7 @@ def prepare(opened: Opened, request: Request | BoxRequest) -> Job:
         if wish.is_whole:
             jobs.append(open_whole(wish))
         elif wish.decision.alone:
-            jobs.append(open_boxes(wish, None))
+            jobs.append(sharded().open_alone(wish))
         wanted = [destination.entry.name for destination in wish.matched.destinations]
         return {
             "strategy": wish.decision.strategy,
@@ -78,21 +81,8 @@ def prepare(opened: Opened, request: Request | BoxRequest) -> Job:
         _require_same(answers, "transport", "plan")
         return jobs[0]
     jobs.clear()
-    return _prepare_boxes(wish)
-
-
-def _prepare_boxes(wish: Wish) -> Job:
-    world, url = wish.opened.world, wish.opened.access.manifest.url
-    claims = exchange_claims(world, url, wish.claim)
-    jobs: list[Job] = []
-
-    @uncollected
-    def make() -> dict[str, str]:
-        jobs.append(job := open_boxes(wish, claims))
-        return {"plan": job.plan.digest()}
-
-    require_same(world.agree(f"planning to load {url}", make))
-    return jobs[0]
+    job: Job = sharded().prepare(wish)
+    return job
 
 
 def run(opened: Opened, job: Job, tracing: Tracing, *, began: float, retries_before: int) -> Loaded:
@@ -116,7 +106,7 @@ def run(opened: Opened, job: Job, tracing: Tracing, *, began: float, retries_bef
 
     def move() -> dict[str, Any]:
         if broken:
-            passes.append(_open_rest(passes[-1], unread))
+            passes.append(sharded().open_rest(passes[-1], unread))
         last = passes[-1]
         tracing.follow(last.pipeline.watches)
         last.pipeline.run()
@@ -156,32 +146,7 @@ def run(opened: Opened, job: Job, tracing: Tracing, *, began: float, retries_bef
         )
         return Loaded(report, frozenset(broken | job.pipeline.broken))
     finally:
-        _close(passes[-1])
-
-
-def _close(job: Job) -> None:
-    opened = job.wish.opened
-    job.pipeline.close()
-    if not job.reader.close(wait_s=min(1.0, opened.world.grace_s)):
-        _log.warning("%s: a read is still under way and may yet write", opened.access.manifest.url)
-
-
-def _open_rest(last: Job, unread_from: dict[int, int]) -> Job:
-    """Makes ready what some readers have left unread, for those who can still read.
-
-    Raises:
-        FastloadError: Nobody can.
-    """
-    plan = last.plan
-    assert isinstance(plan, RoutedPlan)
-    # Who reads for itself alone has a plan of its own, and learns nothing from the others.
-    broken = {rank: first for rank, first in unread_from.items() if rank in plan.readers}
-    lacking = [(index, rank) for rank, first in broken.items() for index in range(first, plan.num_rounds)]
-    rest = plan.without(broken, lacking, plan.num_rounds)
-    if rest is None:
-        raise last.pipeline.read_error or Interrupted("no rank is left that can read")
-    _close(last)
-    return open_rest(last.wish, rest)
+        passes[-1].close()
 
 
 def _raise_unexpected(wish: Wish, digests: Sequence[str]) -> None:
@@ -195,7 +160,7 @@ def _raise_unexpected(wish: Wish, digests: Sequence[str]) -> None:
     matched, world, manifest = wish.matched, wish.opened.world, wish.opened.access.manifest
     if len(set(digests)) == 1:
         matched.raise_unexpected(matched.surplus)
-    elif unwanted := sorted(unwanted_by_all(world, manifest, matched.surplus)):
+    elif unwanted := sorted(sharded().unwanted_by_all(world, manifest, matched.surplus)):
         # Together: a rank that goes takes with it what it has left for the others.
         world.agree(f"preparing to load {manifest.url}", lambda: matched.raise_unexpected(unwanted))
 

@@ -38,6 +38,7 @@ from fastload.transfer.exchange import open_members_exchange
 from fastload.transfer.pipeline import Pipeline, read_threads
 from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.read import ChunkReader
+from fastload.transfer.slabs import Slabs
 from fastload.transfer.verify import refuse
 
 __all__ = ["Stage"]
@@ -279,7 +280,8 @@ class Stage:
             num_threads=options.write_threads,
         )
         exchange = open_members_exchange(world, leaders.all)
-        pipeline = Pipeline(world, plan, reader, exchange, placer, options.progress)
+        slabs = Slabs(plan, world.rank, exchange, placer)
+        pipeline = Pipeline(world, plan, reader, exchange, placer, slabs, options.progress)
         return _Job(storage, reader, placer, pipeline)
 
     def _read_again(self, inventory: Inventory, block: Block, buffer: memoryview) -> None:

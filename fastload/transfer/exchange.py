@@ -12,12 +12,10 @@ import torch
 import torch.distributed as dist
 
 from fastload.ranks.world import World
-from fastload.transfer.nccl import NcclExchange
 from fastload.transfer.ring import RingExchange
 from fastload.transfer.rounds import Exchange, LocalExchange
-from fastload.transfer.routed import RoutedExchange
 
-__all__ = ["has_nccl", "open_exchange", "open_members_exchange", "open_routed_exchange", "ring_order"]
+__all__ = ["has_nccl", "open_exchange", "open_members_exchange", "ring_order"]
 
 
 def open_exchange(world: World, *, hosts: Sequence[str], local: bool, device: torch.device) -> Exchange:
@@ -33,20 +31,10 @@ def open_exchange(world: World, *, hosts: Sequence[str], local: bool, device: to
     if local:
         return LocalExchange(pinned=on_cuda)
     if on_cuda and has_nccl(world):
+        from fastload.transfer.nccl import NcclExchange
+
         return NcclExchange(world, device)
     return RingExchange(world, ring_order(hosts), pinned=on_cuda)
-
-
-def open_routed_exchange(world: World, *, local: bool, device: torch.device) -> Exchange:
-    """Opens an exchange, through host memory, of what ranks want that want different bytes.
-
-    Args:
-        world: The ranks.
-        local: Nothing is to be exchanged.
-        device: Where the tensors will live on this rank.
-    """
-    pinned = device.type == "cuda"
-    return LocalExchange(pinned=pinned) if local else RoutedExchange(world, pinned=pinned)
 
 
 def ring_order(hosts: Sequence[str]) -> list[int]:

@@ -6,25 +6,26 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fastload.base.memory import host_view
 from fastload.base.stopwatch import Stopwatch
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted
 from fastload.ranks.world import World
-from fastload.transfer.parcels import ParcelSlabs
 from fastload.transfer.plan import TransferPlan
 from fastload.transfer.read import ChunkReader
 from fastload.transfer.rounds import UNREADABLE, Arrival, Exchange, Round, wait
-from fastload.transfer.route import RoutedPlan
-from fastload.transfer.slabs import Places, Slabs, SlabsOf
+from fastload.transfer.slabs import Places, SlabsOf
 from fastload.transfer.starter import Starter
+
+if TYPE_CHECKING:
+    from fastload.transfer.route import RoutedPlan
 
 __all__ = ["Pipeline", "read_threads"]
 
 _MAX_READ_THREADS = 8
 
-_Plan = TransferPlan | RoutedPlan
+_Plan: TypeAlias = "TransferPlan | RoutedPlan"
 
 
 def read_threads(
@@ -46,12 +47,6 @@ def read_threads(
     return min(depth, max(2, min(fair, _MAX_READ_THREADS)))
 
 
-def _slabs_for(plan: Any, rank: int, exchange: Exchange, places: Places) -> SlabsOf[Any]:
-    if isinstance(plan, RoutedPlan):
-        return ParcelSlabs(plan, rank, exchange, places)
-    return Slabs(plan, rank, exchange, places)
-
-
 class Pipeline:
     """Moves all rounds of a plan through read, exchange and place.
 
@@ -70,15 +65,13 @@ class Pipeline:
         reader: Reads this rank's chunks.
         exchange: Joins the chunks of all ranks.
         places: Takes them to where they belong.
+        slabs: Those of the plan, the exchange and the places.
         progress: Called with (bytes placed, bytes wanted).
 
     Attributes:
         broken: Readers that dropped out; the same on every rank.
         received_bytes: Bytes placed that other ranks have read.
         place_watch: Time spent placing.
-
-    Raises:
-        MemoryError: The slabs do not fit into memory.
     """
 
     def __init__(
@@ -88,6 +81,7 @@ class Pipeline:
         reader: ChunkReader,
         exchange: Exchange,
         places: Places,
+        slabs: SlabsOf[Any],
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self._world = world
@@ -96,7 +90,7 @@ class Pipeline:
         self._exchange = exchange
         self._places = places
         self._progress = progress
-        self._slabs = _slabs_for(plan, world.rank, exchange, places)
+        self._slabs = slabs
         self._starter = Starter(reader, exchange)
         self._first_index = 0
         self._placed_bytes = 0

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from fastload.base.memory import allocate_staging
 from fastload.base.stopwatch import Stopwatch
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.geometry.extents import Span
-from fastload.transfer.route import Parcel
+
+if TYPE_CHECKING:
+    from fastload.transfer.route import Parcel
 
 __all__ = [
     "FAILED",

@@ -16,6 +16,7 @@ from fastload.loading.place import Destination, Placer
 from fastload.ranks.world import World
 from fastload.transfer.pipeline import Pipeline
 from fastload.transfer.rounds import LocalExchange, Round
+from fastload.transfer.slabs import Slabs
 from tests.unit.plans import plan_for_all
 
 _NBYTES = 1 << 16
@@ -65,7 +66,8 @@ def test_no_collective_of_the_callers_group_is_left_half_entered() -> None:
     exchange, reader = SharedExchange(), DamagedReader()
     placer = Placer([Destination(entry, torch.uint8, torch.zeros(_NBYTES, dtype=torch.uint8))])
     world = World(rank=0, size=1, group=None, store=None, timeout_s=30)
-    pipeline = Pipeline(world, plan, reader, exchange, placer, None)  # type: ignore[arg-type]
+    slabs = Slabs(plan, 0, exchange, placer)
+    pipeline = Pipeline(world, plan, reader, exchange, placer, slabs, None)  # type: ignore[arg-type]
     with pytest.raises(ChecksumError):
         pipeline.run()
     assert exchange.started == exchange.posted == list(range(plan.depth))

@@ -1,0 +1,113 @@
+"""A load in which ranks want different bytes, made ready: what all want, and the plan that follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from fastload.base.memory import uncollected
+from fastload.errors import Interrupted
+from fastload.loading.boxes import BoxesByName, match_boxes
+from fastload.loading.claim import claim_of, exchange_claims, unwanted_by_all
+from fastload.loading.job import Job, Opened, Wish, open_job
+from fastload.loading.match import Match
+from fastload.ranks.world import require_same
+from fastload.transfer.claims import Claim, Claims
+from fastload.transfer.exchange import ring_order
+from fastload.transfer.lanes import Lanes
+from fastload.transfer.parcels import ParcelSlabs
+from fastload.transfer.rounds import LocalExchange
+from fastload.transfer.route import RoutedPlan, plan_routes
+from fastload.transfer.routed import RoutedExchange
+
+__all__ = ["BoxRequest", "open_alone", "open_rest", "prepare", "unwanted_by_all"]
+
+
+@dataclass(frozen=True)
+class BoxRequest:
+    """What a caller asks for; see `Checkpoint.read`."""
+
+    boxes: BoxesByName
+    device: None = None
+    dtype: None = None
+    is_same: ClassVar[bool] = False
+
+    def match(self, opened: Opened, device: torch.device) -> Match:
+        """Finds what it is of."""
+        return match_boxes(opened.access.manifest, self.boxes)
+
+
+def open_alone(wish: Wish) -> Job:
+    """Makes a load ready in which each rank reads what it wants for itself.
+
+    Raises:
+        FastloadError: Options do not fit.
+        MemoryError: Staging does not fit into memory.
+    """
+    return _open(wish, Claims((_claim(wish),), ((wish.opened.world.rank,),)))
+
+
+def prepare(wish: Wish) -> Job:
+    """Tells all ranks what each of them wants, and makes the load ready.
+
+    Raises:
+        FastloadError: On some rank options do not fit, or it did not answer.
+    """
+    world, url = wish.opened.world, wish.opened.access.manifest.url
+    claims = exchange_claims(world, url, _claim(wish))
+    jobs: list[Job] = []
+
+    @uncollected
+    def make() -> dict[str, str]:
+        jobs.append(job := _open(wish, claims))
+        return {"plan": job.plan.digest()}
+
+    require_same(world.agree(f"planning to load {url}", make))
+    return jobs[0]
+
+
+def open_rest(job: Job, unread_from: dict[int, int]) -> Job:
+    """Ends a load, and makes ready what some readers have left unread, for those who can still read.
+
+    Args:
+        job: The load.
+        unread_from: Readers that dropped out, each with the first round that it could not read in.
+
+    Raises:
+        FastloadError: Nobody can.
+    """
+    plan = job.plan
+    assert isinstance(plan, RoutedPlan)
+    # Who reads for itself alone has a plan of its own, and learns nothing from the others.
+    broken = {rank: first for rank, first in unread_from.items() if rank in plan.readers}
+    lacking = [(index, rank) for rank, first in broken.items() for index in range(first, plan.num_rounds)]
+    rest = plan.without(broken, lacking, plan.num_rounds)
+    if rest is None:
+        raise job.pipeline.read_error or Interrupted("no rank is left that can read")
+    job.close()
+    return _open_plan(job.wish, rest)
+
+
+def _claim(wish: Wish) -> Claim:
+    return claim_of(wish.opened.access.manifest, wish.matched.destinations)
+
+
+def _open(wish: Wish, claims: Claims) -> Job:
+    opened = wish.opened
+    plan = plan_routes(
+        Lanes(opened.access.manifest.tensors, claims, opened.block_bytes),
+        wish.decision.supply(opened.world.rank),
+        order=ring_order(opened.access.hosts),
+        staging_bytes=opened.options.staging_bytes,
+        chunk_bytes=opened.options.chunk_bytes,
+    )
+    return _open_plan(wish, plan)
+
+
+def _open_plan(wish: Wish, plan: RoutedPlan) -> Job:
+    pinned = wish.device.type == "cuda"  # parcels go through host memory
+    if plan.exchanges:
+        return open_job(wish, plan, RoutedExchange(wish.opened.world, pinned=pinned), ParcelSlabs)
+    return open_job(wish, plan, LocalExchange(pinned=pinned), ParcelSlabs)
