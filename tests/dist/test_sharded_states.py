@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -184,6 +185,46 @@ def test_state_dicts_of_torch(rank: int, world: int, tmp_path: Path, flat: bool)
     into = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer, options=how)}
     fastload.load(tmp_path / "c", into=into, options=options())
     assert_equal(whole(into), {"model": dict(state["model"]), "optim": whole(state["optim"])})
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.NAdam])
+def test_optimizers_go_on_with_their_state(rank: int, world: int, tmp_path: Path, kind: Any) -> None:
+    settings = {"lr": 0.01} | ({"momentum": 0.5} if kind is torch.optim.SGD else {})
+    plain = reference()
+    plain_optimizer = kind(plain.parameters(), **settings)
+    train(plain, plain_optimizer, 2)
+    fastload.save({"model": plain.state_dict(), "optimizer": plain_optimizer.state_dict()}, tmp_path / "c")
+    model = sharded(Model(), init_device_mesh("cpu", (world,)))
+    optimizer = kind(model.parameters(), **settings)
+    fastload.load(tmp_path / "c", into={"model": model, "optimizer": optimizer}, options=options())
+    train(plain, plain_optimizer, 2)
+    train(model, optimizer, 2)
+    for name, tensor in whole(model.state_dict()).items():
+        torch.testing.assert_close(tensor, plain.state_dict()[name])
+
+
+@ranks(2)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_with_activation_checkpointing(rank: int, world: int, tmp_path: Path, device: str) -> None:
+    """Its hooks rename what was saved, and FSDP2's put the shards back."""
+    mesh = init_device_mesh("cpu", (world,))
+    plain = reference()
+    fastload.save(plain.state_dict(), tmp_path / "c")
+    with torch.device(device):
+        model = Model()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = fully_shard(checkpoint_wrapper(block), mesh=mesh)
+    model = fully_shard(model, mesh=mesh)
+    if device == "cpu":
+        with torch.no_grad():
+            model(torch.arange(4))
+    reports: list[fastload.LoadReport] = []
+    fastload.load(tmp_path / "c", into=model, options=options(reports))
+    assert reports[0].ranks[rank].bytes_received < 0.7 * reports[0].bytes_wanted
+    assert_equal(whole(model.state_dict()), dict(plain.state_dict()))
+    with torch.no_grad():
+        torch.testing.assert_close(model(torch.arange(9)), plain(torch.arange(9)))
 
 
 def stage_of(rank: int) -> dict[str, Tensor]:
