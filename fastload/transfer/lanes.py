@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
+from math import lcm
 from typing import NamedTuple
 
 from fastload.geometry.extents import HasExtent, Space
@@ -24,6 +25,7 @@ __all__ = ["Groups", "Lanes", "Segment", "Stretch"]
 Groups = tuple[tuple[int, ...], ...]
 """Ranks that want something, those that want the same bytes together; all ascending."""
 
+_ELEMENT_BYTES = 16  # a multiple of the length of an element of any dtype
 _LONG_RUN_BYTES = 1 << 20  # strided runs of at least that are read one by one, each by who wants it
 
 
@@ -66,6 +68,7 @@ class Lanes:
         block_bytes: Length of the checksum blocks of each tensor, which are not cut; 0 if there are none.
 
     Attributes:
+        unit_bytes: Segments may be cut at multiples of it: between elements, and between checksum blocks.
         groups: Who wants the bytes of each lane.
         nbytes: Length of each lane, in bytes: what has to be read.
         wanted_bytes: Of each lane, how many bytes each of its groups wants.
@@ -74,7 +77,8 @@ class Lanes:
     def __init__(self, tensors: Sequence[HasExtent], claims: Claims, block_bytes: int) -> None:
         self.tensors = tensors
         self.claims = claims
-        self.block_bytes = block_bytes
+        self.block_bytes = lcm(block_bytes, _ELEMENT_BYTES)
+        self.unit_bytes = self.block_bytes or _ELEMENT_BYTES
         self.groups: list[Groups] = []
         self.nbytes: list[int] = []
         self.wanted_bytes: list[list[int]] = []
@@ -89,9 +93,9 @@ class Lanes:
         return sum(self.nbytes)
 
     @cached_property
-    def longest_block_bytes(self) -> int:
-        """Length of the longest checksum block; 0 if there are none."""
-        return min(self.block_bytes, max((entry.nbytes for entry in self.tensors), default=0))
+    def longest_unit_bytes(self) -> int:
+        """Length of the longest range that is not cut."""
+        return min(self.unit_bytes, max((entry.nbytes for entry in self.tensors), default=0))
 
     def spaces(self, lanes: Collection[int]) -> dict[int, Space[_Placed]]:
         """Returns what some lanes are made of, in the order of the checkpoint."""

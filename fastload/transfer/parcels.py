@@ -97,8 +97,8 @@ class ParcelSlabs:
         for stretches, parcels in sent:
             nbytes = sum(stretch.nbytes for stretch in stretches)
             for parcel in parcels:
-                # If what was read is in several pieces, nobody else wants it.
-                chunk = work.buffers[0][position : position + nbytes] if not is_direct else work.buffers[0]
+                # If it was read into several pieces, nobody else wants it.
+                chunk = work.buffers[0][position : position + nbytes]
                 leg = Leg(parcel, self._packed(parcel, chunk, slab), is_placed=is_direct)
                 work.kept.append(leg)
             position += nbytes

@@ -170,6 +170,8 @@ class Pipeline:
             if plan.in_lockstep:
                 broken.update(unread)
                 lacking += [(index, rank) for rank in unread]
+            elif self._starter.read_error is not None and plan.readers == (self._world.rank,):
+                raise self._starter.read_error  # nobody can read what is left
         self._first_index += num_posted
         if not broken:
             return None

@@ -45,7 +45,7 @@ class RoutedPlan:
         supply: The ranks that read.
         shares: What each of them reads, in the order in which it does.
         order: All ranks, those of a host next to each other: the way that a parcel takes.
-        chunk_bytes: Length of a chunk in every round but a reader's last, before bounds are moved to blocks.
+        chunk_bytes: Length of a chunk in every round but a reader's last, before it is cut at units.
         depth: Rounds that may be in flight at once.
         slab_bytes: Most bytes that a rank needs for a round.
         in_lockstep: See `TransferPlan`.
@@ -151,10 +151,10 @@ def plan_routes(
         OptionError: `chunk_bytes`, or a checksum block, does not fit into `staging_bytes`.
     """
     shares = deal([[(0, nbytes)] for nbytes in lanes.nbytes], _wanters(lanes), supply.ranks)
-    suppliers, block_bytes = _suppliers(lanes, shares), lanes.longest_block_bytes
+    suppliers, unit_bytes = _suppliers(lanes, shares), lanes.longest_unit_bytes
 
     def slab_bytes(chunk_bytes: int) -> int:
-        longest = round_up(chunk_bytes + block_bytes, PAGE_BYTES)
+        longest = round_up(chunk_bytes + unit_bytes, PAGE_BYTES)
         coming = (sum(one.most(longest) for one in of_rank) for of_rank in suppliers)
         return 2 * longest + round_up(max(coming, default=0), PAGE_BYTES)  # what is read, and packed
 
@@ -166,10 +166,10 @@ def plan_routes(
             chunk_bytes = round_up(chunk_bytes // 2, PAGE_BYTES)
         while chunk_bytes > PAGE_BYTES and slab_bytes(chunk_bytes) > staging_bytes:
             chunk_bytes = round_up(chunk_bytes // 2, PAGE_BYTES)
-        chunk_bytes = max(chunk_bytes, block_bytes)
+        chunk_bytes = max(chunk_bytes, unit_bytes)
     depth = min(_MAX_DEPTH, staging_bytes // slab_bytes(chunk_bytes))
     if depth < 1:
-        why = f" (checksum blocks have {block_bytes}: verify=False reads without)" if block_bytes else ""
+        why = f" (checksum blocks have {unit_bytes}: verify=False reads without)" if lanes.block_bytes else ""
         num_readers = max(map(len, suppliers), default=0)
         raise OptionError(
             f"chunk_bytes={chunk_bytes}: what comes from {num_readers} readers at once does not fit into "
@@ -343,7 +343,7 @@ class Routes:
         return (reader, *sorted(others, key=lambda rank: (self._place[rank] - start) % size))
 
     def _stretches(self, share: Share) -> tuple[Stretch, ...]:
-        """Returns what a share, or what is read of it in a round, has of the tensors: whole blocks."""
+        """Returns what a share, or what is read of it in a round, has of the tensors: whole units."""
         space = self._spaces[share.lane]
         begin, end = self._floor(share.lane, share.begin), self._floor(share.lane, share.end)
         return tuple(
@@ -352,9 +352,9 @@ class Routes:
         )
 
     def _floor(self, lane: int, position: int) -> int:
-        """Returns where in a lane the checksum block begins that holds a position."""
-        space, block_bytes = self._spaces[lane], self._plan.lanes.block_bytes
-        if not block_bytes or position == space.nbytes:
+        """Returns the last place before a position where a lane may be cut."""
+        space = self._spaces[lane]
+        if position == space.nbytes:
             return position
         start = space.starts[space.at(position)]
-        return position - (position - start) % block_bytes
+        return position - (position - start) % self._plan.lanes.unit_bytes

@@ -18,10 +18,11 @@ from safetensors.torch import save_file
 import fastload
 from fastload.ranks import world
 from fastload.errors import PeerError
-from fastload.loading import access, load
+from fastload.loading import access, job, load
 from fastload.transfer.ring import RingExchange
 from fastload.transfer.pipeline import Pipeline
 from fastload.transfer.read import ChunkReader
+from fastload.transfer.routed import RoutedExchange
 from fastload.transfer.rounds import LocalExchange
 from fastload.storage.local import LocalStorage
 
@@ -102,6 +103,7 @@ def die(signum: signal.Signals) -> None:
 
 
 # Where a rank can be hit, in the order of a load. Each takes what to do there and changes this process.
+# Loads where ranks want different bytes also have: claims, routes (the plan), rest (which broken readers left).
 
 STAGES = (
     "start", "open", "headers", "compare", "prepare", "connect", "read", "exchange", "place", "first", "middle",
@@ -131,13 +133,20 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
     elif stage == "compare":
         before(access, "_difference")
     elif stage == "prepare":
-        before(load, "match")
+        before(job, "match")
+    elif stage == "claims":
+        before(load, "exchange_claims")
+    elif stage == "routes":
+        before(job, "plan_routes")
+    elif stage == "rest":
+        before(load, "open_rest")
     elif stage == "connect":
         before(Pipeline, "run")
     elif stage == "read":
         before(ChunkReader, "_read")
     elif stage == "exchange":
         before(RingExchange, "start")
+        before(RoutedExchange, "start")
         before(LocalExchange, "start")
     elif stage == "place":
         before(Pipeline, "_place")
