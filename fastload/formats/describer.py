@@ -328,7 +328,8 @@ def _why_not_kept(value: Any) -> str:
         return "it has no shape yet: call its module once, with an example"
     if isinstance(value, Tensor):
         if hasattr(value, "to_local"):
-            return 'it is sharded: save what get_model_state_dict returns; see "DDP and FSDP" in README'
+            how = 'see "DDP, FSDP and tensor parallelism" in README'
+            return f"it is sharded: save what get_model_state_dict returns; {how}"
         return "of the tensors only torch.Tensor and torch.nn.Parameter themselves are kept"
     if isinstance(value, (dict, list, tuple, set, frozenset, str, int, float)):
         return "of a subclass nothing but its plain form can be kept: convert it"

@@ -108,7 +108,7 @@ def test_sharded_tensors_are_told_the_way(rank: int, world: int, tmp_path: Path)
     mesh = init_device_mesh("cpu", (world,))
     whole = {"a": torch.ones(8, 2)}
     sharded = {"a": distribute_tensor(whole["a"], mesh, [Shard(0)])}
-    with pytest.raises(OptionError, match=r"state\['a'\] is .*DTensor: it is sharded.*\"DDP and FSDP\""):
+    with pytest.raises(OptionError, match=r"state\['a'\] is .*DTensor: it is sharded.*\"DDP, FSDP and"):
         fastload.save(sharded, tmp_path / "sharded")
     fastload.save(whole, tmp_path / "whole")
     fastload.load(tmp_path / "whole", into=sharded)

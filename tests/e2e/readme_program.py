@@ -6,7 +6,6 @@ names that it needs and checks what it has done.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import subprocess
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -32,12 +32,17 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 # What is written → what can be here; FOLDER holds the checkpoints of this test.
 REPLACED = {
     'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))': "assert 'LOCAL_RANK' in os.environ",
-    '"cuda"': '"cpu"',
     '"/checkpoints/': '"FOLDER/',
     '"s3://bucket/': '"FOLDER/',
     '"runs/7"': '"FOLDER/runs/7"',
     '"*norm*"': '"*LayerNorm*"',  # as this model calls them
     "num_workers=8": "num_workers=1",
+    '("cuda", (2, 4)': '("cpu", (1, 2)',
+    '("cuda", (4, 2)': '("cpu", (1, 2)',
+    '"cuda"': '"cpu"',
+    '"embed_tokens.weight"': '"embeddings.word_embeddings.weight"',
+    "(0, 1024), sizes=(4096, 512)": "(8, 16), sizes=(40, 32)",
+    "torch.empty(4096, 512, dtype=torch.bfloat16)": "box_of_it",
 }
 
 Names = dict[str, Any]
@@ -91,8 +96,10 @@ class Readme:
         )
 
     def opens(self, names: Names, run: Callable[[], None]) -> None:
-        names["group"] = dist.group.WORLD
+        names |= {"group": dist.group.WORLD, "box_of_it": torch.empty(40, 32)}
         run()
+        weights = self.twin.get_input_embeddings().weight
+        assert torch.equal(names["box_of_it"], weights[8:48, 16:48])
         assert names["norms"]
         assert all("LayerNorm" in name for name in names["norms"])
         assert {tensor.dtype for tensor in names["state"].values()} == {torch.bfloat16}
@@ -110,17 +117,33 @@ class Readme:
         self.check(names["model"])
 
     def shards(self, names: Names, run: Callable[[], None]) -> None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         names |= {"AutoModel": self.auto_model, "config": self.config}
-        names["fully_shard"] = functools.partial(fully_shard, mesh=mesh)
+        names |= {"fully_shard": fully_shard, "init_device_mesh": init_device_mesh}
         run()
-        model = names["model"]
-        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        self.check_shards(names["model"])
+        whole = get_model_state_dict(names["model"], options=StateDictOptions(full_state_dict=True))
         fastload.save(whole, self.folder / "saved_from_shards")
-        assert all(torch.equal(whole[name], tensor) for name, tensor in self.twin.state_dict().items())
         again = self.new_model()
         fastload.load(self.folder / "saved_from_shards", into=again)
         self.check(again)
+
+    def cuts(self, names: Names, run: Callable[[], None]) -> None:
+        names["parallelize_module"] = parallelize_module
+        names["plan"] = {
+            "encoder.layer.*.intermediate.dense": ColwiseParallel(),
+            "encoder.layer.*.output.dense": RowwiseParallel(),
+        }
+        run()
+        weights = dict(names["model"].named_parameters())
+        assert weights["encoder.layer.0.output.dense.weight"].to_local().shape == (
+            self.config.hidden_size,
+            self.config.intermediate_size // 2,
+        )
+        self.check_shards(names["model"])
+
+    def check_shards(self, model: Any) -> None:
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        assert all(torch.equal(whole[name], tensor) for name, tensor in self.twin.state_dict().items())
 
     def saves(self, names: Names, run: Callable[[], None]) -> None:
         model = torch.nn.Linear(4, 4)
@@ -196,9 +219,10 @@ def signal_all() -> None:
 CASES: dict[str, str] = {
     "Load 1": "loads",
     "Load 2": "opens",
-    "DDP and FSDP 1": "wraps",
-    "DDP and FSDP 2": "builds_on_meta",
-    "DDP and FSDP 3": "shards",
+    "DDP, FSDP and tensor parallelism 1": "wraps",
+    "DDP, FSDP and tensor parallelism 2": "builds_on_meta",
+    "DDP, FSDP and tensor parallelism 3": "shards",
+    "DDP, FSDP and tensor parallelism 4": "cuts",
     "Save 1": "saves",
     "Train, stop, resume 1": "trains",
     "Train, stop, resume 2": "keeps_what_differs",

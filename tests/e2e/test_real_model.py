@@ -161,7 +161,9 @@ def test_models_on_meta_are_told_of_their_buffers_and_work_as_readme_shows(tmp_p
                 fastload.load(tmp_path / "llama", into=model, strict=strict)
             assert list(raised.value.missing) == buffers
         assert all(tensor.is_meta for tensor in model.state_dict().values())
-        code = adapted(python_blocks()["DDP and FSDP 2"], tmp_path).replace("AutoModel", kind)
+        code = adapted(python_blocks()["DDP, FSDP and tensor parallelism 2"], tmp_path).replace(
+            "AutoModel", kind
+        )
         names = {"torch": torch, "fastload": fastload, kind: build, "config": config}
         exec(compile(code, "README.md", "exec"), names)
         model = names["model"].eval()
