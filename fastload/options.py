@@ -237,7 +237,8 @@ class LoadOptions(_Options):
             the checkpoint has one.
         trace: A local file to which rank 0 writes when each rank read, exchanged and placed what, for
             Chrome, Perfetto or ``fastload timeline``; also of a load that fails.
-        on_report: Called on each rank with the `LoadReport` of a load that succeeded.
+        on_report: Called on each rank with the `LoadReport` once it has what it wants; what one raises fails
+            the load on all ranks.
         progress: Called on each rank with (bytes placed, bytes wanted) as the load goes on.
 
     Raises:

@@ -18,8 +18,7 @@ from fastload.errors import FastloadError, IncompleteCheckpoint, WorldError
 from fastload.formats.names import RECORD_NAME
 from fastload.loading.access import Access
 from fastload.loading.job import LoadRequest, Opened, Request
-from fastload.loading.load import Loaded, prepare, run, sharded
-from fastload.loading.match import Match
+from fastload.loading.load import Loaded, prepare, restore, run, sharded
 from fastload.options import LoadOptions
 from fastload.ranks.traces import Tracing
 from fastload.ranks.world import World
@@ -105,11 +104,7 @@ class Checkpoint:
         strict: bool = True,
     ) -> Any:
         """Loads on all ranks; see `fastload.load` for arguments, result and errors."""
-        loaded, matched = self._run(LoadRequest(into, device, dtype, names, strict))
-        matched.attach()
-        if self._opened.options.on_report is not None:
-            self._opened.options.on_report(loaded.report)
-        return matched.restore()
+        return self._run(LoadRequest(into, device, dtype, names, strict))[1]
 
     def read(self, boxes: BoxesByName) -> LoadReport:
         """Reads boxes of tensors into memory of this rank's own: what plugins are built on.
@@ -128,12 +123,9 @@ class Checkpoint:
             MismatchError: On some rank a box does not fit; no data have moved.
             FastloadError: As for `fastload.load`.
         """
-        loaded, _ = self._run(sharded().BoxRequest(boxes))
-        if self._opened.options.on_report is not None:
-            self._opened.options.on_report(loaded.report)
-        return loaded.report
+        return self._run(sharded().BoxRequest(boxes))[0]
 
-    def _run(self, request: Request) -> tuple[Loaded, Match]:
+    def _run(self, request: Request) -> tuple[LoadReport, Any]:
         with self._at_most_one_failure():
             began, opened = time.perf_counter(), self._opened
             job = prepare(opened, request)
@@ -145,7 +137,7 @@ class Checkpoint:
             self._opened = replace(opened, access=opened.access.without(loaded.broken))
             _warn_of(loaded, opened.world)
             self.report = loaded.report
-            return loaded, job.wish.matched
+            return loaded.report, restore(opened, job.wish.matched, loaded)
 
     def verify(self) -> VerifyReport:
         """Checks every byte, whatever `LoadOptions.verify` says; see `fastload.verify` for errors."""

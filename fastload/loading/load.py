@@ -14,11 +14,12 @@ import xxhash
 
 from fastload.base.memory import uncollected
 from fastload.loading.job import Job, Opened, Request, Wish, open_whole
+from fastload.loading.match import Match
 from fastload.ranks.traces import Tracing
 from fastload.ranks.world import require_same
 from fastload.report import LoadReport, RankReport
 
-__all__ = ["Loaded", "prepare", "run", "sharded"]
+__all__ = ["Loaded", "prepare", "restore", "run", "sharded"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,10 +36,12 @@ class Loaded:
     Attributes:
         report: What it did.
         broken: Readers that dropped out.
+        calls: Whether some rank has to call what is the caller's own before all have what they want.
     """
 
     report: LoadReport
     broken: frozenset[int]
+    calls: bool
 
 
 def prepare(opened: Opened, request: Request) -> Job:
@@ -112,7 +115,8 @@ def run(opened: Opened, job: Job, tracing: Tracing, *, began: float, retries_bef
         last.pipeline.run()
         seconds = time.perf_counter() - began
         report = asdict(_report_rank(opened, passes, seconds, *bytes_before, retries_before))
-        return {"report": report, "unread_from": last.pipeline.unread_from}
+        calls = job.wish.matched.calls or opened.options.on_report is not None
+        return {"report": report, "unread_from": last.pipeline.unread_from, "calls": calls}
 
     try:
         while True:
@@ -130,7 +134,6 @@ def run(opened: Opened, job: Job, tracing: Tracing, *, began: float, retries_bef
             if not unread:
                 break
             broken |= unread.keys()
-        world.heard()
         report = LoadReport(
             url=url,
             strategy=job.wish.decision.strategy,
@@ -144,9 +147,39 @@ def run(opened: Opened, job: Job, tracing: Tracing, *, began: float, retries_bef
             left_out=job.wish.matched.left_out,
             ranks=tuple(RankReport(**answer["report"]) for answer in answers),
         )
-        return Loaded(report, frozenset(broken | job.pipeline.broken))
+        calls = any(answer["calls"] for answer in answers)
+        return Loaded(report, frozenset(broken | job.pipeline.broken), calls)
     finally:
         passes[-1].close()
+
+
+def restore(opened: Opened, matched: Match, loaded: Loaded) -> Any:
+    """Does what is left once the data are there, on all ranks or on none; returns the result of the load.
+
+    The ranks meet once more only if some of them call what is the caller's own, which may fail on one alone.
+
+    Args:
+        opened: The checkpoint.
+        matched: Where the tensors belong.
+        loaded: What came of moving the data.
+
+    Raises:
+        FastloadError: Some rank's ``load_state_dict``, hook or `on_report` failed.
+    """
+    results: list[Any] = []
+
+    def work() -> None:
+        matched.attach()
+        results.append(matched.restore())
+        if opened.options.on_report is not None:
+            opened.options.on_report(loaded.report)
+
+    if loaded.calls:
+        opened.world.agree(f"restoring {opened.access.manifest.url}", work)
+    else:
+        work()
+    opened.world.heard()
+    return results[0]
 
 
 def _raise_unexpected(wish: Wish, digests: Sequence[str]) -> None:

@@ -45,6 +45,7 @@ class Match:
             tensors into the caller's module or dict.
         restore: Puts everything else where it belongs, after that, and returns the result of the load.
         left_out: Names of what would have been loaded, had it not been saved for another number of ranks.
+        calls: Whether `attach` or `restore` may call what is the caller's own, and fail on this rank alone.
         surplus: Names of what the checkpoint has and this rank does not want, if some rank has to.
         advice: What to do if no other rank wants it either.
         url: Of the checkpoint.
@@ -55,6 +56,7 @@ class Match:
     attach: Callable[[], None]
     restore: Callable[[], Any]
     left_out: tuple[str, ...] = ()
+    calls: bool = False
     surplus: tuple[str, ...] = ()
     advice: str = ""
     url: str = ""
@@ -238,11 +240,12 @@ def _match_into(
         if name not in others and name not in view.together:
             named.setdefault(name, tensor)
 
+    places = [(place, tensor) for tensor, leaves in replaced.values() for place in leaves]
+
     def attach() -> None:
         arrivals.copy()
-        for tensor, places in replaced.values():
-            for place in places:
-                place.container[place.key] = tensor
+        for place, tensor in places:
+            place.container[place.key] = tensor
 
     def restore() -> dict[str, Tensor]:
         restorer.run(arrivals)
@@ -254,6 +257,8 @@ def _match_into(
         attach,
         restore,
         left_out=tuple(pairs.elsewhere),
+        calls=pairs.hold_more_than_tensors
+        or not all(isinstance(place.container, dict | list) for place, _ in places),
         surplus=(*surplus, *unexpected) if strict else (),
         advice=advice,
         url=manifest.url,

@@ -155,6 +155,11 @@ class Pairs:
     elsewhere: list[str] = field(default_factory=list)
 
     @property
+    def hold_more_than_tensors(self) -> bool:
+        """Whether anything is done once the tensors are there: calls into what is the caller's, or puts."""
+        return bool(self.handovers or self.parts or self.puts or self.unfilled)
+
+    @property
     def has_no_tensors(self) -> bool:
         """Whether nothing belongs together but plain values."""
         given = any(handover.given for handover in self.handovers)
