@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from fastload import LoadOptions, LoadReport
 from fastload.formats.state import state_digest
 
 _SAFETENSORS, _DCP = "checkpoint", "dcp"
+_STRATEGIES = ("auto", "allgather")
 
 
 def run(folder: str, repeats: int, arms: str) -> list[dict[str, Any]]:
@@ -39,8 +41,10 @@ def run(folder: str, repeats: int, arms: str) -> list[dict[str, Any]]:
         "torch DCP, saved on the same mesh": partial(sharded.dcp_directory, saved),
         "torch DCP, safetensors": partial(sharded.dcp_safetensors, files),
         "rank 0 + set_model_state_dict": partial(sharded.first_rank_sets, files),
-        "fastload auto": partial(sharded.by_fastload, str(files), LoadOptions()),
     }
+    for strategy in _STRATEGIES:
+        options = LoadOptions(strategy=strategy)
+        named[f"fastload {strategy}"] = partial(sharded.by_fastload, str(files), options)
     named = {name: arm for name, arm in named.items() if any(part in name for part in arms.split(","))}
     wanted = sum(part.nbytes for part in sharded.local_parts(module).values())
     rows = [
@@ -82,12 +86,12 @@ def run_memory(folder: str) -> list[dict[str, Any]]:
     module = sharded.fully_sharded(files)
     digest = sharded.expected_digest(module, files)
     rows = []
-    for staging_bytes in (LoadOptions().staging_bytes, 32 * MIB):
+    for strategy, staging_bytes in product(_STRATEGIES, (LoadOptions().staging_bytes, 32 * MIB)):
         reports: list[LoadReport] = []
-        options = LoadOptions(staging_bytes=staging_bytes, on_report=reports.append)
+        options = LoadOptions(strategy=strategy, staging_bytes=staging_bytes, on_report=reports.append)
         extra = all_ranks(extra_bytes(partial(sharded.by_fastload, str(files), options), module, digest))
         slabs = max(one.peak_staging_bytes for one in reports[-1].ranks)
-        row = {"strategy": reports[-1].strategy, "staging_bytes": staging_bytes, "slab_bytes": slabs}
+        row = {"strategy": strategy, "staging_bytes": staging_bytes, "slab_bytes": slabs}
         rows.append({**row, "extra_bytes": extra})
     return rows
 
