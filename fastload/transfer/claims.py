@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, islice
 
 import xxhash
 
@@ -57,12 +58,21 @@ class Claim:
     def packed(self) -> bytes:
         """The claim, to be sent to other ranks: layers that are alike compress well."""
         parts = zlib.compress(json.dumps(self.parts).encode(), level=1)
-        columns = zlib.compress(self._steps().tobytes() + self.codes.tobytes(), level=1)
-        return len(parts).to_bytes(_LENGTH_BYTES, "little") + parts + columns
+        return len(parts).to_bytes(_LENGTH_BYTES, "little") + parts + self.columns
+
+    @cached_property
+    def columns(self) -> bytes:
+        """`tensors` and `codes`, packed: the same for ranks that want other parts of the same tensors."""
+        return zlib.compress(self._steps().tobytes() + self.codes.tobytes(), level=1)
 
     @classmethod
-    def unpack(cls, packed: bytes) -> Claim:
-        """Reads what is in `packed`."""
+    def unpack(cls, packed: bytes, known: dict[bytes, tuple[array[int], array[int]]] | None = None) -> Claim:
+        """Reads what is in `packed`.
+
+        Args:
+            packed: The claim.
+            known: What `columns` were found to be, so that claims share those that are equal.
+        """
         end = _LENGTH_BYTES + int.from_bytes(packed[:_LENGTH_BYTES], "little")
         parts = tuple(
             tuple(
@@ -71,14 +81,11 @@ class Claim:
             )
             for part in json.loads(zlib.decompress(packed[_LENGTH_BYTES:end]))
         )
-        columns = array(_INDEX)
-        columns.frombytes(zlib.decompress(packed[end:]))
-        half, tensor, tensors = len(columns) // 2, -1, array(_INDEX)
-        for step in columns[:half]:
-            tensor += step
-            tensors.append(tensor)
-        claim = cls(tensors, columns[half:], parts)
-        claim.__dict__["packed"] = packed
+        columns, known = packed[end:], {} if known is None else known
+        if columns not in known:
+            known[columns] = _unpack_columns(columns)
+        claim = cls(*known[columns], parts)
+        claim.__dict__.update(packed=packed, columns=columns)
         return claim
 
     @cached_property
@@ -90,6 +97,13 @@ class Claim:
         """Returns how far each tensor is from the one before: mostly the same."""
         before = array(_INDEX, [0, *(tensor + 1 for tensor in self.tensors[:-1])])
         return array(_INDEX, [tensor + 1 - last for tensor, last in zip(self.tensors, before, strict=False)])
+
+
+def _unpack_columns(columns: bytes) -> tuple[array[int], array[int]]:
+    numbers = array(_INDEX)
+    numbers.frombytes(zlib.decompress(columns))
+    half = len(numbers) // 2
+    return array(_INDEX, islice(accumulate(numbers[:half], initial=-1), 1, None)), numbers[half:]
 
 
 @dataclass(frozen=True)
@@ -112,6 +126,13 @@ class Claims:
             found.setdefault(claim.digest, (claim, []))[1].append(rank)
         distinct, ranks = zip(*found.values(), strict=True)
         return cls(distinct, tuple(map(tuple, ranks)))
+
+    @classmethod
+    def unpack(cls, packed: Sequence[bytes]) -> Claims:
+        """Joins the claims of ranks 0, 1, …, each as `Claim.packed`."""
+        columns: dict[bytes, tuple[array[int], array[int]]] = {}
+        known = {data: Claim.unpack(data, columns) for data in dict.fromkeys(packed)}
+        return cls.join([known[data] for data in packed])
 
     def of(self, rank: int) -> Claim:
         """Returns the claim of a rank."""

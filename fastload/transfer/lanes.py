@@ -4,14 +4,15 @@ A tensor is cut into segments, within each of which the same groups of ranks wan
 contiguous in its file, and read by one rank as it is. What is wanted of it may be less than all of it, and
 strided: then segments end where rows do. All segments with the same groups, in file order, are a *lane*.
 
-Tensors of one length of which the same ranks want the same are cut alike, so they are cut once.
+Tensors of one length of which the same ranks want the same are cut alike, so they are cut once; and ranks
+that want parts of the same tensors, as those of FSDP do, are looked at together.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from math import lcm
@@ -109,29 +110,44 @@ class Lanes:
         return {lane: Space(placed) for lane, placed in found.items()}
 
     def _sort(self) -> None:
-        wanting: list[list[int]] = [[] for _ in self.tensors]
+        alike: dict[bytes, list[int]] = {}
         for number, claim in enumerate(self.claims.distinct):
+            alike.setdefault(claim.columns, []).append(number)
+        wanting: list[list[int]] = [[] for _ in self.tensors]
+        for number, *_ in alike.values():
+            claim = self.claims.distinct[number]
             for tensor, code in zip(claim.tensors, claim.codes, strict=True):
                 wanting[tensor] += (number, code)
+        together = {numbers[0]: numbers for numbers in alike.values()}
         kinds: dict[tuple[int, ...], int] = {}
         for entry, columns in zip(self.tensors, wanting, strict=True):
             key = (entry.nbytes, *columns)
             kind = kinds.get(key)
             if kind is None:
                 kind = kinds[key] = len(self._kinds)
-                self._kinds.append(self._cut(entry.nbytes, columns))
+                self._kinds.append(self._cut(entry.nbytes, columns, together))
             self._kind_of.append(kind)
+        for kind, num_tensors in Counter(self._kind_of).items():
             for _, nbytes, lane, wanted_bytes in self._kinds[kind]:
-                self.nbytes[lane] += nbytes
-                for number, of_group in enumerate(wanted_bytes):
-                    self.wanted_bytes[lane][number] += of_group
+                self.nbytes[lane] += num_tensors * nbytes
+                for group, of_group in enumerate(wanted_bytes):
+                    self.wanted_bytes[lane][group] += num_tensors * of_group
 
-    def _cut(self, nbytes: int, columns: Sequence[int]) -> list[Segment]:
-        """Cuts a tensor: `columns` has the number of a claim, and its code there, by turns."""
+    def _cut(
+        self, nbytes: int, columns: Sequence[int], together: Mapping[int, Sequence[int]]
+    ) -> list[Segment]:
+        """Cuts a tensor.
+
+        Args:
+            nbytes: Its length.
+            columns: The number of a claim, and its code there, by turns.
+            together: The numbers of all claims that have the same columns, by that of the first of them.
+        """
         claims = self.claims
         wanting: dict[Part, list[int]] = defaultdict(list)
-        for number, code in zip(columns[::2], columns[1::2], strict=True):
-            wanting[claims.distinct[number].parts[code]] += claims.ranks[number]
+        for first, code in zip(columns[::2], columns[1::2], strict=True):
+            for number in together[first]:
+                wanting[claims.distinct[number].parts[code]] += claims.ranks[number]
         segments = []
         for begin, end, wanted_bytes in _segments(nbytes, wanting, self.block_bytes):
             groups = tuple(wanted_bytes)

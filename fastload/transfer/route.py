@@ -201,22 +201,24 @@ class _Supplier(NamedTuple):
 
 def _suppliers(lanes: Lanes, shares: Sequence[Share]) -> list[list[_Supplier]]:
     """Returns from whom a rank gets what, for one rank of each claim: the others get as much."""
-    readers: dict[int, list[Share]] = defaultdict(list)
+    lengths: dict[int, dict[int, int]] = defaultdict(dict)
     for share in shares:
-        readers[share.lane].append(share)
-    parts = [
-        {ranks: wanted / nbytes for ranks, wanted in zip(groups, of_groups, strict=True)}
-        for groups, of_groups, nbytes in zip(lanes.groups, lanes.wanted_bytes, lanes.nbytes, strict=True)
-    ]
-    found: dict[int, dict[int, _Supplier]] = {ranks[0]: {} for ranks in lanes.claims.ranks}
-    for lane, of_lane in readers.items():
-        for ranks, part in parts[lane].items():
+        of_lane = lengths[share.lane]
+        of_lane[share.reader] = of_lane.get(share.reader, 0) + share.end - share.begin
+    found: dict[int, dict[int, list[float]]] = {ranks[0]: {} for ranks in lanes.claims.ranks}
+    for lane, of_lane in lengths.items():
+        for ranks, wanted in zip(lanes.groups[lane], lanes.wanted_bytes[lane], strict=True):
+            part = wanted / lanes.nbytes[lane]
             for rank in found.keys() & set(ranks):
-                for share in of_lane:
-                    known = found[rank].get(share.reader, _Supplier(0, 0))
-                    nbytes = known.nbytes + part * (share.end - share.begin)
-                    found[rank][share.reader] = _Supplier(nbytes, max(part, known.part))
-    return [list(of_rank.values()) for of_rank in found.values()]
+                suppliers = found[rank]
+                for reader, nbytes in of_lane.items():
+                    known = suppliers.get(reader)
+                    if known is None:
+                        suppliers[reader] = [part * nbytes, part]
+                    else:
+                        known[0] += part * nbytes
+                        known[1] = max(known[1], part)
+    return [[_Supplier(*known) for known in suppliers.values()] for suppliers in found.values()]
 
 
 class Parcel(NamedTuple):
