@@ -1,0 +1,72 @@
+"""What planning a large sharded load costs, in lines that Python runs: other work cannot change it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from fastload.estimate.parallel import Cut, Model, Parallel, claims_of
+from fastload.transfer.claims import Claims
+from fastload.transfer.demand import Supply
+from fastload.transfer.lanes import Lanes
+from fastload.transfer.route import Routes, plan_routes
+
+SHAPES = [((4096, 1024), 0), ((1024, 4096), 1), ((1024,), None)]
+JOB = Parallel(tp=4, pp=2, dp=16, fsdp=True)  # 128 ranks, no two of which want the same
+
+
+def model_of(num_tensors: int) -> Model:
+    tensors = []
+    for layer in range(num_tensors // 3):
+        for index, (shape, dim) in enumerate(SHAPES):
+            nbytes = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+            tensors.append(Cut(layer, index << 24, nbytes, shape, dim, layer))
+    return Model(tensors, num_tensors // 3)
+
+
+def plan_from(packed: Sequence[bytes], model: Model) -> Routes:
+    """What each rank does with what the ranks have told each other."""
+    lanes = Lanes(model.tensors, Claims.unpack(packed), 0)
+    ranks = tuple(range(JOB.num_ranks))
+    plan = plan_routes(lanes, Supply(ranks), order=ranks, staging_bytes=1 << 28, chunk_bytes=None)
+    return Routes(plan, 5)
+
+
+def lines_of(work: Callable[[], object]) -> int:
+    """How many lines Python runs, one for each turn of a loop at least."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_more_tensors_cost_the_same_however_many_ranks_want_parts_of_them() -> None:
+    lines = []
+    for num_tensors in (600, 1800):
+        model = model_of(num_tensors)
+        claims = claims_of(model, JOB)
+        assert len(claims.distinct) == JOB.num_ranks
+        packed = [claims.of(rank).packed for rank in range(JOB.num_ranks)]
+        lines.append(lines_of(lambda packed=packed, model=model: plan_from(packed, model)))
+    assert (lines[1] - lines[0]) / 1200 < 30, lines  # of one tensor; it was at least 4 for each rank
+
+
+def test_ranks_that_want_parts_of_the_same_tensors_share_what_they_say_of_them() -> None:
+    model = model_of(600)
+    packed = [claim.packed for claim in claims_of(model, JOB).distinct]
+    claims = Claims.unpack(packed)
+    assert [claim.packed for claim in claims.distinct] == packed
+    assert len({id(claim.tensors) for claim in claims.distinct}) == JOB.pp
+    assert len({id(claim.codes) for claim in claims.distinct}) == JOB.pp
