@@ -111,12 +111,12 @@ class Sweep:
         reads: deque[Future[None]] = deque()
         for index in range(plan.num_rounds if slabs else 0):
             if len(reads) == len(slabs):
-                self._finish(reads.popleft(), index - len(slabs))
+                self._finish(reads, index - len(slabs))
             chunk = plan.chunk(index, rank)
             view = host_view(slabs[index % len(slabs)][: chunk.nbytes])
             reads.append(self.reader.submit(plan.spans(chunk), [view]))
         while reads:
-            self._finish(reads.popleft(), plan.num_rounds - len(reads) - 1)
+            self._finish(reads, plan.num_rounds - len(reads))
 
     @property
     def _num_slabs(self) -> int:
@@ -126,9 +126,10 @@ class Sweep:
     def _slab_bytes(self) -> int:
         return self._plan.largest_slot_bytes(self._world.rank)
 
-    def _finish(self, read: Future[None], index: int) -> None:
-        """Waits for a read, no longer than all ranks go on."""
-        self._world.await_work(read, partial(self.reader.overdue, 0.0))
+    def _finish(self, reads: deque[Future[None]], index: int) -> None:
+        """Waits for the first read, no longer than all ranks go on."""
+        # No frame here keeps it: else error → traceback → frame → read → error would keep the slabs alive.
+        self._world.await_work(reads.popleft(), partial(self.reader.overdue, 0.0))
         if self._options.progress is not None:
             plan = self._plan
             done = (index + 1) * plan.chunk_bytes * len(plan.readers)

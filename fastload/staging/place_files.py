@@ -132,13 +132,15 @@ class FilePlacer:
         """
         entries = []
         while self._under_way:
-            block, work = self._under_way.popleft()
-            entries.append(self._world.await_work(work, partial(self._late, block)))
+            late = partial(self._late, self._under_way[0][0])
+            # No frame here keeps it: else error → traceback → frame → work → error would keep slabs alive.
+            entries.append(self._world.await_work(self._under_way.popleft()[1], late))
         if entries and self._copy is not None:
             self._copy.note(b"".join(entries))
 
     def close(self) -> bool:
         """Ends the threads; returns whether no write is under way any more."""
+        self._under_way.clear()  # else an error that nobody took → traceback → frame → this → error
         return self._workers.close(wait_s=min(1.0, self._world.grace_s))
 
     def _blocks(self, start: int, nbytes: int) -> list[Block]:

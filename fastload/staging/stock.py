@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -158,12 +159,16 @@ def _prove(
     """
     workers = Workers(min(_NUM_PROVERS, len(noted)), "fastload-prove")
     try:
-        works: list[Future[list[int]]] = [
+        works: deque[Future[list[int]]] = deque(
             workers.submit(partial(_prove_batch, inventory, storage, batch, noted))
             for batch in _batches(inventory, noted)
-        ]
-        late = StorageError("reading did not end in time", url=storage.url)
-        proven = [number for work in works for number in world.await_work(work, lambda: late)]
+        )
+        late = partial(StorageError, "reading did not end in time", url=storage.url)
+        proven: list[int] = []
+        while works:
+            # No frame here keeps it: else error → traceback → frame → work → error would be a cycle.
+            numbers = world.await_work(works.popleft(), late)
+            proven += numbers
     except BaseException:
         workers.close(wait_s=0.0)  # its reads need the storage still
         raise
