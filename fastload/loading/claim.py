@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
@@ -15,7 +15,7 @@ from fastload.formats.manifest import Manifest
 from fastload.geometry.box import Runs, runs_of
 from fastload.loading.place import Destination
 from fastload.ranks.world import World
-from fastload.transfer.claims import Claim, Claims, Part
+from fastload.transfer.claims import Claim, Part
 
 __all__ = ["claim_of", "exchange_claims", "unwanted_by_all"]
 
@@ -47,13 +47,13 @@ def _runs(destination: Destination) -> Runs:
     return runs_of(destination.box, shape).scaled(destination.stored.itemsize)
 
 
-def exchange_claims(world: World, url: str, own: Claim) -> Claims:
-    """Tells all ranks what each of them wants.
+def exchange_claims(world: World, url: str, make: Callable[[], Claim]) -> list[bytes]:
+    """Tells all ranks what each of them wants; returns it packed, by rank.
 
     Raises:
-        FastloadError: A rank did not answer.
+        FastloadError: A rank could not make its claim, or did not answer.
     """
-    return Claims.unpack(world.gather_bytes(f"telling what each rank wants of {url}", own.packed))
+    return world.gather_bytes(f"telling what each rank wants of {url}", lambda: make().packed)
 
 
 def unwanted_by_all(world: World, manifest: Manifest, surplus: Sequence[str]) -> set[str]:
@@ -68,9 +68,9 @@ def unwanted_by_all(world: World, manifest: Manifest, surplus: Sequence[str]) ->
         FastloadError: A rank did not answer.
     """
     names = [entry.name for entry in manifest.tensors]
-    own = _Names.of(surplus, names)
     what = f"comparing what the ranks do not want of {manifest.url}"
-    everyone = [_Names.unpack(data) for data in set(world.gather_bytes(what, own.packed()))]
+    packed = world.gather_bytes(what, lambda: _Names.of(surplus, names).packed())
+    everyone = [_Names.unpack(data) for data in set(packed)]
     mask = reduce(and_, (one.tensors for one in everyone))
     others = reduce(and_, (one.others for one in everyone))
     return {name for index, name in enumerate(names) if mask >> index & 1} | others

@@ -108,8 +108,6 @@ def run(opened: Opened, job: Job, tracing: Tracing, *, began: float, retries_bef
     broken: set[int] = set()
 
     def move() -> dict[str, Any]:
-        if broken:
-            passes.append(sharded().open_rest(passes[-1], unread))
         last = passes[-1]
         tracing.follow(last.pipeline.watches)
         last.pipeline.run()
@@ -134,6 +132,7 @@ def run(opened: Opened, job: Job, tracing: Tracing, *, began: float, retries_bef
             if not unread:
                 break
             broken |= unread.keys()
+            passes.append(sharded().prepare_rest(passes[-1], unread))
         report = LoadReport(
             url=url,
             strategy=job.wish.decision.strategy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,7 +23,7 @@ from fastload.transfer.rounds import LocalExchange
 from fastload.transfer.route import RoutedPlan, plan_routes
 from fastload.transfer.routed import RoutedExchange
 
-__all__ = ["BoxRequest", "open_alone", "open_rest", "prepare", "unwanted_by_all"]
+__all__ = ["BoxRequest", "open_alone", "prepare", "prepare_rest", "unwanted_by_all"]
 
 
 @dataclass(frozen=True)
@@ -55,20 +56,11 @@ def prepare(wish: Wish) -> Job:
     Raises:
         FastloadError: On some rank options do not fit, or it did not answer.
     """
-    world, url = wish.opened.world, wish.opened.access.manifest.url
-    claims = exchange_claims(world, url, _claim(wish))
-    jobs: list[Job] = []
-
-    @uncollected
-    def make() -> dict[str, str]:
-        jobs.append(job := _open(wish, claims))
-        return {"plan": job.plan.digest()}
-
-    require_same(world.agree(f"planning to load {url}", make))
-    return jobs[0]
+    claims = exchange_claims(wish.opened.world, wish.opened.access.manifest.url, lambda: _claim(wish))
+    return _agree(wish, lambda: _open(wish, Claims.unpack(claims)))
 
 
-def open_rest(job: Job, unread_from: dict[int, int]) -> Job:
+def prepare_rest(job: Job, unread_from: dict[int, int]) -> Job:
     """Ends a load, and makes ready what some readers have left unread, for those who can still read.
 
     Args:
@@ -78,12 +70,27 @@ def open_rest(job: Job, unread_from: dict[int, int]) -> Job:
     Raises:
         FastloadError: Nobody can.
     """
+    return _agree(job.wish, lambda: _open_rest(job, unread_from))
+
+
+def _agree(wish: Wish, open_it: Callable[[], Job]) -> Job:
+    """Opens a load on all ranks, and compares the plans."""
+    jobs: list[Job] = []
+
+    @uncollected
+    def make() -> dict[str, str]:
+        jobs.append(job := open_it())
+        return {"plan": job.plan.digest()}
+
+    require_same(wish.opened.world.agree(f"planning to load {wish.opened.access.manifest.url}", make))
+    return jobs[0]
+
+
+def _open_rest(job: Job, unread_from: dict[int, int]) -> Job:
     plan = job.plan
     assert isinstance(plan, RoutedPlan)
-    # Who reads for itself alone has a plan of its own, and learns nothing from the others.
-    broken = {rank: first for rank, first in unread_from.items() if rank in plan.readers}
-    lacking = [(index, rank) for rank, first in broken.items() for index in range(first, plan.num_rounds)]
-    rest = plan.without(broken, lacking, plan.num_rounds)
+    lacking = [(at, rank) for rank, first in unread_from.items() for at in range(first, plan.num_rounds)]
+    rest = plan.without(unread_from, lacking, plan.num_rounds)
     if rest is None:
         raise job.pipeline.read_error or Interrupted("no rank is left that can read")
     job.close()

@@ -218,16 +218,16 @@ class World:
         pieces = self.agree(what, publish)[source]
         return rendezvous.get_bytes(what, step, pieces, limit_s=self.patience_s)
 
-    def gather_bytes(self, what: str, data: bytes) -> list[bytes]:
-        """Brings bytes of every rank to all ranks; those that are equal are carried once.
+    def gather_bytes(self, what: str, make: Callable[[], bytes]) -> list[bytes]:
+        """Makes bytes on every rank and brings them to all ranks; those that are equal are carried once.
 
         Raises:
-            FastloadError: A rank did not answer.
+            FastloadError: Making them failed on a rank, or a rank did not answer.
         """
         place = f"gathered/{self._step}"
 
         def leave() -> str:
-            self.show_bytes(what, place, data)
+            self.show_bytes(what, place, data := make())
             return xxhash.xxh3_128_hexdigest(data)
 
         digests = self.agree(what, leave)

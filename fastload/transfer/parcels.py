@@ -58,6 +58,10 @@ class ParcelSlabs:
         """Bytes of all slabs that were used: the others take no memory."""
         return self._used_bytes * self.depth
 
+    def free(self) -> None:
+        """Lets go of the slabs; see `slabs.SlabsOf.free`."""
+        self._slabs.clear()
+
     def lay_out(self, plan: RoutedPlan, index: int, number: int) -> Round:
         """Finds the memory for what is read and received in a round; see `slabs.Slabs.lay_out`."""
         slab = _Room(self._slabs[index % self.depth])
@@ -73,7 +77,7 @@ class ParcelSlabs:
             work.parts, work.buffers = {self._rank: buffers[0]}, buffers
             if direct is not None:
                 work.placed.add(self._rank)
-            work.pack = partial(self._pack, work, sent, slab)
+            work.pack = partial(self._pack, sent, slab)
         for parcel in self._routes.received(index):
             target = self._target(parcel)
             data = target if target is not None else slab.take(parcel.nbytes)
@@ -90,7 +94,7 @@ class ParcelSlabs:
             yield Arrival(leg.parcel.reader, leg.parcel.nbytes, pieces)
 
     def _pack(
-        self, work: Round, sent: Sequence[tuple[Sequence[Stretch], Sequence[Parcel]]], slab: _Room
+        self, sent: Sequence[tuple[Sequence[Stretch], Sequence[Parcel]]], slab: _Room, work: Round
     ) -> None:
         """Makes the parcels of a chunk that has been read."""
         position, is_direct = 0, self._rank in work.placed

@@ -185,6 +185,7 @@ class Pipeline:
         """Ends the threads. After a failure that may take a moment, so the others are to be told before."""
         self._starter.close(wait_s=self._world.grace_s)
         self._exchange.close()
+        self._slabs.free()
 
     def _post(self, plan: _Plan, index: int) -> Round:
         """Makes a round ready to receive, and has this rank's chunk read."""

@@ -90,7 +90,7 @@ class Arrival(NamedTuple):
     pieces: Sequence[tuple[int, Tensor]]
 
 
-def _nothing() -> None:
+def _nothing(work: Round) -> None:
     pass
 
 
@@ -107,7 +107,7 @@ class Round:
         buffers: Host memory that this rank's chunk is read into, in pieces.
         own: Host memory of this rank's slot, where slots are on a device; else None.
         placed: The ranks whose chunks need not be placed, as they come to where they belong.
-        pack: To be called once the chunk is read: makes parcels of it, if ranks want different bytes.
+        pack: To be called with this round once its chunk is read: makes the parcels, if there are any.
         kept: The parcels of this rank's chunk, then.
         incoming: The parcels that come to this rank, in the order in which it passes them on.
         status: What this rank says of its own chunk, once it is handed over; 0 if it could be read.
@@ -126,7 +126,7 @@ class Round:
     buffers: Sequence[Tensor] = ()
     own: Tensor | None = None
     placed: set[int] = field(default_factory=set)
-    pack: Callable[[], None] = _nothing
+    pack: Callable[[Round], None] = _nothing
     kept: list[Leg] = field(default_factory=list)
     incoming: list[Leg] = field(default_factory=list)
     status: int = 0

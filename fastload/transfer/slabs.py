@@ -52,6 +52,10 @@ class SlabsOf(Protocol[PlanT]):
         """Bytes of all slabs; they take no memory if everything is read to where it belongs."""
         ...
 
+    def free(self) -> None:
+        """Lets go of the slabs; a read that is still under way keeps its own."""
+        ...
+
     def lay_out(self, plan: PlanT, index: int, number: int) -> Round:
         """Finds the memory for the chunks of a round.
 
@@ -102,6 +106,9 @@ class Slabs:
         if not self._used:
             return 0
         return sum(slab.numel() + (own.numel() if own is not None else 0) for slab, own in self._slabs)
+
+    def free(self) -> None:  # noqa: D102  (as above)
+        self._slabs.clear()
 
     def lay_out(self, plan: TransferPlan, index: int, number: int) -> Round:
         """Finds the memory for the chunks of a round.

@@ -7,7 +7,7 @@ from collections import deque
 from concurrent.futures import Future
 
 from fastload.base.threads import await_done, background
-from fastload.errors import Interrupted, StorageError
+from fastload.errors import FastloadError, Interrupted, StorageError
 from fastload.transfer.read import ChunkReader
 from fastload.transfer.rounds import FAILED, UNREADABLE, Exchange, Round
 
@@ -22,7 +22,7 @@ class Starter:
         exchange: Takes them to the other ranks.
 
     Attributes:
-        read_error: What kept this rank from reading a chunk; None if nothing did.
+        read_error: What kept this rank from reading a chunk, or from making its parcels; None if nothing did.
         note: The same as text, empty if nothing did; it outlasts `close`.
         unread_from: The round of the first chunk that it could not read; None if it could read all.
     """
@@ -73,20 +73,32 @@ class Starter:
                     await_done(read, give_up=lambda: self._ended)
                 except Interrupted:
                     return
+            unpacked = _pack(work)  # even what could not be read, for which others wait
             # Not result(): a raised error has this frame in its traceback, and so, in a cycle, itself.
-            error = read.exception() if read is not None else None
+            error = unpacked or (read.exception() if read is not None else None)
             if error is not None:
                 work.status = self._note(error, work.index)
             try:
-                work.pack()
                 self._exchange.start(work)
             except Exception as error:
                 work.broke(error)
                 work.done.set()
 
     def _note(self, error: BaseException, index: int) -> int:
-        """Keeps the first error of a read, and returns what the others are to be told."""
-        if self.read_error is None:
-            self.read_error, self.note, self.unread_from = error, str(error), index
+        """Keeps the first error, or one that is worse; returns what the others are to be told."""
+        is_first = self.read_error is None
+        if is_first or not isinstance(error, FastloadError):
+            self.read_error, self.note = error, str(error)
+        if is_first:
+            self.unread_from = index
             self._reader.stop()  # this rank drops out: what it has not begun to read, others will
         return UNREADABLE if isinstance(self.read_error, StorageError) else FAILED
+
+
+def _pack(work: Round) -> Exception | None:
+    """Makes the parcels of a chunk; returns what kept this rank from it."""
+    try:
+        work.pack(work)
+    except Exception as error:
+        return error
+    return None

@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 import fastload
 from fastload.ranks import world
 from fastload.errors import PeerError
-from fastload.loading import access, job, load
+from fastload.loading import access, job, load, sharded
 from fastload.transfer.ring import RingExchange
+from fastload.transfer.parcels import ParcelSlabs
 from fastload.transfer.pipeline import Pipeline
 from fastload.transfer.read import ChunkReader
 from fastload.transfer.routed import RoutedExchange
@@ -103,7 +104,7 @@ def die(signum: signal.Signals) -> None:
 
 
 # Where a rank can be hit, in the order of a load. Each takes what to do there and changes this process.
-# Loads where ranks want different bytes also have: claims, routes (the plan), rest (which broken readers left).
+# Loads where ranks want different bytes also have: claims, routes (the plan), pack, rest (that broken readers left).
 
 STAGES = (
     "start", "open", "headers", "compare", "prepare", "connect", "read", "exchange", "place", "first", "middle",
@@ -135,11 +136,13 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
     elif stage == "prepare":
         before(job, "match")
     elif stage == "claims":
-        before(load, "exchange_claims")
+        before(sharded, "_claim")
     elif stage == "routes":
-        before(job, "plan_routes")
+        before(sharded, "plan_routes")
+    elif stage == "pack":
+        before(ParcelSlabs, "_pack")
     elif stage == "rest":
-        before(load, "open_rest")
+        before(sharded, "_open_rest")
     elif stage == "connect":
         before(Pipeline, "run")
     elif stage == "read":

@@ -8,9 +8,10 @@ import itertools
 import os
 import random
 import signal
+import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fastload
 from fastload.errors import PeerError, StorageError
-from fastload.transfer import rounds, routed
+from fastload.storage.local import LocalStorage
+from fastload.transfer import routed, rounds
 from fastload.transfer.read import ChunkReader
 from tests.checkpoints import assert_same_bits
 from tests.dist import faults
-from tests.dist.faults import (
-    CHUNK_BYTES, PATIENT_S, SLACK_S, TIMEOUT_S, TOLD_S, Outcome, die, fastload_threads, options, outcome_of,
-)  # fmt: skip
+from tests.dist.faults import PATIENT_S, TOLD_S, Outcome, die, fastload_threads, options, outcome_of
 from tests.dist.harness import ranks, run_ranks
+from tests.dist.test_failures_ranks import RAISES, fail, require_named
 from tests.dist.test_sharded import emptied, locals_of, placed
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
@@ -166,3 +167,252 @@ def test_where_nobody_can_take_over_that_reader_is_named_at_once(
     if rank == broken:
         assert len(rounds_done) < 20, "it goes on although the load has failed"
     assert fastload_threads() == []
+
+
+# Failures that are told to all
+
+
+@dataclass(frozen=True)
+class Case:
+    """What goes wrong in a load: at that stage a rank of its group gets a signal, or raises."""
+
+    stage: str
+    victim: int
+    what: Any
+    kind: str = "mixed"
+    strategy: str = "allgather"
+
+
+def load_and_fail(rank: int, world: int, path: Path, cases: Sequence[Case]) -> Outcome:
+    """Every case has a group of ranks of its own; all load at once."""
+    mesh = init_device_mesh("cpu", (len(cases), world // len(cases)), mesh_dim_names=("case", "rank"))["rank"]
+    case = cases[rank // mesh.size()]
+    patch = pytest.MonkeyPatch()
+    if case.stage == "rest" and mesh.get_local_rank() == (case.victim + 1) % mesh.size():
+        break_reads(patch, 1)
+    if mesh.get_local_rank() == case.victim:
+        act = (lambda: die(case.what)) if isinstance(case.what, signal.Signals) else lambda: fail(RAISES[case.what]())
+        faults.strike(patch, case.stage, act)
+    dist.barrier()  # else one may be gone while others still connect
+    end = outcome_of(lambda: load(path, mesh, case.kind, strategy=case.strategy))
+    # Waits for those that take a group down.
+    assert fastload_threads() == []
+    return end
+
+
+SIZE = 3
+STAGES = ("claims", "routes", "connect", "read", "exchange", "place", "first", "middle", "last", "rest", "gather")
+SIGNALED = [
+    Case(stage, number % SIZE, signum, kind, strategy)
+    for number, (stage, signum) in enumerate(itertools.product(STAGES, (KILL, STOP)))
+    for kind, strategy in [("mixed", "allgather") if number % 3 else ("fsdp", "allgather")]
+]
+SIGNALED += [Case("middle", 1, KILL, "mixed", "direct"), Case("first", 2, STOP, "mixed", "broadcast")]
+
+
+@pytest.mark.parametrize("cases", [SIGNALED[at : at + 4] for at in range(0, len(SIGNALED), 4)], ids=lambda cases: "-".join(
+    f"{case.stage}.{case.what.name[3:]}" for case in cases
+))
+def test_rank_that_is_killed_or_stopped_is_named(path: Path, cases: Sequence[Case]) -> None:
+    dies = {number * SIZE + case.victim: case.what for number, case in enumerate(cases)}
+    ends = run_ranks(load_and_fail, SIZE * len(cases), dies=dies, path=path, cases=cases)
+    for number, case in enumerate(cases):
+        require_named(ends[number * SIZE :][:SIZE], {case.victim})
+
+
+RAISED = [
+    Case(stage, number % SIZE, what, kind, strategy)
+    for number, (stage, what, kind, strategy) in enumerate(
+        [
+            ("claims", "key", "mixed", "allgather"), ("routes", "error", "mixed", "allgather"),
+            ("routes", "error", "mixed", "direct"), ("middle", "odd", "mixed", "allgather"),
+            ("first", "error", "fsdp", "allgather"), ("rest", "error", "mixed", "allgather"),
+            ("rest", "huge", "fsdp", "allgather"), ("read", "error", "mixed", "allgather"),
+            ("read", "error", "mixed", "direct"), ("pack", "error", "mixed", "broadcast"),
+        ]
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cases", [RAISED[:5], RAISED[5:]], ids=["first", "second"])
+def test_any_exception_on_one_rank_is_told_to_all(path: Path, cases: Sequence[Case]) -> None:
+    ends = run_ranks(load_and_fail, SIZE * len(cases), path=path, cases=cases)
+    for number, case in enumerate(cases):
+        for end in ends[number * SIZE :][:SIZE]:
+            assert end.kind == "PeerError", (case, end)
+            assert set(end.causes) == {case.victim}, (case, end)
+
+
+@pytest.mark.parametrize("raises", ["interrupt", "exit"])
+@ranks(3)
+def test_a_rank_that_leaves_is_named(rank: int, world: int, path: Path, raises: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    for stage in ("claims", "routes", "middle"):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                faults.strike(patch, stage, lambda: fail(RAISES[raises]()))
+            end = outcome_of(lambda: load(path, mesh, timeout_s=PATIENT_S))
+        own = {"interrupt": "KeyboardInterrupt", "exit": "SystemExit"}[raises]
+        assert end.kind == (own if rank == 1 else "PeerError"), end
+        assert rank == 1 or set(end.causes) == {1}, end
+        assert end.seconds < TOLD_S
+    load(path, mesh, timeout_s=20)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", ["allgather", "direct"])
+@ranks(3)
+def test_storage_that_never_answers_one_rank(rank: int, world: int, path: Path, kind: str, strategy: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    go_on = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            numbers = itertools.count()
+            real = LocalStorage.read_into
+
+            def read(self: LocalStorage, name: str, offset: int, *more: Any) -> None:
+                if offset > 4096 and next(numbers) == 2:
+                    go_on.wait()
+                real(self, name, offset, *more)
+
+            patch.setattr(LocalStorage, "read_into", read)
+        end = outcome_of(lambda: load(path, mesh, kind, strategy=strategy))
+    assert end.causes == {2: "StorageError"}, end
+    assert "storage did not answer" in end.text
+    assert end.seconds < faults.TIMEOUT_S + faults.SLACK_S
+    go_on.set()
+    assert fastload_threads() == []
+
+
+# Checkpoints that are damaged
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """With checksums of blocks that several ranks want parts of."""
+    fastload.save(tensors(), tmp_path / "c", options=fastload.SaveOptions(block_bytes=8192))
+    return tmp_path / "c"
+
+
+@pytest.mark.parametrize("strategy", ["allgather", "broadcast", "direct"])
+@ranks(3, same=True)
+def test_damage_is_the_same_error_on_all_ranks(rank: int, world: int, saved: Path, strategy: str) -> str:
+    mesh = init_device_mesh("cpu", (world,))
+    load(saved, mesh, timeout_s=20, strategy=strategy)
+    dist.barrier()
+    (file,) = saved.glob("*.safetensors")
+    with fastload.open(saved) as checkpoint:
+        entry = checkpoint.manifest.by_name["columns"]
+    if rank == 0:
+        with file.open("r+b") as opened:
+            opened.seek(entry.offset + 9 * 8192 + 17)
+            opened.write(b"!")
+    dist.barrier()
+    end = outcome_of(lambda: load(saved, mesh, timeout_s=PATIENT_S, strategy=strategy))
+    assert end.kind == "ChecksumError", end
+    assert f"{file}: block " in end.text
+    assert f"[bytes {entry.offset + 9 * 8192}-{entry.offset + 10 * 8192}] of tensor 'columns'" in end.text
+    assert end.seconds < TOLD_S
+    assert fastload_threads() == []
+    return end.text
+
+
+@ranks(3)
+def test_what_is_spoiled_on_the_way_heals(rank: int, world: int, saved: Path) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    for kind in KINDS:
+        numbers = itertools.count()
+        honest = ChunkReader._read_span
+
+        def read(self: ChunkReader, span: Any, buffers: Sequence[memoryview]) -> None:
+            honest(self, span, buffers)
+            if next(numbers) == 1:  # noqa: B023
+                buffers[0][5] ^= 1
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ChunkReader, "_read_span", read)
+            report = load(saved, mesh, kind, timeout_s=20)
+        assert [own.retries for own in report.ranks] == [1] * world
+        assert all(own.bytes_verified == own.bytes_read - own.retries * 8192 for own in report.ranks)
+
+
+@ranks(4)
+def test_blocks_of_readers_that_break_are_verified_by_others(rank: int, world: int, saved: Path) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    for kind in KINDS:
+        with pytest.MonkeyPatch.context() as patch:
+            break_reads(patch, {0: 1, 3: 0}.get(rank))
+            load(saved, mesh, kind, timeout_s=20, chunk_bytes=10_001)
+
+
+# What is left behind
+
+
+@ranks(3)
+def test_loads_leave_nothing_in_the_store(rank: int, world: int, path: Path) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    store = dist.distributed_c10d._get_default_store()
+    counts = []
+    for _ in range(2):
+        for kind, strategy in [("mixed", "allgather"), ("fsdp", "allgather"), ("mixed", "direct")]:
+            load(path, mesh, kind, strategy=strategy, timeout_s=20)
+        for stage in ("", "claims", "routes", "middle", "rest"):
+            with pytest.MonkeyPatch.context() as patch:
+                if stage and rank == 1:
+                    faults.strike(patch, stage, lambda: fail(RuntimeError("no")))
+                break_reads(patch, 1 if rank == 2 and stage in ("", "rest") else None)
+                with contextlib.suppress(PeerError):
+                    load(path, mesh, timeout_s=20)
+        into = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
+        into.pop(["rows", "columns", "all"][rank])
+        fastload.load(path, into=into, options=options(timeout_s=20))
+        into = {"rows": into["rows"]} if rank == 1 else {}
+        with pytest.raises(fastload.MismatchError, match="columns"):
+            fastload.load(path, into=into, options=options(timeout_s=20))
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    assert len(set(counts)) == 1, counts
+
+
+def kept(rank: int, world: int, path: Path, what: str, kind: str) -> None:
+    """Neither slabs nor descriptors or threads outlive a load, even while no garbage is collected."""
+    mesh = init_device_mesh("cpu", (world,))
+    gc.collect()
+    gc.disable()
+    made: list[weakref.ref[Tensor]] = []
+    patch = pytest.MonkeyPatch()
+    for owner in (rounds, routed):
+        real = owner.allocate_staging
+
+        def noted(*args: Any, real: Any = real, **kwargs: Any) -> Tensor:
+            made.append(weakref.ref(tensor := real(*args, **kwargs)))
+            return tensor
+
+        patch.setattr(owner, "allocate_staging", noted)
+    if what == "raise" and rank == 1:
+        faults.strike(patch, "middle", lambda: fail(RuntimeError("no")))
+    if what == "rest" and rank == 1:
+        faults.strike(patch, "rest", lambda: fail(RuntimeError("no")))
+    if what == "all-break" or (what in ("heal", "rest") and rank == 2):
+        break_reads(patch, 2)
+    descriptors: list[int] = []
+    for _ in range(4):
+        with contextlib.suppress(PeerError):
+            load(path, mesh, kind, timeout_s=20)
+        dist.barrier()
+        fastload_threads()  # waits for those that take a group down, and its descriptors with it
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+    assert made
+    until = time.monotonic() + 10  # a thread that ends late on a busy machine lets go of them late
+    while (alive := sum(ref() is not None for ref in made)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert alive == 0, f"{alive} of {len(made)} slabs are alive"
+    assert fastload_threads() == []
+    assert descriptors[-1] <= descriptors[1], descriptors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("what", ["nothing", "raise", "heal", "all-break", "rest"])
+def test_nothing_is_kept(path: Path, what: str, kind: str) -> None:
+    run_ranks(kept, 3, path=path, what=what, kind=kind)
