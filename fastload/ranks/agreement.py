@@ -13,7 +13,6 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -22,6 +21,7 @@ import xxhash
 from fastload.base.threads import await_done
 from fastload.errors import WorldError, to_wire
 from fastload.ranks.alarm import Alarm
+from fastload.ranks.course import Course, LastStep
 from fastload.ranks.failures import Outcome, late, raise_failures, require_same_call
 from fastload.ranks.meeting import Verdict
 from fastload.ranks.rendezvous import Rendezvous, Solo
@@ -88,14 +88,10 @@ class World:
         self.group = group
         self.store = store
         self.timeout_s = timeout_s
-        self._call = call
-        self._step = 0
-        self._last: _Last | None = None
-        self._leavings: list[str] = []
+        self._course = Course(call)
         self._hosts = {rank: self.host}
         self.rendezvous = rendezvous if rendezvous is not None else Solo()
         self._alarm = Alarm(self.rendezvous, rank, grace_s=self.grace_s, patience_s=self.patience_s)
-        self._left = False
 
     @property
     def grace_s(self) -> float:
@@ -121,19 +117,20 @@ class World:
             wait_s: How long to wait for the others. A rank that has not answered by then is given a
                 `DeadlineExceeded` as its error.
         """
-        step, self._step = self._step, self._step + 1
-        answer = self._answer(value, error, self._call if step == 0 else None)
+        course = self._course
+        step, call = course.take_step()
+        answer = self._answer(value, error, call)
         verdict = self.rendezvous.collect(
             what,
             step,
             answer,
             wait_s=wait_s,
             grace_s=self.grace_s,
-            forget=self._last.step if self._last is not None else None,
+            forget=course.last.step if course.last is not None else None,
         )
         outcomes = self._outcomes(verdict)
         failed = any(outcome.error is not None for outcome in outcomes)
-        self._last = _Last(step, len(verdict.answers.keys() - {self.rank}), failed)
+        course.last = LastStep(step, len(verdict.answers.keys() - {self.rank}), failed)
         if step == 0 and not failed:
             require_same_call([verdict.answers[rank]["call"] for rank in range(self.size)])
         return outcomes
@@ -208,7 +205,7 @@ class World:
             CheckpointError: Making them raised it; the same on all ranks.
             PeerError: Making them raised something else, or a rank did not answer.
         """
-        step, rendezvous = self._step, self.rendezvous
+        step, rendezvous = self._course.step, self.rendezvous
 
         def publish() -> int:
             if self.rank != source:
@@ -224,7 +221,7 @@ class World:
         Raises:
             FastloadError: Making them failed on a rank, or a rank did not answer.
         """
-        place = f"gathered/{self._step}"
+        place = f"gathered/{self._course.step}"
 
         def leave() -> str:
             self.show_bytes(what, place, data := make())
@@ -246,7 +243,8 @@ class World:
 
     def show_bytes(self, what: str, place: str, data: bytes) -> None:
         """Leaves bytes for several ranks, which `take_bytes` and `keep` them, until this one has `heard`."""
-        self._leavings += self.rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.grace_s)
+        left = self.rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.grace_s)
+        self._course.leavings += left
 
     def take_bytes(self, what: str, place: str, rank: int, *, keep: bool = False) -> bytes | None:
         """Returns what a rank has left; None if it has left nothing."""
@@ -276,8 +274,8 @@ class World:
             member: This rank's number in that group, below which Gloo leaves its address.
         """
         assert self.store is not None
-        place = f"{name}/{self._step}"
-        self._leavings.append(f"{place}/0/{member}")
+        place = f"{name}/{self._course.step}"
+        self._course.leavings.append(f"{place}/0/{member}")
         return dist.PrefixStore(place, self.store)
 
     # The end of a call
@@ -287,8 +285,9 @@ class World:
 
         To be called once a call has ended well; one that fails does so by itself. Never raises.
         """
-        last, self._last = self._last, None
-        leavings, self._leavings = self._leavings, []
+        course = self._course
+        last, course.last = course.last, None
+        leavings, course.leavings = course.leavings, []
         if last is not None:
             self.rendezvous.hear(
                 last.step,
@@ -319,11 +318,12 @@ class World:
     def leave(self, error: BaseException) -> None:
         """Answers whatever comes next with an error, since this rank will not be there; never raises."""
         self._alarm.expect()
-        if not self._left:
-            self._left = True
-            last, self._last = self._last, None
-            step, self._step = self._step, self._step + 1
-            answer = self._answer(None, error, self._call if step == 0 else None)
+        course = self._course
+        if not course.has_left:
+            course.has_left = True
+            last, course.last = course.last, None
+            step, call = course.take_step()
+            answer = self._answer(None, error, call)
             heard = last.step if last is not None else None
             self.rendezvous.resign(heard, step, answer, limit_s=self.grace_s)
 
@@ -375,12 +375,3 @@ class World:
                 self._hosts[rank] = answer["host"]
                 outcomes.append(Outcome(answer["host"], answer["value"], answer["error"]))
         return outcomes
-
-
-@dataclass(frozen=True, slots=True)
-class _Last:
-    """The last step, while this rank has not said that it has heard the verdict."""
-
-    step: int
-    num_others: int
-    failed: bool

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -16,55 +15,93 @@ from fastload.base.memory import host_view
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers
 from fastload.errors import ChecksumError, StorageError
-from fastload.formats.record import CHECKSUM_BYTES, checksum
+from fastload.formats.record import checksum
 from fastload.geometry.blocks import Block, num_blocks
 from fastload.geometry.extents import Space
 from fastload.ranks.world import World
 from fastload.staging.inventory import Inventory, Run
+from fastload.staging.journal import journal_entry
+from fastload.staging.stock import Stock
 from fastload.storage.base import ByteCounter
 from fastload.storage.local_copy import LocalCopy
 
-__all__ = ["JOURNAL_ENTRY_BYTES", "FilePlacer", "parse_journal"]
+__all__ = ["BlockCheck", "FilePlacer"]
 
-T = TypeVar("T")
-
-JOURNAL_ENTRY_BYTES = 8 + CHECKSUM_BYTES
-_TICK_S = 0.05
 _MAX_SECOND_LOOKS = 64  # what is rotten through and through is not read twice
 
 
-def parse_journal(journal: bytes, most: int) -> dict[int, bytes]:
-    """Returns the checksum of each block that a journal says is there; a torn last entry is passed over."""
-    noted = {}
-    for begin in range(0, len(journal) - JOURNAL_ENTRY_BYTES + 1, JOURNAL_ENTRY_BYTES):
-        number = int.from_bytes(journal[begin : begin + 8], "big")
-        if number < most:
-            noted[number] = journal[begin + 8 : begin + JOURNAL_ENTRY_BYTES]
-    return noted
+class BlockCheck:
+    """Hashes every block that arrives, and compares it with the commit record where that has its checksum.
+
+    One that differs is read again from storage, once: what was spoiled on the way heals.
+
+    Args:
+        inventory: What is copied.
+        read_again: Reads a block into a buffer.
+        verify: Whether to compare with the commit record.
+
+    Attributes:
+        verified: Bytes that were compared with the commit record.
+        rereads: Blocks read again.
+    """
+
+    def __init__(
+        self, inventory: Inventory, read_again: Callable[[Block, memoryview], None], *, verify: bool
+    ) -> None:
+        self._inventory = inventory
+        self._read_again = read_again
+        self._verify = verify
+        self._lock = threading.Lock()
+        self.verified = ByteCounter()
+        self.rereads = ByteCounter()
+
+    def __call__(self, block: Block, data: memoryview) -> bytes:
+        """Returns the checksum of a block, once it is the recorded one.
+
+        Raises:
+            ChecksumError: It is not.
+        """
+        found = checksum(data)
+        recorded = self._inventory.recorded(block.number) if self._verify else b""
+        if not recorded:
+            return found
+        if found != recorded and self._may_look_again():
+            healed = memoryview(bytearray(block.nbytes))
+            with contextlib.suppress(StorageError):  # a host that only receives may not see it at all
+                self._read_again(block, healed)
+                if (second := checksum(healed)) == recorded:
+                    data[:], found = healed, second
+        if found != recorded:
+            name = self._inventory.files[block.file].name
+            where = f"{name} [bytes {block.offset}-{block.offset + block.nbytes}]"
+            text = f"{where}: checksum {recorded.hex()} expected, {found.hex()} found"
+            raise ChecksumError(f"damaged: {text}", (text,))
+        self.verified.add(block.nbytes)
+        return found
+
+    def _may_look_again(self) -> bool:
+        with self._lock:
+            if self.rereads.total >= _MAX_SECOND_LOOKS:
+                return False
+            self.rereads.add(1)
+            return True
 
 
 class FilePlacer:
     """Takes the wanted space to the files of a copy.
-
-    Every block that arrives is hashed, and compared with the commit record where that has its checksum.
-    One that differs is read again from storage, once: what was spoiled on the way heals.
 
     Args:
         world: The ranks.
         inventory: What is copied.
         runs: The wanted space.
         copy: Where to; None where the copy is whole already, and nothing is to be done.
-        checksums: For each block, 8 bytes each, what is known of it; completed here.
-        held: For each block, whether it is in the copy; completed here.
-        read_again: Reads a block into a buffer.
-        verify: Whether to compare with the commit record.
+        stock: What is in the copy; completed here.
+        check: Looks at every block before it is written.
         num_threads: Writes at once.
 
     Attributes:
         watch: Time with at least one write under way.
         written: Bytes that were written.
-        verified: Bytes that were compared with the commit record.
-        rereads: Blocks read again.
     """
 
     def __init__(
@@ -74,27 +111,20 @@ class FilePlacer:
         runs: Sequence[Run],
         copy: LocalCopy | None,
         *,
-        checksums: bytearray,
-        held: bytearray,
-        read_again: Callable[[Block, memoryview], None],
-        verify: bool,
+        stock: Stock,
+        check: BlockCheck,
         num_threads: int,
     ) -> None:
         self._world = world
         self._inventory = inventory
         self._wanted = Space(runs)
         self._copy = copy
-        self._checksums = checksums
-        self._held = held
-        self._read_again = read_again
-        self._verify = verify
-        self._lock = threading.Lock()
+        self._stock = stock
+        self._check = check
         self._workers = Workers(num_threads if copy is not None else 0, "fastload-copy")
         self._under_way: deque[tuple[Block, Future[bytes]]] = deque()
         self.watch = Stopwatch()
         self.written = ByteCounter()
-        self.verified = ByteCounter()
-        self.rereads = ByteCounter()
 
     def targets(self, start: int, nbytes: int, at_most: int) -> list[Tensor] | None:
         """Returns None: files are written to."""
@@ -113,10 +143,10 @@ class FilePlacer:
         batch: list[Block] = []
         begin = position = 0
         for block in self._blocks(start, len(view)):
-            if self._held[block.number] or (batch and batch[-1].file != block.file):
+            if self._stock.held[block.number] or (batch and batch[-1].file != block.file):
                 self._submit(batch, view[begin:position])
                 batch = []
-            if not self._held[block.number]:
+            if not self._stock.held[block.number]:
                 begin = begin if batch else position
                 batch.append(block)
             position += block.nbytes
@@ -162,47 +192,18 @@ class FilePlacer:
     def _write(self, batch: Sequence[Block], data: memoryview) -> bytes:
         """Writes blocks; returns the entries for the journal."""
         assert self._copy is not None
-        entries, position = [], 0
+        digests, position = [], 0
         for block in batch:
-            digest = self._check(block, data[position : position + block.nbytes])
-            entries.append(block.number.to_bytes(8, "big") + digest)
+            digests.append(self._check(block, data[position : position + block.nbytes]))
             position += block.nbytes
         with self.watch:
             name = self._inventory.files[batch[0].file].name
             self._copy.write(name, batch[0].offset, data)
         self.written.add(len(data))
-        for block, entry in zip(batch, entries, strict=True):
-            at = block.number * CHECKSUM_BYTES
-            self._checksums[at : at + CHECKSUM_BYTES] = entry[8:]
-            self._held[block.number] = 1
-        return b"".join(entries)
-
-    def _check(self, block: Block, data: memoryview) -> bytes:
-        """Returns the checksum of a block, once it is the recorded one."""
-        found = checksum(data)
-        recorded = self._inventory.recorded(block.number) if self._verify else b""
-        if not recorded:
-            return found
-        if found != recorded and self._may_look_again():
-            healed = memoryview(bytearray(block.nbytes))
-            with contextlib.suppress(StorageError):  # a host that only receives may not see it at all
-                self._read_again(block, healed)
-                if (second := checksum(healed)) == recorded:
-                    data[:], found = healed, second
-        if found != recorded:
-            name = self._inventory.files[block.file].name
-            where = f"{name} [bytes {block.offset}-{block.offset + block.nbytes}]"
-            text = f"{where}: checksum {recorded.hex()} expected, {found.hex()} found"
-            raise ChecksumError(f"damaged: {text}", (text,))
-        self.verified.add(block.nbytes)
-        return found
-
-    def _may_look_again(self) -> bool:
-        with self._lock:
-            if self.rereads.total >= _MAX_SECOND_LOOKS:
-                return False
-            self.rereads.add(1)
-            return True
+        found = {block.number: digest for block, digest in zip(batch, digests, strict=True)}
+        for number, digest in found.items():
+            self._stock.note(number, digest)
+        return b"".join(journal_entry(number, digest) for number, digest in found.items())
 
     def _late(self, block: Block) -> StorageError:
         assert self._copy is not None

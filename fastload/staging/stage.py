@@ -26,7 +26,7 @@ from fastload.options import StageOptions
 from fastload.ranks.world import World, require_same
 from fastload.report import StageRankReport, StageReport
 from fastload.staging.inventory import Inventory, Run, as_ranges, held_by_all, take_inventory
-from fastload.staging.place_files import FilePlacer
+from fastload.staging.place_files import BlockCheck, FilePlacer
 from fastload.staging.source import changed, essence, list_others, require_folder
 from fastload.staging.stock import Stock, receipt_of, take_stock
 from fastload.storage import PatientStorage
@@ -268,21 +268,20 @@ class Stage:
             in_order=storage.in_order,
         )
         reader = ChunkReader(storage, inventory.files, threads=threads, verifier=None, on_damage=refuse)
+        check = BlockCheck(inventory, partial(self._read_again, inventory), verify=options.verify)
         placer = FilePlacer(
             world,
             inventory,
             lack.runs,
             self._copy,
-            checksums=self._stock.checksums,
-            held=self._stock.held,
-            read_again=partial(self._read_again, inventory),
-            verify=options.verify,
+            stock=self._stock,
+            check=check,
             num_threads=options.write_threads,
         )
         exchange = open_members_exchange(world, leaders.all)
         slabs = Slabs(plan, world.rank, exchange, placer)
         pipeline = Pipeline(world, plan, reader, exchange, placer, slabs, options.progress)
-        return _Job(storage, reader, placer, pipeline)
+        return _Job(storage, reader, check, placer, pipeline)
 
     def _read_again(self, inventory: Inventory, block: Block, buffer: memoryview) -> None:
         file = inventory.files[block.file]
@@ -328,12 +327,12 @@ class Stage:
             bytes_fed=job.storage.bytes_read if fed else 0,
             bytes_received=job.pipeline.received_bytes,
             bytes_written=job.placer.written.total,
-            bytes_verified=job.placer.verified.total,
+            bytes_verified=job.check.verified.total,
             read_s=read_s,
             exchange_s=exchange_s,
             write_s=job.placer.watch.seconds,
             peak_staging_bytes=job.pipeline.slab_bytes,
-            retries=own.retries + job.placer.rereads.total,
+            retries=own.retries + job.check.rereads.total,
         )
 
     def _publish(self, inventory: Inventory, leaders: _Leaders, moved: _Moved) -> StageReport:
@@ -385,5 +384,6 @@ class _Job:
 
     storage: PatientStorage
     reader: ChunkReader
+    check: BlockCheck
     placer: FilePlacer
     pipeline: Pipeline

@@ -20,7 +20,7 @@ from fastload.geometry.blocks import Block
 from fastload.options import StageOptions
 from fastload.ranks.world import World
 from fastload.staging.inventory import Inventory
-from fastload.staging.place_files import parse_journal
+from fastload.staging.journal import parse_journal
 from fastload.storage.base import Storage
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_copy import LocalCopy
@@ -55,6 +55,11 @@ class Stock:
     def nothing(cls, num_blocks: int) -> Stock:
         """Returns the stock of a host that has nothing."""
         return cls(bytearray(num_blocks), bytearray(num_blocks * CHECKSUM_BYTES))
+
+    def note(self, number: int, digest: bytes) -> None:
+        """Notes that a block is there, with its checksum."""
+        self.checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES] = digest
+        self.held[number] = 1
 
     @property
     def kept_bytes(self) -> int:
@@ -94,8 +99,7 @@ def take_stock(
     try:
         noted = parse_journal(journal, len(inventory.blocks))
         for number in _prove(world, inventory, LocalStorage(copy.data_path, options.io), noted):
-            stock.held[number] = 1
-            stock.checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES] = noted[number]
+            stock.note(number, noted[number])
     except BaseException:
         copy.close()
         raise

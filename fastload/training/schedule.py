@@ -61,23 +61,19 @@ class Schedule:
     ) -> None:
         self._world = world
         self._every_steps = every_steps
-        self._interval_s = interval_s
-        self._signalled = signalled
-        self._failed = failed
-        self._since = time.monotonic()
+        self._judge = _Judge(world, interval_s=interval_s, signalled=signalled, failed=failed)
         self._step: int | None = None
         self._answer = Answer()
         self._num_calls = 0
-        self._stopping = False  # decided, though the window may not have begun
         self._until = 0  # the first call that no known decision is for
         self._num_read = 0
-        self._leader = _Leader(world, self._decide) if world.rank == 0 else None
+        self._leader = _Leader(world, self._judge) if world.rank == 0 else None
 
     def ask(self, step: int) -> Answer:
         """Returns the answer for a step; to ask again for the same step changes nothing."""
         if step == self._step:
             return self._answer
-        decided = self._decide() if self._world.size == 1 else self._turn()
+        decided = self._judge.decide() if self._world.size == 1 else self._turn()
         by_steps = self._every_steps is not None and step > 0 and step % self._every_steps == 0
         stop = self._answer.stop or decided.stop
         self._step, self._answer = step, Answer(by_steps or decided.save, stop, decided.failed)
@@ -90,7 +86,7 @@ class Schedule:
 
     def saved(self) -> None:
         """Notes that a save begins, from which the interval counts anew."""
-        self._since = time.monotonic()
+        self._judge.saved()
 
     def tell(self) -> None:
         """Tells rank 0 that a signal has come; from any thread, never raises."""
@@ -117,8 +113,31 @@ class Schedule:
         decision = json.loads(text)
         return decision.pop("until"), Answer(**decision)
 
-    def _decide(self) -> Answer:
-        """Decides, on rank 0."""
+
+class _Judge:
+    """Decides, on rank 0, by its clock, its own signals and those that the others tell it of."""
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        interval_s: Callable[[], float | None],
+        signalled: Callable[[], bool],
+        failed: Callable[[], int],
+    ) -> None:
+        self._world = world
+        self._interval_s = interval_s
+        self._signalled = signalled
+        self._failed = failed
+        self._since = time.monotonic()
+        self._stopping = False  # decided, though the window may not have begun
+
+    def saved(self) -> None:
+        """Notes that a save begins."""
+        self._since = time.monotonic()
+
+    def decide(self) -> Answer:
+        """Returns the decision for a window that is to begin."""
         now = time.monotonic()
         stop = not self._stopping and self._is_signalled()
         self._stopping = self._stopping or stop
@@ -138,9 +157,9 @@ class Schedule:
 class _Leader:
     """What rank 0 does: decides ahead, and tells the others."""
 
-    def __init__(self, world: World, decide: Callable[[], Answer]) -> None:
+    def __init__(self, world: World, judge: _Judge) -> None:
         self._world = world
-        self._decide = decide
+        self._judge = judge
         self._number = 0
         self._until = 0
         self._window = 1
@@ -160,7 +179,7 @@ class _Leader:
             return
         self._window = self._next_window(call)
         self._until += self._window
-        answer = self._decide()
+        answer = self._judge.decide()
         self._decided.append((self._until, answer))
         self._next_call = self._until - self._window // 2
         self._post(json.dumps({"until": self._until, **asdict(answer)}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fastload.base.memory import host_view
@@ -70,8 +70,6 @@ class Pipeline:
 
     Attributes:
         broken: Readers that dropped out; the same on every rank.
-        received_bytes: Bytes placed that other ranks have read.
-        place_watch: Time spent placing.
     """
 
     def __init__(
@@ -88,15 +86,11 @@ class Pipeline:
         self._plan = plan
         self._reader = reader
         self._exchange = exchange
-        self._places = places
-        self._progress = progress
+        self._placing = _Placing(world.rank, places, progress)
         self._slabs = slabs
         self._starter = Starter(reader, exchange)
         self._first_index = 0
-        self._placed_bytes = 0
         self.broken: set[int] = set()
-        self.received_bytes = 0
-        self.place_watch = Stopwatch()
 
     @property
     def read_error(self) -> BaseException | None:
@@ -114,6 +108,11 @@ class Pipeline:
         return f"stopped reading: {self._starter.note}" if self._starter.note else ""
 
     @property
+    def received_bytes(self) -> int:
+        """Bytes placed that other ranks have read."""
+        return self._placing.received_bytes
+
+    @property
     def slab_bytes(self) -> int:
         """Bytes of all slabs; they take no memory if everything is read to where it belongs."""
         return self._slabs.nbytes
@@ -121,7 +120,7 @@ class Pipeline:
     @property
     def watches(self) -> dict[str, Stopwatch]:
         """The stopwatch of each stage."""
-        return {"read": self._reader.watch, "exchange": self._exchange.watch, "place": self.place_watch}
+        return {"read": self._reader.watch, "exchange": self._exchange.watch, "place": self._placing.watch}
 
     def run(self) -> None:
         """Returns when every byte is in place on this rank.
@@ -205,11 +204,7 @@ class Pipeline:
             if not self._exchange.private:
                 self._end(rounds)
             raise Interrupted(f"round {work.index}: rank {lost[0]} is lost")
-        with self.place_watch.span(round=work.index):
-            for arrival in self._slabs.arrivals(plan, index, work):
-                self._place(arrival)
-        if self._progress is not None:
-            self._progress(self._placed_bytes, self._slabs.wanted_bytes)
+        self._placing.place(work.index, self._slabs.arrivals(plan, index, work), self._slabs.wanted_bytes)
         # In the same order on all ranks: what is left is dealt by it.
         return [rank for rank in plan.readers if rank in statuses and plan.chunk(index, rank).nbytes]
 
@@ -231,13 +226,6 @@ class Pipeline:
             for work in rounds:
                 self._await(work)
 
-    def _place(self, arrival: Arrival) -> None:
-        for start, data in arrival.pieces:
-            self._places.place(start, data)
-        self._placed_bytes += arrival.nbytes
-        if arrival.reader != self._world.rank:
-            self.received_bytes += arrival.nbytes
-
     def _reason(self, work: Round, late: DeadlineExceeded) -> FastloadError:
         """Somebody else's read, or wire, unless this rank has not even handed over its own chunk."""
         overdue = None if work.started.is_set() else self._reader.overdue(at_least_s=0.0)
@@ -248,4 +236,45 @@ class Pipeline:
             self._exchange.release(work, until_s=self._world.patience_s, give_up=self._world.alarmed)
         except DeadlineExceeded as late:
             raise Interrupted(str(late)) from None
+        self._placing.settle()
+
+
+class _Placing:
+    """What has arrived, on its way to where it belongs; and how much that was.
+
+    Args:
+        rank: This one.
+        places: Takes it there.
+        progress: Called with (bytes placed, bytes wanted).
+
+    Attributes:
+        watch: Time spent placing.
+        received_bytes: Bytes placed that other ranks have read.
+    """
+
+    def __init__(self, rank: int, places: Places, progress: Callable[[int, int], None] | None) -> None:
+        self._rank = rank
+        self._places = places
+        self._progress = progress
+        self._placed_bytes = 0
+        self.watch = Stopwatch()
+        self.received_bytes = 0
+
+    def place(self, index: int, arrivals: Iterable[Arrival], wanted_bytes: int) -> None:
+        """Places a round."""
+        with self.watch.span(round=index):
+            for arrival in arrivals:
+                self._place(arrival)
+        if self._progress is not None:
+            self._progress(self._placed_bytes, wanted_bytes)
+
+    def settle(self) -> None:
+        """Returns once everything placed so far is where it belongs."""
         self._places.settle()
+
+    def _place(self, arrival: Arrival) -> None:
+        for start, data in arrival.pieces:
+            self._places.place(start, data)
+        self._placed_bytes += arrival.nbytes
+        if arrival.reader != self._rank:
+            self.received_bytes += arrival.nbytes

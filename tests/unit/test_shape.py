@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "fastload"
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
 MAX_LINES = 400
+MAX_ATTRIBUTES = 12  # that a class sets on itself: beyond, some of them belong together
 # What may name them (an import for type checkers only is free: it does not happen).
 DISTRIBUTED = {
     "cli/sharded.py",
@@ -121,8 +122,21 @@ class _Names(ast.NodeVisitor):
         self.generic_visit(node)
 
 
+def _attributes(tree: ast.ClassDef) -> set[str]:
+    """Returns what the methods of a class set on ``self``."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+
+
 def _breaches(module: str, source: str) -> Iterator[str]:
-    names = _Names(ast.parse(source))
+    tree = ast.parse(source)
+    names = _Names(tree)
     everything = names.imported | names.used
 
     def named(*wanted: str) -> set[str]:
@@ -130,6 +144,9 @@ def _breaches(module: str, source: str) -> Iterator[str]:
 
     if len(source.splitlines()) > MAX_LINES:
         yield f"{module} has {len(source.splitlines())} lines: split it (at most {MAX_LINES})"
+    for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        if len(found := _attributes(owner)) > MAX_ATTRIBUTES:
+            yield f"{module}: {owner.name} has {sorted(found)}: group them (at most {MAX_ATTRIBUTES})"
     if module not in DISTRIBUTED and (found := named("torch.distributed")):
         yield f"{module} uses {sorted(found)}: only {sorted(DISTRIBUTED)} may"
     if module not in ENVIRONMENT and (found := named(*ENVIRONMENT_NAMES)):
@@ -141,6 +158,9 @@ def _breaches(module: str, source: str) -> Iterator[str]:
         yield f"{module} keeps something for the whole process with {sorted(found)}: only {PROCESS_STATE} may"
     if module in PURE and (found := named(*IMPURE_IMPORTS)):
         yield f"{module} is pure: no {sorted(found)}"
+
+
+THIRTEEN = ", ".join(f"self.a{number}" for number in range(13))
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -169,6 +189,10 @@ def test_the_module_keeps_the_rules(module: str) -> None:
         ("storage/local.py", "from functools import lru_cache"),
         ("storage/local.py", "import functools\n@functools.cache\ndef a(): ..."),
         ("base/memory.py", "\n" * 401),
+        (
+            "base/memory.py",
+            f"class A:\n def b(self):\n  {', '.join(f'self.a{n}' for n in range(13))} = range(13)",
+        ),
     ],
 )
 def test_a_breach_is_found(module: str, source: str) -> None:
@@ -185,6 +209,10 @@ def test_a_breach_is_found(module: str, source: str) -> None:
         ("api.py", "import os\nimport torch\nos.fspath('a')\nos.path.join('a', 'b')\ntorch.empty(1)"),
         ("api.py", "def open(path): ...\nopen('a')"),
         ("cli/load.py", "import fastload\nfastload.open('a')"),
+        (
+            "base/memory.py",
+            f"class A:\n def b(self):\n  return [{', '.join(f'self.a{n}' for n in range(13))}]",
+        ),
         ("api.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch.distributed"),
     ],
 )

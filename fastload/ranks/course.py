@@ -1,0 +1,40 @@
+"""How far a rank is in a call that all make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Course", "LastStep"]
+
+
+@dataclass(frozen=True, slots=True)
+class LastStep:
+    """The last step, while this rank has not said that it has heard the verdict."""
+
+    step: int
+    num_others: int
+    failed: bool
+
+
+@dataclass(slots=True)
+class Course:
+    """How far a rank is in the steps that all take.
+
+    Attributes:
+        call: What the ranks have met for, which each tells the others in the first step.
+        step: Number of the next step.
+        last: The step before it, while there is one of which the verdict has not been heard.
+        leavings: What this rank has left for others in the store, and takes away once it has heard.
+        has_left: Whether it has told the others that it takes no more steps.
+    """
+
+    call: str
+    step: int = 0
+    last: LastStep | None = None
+    leavings: list[str] = field(default_factory=list)
+    has_left: bool = False
+
+    def take_step(self) -> tuple[int, str | None]:
+        """Returns the number of the next step, and what to say with it of the call, if anything."""
+        step, self.step = self.step, self.step + 1
+        return step, self.call if step == 0 else None
