@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -179,14 +180,27 @@ def _readings(tensor: Any) -> list[Held]:
 
     One answer, if it can be told; none if this rank has no place in the mesh.
     """
-    coordinate = tensor.device_mesh.get_coordinate()
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
     if coordinate is None:
         return []
-    found = placed_intervals(tensor.shape, tensor.device_mesh.shape, coordinate, tensor.placements)
-    shape = local_of(tensor).shape
-    if not prod(shape):
+    local = tuple(local_of(tensor).shape)
+    return _fitting(tuple(tensor.shape), tuple(mesh.shape), tuple(coordinate), tensor.placements, local)
+
+
+@lru_cache(maxsize=4096)  # layers are alike
+def _fitting(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[Any, ...],
+    local: tuple[int, ...],
+) -> list[Held]:
+    """Returns those of `placed_intervals` that fit the shape of a local tensor."""
+    found = placed_intervals(shape, mesh_shape, coordinate, placements)
+    if not prod(local):
         return [held for held in found if not prod(local_shape(held))][:1]
-    return [held for held in found if local_shape(held) == shape]
+    return [held for held in found if local_shape(held) == local]
 
 
 def _view(local: Tensor, box: Box) -> Tensor:
