@@ -102,9 +102,11 @@ def _claim(wish: Wish) -> Claim:
 
 
 def _open(wish: Wish, claims: Claims) -> Job:
-    opened = wish.opened
+    opened, manifest = wish.opened, wish.opened.access.manifest
+    # What a mount reads ahead is to be what its reader asks for next, whoever wants it.
+    contiguous = opened.access.is_mounted and not wish.decision.alone
     plan = plan_routes(
-        Lanes(opened.access.manifest.tensors, claims, opened.block_bytes),
+        Lanes(manifest.tensors, claims, opened.block_bytes, contiguous=contiguous),
         wish.decision.supply(opened.world.rank),
         order=ring_order(opened.access.hosts),
         staging_bytes=opened.options.staging_bytes,

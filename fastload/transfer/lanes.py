@@ -2,7 +2,8 @@
 
 A tensor is cut into segments, within each of which the same groups of ranks want the same bytes. A segment is
 contiguous in its file, and read by one rank as it is. What is wanted of it may be less than all of it, and
-strided: then segments end where rows do. All segments with the same groups, in file order, are a *lane*.
+strided: then segments end where rows do. All segments with the same groups, in file order, are a *lane*;
+of storage that reads ahead, all segments are one.
 
 Tensors of one length of which the same ranks want the same are cut alike, so they are cut once; and ranks
 that want parts of the same tensors, as those of FSDP do, are looked at together.
@@ -21,10 +22,10 @@ from typing import NamedTuple
 from fastload.geometry.extents import HasExtent, Space
 from fastload.transfer.claims import Claims, Part
 
-__all__ = ["Groups", "Lanes", "Segment", "Stretch"]
+__all__ = ["Lanes", "Ranks", "Segment", "Stretch"]
 
-Groups = tuple[tuple[int, ...], ...]
-"""Ranks that want something, those that want the same bytes together; all ascending."""
+Ranks = tuple[int, ...]
+"""A group of ranks that want the same bytes, ascending."""
 
 _ELEMENT_BYTES = 16  # a multiple of the length of an element of any dtype
 _LONG_RUN_BYTES = 1 << 20  # strided runs of at least that are read one by one, each by who wants it
@@ -51,13 +52,13 @@ class Segment(NamedTuple):
         begin: First byte in the tensor.
         nbytes: Length in bytes.
         lane: Number of the lane it is in.
-        wanted_bytes: How many bytes each group of that lane wants of it.
+        wanted_bytes: How many bytes each group of ranks wants of it.
     """
 
     begin: int
     nbytes: int
     lane: int
-    wanted_bytes: tuple[int, ...]
+    wanted_bytes: dict[Ranks, int]
 
 
 class Lanes:
@@ -67,23 +68,25 @@ class Lanes:
         tensors: All tensors, in the order of their bytes.
         claims: What the ranks want of them.
         block_bytes: Length of the checksum blocks of each tensor, which are not cut; 0 if there are none.
+        contiguous: Whether all of it is to be one lane, so that each reader reads one range.
 
     Attributes:
         unit_bytes: Segments may be cut at multiples of it: between elements, and between checksum blocks.
-        groups: Who wants the bytes of each lane.
         nbytes: Length of each lane, in bytes: what has to be read.
-        wanted_bytes: Of each lane, how many bytes each of its groups wants.
+        wanted_bytes: Of each lane, how many bytes each group of ranks wants.
     """
 
-    def __init__(self, tensors: Sequence[HasExtent], claims: Claims, block_bytes: int) -> None:
+    def __init__(
+        self, tensors: Sequence[HasExtent], claims: Claims, block_bytes: int, *, contiguous: bool = False
+    ) -> None:
         self.tensors = tensors
         self.claims = claims
         self.block_bytes = lcm(block_bytes, _ELEMENT_BYTES)
         self.unit_bytes = self.block_bytes or _ELEMENT_BYTES
-        self.groups: list[Groups] = []
+        self.contiguous = contiguous
         self.nbytes: list[int] = []
-        self.wanted_bytes: list[list[int]] = []
-        self._numbers: dict[Groups, int] = {}
+        self.wanted_bytes: list[dict[Ranks, int]] = []
+        self._numbers: dict[tuple[Ranks, ...], int] = {}
         self._kinds: list[list[Segment]] = []
         self._kind_of: list[int] = []
         self._sort()
@@ -92,6 +95,11 @@ class Lanes:
     def total_bytes(self) -> int:
         """Bytes of all lanes together."""
         return sum(self.nbytes)
+
+    @cached_property
+    def wanters(self) -> list[list[int]]:
+        """Who wants the bytes of each lane, or some of them, ascending."""
+        return [sorted({rank for ranks in groups for rank in ranks}) for groups in self.wanted_bytes]
 
     @cached_property
     def longest_unit_bytes(self) -> int:
@@ -104,9 +112,10 @@ class Lanes:
         segments = [[segment for segment in segments if segment.lane in chosen] for segments in self._kinds]
         found: dict[int, list[_Placed]] = {lane: [] for lane in lanes}
         for tensor, kind in enumerate(self._kind_of):
-            for begin, nbytes, lane, _ in segments[kind]:
+            for begin, nbytes, lane, wanted_bytes in segments[kind]:
                 entry = self.tensors[tensor]
-                found[lane].append(_Placed(entry.file, entry.offset + begin, nbytes, tensor, begin))
+                placed = _Placed(entry.file, entry.offset + begin, nbytes, tensor, begin, wanted_bytes)
+                found[lane].append(placed)
         return {lane: Space(placed) for lane, placed in found.items()}
 
     def _sort(self) -> None:
@@ -130,8 +139,9 @@ class Lanes:
         for kind, num_tensors in Counter(self._kind_of).items():
             for _, nbytes, lane, wanted_bytes in self._kinds[kind]:
                 self.nbytes[lane] += num_tensors * nbytes
-                for group, of_group in enumerate(wanted_bytes):
-                    self.wanted_bytes[lane][group] += num_tensors * of_group
+                in_lane = self.wanted_bytes[lane]
+                for ranks, wanted in wanted_bytes.items():
+                    in_lane[ranks] = in_lane.get(ranks, 0) + num_tensors * wanted
 
     def _cut(
         self, nbytes: int, columns: Sequence[int], together: Mapping[int, Sequence[int]]
@@ -150,13 +160,11 @@ class Lanes:
                 wanting[claims.distinct[number].parts[code]] += claims.ranks[number]
         segments = []
         for begin, end, wanted_bytes in _segments(nbytes, wanting, self.block_bytes):
-            groups = tuple(wanted_bytes)
-            lane = self._numbers.setdefault(groups, len(self.groups))
-            if lane == len(self.groups):
-                self.groups.append(groups)
+            lane = self._numbers.setdefault(() if self.contiguous else tuple(wanted_bytes), len(self.nbytes))
+            if lane == len(self.nbytes):
                 self.nbytes.append(0)
-                self.wanted_bytes.append([0] * len(groups))
-            segments.append(Segment(begin, end - begin, lane, tuple(wanted_bytes.values())))
+                self.wanted_bytes.append({})
+            segments.append(Segment(begin, end - begin, lane, wanted_bytes))
         return segments
 
 
@@ -168,11 +176,12 @@ class _Placed(NamedTuple):
     nbytes: int
     tensor: int
     begin: int
+    groups: Collection[Ranks]
 
 
 def _segments(
     nbytes: int, wanting: dict[Part, list[int]], block_bytes: int
-) -> Iterator[tuple[int, int, dict[tuple[int, ...], int]]]:
+) -> Iterator[tuple[int, int, dict[Ranks, int]]]:
     """Yields where a tensor is to be cut, and how much each group wants there; not what nobody wants."""
     covers = [(part, list(_covers(part, nbytes))) for part in wanting]
     cuts = {bound for _, ranges in covers for extent in ranges for bound in extent}

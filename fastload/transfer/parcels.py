@@ -65,14 +65,12 @@ class ParcelSlabs:
     def lay_out(self, plan: RoutedPlan, index: int, number: int) -> Round:
         """Finds the memory for what is read and received in a round; see `slabs.Slabs.lay_out`."""
         slab = _Room(self._slabs[index % self.depth])
-        pieces = self._routes.reads(index)
-        sent = [(stretches, [*self._routes.sent(lane, stretches)]) for lane, stretches in pieces]
-        stretches = [stretch for _, of_lane in pieces for stretch in of_lane]
+        stretches, sent = self._routes.reads(index), self._routes.sent(index)
         extents = self._routes.extents(stretches)
         nbytes = sum(extent.nbytes for extent in extents)
         work = Round(number, Slots.none(), {}, spans=[Span(*extent, start=0) for extent in extents])
         if nbytes:
-            direct = self._direct(sent)
+            direct = self._direct(stretches, sent)
             buffers = direct if direct is not None else [slab.take(nbytes)]
             work.parts, work.buffers = {self._rank: buffers[0]}, buffers
             if direct is not None:
@@ -93,19 +91,13 @@ class ParcelSlabs:
             pieces = [] if leg.is_placed else self._cut(leg)
             yield Arrival(leg.parcel.reader, leg.parcel.nbytes, pieces)
 
-    def _pack(
-        self, sent: Sequence[tuple[Sequence[Stretch], Sequence[Parcel]]], slab: _Room, work: Round
-    ) -> None:
+    def _pack(self, sent: Sequence[Parcel], slab: _Room, work: Round) -> None:
         """Makes the parcels of a chunk that has been read."""
-        position, is_direct = 0, self._rank in work.placed
-        for stretches, parcels in sent:
-            nbytes = sum(stretch.nbytes for stretch in stretches)
-            for parcel in parcels:
-                # If it was read into several pieces, nobody else wants it.
-                chunk = work.buffers[0][position : position + nbytes]
-                leg = Leg(parcel, self._packed(parcel, chunk, slab), is_placed=is_direct)
-                work.kept.append(leg)
-            position += nbytes
+        is_direct = self._rank in work.placed
+        for parcel in sent:
+            # If it was read into several pieces, nobody else wants it, and it is where it belongs.
+            data = self._packed(parcel, work.buffers[0], slab) if len(work.buffers) == 1 else work.buffers[0]
+            work.kept.append(Leg(parcel, data, is_placed=is_direct))
 
     def _packed(self, parcel: Parcel, chunk: Tensor, slab: _Room) -> Tensor:
         pieces = self._pieces(parcel)
@@ -122,33 +114,28 @@ class ParcelSlabs:
     def _pieces(self, parcel: Parcel) -> list[Runs]:
         """Returns where in its chunk the bytes of a parcel are, in order."""
         pieces: list[Runs] = []
-        position = 0
-        for tensor, begin, nbytes in parcel.stretches:
+        for (tensor, begin, nbytes), place in zip(parcel.stretches, parcel.places, strict=True):
             for runs in self._routes.part(parcel.wanter, tensor):
                 for piece in runs.cut(runs.before(begin), runs.before(begin + nbytes)):
-                    moved = piece._replace(start=piece.start - begin + position)
+                    moved = piece._replace(start=piece.start - begin + place)
                     last = pieces[-1] if pieces else None
                     if last is not None and not last.steps and not moved.steps and last.end == moved.start:
                         pieces[-1] = last._replace(length=last.length + moved.length)
                     else:
                         pieces.append(moved)
-            position += nbytes
         return pieces
 
-    def _direct(self, sent: Sequence[tuple[Sequence[Stretch], Sequence[Parcel]]]) -> list[Tensor] | None:
+    def _direct(self, stretches: Sequence[Stretch], sent: Sequence[Parcel]) -> list[Tensor] | None:
         """Returns the memory that a chunk belongs to, if this rank wants all of it, just as it is."""
-        passed_on, ranges = False, []
-        for stretches, parcels in sent:
-            if len(parcels) != 1 or not parcels[0].is_own:
+        ranges = []
+        for stretch in stretches:
+            found = self._ranges(stretch)
+            if len(found) != 1 or found[0][1] != stretch.nbytes:
                 return None
-            passed_on |= parcels[0].next is not None
-            for stretch in stretches:
-                found = self._ranges(stretch)
-                if len(found) != 1 or found[0][1] != stretch.nbytes:
-                    return None
-                ranges += found
+            ranges += found
         ranges = _joined(ranges)
-        at_most = 1 if passed_on else 1 + sum(nbytes for _, nbytes in ranges) // LEAST_PIECE_BYTES
+        is_kept = all(parcel.is_own and parcel.next is None for parcel in sent)
+        at_most = 1 + sum(nbytes for _, nbytes in ranges) // LEAST_PIECE_BYTES if is_kept else 1
         return self._targets(ranges, at_most)
 
     def _target(self, parcel: Parcel) -> Tensor | None:
@@ -180,7 +167,7 @@ class ParcelSlabs:
 
     def _ranges(self, stretch: Stretch) -> list[tuple[int, int]]:
         """Returns which ranges of what this rank wants are in a stretch, box by box."""
-        found, start = [], self._starts[stretch.tensor]
+        found, start = [], self._starts.get(stretch.tensor, -1)
         for runs in self._routes.part(self._rank, stretch.tensor):
             first, last = runs.before(stretch.begin), runs.before(stretch.begin + stretch.nbytes)
             if first < last:

@@ -23,7 +23,7 @@ from fastload.errors import OptionError
 from fastload.geometry.extents import Extent
 from fastload.transfer.claims import Part
 from fastload.transfer.demand import Supply
-from fastload.transfer.lanes import Lanes, Stretch
+from fastload.transfer.lanes import Lanes, Ranks, Stretch
 from fastload.transfer.plan import Chunk
 from fastload.transfer.shares import Share, deal
 
@@ -79,7 +79,7 @@ class RoutedPlan:
     @cached_property
     def exchanges(self) -> bool:
         """Whether anything has to get from the rank that reads it to another one."""
-        return any(self.lanes.groups[share.lane] != ((share.reader,),) for share in self.shares)
+        return any(self.lanes.wanters[share.lane] != [share.reader] for share in self.shares)
 
     @cached_property
     def shares_of(self) -> Mapping[int, Sequence[Share]]:
@@ -120,7 +120,7 @@ class RoutedPlan:
         for index, rank in (*lacking, *later):
             for share in self.window(self.shares_of[rank], index):
                 left[share.lane].append((share.begin, share.end))
-        shares = deal([sorted(ranges) for ranges in left], _wanters(self.lanes), supply.ranks)
+        shares = deal([sorted(ranges) for ranges in left], self.lanes.wanters, supply.ranks)
         return replace(self, supply=supply, shares=tuple(shares))
 
     def digest(self) -> str:
@@ -150,7 +150,7 @@ def plan_routes(
     Raises:
         OptionError: `chunk_bytes`, or a checksum block, does not fit into `staging_bytes`.
     """
-    shares = deal([[(0, nbytes)] for nbytes in lanes.nbytes], _wanters(lanes), supply.ranks)
+    shares = deal([[(0, nbytes)] for nbytes in lanes.nbytes], lanes.wanters, supply.ranks)
     suppliers, unit_bytes = _suppliers(lanes, shares), lanes.longest_unit_bytes
 
     def slab_bytes(chunk_bytes: int) -> int:
@@ -178,11 +178,6 @@ def plan_routes(
     return RoutedPlan(lanes, supply, tuple(shares), tuple(order), chunk_bytes, depth, slab_bytes(chunk_bytes))
 
 
-def _wanters(lanes: Lanes) -> list[list[int]]:
-    """Returns who wants the bytes of each lane, or some of them, ascending."""
-    return [sorted(rank for ranks in groups for rank in ranks) for groups in lanes.groups]
-
-
 class _Supplier(NamedTuple):
     """A reader that a rank gets something from.
 
@@ -207,8 +202,8 @@ def _suppliers(lanes: Lanes, shares: Sequence[Share]) -> list[list[_Supplier]]:
         of_lane[share.reader] = of_lane.get(share.reader, 0) + share.end - share.begin
     found: dict[int, dict[int, list[float]]] = {ranks[0]: {} for ranks in lanes.claims.ranks}
     for lane, of_lane in lengths.items():
-        for ranks, wanted in zip(lanes.groups[lane], lanes.wanted_bytes[lane], strict=True):
-            part = wanted / lanes.nbytes[lane]
+        for ranks, wanted in lanes.wanted_bytes[lane].items():
+            part = 1.0 if lanes.contiguous else wanted / lanes.nbytes[lane]
             for rank in found.keys() & set(ranks):
                 suppliers = found[rank]
                 for reader, nbytes in of_lane.items():
@@ -229,6 +224,7 @@ class Parcel(NamedTuple):
         hop: This rank's place among them.
         is_own: Whether this rank wants it.
         stretches: What of the checkpoint it is of.
+        places: Where each of these lies in the chunk, if this rank reads it.
         nbytes: Its length, packed.
         wanter: One of those that want it.
     """
@@ -237,6 +233,7 @@ class Parcel(NamedTuple):
     hop: int
     is_own: bool
     stretches: tuple[Stretch, ...]
+    places: tuple[int, ...]
     nbytes: int
     wanter: int
 
@@ -267,19 +264,13 @@ class Routes:
     def __init__(self, plan: RoutedPlan, rank: int) -> None:
         self._plan = plan
         self._rank = rank
-        lanes = plan.lanes
-        self._group_of = {
-            lane: number
-            for lane, groups in enumerate(lanes.groups)
-            for number, ranks in enumerate(groups)
-            if rank in ranks
-        }
+        wanted = {lane for lane, ranks in enumerate(plan.lanes.wanters) if rank in ranks}
         own = plan.shares_of.get(rank, ())
-        self._spaces = lanes.spaces(sorted({*self._group_of, *(share.lane for share in own)}))
+        self._spaces = plan.lanes.spaces(sorted({*wanted, *(share.lane for share in own)}))
         self._suppliers = {
-            reader: wanted
+            reader: coming
             for reader, shares in plan.shares_of.items()
-            if reader != rank and (wanted := [share for share in shares if share.lane in self._group_of])
+            if reader != rank and (coming := [share for share in shares if share.lane in wanted])
         }
         self._parts: dict[int, dict[int, Part]] = {}
         self._place = {member: place for place, member in enumerate(plan.order)}
@@ -288,13 +279,11 @@ class Routes:
         """Returns what a rank wants of a tensor."""
         if rank not in self._parts:
             self._parts[rank] = dict(self._plan.lanes.claims.of(rank))
-        return self._parts[rank][tensor]
+        return self._parts[rank].get(tensor, ())
 
-    def reads(self, index: int) -> list[tuple[int, tuple[Stretch, ...]]]:
-        """Returns what this rank reads in a round: the stretches of each lane, with its number."""
-        shares = self._plan.shares_of.get(self._rank, ())
-        pieces = ((share.lane, self._stretches(share)) for share in self._plan.window(shares, index))
-        return [(lane, stretches) for lane, stretches in pieces if stretches]
+    def reads(self, index: int) -> list[Stretch]:
+        """Returns what this rank reads in a round."""
+        return [stretch for stretch, _ in self._pieces(self._rank, index)]
 
     def extents(self, stretches: Sequence[Stretch]) -> list[Extent]:
         """Returns where stretches lie, those joined that follow each other."""
@@ -310,48 +299,56 @@ class Routes:
             extents.append(Extent(entry.file, offset, nbytes))
         return extents
 
-    def sent(self, lane: int, stretches: tuple[Stretch, ...]) -> Iterator[Parcel]:
-        """Yields the parcels of what this rank has read of a lane."""
-        for ranks in self._plan.lanes.groups[lane]:
-            yield from self._parcel(self._rank, ranks, stretches)
+    def sent(self, index: int) -> list[Parcel]:
+        """Returns the parcels of what this rank reads in a round."""
+        return self._parcels(self._rank, index)
 
     def received(self, index: int) -> list[Parcel]:
         """Returns the parcels that come to this rank in a round, in the order in which they are passed on."""
-        parcels: list[Parcel] = []
-        for shares in self._suppliers.values():
-            for share in self._plan.window(shares, index):
-                ranks = self._plan.lanes.groups[share.lane][self._group_of[share.lane]]
-                parcels += self._parcel(share.reader, ranks, self._stretches(share))
+        parcels = [parcel for reader in self._suppliers for parcel in self._parcels(reader, index)]
         return sorted(parcels, key=lambda parcel: parcel.hop)
 
-    def _parcel(
-        self, reader: int, ranks: tuple[int, ...], stretches: tuple[Stretch, ...]
-    ) -> Iterator[Parcel]:
-        """Yields what a group wants of stretches, unless that is nothing."""
+    def _parcels(self, reader: int, index: int) -> list[Parcel]:
+        """Returns what each group, or each that this rank is in, wants of a chunk, unless that is nothing.
+
+        In the same order on all ranks.
+        """
+        wanted: dict[Ranks, list[tuple[Stretch, int]]] = {}
+        position = 0
+        for stretch, groups in self._pieces(reader, index):
+            for ranks in groups:
+                if reader == self._rank or self._rank in ranks:
+                    wanted.setdefault(ranks, []).append((stretch, position))
+            position += stretch.nbytes
+        parcels = (self._parcel(reader, ranks, placed) for ranks, placed in wanted.items())
+        return [parcel for parcel in parcels if parcel.nbytes]
+
+    def _parcel(self, reader: int, ranks: Ranks, placed: Sequence[tuple[Stretch, int]]) -> Parcel:
         is_own = self._rank in ranks
         wanter = self._rank if is_own else ranks[0]
+        stretches, places = zip(*placed, strict=True)
         nbytes = sum(
             runs.before(begin + length) - runs.before(begin)
             for tensor, begin, length in stretches
             for runs in self.part(wanter, tensor)
         )
-        if nbytes:
-            chain = self._chain(reader, ranks)
-            yield Parcel(chain, chain.index(self._rank), is_own, stretches, nbytes, wanter)
+        chain = self._chain(reader, ranks)
+        return Parcel(chain, chain.index(self._rank), is_own, stretches, places, nbytes, wanter)
 
     def _chain(self, reader: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
         start, size = self._place[reader], len(self._place)
         others = (rank for rank in ranks if rank != reader)
         return (reader, *sorted(others, key=lambda rank: (self._place[rank] - start) % size))
 
-    def _stretches(self, share: Share) -> tuple[Stretch, ...]:
-        """Returns what a share, or what is read of it in a round, has of the tensors: whole units."""
-        space = self._spaces[share.lane]
-        begin, end = self._floor(share.lane, share.begin), self._floor(share.lane, share.end)
-        return tuple(
-            Stretch(space.extents[at].tensor, space.extents[at].begin + first, last - first)
-            for at, first, last in space.cut(begin, end - begin)
-        )
+    def _pieces(self, reader: int, index: int) -> Iterator[tuple[Stretch, Collection[Ranks]]]:
+        """Yields what a reader reads in a round, of lanes that this rank has to do with, and who wants it."""
+        shares = self._plan.shares_of.get(reader, ()) if reader == self._rank else self._suppliers[reader]
+        for share in self._plan.window(shares, index):
+            space = self._spaces[share.lane]
+            begin, end = self._floor(share.lane, share.begin), self._floor(share.lane, share.end)
+            for at, first, last in space.cut(begin, end - begin):
+                placed = space.extents[at]
+                yield Stretch(placed.tensor, placed.begin + first, last - first), placed.groups
 
     def _floor(self, lane: int, position: int) -> int:
         """Returns the last place before a position where a lane may be cut."""

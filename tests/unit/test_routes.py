@@ -58,11 +58,11 @@ def byte_numbers(runs: Runs) -> list[int]:
 
 
 def plan_of(
-    job: tuple[list[Extent], list[Want], int], readers: Sequence[int], chunk_bytes: int
+    job: tuple[list[Extent], list[Want], int], readers: Sequence[int], chunk_bytes: int, *, contiguous: bool
 ) -> RoutedPlan:
     tensors, wants, block_bytes = job
     claims = Claims.join([Claim.unpack(Claim.of(want).packed) for want in wants])
-    lanes = Lanes(tensors, claims, block_bytes)
+    lanes = Lanes(tensors, claims, block_bytes, contiguous=contiguous)
     order = tuple(reversed(range(len(wants))))
     return plan_routes(
         lanes, Supply(tuple(readers)), order=order, staging_bytes=1 << 24, chunk_bytes=chunk_bytes
@@ -77,15 +77,14 @@ def run(plan: RoutedPlan, num_ranks: int, broken_from: dict[int, int]) -> tuple[
     for index in range(plan.num_rounds):
         messages: dict[tuple[int, int, int], list[tuple[Stretch, ...]]] = {}
         for rank, own in enumerate(routes):
-            for lane, stretches in own.reads(index):
-                read.update((s.tensor, at) for s in stretches for at in range(s.begin, s.begin + s.nbytes))
-                for parcel in own.sent(lane, stretches):
-                    assert parcel.reader == rank
-                    assert parcel.hop == 0
-                    if parcel.is_own and index < broken_from.get(rank, plan.num_rounds):
-                        arrived[rank] += contents(own, parcel.stretches, rank)
-                    if parcel.next is not None:
-                        messages.setdefault((rank, parcel.next, rank), []).append(parcel.stretches)
+            read.update((s.tensor, s.begin + at) for s in own.reads(index) for at in range(s.nbytes))
+            for parcel in own.sent(index):
+                assert parcel.reader == rank
+                assert parcel.hop == 0
+                if parcel.is_own and index < broken_from.get(rank, plan.num_rounds):
+                    arrived[rank] += contents(own, parcel.stretches, rank)
+                if parcel.next is not None:
+                    messages.setdefault((rank, parcel.next, rank), []).append(parcel.stretches)
         incoming = [(rank, parcel) for rank, own in enumerate(routes) for parcel in own.received(index)]
         for rank, parcel in sorted(incoming, key=lambda one: one[1].hop):
             got = messages[parcel.source, rank, parcel.reader].pop(0)
@@ -129,7 +128,8 @@ def test_each_byte_is_read_once_and_comes_once_to_whoever_wants_it(
     _tensors, wants, _ = job
     num_ranks = len(wants)
     readers = data.draw(st.sets(st.sampled_from(range(num_ranks)), min_size=1).map(sorted))
-    plan = plan_of(job, readers, max(chunk_bytes, job[2]))
+    contiguous = data.draw(st.booleans())
+    plan = plan_of(job, readers, max(chunk_bytes, job[2]), contiguous=contiguous)
     read, arrived = run(plan, num_ranks, {})
     assert set(read.values()) <= {1}
     assert sum(read.values()) == plan.total_bytes == plan.lanes.total_bytes
@@ -144,7 +144,8 @@ def test_what_readers_that_drop_out_leave_unread_others_read(
 ) -> None:
     _, wants, block_bytes = job
     num_ranks = len(wants)
-    plan = plan_of(job, range(num_ranks), max(chunk_bytes, block_bytes))
+    contiguous = data.draw(st.booleans())
+    plan = plan_of(job, range(num_ranks), max(chunk_bytes, block_bytes), contiguous=contiguous)
     broken = data.draw(st.dictionaries(st.integers(0, num_ranks - 1), st.integers(0, 5), max_size=num_ranks))
     broken = {rank: first for rank, first in broken.items() if plan.chunk(first, rank).nbytes}
     _, arrived = run(plan, num_ranks, broken)
