@@ -13,9 +13,8 @@ from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.geometry.box import Box
 from fastload.loading.match import Match
+from fastload.loading.mismatch import overlaps, raise_mismatch
 from fastload.loading.place import Destination
-from fastload.loading.unfit import raise_unfit
-from fastload.loading.wants import overlaps
 
 __all__ = ["BoxesByName", "match_boxes"]
 
@@ -35,7 +34,7 @@ def match_boxes(manifest: Manifest, boxes: BoxesByName) -> Match:
     """
     pairs = [(name, box, tensor) for name, of_name in _items(boxes) for box, tensor in of_name]
     known = manifest.by_name
-    raise_unfit(
+    raise_mismatch(
         manifest.url,
         missing=[name for name in boxes if name not in known],
         mismatched=[

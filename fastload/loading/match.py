@@ -17,16 +17,15 @@ from fastload.formats.manifest import Manifest
 from fastload.formats.names import OWN_STEM
 from fastload.formats.per_rank import OWN_PREFIX, OwnView
 from fastload.formats.state import Rebuilder, SavedTensor, leaves, own_view, rebuild
+from fastload.loading.mismatch import Renamed, find_renamed, misfit, raise_mismatch
 from fastload.loading.modules import Leaf
 from fastload.loading.optimizers import optimizer_misfits, sharded_state
 from fastload.loading.pair import pair
 from fastload.loading.pairs import Pairs, Remade, Value
 from fastload.loading.place import Destination
-from fastload.loading.renamed import Renamed, find_renamed
 from fastload.loading.restore import Restorer
 from fastload.loading.targets import Group
-from fastload.loading.unfit import raise_unfit
-from fastload.loading.wants import Arrivals, Wants, identity, materialize, misfit
+from fastload.loading.wants import Arrivals, Wants, identity, materialize
 
 __all__ = ["Match", "match"]
 
@@ -71,7 +70,7 @@ class Match:
             MismatchError: There is; it lists them.
         """
         is_all = len(unwanted) == len(self.surplus)
-        raise_unfit(self.url, unexpected=unwanted, advice=self.advice if is_all else _LEAVE_OUT)
+        raise_mismatch(self.url, unexpected=unwanted, advice=self.advice if is_all else _LEAVE_OUT)
 
     @property
     def device(self) -> torch.device | None:
@@ -124,12 +123,12 @@ def match(
     selection = None if names is None else _Selection(names, _catalogue(manifest), has_own)
     wants = Wants(manifest, device, dtype)
     if strict and selection is None and view.elsewhere:
-        raise_unfit(manifest.url, mismatched=[_elsewhere(name, num, size) for name, num in view.elsewhere])
+        raise_mismatch(manifest.url, mismatched=[_elsewhere(name, num, size) for name, num in view.elsewhere])
     if into is not None:
         pairs = pair(into, manifest, has_gaps=bool(view.elsewhere))
         return _match_into(manifest, pairs, selection, wants, device, dtype, strict, view, Group(group))
     if selection is not None:
-        raise_unfit(manifest.url, missing=selection.absent)
+        raise_mismatch(manifest.url, missing=selection.absent)
         return _match_names(selection.chosen, wants, view)
     if manifest.structure is not None and dtype is not None:
         for saved in leaves(manifest.structure):
@@ -215,7 +214,7 @@ def _match_into(
     unfilled = [name for module in pairs.unfilled for name in module.certain]
     # What is unexpected, and nothing else, may be what other ranks want.
     is_unfit = bool(mismatched or unfilled or (has_to_fit and (lacking or missing or absent)))
-    raise_unfit(
+    raise_mismatch(
         manifest.url,
         missing=[*lacking, *missing] if has_to_fit else (),
         absent=absent if has_to_fit else (),

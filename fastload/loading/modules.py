@@ -4,6 +4,8 @@ The data are read into a module's own tensors; then its ``load_state_dict`` is g
 which copies nothing, and calls hooks and ``set_extra_state``. Hooks that run before may rename what was
 saved or make something else of it. So they are run once beforehand, on tensors without data and a stand-in
 of the module, to learn which tensor of the module takes which of those saved, and what does not fit.
+
+Buffers on the meta device that no checkpoint holds are found, too: a model would compute with rubbish.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -21,7 +23,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["Fit", "Leaf", "extra_names", "fit", "may_fill", "needs_call", "own_tensors", "reshard"]
+__all__ = [
+    "Fit",
+    "Leaf",
+    "Unfilled",
+    "extra_names",
+    "find_unfilled",
+    "fit",
+    "needs_call",
+    "own_tensors",
+    "reshard",
+    "still_unfilled",
+]
 
 _EXTRA = "_extra_state"
 _FSDP2 = "torch.distributed.fsdp._fully_shard."
@@ -57,6 +70,32 @@ class Fit:
     errors: Sequence[str] = ()
 
 
+class Unfilled(NamedTuple):
+    """A module with buffers on the meta device that no checkpoint holds.
+
+    Attributes:
+        own: Its parameters and persistent buffers.
+        certain: Its buffers that nothing fills, by their full names.
+        possible: Those that a hook, or a `load_state_dict` of its own, may fill; known only afterwards.
+    """
+
+    own: Mapping[str, Leaf]
+    certain: Mapping[str, Leaf]
+    possible: Mapping[str, Leaf]
+
+    def matters(self, filled: Collection[int], *, in_parts: bool) -> bool:
+        """Whether the module is loaded, so that it would seem to be whole.
+
+        Args:
+            filled: Ids of all tensors that are loaded.
+            in_parts: Whether it may be loaded in several calls, of which the last one fills all that is left.
+        """
+        tensors = [leaf.tensor for leaf in self.own.values()]
+        if in_parts and any(tensor.is_meta and id(tensor) not in filled for tensor in tensors):
+            return False
+        return any(id(tensor) in filled for tensor in tensors)
+
+
 def reshard(module: nn.Module) -> None:
     """Gives the parts that FSDP2 has sharded their shards back, as `state_dict` does.
 
@@ -88,10 +127,10 @@ def extra_names(module: nn.Module) -> list[str]:
 
 def needs_call(module: nn.Module) -> bool:
     """Whether `load_state_dict` does anything but to copy tensors."""
-    return _is_opaque(module) or any(map(may_fill, module.modules()))
+    return _is_opaque(module) or any(map(_may_fill, module.modules()))
 
 
-def may_fill(part: nn.Module) -> bool:
+def _may_fill(part: nn.Module) -> bool:
     """Whether something of a part may put anything into it, or into what is below it, when it is loaded."""
     own = type(part).load_state_dict is not nn.Module.load_state_dict
     return own or _takes_extra(part) or bool(part._load_state_dict_post_hooks) or _is_custom(part)
@@ -135,6 +174,24 @@ def fit(
             if not is_tensor and name in own
         ],
     )
+
+
+def find_unfilled(module: nn.Module, prefix: str, own: Mapping[str, Leaf]) -> Unfilled | None:
+    """Returns what no checkpoint can fill of a module; None if there is nothing."""
+    certain: dict[str, Leaf] = {}
+    possible: dict[str, Leaf] = {}
+    for name, leaf, is_possible in _unsaved(module, prefix, False):
+        if leaf.tensor.is_meta:
+            (possible if is_possible else certain)[name] = leaf
+    return Unfilled(own, certain, possible) if certain or possible else None
+
+
+def still_unfilled(modules: Sequence[Unfilled]) -> list[str]:
+    """Returns which of those that might have been filled have not been, after the load."""
+    leaves = [item for module in modules for item in module.possible.items()]
+    return [
+        name for name, leaf in leaves if (now := leaf.container.get(leaf.key)) is not None and now.is_meta
+    ]
 
 
 def _rehearse(module: nn.Module, state: dict[str, Any], metadata: Mapping[str, Any]) -> Fit:
@@ -281,3 +338,14 @@ def _is_opaque(module: nn.Module) -> bool:
         for part in module.modules()
         for tensor in (*part._parameters.values(), *part._buffers.values())
     )
+
+
+def _unsaved(part: nn.Module, prefix: str, is_possible: bool) -> Iterator[tuple[str, Leaf, bool]]:
+    is_possible = is_possible or _may_fill(part)
+    for name in sorted(part._non_persistent_buffers_set):
+        buffer = part._buffers.get(name)
+        if buffer is not None:
+            yield prefix + name, Leaf(buffer, part._buffers, name), is_possible
+    for name, child in part._modules.items():
+        if child is not None:
+            yield from _unsaved(child, f"{prefix}{name}.", is_possible)

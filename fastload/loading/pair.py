@@ -19,9 +19,8 @@ from fastload.formats.manifest import Manifest
 from fastload.formats.per_rank import NO_VALUE, PerRank, has_gap
 from fastload.formats.state import Rebuilder, SavedTensor, children, leaf, leaves
 from fastload.formats.values import MAX_DEPTH, tensor_name
-from fastload.loading.modules import Leaf, extra_names, fit, needs_call, own_tensors, reshard
+from fastload.loading.modules import Leaf, extra_names, find_unfilled, fit, needs_call, own_tensors, reshard
 from fastload.loading.pairs import Handover, Pairs, Part, Put, Remade, Value
-from fastload.loading.unfilled import find_unfilled
 
 __all__ = ["pair"]
 

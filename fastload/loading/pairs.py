@@ -14,8 +14,7 @@ from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.state import Rebuilder, SavedTensor, describe, rebuild
-from fastload.loading.modules import Leaf
-from fastload.loading.unfilled import Unfilled
+from fastload.loading.modules import Leaf, Unfilled
 
 __all__ = ["Handover", "Pairs", "Part", "Put", "Remade", "Value"]
 

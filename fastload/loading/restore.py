@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from fastload.errors import MismatchError
 from fastload.formats.state import Rebuilder, SavedTensor
-from fastload.loading.modules import Leaf
+from fastload.loading.mismatch import FOUND_LATE, raise_mismatch
+from fastload.loading.modules import Leaf, still_unfilled
 from fastload.loading.pairs import Handover, Pairs, Value
-from fastload.loading.unfilled import still_unfilled
-from fastload.loading.unfit import FOUND_LATE, raise_unfit
 from fastload.loading.wants import Arrivals, identity
 
 __all__ = ["Restorer"]
@@ -71,7 +70,7 @@ class Restorer:
             container[key] = value
         for part, state in states:
             self._hand_over(part.where, part.target, state)
-        raise_unfit(self.url, unfilled=still_unfilled(pairs.unfilled), is_late=True)
+        raise_mismatch(self.url, unfilled=still_unfilled(pairs.unfilled), is_late=True)
 
     def _hand_over(self, where: str, target: Any, state: Any) -> None:
         try:

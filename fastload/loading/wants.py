@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,16 +11,14 @@ from torch import Tensor, nn
 
 from fastload.base.memory import allocate, byte_view
 from fastload.errors import ManifestError, MismatchError
-from fastload.formats.dtypes import DTYPES, torch_spec
+from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.state import SavedTensor
 from fastload.geometry.box import Box
 from fastload.loading.place import Destination
-from fastload.loading.targets import Group, empty_like, is_dtensor, local_of, local_parts
+from fastload.loading.targets import empty_like, is_dtensor, local_of, local_parts
 
-__all__ = ["Arrivals", "Wants", "identity", "materialize", "misfit", "overlaps", "target_dtype"]
-
-_PLAIN = (Tensor, nn.Parameter)
+__all__ = ["Arrivals", "Wants", "castable", "entry_of", "identity", "materialize", "target_dtype"]
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ class Wants:
         target = stored if exact else target_dtype(stored, self._dtype)
         tensor = self._new.get((entry.name, target))
         if tensor is None:
-            if not _castable(stored, target):
+            if not castable(stored, target):
                 line = f"{entry.name}: torch cannot cast {stored} to {target}"
                 raise MismatchError(line, mismatched=(line,))
             tensor = self._new[entry.name, target] = allocate(shape, target, self._device)
@@ -209,60 +207,9 @@ def target_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and stored.is_floating_point else stored
 
 
-def misfit(
-    manifest: Manifest, saved: SavedTensor, tensor: Tensor, dtype: torch.dtype | None, group: Group
-) -> str:
-    """Says why a tensor cannot take one that was saved; empty if it can."""
-    entry = manifest.by_name.get(saved.stored)
-    if entry is not None and dtype is None and not saved.dtype and type(tensor) in _PLAIN:
-        stored = None if entry.dtype == "F4" else DTYPES[entry.dtype][1]
-        is_dense = tensor.layout == torch.strided and tensor.is_contiguous()
-        if tensor.dtype is stored and tensor.shape == entry.shape and is_dense:
-            return ""  # said here, too, since it is so of nearly all of very many
-    return next(_misfits(manifest, saved, tensor, dtype, group), "")
-
-
-def _misfits(
-    manifest: Manifest, saved: SavedTensor, tensor: Tensor, dtype: torch.dtype | None, group: Group
-) -> Iterator[str]:
-    name = saved.own_name
-    try:
-        stored, shape = torch_spec(entry_of(manifest, saved))
-    except ManifestError as error:
-        yield str(error)
-        return
-    target = target_dtype(stored, dtype)
-    if saved.is_complex128:
-        if stored is not torch.float64 or shape[-1:] != (2,):
-            yield f"{name}: the checkpoint has {stored} {list(shape)} where complex numbers are to be"
-        stored, target, shape = torch.complex128, torch.complex128, shape[:-1]
-    yield from group.misfits(name, tensor)
-    if tensor.layout != torch.strided:
-        yield f"{name}: into= has layout {tensor.layout}"
-    if tuple(tensor.shape) != shape:
-        yield f"{name}: shape {list(shape)} in the checkpoint, {list(tensor.shape)} in into="
-    if tensor.dtype != target:
-        cast = f" cast to {target}" if target != stored else ""
-        yield f"{name}: dtype {stored}{cast} in the checkpoint, {tensor.dtype} in into= (dtype= casts)"
-    if overlaps(local_of(tensor)):
-        yield f"{name}: into= has a tensor whose elements share memory (expand, as_strided, unfold)"
-    if not _castable(stored, target):
-        yield f"{name}: torch cannot cast {stored} to {target}"
-
-
-def overlaps(tensor: Tensor) -> bool:
-    """Whether elements share memory: a dimension does not step over all that the smaller ones span."""
-    span = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= span:
-                return tensor.numel() > 0
-            span += (size - 1) * stride
-    return False
-
-
 @cache
-def _castable(stored: torch.dtype, target: torch.dtype) -> bool:
+def castable(stored: torch.dtype, target: torch.dtype) -> bool:
+    """Whether torch can cast what is stored."""
     if stored == target:
         return True
     try:
