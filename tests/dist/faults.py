@@ -21,7 +21,7 @@ from fastload.errors import PeerError
 from fastload.loading import access, job, load, sharded
 from fastload.transfer.ring import RingExchange
 from fastload.transfer.parcels import ParcelSlabs
-from fastload.transfer.pipeline import Pipeline
+from fastload.transfer.pipeline import Pipeline, _Placing
 from fastload.transfer.read import ChunkReader
 from fastload.transfer.routed import RoutedExchange
 from fastload.transfer.rounds import LocalExchange
@@ -152,7 +152,7 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
         before(RoutedExchange, "start")
         before(LocalExchange, "start")
     elif stage == "place":
-        before(Pipeline, "_place")
+        before(_Placing, "_place")
     elif stage == "first":
         before(Pipeline, "_finish", lambda self, plan, index, rounds: index == 0)
     elif stage == "middle":
