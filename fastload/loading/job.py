@@ -167,6 +167,7 @@ class Job:
     Attributes:
         wish: What this rank wants.
         plan: Who reads what when.
+        bytes_wanted: Bytes that any rank wants.
         reader: Reads this rank's chunks.
         exchange: Takes the chunks to the other ranks.
         pipeline: Moves them.
@@ -174,6 +175,7 @@ class Job:
 
     wish: Wish
     plan: TransferPlan | RoutedPlan
+    bytes_wanted: int
     reader: ChunkReader
     exchange: Exchange
     pipeline: Pipeline
@@ -206,7 +208,7 @@ def open_whole(wish: Wish) -> Job:
         contiguous=access.is_mounted,
     )
     exchange = open_exchange(world, hosts=access.hosts, local=decision.alone, device=wish.device)
-    return open_job(wish, plan, exchange, Slabs)
+    return open_job(wish, plan, exchange, Slabs, plan.total_bytes)
 
 
 def open_job(
@@ -214,6 +216,7 @@ def open_job(
     plan: PlanT,
     exchange: Exchange,
     lay_slabs: Callable[[PlanT, int, Exchange, Places], SlabsOf[PlanT]],
+    bytes_wanted: int,
 ) -> Job:
     """Makes a load ready, from its plan.
 
@@ -222,6 +225,7 @@ def open_job(
         plan: Who reads what when.
         exchange: Takes chunks to other ranks.
         lay_slabs: Makes the slabs of such a plan.
+        bytes_wanted: Bytes that any rank wants.
 
     Raises:
         MemoryError: Staging does not fit into memory.
@@ -244,7 +248,7 @@ def open_job(
     placer = Placer(wish.matched.destinations)
     slabs = lay_slabs(plan, opened.world.rank, exchange, placer)
     pipeline = Pipeline(opened.world, plan, reader, exchange, placer, slabs, options.progress)
-    return Job(wish, plan, reader, exchange, pipeline)
+    return Job(wish, plan, bytes_wanted, reader, exchange, pipeline)
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

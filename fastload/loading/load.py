@@ -59,8 +59,6 @@ def prepare(opened: Opened, request: Request) -> Job:
         wishes.append(wish)
         if wish.is_whole:
             jobs.append(open_whole(wish))
-        elif wish.decision.alone:
-            jobs.append(sharded().open_alone(wish))
         wanted = [destination.entry.name for destination in wish.matched.destinations]
         return {
             "strategy": wish.decision.strategy,
@@ -78,8 +76,6 @@ def prepare(opened: Opened, request: Request) -> Job:
     if request.is_same:
         _require_same(answers, "names", "transport", "plan")
     _raise_unexpected(wish, [answer["surplus"] for answer in answers])
-    if wish.decision.alone:
-        return jobs[0]
     if all(answer["plan"] for answer in answers) and len({answer["names"] for answer in answers}) == 1:
         _require_same(answers, "transport", "plan")
         return jobs[0]
@@ -122,7 +118,7 @@ def run(opened: Opened, job: Job, tracing: Tracing, *, began: float, retries_bef
                 what,
                 move,
                 ended=lambda error: tracing.leave("load", began, error),
-                met=lambda: tracing.write({"what": what, "bytes_wanted": job.plan.total_bytes}),
+                met=lambda: tracing.write({"what": what, "bytes_wanted": job.bytes_wanted}),
             )
             unread = {
                 rank: answer["unread_from"]
@@ -138,7 +134,7 @@ def run(opened: Opened, job: Job, tracing: Tracing, *, began: float, retries_bef
             strategy=job.wish.decision.strategy,
             why=job.wish.decision.why,
             transport=job.exchange.transport,
-            bytes_wanted=job.plan.total_bytes,
+            bytes_wanted=job.bytes_wanted,
             num_tensors=len(job.wish.matched.destinations),
             chunk_bytes=job.plan.chunk_bytes,
             num_rounds=job.plan.num_rounds,

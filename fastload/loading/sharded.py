@@ -19,11 +19,11 @@ from fastload.transfer.claims import Claim, Claims
 from fastload.transfer.exchange import ring_order
 from fastload.transfer.lanes import Lanes
 from fastload.transfer.parcels import ParcelSlabs
-from fastload.transfer.rounds import LocalExchange
+from fastload.transfer.rounds import Exchange, LocalExchange
 from fastload.transfer.route import RoutedPlan, plan_routes
 from fastload.transfer.routed import RoutedExchange
 
-__all__ = ["BoxRequest", "open_alone", "prepare", "prepare_rest", "unwanted_by_all"]
+__all__ = ["BoxRequest", "prepare", "prepare_rest", "unwanted_by_all"]
 
 
 @dataclass(frozen=True)
@@ -40,24 +40,27 @@ class BoxRequest:
         return match_boxes(opened.access.manifest, self.boxes)
 
 
-def open_alone(wish: Wish) -> Job:
-    """Makes a load ready in which each rank reads what it wants for itself.
-
-    Raises:
-        FastloadError: Options do not fit.
-        MemoryError: Staging does not fit into memory.
-    """
-    return _open(wish, Claims((_claim(wish),), ((wish.opened.world.rank,),)))
-
-
 def prepare(wish: Wish) -> Job:
     """Tells all ranks what each of them wants, and makes the load ready.
 
     Raises:
         FastloadError: On some rank options do not fit, or it did not answer.
     """
-    claims = exchange_claims(wish.opened.world, wish.opened.access.manifest.url, lambda: _claim(wish))
-    return _agree(wish, lambda: _open(wish, Claims.unpack(claims)))
+    opened = wish.opened
+    manifest = opened.access.manifest
+    packed = exchange_claims(opened.world, manifest.url, lambda: _claim(wish))
+
+    def open_it() -> Job:
+        claims = Claims.unpack(packed)
+        # What a mount reads ahead is to be what its reader asks for next, whoever wants it.
+        contiguous = opened.access.is_mounted and not wish.decision.alone
+        lanes = Lanes(manifest.tensors, claims, opened.block_bytes, contiguous=contiguous)
+        if not wish.decision.alone:
+            return _open(wish, lanes, lanes.total_bytes)
+        alone = Claims((_claim(wish),), ((opened.world.rank,),))
+        return _open(wish, Lanes(manifest.tensors, alone, opened.block_bytes), lanes.total_bytes)
+
+    return _agree(wish, open_it)
 
 
 def prepare_rest(job: Job, unread_from: dict[int, int]) -> Job:
@@ -80,7 +83,7 @@ def _agree(wish: Wish, open_it: Callable[[], Job]) -> Job:
     @uncollected
     def make() -> dict[str, str]:
         jobs.append(job := open_it())
-        return {"plan": job.plan.digest()}
+        return {"plan": job.plan.digest() if not wish.decision.alone else "each its own"}
 
     require_same(wish.opened.world.agree(f"planning to load {wish.opened.access.manifest.url}", make))
     return jobs[0]
@@ -94,29 +97,28 @@ def _open_rest(job: Job, unread_from: dict[int, int]) -> Job:
     if rest is None:
         raise job.pipeline.read_error or Interrupted("no rank is left that can read")
     job.close()
-    return _open_plan(job.wish, rest)
+    return _open_plan(job.wish, rest, job.bytes_wanted)
 
 
 def _claim(wish: Wish) -> Claim:
     return claim_of(wish.opened.access.manifest, wish.matched.destinations)
 
 
-def _open(wish: Wish, claims: Claims) -> Job:
-    opened, manifest = wish.opened, wish.opened.access.manifest
-    # What a mount reads ahead is to be what its reader asks for next, whoever wants it.
-    contiguous = opened.access.is_mounted and not wish.decision.alone
+def _open(wish: Wish, lanes: Lanes, bytes_wanted: int) -> Job:
+    opened = wish.opened
     plan = plan_routes(
-        Lanes(manifest.tensors, claims, opened.block_bytes, contiguous=contiguous),
+        lanes,
         wish.decision.supply(opened.world.rank),
         order=ring_order(opened.access.hosts),
         staging_bytes=opened.options.staging_bytes,
         chunk_bytes=opened.options.chunk_bytes,
     )
-    return _open_plan(wish, plan)
+    return _open_plan(wish, plan, bytes_wanted)
 
 
-def _open_plan(wish: Wish, plan: RoutedPlan) -> Job:
+def _open_plan(wish: Wish, plan: RoutedPlan, bytes_wanted: int) -> Job:
     pinned = wish.device.type == "cuda"  # parcels go through host memory
+    exchange: Exchange = LocalExchange(pinned=pinned)
     if plan.exchanges:
-        return open_job(wish, plan, RoutedExchange(wish.opened.world, pinned=pinned), ParcelSlabs)
-    return open_job(wish, plan, LocalExchange(pinned=pinned), ParcelSlabs)
+        exchange = RoutedExchange(wish.opened.world, pinned=pinned)
+    return open_job(wish, plan, exchange, ParcelSlabs, bytes_wanted)
