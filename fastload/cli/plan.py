@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -17,13 +18,17 @@ from fastload.base.trace import RankTrace, Span, chrome_events, to_json
 from fastload.cli.console import errors_to_exit_code, stdout
 from fastload.cli.quantities import COUNT, LINK_RATE, SIZE
 from fastload.errors import OptionError
+from fastload.estimate.parallel import Parallel, model_of_size, model_of_tensors
+from fastload.estimate.sharded import ShardedLoad
 from fastload.estimate.simulate import STRATEGIES, Cluster, Prediction, predict
 from fastload.estimate.units import format_bytes, format_duration, format_rate
+from fastload.formats.names import NAMES
 from fastload.geometry.extents import Extent, HasExtent
 from fastload.options import LoadOptions
-from fastload.storage import locate
+from fastload.storage import locate, open_storage
 from fastload.storage.own_files import write_text
 from fastload.transfer.plan import TransferPlan
+from fastload.transfer.route import RoutedPlan
 
 __all__ = ["plan"]
 
@@ -53,6 +58,10 @@ _MOST_TRACED = 64
     type=click.Choice(["cpu", "cuda"]),
     help="Where the tensors go: with cuda the exchange is NCCL's.",
 )
+@click.option("--tp", type=COUNT, help="Tensor parallel ranks, if the model is sharded; next to each other.")
+@click.option("--pp", type=COUNT, help="Stages of its pipeline.")
+@click.option("--dp", type=COUNT, help="Its data parallel ranks: replicas, or with --fsdp parts.")
+@click.option("--fsdp", is_flag=True, help="The data parallel ranks shard what they would replicate.")
 @click.option("--staging", type=SIZE, help="staging_bytes of each rank; 256MiB if not given.")
 @click.option("--chunk", type=SIZE, help="chunk_bytes; chosen if not given.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -67,6 +76,10 @@ def plan(
     host_gbps: float,
     rank_gbps: float | None,
     device: str,
+    tp: int | None,
+    pp: int | None,
+    dp: int | None,
+    fsdp: bool,
     staging: int | None,
     chunk: int | None,
     as_json: bool,
@@ -74,8 +87,11 @@ def plan(
 ) -> None:
     """Show who would read what of the checkpoint at PATH, and predict how long it would take.
 
-    The world need not exist. A rate is a number of Gbit/s, or has a unit: 400Gbit/s, 50GB/s, 46GiB/s.
-    Rates are goodput: some 95 % of an Ethernet line. Storage and exchange share a host's link.
+    The world need not exist. With --tp, --pp or --dp its ranks hold parts of the model, cut as Megatron-LM
+    does, by the names of the tensors; of a --size, parts of a transformer of equal layers.
+
+    A rate is a number of Gbit/s, or has a unit: 400Gbit/s, 50GB/s, 46GiB/s. Rates are goodput: some 95 %
+    of an Ethernet line. Storage and exchange share a host's link.
     """
     with errors_to_exit_code(rank=0):
         shown_path = locate(path).url if path is not None else None
@@ -95,33 +111,85 @@ def plan(
         options = LoadOptions(chunk_bytes=chunk)
         if staging is not None:
             options = dataclasses.replace(options, staging_bytes=staging)
-        wanted = _wanted(path, size)
+        parallel = Parallel(tp=tp or 1, pp=pp or 1, dp=dp or 1, fsdp=fsdp)
+        if any((tp, pp, dp, fsdp)):
+            _require_fit(parallel, cluster)
+        asked = _sharded(path, size, parallel, cluster) if parallel.cuts else _replicated(path, size, cluster)
         predictions = [
-            predict(
-                wanted,
-                cluster,
-                strategy,
-                staging_bytes=options.staging_bytes,
-                chunk_bytes=options.chunk_bytes,
-            )
+            asked.predict(strategy, staging_bytes=options.staging_bytes, chunk_bytes=options.chunk_bytes)
             for strategy in STRATEGIES
         ]
         by_strategy = {prediction.decision.strategy: prediction for prediction in predictions}
-        nbytes = sum(entry.nbytes for entry in wanted)
         if as_json:
-            click.echo(json.dumps(_as_json(shown_path, nbytes, cluster, by_strategy)))
+            click.echo(json.dumps(_as_json(shown_path, asked, by_strategy)))
         else:
-            _print(shown_path, nbytes, cluster, by_strategy)
+            _print(shown_path, asked, by_strategy)
         if trace is not None:
             best = min(by_strategy.values(), key=lambda prediction: prediction.total_s)
-            write_text(trace, to_json(_events(best, cluster, nbytes)))
+            write_text(trace, to_json(_events(best, asked)))
 
 
-def _wanted(path: str | None, size: int | None) -> Sequence[HasExtent]:
+@dataclass(frozen=True)
+class _ReplicatedLoad:
+    """A load of everything into every rank: what `ShardedLoad` is for parts."""
+
+    tensors: Sequence[HasExtent]
+    cluster: Cluster
+    is_mounted: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.tensors)
+
+    @property
+    def least_s(self) -> float:
+        """How long it takes at least: every byte leaves the storage once, and enters each host."""
+        nbytes, cluster = self.nbytes, self.cluster
+        return max(nbytes / cluster.all_clients_bytes_per_s, nbytes / cluster.host_bytes_per_s)
+
+    def predict(self, strategy: str, *, staging_bytes: int, chunk_bytes: int | None) -> Prediction:
+        return predict(
+            self.tensors,
+            self.cluster,
+            strategy,
+            staging_bytes=staging_bytes,
+            chunk_bytes=chunk_bytes,
+            contiguous=self.is_mounted,
+        )
+
+
+_Load = _ReplicatedLoad | ShardedLoad
+
+
+def _replicated(path: str | None, size: int | None, cluster: Cluster) -> _ReplicatedLoad:
     if path is not None:
-        return fastload.inspect(path).tensors
+        return _ReplicatedLoad(fastload.inspect(path).tensors, cluster, _is_mounted(path))
     assert size is not None
-    return [Extent(0, 0, size)]
+    return _ReplicatedLoad([Extent(0, 0, size)], cluster, False)
+
+
+def _sharded(path: str | None, size: int | None, parallel: Parallel, cluster: Cluster) -> ShardedLoad:
+    if path is not None:
+        return ShardedLoad(model_of_tensors(fastload.inspect(path).tensors), parallel, cluster)
+    assert size is not None
+    return ShardedLoad(model_of_size(size, parallel), parallel, cluster)
+
+
+def _require_fit(parallel: Parallel, cluster: Cluster) -> None:
+    if parallel.fsdp and parallel.dp == 1:
+        raise OptionError("--fsdp shards over the ranks of --dp: give more than one")
+    if parallel.num_ranks != cluster.num_ranks:
+        world = f"{cluster.num_hosts:,} hosts × {cluster.ranks_per_host} have {cluster.num_ranks:,}"
+        raise OptionError(f"{parallel} takes {parallel.num_ranks:,} ranks, {world}")
+
+
+def _is_mounted(path: str) -> bool:
+    """Whether a load from there goes through a mount, which reads ahead."""
+    storage = open_storage(path, NAMES)
+    try:
+        return storage.shared and storage.probes
+    finally:
+        storage.close()
 
 
 def _floor_s(nbytes: int, cluster: Cluster) -> float:
@@ -129,37 +197,40 @@ def _floor_s(nbytes: int, cluster: Cluster) -> float:
     return nbytes / cluster.client_bytes_per_s
 
 
-def _least_s(nbytes: int, cluster: Cluster) -> float:
-    """How long it takes at least: every byte leaves the storage once, and enters each host."""
-    return max(nbytes / cluster.all_clients_bytes_per_s, nbytes / cluster.host_bytes_per_s)
-
-
-def _shares(plan: TransferPlan) -> tuple[int, float]:
+def _shares(plan: TransferPlan | RoutedPlan) -> tuple[int, float]:
     """Returns the most bytes that one reader reads, and the mean."""
     mean = plan.total_bytes / len(plan.readers)
+    if isinstance(plan, RoutedPlan):
+        return plan.most_bytes, mean
     if plan.num_rounds * len(plan.readers) <= _MOST_CHUNKS:
         rounds = range(plan.num_rounds)
         return max(sum(plan.chunk(index, rank).nbytes for index in rounds) for rank in plan.readers), mean
     return math.ceil(mean) + plan.chunk_bytes_of(plan.num_rounds - 1), mean  # no less than it is
 
 
-def _as_json(
-    path: str | None, nbytes: int, cluster: Cluster, predictions: dict[str, Prediction]
-) -> dict[str, Any]:
+def _as_json(path: str | None, load: _Load, predictions: dict[str, Prediction]) -> dict[str, Any]:
     world = {
         name: value if value is None or math.isfinite(value) else None
-        for name, value in dataclasses.asdict(cluster).items()
+        for name, value in dataclasses.asdict(load.cluster).items()
     }
+    floor_s = _floor_s(load.nbytes, load.cluster)
     return {
         "path": path,
-        "nbytes": nbytes,
+        "nbytes": load.nbytes,
+        "parallel": dataclasses.asdict(load.parallel) if isinstance(load, ShardedLoad) else None,
+        "held_bytes": list(_held_bytes(load)),
         "cluster": world,
-        "floor_s": _floor_s(nbytes, cluster),
-        "least_s": _least_s(nbytes, cluster),
-        "strategies": [
-            _prediction_as_json(prediction, _floor_s(nbytes, cluster)) for prediction in predictions.values()
-        ],
+        "floor_s": floor_s,
+        "least_s": load.least_s,
+        "strategies": [_prediction_as_json(prediction, floor_s) for prediction in predictions.values()],
     }
+
+
+def _held_bytes(load: _Load) -> tuple[int, int]:
+    """Returns the least and the most that a rank holds in the end."""
+    if isinstance(load, ShardedLoad):
+        return min(load.held_bytes), max(load.held_bytes)
+    return load.nbytes, load.nbytes
 
 
 def _prediction_as_json(prediction: Prediction, floor_s: float) -> dict[str, Any]:
@@ -171,6 +242,7 @@ def _prediction_as_json(prediction: Prediction, floor_s: float) -> dict[str, Any
         "to_floor": prediction.total_s / floor_s if floor_s else None,
         "bound_by": prediction.bound_by,
         "storage_bytes": prediction.storage_bytes,
+        "exchanged_bytes": prediction.exchanged_bytes,
         "num_readers": len(plan.readers),
         "share_bytes": {"mean": mean, "max": most},
         "chunk_bytes": plan.chunk_bytes,
@@ -181,11 +253,18 @@ def _prediction_as_json(prediction: Prediction, floor_s: float) -> dict[str, Any
     }
 
 
-def _print(path: str | None, nbytes: int, cluster: Cluster, predictions: dict[str, Prediction]) -> None:
-    console, floor_s = stdout(), _floor_s(nbytes, cluster)
-    exchange = "NCCL" if cluster.nccl else "Gloo ring"
-    what = f"{path or 'a checkpoint'}: {format_bytes(nbytes)}"
-    console.print(f"{what} into each of {cluster.num_ranks:,} ranks", style="bold")
+def _print(path: str | None, load: _Load, predictions: dict[str, Prediction]) -> None:
+    cluster = load.cluster
+    console, floor_s = stdout(), _floor_s(load.nbytes, cluster)
+    what = f"{path or 'a checkpoint'}: {format_bytes(load.nbytes)}"
+    if isinstance(load, ShardedLoad):
+        least, most = map(format_bytes, _held_bytes(load))
+        held = most if least == most else f"{least} to {most}"
+        console.print(f"{what}, of which each of {cluster.num_ranks:,} ranks holds {held}", style="bold")
+        exchange = f"parcels over Gloo; {load.parallel}"
+    else:
+        console.print(f"{what} into each of {cluster.num_ranks:,} ranks", style="bold")
+        exchange = "NCCL" if cluster.nccl else "Gloo ring"
     console.print(f"{cluster.num_hosts:,} hosts × {cluster.ranks_per_host} ranks; exchange: {exchange}")
     rates = {
         "storage": cluster.storage_bytes_per_s,
@@ -196,11 +275,11 @@ def _print(path: str | None, nbytes: int, cluster: Cluster, predictions: dict[st
     console.print("; ".join(shown), highlight=False)
     console.print(
         f"floor, one client streams all: {format_duration(floor_s)}; "
-        f"the least possible here: {format_duration(_least_s(nbytes, cluster))}",
+        f"the least possible here: {format_duration(load.least_s)}",
         highlight=False,
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    heads = "strategy time ÷floor off_storage readers share max/mean rounds chunk bound_by"
+    heads = "strategy time ÷floor off_storage readers share max/mean exchanged rounds chunk bound_by"
     for head in heads.split():
         left = head in ("strategy", "bound_by")
         table.add_column(head.replace("_", " "), justify="left" if left else "right", no_wrap=True)
@@ -229,6 +308,7 @@ def _cells(prediction: Prediction, cluster: Cluster, floor_s: float) -> list[str
         f"{cluster.num_ranks if alone else len(plan.readers):,}",
         format_bytes(int(mean)),
         f"{most / mean:.3f}" if mean else "–",
+        format_bytes(prediction.exchanged_bytes),
         f"{plan.num_rounds:,}",
         format_bytes(plan.chunk_bytes),
         prediction.bound_by,
@@ -241,8 +321,9 @@ def _rate(bytes_per_s: float) -> str:
     return f"{bits / 1e9:,.4g} Gbit/s = {format_rate(bytes_per_s)}"
 
 
-def _events(prediction: Prediction, cluster: Cluster, nbytes: int) -> Any:
+def _events(prediction: Prediction, load: _Load) -> Any:
     """The predicted timeline as a trace: of all ranks, or of some where they are many."""
+    cluster = load.cluster
     step = -(-cluster.num_ranks // _MOST_TRACED)
     readers = set(prediction.plan.readers)
     alone = prediction.decision.strategy == "direct"
@@ -261,8 +342,8 @@ def _events(prediction: Prediction, cluster: Cluster, nbytes: int) -> Any:
     }
     about = {
         "what": f"predicted {prediction.decision.strategy}",
-        "bytes_wanted": nbytes,
+        "bytes_wanted": load.nbytes,
         "num_ranks": cluster.num_ranks,
-        "floor_s": _floor_s(nbytes, cluster),
+        "floor_s": _floor_s(load.nbytes, cluster),
     }
     return chrome_events(ranks, about)

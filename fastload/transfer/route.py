@@ -71,10 +71,14 @@ class RoutedPlan:
         return sum(share.end - share.begin for share in self.shares)
 
     @cached_property
+    def most_bytes(self) -> int:
+        """The most bytes that one reader reads."""
+        return max((share.start + share.end - share.begin for share in self.shares), default=0)
+
+    @property
     def num_rounds(self) -> int:
         """How many rounds it takes."""
-        most = max((share.start + share.end - share.begin for share in self.shares), default=0)
-        return -(-most // self.chunk_bytes)
+        return -(-self.most_bytes // self.chunk_bytes)
 
     @cached_property
     def exchanges(self) -> bool:

@@ -59,6 +59,45 @@ def test_plan_of_a_world_that_nobody_here_owns() -> None:
     assert "of 16,384 ranks read" in done.stdout
 
 
+def test_plan_of_a_sharded_load(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    layer = [("mlp.up_proj", (64, 32)), ("mlp.down_proj", (32, 64)), ("norm", (32,))]
+    tensors = [(f"layers.{index}.{name}.weight", shape) for index in range(4) for name, shape in layer]
+    write_file(path, [(name, "F32", shape) for name, shape in tensors])
+    job = ["--tp", "2", "--pp", "2", "--dp", "2"]
+    done = call("plan", str(path), *WORLD, "--ranks-per-host", "2", *job, "--json")
+    assert done.exit_code == 0, done.stderr
+    plan = one_object(done.stdout)
+    matrices, norms = 4 * 2 * 64 * 32 * 4, 4 * 32 * 4
+    assert plan["nbytes"] == matrices + norms
+    assert plan["parallel"] == {"tp": 2, "pp": 2, "dp": 2, "fsdp": False}
+    assert plan["held_bytes"] == [matrices // 4 + norms // 2] * 2
+    by_name = {one["strategy"]: one for one in plan["strategies"]}
+    assert by_name["allgather"]["storage_bytes"] == plan["nbytes"]
+    # All that 8 ranks hold, but for what they have read.
+    rows = 4 * 32 * 64 * 4  # whose reader wants half of what it reads
+    assert by_name["allgather"]["exchanged_bytes"] == 8 * plan["held_bytes"][0] - plan["nbytes"] + rows // 2
+    assert by_name["direct"]["storage_bytes"] == 8 * plan["held_bytes"][0] + 4 * rows // 2
+    fsdp = call("plan", str(path), *WORLD, "--ranks-per-host", "2", *job, "--fsdp", "--json")
+    assert one_object(fsdp.stdout)["held_bytes"] == [matrices // 8 + norms // 4] * 2
+    replicas = call("plan", str(path), *WORLD, "--dp", "4", "--json")
+    assert one_object(replicas.stdout)["held_bytes"] == [plan["nbytes"]] * 2
+
+
+def test_plan_of_a_large_sharded_load(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    done = call(
+        "plan", "--size", "13.8TB", "--hosts", "384", "--ranks-per-host", "8", "--tp", "8", "--pp", "64",
+        "--dp", "6", "--storage-gbps", "273GB/s", "--host-gbps", "400Gbit/s", "--trace", str(trace),
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    assert "13.8 TB, of which each of 3,072 ranks holds 27 GB" in done.stdout
+    assert "parcels over Gloo; TP 8 × PP 64 × DP 6" in done.stdout
+    row = next(line for line in done.stdout.splitlines() if line.lstrip().startswith("allgather"))
+    assert re.search(r"5\d\.\d s +0\.18 +13\.8 TB +3,072 .*storage", row), row
+    assert {event["name"] for event in json.loads(trace.read_text())} >= {"read", "exchange", "place"}
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -76,6 +115,12 @@ def test_plan_of_a_world_that_nobody_here_owns() -> None:
         (["--size", "7 parsecs", *WORLD], "unknown unit 'parsecs'"),
         (["--size", "1GB", *WORLD, "--chunk", "1GB"], "does not fit into staging_bytes"),
         (["nowhere", *WORLD], "nowhere: no such checkpoint"),
+        (
+            ["--size", "1GB", *WORLD, "--tp", "2", "--pp", "4"],
+            "TP 2 × PP 4 × DP 1 takes 8 ranks, 4 hosts × 1 have 4",
+        ),
+        (["--size", "1GB", *WORLD, "--tp", "4", "--fsdp"], "--fsdp shards over the ranks of --dp"),
+        (["--size", "1GB", *WORLD, "--tp", "0"], "--tp: '0' is not a whole number above 0"),
     ],
     ids=str,
 )

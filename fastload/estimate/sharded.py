@@ -1,0 +1,239 @@
+"""How long a load would take in which ranks want different bytes: the routed plan, run through the pipeline.
+
+What `simulate` says of the model holds here, but for this:
+
+- Ranks differ, so each round takes as long as its busiest host or rank: as if all ranks kept step. They
+  need not, so a load may be faster where they are busy at different times.
+- A rank receives and sends at most `rank_bytes_per_s` each way, and packs what is strided, and places what
+  it receives, at `copy_bytes_per_s`. A parcel is passed on once it is there as a whole.
+- Parcels go over TCP through host memory, also where the tensors are on CUDA devices.
+- Telling each other what they want, and planning, is in `opening_s` only as for any load: with many
+  thousand ranks that want different bytes it takes seconds more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fastload.estimate.parallel import Model, Parallel, claims_of
+from fastload.estimate.pipeline import RankRounds, Stages
+from fastload.estimate.simulate import (
+    CORES,
+    LATENCY_SHOWS,
+    LINKS,
+    MESSAGES,
+    PLACING,
+    SHARE,
+    STORAGE,
+    Cluster,
+    Prediction,
+    num_reads,
+)
+from fastload.estimate.traffic import Column, columns_of
+from fastload.geometry.extents import Extent
+from fastload.transfer.claims import Claim, Claims, Part
+from fastload.transfer.lanes import Lanes
+from fastload.transfer.route import RoutedPlan, plan_routes
+from fastload.transfer.strategy import Decision, choose_strategy
+
+__all__ = ["ShardedLoad"]
+
+_NUM_COLUMNS_ALONE = 256
+_PACKING = "packing"
+_WAY = "the way from rank to rank"
+
+
+@dataclass(frozen=True)
+class ShardedLoad:
+    """A model, and the job that loads it.
+
+    Attributes:
+        model: What is loaded.
+        parallel: How its ranks share it.
+        cluster: The world that they are in: as many ranks.
+    """
+
+    model: Model
+    parallel: Parallel
+    cluster: Cluster
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the checkpoint."""
+        return self.model.nbytes
+
+    @cached_property
+    def claims(self) -> Claims:
+        """What each rank wants."""
+        return claims_of(self.model, self.parallel)
+
+    @cached_property
+    def lanes(self) -> Lanes:
+        """What all ranks want, sorted by who wants it."""
+        return Lanes(self.model.tensors, self.claims, 0)
+
+    @cached_property
+    def held_bytes(self) -> tuple[int, ...]:
+        """What the ranks of each claim hold."""
+        held: dict[int, int] = dict.fromkeys((ranks[0] for ranks in self.claims.ranks), 0)
+        for groups, wanted in zip(self.lanes.groups, self.lanes.wanted_bytes, strict=True):
+            for group, wanted_bytes in zip(groups, wanted, strict=True):
+                for rank in group:
+                    if rank in held:
+                        held[rank] += wanted_bytes
+        return tuple(held.values())
+
+    @cached_property
+    def least_s(self) -> float:
+        """How long it takes at least: a byte leaves the storage once, and enters each host that wants it."""
+        cluster = self.cluster
+        per_host: dict[int, int] = defaultdict(int)
+        for groups, wanted in zip(self.lanes.groups, self.lanes.wanted_bytes, strict=True):
+            for group, wanted_bytes in zip(groups, wanted, strict=True):
+                for host in {rank // cluster.ranks_per_host for rank in group}:
+                    per_host[host] += wanted_bytes
+        most = max(per_host.values(), default=0)
+        return max(self.lanes.total_bytes / cluster.all_clients_bytes_per_s, most / cluster.host_bytes_per_s)
+
+    def predict(self, strategy: str, *, staging_bytes: int, chunk_bytes: int | None) -> Prediction:
+        """Predicts the load with one of the `STRATEGIES`.
+
+        Args:
+            strategy: Which one.
+            staging_bytes: As in `LoadOptions`.
+            chunk_bytes: As in `LoadOptions`.
+
+        Raises:
+            OptionError: The plan is not possible.
+        """
+        cluster = replace(self.cluster, nccl=False)
+        ranks = range(cluster.num_ranks)
+        hosts = [f"host{rank // cluster.ranks_per_host}" for rank in ranks]
+        decision = choose_strategy(
+            strategy, world_size=len(ranks), readers=ranks, hosts=hosts, shared=True, fast_links=False
+        )
+        nbytes_alone = self._nbytes_alone() if decision.alone else []
+        plan = plan_routes(
+            self._lanes_alone(nbytes_alone) if decision.alone else self.lanes,
+            decision.supply(0),
+            order=ranks[:1] if decision.alone else ranks,
+            staging_bytes=staging_bytes,
+            chunk_bytes=chunk_bytes,
+        )
+        if decision.alone:
+            columns = _columns_alone(plan, nbytes_alone, cluster.ranks_per_host)
+        else:
+            columns = columns_of(plan, cluster.ranks_per_host)
+        return _predict(decision, plan, columns, cluster, sum(nbytes_alone) or plan.total_bytes)
+
+    def _nbytes_alone(self) -> list[int]:
+        """Returns what each rank reads, if it reads for itself: of rows also what it has no columns of."""
+        tensors, claims = self.model.tensors, self.claims
+        counts: dict[bytes, Counter[tuple[int, int]]] = {}
+        known: dict[tuple[Part, int], int] = {}
+        read = [0] * self.cluster.num_ranks
+        for claim, ranks in zip(claims.distinct, claims.ranks, strict=True):
+            if claim.columns not in counts:
+                lengths = (tensors[tensor].nbytes for tensor in claim.tensors)
+                counts[claim.columns] = Counter(zip(claim.codes, lengths, strict=True))
+            nbytes = 0
+            for (code, length), count in counts[claim.columns].items():
+                key = claim.parts[code], length
+                if key not in known:
+                    alone = Claims((Claim.of([(0, key[0])]),), ((0,),))
+                    known[key] = Lanes([Extent(0, 0, length)], alone, 0).total_bytes
+                nbytes += count * known[key]
+            for rank in ranks:
+                read[rank] = nbytes
+        return read
+
+    def _lanes_alone(self, nbytes_alone: Sequence[int]) -> Lanes:
+        """Returns what the rank reads that reads most."""
+        claim = self.claims.of(nbytes_alone.index(max(nbytes_alone)))
+        return Lanes(self.model.tensors, Claims((claim,), ((0,),)), 0)
+
+
+def _columns_alone(plan: RoutedPlan, nbytes: Sequence[int], ranks_per_host: int) -> list[Column]:
+    """Returns what moves if each rank reads for itself: the same in all columns."""
+    num_columns = min(plan.num_rounds, _NUM_COLUMNS_ALONE)
+    starts = range(0, len(nbytes), ranks_per_host)
+    per_host = max(sum(nbytes[start : start + ranks_per_host]) for start in starts)
+    read, host_read = (total / max(1, num_columns) for total in (sum(nbytes), per_host))
+    column = Column(plan.num_rounds / max(1, num_columns), read, host_read, host_read, *[0.0] * 7)
+    return [column] * num_columns
+
+
+def _predict(
+    decision: Decision, plan: RoutedPlan, columns: Sequence[Column], cluster: Cluster, storage_bytes: int
+) -> Prediction:
+    limits = [_limits(column, cluster) for column in columns]
+    stages = [_stages(column, cluster, decision.alone) for column in columns]
+    factor = columns[0].num_rounds if columns else 0.0
+    events, moving_s = RankRounds(
+        num_rounds=len(columns),
+        depth=plan.depth,
+        num_reads=num_reads(plan.depth, alone=decision.alone),
+        stages=stages.__getitem__,
+        request_s=cluster.request_s * factor,
+        alone=decision.alone,
+    ).run()
+    totals = {name: sum(limit[name] for limit in limits) for name in limits[0]} if limits else {}
+    bound_by = max(totals, key=lambda name: totals[name], default=STORAGE)
+    busy_s = sum(max(limit.values()) for limit in limits)
+    if moving_s > LATENCY_SHOWS * busy_s and any(one.transit_s > one.exchange_s for one in stages):
+        bound_by = _WAY
+    return Prediction(
+        decision=decision,
+        plan=plan,
+        total_s=cluster.opening_s + moving_s,
+        storage_bytes=storage_bytes,
+        exchanged_bytes=0 if decision.alone else _exchanged_bytes(plan),
+        limits={name: total / max(1, plan.num_rounds) for name, total in totals.items()},
+        bound_by=bound_by,
+        timeline=[
+            event._replace(first_round=int(event.first_round * factor), num_rounds=max(1, round(factor)))
+            .later(cluster.opening_s)
+            for event in events
+        ],
+    )  # fmt: skip
+
+
+def _limits(column: Column, cluster: Cluster) -> dict[str, float]:
+    """Returns what a column takes on each part of the world, in seconds."""
+    copy_bytes_per_s = cluster.cost("copy_bytes_per_s")
+    return {
+        STORAGE: column.read / cluster.storage_bytes_per_s,
+        SHARE: column.host_read / cluster.host_storage_bytes_per_s,
+        LINKS: max(column.host_in, column.host_out) / cluster.host_bytes_per_s,
+        CORES: column.rank_through / cluster.cost("rank_bytes_per_s"),
+        MESSAGES: column.rank_messages * cluster.cost("message_s"),
+        _PACKING: column.rank_packed / copy_bytes_per_s,
+        PLACING: column.rank_placed / copy_bytes_per_s,
+    }
+
+
+def _stages(column: Column, cluster: Cluster, alone: bool) -> Stages:
+    limits = _limits(column, cluster)
+    read_s = max(limits[STORAGE], limits[SHARE], column.host_read / cluster.host_bytes_per_s)
+    if alone:
+        return Stages(read_s)
+    busy_s = max(limits[name] for name in (LINKS, CORES, MESSAGES, _PACKING))
+    way_s = column.way / cluster.host_bytes_per_s + column.num_hops * cluster.cost("message_s")
+    return Stages(read_s, busy_s, max(busy_s, way_s), limits[PLACING])
+
+
+def _exchanged_bytes(plan: RoutedPlan) -> int:
+    """Returns what all ranks receive: what they want and have not read."""
+    lanes, wanted, own = plan.lanes, 0.0, 0.0
+    for groups, of_groups in zip(lanes.groups, lanes.wanted_bytes, strict=True):
+        wanted += sum(len(group) * of_group for group, of_group in zip(groups, of_groups, strict=True))
+    members = [{rank: at for at, group in enumerate(groups) for rank in group} for groups in lanes.groups]
+    for share in plan.shares:
+        at = members[share.lane].get(share.reader)
+        if at is not None:
+            part = lanes.wanted_bytes[share.lane][at] / lanes.nbytes[share.lane]
+            own += part * (share.end - share.begin)
+    return round(wanted - own)
