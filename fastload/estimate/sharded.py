@@ -7,6 +7,7 @@ What `simulate` says of the model holds here, but for this:
 - A rank receives and sends at most `rank_bytes_per_s` each way, and packs what is strided, and places what
   it receives, at `copy_bytes_per_s`. A parcel is passed on once it is there as a whole.
 - Parcels go over TCP through host memory, also where the tensors are on CUDA devices.
+- Of a mount, where each rank reads one range, more travels than is predicted here.
 - Telling each other what they want, and planning, is in `opening_s` only as for any load: with many
   thousand ranks that want different bytes it takes seconds more.
 """
@@ -79,8 +80,8 @@ class ShardedLoad:
     def held_bytes(self) -> tuple[int, ...]:
         """What the ranks of each claim hold."""
         held: dict[int, int] = dict.fromkeys((ranks[0] for ranks in self.claims.ranks), 0)
-        for groups, wanted in zip(self.lanes.groups, self.lanes.wanted_bytes, strict=True):
-            for group, wanted_bytes in zip(groups, wanted, strict=True):
+        for wanted in self.lanes.wanted_bytes:
+            for group, wanted_bytes in wanted.items():
                 for rank in group:
                     if rank in held:
                         held[rank] += wanted_bytes
@@ -91,8 +92,8 @@ class ShardedLoad:
         """How long it takes at least: a byte leaves the storage once, and enters each host that wants it."""
         cluster = self.cluster
         per_host: dict[int, int] = defaultdict(int)
-        for groups, wanted in zip(self.lanes.groups, self.lanes.wanted_bytes, strict=True):
-            for group, wanted_bytes in zip(groups, wanted, strict=True):
+        for wanted in self.lanes.wanted_bytes:
+            for group, wanted_bytes in wanted.items():
                 for host in {rank // cluster.ranks_per_host for rank in group}:
                     per_host[host] += wanted_bytes
         most = max(per_host.values(), default=0)
@@ -227,13 +228,12 @@ def _stages(column: Column, cluster: Cluster, alone: bool) -> Stages:
 
 def _exchanged_bytes(plan: RoutedPlan) -> int:
     """Returns what all ranks receive: what they want and have not read."""
-    lanes, wanted, own = plan.lanes, 0.0, 0.0
-    for groups, of_groups in zip(lanes.groups, lanes.wanted_bytes, strict=True):
-        wanted += sum(len(group) * of_group for group, of_group in zip(groups, of_groups, strict=True))
-    members = [{rank: at for at, group in enumerate(groups) for rank in group} for groups in lanes.groups]
+    lanes, own = plan.lanes, 0.0
+    wanted = sum(len(group) * nbytes for groups in lanes.wanted_bytes for group, nbytes in groups.items())
+    members = [
+        {rank: nbytes for group, nbytes in groups.items() for rank in group} for groups in lanes.wanted_bytes
+    ]
     for share in plan.shares:
-        at = members[share.lane].get(share.reader)
-        if at is not None:
-            part = lanes.wanted_bytes[share.lane][at] / lanes.nbytes[share.lane]
-            own += part * (share.end - share.begin)
+        part = members[share.lane].get(share.reader, 0) / lanes.nbytes[share.lane]
+        own += part * (share.end - share.begin)
     return round(wanted - own)

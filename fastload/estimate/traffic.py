@@ -195,9 +195,9 @@ def _flows(plan: RoutedPlan, grid: _Grid, ranks: Iterable[int], ranks_per_host: 
     for share in plan.shares:
         shares[share.lane].append((share, grid.span(share)))
     lanes = plan.lanes
-    for lane, groups in enumerate(lanes.groups):
-        for group, wanted_bytes in zip(groups, lanes.wanted_bytes[lane], strict=True):
-            part = wanted_bytes / lanes.nbytes[lane]
+    for lane, wanted in enumerate(lanes.wanted_bytes):
+        parts = [(group, wanted_bytes / lanes.nbytes[lane]) for group, wanted_bytes in wanted.items()]
+        for group, part in parts:
             for place, rank in enumerate(group):
                 if rank in flows:
                     link = _Link(rank, group[place - 1], group[(place + 1) % len(group)], ranks_per_host)
@@ -206,9 +206,7 @@ def _flows(plan: RoutedPlan, grid: _Grid, ranks: Iterable[int], ranks_per_host: 
                             link.pass_on(flows[rank], share, span, part, grid)
         for share, span in shares[lane]:
             if share.reader in flows:
-                parts = [wanted / lanes.nbytes[lane] for wanted in lanes.wanted_bytes[lane]]
-                _begin(flows[share.reader], share, span, list(zip(groups, parts, strict=True)), grid,
-                       ranks_per_host)  # fmt: skip
+                _begin(flows[share.reader], share, span, parts, grid, ranks_per_host)
     return flows
 
 
@@ -285,12 +283,12 @@ def _ways(plan: RoutedPlan, grid: _Grid, ranks_per_host: int) -> tuple[list[floa
         nbytes = max(length, min(share.end - share.begin, plan.chunk_bytes))
         spans[share.lane] = [min(first, span.first), max(last, span.last), nbytes]
     for lane, (first, last, nbytes) in spans.items():
-        groups, wanted = plan.lanes.groups[lane], plan.lanes.wanted_bytes[lane]
+        wanted = plan.lanes.wanted_bytes[lane]
         far = max(
             (len({rank // ranks_per_host for rank in group}) - 1) * wanted_bytes / plan.lanes.nbytes[lane]
-            for group, wanted_bytes in zip(groups, wanted, strict=True)
+            for group, wanted_bytes in wanted.items()
         )
-        most = max(map(len, groups)) - (len(groups) == 1)
+        most = max(map(len, wanted)) - (len(wanted) == 1)
         for column in range(int(first), int(last) + 1):
             ways[column] = max(ways[column], far * nbytes * grid.num_rounds)
             hops[column] = max(hops[column], most * grid.num_rounds)

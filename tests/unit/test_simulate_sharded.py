@@ -48,14 +48,12 @@ def test_what_moves_is_what_the_routes_of_a_load_say(parallel: Parallel) -> None
     for index in range(plan.num_rounds):
         for rank, own in enumerate(routes):
             host = rank // 2
-            reads = own.reads(index)
-            nbytes = sum(stretch.nbytes for _, stretches in reads for stretch in stretches)
+            nbytes = sum(stretch.nbytes for stretch in own.reads(index))
             moved["read"][index][host] += nbytes
             moved["in"][index][host] += nbytes
-            sent = [parcel for lane, stretches in reads for parcel in own.sent(lane, stretches)]
             received = own.received(index)
             moved["received"][index][rank] += sum(parcel.nbytes for parcel in received)
-            for parcel in (*sent, *received):
+            for parcel in (*own.sent(index), *received):
                 if parcel.next is not None and parcel.next // 2 != host:
                     moved["out"][index][host] += parcel.nbytes
                 if parcel.hop and parcel.source // 2 != host:
