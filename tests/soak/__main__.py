@@ -1,6 +1,6 @@
 """Random faults, over and over: every load ends with the right state on all ranks, or one error on all.
 
-    python -m tests.soak --iterations 200 --seed 1
+    python -m tests.soak --iterations 200 --seed 1 [--sharded]
 
 Root only, since ranks get disks of their own. It stops at the first wrong end and says how to repeat it.
 """
@@ -26,14 +26,15 @@ from tests.soak.cases import draw, run
 @click.option("--iterations", default=200, show_default=True)
 @click.option("--first", default=0, show_default=True, help="Iteration to begin with.")
 @click.option("--seed", default=1, show_default=True)
-def main(iterations: int, first: int, seed: int) -> None:
+@click.option("--sharded", is_flag=True, help="Load into shards, on meshes that are drawn, too.")
+def main(iterations: int, first: int, seed: int, sharded: bool) -> None:
     """Run the soak."""
     ends: Counter[tuple[str, str]] = Counter()
     weather: Counter[str] = Counter()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name, serve(Path(name)) as server:
         for number in range(first, first + iterations):
-            case = draw(random.Random(f"{seed}/{number}"))
+            case = draw(random.Random(f"{seed}/{number}"), sharded=sharded)
             try:
                 with contextlib.redirect_stdout(io.StringIO()):  # what ranks log of their faults
                     how = run(case, server, Path(name))

@@ -11,21 +11,25 @@ import random
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import Signals
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate
 
 import fastload
 from fastload.errors import FastloadError, PeerError
+from fastload.transfer import shares
 from tests.checkpoints import assert_same_bits, load_reference, write_sharded
 from tests.dist import faults
+from tests.dist.draws import Target, draw_target
 from tests.dist.flaky_server import FlakyServer
 from tests.dist.harness import run_ranks
 from tests.dist.test_readers import own_disk
+from tests.dist.test_sharded import emptied, locals_of
 
 _SLACK_S = 10.0  # a busy machine may keep a process waiting for seconds
 _WEATHER_S = 15.0  # a stalled answer and pauses between attempts, or an outage
@@ -34,6 +38,7 @@ _BAD_ANSWERS = ("503", "429", "reset-before", "reset", "short", "wrong-length", 
 _STRATEGIES = ("auto", "allgather", "allgather", "broadcast", "direct")
 _BLOWS = ("SIGKILL", "SIGKILL", "SIGSTOP", "SIGSTOP", "gone", "gone", "raise")
 _LOCAL_ONLY, _REMOTE_ONLY = ("truncate",), ("403", "replaced")
+_ROWS = {f"t{number}": (9_000 + number, 3) for number in range(6)}
 _ALL = 10_000
 _SIGNALS = ("SIGKILL", "SIGSTOP")
 
@@ -56,6 +61,7 @@ class Case:
         stage: Where in the load a signal hits; empty for some time after its start.
         after_s: How long after, then.
         store: Where the rendezvous store lives, as `run_ranks` has it.
+        target: What the ranks load into; None for new tensors, the same on all.
     """
 
     world: int
@@ -68,6 +74,7 @@ class Case:
     stage: str
     after_s: float
     store: Any
+    target: Target | None = None
 
     @property
     def dies(self) -> dict[int, Signals]:
@@ -92,8 +99,8 @@ class Case:
         return f"{self.blow or 'no blow'}{storage}{when}"
 
 
-def draw(rng: random.Random) -> Case:
-    """Draws a case."""
+def draw(rng: random.Random, *, sharded: bool = False) -> Case:
+    """Draws a case, with shards to load into or without."""
     world, remote, strategy = rng.randint(1, 5), rng.random() < 0.6, rng.choice(_STRATEGIES)
     victim = rng.randrange(world)
     blow = rng.choice(["", "", *_BLOWS, *(_REMOTE_ONLY if remote else _LOCAL_ONLY)])
@@ -114,7 +121,17 @@ def draw(rng: random.Random) -> Case:
         stage=rng.choice(["", *stages]) if blow in _SIGNALS else "",
         after_s=rng.choice([0, 1, 1]) * rng.random() * 0.4,
         store=rng.choice(["agent", "agent", "rank0"]),
+        target=_draw_target(rng, world) if sharded else None,
     )
+
+
+def _draw_target(rng: random.Random, world: int) -> Target:
+    """Draws what the ranks want; the first tensor all of them, so that each passes all stages."""
+    state = {name: torch.empty(shape, device="meta") for name, shape in _ROWS.items()}
+    target = draw_target(rng, state, world)
+    first = {"t0": [Replicate()] * len(target.placements["t0"])}
+    stages = {"t0": range(target.shape[0])} if target.stages else {}
+    return replace(target, placements={**target.placements, **first}, stages={**target.stages, **stages})
 
 
 def _draw_weather(rng: random.Random) -> tuple[str, ...]:
@@ -144,11 +161,13 @@ def attempt(rank: int, world: int, case: Case, url: str, folder: Path) -> tuple[
         own_disk(folder, rank)
         for name, data in files.items():
             (folder / name).write_bytes(data)
+    into = None if case.target is None else case.target.of(reference, rank)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shares, "_SLACK_BYTES", 0)  # so that all read
         if rank in case.dies:
             _arm(case, patch)
         began = time.monotonic()
-        kind, why, text = _load(rank, case, url, folder, reference)
+        kind, why, text = _load(rank, case, url, folder, reference, into)
         seconds = time.monotonic() - began
     if rank in case.dies:
         # Not to be waited for in a stage: judge() will see that the load did not fail.
@@ -167,7 +186,12 @@ def _arm(case: Case, patch: pytest.MonkeyPatch) -> None:
 
 
 def _load(
-    rank: int, case: Case, url: str, folder: Path, reference: dict[str, torch.Tensor]
+    rank: int,
+    case: Case,
+    url: str,
+    folder: Path,
+    reference: dict[str, torch.Tensor],
+    into: dict[str, torch.Tensor] | None,
 ) -> tuple[str, str, str]:
     """Returns whether it loaded, and who stopped to read; or that it raised, what, and in which words."""
 
@@ -178,19 +202,24 @@ def _load(
     options = fastload.LoadOptions(
         strategy=case.strategy, chunk_bytes=case.chunk_bytes, timeout_s=case.timeout_s, progress=progress
     )
+    expected = reference if into is None else locals_of(into)
     name_tag = {"client_options": {"default_headers": {"X-Rank": str(rank)}}} if case.remote else None
     try:
         with fastload.open(url, storage_options=name_tag, options=options) as checkpoint:
             if (case.blow == "truncate" and rank == 0) or (case.own_disks and rank == case.victim):
                 for file in folder.glob("*.safetensors"):
                     os.truncate(file, file.stat().st_size // 2)
-            tensors = checkpoint.load()
+            if into is None:
+                loaded = checkpoint.load()
+            else:
+                checkpoint.load(into=emptied(into), strict=False)
+                loaded = locals_of(into)
     except FastloadError as error:
         failures = sorted(error.failures) if isinstance(error, PeerError) else []
         return "raised", f"{type(error).__name__} {failures}", str(error)
     except ValueError as error:  # world of 1: the caller's own
         return "raised", f"{type(error).__name__}", str(error)
-    assert_same_bits(tensors, reference)
+    assert_same_bits(loaded, expected)
     assert checkpoint.report is not None
     stopped = [own.rank for own in checkpoint.report.ranks if "stopped" in own.note]
     return "loaded", f"without {stopped}", ""
@@ -234,7 +263,7 @@ def run(case: Case, server: FlakyServer, root: Path) -> str:
     """Runs one case on a fresh checkpoint."""
     with tempfile.TemporaryDirectory(dir=root) as name:
         folder = Path(name)
-        rows = [(f"t{number}", "F32", (9_000 + number, 3)) for number in range(6)]
+        rows = [(name, "F32", shape) for name, shape in _ROWS.items()]
         write_sharded(folder, {"a.safetensors": rows[:4], "b.safetensors": rows[4:]}, index=True)
         server.faults[:] = [case.blow] * _ALL if case.blow in _REMOTE_ONLY else case.weather
         server.cut_off = str(case.victim) if case.blow == "gone" and case.remote else ""
