@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fastload.formats.state import state_digest
 from tests.checkpoints import load_reference, write_sharded
@@ -84,6 +85,13 @@ def digest_of(checkpoint: Path) -> str:
     return state_digest(load_reference(checkpoint))
 
 
+def digests_of_shards(checkpoint: Path, dim: int, num_hosts: int) -> list[str]:
+    """The digest of what each host gets of tensors that are cut in one dimension."""
+    whole = load_reference(checkpoint)
+    cut = {name: torch.chunk(tensor, num_hosts, dim) for name, tensor in whole.items()}
+    return [state_digest({name: parts[host] for name, parts in cut.items()}) for host in range(num_hosts)]
+
+
 @pytest.mark.parametrize(
     ("url", "num_hosts"),
     [
@@ -105,6 +113,23 @@ def test_the_storage_link_carries_every_byte_once(checkpoint: Path, url: str, nu
     assert report["read_amplification"] == 1.0
     assert (storage_bytes() - before) / report["bytes_wanted"] < 1.02
     assert [own["host"] for own in report["ranks"]] == [f"{PREFIX}host{n + 1}" for n in range(num_hosts)]
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+@pytest.mark.usefixtures("hosts")
+def test_each_host_gets_its_shards_and_storage_delivers_once(checkpoint: Path, dim: int) -> None:
+    before = storage_bytes()
+    sharding = ["--mesh", str(_NUM_HOSTS), "--placements", f"shard({dim})"]
+    url = f"http://{STORAGE}:8080/ckpt"
+    job = start("python", "-m", "fastload", "load", url, "--json", "--digest", *sharding)
+    out, err = job.communicate(timeout=100)
+    assert job.returncode == 0, err
+    report = json.loads(out)
+    assert report["digests"] == digests_of_shards(checkpoint, dim, _NUM_HOSTS)
+    assert (storage_bytes() - before) / report["bytes_wanted"] < 1.02
+    exchanged = sum(own["bytes_received"] for own in report["ranks"]) / report["bytes_wanted"]
+    # Rows are read by whom they belong to; of columns, each host gets those of its own that others read.
+    assert exchanged < 0.05 if dim == 0 else exchanged < 1.02 * (1 - 1 / _NUM_HOSTS)
 
 
 @pytest.mark.usefixtures("hosts")

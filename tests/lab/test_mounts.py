@@ -9,12 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoints import write_sharded
 from tests.lab.test_lab import NAME, STORAGE
-from tests.lab.test_load import digest_of, hosts_up, start, storage_bytes
+from tests.lab.test_load import digest_of, digests_of_shards, hosts_up, start, storage_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "lab"))
 
@@ -37,7 +38,7 @@ rclone) rclone mount :s3:lab "$1" --daemon --read-only --config '' --cache-dir "
     --s3-provider Other --s3-endpoint "$AWS_ENDPOINT_URL" --s3-region "$AWS_REGION" --s3-env-auth ;;
 s3fs) s3fs lab "$1" -o "ro,url=$AWS_ENDPOINT_URL,use_path_request_style,multipart_size=5,parallel_count=1" ;;
 esac || exit
-exec python -m fastload load "$1/ckpt" --json --digest
+exec python -m fastload load "$1/ckpt" --json --digest "${@:3}"
 """
 _NEEDED = {"sshfs": ["sshfs", "socat", _SFTP_SERVER], "rclone": ["rclone"], "s3fs": ["s3fs"]}
 # What clients of buckets read ahead is some MiB of each stream, whatever its length, which shows on a small
@@ -76,20 +77,36 @@ def client(request: pytest.FixtureRequest, hosts: None) -> Iterator[str]:
     server.wait(10)
 
 
-def test_the_storage_link_carries_every_byte_once(checkpoint: Path, client: str, tmp_path: Path) -> None:
-    served = f"{services.STORAGE_ADDRESS}:{services.DATA_DIR / services.BUCKET}"
+def load_through(client: str, folder: Path, *options: str) -> tuple[dict[str, Any], float]:
+    """Loads on all hosts; returns the report, and what crossed the storage link ÷ what was wanted."""
     before = storage_bytes()
+    served = f"{services.STORAGE_ADDRESS}:{services.DATA_DIR / services.BUCKET}"
     given = [
         f"PORT={_SFTP_PORT}",
         f"SERVED={served}",
         "AWSACCESSKEYID=labkey",
         "AWSSECRETACCESSKEY=labsecret",
     ]
-    words = ["env", *given, "bash", "-c", _MOUNTED, "mounted", str(tmp_path / NAME), client]
+    words = ["env", *given, "bash", "-c", _MOUNTED, "mounted", str(folder / NAME), client, *options]
     job = start(*words, num_hosts=_NUM_HOSTS)
     out, err = job.communicate(timeout=100)
     assert job.returncode == 0, err
     report = json.loads(out)
     assert report["strategy"] == "allgather"
+    return report, (storage_bytes() - before) / report["bytes_wanted"]
+
+
+def test_the_storage_link_carries_every_byte_once(checkpoint: Path, client: str, tmp_path: Path) -> None:
+    report, carried = load_through(client, tmp_path)
     assert report["digests"] == [digest_of(checkpoint)] * _NUM_HOSTS
-    assert (storage_bytes() - before) / report["bytes_wanted"] < _MOST[client]
+    assert carried < _MOST[client]
+
+
+@pytest.mark.parametrize("client", ["sshfs"], indirect=True)
+def test_each_host_gets_its_shards_and_all_is_carried_once(
+    checkpoint: Path, client: str, tmp_path: Path
+) -> None:
+    sharding = ["--mesh", str(_NUM_HOSTS), "--placements", "shard(0)"]
+    report, carried = load_through(client, tmp_path, *sharding)
+    assert report["digests"] == digests_of_shards(checkpoint, 0, _NUM_HOSTS)
+    assert carried < _MOST[client]
