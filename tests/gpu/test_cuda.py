@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import fastload
 from fastload.formats.state import state_digest
@@ -75,6 +78,35 @@ def test_a_meta_module_is_materialized_on_the_device(checkpoint: Path) -> None:
     fastload.load(checkpoint, into=module, names=["w0"], device="cuda")
     assert module.w0.device.type == "cuda"
     assert torch.equal(module.w0.cpu(), load_file(checkpoint)["w0"])
+
+
+@pytest.mark.parametrize("strategy", ["direct", "allgather"])
+@pytest.mark.usefixtures("nccl")
+def test_boxes_come_to_the_device(checkpoint: Path, strategy: str) -> None:
+    """Parcels are packed in host memory, whole rows and columns, and any strides."""
+    rows, columns = torch.zeros(100, 1000, device="cuda"), torch.zeros(40, 301, device="cuda").t()
+    options = fastload.LoadOptions(strategy=strategy, chunk_bytes=4099, timeout_s=60)
+    boxes = {
+        "w0": [(fastload.Box((50, 0), (100, 1000)), rows)],
+        "w1": [(fastload.Box((0, 7), (301, 40)), columns)],
+    }
+    with fastload.open(checkpoint, options=options) as opened:
+        opened.read(boxes)
+    saved = load_file(checkpoint)
+    assert torch.equal(rows.cpu(), saved["w0"][50:150])
+    assert torch.equal(columns.cpu(), saved["w1"][:, 7:47])
+
+
+@pytest.mark.usefixtures("nccl")
+def test_an_fsdp_module_on_the_meta_device_becomes_real(checkpoint: Path) -> None:
+    with torch.device("meta"):
+        module = torch.nn.Module()
+        module.w0 = torch.nn.Parameter(torch.empty(300, 1000))
+    fully_shard(module, mesh=init_device_mesh("cuda", (1,)))
+    fastload.load(checkpoint, into=module, names=["w0"], device="cuda")
+    assert isinstance(module.w0, DTensor)
+    assert module.w0.to_local().device.type == "cuda"
+    assert torch.equal(module.w0.full_tensor().cpu(), load_file(checkpoint)["w0"])
 
 
 @pytest.mark.usefixtures("nccl")
