@@ -45,7 +45,7 @@ from bench_parts.job import (
     run_on_ranks,
     write_json,
 )
-from bench_parts.planning import measure_plan
+from bench_parts.planning import measure_plan, measure_sharded_plan
 from bench_parts.tables import FLOOR, print_arms, print_cold, print_stages, print_table
 from bench_parts.throttled_storage import Link, ThrottledFiles
 from fsspec.implementations.local import LocalFileSystem
@@ -53,6 +53,7 @@ from rich.table import Table
 
 import fastload
 from fastload import LoadOptions, LoadReport
+from fastload.estimate.parallel import Parallel
 from fastload.formats.state import state_digest
 
 Arm = Callable[[], baselines.State]
@@ -220,21 +221,30 @@ def memory(ranks: int, size: int, sharded: bool, json_path: str | None) -> None:
 @repeats_option
 @json_option
 def plan(repeats: int, json_path: str | None) -> None:
-    """Time what one rank plans: the reads of all ranks, their digest, and its own chunks and file ranges."""
+    """Time what one rank plans: the reads of all ranks, their digest, and its own chunks and file ranges.
+
+    And what rank 0 does before a sharded load, from hearing what each rank wants.
+    """
     rows = [
         measure_plan(tensors, ranks, every=every, block_bytes=block_bytes, repeats=repeats)
         for tensors, ranks in ((100_000, 1024), (1_000_000, 4096))
         for every, block_bytes in ((1, 0), (2, 0), (1, MIB), (2, MIB))
     ]
-    table = Table(title="Planning, seconds on one rank (median)")
+    _print_plans("Planning, seconds on one rank (median)", rows)
+    jobs = [Parallel(tp=8, pp=16, dp=8, fsdp=fsdp) for fsdp in (False, True)]
+    sharded = [measure_sharded_plan(100_000, job, repeats=repeats) for job in jobs]
+    _print_plans("Planning a sharded load, seconds on rank 0 (median)", sharded)
+    write_json(json_path, [*rows, *sharded])
+
+
+def _print_plans(title: str, rows: list[dict[str, Any]]) -> None:
+    table = Table(title=title)
     for name in rows[0]:
         table.add_column(name.replace("_", " "), justify="right")
     for row in rows:
-        table.add_row(
-            *(f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" for value in row.values())
-        )
+        shown = {float: "{:,.3f}", int: "{:,}", str: "{}"}
+        table.add_row(*(shown[type(value)].format(value) for value in row.values()))
     print_table(table)
-    write_json(json_path, rows)
 
 
 def make_checkpoint(folder: Path, nbytes: int, *, big_part: float = 0.25) -> str:

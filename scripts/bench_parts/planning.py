@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import statistics
 import time
+from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
+from multiprocessing.connection import Connection
 from typing import Any
 
-from fastload.formats.manifest import TensorEntry
-from fastload.transfer.demand import Demand, Supply
-from fastload.transfer.plan import TransferPlan, plan_transfer
+import torch.distributed as dist
+import xxhash
 
-MIB = 2**20
+from bench_parts.job import MIB, forget_peak, peak_bytes
+from fastload.estimate.parallel import Cut, Model, Parallel, claims_of
+from fastload.formats.manifest import TensorEntry
+from fastload.ranks.meeting import Step
+from fastload.ranks.rendezvous import Rendezvous
+from fastload.ranks.world import World
+from fastload.transfer.claims import Claims
+from fastload.transfer.demand import Demand, Supply
+from fastload.transfer.lanes import Lanes
+from fastload.transfer.plan import TransferPlan, plan_transfer
+from fastload.transfer.route import Routes, plan_routes
+
+_LAYER = [  # shapes, and which dimension tensor parallel ranks cut
+    *(((rows, 4096), 0) for rows in (4096, 1024, 1024, 14336, 14336)),
+    *(((4096, columns), 1) for columns in (4096, 14336)),
+    *[((4096,), None)] * 2,
+]
+_NUM_HELPERS = 4
+_TELLING, _PLANNING = "telling what each rank wants", "planning"
 
 
 def measure_plan(
@@ -57,3 +80,92 @@ def _places_of_a_round(made: TransferPlan) -> None:
     """What the pipeline asks of the plan for each round: what goes where."""
     for one in made.readers:
         made.chunk(0, one)
+
+
+# ---- sharded
+
+
+def measure_sharded_plan(num_tensors: int, parallel: Parallel, *, repeats: int) -> dict[str, Any]:
+    """Times what rank 0 does before a sharded load: it hears what all ranks want, and plans.
+
+    Its store is real; a few processes have left in it what the other ranks say.
+    """
+    model = _model(num_tensors)
+    claims = claims_of(model, parallel)
+    by_rank = {
+        rank: claim.packed
+        for claim, ranks in zip(claims.distinct, claims.ranks, strict=True)
+        for rank in ranks
+    }
+    packed = [by_rank[rank] for rank in range(parallel.num_ranks)]
+    row = {"job": str(parallel), "tensors": num_tensors, "ranks": len(packed), "claims": len(claims.distinct)}
+    row["claims_MB"] = sum(map(len, set(packed))) / 1e6
+    del claims, by_rank
+    names = "hear", "unpack", "lanes", "plan", "routes", "agree"
+    turns = [_plan_once(model, packed) for _ in range(repeats)]
+    medians = {name: statistics.median(turn[name] for turn in turns) for name in names}
+    total = statistics.median(sum(turn[name] for name in names) for turn in turns)
+    return {**row, **medians, "total": total, "peak_MiB": max(turn["peak_MiB"] for turn in turns)}
+
+
+def _model(num_tensors: int) -> Model:
+    tensors, offset = [], 0
+    for index in range(num_tensors):
+        layer, place = divmod(index, len(_LAYER))
+        shape, dim = _LAYER[place]
+        tensors.append(Cut(0, offset, 2 * prod(shape), shape, dim, layer))
+        offset += 2 * prod(shape)
+    return Model(tensors, layer + 1)
+
+
+def _plan_once(model: Model, packed: Sequence[bytes]) -> dict[str, float]:
+    """Returns the seconds of each step, and the most memory beyond what was there before."""
+    context = multiprocessing.get_context("fork")
+    helpers = []
+    for number in range(_NUM_HELPERS):  # before the store, whose threads would not survive it
+        ours, theirs = context.Pipe()
+        ranks = range(1 + number, len(packed), _NUM_HELPERS)
+        process = context.Process(target=_leave_answers, args=(theirs, packed, ranks))
+        process.start()
+        helpers.append((process, ours))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for _, pipe in helpers:
+        pipe.send(store.port)
+    for process, _ in helpers:
+        process.join()
+        assert process.exitcode == 0
+    world = _world(store, 0, len(packed))
+    before = forget_peak()
+    times = [time.perf_counter()]
+    heard = world.gather_bytes(_TELLING, lambda: packed[0])
+    times.append(time.perf_counter())
+    claims = Claims.unpack(heard)
+    times.append(time.perf_counter())
+    lanes = Lanes(model.tensors, claims, 0)
+    times.append(time.perf_counter())
+    ranks = tuple(range(len(packed)))
+    plan = plan_routes(lanes, Supply(ranks), order=ranks, staging_bytes=256 * MIB, chunk_bytes=None)
+    times.append(time.perf_counter())
+    Routes(plan, 0)
+    times.append(time.perf_counter())
+    world.agree(_PLANNING, plan.digest)
+    times.append(time.perf_counter())
+    steps = zip(("hear", "unpack", "lanes", "plan", "routes", "agree"), pairwise(times), strict=True)
+    seconds = {name: end - begin for name, (begin, end) in steps}
+    return {**seconds, "peak_MiB": (peak_bytes() - before) / MIB}
+
+
+def _leave_answers(pipe: Connection, packed: Sequence[bytes], ranks: Sequence[int]) -> None:
+    """Leaves what other ranks say in both of the steps that rank 0 takes."""
+    store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False)
+    for rank in ranks:
+        _world(store, rank, len(packed)).show_bytes(_TELLING, "gathered/0", packed[rank])
+        digest = xxhash.xxh3_128_hexdigest(packed[rank])
+        for step, value in ((0, {"value": digest, "call": ""}), (1, {"value": "0" * 32})):
+            answer = {"host": f"host{rank // 8}", "error": None, **value}
+            Step(store, str(step), len(packed)).answer(rank, json.dumps(answer))
+
+
+def _world(store: dist.Store, rank: int, size: int) -> World:
+    rendezvous = Rendezvous(store, rank=rank, size=size, host=0, if_lost="its host is gone")
+    return World(rank=rank, size=size, group=None, store=store, timeout_s=300.0, rendezvous=rendezvous)
