@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import ceil
 from typing import ClassVar, NamedTuple
 
@@ -157,6 +157,7 @@ def plan_routes(
     shares = deal([[(0, nbytes)] for nbytes in lanes.nbytes], lanes.wanters, supply.ranks)
     suppliers, unit_bytes = _suppliers(lanes, shares), lanes.longest_unit_bytes
 
+    @cache
     def slab_bytes(chunk_bytes: int) -> int:
         longest = round_up(chunk_bytes + unit_bytes, PAGE_BYTES)
         coming = (sum(one.most(longest) for one in of_rank) for of_rank in suppliers)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import xxhash
 
 from bench_parts.job import MIB, forget_peak, peak_bytes
+from fastload.base.memory import uncollected
 from fastload.estimate.parallel import Cut, Model, Parallel, claims_of
 from fastload.formats.manifest import TensorEntry
 from fastload.ranks.meeting import Step
@@ -25,7 +26,7 @@ from fastload.transfer.claims import Claims
 from fastload.transfer.demand import Demand, Supply
 from fastload.transfer.lanes import Lanes
 from fastload.transfer.plan import TransferPlan, plan_transfer
-from fastload.transfer.route import Routes, plan_routes
+from fastload.transfer.route import RoutedPlan, Routes, plan_routes
 
 _LAYER = [  # shapes, and which dimension tensor parallel ranks cut
     *(((rows, 4096), 0) for rows in (4096, 1024, 1024, 14336, 14336)),
@@ -139,20 +140,26 @@ def _plan_once(model: Model, packed: Sequence[bytes]) -> dict[str, float]:
     times = [time.perf_counter()]
     heard = world.gather_bytes(_TELLING, lambda: packed[0])
     times.append(time.perf_counter())
-    claims = Claims.unpack(heard)
-    times.append(time.perf_counter())
-    lanes = Lanes(model.tensors, claims, 0)
-    times.append(time.perf_counter())
-    ranks = tuple(range(len(packed)))
-    plan = plan_routes(lanes, Supply(ranks), order=ranks, staging_bytes=256 * MIB, chunk_bytes=None)
-    times.append(time.perf_counter())
-    Routes(plan, 0)
-    times.append(time.perf_counter())
+    plan = _plan(model, heard, times)
     world.agree(_PLANNING, plan.digest)
     times.append(time.perf_counter())
     steps = zip(("hear", "unpack", "lanes", "plan", "routes", "agree"), pairwise(times), strict=True)
     seconds = {name: end - begin for name, (begin, end) in steps}
     return {**seconds, "peak_MiB": (peak_bytes() - before) / MIB}
+
+
+@uncollected  # as in a load
+def _plan(model: Model, heard: Sequence[bytes], times: list[float]) -> RoutedPlan:
+    claims = Claims.unpack(heard)
+    times.append(time.perf_counter())
+    lanes = Lanes(model.tensors, claims, 0)
+    times.append(time.perf_counter())
+    ranks = tuple(range(len(heard)))
+    plan = plan_routes(lanes, Supply(ranks), order=ranks, staging_bytes=256 * MIB, chunk_bytes=None)
+    times.append(time.perf_counter())
+    Routes(plan, 0)
+    times.append(time.perf_counter())
+    return plan
 
 
 def _leave_answers(pipe: Connection, packed: Sequence[bytes], ranks: Sequence[int]) -> None:
