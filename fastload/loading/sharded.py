@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -97,7 +97,10 @@ def _open_rest(job: Job, unread_from: dict[int, int]) -> Job:
     if rest is None:
         raise job.pipeline.read_error or Interrupted("no rank is left that can read")
     job.close()
-    return _open_plan(job.wish, rest, job.bytes_wanted)
+    opened = job.wish.opened
+    # All has been counted as placed: only those who broke know what of it was no good.
+    silent = replace(opened, options=replace(opened.options, progress=None))
+    return _open_plan(replace(job.wish, opened=silent), rest, job.bytes_wanted)
 
 
 def _claim(wish: Wish) -> Claim:

@@ -106,7 +106,10 @@ def test_others_read_for_those_whose_storage_breaks(rank: int, world: int, path:
         for broken in ({1: 0}, {1: 3, 2: 0}, {0: 1, 1: 2, 3: 3}):
             with pytest.MonkeyPatch.context() as patch:
                 break_reads(patch, broken.get(rank))
-                report = load(path, mesh, kind, timeout_s=20)
+                shown: list[tuple[int, int]] = []
+                report = load(path, mesh, kind, timeout_s=20, progress=lambda *one: shown.append(one))  # noqa: B023
+            assert shown == sorted(shown), "it goes back"
+            assert shown[-1][0] == shown[-1][1]
             assert [own.rank for own in report.ranks if "stopped reading" in own.note] == list(broken)
             for own in report.ranks:
                 assert own.peak_staging_bytes <= fastload.LoadOptions().staging_bytes
@@ -282,6 +285,27 @@ def test_storage_that_never_answers_one_rank(rank: int, world: int, path: Path, 
     assert end.seconds < faults.TIMEOUT_S + faults.SLACK_S
     go_on.set()
     assert fastload_threads() == []
+
+
+@ranks(3)
+def test_connections_that_are_cut(rank: int, world: int, path: Path) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            start = routed.RoutedExchange.start
+
+            def cut(self: routed.RoutedExchange, work: rounds.Round) -> None:
+                if work.index == 3:
+                    self._wire.cut(self._neighbour)
+                start(self, work)
+
+            patch.setattr(routed.RoutedExchange, "start", cut)
+        end = outcome_of(lambda: load(path, mesh, timeout_s=PATIENT_S, chunk_bytes=10_000))
+    assert end.kind == "PeerError", end
+    assert "rank 1" in end.text
+    assert end.seconds < TOLD_S
+    assert fastload_threads() == []
+    load(path, mesh, timeout_s=20)
 
 
 # Checkpoints that are damaged
