@@ -13,7 +13,7 @@ from fastload.base.memory import allocate_staging, byte_view, host_view
 from fastload.base.stopwatch import Stopwatch
 from fastload.errors import Interrupted
 from fastload.ranks.world import World
-from fastload.transfer.rounds import FAILED, Round, wait_for
+from fastload.transfer.rounds import FAILED, Round, wait_sent
 from fastload.transfer.wire import Relay, Wire
 
 __all__ = ["RingExchange"]
@@ -87,9 +87,7 @@ class RingExchange:
         work.started.set()
 
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        wait_for(work.sent, f"sending round {work.index} to rank {self._right}", until_s, give_up)
-        if work.error is not None:
-            raise Interrupted(f"round {work.index} did not reach rank {self._right}: {work.error}")
+        wait_sent(work, until_s, give_up)
 
     def close(self) -> None:
         if self._relay.close(partial(self._wire.cut, self._left)):

@@ -30,6 +30,7 @@ __all__ = [
     "Slots",
     "wait",
     "wait_for",
+    "wait_sent",
 ]
 
 TICK_S = 0.05
@@ -220,6 +221,13 @@ def wait_for(event: threading.Event, what: str, until_s: float, give_up: Callabl
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"{what} made no progress for {until_s:.1f} s")
     raise Interrupted("another rank failed")
+
+
+def wait_sent(work: Round, until_s: float, give_up: Callable[[], bool]) -> None:
+    """Waits until nothing of a round is to be sent any more; arguments and errors are those of `wait`."""
+    wait_for(work.sent, f"sending round {work.index}", until_s, give_up)
+    if work.error is not None:
+        raise Interrupted(f"round {work.index} did not reach the others: {work.error}")
 
 
 class LocalExchange:

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from fastload.base.memory import allocate_staging
 from fastload.base.stopwatch import Stopwatch
-from fastload.errors import Interrupted
 from fastload.ranks.world import World
-from fastload.transfer.rounds import FAILED, Leg, Round, wait_for
+from fastload.transfer.rounds import FAILED, Leg, Round, wait_sent
 from fastload.transfer.wire import Relay, Wire
 
 __all__ = ["RoutedExchange"]
@@ -67,9 +66,7 @@ class RoutedExchange:
         work.started.set()
 
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        wait_for(work.sent, f"sending round {work.index}", until_s, give_up)
-        if work.error is not None:
-            raise Interrupted(f"round {work.index} did not reach the others: {work.error}")
+        wait_sent(work, until_s, give_up)
 
     def close(self) -> None:
         if self._relay.close(partial(self._wire.cut, self._neighbour)):

@@ -5,14 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hypothesis import strategies as st
+
 from fastload.geometry.extents import HasExtent
 from fastload.transfer.demand import Demand, Supply
 from fastload.transfer.plan import TransferPlan, plan_transfer
 
-__all__ = ["plan_for_all"]
+__all__ = ["drop_out", "plan_for_all"]
 
 
 def plan_for_all(
     wanted: Sequence[HasExtent], *, world_size: int, readers: Sequence[int], **how: Any
 ) -> TransferPlan:
     return plan_transfer(wanted, Supply(tuple(readers)), Demand(tuple(range(world_size))), **how)
+
+
+def drop_out(data: st.DataObject, plan: TransferPlan) -> tuple[TransferPlan, list[tuple[int, int]]]:
+    """Has some readers drop out: the plan of what is left, and (round, rank) of what was read."""
+    broken = data.draw(st.sets(st.sampled_from(plan.readers), max_size=len(plan.readers) - 1))
+    num_done = data.draw(st.integers(0, plan.num_rounds))
+    num_posted = data.draw(st.integers(num_done, plan.num_rounds))
+    lacking = [(index, rank) for index in range(num_done, num_posted) for rank in sorted(broken)]
+    left = plan.without(broken, lacking, num_posted)
+    assert left is not None
+    assert left.slab_bytes <= plan.slab_bytes
+    chunks = [(index, rank) for index in range(num_posted) for rank in plan.readers]
+    return left, [chunk for chunk in chunks if chunk not in lacking]

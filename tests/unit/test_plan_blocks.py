@@ -13,7 +13,7 @@ from fastload.base.memory import PAGE_BYTES
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
 from fastload.transfer.plan import TransferPlan
-from tests.unit.plans import plan_for_all
+from tests.unit.plans import drop_out, plan_for_all
 from tests.unit.test_plan import entries, share_bytes, wanted_bytes, wanted_tensors
 
 MIB = 1 << 20
@@ -101,18 +101,9 @@ def test_healing_keeps_blocks_whole(
     drawn: tuple[list[TensorEntry], TransferPlan, int, int], data: st.DataObject
 ) -> None:
     wanted, plan, _, block_bytes = drawn
-    broken = data.draw(st.sets(st.sampled_from(plan.readers), max_size=len(plan.readers) - 1))
-    num_done = data.draw(st.integers(0, plan.num_rounds))
-    num_posted = data.draw(st.integers(num_done, plan.num_rounds))
-    lacking = [(index, rank) for index in range(num_done, num_posted) for rank in sorted(broken)]
-    left = plan.without(broken, lacking, num_posted)
-    assert left is not None
-    assert left.slab_bytes <= plan.slab_bytes
+    left, read = drop_out(data, plan)
     placed = check_cover(left, wanted, block_bytes)
-    for index in range(num_posted):
-        for rank in plan.readers:
-            if index < num_done or rank not in broken:
-                placed += wanted_bytes(plan, index, rank)
+    placed += [at for index, rank in read for at in wanted_bytes(plan, index, rank)]
     assert sorted(placed) == list(range(sum(entry.nbytes for entry in wanted)))
     for index in range(left.num_rounds):
         assert sum(left.slot_sizes(index).values()) <= plan.slab_bytes

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fastload.base.memory import PAGE_BYTES
 from fastload.formats.manifest import TensorEntry
 from fastload.transfer.plan import TransferPlan
-from tests.unit.plans import plan_for_all
+from tests.unit.plans import drop_out, plan_for_all
 from tests.unit.test_plan import entries, share_bytes, wanted_bytes, wanted_tensors
 from tests.unit.test_plan_blocks import check_cover
 
@@ -75,20 +75,8 @@ def test_without_broken_readers_the_others_read_exactly_what_is_left(
     drawn: tuple[list[TensorEntry], TransferPlan, int, int], data: st.DataObject
 ) -> None:
     wanted, plan, _, block_bytes = drawn
-    broken = data.draw(st.sets(st.sampled_from(plan.readers), max_size=len(plan.readers) - 1))
-    num_done = data.draw(st.integers(0, plan.num_rounds))
-    num_posted = data.draw(st.integers(num_done, plan.num_rounds))
-    lacking = [(index, rank) for index in range(num_done, num_posted) for rank in sorted(broken)]
-    left = plan.without(broken, lacking, num_posted)
-    assert left is not None
-    assert left.slab_bytes <= plan.slab_bytes
-    placed = [
-        at
-        for index in range(num_posted)
-        for rank in plan.readers
-        if index < num_done or rank not in broken
-        for at in wanted_bytes(plan, index, rank)
-    ]
+    left, read = drop_out(data, plan)
+    placed = [at for index, rank in read for at in wanted_bytes(plan, index, rank)]
     for index in range(left.num_rounds):
         for rank in left.readers:
             placed += wanted_bytes(left, index, rank)
