@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -218,6 +219,8 @@ class World:
     def gather_bytes(self, what: str, make: Callable[[], bytes]) -> list[bytes]:
         """Makes bytes on every rank and brings them to all ranks; those that are equal are carried once.
 
+        Rank 0 collects them for the others: that each asks for those of each would be too much for the store.
+
         Raises:
             FastloadError: Making them failed on a rank, or a rank did not answer.
         """
@@ -229,13 +232,23 @@ class World:
 
         digests = self.agree(what, leave)
         sources = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
-        found = {}
-        for digest, rank in sources.items():
-            taken = self.take_bytes(what, place, rank, keep=True)
-            if taken is None:
-                raise WorldError(f"{what}: what rank {rank} has left is gone")
-            found[digest] = taken
+
+        def join() -> bytes:
+            found = [self._shown(what, place, rank) for rank in sources.values()]
+            return b"".join([json.dumps([len(data) for data in found]).encode(), b"\n", *found])
+
+        lengths, _, joined = self.share(what, 0, join).partition(b"\n")
+        ends = list(accumulate(json.loads(lengths), initial=0))
+        found = {
+            digest: joined[begin:end] for digest, (begin, end) in zip(sources, pairwise(ends), strict=True)
+        }
         return [found[digest] for digest in digests]
+
+    def _shown(self, what: str, place: str, rank: int) -> bytes:
+        data = self.take_bytes(what, place, rank, keep=True)
+        if data is None:
+            raise WorldError(f"{what}: what rank {rank} has left is gone")
+        return data
 
     def leave_bytes(self, what: str, place: str, data: bytes) -> None:
         """Leaves bytes for another rank, which takes them with `take_bytes`, from the same place, once."""

@@ -163,12 +163,12 @@ def _plan(model: Model, heard: Sequence[bytes], times: list[float]) -> RoutedPla
 
 
 def _leave_answers(pipe: Connection, packed: Sequence[bytes], ranks: Sequence[int]) -> None:
-    """Leaves what other ranks say in both of the steps that rank 0 takes."""
+    """Leaves what other ranks say in each of the steps that rank 0 takes."""
     store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False)
     for rank in ranks:
         _world(store, rank, len(packed)).show_bytes(_TELLING, "gathered/0", packed[rank])
         digest = xxhash.xxh3_128_hexdigest(packed[rank])
-        for step, value in ((0, {"value": digest, "call": ""}), (1, {"value": "0" * 32})):
+        for step, value in enumerate(({"value": digest, "call": ""}, {"value": 0}, {"value": "0" * 32})):
             answer = {"host": f"host{rank // 8}", "error": None, **value}
             Step(store, str(step), len(packed)).answer(rank, json.dumps(answer))
 

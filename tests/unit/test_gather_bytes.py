@@ -1,0 +1,80 @@
+"""Bytes of every rank come to all ranks, and the store is asked no more often the more ranks there are."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fastload.errors import FastloadError
+from fastload.ranks.rendezvous import Rendezvous
+from fastload.ranks.world import World
+
+
+class CountedStore:
+    """A client of a real store that counts what it has it fetch."""
+
+    def __init__(self, port: int) -> None:
+        self._store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        self.num_gets = 0
+
+    def get(self, key: str) -> bytes:
+        self.num_gets += 1
+        return bytes(self._store.get(key))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def gather(contents: list[bytes | Exception]) -> tuple[list[Any], list[int]]:
+    """What each rank gets, or what it raises, and how often it fetched something."""
+    size = len(contents)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def run(rank: int) -> tuple[Any, int]:
+        store = CountedStore(server.port)
+        rendezvous = Rendezvous(store, rank=rank, size=size, host=None, if_lost="gone")
+        world = World(rank=rank, size=size, group=None, store=store, timeout_s=60.0, rendezvous=rendezvous)  # type: ignore[arg-type]
+
+        def make() -> bytes:
+            content = contents[rank]
+            if isinstance(content, Exception):
+                raise content
+            return content
+
+        try:
+            got: Any = world.gather_bytes("telling", make)
+            world.heard()
+        except FastloadError as error:
+            got = error
+        return got, store.num_gets
+
+    with ThreadPoolExecutor(size) as threads:
+        results = list(threads.map(run, range(size)))
+    return [got for got, _ in results], [count for _, count in results]
+
+
+def test_all_ranks_get_the_bytes_of_all() -> None:
+    contents: list[Any] = [b"one", b"", b"one", b"\n[3]\n" * 2_000_000]
+    got, _ = gather(contents)
+    assert got == [contents] * 4
+
+
+def test_more_ranks_ask_no_more_of_the_store_each() -> None:
+    most = []
+    for size in (3, 12):
+        contents: list[Any] = [bytes([rank]) * 100 for rank in range(size)]
+        got, counts = gather(contents)
+        assert got == [contents] * size
+        most.append(sorted(counts)[-2])  # but for the one that collects, or decides
+    assert most[1] <= most[0] + 2, most
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_make_them_fails_all(failing: int) -> None:
+    contents: list[Any] = [b"x", b"y", b"z"]
+    contents[failing] = ValueError("no such thing")
+    got, _ = gather(contents)
+    assert all("no such thing" in str(error) for error in got), got
