@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from math import lcm
+from math import ceil, lcm
 from typing import NamedTuple
 
 from fastload.geometry.extents import HasExtent, Space
@@ -61,6 +61,26 @@ class Segment(NamedTuple):
     wanted_bytes: dict[Ranks, int]
 
 
+class Density(NamedTuple):
+    """How much of what is read somebody wants, at most.
+
+    Attributes:
+        part: Of each byte.
+        turn_bytes: What a chunk that begins where that is may have more: one turn of a loop of runs.
+    """
+
+    part: float = 0.0
+    turn_bytes: int = 0
+
+    def most(self, nbytes: int) -> int:
+        """Returns how many bytes that are of a chunk, at most."""
+        return ceil(self.part * nbytes) + self.turn_bytes
+
+    def joined(self, other: Density) -> Density:
+        """Returns the most of either."""
+        return Density(max(self.part, other.part), max(self.turn_bytes, other.turn_bytes))
+
+
 class Lanes:
     """The wanted bytes of a checkpoint, sorted by who wants them.
 
@@ -74,6 +94,8 @@ class Lanes:
         unit_bytes: Segments may be cut at multiples of it: between elements, and between checksum blocks.
         nbytes: Length of each lane, in bytes: what has to be read.
         wanted_bytes: Of each lane, how many bytes each group of ranks wants.
+        densities: Of each lane, how much of it that is anywhere in it, at most.
+        packed: Of all lanes, how much of a chunk is packed, for all groups together.
     """
 
     def __init__(
@@ -86,6 +108,8 @@ class Lanes:
         self.contiguous = contiguous
         self.nbytes: list[int] = []
         self.wanted_bytes: list[dict[Ranks, int]] = []
+        self.densities: list[dict[Ranks, Density]] = []
+        self.packed = Density()
         self._numbers: dict[tuple[Ranks, ...], int] = {}
         self._kinds: list[list[Segment]] = []
         self._kind_of: list[int] = []
@@ -95,6 +119,16 @@ class Lanes:
     def total_bytes(self) -> int:
         """Bytes of all lanes together."""
         return sum(self.nbytes)
+
+    @cached_property
+    def union_bytes(self) -> int:
+        """Bytes that any rank wants, of ranks that want nothing in common but what they want alike."""
+        counts = Counter(self._kind_of)
+        return sum(
+            counts[kind] * min(nbytes, sum(wanted_bytes.values()))
+            for kind, segments in enumerate(self._kinds)
+            for _, nbytes, _, wanted_bytes in segments
+        )
 
     @cached_property
     def wanters(self) -> list[list[int]]:
@@ -159,13 +193,29 @@ class Lanes:
             for number in together[first]:
                 wanting[claims.distinct[number].parts[code]] += claims.ranks[number]
         segments = []
-        for begin, end, wanted_bytes in _segments(nbytes, wanting, self.block_bytes):
-            lane = self._numbers.setdefault(() if self.contiguous else tuple(wanted_bytes), len(self.nbytes))
+        for begin, end, groups in _segments(nbytes, wanting, self.block_bytes):
+            lane = self._numbers.setdefault(() if self.contiguous else tuple(groups), len(self.nbytes))
             if lane == len(self.nbytes):
                 self.nbytes.append(0)
                 self.wanted_bytes.append({})
+                self.densities.append({})
+            self._thicken(lane, end - begin, groups)
+            wanted_bytes = {ranks: _total(part) for ranks, part in groups.items()}
             segments.append(Segment(begin, end - begin, lane, wanted_bytes))
         return segments
+
+    def _thicken(self, lane: int, nbytes: int, groups: Mapping[Ranks, Part]) -> None:
+        """Notes how much the groups of a segment want of it."""
+        packed_part, packed_turn = 0.0, 0
+        for ranks, part in groups.items():
+            turn = max(runs.total // (runs.steps[0][0] if runs.steps else 1) for runs in part)
+            density = Density(_total(part) / nbytes, turn if len(part) > 1 or part[0].steps else 0)
+            known = self.densities[lane].get(ranks, Density())
+            self.densities[lane][ranks] = known.joined(density)
+            if density.turn_bytes:
+                packed_part += density.part
+                packed_turn += density.turn_bytes
+        self.packed = self.packed.joined(Density(packed_part, packed_turn))
 
 
 class _Placed(NamedTuple):
@@ -181,8 +231,8 @@ class _Placed(NamedTuple):
 
 def _segments(
     nbytes: int, wanting: dict[Part, list[int]], block_bytes: int
-) -> Iterator[tuple[int, int, dict[Ranks, int]]]:
-    """Yields where a tensor is to be cut, and how much each group wants there; not what nobody wants."""
+) -> Iterator[tuple[int, int, dict[Ranks, Part]]]:
+    """Yields where a tensor is to be cut, and what each group wants there; not what nobody wants."""
     covers = [(part, list(_covers(part, nbytes))) for part in wanting]
     cuts = {bound for _, ranges in covers for extent in ranges for bound in extent}
     if block_bytes:
@@ -202,10 +252,7 @@ def _segments(
             if pieces := _within(part, begin, end):
                 same[pieces] += wanting[part]
         if same:
-            groups = [
-                (tuple(sorted(ranks)), sum(runs.total for runs in pieces)) for pieces, ranks in same.items()
-            ]
-            yield begin, end, dict(sorted(groups))
+            yield begin, end, dict(sorted((tuple(sorted(ranks)), part) for part, ranks in same.items()))
 
 
 def _covers(part: Part, nbytes: int) -> Iterator[tuple[int, int]]:
@@ -216,6 +263,10 @@ def _covers(part: Part, nbytes: int) -> Iterator[tuple[int, int]]:
         else:
             row = runs.stride
             yield runs.start // row * row, min(-(-runs.end // row) * row, nbytes)
+
+
+def _total(part: Part) -> int:
+    return sum(runs.total for runs in part)
 
 
 def _within(part: Part, begin: int, end: int) -> Part:

@@ -46,7 +46,7 @@ class ParcelSlabs:
         self._places = places
         self._routes = Routes(plan, rank)
         self._slabs = [exchange.allocate(plan.slab_bytes, 0)[0] for _ in range(self.depth)]
-        self._used_bytes = 0
+        self._rooms = [_Room(slab) for slab in self._slabs]
         self._starts: dict[int, int] = {}
         self.wanted_bytes = 0
         for tensor, part in plan.lanes.claims.of(rank):
@@ -55,16 +55,19 @@ class ParcelSlabs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slabs that were used: the others take no memory."""
-        return self._used_bytes * self.depth
+        """Bytes of all slabs that were used: the others take no memory, unless they are pinned."""
+        return sum(room.most for room in self._rooms)
 
     def free(self) -> None:
         """Lets go of the slabs; see `slabs.SlabsOf.free`."""
         self._slabs.clear()
+        for room in self._rooms:
+            room.free()
 
     def lay_out(self, plan: RoutedPlan, index: int, number: int) -> Round:
         """Finds the memory for what is read and received in a round; see `slabs.Slabs.lay_out`."""
-        slab = _Room(self._slabs[index % self.depth])
+        turn = index % self.depth
+        slab = self._rooms[turn] = _Room(self._slabs[turn], self._rooms[turn].most)
         stretches, sent = self._routes.reads(index), self._routes.sent(index)
         extents = self._routes.extents(stretches)
         nbytes = sum(extent.nbytes for extent in extents)
@@ -80,7 +83,6 @@ class ParcelSlabs:
             target = self._target(parcel)
             data = target if target is not None else slab.take(parcel.nbytes)
             work.incoming.append(Leg(parcel, data, is_placed=target is not None))
-        self._used_bytes = max(self._used_bytes, slab.taken)
         return work
 
     def arrivals(self, plan: RoutedPlan, index: int, work: Round) -> Iterator[Arrival]:
@@ -188,15 +190,25 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class _Room:
-    """What is left of a slab in one round."""
+    """What is left of a slab in one round.
 
-    def __init__(self, slab: Tensor) -> None:
+    Attributes:
+        most: The most that was taken of the slab, in any round.
+    """
+
+    def __init__(self, slab: Tensor, most: int = 0) -> None:
         self._slab = slab
-        self.taken = 0
+        self._taken = 0
+        self.most = most
 
     def take(self, nbytes: int) -> Tensor:
         """Returns memory, flat uint8; besides the slab if that is full, which many small parcels can do."""
-        begin, self.taken = self.taken, self.taken + round_up(nbytes, _ALIGNED_BYTES)
+        begin, self._taken = self._taken, self._taken + round_up(nbytes, _ALIGNED_BYTES)
+        self.most = max(self.most, self._taken)
         if begin + nbytes > self._slab.numel():
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return self._slab[begin : begin + nbytes]
+
+    def free(self) -> None:
+        """Lets go of the slab."""
+        self._slab = self._slab[:0].clone()

@@ -12,8 +12,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from math import ceil
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import xxhash
@@ -23,7 +22,7 @@ from fastload.errors import OptionError
 from fastload.geometry.extents import Extent
 from fastload.transfer.claims import Part
 from fastload.transfer.demand import Supply
-from fastload.transfer.lanes import Lanes, Ranks, Stretch
+from fastload.transfer.lanes import Density, Lanes, Ranks, Stretch
 from fastload.transfer.plan import Chunk
 from fastload.transfer.shares import Share, deal
 
@@ -48,6 +47,7 @@ class RoutedPlan:
         chunk_bytes: Length of a chunk in every round but a reader's last, before it is cut at units.
         depth: Rounds that may be in flight at once.
         slab_bytes: Most bytes that a rank needs for a round.
+        staging_bytes: Most bytes for all slabs of one rank together.
         in_lockstep: See `TransferPlan`.
     """
 
@@ -58,6 +58,7 @@ class RoutedPlan:
     chunk_bytes: int
     depth: int
     slab_bytes: int
+    staging_bytes: int
     in_lockstep: ClassVar[bool] = False
 
     @property
@@ -125,7 +126,12 @@ class RoutedPlan:
             for share in self.window(self.shares_of[rank], index):
                 left[share.lane].append((share.begin, share.end))
         shares = deal([sorted(ranges) for ranges in left], self.lanes.wanters, supply.ranks)
-        return replace(self, supply=supply, shares=tuple(shares))
+        # Who reads no more gets from the others what it has read itself.
+        room = _Need(self.lanes, shares)
+        chunk_bytes = room.fitting(self.chunk_bytes, self.staging_bytes)
+        return RoutedPlan(
+            self.lanes, supply, tuple(shares), self.order, *room.sizes(chunk_bytes, self.staging_bytes)
+        )
 
     def digest(self) -> str:
         """xxh3-128 of all that the plan follows from, for comparison between ranks."""
@@ -155,48 +161,76 @@ def plan_routes(
         OptionError: `chunk_bytes`, or a checksum block, does not fit into `staging_bytes`.
     """
     shares = deal([[(0, nbytes)] for nbytes in lanes.nbytes], lanes.wanters, supply.ranks)
-    suppliers, unit_bytes = _suppliers(lanes, shares), lanes.longest_unit_bytes
-
-    @cache
-    def slab_bytes(chunk_bytes: int) -> int:
-        longest = round_up(chunk_bytes + unit_bytes, PAGE_BYTES)
-        coming = (sum(one.most(longest) for one in of_rank) for of_rank in suppliers)
-        return 2 * longest + round_up(max(coming, default=0), PAGE_BYTES)  # what is read, and packed
-
+    need = _Need(lanes, shares)
     if chunk_bytes is None:
-        share_bytes = lanes.total_bytes // len(supply.ranks)
-        for_overlap = round_up(share_bytes // _GOOD_NUM_ROUNDS, PAGE_BYTES)
-        chunk_bytes = min(max(for_overlap, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
-        while chunk_bytes > _LEAST_CHUNK_BYTES and _MAX_DEPTH * slab_bytes(chunk_bytes) > staging_bytes:
+        for_overlap = round_up(lanes.total_bytes // len(supply.ranks) // _GOOD_NUM_ROUNDS, PAGE_BYTES)
+        good = min(max(for_overlap, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
+        chunk_bytes = need.fitting(good, staging_bytes)
+    return RoutedPlan(lanes, supply, tuple(shares), tuple(order), *need.sizes(chunk_bytes, staging_bytes))
+
+
+class _Need:
+    """How much room a rank needs for a round, at most.
+
+    Args:
+        lanes: The wanted bytes.
+        shares: Who reads what of them.
+    """
+
+    def __init__(self, lanes: Lanes, shares: Sequence[Share]) -> None:
+        self._lanes = lanes
+        self._suppliers = _suppliers(lanes, shares)
+        self._known: dict[int, int] = {}
+
+    def bytes(self, chunk_bytes: int) -> int:
+        """Returns the room for what is read, packed and received in a round."""
+        if chunk_bytes not in self._known:
+            longest = chunk_bytes + self._lanes.longest_unit_bytes
+            coming = (sum(one.most(longest) for one in of_rank) for of_rank in self._suppliers)
+            parts = (longest, self._lanes.packed.most(longest), max(coming, default=0))
+            self._known[chunk_bytes] = sum(round_up(part, PAGE_BYTES) for part in parts)
+        return self._known[chunk_bytes]
+
+    def fitting(self, chunk_bytes: int, staging_bytes: int) -> int:
+        """Returns the longest chunk up to a length with which several rounds fit, or else one."""
+        while chunk_bytes > _LEAST_CHUNK_BYTES and _MAX_DEPTH * self.bytes(chunk_bytes) > staging_bytes:
             chunk_bytes = round_up(chunk_bytes // 2, PAGE_BYTES)
-        while chunk_bytes > PAGE_BYTES and slab_bytes(chunk_bytes) > staging_bytes:
+        while chunk_bytes > PAGE_BYTES and self.bytes(chunk_bytes) > staging_bytes:
             chunk_bytes = round_up(chunk_bytes // 2, PAGE_BYTES)
-        chunk_bytes = max(chunk_bytes, unit_bytes)
-    depth = min(_MAX_DEPTH, staging_bytes // slab_bytes(chunk_bytes))
-    if depth < 1:
-        why = f" (checksum blocks have {unit_bytes}: verify=False reads without)" if lanes.block_bytes else ""
-        num_readers = max(map(len, suppliers), default=0)
-        raise OptionError(
-            f"chunk_bytes={chunk_bytes}: what comes from {num_readers} readers at once does not fit into "
-            f"staging_bytes={staging_bytes}{why}"
-        )
-    return RoutedPlan(lanes, supply, tuple(shares), tuple(order), chunk_bytes, depth, slab_bytes(chunk_bytes))
+        return max(chunk_bytes, self._lanes.longest_unit_bytes)
+
+    def sizes(self, chunk_bytes: int, staging_bytes: int) -> tuple[int, int, int, int]:
+        """Returns length of a chunk, rounds in flight, length of a slab, and bytes for all of them.
+
+        Raises:
+            OptionError: Not even one round fits.
+        """
+        slab_bytes = self.bytes(chunk_bytes)
+        depth = min(_MAX_DEPTH, staging_bytes // slab_bytes)
+        if depth < 1:
+            blocks, num_readers = self._lanes.block_bytes, max(map(len, self._suppliers), default=0)
+            why = f" (checksum blocks have {blocks}: verify=False reads without)" if blocks else ""
+            raise OptionError(
+                f"chunk_bytes={chunk_bytes}: what comes from {num_readers} readers at once does not fit into "
+                f"staging_bytes={staging_bytes}{why}"
+            )
+        return chunk_bytes, depth, slab_bytes, staging_bytes
 
 
 class _Supplier(NamedTuple):
     """A reader that a rank gets something from.
 
     Attributes:
-        nbytes: How much, in all.
-        part: How much of each byte that it reads, at most.
+        nbytes: How much that reads of lanes that the rank wants.
+        density: How much of that the rank wants, at most.
     """
 
-    nbytes: float
-    part: float
+    nbytes: int
+    density: Density
 
     def most(self, chunk_bytes: int) -> int:
         """Returns how much of one chunk the rank gets, at most."""
-        return ceil(min(self.nbytes, self.part * chunk_bytes))
+        return min(self.nbytes, chunk_bytes, self.density.most(chunk_bytes))
 
 
 def _suppliers(lanes: Lanes, shares: Sequence[Share]) -> list[list[_Supplier]]:
@@ -205,20 +239,19 @@ def _suppliers(lanes: Lanes, shares: Sequence[Share]) -> list[list[_Supplier]]:
     for share in shares:
         of_lane = lengths[share.lane]
         of_lane[share.reader] = of_lane.get(share.reader, 0) + share.end - share.begin
-    found: dict[int, dict[int, list[float]]] = {ranks[0]: {} for ranks in lanes.claims.ranks}
+    found: dict[int, dict[int, _Supplier]] = {ranks[0]: {} for ranks in lanes.claims.ranks}
     for lane, of_lane in lengths.items():
-        for ranks, wanted in lanes.wanted_bytes[lane].items():
-            part = 1.0 if lanes.contiguous else wanted / lanes.nbytes[lane]
+        for ranks, density in lanes.densities[lane].items():
             for rank in found.keys() & set(ranks):
                 suppliers = found[rank]
                 for reader, nbytes in of_lane.items():
                     known = suppliers.get(reader)
-                    if known is None:
-                        suppliers[reader] = [part * nbytes, part]
-                    else:
-                        known[0] += part * nbytes
-                        known[1] = max(known[1], part)
-    return [[_Supplier(*known) for known in suppliers.values()] for suppliers in found.values()]
+                    suppliers[reader] = (
+                        _Supplier(nbytes, density)
+                        if known is None
+                        else _Supplier(known.nbytes + nbytes, known.density.joined(density))
+                    )
+    return [list(suppliers.values()) for suppliers in found.values()]
 
 
 class Parcel(NamedTuple):
