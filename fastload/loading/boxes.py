@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import index
 from typing import TypeGuard
 
 import torch
@@ -32,7 +33,7 @@ def match_boxes(manifest: Manifest, boxes: BoxesByName) -> Match:
         MismatchError: Something does not fit; it lists all that does not.
         OptionError: `boxes` is something else.
     """
-    pairs = [(name, box, tensor) for name, of_name in _items(boxes) for box, tensor in of_name]
+    pairs = [(name, _plain(name, box), tensor) for name, of_name in _items(boxes) for box, tensor in of_name]
     known = manifest.by_name
     raise_mismatch(
         manifest.url,
@@ -56,6 +57,14 @@ def _items(boxes: BoxesByName) -> Iterator[tuple[str, Sequence[tuple[Box, Tensor
         if not (isinstance(of_name, list | tuple) and all(map(_is_pair, of_name))):
             raise OptionError("boxes= has to be a dict of lists of (Box, tensor), by name of the tensor")
         yield name, of_name
+
+
+def _plain(name: str, box: Box) -> Box:
+    """Returns a box of Python's integers, whatever integers it is given in."""
+    try:
+        return Box(tuple(map(index, box.offsets)), tuple(map(index, box.sizes)))
+    except TypeError:
+        raise OptionError(f"boxes= has a box of {name} that is not made of integers: {box}") from None
 
 
 def _is_pair(pair: object) -> TypeGuard[tuple[Box, Tensor]]:

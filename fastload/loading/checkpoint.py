@@ -129,15 +129,24 @@ class Checkpoint:
         with self._at_most_one_failure():
             began, opened = time.perf_counter(), self._opened
             job = prepare(opened, request)
-            self._last_reader = job.reader
             # Retries of opening count with the first load; a later one counts its own.
             already = self._reported_retries
-            loaded = run(opened, job, self._tracing, began=began, retries_before=already)
+            loaded = run(
+                opened,
+                job,
+                self._tracing,
+                began=began,
+                retries_before=already,
+                reads_with=self._remember,
+            )
             self._reported_retries = opened.access.storage.num_retries
             self._opened = replace(opened, access=opened.access.without(loaded.broken))
             _warn_of(loaded, opened.world)
             self.report = loaded.report
             return loaded.report, restore(opened, job.wish.matched, loaded)
+
+    def _remember(self, reader: ChunkReader) -> None:
+        self._last_reader = reader
 
     def verify(self) -> VerifyReport:
         """Checks every byte, whatever `LoadOptions.verify` says; see `fastload.verify` for errors."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -140,24 +140,34 @@ class Wish:
         Raises:
             FastloadError: This rank cannot load it.
         """
-        world, access = opened.world, opened.access
+        world = opened.world
         device = _target_device(request.device)
         matched = request.match(opened, device)
         device = matched.device or device
-        decision = choose_strategy(
-            opened.options.strategy,
-            world_size=world.size,
-            readers=access.readers,
-            hosts=access.hosts,
-            shared=access.shared,
-            fast_links=device.type == "cuda" and has_nccl(world),
-        )
+        fast_links = device.type == "cuda" and has_nccl(world)
+        decision = _decide(opened, fast_links=fast_links)
         return cls(opened, matched, device, _dtype(request.dtype), decision)
+
+    def through_hosts(self) -> Wish:
+        """Returns the same, decided as if no rank had fast links: what all ranks can tell alike."""
+        return replace(self, decision=_decide(self.opened, fast_links=False))
 
     @property
     def is_whole(self) -> bool:
         """Whether no tensor is wanted in parts."""
         return all(destination.box is None for destination in self.matched.destinations)
+
+
+def _decide(opened: Opened, *, fast_links: bool) -> Decision:
+    access = opened.access
+    return choose_strategy(
+        opened.options.strategy,
+        world_size=opened.world.size,
+        readers=access.readers,
+        hosts=access.hosts,
+        shared=access.shared,
+        fast_links=fast_links,
+    )
 
 
 @dataclass(frozen=True)

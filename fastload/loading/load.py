@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
@@ -18,6 +18,7 @@ from fastload.loading.match import Match
 from fastload.ranks.traces import Tracing
 from fastload.ranks.world import require_same
 from fastload.report import LoadReport, RankReport
+from fastload.transfer.read import ChunkReader
 
 __all__ = ["Loaded", "prepare", "restore", "run", "sharded"]
 
@@ -72,19 +73,29 @@ def prepare(opened: Opened, request: Request) -> Job:
 
     answers = opened.world.agree(f"preparing to load {opened.access.manifest.url}", make)
     wish = wishes[0]
-    _require_same(answers, "strategy", "into", "dtype")
+    _require_same(answers, "into", "dtype")
     if request.is_same:
-        _require_same(answers, "names", "transport", "plan")
+        _require_same(answers, "strategy", "names", "transport", "plan")
     _raise_unexpected(wish, [answer["surplus"] for answer in answers])
-    if all(answer["plan"] for answer in answers) and len({answer["names"] for answer in answers}) == 1:
+    if all(answer["plan"] for answer in answers) and _is_same(answers, "names", "strategy"):
         _require_same(answers, "transport", "plan")
         return jobs[0]
-    jobs.clear()
+    jobs.clear()  # nothing of them has begun
+    if len({answer["strategy"] for answer in answers}) > 1:
+        wish = wish.through_hosts()  # where tensors are differs between ranks, and with it what each decides
     job: Job = sharded().prepare(wish)
     return job
 
 
-def run(opened: Opened, job: Job, tracing: Tracing, *, began: float, retries_before: int) -> Loaded:
+def run(
+    opened: Opened,
+    job: Job,
+    tracing: Tracing,
+    *,
+    began: float,
+    retries_before: int,
+    reads_with: Callable[[ChunkReader], object],
+) -> Loaded:
     """Moves the data, and settles on all ranks whether all of them have it.
 
     Args:
@@ -93,6 +104,7 @@ def run(opened: Opened, job: Job, tracing: Tracing, *, began: float, retries_bef
         tracing: Records it.
         began: `time.perf_counter` when the load began.
         retries_before: Retries of reads that were reported before.
+        reads_with: Called with what reads, before it does.
 
     Raises:
         FastloadError: Some rank has not got its bytes; the tensors may hold some of them.
@@ -105,6 +117,7 @@ def run(opened: Opened, job: Job, tracing: Tracing, *, began: float, retries_bef
 
     def move() -> dict[str, Any]:
         last = passes[-1]
+        reads_with(last.reader)
         tracing.follow(last.pipeline.watches)
         last.pipeline.run()
         seconds = time.perf_counter() - began
@@ -135,7 +148,7 @@ def run(opened: Opened, job: Job, tracing: Tracing, *, began: float, retries_bef
             why=job.wish.decision.why,
             transport=job.exchange.transport,
             bytes_wanted=job.bytes_wanted,
-            num_tensors=len(job.wish.matched.destinations),
+            num_tensors=len({destination.entry.name for destination in job.wish.matched.destinations}),
             chunk_bytes=job.plan.chunk_bytes,
             num_rounds=job.plan.num_rounds,
             depth=job.plan.depth,
@@ -191,6 +204,10 @@ def _raise_unexpected(wish: Wish, digests: Sequence[str]) -> None:
     elif unwanted := sorted(sharded().unwanted_by_all(world, manifest, matched.surplus)):
         # Together: a rank that goes takes with it what it has left for the others.
         world.agree(f"preparing to load {manifest.url}", lambda: matched.raise_unexpected(unwanted))
+
+
+def _is_same(answers: Sequence[dict[str, str]], *keys: str) -> bool:
+    return len({tuple(answer[key] for key in keys) for answer in answers}) == 1
 
 
 def _require_same(answers: Sequence[dict[str, str]], *keys: str) -> None:

@@ -56,9 +56,9 @@ def prepare(wish: Wish) -> Job:
         contiguous = opened.access.is_mounted and not wish.decision.alone
         lanes = Lanes(manifest.tensors, claims, opened.block_bytes, contiguous=contiguous)
         if not wish.decision.alone:
-            return _open(wish, lanes, lanes.total_bytes)
+            return _open(wish, lanes, lanes.union_bytes)
         alone = Claims((_claim(wish),), ((opened.world.rank,),))
-        return _open(wish, Lanes(manifest.tensors, alone, opened.block_bytes), lanes.total_bytes)
+        return _open(wish, Lanes(manifest.tensors, alone, opened.block_bytes), lanes.union_bytes)
 
     return _agree(wish, open_it)
 
@@ -119,8 +119,12 @@ def _open(wish: Wish, lanes: Lanes, bytes_wanted: int) -> Job:
     return _open_plan(wish, plan, bytes_wanted)
 
 
+def _is_pinned(wish: Wish) -> bool:
+    return wish.device.type == "cuda"  # parcels go through host memory
+
+
 def _open_plan(wish: Wish, plan: RoutedPlan, bytes_wanted: int) -> Job:
-    pinned = wish.device.type == "cuda"  # parcels go through host memory
+    pinned = _is_pinned(wish)
     exchange: Exchange = LocalExchange(pinned=pinned)
     if plan.exchanges:
         exchange = RoutedExchange(wish.opened.world, pinned=pinned)

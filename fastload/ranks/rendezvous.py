@@ -253,7 +253,10 @@ class Rendezvous:
         def take() -> bytes | None:
             if not self._store.check([f"{place}/count"]):
                 return None
-            keys = self._piece_keys(place, int(self._store.get(f"{place}/count")))
+            count = self._store.get(f"{place}/count")
+            if not count:  # it is being taken away
+                return None
+            keys = self._piece_keys(place, int(count))
             data = b"".join(self._store.get(key) for key in keys)
             if not keep:
                 self._delete([f"{place}/count", *keys])
@@ -353,7 +356,9 @@ class Solo(Rendezvous):
     def hear(
         self, step: int, *, num_others: int, failed: bool, leavings: Sequence[str], grace_s: float
     ) -> None:
-        """Does nothing."""
+        """Forgets what was left."""
+        for place in leavings:
+            self._left.pop(place, None)
 
     def resign(self, heard: int | None, step: int, answer: str, *, limit_s: float) -> None:
         """Does nothing."""
@@ -370,7 +375,7 @@ class Solo(Rendezvous):
     def leave(self, what: str, place: str, data: bytes, *, limit_s: float) -> list[str]:
         """Keeps bytes for `take`."""
         self._left[place] = data
-        return []
+        return [place]
 
     def take(self, what: str, place: str, *, keep: bool, limit_s: float) -> bytes | None:
         """Returns what `leave` has kept; None if it has nothing."""

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 from typing import ClassVar, NamedTuple
 
 import xxhash
@@ -229,8 +230,9 @@ class _Supplier(NamedTuple):
     density: Density
 
     def most(self, chunk_bytes: int) -> int:
-        """Returns how much of one chunk the rank gets, at most."""
-        return min(self.nbytes, chunk_bytes, self.density.most(chunk_bytes))
+        """Returns how much of one chunk the rank gets, at most; more than that if its boxes overlap."""
+        nbytes = min(self.nbytes, chunk_bytes)
+        return min(ceil(max(self.density.part, 1.0) * nbytes), self.density.most(nbytes))
 
 
 def _suppliers(lanes: Lanes, shares: Sequence[Share]) -> list[list[_Supplier]]:

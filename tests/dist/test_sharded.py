@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import safetensors.torch
 import torch
@@ -14,6 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import fastload
+from fastload.loading import job, sharded
+from fastload.loading.match import Match
+from fastload.transfer import parcels
 from tests.checkpoints import assert_same_bits
 from tests.dist.harness import ranks
 
@@ -145,9 +149,78 @@ def test_ranks_read_the_boxes_they_ask_for(rank: int, world: int, tmp_path: Path
             for (offsets, sizes), tensor in of_name:
                 slices = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
                 assert_same_bits({name: tensor.clone()}, {name: tensors[name][slices].clone()})
-        assert even.nbytes + cube.nbytes > report.bytes_wanted > even.nbytes
-        assert sum(one.bytes_read for one in report.ranks) == report.bytes_wanted
+        assert even.nbytes + cube.nbytes > report.bytes_wanted
+        # Rows are read as they are: of the cube, more than the box.
+        assert even.nbytes + cube.nbytes > sum(one.bytes_read for one in report.ranks) > report.bytes_wanted
 
         problem = r"(?s)rank 3 .*even: the box at \[60, 0\] of \[5, 1\] is no box"
         with pytest.raises(fastload.PeerError, match=problem):
             opened.read({"even": [(fastload.Box((60, 0), (5, 1)), torch.zeros(5, 1))]} if rank == 3 else {})
+
+
+def write_rows(path: Path, rank: int, num_rows: int) -> torch.Tensor:
+    """Writes one tensor of 1024 columns, each rank the same."""
+    tensor = torch.arange(num_rows * 1024, dtype=torch.float32).reshape(num_rows, 1024)
+    if rank == 0:
+        safetensors.torch.save_file({"a": tensor}, path / "model.safetensors")
+    torch.distributed.barrier()
+    return tensor
+
+
+@ranks(4)
+def test_staging_is_enough_for_all_that_is_packed_and_received(
+    rank: int, world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = write_rows(tmp_path, rank, 2048)
+    besides: list[int] = []
+    take = parcels._Room.take
+
+    def taken(room: parcels._Room, nbytes: int) -> torch.Tensor:
+        found = take(room, nbytes)
+        if found.untyped_storage().data_ptr() != room._slab.untyped_storage().data_ptr():
+            besides.append(nbytes)
+        return found
+
+    monkeypatch.setattr(parcels._Room, "take", taken)
+    staging_bytes = 4 << 20
+    options = fastload.LoadOptions(strategy="allgather", staging_bytes=staging_bytes, timeout_s=20)
+    with fastload.open(tmp_path, options=options) as opened:
+        widths = [1000 + 2 * rank + number for number in range(4)]  # which overlap, here and on other ranks
+        wanted = [(fastload.Box((0, 0), (2048, width)), torch.zeros(2048, width)) for width in widths]
+        report = opened.read({"a": wanted})
+        assert all(torch.equal(got, tensor[:, : got.shape[1]]) for _, got in wanted)
+        assert staging_bytes >= report.ranks[rank].peak_staging_bytes > 0
+        columns = placed(tensor, init_device_mesh("cpu", (world,)), [Shard(1)])
+        opened.load(into=emptied({"a": columns}))
+        assert torch.equal(columns.to_local(), tensor.chunk(world, 1)[rank])
+        assert opened.report is not None
+        assert staging_bytes >= opened.report.ranks[rank].peak_staging_bytes > 0
+    assert besides == []
+
+
+@ranks(3)
+def test_where_tensors_are_may_differ(
+    rank: int, world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that wants nothing has no tensor on a device that would make it decide as the others do."""
+    tensor = write_rows(tmp_path, rank, 2)
+    monkeypatch.setattr(job, "has_nccl", lambda world: True)
+    device = property(lambda self: torch.device("cuda") if self.destinations else None)
+    monkeypatch.setattr(Match, "device", device)
+    monkeypatch.setattr(sharded, "_is_pinned", lambda wish: False)
+    rows = placed(tensor, init_device_mesh("cpu", (world,)), [Shard(0)])  # of which rank 2 has none
+    fastload.load(tmp_path, into=emptied({"a": rows}), options=fastload.LoadOptions(timeout_s=20))
+    assert torch.equal(rows.to_local(), tensor[rank : rank + 1])
+
+
+@ranks(2)
+def test_boxes_are_made_of_integers(rank: int, world: int, tmp_path: Path) -> None:
+    tensor = write_rows(tmp_path, rank, 4)
+    with fastload.open(tmp_path, options=fastload.LoadOptions(timeout_s=20)) as opened:
+        box = fastload.Box((numpy.int64(1), torch.tensor(2)), [numpy.int32(2), 3])  # type: ignore[arg-type]
+        got = torch.zeros(2, 3)
+        opened.read({"a": [(box, got), (fastload.Box((0, 0), (1, 1)), torch.zeros(1, 1))]})
+        assert torch.equal(got, tensor[1:3, 2:5])
+        broken = fastload.Box((0.5, 0), (1, 1))  # type: ignore[arg-type]
+        with pytest.raises(fastload.FastloadError, match=r"boxes= has a box of a that is not made of int"):
+            opened.read({"a": [(broken, torch.zeros(1, 1))]})

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fastload
 from fastload.errors import PeerError, StorageError
+from fastload.loading import sharded
 from fastload.storage.local import LocalStorage
 from fastload.transfer import routed, rounds
 from fastload.transfer.read import ChunkReader
@@ -440,3 +441,37 @@ def kept(rank: int, world: int, path: Path, what: str, kind: str) -> None:
 @pytest.mark.parametrize("what", ["nothing", "raise", "heal", "all-break", "rest"])
 def test_nothing_is_kept(path: Path, what: str, kind: str) -> None:
     run_ranks(kept, 3, path=path, what=what, kind=kind)
+
+
+@ranks(3)
+def test_storage_stays_open_while_a_read_of_the_second_pass_is_under_way(
+    rank: int, world: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of a closed descriptor may soon stand for another file."""
+    answer, is_second, closed = threading.Event(), threading.Event(), threading.Event()
+    prepare_rest, close = sharded.prepare_rest, LocalStorage.close
+
+    def prepared(*arguments: Any) -> Any:
+        is_second.set()
+        return prepare_rest(*arguments)
+
+    def closing(storage: LocalStorage) -> None:
+        closed.set()
+        close(storage)
+
+    def read(_: Any) -> None:
+        if rank == 0:
+            raise StorageError("the disk of rank 0 is broken")
+        if rank == 1 and is_second.is_set():
+            answer.wait(PATIENT_S)
+
+    monkeypatch.setattr(sharded, "prepare_rest", prepared)
+    monkeypatch.setattr(LocalStorage, "close", closing)
+    before_reads(monkeypatch, read)
+    opened = fastload.open(path, options=options(timeout_s=3))
+    with pytest.raises(fastload.FastloadError):
+        opened.load(into=emptied(shards(init_device_mesh("cpu", (world,)))))
+    opened.close()
+    assert closed.is_set() == (rank != 1)
+    answer.set()
+    assert closed.wait(PATIENT_S)
