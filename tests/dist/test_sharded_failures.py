@@ -208,7 +208,7 @@ SIZE = 3
 STAGES = ("claims", "routes", "connect", "read", "exchange", "place", "first", "middle", "last", "rest", "gather")
 SIGNALED = [
     Case(stage, number % SIZE, signum, kind, strategy)
-    for number, (stage, signum) in enumerate(itertools.product(STAGES, (KILL, STOP)))
+    for number, (stage, signum) in enumerate(zip(STAGES, itertools.cycle((KILL, STOP)), strict=False))
     for kind, strategy in [("mixed", "allgather") if number % 3 else ("fsdp", "allgather")]
 ]
 SIGNALED += [Case("middle", 1, KILL, "mixed", "direct"), Case("first", 2, STOP, "mixed", "broadcast")]
