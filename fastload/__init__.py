@@ -21,7 +21,7 @@ from fastload.errors import (
     StorageError,
     WorldError,
 )
-from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
+from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
 from fastload.formats.per_rank import PerRank
 from fastload.geometry.box import Box
 from fastload.loading.checkpoint import Checkpoint
@@ -65,6 +65,7 @@ __all__ = [
     "OptionError",
     "PeerError",
     "PerRank",
+    "Piece",
     "PlanMismatch",
     "RankReport",
     "ReplicaMismatch",

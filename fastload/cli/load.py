@@ -19,6 +19,7 @@ from fastload.errors import FastloadError
 from fastload.formats.manifest import TensorEntry
 from fastload.formats.per_rank import OWN_PREFIX
 from fastload.formats.state import describe, state_digest
+from fastload.geometry.box import row_major
 from fastload.options import SETTINGS, STRATEGIES
 from fastload.ranks.world import agree, initialize
 from fastload.storage import locate
@@ -138,14 +139,22 @@ def _print_manifest(manifest: fastload.Manifest) -> None:
     console = stdout()
     table = Table("tensor", "dtype", "shape", "size", "file")
     for entry in manifest.tensors:
-        name = manifest.files[entry.file].name or manifest.url
-        size = decimal(entry.nbytes)
-        table.add_row(shown(entry.name), entry.dtype, str(list(entry.shape)), size, shown(name))
+        where = _place_of(entry, manifest)
+        table.add_row(shown(entry.name), entry.dtype, str(list(entry.shape)), decimal(entry.nbytes), where)
     console.print(table)
     for dtype, (count, nbytes) in _by_dtype(manifest).items():
         console.print(f"{dtype}: {count} tensors, {decimal(nbytes)}")
     total = f"{len(manifest.tensors)} tensors, {decimal(manifest.nbytes)} in {len(manifest.files)} files"
     console.print(total, style="bold")
+
+
+def _place_of(entry: TensorEntry, manifest: fastload.Manifest) -> str:
+    """Says in which file a tensor is, or in how many."""
+    files = {piece.file for piece in entry.pieces}
+    if len(files) > 1:
+        return f"{len(entry.pieces)} pieces in {len(files)} files"
+    name = shown(manifest.files[entry.file].name or manifest.url)
+    return f"{len(entry.pieces)} pieces in {name}" if len(entry.pieces) > 1 else name
 
 
 def _by_dtype(manifest: fastload.Manifest) -> dict[str, tuple[int, int]]:
@@ -160,6 +169,7 @@ def _by_dtype(manifest: fastload.Manifest) -> dict[str, tuple[int, int]]:
 def _manifest_as_json(manifest: fastload.Manifest) -> dict[str, Any]:
     return {
         "url": manifest.url,
+        "format": manifest.format,
         "nbytes": manifest.nbytes,
         "metadata": dict(manifest.metadata),
         "files": [{"name": file.name, "nbytes": file.nbytes} for file in manifest.files],
@@ -171,10 +181,25 @@ def _manifest_as_json(manifest: fastload.Manifest) -> dict[str, Any]:
                 "file": manifest.files[entry.file].name,
                 "offset": entry.offset,
                 "nbytes": entry.nbytes,
+                **({"pieces": _pieces_as_json(entry, manifest)} if entry.pieces else {}),
             }
             for entry in manifest.tensors
         ],
     }
+
+
+def _pieces_as_json(entry: TensorEntry, manifest: fastload.Manifest) -> list[dict[str, Any]]:
+    return [
+        {
+            "offsets": piece.box.offsets,
+            "sizes": piece.box.sizes,
+            "file": manifest.files[piece.file].name,
+            "offset": piece.offset,
+            "nbytes": piece.nbytes,
+            "strides": piece.strides or row_major(piece.box.sizes),
+        }
+        for piece in entry.pieces
+    ]
 
 
 def _print_report(report: fastload.LoadReport, digests: list[str] | None, *, sharded: bool) -> None:

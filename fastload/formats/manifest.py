@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import xxhash
 
 from fastload.base.memory import uncollected
+from fastload.geometry.box import Box
 
-__all__ = ["FileEntry", "Manifest", "TensorEntry"]
+__all__ = ["FileEntry", "Manifest", "Piece", "TensorEntry"]
 
 _LENGTH_BYTES = 8
 
@@ -38,6 +40,25 @@ class FileEntry:
     checksums: bytes = b""
 
 
+class Piece(NamedTuple):
+    """Where a box of a tensor lies in a file.
+
+    Attributes:
+        box: In elements, as torch has them; not empty.
+        file: Index into `Manifest.files`.
+        offset: First byte in that file: of the first element of the box.
+        nbytes: Length in bytes, up to the end of the last element.
+        strides: How many elements of the file apart elements of the box are in each dimension: in any order,
+            with gaps, 0 where all are one. Empty means that they are row-major, without gaps.
+    """
+
+    box: Box
+    file: int
+    offset: int
+    nbytes: int
+    strides: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor of a checkpoint.
@@ -49,6 +70,8 @@ class TensorEntry:
         file: Index into `Manifest.files`.
         offset: First byte in that file.
         nbytes: Length in bytes.
+        pieces: Where it lies, in the order of the bytes, if it is not row-major in one place; `file` and
+            `offset` are then those of the first one. Their boxes make up the tensor, without overlaps.
     """
 
     name: str
@@ -57,6 +80,7 @@ class TensorEntry:
     file: int
     offset: int
     nbytes: int
+    pieces: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,6 +96,7 @@ class Manifest:
         block_bytes: A tensor has a checksum for every so many of its bytes; 0 without a commit record.
         structure: How the state was nested, as the commit record has it; None without one.
         record_digest: xxh3-128 of the commit record; empty without one.
+        format: What kind of checkpoint it is: ``safetensors``, ``fastload``, …
     """
 
     url: str
@@ -81,11 +106,20 @@ class Manifest:
     block_bytes: int = 0
     structure: Any = None
     record_digest: str = ""
+    format: str = "safetensors"
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:
         """Tensors by name, in the order of `tensors`."""
         return {entry.name: entry for entry in self.tensors}
+
+    @cached_property
+    def extents(self) -> Sequence[TensorEntry | Piece]:
+        """Where the bytes of tensors lie, in their order: tensors, and the pieces of those that have some."""
+        if not any(entry.pieces for entry in self.tensors):
+            return self.tensors
+        extents = [extent for entry in self.tensors for extent in entry.pieces or (entry,)]
+        return sorted(extents, key=attrgetter("file", "offset", "nbytes"))
 
     @cached_property
     def nbytes(self) -> int:
@@ -121,21 +155,30 @@ class Manifest:
             url=url,
             files=tuple(files),
             tensors=tuple(
-                TensorEntry(name, dtype, tuple(shape), file, offset, nbytes)
-                for name, dtype, shape, file, offset, nbytes in columns["tensors"]
+                TensorEntry(name, dtype, tuple(shape), file, offset, nbytes, tuple(map(_piece, pieces)))
+                for name, dtype, shape, file, offset, nbytes, *pieces in columns["tensors"]
             ),
             metadata=columns["metadata"],
             block_bytes=columns["block_bytes"],
             structure=columns["structure"],
             record_digest=columns["record_digest"],
+            format=columns["format"],
         )
 
     def _columns(self) -> dict[str, object]:
         return {
             "files": [[f.name, f.nbytes, f.version, f.header_digest, len(f.checksums)] for f in self.files],
-            "tensors": [[t.name, t.dtype, t.shape, t.file, t.offset, t.nbytes] for t in self.tensors],
+            "tensors": [
+                [t.name, t.dtype, t.shape, t.file, t.offset, t.nbytes, *t.pieces] for t in self.tensors
+            ],
             "metadata": dict(self.metadata),
             "block_bytes": self.block_bytes,
             "structure": self.structure,
             "record_digest": self.record_digest,
+            "format": self.format,
         }
+
+
+def _piece(columns: Any) -> Piece:
+    (offsets, sizes), file, offset, nbytes, strides = columns
+    return Piece(Box(tuple(offsets), tuple(sizes)), file, offset, nbytes, tuple(strides))

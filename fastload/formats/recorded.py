@@ -76,6 +76,7 @@ def read_recorded(storage: Storage, listing: Sequence[str]) -> Manifest:
         block_bytes=record.block_bytes,
         structure=record.state,
         record_digest=xxhash.xxh3_128_hexdigest(text),
+        format="fastload",
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import accumulate, product
 from math import prod
+from operator import mul
 from typing import NamedTuple
 
-__all__ = ["Box", "Runs", "runs_of"]
+__all__ = ["Box", "Runs", "row_major", "runs_of", "strided_runs"]
 
 
 class Box(NamedTuple):
@@ -44,6 +45,11 @@ class Box(NamedTuple):
         ends = map(min, self._ends, other._ends)
         common = Box(begins, tuple(end - begin for begin, end in zip(begins, ends, strict=True)))
         return common if all(size > 0 for size in common.sizes) else None
+
+    def relative_to(self, other: Box) -> Box:
+        """Returns the same, with offsets counted from those of another."""
+        offsets = (own - first for own, first in zip(self.offsets, other.offsets, strict=True))
+        return Box(tuple(offsets), self.sizes)
 
     @property
     def _ends(self) -> tuple[int, ...]:
@@ -135,18 +141,32 @@ def runs_of(box: Box, shape: Sequence[int]) -> Runs:
         box: Within the tensor.
         shape: Of the tensor.
     """
-    start, distance, length = 0, 1, 1
+    return strided_runs(box, row_major(shape))
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns how many elements apart the elements of a row-major tensor are in each dimension."""
+    return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
+
+
+def strided_runs(box: Box, strides: Sequence[int]) -> Runs:
+    """Returns where the elements of a box, not empty, lie in a tensor of any strides, in as few runs.
+
+    Args:
+        box: Within the tensor.
+        strides: Of the tensor, 0 or more; elements share no memory, but along dimensions of stride 0 of which
+            the box has one element. The loops begin with the longest stride, whatever dimension that is of.
+    """
+    start = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    length = 1
     steps: list[tuple[int, int]] = []
-    for offset, size, full in reversed(list(zip(box.offsets, box.sizes, shape, strict=True))):
-        start += offset * distance
-        if not steps and length == distance:
-            length *= size  # all inner dimensions are whole: this one goes on where they end
-        elif steps and steps[-1][0] * steps[-1][1] == distance:
-            steps[-1] = (
-                steps[-1][0] * size,
-                steps[-1][1],
-            )  # the inner loop is whole: it simply has more turns
-        elif size > 1:
-            steps.append((size, distance))
-        distance *= full
+    for stride, size in sorted(zip(strides, box.sizes, strict=True)):
+        if size == 1:
+            continue
+        if not steps and stride == length:
+            length *= size  # what is within is whole: this one goes on where that ends
+        elif steps and steps[-1][0] * steps[-1][1] == stride:
+            steps[-1] = steps[-1][0] * size, steps[-1][1]  # the inner loop is whole: it has more turns
+        else:
+            steps.append((size, stride))
     return Runs(start, length, tuple(reversed(steps)))

@@ -15,7 +15,7 @@ from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.geometry.box import Box
 from fastload.loading.match import Match
 from fastload.loading.mismatch import overlaps, raise_mismatch
-from fastload.loading.place import Destination
+from fastload.loading.pieces import Sources
 
 __all__ = ["BoxesByName", "match_boxes"]
 
@@ -44,12 +44,15 @@ def match_boxes(manifest: Manifest, boxes: BoxesByName) -> Match:
             if name in known and (problem := next(_problems(known[name], box, tensor), ""))
         ],
     )
-    wanted: dict[str, list[Destination]] = {name: [] for name in boxes}
+    wanted: dict[str, list[tuple[Box, Tensor]]] = {name: [] for name in boxes}
     for name, box, tensor in sorted(pairs, key=lambda pair: pair[1].offsets):
         if box.numel:
-            wanted[name].append(Destination(known[name], torch_spec(known[name])[0], tensor, box))
-    destinations = [one for entry in manifest.tensors for one in wanted.get(entry.name, ())]
-    return Match(destinations, {}, lambda: None, lambda: None, url=manifest.url)
+            wanted[name].append((box, tensor))
+    sources = Sources(manifest)
+    for entry in manifest.tensors:
+        for box, tensor in wanted.get(entry.name, ()):
+            sources.add(entry, torch_spec(entry)[0], tensor, box)
+    return Match(sources.destinations(), {}, sources.copy, lambda: None, url=manifest.url)
 
 
 def _items(boxes: BoxesByName) -> Iterator[tuple[str, Sequence[tuple[Box, Tensor]]]]:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
-from operator import and_, attrgetter
+from operator import and_
 
-from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
-from fastload.geometry.box import Runs, runs_of
+from fastload.geometry.box import Runs
 from fastload.loading.place import Destination
 from fastload.ranks.world import World
 from fastload.transfer.claims import Claim, Part
@@ -25,26 +24,23 @@ def claim_of(manifest: Manifest, destinations: Sequence[Destination]) -> Claim:
 
     Args:
         manifest: The checkpoint.
-        destinations: In manifest order.
+        destinations: In the order of `Manifest.extents`.
     """
 
     def wants() -> Iterator[tuple[int, Part]]:
-        of_entry = groupby(destinations, attrgetter("entry"))
-        entry, parts = next(of_entry, (None, ()))
-        for index, candidate in enumerate(manifest.tensors):
-            if candidate is entry:
-                if entry.nbytes:
+        of_extent = groupby(destinations, lambda destination: id(destination.extent))
+        extent, parts = next(of_extent, (None, ()))
+        for index, candidate in enumerate(manifest.extents):
+            if id(candidate) == extent:
+                if candidate.nbytes:
                     yield index, tuple(map(_runs, parts))
-                entry, parts = next(of_entry, (None, ()))
+                extent, parts = next(of_extent, (None, ()))
 
     return Claim.of(wants())
 
 
 def _runs(destination: Destination) -> Runs:
-    if destination.box is None:
-        return Runs(0, destination.entry.nbytes, ())
-    _, shape = torch_spec(destination.entry)
-    return runs_of(destination.box, shape).scaled(destination.stored.itemsize)
+    return destination.runs or Runs(0, destination.extent.nbytes, ())
 
 
 def exchange_claims(world: World, url: str, make: Callable[[], Claim]) -> list[bytes]:

@@ -154,8 +154,8 @@ class Wish:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no tensor is wanted in parts."""
-        return all(destination.box is None for destination in self.matched.destinations)
+        """Whether no tensor, and no piece of one, is wanted in parts."""
+        return all(destination.runs is None for destination in self.matched.destinations)
 
 
 def _decide(opened: Opened, *, fast_links: bool) -> Decision:
@@ -208,7 +208,7 @@ def open_whole(wish: Wish) -> Job:
     opened, decision = wish.opened, wish.decision
     world, options, access = opened.world, opened.options, opened.access
     plan = plan_transfer(
-        [destination.entry for destination in wish.matched.destinations],
+        [destination.extent for destination in wish.matched.destinations],
         decision.supply(world.rank),
         decision.demand(world.rank, world.size),
         staging_bytes=options.staging_bytes,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fastload.base.memory import byte_view, round_up, runs
-from fastload.formats.manifest import TensorEntry
-from fastload.geometry.box import Box
+from fastload.formats.manifest import Piece, TensorEntry
+from fastload.geometry.box import Runs
 from fastload.geometry.extents import Extent, Space
 
 __all__ = ["Destination", "Placer"]
@@ -22,24 +22,31 @@ _SMALL_BYTES = 16 << 10  # below, to make two tensors takes longer than to copy 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where one tensor of the checkpoint, or a box of it, goes.
+    """Where one tensor of the checkpoint, a piece of it, or what is wanted of either, goes.
 
     Attributes:
         entry: The tensor in the checkpoint.
         stored: Its dtype there, as torch has it.
-        tensor: What receives it: shape of the box; another dtype means a cast; any strides; any device.
-        box: What of the tensor is wanted, in elements; None is all of it.
+        tensor: What receives it, in row-major order: another dtype means a cast; any strides; any device.
+        runs: What is wanted, in bytes of `extent`; None is all of it.
+        piece: Of which piece of the tensor; None if it has none.
     """
 
     entry: TensorEntry
     stored: torch.dtype
     tensor: Tensor
-    box: Box | None = None
+    runs: Runs | None = None
+    piece: Piece | None = None
+
+    @property
+    def extent(self) -> TensorEntry | Piece:
+        """Where it lies."""
+        return self.entry if self.piece is None else self.piece
 
     @property
     def nbytes(self) -> int:
         """Bytes of what is wanted, as they are stored."""
-        return self.entry.nbytes if self.box is None else self.box.numel * self.stored.itemsize
+        return self.extent.nbytes if self.runs is None else self.runs.total
 
     @property
     def is_plain(self) -> bool:
@@ -58,9 +65,11 @@ class Placer:
     def __init__(self, destinations: Sequence[Destination]) -> None:
         # Detached, these keep the memory that is written to, whatever the caller does meanwhile.
         self._destinations = [
-            Destination(d.entry, d.stored, d.tensor.detach(), d.box) for d in destinations if d.nbytes
+            Destination(d.entry, d.stored, d.tensor.detach(), d.runs, d.piece)
+            for d in destinations
+            if d.nbytes
         ]
-        self._wanted = Space([Extent(d.entry.file, d.entry.offset, d.nbytes) for d in self._destinations])
+        self._wanted = Space([Extent(d.extent.file, d.extent.offset, d.nbytes) for d in self._destinations])
         self._addresses = [_address(d) for d in self._destinations]
         self._shared = _overlapping(self._addresses, [d.nbytes for d in self._destinations])
         self._cut: dict[tuple[int, int], tuple[Tensor, int]] = {}

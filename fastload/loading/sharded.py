@@ -54,11 +54,11 @@ def prepare(wish: Wish) -> Job:
         claims = Claims.unpack(packed)
         # What a mount reads ahead is to be what its reader asks for next, whoever wants it.
         contiguous = opened.access.is_mounted and not wish.decision.alone
-        lanes = Lanes(manifest.tensors, claims, opened.block_bytes, contiguous=contiguous)
+        lanes = Lanes(manifest.extents, claims, opened.block_bytes, contiguous=contiguous)
         if not wish.decision.alone:
             return _open(wish, lanes, lanes.union_bytes)
         alone = Claims((_claim(wish),), ((opened.world.rank,),))
-        return _open(wish, Lanes(manifest.tensors, alone, opened.block_bytes), lanes.union_bytes)
+        return _open(wish, Lanes(manifest.extents, alone, opened.block_bytes), lanes.union_bytes)
 
     return _agree(wish, open_it)
 

@@ -25,6 +25,7 @@ __all__ = [
     "local_of",
     "local_parts",
     "local_shape",
+    "narrowed",
     "placed_boxes",
     "placed_intervals",
 ]
@@ -171,7 +172,7 @@ def local_parts(tensor: Tensor) -> list[tuple[Box, Tensor]]:
         return [(Box.whole(tensor.shape), tensor)]
     local = local_of(tensor)
     return [
-        (box, _view(local, within)) for held in _readings(tensor)[:1] for box, within in placed_boxes(held)
+        (box, narrowed(local, within)) for held in _readings(tensor)[:1] for box, within in placed_boxes(held)
     ]
 
 
@@ -203,11 +204,12 @@ def _fitting(
     return [held for held in found if local_shape(held) == local]
 
 
-def _view(local: Tensor, box: Box) -> Tensor:
+def narrowed(tensor: Tensor, box: Box) -> Tensor:
+    """Returns a view of a tensor that is a box of it."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        if size != local.shape[dim]:
-            local = local.narrow(dim, offset, size)
-    return local
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
 
 
 def empty_like(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -15,6 +15,7 @@ from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.state import SavedTensor
 from fastload.geometry.box import Box
+from fastload.loading.pieces import Sources
 from fastload.loading.place import Destination
 from fastload.loading.targets import empty_like, is_dtensor, local_of, local_parts
 
@@ -26,7 +27,7 @@ class Arrivals:
     """Where what is wanted will be.
 
     Attributes:
-        destinations: In manifest order, those of one tensor by where in it they begin; one for each box.
+        destinations: In the order of the bytes, see `Sources`.
         copies: Pairs of a tensor and the one to copy it from, once that is there.
         new: New tensors, by stored name.
         exact: Those of them that have the stored dtype whatever was to be cast, by stored name.
@@ -43,7 +44,8 @@ class Arrivals:
             target = target.detach()
             if target.is_complex() and not source.is_complex():
                 source = torch.view_as_complex(source)
-            if target.dtype == source.dtype and _is_plain(target) and _is_plain(source):
+            is_alike = target.dtype == source.dtype and target.shape == source.shape
+            if is_alike and _is_plain(target) and _is_plain(source):
                 byte_view(target).copy_(byte_view(source))
             else:
                 target.copy_(source)
@@ -142,7 +144,8 @@ class Wants:
 
     def arrivals(self) -> Arrivals:
         """Decides where each tensor is read to."""
-        destinations, copies = [], []
+        sources = Sources(self._manifest)
+        copies: list[tuple[Tensor, Tensor]] = []
         new: dict[str, Tensor] = {}
         exact: dict[str, Tensor] = {}
         for entry in self._manifest.tensors:
@@ -156,7 +159,7 @@ class Wants:
                 if len(places) > 1:
                     first = next((place for place in places if place.dtype == stored), first)
                     copies += [(place, first) for place in places if place is not first]
-                destinations.append(Destination(entry, stored, first, box))
+                sources.add(entry, stored, first, box)
             if not self._new:
                 continue
             cast = self._new.get((entry.name, target_dtype(stored, self._dtype)))
@@ -164,7 +167,7 @@ class Wants:
                 new[entry.name] = cast
             if (entry.name, stored) in self._new:
                 exact[entry.name] = self._new[entry.name, stored]
-        return Arrivals(destinations, [*copies, *self._later], new, exact)
+        return Arrivals(sources.destinations(), [*sources.copies, *copies, *self._later], new, exact)
 
     def _wanted_of(self, name: str) -> list[tuple[Box | None, list[Tensor]]]:
         """Returns where a stored tensor is wanted: all of it, and boxes of it."""
