@@ -24,6 +24,7 @@ from fastload.errors import WorldError, to_wire
 from fastload.ranks.alarm import Alarm
 from fastload.ranks.course import Course, LastStep
 from fastload.ranks.failures import Outcome, late, raise_failures, require_same_call
+from fastload.ranks.kept import Kept, kept_of
 from fastload.ranks.meeting import Verdict
 from fastload.ranks.rendezvous import Rendezvous, Solo
 
@@ -69,6 +70,7 @@ class World:
         group: The caller's process group, or None for a world of 1.
         store: A corner of the rendezvous store that is this world's own, or None for a world of 1.
         rendezvous: The same with deadlines, for what is no agreement of all ranks.
+        kept: What the group keeps for its next calls, and drops when one fails.
         timeout_s: Longest wait without progress, in seconds.
     """
 
@@ -88,6 +90,7 @@ class World:
         self.host = socket.gethostname()
         self.group = group
         self.store = store
+        self.kept = kept_of(group) if group is not None else Kept()
         self.timeout_s = timeout_s
         self._course = Course(call)
         self._hosts = {rank: self.host}
@@ -276,6 +279,7 @@ class World:
 
     def raise_missed(self, what: str, verdict: Verdict) -> NoReturn:
         """Raises what the others raised in a call that they made without this rank."""
+        self.kept.drop()
         self.raise_failures(what, self._outcomes(verdict))
         raise AssertionError("the ranks agreed although this one was not there")
 
@@ -316,6 +320,7 @@ class World:
         try:
             yield
         except BaseException as error:
+            self.kept.drop()
             if isinstance(error, Exception):
                 self.heard()
             else:
