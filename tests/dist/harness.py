@@ -215,7 +215,7 @@ class _Zygote:
         running = set(range(job.world))
         unfinished = set(running)
         limit, why = time.monotonic() + job.deadline_s, f"hangs: still running after {job.deadline_s:g} s"
-        request = ("run", job.world, pickle.dumps(job))
+        request = ("run", job.world, job.module, pickle.dumps(job))
         try:
             self._connection.send(request)
             while unfinished and self._connection.poll(max(0.0, limit - time.monotonic())):

@@ -1,10 +1,12 @@
 """The process that ranks are forked from: it has imported what they need, and nothing else happens in it.
 
+That includes the modules of the tests themselves: each is imported once, not by each rank of each test.
+
 It never starts a thread or a process group, so a fork of it is a clean process that is ready in
 milliseconds. All ranks share its hash seed: a test that must notice an iteration over a set whose order
 differs between ranks has to start processes of its own.
 
-Over the connection come ``("run", world, pickled Job)`` and ``("signal", ranks, signum)``; back goes
+Over the connection come ``("run", world, module, pickled Job)`` and ``("signal", ranks, signum)``; back goes
 ``"ready"`` once, then ``(rank, wait status)`` for every rank that ends or stops. The zygote ends, and takes
 its ranks with it, when the other end is closed.
 """
@@ -120,8 +122,14 @@ def main(fd: int) -> None:
             if kind == "signal":
                 _signal(living, *arguments)
             else:
-                world, job = arguments
+                world, module, job = arguments
+                _import(module)
                 _fork(living, world, job, connection)
+
+
+def _import(module: str) -> None:
+    with contextlib.suppress(BaseException):  # the ranks fail with it, and are heard
+        importlib.import_module(module)
 
 
 def _signal(living: dict[int, int], ranks: set[int], signum: int) -> None:
