@@ -248,11 +248,13 @@ def save(
     storage_options: Mapping[str, Any] | None = None,
     options: SaveOptions | None = None,
 ) -> SaveReport:
-    """Saves a state that all ranks of a group hold alike; together they write every byte once.
+    """Saves a state that all ranks of a group hold alike, or parts of; together they write every byte once.
 
-    Every rank of the group has to call it, with an equal state. When it returns the checkpoint exists and
-    is durable. When it raises, it does so on all ranks, and whatever was at `path` is still there; only if
-    a rank dies in the very last step, after publishing, may the new checkpoint be there all the same.
+    Every rank of the group has to call it, with an equal state, or, of DTensors, with its shards. Where some
+    rank has DTensors, or with `SaveOptions.parts`, ranks may have different parts of the state, which are
+    merged by key. When it returns the checkpoint exists and is durable. When it raises, it does so on all
+    ranks, and whatever was at `path` is still there; only if a rank dies in the very last step, after
+    publishing, may the new checkpoint be there all the same.
 
     Args:
         state: Nested dicts, lists, tuples and sets of tensors, NumPy arrays and plain values, such as
@@ -266,7 +268,8 @@ def save(
 
     Raises:
         OptionError: Something in the state cannot be kept (it names the keys), or an argument cannot be used.
-        PlanMismatch: The ranks hold different plain values or shapes, or did not ask for the same.
+        PlanMismatch: The ranks hold different plain values or shapes, or did not ask for the same; or some
+            part of a tensor is on no rank.
         ReplicaMismatch: They hold different tensors, as far as `SaveOptions.check_replicas` looks.
         CheckpointExists: There is something at `path`, and `SaveOptions.overwrite` is off.
         PeerError: Some ranks failed, or were killed, or did not answer in time; with every cause.

@@ -182,7 +182,7 @@ class _Options:
             elif name in _LEAST:
                 chosen = value is None and {**SETTINGS, **SAVE_SETTINGS}[name].default is None
                 _require(chosen or _is_count(value, _LEAST[name]), name, value, f"at least {_LEAST[name]}")
-            elif name in ("overwrite", "verify"):
+            elif name in ("overwrite", "parts", "verify"):
                 _require(isinstance(value, bool), name, value, "True or False")
             elif name == "timeout_s":
                 number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -279,6 +279,9 @@ class SaveOptions(_Options):
         check_replicas: How the ranks compare the tensors that they are to hold alike: ``small`` (small ones
             in host memory, at no cost), ``sample`` (a part of each, in a step of its own), ``full`` or
             ``off``. Plain values, names, dtypes and shapes are always compared.
+        parts: Whether each rank has its own part of the state (the stages of a pipeline, experts), and all
+            of them together are saved, merged by key. Needed only where no rank has a DTensor: with one,
+            they may.
         timeout_s: Seconds without progress after which a step fails on all ranks.
         retries: Further attempts after a transient storage error.
         trace: As in `LoadOptions`, for copying, writing and publishing; of a save that succeeds.
@@ -299,6 +302,7 @@ class SaveOptions(_Options):
     overwrite: bool = False
     shared: bool | Literal["auto"] = _setting("shared")
     check_replicas: ReplicaCheck = _setting("check_replicas")
+    parts: bool = False
     timeout_s: float = _setting("timeout_s")
     retries: int = _setting("retries")
     trace: str | os.PathLike[str] | None = _setting("trace")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
+from fastload.formats.dtensors import is_dtensor, local_of, with_local
 from fastload.formats.dtypes import NAMES
 from fastload.formats.per_rank import PerRank, own_prefix
 from fastload.formats.saved import leaves_of
@@ -69,6 +70,8 @@ class Describer:
                 return self._array(value, tensor_name(prefix, key))
             if kind is PerRank:
                 return self._per_rank(value, prefix, key)
+            if isinstance(value, Tensor) and is_dtensor(value):
+                return self._tensor(value, tensor_name(prefix, key))
             return self._refuse(_name(value), _why_not_kept(value))
 
     def _refuse(self, what: str, why: str) -> None:
@@ -169,12 +172,16 @@ class Describer:
         if why is not None:
             return self._refuse(f"a {tensor.dtype} tensor", why)
         grad = "+grad" if tensor.requires_grad else ""
-        kind = f"{type(tensor).__name__}{grad}" if grad or type(tensor) is Parameter else None
+        is_parameter = type(tensor) is not Tensor and isinstance(tensor, Parameter)
+        kind = f"{'Parameter' if is_parameter else 'Tensor'}{grad}" if grad or is_parameter else None
         plain = tensor.detach() if kind else tensor
-        if plain.is_neg() or plain.is_conj():  # torch negates when it reads the bytes
-            plain = self._converted.setdefault(id(tensor), plain.resolve_conj().resolve_neg())
+        local = local_of(plain)
+        if local.is_neg() or local.is_conj():  # torch negates when it reads the bytes
+            resolved = _like(plain, local.resolve_conj().resolve_neg(), plain.shape)
+            plain = self._converted.setdefault(id(tensor), resolved)
         if plain.dtype is torch.complex128:
-            return self._leaf(torch.view_as_real(plain), name, kind, "complex128")
+            real = _like(plain, torch.view_as_real(local_of(plain)), (*plain.shape, 2))
+            return self._leaf(real, name, kind, "complex128")
         return self._leaf(plain, name, kind, None)
 
     def _array(self, array: Any, name: str) -> Any:
@@ -205,7 +212,8 @@ class Describer:
     def _store(self, tensor: Tensor, name: str) -> str:
         """Returns the name a tensor is stored under: its own, or the one of a tensor it is tied to."""
         # Empty tensors have no address; those that share a storage are tied all the same.
-        address = tensor.data_ptr() or tensor.untyped_storage()._cdata
+        local = local_of(tensor)
+        address = local.data_ptr() or local.untyped_storage()._cdata
         first = self._first.get(address)
         if first is None:
             self._first[address] = stored = self._add(tensor, name)
@@ -269,6 +277,11 @@ class OwnDescriber(Describer):
     def _per_rank(self, value: PerRank[Any], prefix: str, key: Any) -> Any:
         return self._refuse("a fastload.PerRank", "it is inside of another one")
 
+    def _tensor(self, tensor: Tensor, name: str) -> Any:
+        if is_dtensor(tensor):
+            return self._refuse("a DTensor", "it is inside of a fastload.PerRank")
+        return super()._tensor(tensor, name)
+
     def _add(self, tensor: Tensor, name: str) -> str:
         return super()._add(tensor, own_prefix(self._rank) + name)
 
@@ -298,6 +311,11 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, Tensor) or _is_array(value)
 
 
+def _like(tensor: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns a tensor with other memory: a DTensor for a DTensor."""
+    return with_local(tensor, local, shape) if is_dtensor(tensor) else local
+
+
 def _spec(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
@@ -312,7 +330,8 @@ def _why_not_stored(tensor: Tensor) -> str | None:
         return "safetensors has no such dtype"
     if name == "F4" and not tensor.dim():
         return "safetensors has none without dimensions"
-    if not tensor.data_ptr() and tensor.numel():
+    local = local_of(tensor)
+    if not local.data_ptr() and local.numel():
         return "its storage has been freed"
     return None
 
@@ -327,9 +346,9 @@ def _why_not_kept(value: Any) -> str:
     if is_lazy(value):
         return "it has no shape yet: call its module once, with an example"
     if isinstance(value, Tensor):
-        if hasattr(value, "to_local"):
+        if hasattr(value, "to_local") or hasattr(value, "local_shards"):
             how = 'see "DDP, FSDP and tensor parallelism" in README'
-            return f"it is sharded: save what get_model_state_dict returns; {how}"
+            return f"of sharded tensors only DTensors are kept, as fully_shard (FSDP2) makes them; {how}"
         return "of the tensors only torch.Tensor and torch.nn.Parameter themselves are kept"
     if isinstance(value, (dict, list, tuple, set, frozenset, str, int, float)):
         return "of a subclass nothing but its plain form can be kept: convert it"

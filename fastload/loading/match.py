@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastload.errors import OptionError
+from fastload.formats.dtensors import Group
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import OWN_STEM
 from fastload.formats.per_rank import OWN_PREFIX, OwnView
@@ -24,7 +25,6 @@ from fastload.loading.pair import pair
 from fastload.loading.pairs import Pairs, Remade, Value
 from fastload.loading.place import Destination
 from fastload.loading.restore import Restorer
-from fastload.loading.targets import Group
 from fastload.loading.wants import Arrivals, Wants, identity, materialize
 
 __all__ = ["Match", "match"]

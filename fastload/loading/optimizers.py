@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastload.formats.dtensors import is_dtensor
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.state import SavedTensor, children, leaf
 from fastload.loading.pairs import Part
-from fastload.loading.targets import is_dtensor
 
 __all__ = ["optimizer_misfits", "sharded_state"]
 

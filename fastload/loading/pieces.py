@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastload.formats.dtensors import narrowed
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.geometry.box import Box, Runs, row_major, runs_of, strided_runs
 from fastload.loading.place import Destination
-from fastload.loading.targets import narrowed
 
 __all__ = ["Sources"]
 

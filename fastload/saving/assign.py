@@ -13,7 +13,17 @@ from fastload.geometry.blocks import Block, Blocks
 from fastload.geometry.extents import Extent, Space
 from fastload.saving.layout import Layout
 
-__all__ = ["FileRange", "Share", "assign", "blocks_of", "cut", "partition", "tail_of", "tensors_within"]
+__all__ = [
+    "FileRange",
+    "Share",
+    "assign",
+    "blocks_of",
+    "cut",
+    "partition",
+    "tail_of",
+    "tensors_within",
+    "whole_units",
+]
 
 
 class FileRange(NamedTuple):
@@ -23,6 +33,11 @@ class FileRange(NamedTuple):
     begin: int
     end: int
 
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self.end - self.begin
+
 
 @dataclass(frozen=True)
 class Share:
@@ -30,23 +45,30 @@ class Share:
 
     Attributes:
         ranges: All it writes, in file order.
-        pieces: The same, cut into what is copied, hashed and written at once.
-        tail: What it only hashes, after them.
+        pieces: What it copies, hashes and writes at once, one after the other.
+        tails: The numbers of those pieces that it only hashes: the rest of blocks that it has begun.
     """
 
     ranges: Sequence[FileRange]
     pieces: Sequence[FileRange]
-    tail: Sequence[FileRange]
+    tails: frozenset[int]
+
+    @classmethod
+    def of(cls, layout: Layout, ranges: Sequence[FileRange], piece_bytes: int) -> Share:
+        """Returns the share of a writer with these ranges, given the most bytes of a piece."""
+        pieces: list[FileRange] = []
+        tails = set()
+        for part in ranges:
+            pieces += cut([part], piece_bytes)
+            if tail := tail_of(layout, part):
+                tails.add(len(pieces))
+                pieces.append(tail)
+        return cls(ranges, pieces, frozenset(tails))
 
     @property
     def nbytes(self) -> int:
         """Length of all it writes."""
         return sum(end - begin for _, begin, end in self.ranges)
-
-    @property
-    def copied(self) -> Sequence[FileRange]:
-        """The pieces of all that is copied, with what is only hashed."""
-        return [*self.pieces, *self.tail]
 
 
 def assign(
@@ -66,8 +88,13 @@ def assign(
     """
     shares = partition(layout, num_writers=len(writers), align_bytes=align_bytes)
     ranges = shares[writers.index(rank)] if rank in writers else ()
+    return Share.of(layout, ranges, whole_units(piece_bytes, align_bytes))
+
+
+def whole_units(piece_bytes: int, align_bytes: int | None) -> int:
+    """Returns the length of a piece: the most that it may have, in units that a file may be cut into."""
     unit = align_bytes or 1
-    return Share(ranges, cut(ranges, max(1, piece_bytes // unit) * unit), tail_of(layout, ranges))
+    return max(1, piece_bytes // unit) * unit
 
 
 def partition(
@@ -129,14 +156,12 @@ def cut(ranges: Sequence[FileRange], piece_bytes: int) -> list[FileRange]:
     return pieces
 
 
-def tail_of(layout: Layout, ranges: Sequence[FileRange]) -> list[FileRange]:
-    """Returns the bytes beyond a writer's range that belong to a block it has to hash; at most one range."""
-    if not ranges:
-        return []
-    file, begin, end = ranges[-1]
+def tail_of(layout: Layout, written: FileRange) -> FileRange | None:
+    """Returns the bytes beyond a writer's range that belong to a block it has to hash; None if none do."""
+    file, begin, end = written
     blocks = layout.blocks.between(file, max(begin, end - layout.block_bytes), end)
     stop = max((block.offset + block.nbytes for _, block in blocks), default=end)
-    return [FileRange(file, end, stop)] if stop > end else []
+    return FileRange(file, end, stop) if stop > end else None
 
 
 def tensors_within(layout: Layout, wanted: FileRange) -> Iterator[TensorEntry]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fastload.base.memory import host_bytes
 from fastload.errors import PlanMismatch, ReplicaMismatch
+from fastload.formats.dtensors import is_dtensor
 from fastload.formats.dtypes import DTYPES
 from fastload.formats.saved import SavedTensor, children_of, leaf_of
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
@@ -56,7 +57,7 @@ def small_tensors(
     for number in _spread(starts, len(specs)):
         spec = specs[number]
         tensor = tensors[spec.name]
-        if tensor.is_cpu and spec.nbytes <= min(left, _MAX_BYTES):
+        if not is_dtensor(tensor) and tensor.is_cpu and spec.nbytes <= min(left, _MAX_BYTES):
             data = host_bytes(tensor)
             found[spec.name] = data if spec.nbytes <= _MAX_SHOWN_BYTES else xxhash.xxh3_64_digest(data)
             left -= spec.nbytes

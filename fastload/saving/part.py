@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastload.saving.agree import Agreed
-from fastload.saving.assign import Share, assign
+from fastload.saving.assembly import num_staged
+from fastload.saving.assign import Share, assign, whole_units
 from fastload.saving.call import Call
 from fastload.saving.describe import Described
+from fastload.saving.holdings import Holdings
+from fastload.saving.packets import Packets, make_packets
+from fastload.saving.shards import Shards
+from fastload.saving.spread import spread
 from fastload.saving.team import Team, choose_team
 from fastload.storage import Target
 
@@ -25,12 +31,16 @@ class Part:
         team: With whom this rank writes.
         share: What it writes.
         target: Where to.
+        shards: What it contributes; None if it takes what it writes from the whole state.
+        packets: To whom that goes, and what comes from others, likewise.
     """
 
     described: Described
     team: Team
     share: Share
     target: Target
+    shards: Shards | None = None
+    packets: Packets | None = None
 
 
 def take_part(call: Call, described: Described, agreed: Agreed) -> Part:
@@ -40,18 +50,59 @@ def take_part(call: Call, described: Described, agreed: Agreed) -> Part:
         OptionError: The URL cannot be written to, or what it needs is not installed.
     """
     options, layout, rank = call.options, described.layout, call.world.rank
-    team = choose_team(
+    team = _team_of(call, agreed, rank)
+    target = call.open_target()
+    align_bytes = target.align_bytes(max(file.nbytes for file in layout.files))
+    if agreed.holdings is not None:
+        teams = [team if leader == team.leader else _team_of(call, agreed, leader) for leader in team.leaders]
+        return _take_of_shards(call, described, agreed.holdings, teams, target, align_bytes)
+    share = assign(
+        layout,
+        team.writers,
+        rank,
+        align_bytes=align_bytes,
+        piece_bytes=min(_GOOD_PIECE_BYTES, options.staging_bytes // (options.write_threads + 1)),
+    )
+    return Part(described, team, share, target)
+
+
+def _take_of_shards(
+    call: Call,
+    described: Described,
+    holdings: Holdings,
+    teams: Sequence[Team],
+    target: Target,
+    align_bytes: int | None,
+) -> Part:
+    """Finds this rank's part where ranks hold different bytes: each copy is made of what all of them hold."""
+    options, layout, rank = call.options, described.layout, call.world.rank
+    staged = options.staging_bytes // num_staged(options.write_threads)
+    piece_bytes = whole_units(min(_GOOD_PIECE_BYTES, staged), align_bytes)
+    shares = [
+        {
+            writer: Share.of(layout, ranges, piece_bytes)
+            for writer, ranges in spread(layout, holdings, team.writers, align_bytes).items()
+        }
+        for team in teams
+    ]
+    packets = make_packets(
+        layout,
+        holdings,
+        [{writer: share.pieces for writer, share in of_team.items()} for of_team in shares],
+        rank,
+        [team.members for team in teams],
+    )
+    [number] = [number for number, team in enumerate(teams) if rank in team.members]
+    share = shares[number].get(rank, Share((), (), frozenset()))
+    shards = Shards(layout, described.source)
+    return Part(described, teams[number], share, target, shards, packets)
+
+
+def _team_of(call: Call, agreed: Agreed, rank: int) -> Team:
+    options = call.options
+    return choose_team(
         rank,
         agreed.hosts,
         writers=options.writers if options.writers != "auto" else agreed.num_writers,
         shared=options.shared is not False,
     )
-    target = call.open_target()
-    share = assign(
-        layout,
-        team.writers,
-        rank,
-        align_bytes=target.align_bytes(max(file.nbytes for file in layout.files)),
-        piece_bytes=min(_GOOD_PIECE_BYTES, options.staging_bytes // (options.write_threads + 1)),
-    )
-    return Part(described, team, share, target)

@@ -13,8 +13,11 @@ from fastload.storage import Target
 __all__ = ["open_pending"]
 
 
-def open_pending(call: Call, part: Part) -> None:
+def open_pending(call: Call, part: Part) -> bool:
     """Has the leaders prepare the place, and the others join them.
+
+    Returns:
+        Whether any rank needs something from another one.
 
     Raises:
         OptionError: The hosts see one place although each was to have its own.
@@ -24,12 +27,14 @@ def open_pending(call: Call, part: Part) -> None:
     world, team, target = call.world, part.team, part.target
     files = [(file.name, file.nbytes) for file in part.described.layout.files]
 
-    def prepare() -> dict[str, Any] | None:
-        if world.rank != team.leader:
-            return None
-        return target.prepare(files, overwrite=call.options.overwrite)
+    def prepare() -> dict[str, Any]:
+        ticket = None
+        if world.rank == team.leader:
+            ticket = target.prepare(files, overwrite=call.options.overwrite)
+        return {"ticket": ticket, "exchanges": part.packets is not None and bool(part.packets.leaving)}
 
-    tickets = world.agree(f"preparing to save to {target.url}", prepare)
+    ranks = world.agree(f"preparing to save to {target.url}", prepare)
+    tickets = [each["ticket"] for each in ranks]
 
     def join() -> None:
         if world.rank != team.leader:
@@ -39,6 +44,7 @@ def open_pending(call: Call, part: Part) -> None:
             _look_for_others(call.open_target, others)
 
     world.agree(f"joining the save to {target.url}", join)
+    return any(each["exchanges"] for each in ranks)
 
 
 def _join(target: Target, ticket: Any, leader: int) -> None:

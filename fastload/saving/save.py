@@ -72,13 +72,19 @@ def begin(call: Call, state: Any) -> Begun:
     with call.world.together():
         with _or_leave(call, met=False):
             described = describe(call, state)
-        if has_to_meet(call):
-            _, agreed = agree(call, lambda: described)
+        if has_to_meet(call, described):
+            described, agreed = agree(call, lambda: described)
         with _or_leave(call, met=agreed is not None):
             part = take_part(call, described, agreed if agreed is not None else foresee(call, described))
-            snapshot = Snapshot(described.source, part.share.copied)
+            snapshot = _copy(part)
             described.source.forget()
     return Begun(part, agreed, snapshot, time.perf_counter() - call.began)
+
+
+def _copy(part: Part) -> Snapshot:
+    if part.shards is None or part.packets is None:
+        return Snapshot(part.described.source, part.share.pieces)
+    return Snapshot(part.shards, part.packets.own)
 
 
 def finish(call: Call, begun: Begun) -> SaveReport:
@@ -91,10 +97,10 @@ def finish(call: Call, begun: Begun) -> SaveReport:
     layout = part.described.layout
     with _open_until_the_end(part.target), world.together():
         if agreed is None:
-            _, agreed = agree(call, lambda: part.described)
+            _, agreed = agree(call, lambda: part.described, went_on=True)
         call.tracing.synchronize(agreed.hosts)
-        open_pending(call, part)
-        written = write(call, part, begun.snapshot)
+        exchanges = open_pending(call, part)
+        written = write(call, part, begun.snapshot, exchanges=exchanges)
         publishing = partial(_publish, call, begun, agreed, written)
         published = world.agree(f"{call.what}: publishing", publishing)
         call.tracing.write({"what": call.what, "nbytes": layout.nbytes})

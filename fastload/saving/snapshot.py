@@ -4,20 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from fastload.base.memory import PAGE_BYTES, allocate_staging, byte_view, host_view, round_up, runs
 from fastload.base.stopwatch import Stopwatch
-from fastload.formats.manifest import TensorEntry
 from fastload.saving.assign import FileRange, tensors_within
 from fastload.saving.layout import Layout
 
-__all__ = ["ReusedSlabs", "Slabs", "Snapshot", "Source"]
+__all__ = ["Copies", "HasBytes", "ReusedSlabs", "Slabs", "Snapshot", "Source", "copy_bytes"]
 
 _SLAB_BYTES = 64 << 20  # a power of two, and a small part of a share that is worth counting
+
+
+class HasBytes(Protocol):
+    """What can be copied: bytes of files, or of tensors."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        ...
+
+
+ItemT = TypeVar("ItemT", bound=HasBytes, contravariant=True)
+
+
+class Copies(Protocol[ItemT]):
+    """What copies bytes of the state.
+
+    Attributes:
+        on_device: Whether some of the state is on a CUDA device.
+    """
+
+    @property
+    def on_device(self) -> bool: ...  # noqa: D102
+
+    def copy(self, wanted: ItemT, slab: Tensor) -> None:
+        """Starts to copy bytes into the beginning of a flat uint8 host tensor."""
+        ...
+
+    def settle(self) -> None:
+        """Returns once all copies that were started are done."""
+        ...
 
 
 class Source:
@@ -26,16 +56,21 @@ class Source:
     Args:
         layout: The files.
         tensors: By name; any strides, any device.
+        watch: Counts the time; None makes one.
 
     Attributes:
         watch: Time spent copying.
     """
 
-    def __init__(self, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], watch: Stopwatch | None = None) -> None:
         self._layout = layout
         self._tensors = tensors
         self._devices = {t.device for t in tensors.values() if t.device.type == "cuda"}
-        self.watch = Stopwatch()
+        self.watch = watch if watch is not None else Stopwatch()
+
+    def laid_out(self, layout: Layout) -> Source:
+        """Returns the same tensors as parts of other files."""
+        return Source(layout, self._tensors, self.watch)
 
     @property
     def on_device(self) -> bool:
@@ -51,7 +86,12 @@ class Source:
                 host_view(slab[: len(text)])[:] = text
             for entry in tensors_within(self._layout, wanted):
                 begin, end = max(wanted.begin, entry.offset), min(wanted.end, entry.offset + entry.nbytes)
-                self._copy_tensor(entry, begin, end, slab[begin - wanted.begin : end - wanted.begin])
+                out = slab[begin - wanted.begin : end - wanted.begin]
+                copy_bytes(self.tensor(entry.name), begin - entry.offset, end - entry.offset, out)
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns a tensor of the state."""
+        return self._tensors[name].detach()
 
     def forget(self) -> None:
         """Lets go of the state."""
@@ -63,19 +103,27 @@ class Source:
             for device in self._devices:
                 torch.cuda.current_stream(device).synchronize()
 
-    def _copy_tensor(self, entry: TensorEntry, begin: int, end: int, out: Tensor) -> None:
-        tensor, begin, end = self._tensors[entry.name].detach(), begin - entry.offset, end - entry.offset
-        if tensor.is_contiguous():
-            out.copy_(byte_view(tensor)[begin:end], non_blocking=True)
-            return
-        size = tensor.element_size()
-        first, last = begin // size, -(-end // size)
-        dense = torch.empty(last - first, dtype=tensor.dtype, device=tensor.device)
-        position = 0
-        for run in runs(tensor, first, last - first):
-            dense[position : position + run.numel()].view(run.shape).copy_(run)
-            position += run.numel()
-        out.copy_(byte_view(dense)[begin - first * size : end - first * size])
+
+def copy_bytes(tensor: Tensor, begin: int, end: int, out: Tensor) -> None:
+    """Starts to copy a range of the bytes of a tensor, of any strides, on any device, in row-major order.
+
+    Args:
+        tensor: Detached.
+        begin: First byte.
+        end: The byte after the last one.
+        out: Flat uint8 host tensor of that length.
+    """
+    if tensor.is_contiguous():
+        out.copy_(byte_view(tensor)[begin:end], non_blocking=True)
+        return
+    size = tensor.element_size()
+    first, last = begin // size, -(-end // size)
+    dense = torch.empty(last - first, dtype=tensor.dtype, device=tensor.device)
+    position = 0
+    for run in runs(tensor, first, last - first):
+        dense[position : position + run.numel()].view(run.shape).copy_(run)
+        position += run.numel()
+    out.copy_(byte_view(dense)[begin - first * size : end - first * size])
 
 
 class Slabs(Protocol):
@@ -114,11 +162,11 @@ class Snapshot:
 
     _spare: ClassVar[list[list[Tensor]]] = []  # one at most; no lock, which a fork might leave locked
 
-    def __init__(self, source: Source, pieces: Sequence[FileRange]) -> None:
+    def __init__(self, source: Copies[ItemT], pieces: Sequence[ItemT]) -> None:
         places, lengths = _pack([_whole_pages(piece) for piece in pieces])
         self._slabs = self._take(lengths, pinned=source.on_device)
         self._pieces = [
-            self._slabs[slab][start : start + piece.end - piece.begin]
+            self._slabs[slab][start : start + piece.nbytes]
             for (slab, start), piece in zip(places, pieces, strict=True)
         ]
         for piece, slab in zip(pieces, self._pieces, strict=True):
@@ -138,6 +186,10 @@ class Snapshot:
     def piece(self, index: int) -> memoryview:
         """Returns the bytes of a piece."""
         return host_view(self._pieces[index])
+
+    def tensor(self, index: int) -> Tensor:
+        """Returns the bytes of a piece as a flat uint8 tensor."""
+        return self._pieces[index]
 
     def keep(self) -> None:
         """Leaves the memory to the next snapshot; this one cannot be used any more."""
@@ -197,5 +249,5 @@ def _pack(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
     return places, [max(length, PAGE_BYTES) for length in lengths]
 
 
-def _whole_pages(piece: FileRange) -> int:
-    return round_up(piece.end - piece.begin, PAGE_BYTES)
+def _whole_pages(piece: HasBytes) -> int:
+    return round_up(piece.nbytes, PAGE_BYTES)

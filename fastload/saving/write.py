@@ -14,6 +14,7 @@ from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers
 from fastload.errors import StorageError
 from fastload.ranks.world import World
+from fastload.saving.assembly import Assembly
 from fastload.saving.assign import FileRange, Share, blocks_of
 from fastload.saving.call import Call
 from fastload.saving.hashing import BlockHasher
@@ -44,13 +45,14 @@ class Written:
     slab_bytes: int
 
 
-def write(call: Call, part: Part, snapshot: Snapshot | None) -> Written:
+def write(call: Call, part: Part, snapshot: Snapshot | None, *, exchanges: bool) -> Written:
     """Writes this rank's share, and settles on all ranks whether all of them have.
 
     Args:
         call: This rank's call.
         part: Its part; what is pending is open.
-        snapshot: The bytes; None takes them from the state. Its memory is left to the next snapshot.
+        snapshot: What it contributes; None takes it from the state. Its memory is left to the next snapshot.
+        exchanges: Whether any rank needs something from another one.
 
     Raises:
         FastloadError: Some rank has not written.
@@ -67,21 +69,38 @@ def write(call: Call, part: Part, snapshot: Snapshot | None) -> Written:
     found: list[Written] = []
 
     def work() -> None:
-        slabs: Slabs | None = snapshot
-        if slabs is None:
-            slabs = ReusedSlabs(described.source, part.share.copied, num_slabs=options.write_threads + 1)
+        slabs = _slabs(call, part, snapshot, exchanges=exchanges)
+        if isinstance(slabs, Assembly):
+            assemblies.append(slabs)
+            slabs.open()
         hasher = BlockHasher(blocks_of(described.layout, part.share.ranges))
         receipt = Receipt(writing.write(part.share, slabs, hasher), hasher.checksums())
+        if isinstance(slabs, Assembly):
+            slabs.finish()
         hand_in(world, part.team, receipt, what=call.what)
         described.own.show()
         found.append(Written(receipt, writing.watch.seconds, writing.flush_s, slabs.nbytes))
 
+    assemblies: list[Assembly] = []
     try:
         world.settle(call.what, work)
     finally:
+        for assembly in assemblies:
+            assembly.close()
         if writing.close() and snapshot is not None:
             snapshot.keep()
     return found[0]
+
+
+def _slabs(call: Call, part: Part, snapshot: Snapshot | None, *, exchanges: bool) -> Slabs:
+    described, share, num_writes = part.described, part.share, call.options.write_threads
+    if part.shards is not None and part.packets is not None:
+        given: dict[str, Any] = {"num_writes": num_writes, "exchanges": exchanges}
+        layout = described.layout
+        return Assembly(call.world, layout, share.pieces, part.packets, part.shards, snapshot, **given)
+    if snapshot is not None:
+        return snapshot
+    return ReusedSlabs(described.source, share.pieces, num_slabs=num_writes + 1)
 
 
 class Writing:
@@ -132,27 +151,26 @@ class Writing:
             Interrupted: Another rank failed.
         """
         done_bytes = 0
-        under_way: deque[tuple[FileRange, Future[None]]] = deque()
+        under_way: deque[tuple[int, Future[None]]] = deque()
 
         def finish() -> None:
             nonlocal done_bytes
-            piece = under_way[0][0]
+            piece = share.pieces[under_way[0][0]]
             self._await(piece, under_way.popleft()[1])
             done_bytes += piece.end - piece.begin
             if self._progress is not None:
                 self._progress(done_bytes, share.nbytes)
 
         for index, piece in enumerate(share.pieces):
-            if len(under_way) == slabs.depth:
+            if under_way and under_way[0][0] + slabs.depth == index:
                 finish()
             data = slabs.piece(index)
             hasher.feed(piece, data)
-            under_way.append((piece, self._workers.submit(partial(self._write, piece, data))))
+            if index not in share.tails:
+                under_way.append((index, self._workers.submit(partial(self._write, piece, data))))
             del data
         while under_way:
             finish()
-        for index, rest in enumerate(share.tail, len(share.pieces)):
-            hasher.feed(rest, slabs.piece(index))
         began = time.perf_counter()
         receipt = self._await(None, self._workers.submit(self._target.flush))
         self.flush_s = time.perf_counter() - began

@@ -7,6 +7,7 @@ import threading
 __all__ = ["WriterTuner", "tuner"]
 
 _MIN_SHARE_BYTES = 32 << 20  # below, one more writer costs more than it saves
+_MIN_SHARDED_BYTES = 1 << 20  # where its bytes would have to get to another rank
 _MIN_TUNED_BYTES = 1 << 30  # below, a save says little about the storage
 _GAIN = 1.1  # fewer writers have to be that much faster: more of them wait less for their snapshots
 
@@ -23,19 +24,21 @@ class WriterTuner:
         self._rates: dict[tuple[str, int], dict[int, float]] = {}
 
     @staticmethod
-    def most(num_ranks: int, nbytes: int) -> int:
-        """Returns how many writers so many bytes are worth."""
-        return max(1, min(num_ranks, nbytes // _MIN_SHARE_BYTES))
+    def most(num_ranks: int, nbytes: int, *, is_sharded: bool = False) -> int:
+        """Returns how many writers so many bytes are worth; more, if each rank holds its own part of them."""
+        least_bytes = _MIN_SHARDED_BYTES if is_sharded else _MIN_SHARE_BYTES
+        return max(1, min(num_ranks, nbytes // least_bytes))
 
-    def choose(self, place: str, num_ranks: int, nbytes: int) -> int:
+    def choose(self, place: str, num_ranks: int, nbytes: int, *, is_sharded: bool = False) -> int:
         """Returns how many of the ranks are to write next.
 
         Args:
             place: What the checkpoints have in common, such as the directory they are in.
             num_ranks: Ranks that could write.
             nbytes: Bytes to write.
+            is_sharded: Whether each rank holds its own part of them.
         """
-        most = self.most(num_ranks, nbytes)
+        most = self.most(num_ranks, nbytes, is_sharded=is_sharded)
         if nbytes < _MIN_TUNED_BYTES:
             return most
         with self._lock:

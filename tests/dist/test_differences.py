@@ -94,8 +94,8 @@ def test_it_costs_no_step_more(rank: int, world: int, tmp_path: Path) -> None:
     order: list[str] = []
     for name in ("agree", "Snapshot"):
 
-        def note(*given: Any, name: str = name, real: Any = getattr(save_module, name)) -> Any:
-            made = real(*given)
+        def note(*given: Any, name: str = name, real: Any = getattr(save_module, name), **more: Any) -> Any:
+            made = real(*given, **more)
             order.append(name)
             return made
 

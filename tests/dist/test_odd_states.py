@@ -104,17 +104,6 @@ def test_progress_of_a_save_that_raises_on_one_rank(rank: int, world: int, tmp_p
 
 
 @ranks(2)
-def test_sharded_tensors_are_told_the_way(rank: int, world: int, tmp_path: Path) -> None:
-    mesh = init_device_mesh("cpu", (world,))
-    whole = {"a": torch.ones(8, 2)}
-    sharded = {"a": distribute_tensor(whole["a"], mesh, [Shard(0)])}
-    with pytest.raises(OptionError, match=r"state\['a'\] is .*DTensor: it is sharded.*\"DDP, FSDP and"):
-        fastload.save(sharded, tmp_path / "sharded")
-    fastload.save(whole, tmp_path / "whole")
-    fastload.load(tmp_path / "whole", into=sharded)
-
-
-@ranks(2)
 def test_a_dtype_may_be_named(rank: int, world: int, tmp_path: Path) -> None:
     fastload.save({"a": torch.ones(8)}, tmp_path / "a")
     dtype = "bfloat16" if rank else torch.bfloat16

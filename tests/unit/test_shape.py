@@ -41,6 +41,7 @@ PURE = {
     "geometry/blocks.py",
     "geometry/box.py",
     "geometry/extents.py",
+    "geometry/placed.py",
     "transfer/demand.py",
     "estimate/cadence.py",
     "formats/manifest.py",
@@ -58,6 +59,10 @@ PURE = {
     "training/retention.py",
     "saving/layout.py",
     "saving/assign.py",
+    "saving/holdings.py",
+    "saving/merge.py",
+    "saving/packets.py",
+    "saving/spread.py",
     "estimate/sizing.py",
     "estimate/units.py",
 }

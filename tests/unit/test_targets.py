@@ -13,15 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from fastload.formats.dtensors import is_dtensor, local_of, local_parts
 from fastload.geometry.box import Box
-from fastload.loading.targets import (
-    is_dtensor,
-    local_of,
-    local_parts,
-    local_shape,
-    placed_boxes,
-    placed_intervals,
-)
+from fastload.geometry.placed import local_shape, placed_boxes, placed_intervals
 
 
 class Layout(NamedTuple):

@@ -1,0 +1,229 @@
+"""What of a tensor this rank holds: the boxes of a DTensor, and the views of its local tensor they are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastload.geometry.box import Box
+from fastload.geometry.placed import Held, local_shape, placed_boxes, placed_intervals
+
+__all__ = [
+    "BoxesByRank",
+    "Group",
+    "empty_like",
+    "is_dtensor",
+    "local_of",
+    "local_parts",
+    "narrowed",
+    "with_local",
+]
+
+BoxesByRank = tuple[tuple[tuple[Box, ...], tuple[int, ...]], ...]
+"""What each rank holds of a tensor: boxes, not empty, each time with all ranks that hold just these."""
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether it is torch's DTensor; nothing is imported to find out."""
+    if type(tensor) in _PLAIN:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Returns the memory that this rank has of a tensor: of a plain one, itself."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local().detach()  # type: ignore[attr-defined,no-any-return]
+
+
+def local_parts(tensor: Tensor) -> list[tuple[Box, Tensor]]:
+    """Returns what this rank holds of a tensor: boxes of it, not empty, each with a view of where it is.
+
+    Of a plain tensor that is one part, the whole, even if it is empty.
+    """
+    if not is_dtensor(tensor):
+        return [(Box.whole(tensor.shape), tensor)]
+    local = local_of(tensor)
+    return [
+        (box, narrowed(local, within)) for held in _readings(tensor)[:1] for box, within in placed_boxes(held)
+    ]
+
+
+def _readings(tensor: Any) -> list[Held]:
+    """Returns what this rank may hold of a DTensor, given the shape of its local one.
+
+    One answer, if it can be told; none if this rank has no place in the mesh.
+    """
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    local = tuple(local_of(tensor).shape)
+    return _fitting(tuple(tensor.shape), tuple(mesh.shape), tuple(coordinate), tensor.placements, local)
+
+
+@lru_cache(maxsize=4096)  # layers are alike
+def _fitting(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[Any, ...],
+    local: tuple[int, ...],
+) -> list[Held]:
+    """Returns those of `placed_intervals` that fit the shape of a local tensor."""
+    found = placed_intervals(shape, mesh_shape, coordinate, placements)
+    if not prod(local):
+        return [held for held in found if not prod(local_shape(held))][:1]
+    return [held for held in found if local_shape(held) == local]
+
+
+def narrowed(tensor: Tensor, box: Box) -> Tensor:
+    """Returns a view of a tensor that is a box of it."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def empty_like(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns a DTensor with the placements of another, and uninitialized memory of its own.
+
+    Raises:
+        MemoryError: The device or the host has not that much memory.
+    """
+    try:
+        with torch.no_grad():
+            return torch.empty_like(tensor, device=device, dtype=dtype or tensor.dtype)
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        why = str(error).split("\n", 1)[0]
+        shape = list(local_of(tensor).shape)
+        raise MemoryError(f"cannot allocate {shape} {dtype or tensor.dtype} on {device}: {why}") from None
+
+
+def with_local(tensor: Any, local: Tensor, shape: Sequence[int]) -> Any:
+    """Returns a DTensor with the mesh and the placements of another.
+
+    Args:
+        tensor: The other.
+        local: What this rank holds of it.
+        shape: Of the whole.
+    """
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    given = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
+    return type(tensor).from_local(local, tensor.device_mesh, tensor.placements, **given)
+
+
+class Group:
+    """The ranks that load or save together, and so what they can fill, or have.
+
+    Args:
+        ranks: Their numbers in torch's default group; None if there is no torch.distributed.
+        place: Where tensors are, for messages.
+        call: What the ranks do, for messages.
+    """
+
+    def __init__(self, ranks: Sequence[int] | None, *, place: str = "into=", call: str = "load") -> None:
+        self._ranks = None if ranks is None else frozenset(ranks)
+        self._numbers = {member: rank for rank, member in enumerate(ranks or ())}
+        self._place = place
+        self._call = call
+        self._outside: dict[Any, list[int]] = {}
+        self._placed: dict[Any, BoxesByRank | None] = {}
+
+    def boxes_of_all(self, tensor: Any) -> BoxesByRank | None:
+        """Returns what all ranks hold of a DTensor; None if this rank cannot tell without asking them."""
+        mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+        key = (tuple(tensor.shape), mesh, placements)
+        if key not in self._placed:
+            self._placed[key] = self._place_all(*key)
+        return self._placed[key]
+
+    def _place_all(self, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> BoxesByRank | None:
+        members = mesh.mesh.tolist()
+        if set(mesh.mesh.flatten().tolist()) != self._numbers.keys():
+            return None
+        found: dict[tuple[Box, ...], list[int]] = {}
+        for coordinate in product(*map(range, mesh.shape)):
+            readings = placed_intervals(shape, mesh.shape, coordinate, placements)
+            if len(readings) > 1:
+                return None
+            member = members
+            for index in coordinate:
+                member = member[index]
+            boxes = tuple(box for box, _ in placed_boxes(readings[0]))
+            found.setdefault(boxes, []).append(self._numbers[member])
+        return tuple((boxes, tuple(sorted(ranks))) for boxes, ranks in found.items())
+
+    def misfits(self, name: str, tensor: Any) -> Iterator[str]:
+        """Says why a tensor that is distributed over ranks cannot be loaded into; nothing of plain ones.
+
+        Args:
+            name: What to call it.
+            tensor: The tensor.
+        """
+        if type(tensor) in _PLAIN:
+            return
+        if hasattr(tensor, "local_shards"):
+            yield (
+                f"{name}: {self._place} has a {type(tensor).__name__}, as FSDP1 makes them: "
+                f"use fully_shard (FSDP2), or {self._call} a full state dict on all ranks"
+            )
+        elif is_dtensor(tensor):
+            yield from self._dtensor_misfits(name, tensor)
+        elif hasattr(tensor, "to_local"):
+            kind = type(tensor).__name__
+            yield f"{name}: {self._place} has a {kind}: of sharded tensors DTensor only is known"
+
+    def _dtensor_misfits(self, name: str, tensor: Any) -> Iterator[str]:
+        unplaced = [str(one) for one in tensor.placements if not _is_placed(one)]
+        if unplaced:
+            yield (
+                f"{name}: {self._place} has a DTensor with placement {', '.join(unplaced)}, of which no rank "
+                "holds a part: redistribute it to Replicate() or Shard(...) first"
+            )
+            return
+        if outside := self._outside_of(tensor.device_mesh):
+            yield (
+                f"{name}: {self._place} has a DTensor on a mesh with ranks {_some(outside)}, which take no "
+                f"part in this {self._call}: {self._call} with a process_group= of all of them"
+            )
+        local = local_of(tensor)
+        num_readings = len(_readings(tensor))
+        if type(local) not in _PLAIN:
+            yield f"{name}: {self._place} has a DTensor whose local tensor is a {type(local).__name__}"
+        elif num_readings != 1 and tensor.device_mesh.get_coordinate() is not None:
+            why = "do not say which part of" if num_readings else "do not give that of"
+            yield (
+                f"{name}: {self._place} has a DTensor with a local tensor of shape {list(local.shape)}; its "
+                f"placements {tuple(tensor.placements)} {why} {list(tensor.shape)}: shard it evenly"
+            )
+
+    def _outside_of(self, mesh: Any) -> list[int]:
+        if self._ranks is None:
+            return []
+        if mesh not in self._outside:
+            self._outside[mesh] = sorted(set(mesh.mesh.flatten().tolist()) - self._ranks)
+        return self._outside[mesh]
+
+
+def _is_placed(placement: Any) -> bool:
+    if placement.is_partial():
+        return False
+    return placement.is_replicate() or getattr(placement, "dim", None) is not None
+
+
+def _some(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{shown}, …" if len(ranks) > 8 else shown

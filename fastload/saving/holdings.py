@@ -1,0 +1,122 @@
+"""Which ranks hold which bytes of the files, where not all hold the same. Pure.
+
+A tensor is cut where the boxes of any rank end. Of each *cell* that comes of it all bytes are held by the
+same ranks, its *holders*; laid end to end in row-major order they are what one of these contributes.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise, product
+from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
+
+from fastload.formats.dtypes import torch_spec
+from fastload.geometry.box import Box, Runs, runs_of
+from fastload.saving.layout import Layout
+
+if TYPE_CHECKING:
+    from fastload.formats.dtensors import BoxesByRank
+
+__all__ = ["Cell", "Holdings"]
+
+_NUM_SHOWN = 20
+
+
+class Cell(NamedTuple):
+    """A part of a tensor that some ranks hold, as a whole.
+
+    Attributes:
+        box: Which part.
+        runs: Where its bytes lie in the tensor.
+        holders: Those ranks, ascending.
+    """
+
+    box: Box
+    runs: Runs
+    holders: tuple[int, ...]
+
+
+class Holdings:
+    """What all ranks hold of the tensors of a layout.
+
+    Args:
+        layout: The files.
+        boxes: By name of the tensor, what each rank holds of it.
+
+    Attributes:
+        missing: What to call boxes that are on no rank: the first ones.
+    """
+
+    def __init__(self, layout: Layout, boxes: Mapping[str, BoxesByRank]) -> None:
+        self.missing: list[str] = []
+        self._kinds: list[tuple[Cell, ...]] = []
+        self._kind_of: list[int] = []
+        known: dict[tuple[tuple[int, ...], int, BoxesByRank], tuple[int, list[Box]]] = {}
+        for entry in layout.space.extents:
+            dtype, shape = torch_spec(entry)
+            key = (shape, dtype.itemsize, boxes[entry.name])
+            if key not in known:
+                cells = [(box, holders) for box, holders in _cut(shape, boxes[entry.name])]
+                known[key] = len(self._kinds), [box for box, holders in cells if not holders]
+                held = (
+                    Cell(box, runs_of(box, shape).scaled(dtype.itemsize), holders)
+                    for box, holders in cells
+                    if holders
+                )
+                self._kinds.append(tuple(sorted(held, key=lambda cell: cell.runs.start)))
+            kind, missing = known[key]
+            self._kind_of.append(kind)
+            if len(self.missing) < _NUM_SHOWN:
+                self.missing += [f"{_text(box, shape)} of {entry.name}" for box in missing]
+
+    def cells(self, tensor: int) -> tuple[Cell, ...]:
+        """Returns the cells of a tensor that has bytes, by its number in `Layout.space`, in order."""
+        return self._kinds[self._kind_of[tensor]]
+
+    def kind(self, tensor: int) -> int:
+        """Returns a number that tensors with the same cells share."""
+        return self._kind_of[tensor]
+
+    @cached_property
+    def digest(self) -> str:
+        """xxh3-128 of who holds what."""
+        kinds = [[[cell.box, cell.holders] for cell in cells] for cells in self._kinds]
+        return xxhash.xxh3_128_hexdigest(json.dumps([kinds, self._kind_of]).encode())
+
+
+def _cut(shape: Sequence[int], held: BoxesByRank) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """Yields the parts of a tensor that no box of any rank cuts, with the ranks that have them, or none."""
+    boxes = [(box, ranks) for of_ranks, ranks in held for box in of_ranks if box.is_within(shape)]
+    bounds = [
+        sorted(
+            {0, size}
+            | {bound for box, _ in boxes for bound in (box.offsets[dim], box.offsets[dim] + box.sizes[dim])}
+        )
+        for dim, size in enumerate(shape)
+    ]
+    holders: dict[tuple[int, ...], set[int]] = {}
+    for box, ranks in boxes:
+        spans = (
+            range(bisect_left(of_dim, offset), bisect_left(of_dim, offset + size))
+            for of_dim, offset, size in zip(bounds, box.offsets, box.sizes, strict=True)
+        )
+        for place in product(*spans):
+            holders.setdefault(place, set()).update(ranks)
+    parts = [list(pairwise(of_dim)) for of_dim in bounds]
+    for place in product(*(range(len(of_dim)) for of_dim in parts)):
+        edges = [of_dim[at] for of_dim, at in zip(parts, place, strict=True)]
+        box = Box(tuple(begin for begin, _ in edges), tuple(end - begin for begin, end in edges))
+        yield box, tuple(sorted(holders.get(place, ())))
+
+
+def _text(box: Box, shape: Sequence[int]) -> str:
+    first, last = (box.offsets[0], box.offsets[0] + box.sizes[0] - 1) if shape else (0, 0)
+    if box.sizes[1:] == tuple(shape[1:]):
+        return f"rows {first}-{last}" if last > first else f"row {first}"
+    spans = (f"{offset}:{offset + size}" for offset, size in zip(box.offsets, box.sizes, strict=True))
+    return f"elements [{', '.join(spans)}]"

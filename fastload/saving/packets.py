@@ -1,0 +1,203 @@
+"""Which bytes go from whom to whom, so that each writer has all that it writes and hashes. Pure.
+
+What one rank contributes to one *piece* of a writer's is a *packet*: the bytes of the cells it has there,
+cell by cell, each in row-major order. A writer that holds a cell takes it from itself; for others the holders
+take turns. Both ends make a packet of the same stretches, in the same order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from fastload.geometry.box import Runs
+from fastload.saving.assign import FileRange
+from fastload.saving.holdings import Cell, Holdings
+from fastload.saving.layout import Layout
+
+__all__ = ["Packet", "Packets", "Stretch", "make_packets", "places_of"]
+
+
+class Stretch(NamedTuple):
+    """A part of a cell.
+
+    Attributes:
+        tensor: Number of the tensor in `Layout.space`.
+        cell: The cell.
+        begin: First byte in the cell.
+        end: The byte after the last one in the cell.
+    """
+
+    tensor: int
+    cell: Cell
+    begin: int
+    end: int
+
+
+class Packet(NamedTuple):
+    """What one rank contributes to a piece.
+
+    Attributes:
+        supplier: That rank.
+        writer: The rank whose piece it is.
+        piece: Which of its pieces.
+        stretches: What it consists of.
+    """
+
+    supplier: int
+    writer: int
+    piece: int
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its length in bytes."""
+        return sum(stretch.end - stretch.begin for stretch in self.stretches)
+
+
+@dataclass(frozen=True)
+class Packets:
+    """The packets that one rank has to do with.
+
+    Attributes:
+        coming: For each of its pieces, what it consists of but for headers; its own packet, if any, first.
+        leaving: What others get from it, in the order in which it goes.
+    """
+
+    coming: Sequence[Sequence[Packet]]
+    leaving: Sequence[Packet]
+
+    @property
+    def own(self) -> list[Packet]:
+        """All that the rank contributes: to its own pieces, and to those of others."""
+        kept = [packet for of_piece in self.coming for packet in of_piece if packet.supplier == packet.writer]
+        return [*kept, *self.leaving]
+
+
+def make_packets(
+    layout: Layout,
+    holdings: Holdings,
+    pieces: Sequence[Mapping[int, Sequence[FileRange]]],
+    rank: int,
+    teams: Sequence[Sequence[int]],
+) -> Packets:
+    """Returns the packets that a rank has to do with.
+
+    Args:
+        layout: The files.
+        holdings: Which ranks hold which of their bytes.
+        pieces: For each team, what its writers write or hash, piece by piece.
+        rank: The rank.
+        teams: For each team, the ranks in it, which give to each other before others do.
+    """
+    coming: list[list[Packet]] = []
+    leaving: list[Packet] = []
+    for of_team, members in zip(pieces, teams, strict=True):
+        if rank in of_team:
+            coming = [
+                _coming(layout, holdings, FileRange(*piece), rank, index, members)
+                for index, piece in enumerate(of_team[rank])
+            ]
+        leaving += _leaving(layout, holdings, of_team, rank, members)
+    num_ranks = 1 + max(rank, *(packet.writer for packet in leaving)) if leaving else 1
+    # Not all to the same writer at once.
+    leaving.sort(key=lambda packet: (packet.piece, (packet.writer - rank) % num_ranks))
+    return Packets(coming, leaving)
+
+
+def places_of(layout: Layout, packet: Packet, piece: FileRange) -> list[Runs]:
+    """Returns where in its piece the bytes of a packet belong, in the order in which the packet has them."""
+    places: list[Runs] = []
+    for number, cell, begin, end in packet.stretches:
+        offset = layout.space.extents[number].offset - piece.begin
+        for runs in cell.runs.cut(begin, end):
+            moved = runs._replace(start=runs.start + offset)
+            last = places[-1] if places else None
+            if last is not None and not last.steps and not moved.steps and last.end == moved.start:
+                places[-1] = last._replace(length=last.length + moved.length)
+            else:
+                places.append(moved)
+    return places
+
+
+def _coming(
+    layout: Layout, holdings: Holdings, piece: FileRange, writer: int, index: int, members: Sequence[int]
+) -> list[Packet]:
+    found: dict[int, list[Stretch]] = {writer: []}
+    tensors = layout.space.extents
+    for number in range(max(0, layout.space.find(piece.file, piece.begin)), len(tensors)):
+        entry = tensors[number]
+        if (entry.file, entry.offset) >= (piece.file, piece.end):
+            break
+        if entry.file == piece.file and entry.offset + entry.nbytes > piece.begin:
+            cells = _within(holdings.cells(number), piece.begin - entry.offset, piece.end - entry.offset)
+            for cell, begin, end in cells:
+                supplier = _supplier(cell.holders, writer, index, members)
+                found.setdefault(supplier, []).append(Stretch(number, cell, begin, end))
+    return [Packet(supplier, writer, index, tuple(of)) for supplier, of in found.items() if of]
+
+
+def _leaving(
+    layout: Layout,
+    holdings: Holdings,
+    pieces: Mapping[int, Sequence[FileRange]],
+    rank: int,
+    members: Sequence[int],
+) -> list[Packet]:
+    known = _Pieces(pieces)
+    found: dict[tuple[int, int], list[Stretch]] = {}
+    own: dict[int, list[Cell]] = {}
+    for number, entry in enumerate(layout.space.extents):
+        kind = holdings.kind(number)
+        if kind not in own:
+            own[kind] = [cell for cell in holdings.cells(number) if rank in cell.holders]
+        for cell in own[kind]:
+            first, last = entry.offset + cell.runs.start, entry.offset + cell.runs.end
+            for piece, writer, index in known.overlapping(entry.file, first, last):
+                if _supplier(cell.holders, writer, index, members) != rank or writer == rank:
+                    continue
+                begin = cell.runs.before(piece.begin - entry.offset)
+                end = cell.runs.before(piece.end - entry.offset)
+                if begin < end:
+                    found.setdefault((writer, index), []).append(Stretch(number, cell, begin, end))
+    return [Packet(rank, writer, index, tuple(of)) for (writer, index), of in found.items()]
+
+
+class _Pieces:
+    """The pieces of a team, to be found by what they have; what is only hashed overlaps what others write."""
+
+    def __init__(self, pieces: Mapping[int, Sequence[FileRange]]) -> None:
+        self._sorted = sorted(
+            (piece, writer, index) for writer, of in pieces.items() for index, piece in enumerate(of)
+        )
+        self._ends = list(accumulate(((piece.file, piece.end) for piece, _, _ in self._sorted), max))
+
+    def overlapping(self, file: int, begin: int, end: int) -> Iterator[tuple[FileRange, int, int]]:
+        """Yields those that have bytes of a range, each with its writer and its number."""
+        for at in range(bisect_right(self._ends, (file, begin)), len(self._sorted)):
+            piece, writer, index = self._sorted[at]
+            if (piece.file, piece.begin) >= (file, end):
+                return
+            if piece.file == file and piece.end > begin:
+                yield piece, writer, index
+
+
+def _within(cells: Sequence[Cell], begin: int, end: int) -> Iterator[tuple[Cell, int, int]]:
+    """Yields what cells have in a range of their tensor, each from its first byte to after its last one."""
+    for cell in cells:
+        if cell.runs.start >= end:
+            return
+        first, last = cell.runs.before(begin), cell.runs.before(end)
+        if first < last:
+            yield cell, first, last
+
+
+def _supplier(holders: Sequence[int], writer: int, piece: int, members: Sequence[int]) -> int:
+    """Returns which of those who hold a cell gives it to a writer."""
+    if writer in holders:
+        return writer
+    near = [rank for rank in holders if rank in members] or holders
+    return near[(writer + piece) % len(near)]
