@@ -94,7 +94,8 @@ class LoadReport(_Report):
         chunk_bytes: Unit of reading and of exchange.
         num_rounds: Rounds of exchange.
         depth: Rounds in flight at once.
-        left_out: What was not loaded, with ``strict=False``, as it was saved for another number of ranks.
+        left_out: What was not loaded, with ``strict=False``: what was saved for another number of ranks, and
+            what is not read.
         ranks: One entry per rank.
     """
 

@@ -30,7 +30,7 @@ from fastload.formats.values import (
     tensor_name,
 )
 
-__all__ = ["Describer"]
+__all__ = ["Describer", "leaf_node"]
 
 _RESERVED = "__metadata__"  # what a safetensors header calls something else
 _MAX_SHORT_TEXT = 100  # about what a tensor more costs in header and structure
@@ -201,13 +201,7 @@ class Describer:
 
     def _leaf(self, tensor: Tensor, name: str, kind: str | None, dtype: str | None) -> Any:
         natural = name or BARE_NAME
-        stored = self._store(tensor, natural)
-        if stored == natural and kind is None and dtype is None:
-            return {}
-        fields = [None if stored == natural else stored, kind, dtype]
-        while fields[-1] is None:
-            fields.pop()
-        return {"tensor": fields}
+        return leaf_node(self._store(tensor, natural), natural, kind, dtype)
 
     def _store(self, tensor: Tensor, name: str) -> str:
         """Returns the name a tensor is stored under: its own, or the one of a tensor it is tied to."""
@@ -296,6 +290,16 @@ _CONTAINERS: dict[type, Callable[[Describer, Any, str], Any]] = {
     set: Describer._set,
     frozenset: Describer._set,
 }
+
+
+def leaf_node(stored: str, natural: str, kind: str | None, dtype: str | None) -> Any:
+    """Returns the node of a tensor that is stored under a name, where its own would be another."""
+    if stored == natural and kind is None and dtype is None:
+        return {}
+    fields = [None if stored == natural else stored, kind, dtype]
+    while fields[-1] is None:
+        fields.pop()
+    return {"tensor": fields}
 
 
 def _is_array(value: Any) -> bool:

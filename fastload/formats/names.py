@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from fastload.storage.names import Names
 
 __all__ = [
+    "BIN_INDEX_NAME",
+    "BIN_NAME",
     "INDEX_NAME",
     "INDEX_SUFFIX",
     "NAMES",
@@ -31,6 +33,8 @@ STAGED_NAME = ".fastload-stage.json"
 """What a staged copy holds next to its files: which checkpoint it is a copy of, and how its files were."""
 
 SUFFIX = ".safetensors"
+BIN_NAME, BIN_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
+"""As transformers once called what it saved with torch.save."""
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME = "model.safetensors.index.json"
 OWN_STEM = "ranks"
@@ -80,8 +84,9 @@ NAMES = Names(
     record=RECORD_NAME,
     marker=SAVING_NAME,
     receipt=STAGED_NAME,
-    likely=(RECORD_NAME, INDEX_NAME, f"model{SUFFIX}"),
+    likely=(RECORD_NAME, INDEX_NAME, f"model{SUFFIX}", BIN_INDEX_NAME, BIN_NAME),
     file_endings=(SUFFIX,),
+    single_endings=(SUFFIX, *TORCH_ENDINGS),
     part_endings=(SUFFIX, INDEX_SUFFIX),
     own=own_names,
 )

@@ -8,34 +8,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
-from fastload.errors import CheckpointNotFound, ManifestError
+from fastload.errors import CheckpointNotFound
 from fastload.formats import recorded, safetensors
 from fastload.formats.manifest import Manifest
-from fastload.formats.names import RECORD_NAME, SAVING_NAME, SUFFIX, TORCH_ENDINGS
+from fastload.formats.names import BIN_INDEX_NAME, BIN_NAME, RECORD_NAME, SAVING_NAME, SUFFIX, TORCH_ENDINGS
+from fastload.formats.reading import read_bytes
 from fastload.formats.untrusted import show
 from fastload.storage.base import Storage
 
-__all__ = ["Sight", "is_torch_file", "look", "read_manifest"]
+__all__ = ["Sight", "header_digest", "look", "read_manifest"]
 
 
-class Format(NamedTuple):
+class FolderFormat(NamedTuple):
     """One kind of directories.
 
     Attributes:
         is_in: Whether a directory with files of these names is one.
-        read: Reads what is in it, given its names.
+        module: Of this room; its ``read_folder(storage, names)`` reads what is in it.
     """
 
     is_in: Callable[[Sequence[str]], bool]
-    read: Callable[[Storage, Sequence[str]], Manifest]
+    module: str
 
 
-_FORMATS = (  # the first that knows a directory reads it
-    Format(recorded.is_recorded, recorded.read_recorded),
-    Format(safetensors.has_files, safetensors.read_folder),
+class FileFormat(NamedTuple):
+    """One kind of single files.
+
+    Attributes:
+        starts: How they begin.
+        module: Of this room; its ``read_file(storage, name, stat)`` reads what is in one, and its
+            ``header_digest(storage, name, nbytes)`` returns its `FileEntry.header_digest`.
+    """
+
+    starts: tuple[bytes, ...]
+    module: str
+
+
+_FOLDER_FORMATS = (  # the first that knows a directory reads it
+    FolderFormat(recorded.is_recorded, "recorded"),
+    FolderFormat(safetensors.has_files, "safetensors"),
+    FolderFormat(lambda names: BIN_NAME in names or BIN_INDEX_NAME in names, "torch_folder"),
 )
+_FILE_FORMATS = (
+    FileFormat((b"PK\3\4", b"PK\5\6"), "torch_zip"),
+    FileFormat((b"\x80\x02\x8a\nl\xfc\x9cF",), "torch_legacy"),
+    FileFormat((b"",), "safetensors"),
+)
+_HEAD_BYTES = 8
 
 
 class Sight(IntEnum):
@@ -54,7 +76,7 @@ def look(storage: Storage) -> Sight:
         return Sight.NOTHING if storage.stat("") is None else Sight.CHECKPOINT
     if SAVING_NAME in names and RECORD_NAME not in names:
         return Sight.UNFINISHED
-    return Sight.CHECKPOINT if any(kind.is_in(names) for kind in _FORMATS) else Sight.DIRECTORY
+    return Sight.CHECKPOINT if any(kind.is_in(names) for kind in _FOLDER_FORMATS) else Sight.DIRECTORY
 
 
 def read_manifest(storage: Storage) -> Manifest:
@@ -62,7 +84,8 @@ def read_manifest(storage: Storage) -> Manifest:
 
     A directory with a commit record holds the files that the record names, and no others: neither an
     index nor any other file is looked at, the headers have to match their checksums, and the metadata
-    is that of the record. Else the root is one safetensors file, or a directory of them.
+    is that of the record. Else the root is one file, of safetensors or of torch.save, or a directory of
+    such files.
 
     Args:
         storage: Where to look; its methods are called from several threads. Of each file the header is
@@ -78,35 +101,40 @@ def read_manifest(storage: Storage) -> Manifest:
     """
     names = storage.list()
     if names is not None:
-        for kind in _FORMATS:
+        for kind in _FOLDER_FORMATS:
             if kind.is_in(names):
-                return kind.read(storage, names)
+                return _module(kind.module).read_folder(storage, names)  # type: ignore[no-any-return]
         raise CheckpointNotFound(_without_files(storage.url, names))
     stat = storage.stat("")
     if stat is None:
         raise CheckpointNotFound(f"{storage.url}: no such checkpoint")
-    return safetensors.read_file(storage, stat)
+    kind = _file_format(storage, "", stat.nbytes)
+    return kind.read_file(storage, "", stat)  # type: ignore[no-any-return]
+
+
+def header_digest(storage: Storage, name: str, nbytes: int) -> str:
+    """Returns the `FileEntry.header_digest` of a file as it is here; empty if it has none.
+
+    Raises:
+        StorageError: Storage failed.
+    """
+    return _file_format(storage, name, nbytes).header_digest(storage, name, nbytes)  # type: ignore[no-any-return]
+
+
+def _file_format(storage: Storage, name: str, nbytes: int) -> Any:
+    """Returns the module that reads a file."""
+    if (name or storage.url).endswith(SUFFIX):  # nothing else is called so, and a request is saved
+        return safetensors
+    head = read_bytes(storage, name, 0, min(nbytes, _HEAD_BYTES))
+    return _module(next(kind.module for kind in _FILE_FORMATS if head.startswith(kind.starts)))
+
+
+def _module(name: str) -> Any:
+    return import_module(f"fastload.formats.{name}")
 
 
 def _without_files(url: str, names: Sequence[str]) -> str:
     found = f"its {len(names)} files are {show(sorted(names))}" if names else "it has no files"
     if any(name.endswith(TORCH_ENDINGS) for name in names):
-        found += " (`fastload convert` reads files of torch.save)"
+        found += ": to load a file of torch.save, name it"
     return f"{url}: no *{SUFFIX} files in this directory; {found}"
-
-
-def is_torch_file(storage: Storage) -> bool:
-    """Whether the root of a storage is one file with a name as torch.save's files have.
-
-    Raises:
-        CheckpointNotFound: It has the name, but there is nothing.
-        ManifestError: The file is empty.
-    """
-    if not storage.url.endswith(TORCH_ENDINGS) or storage.list() is not None:
-        return False
-    found = storage.stat("")
-    if found is None:
-        raise CheckpointNotFound(f"{storage.url}: no such file or directory")
-    if not found.nbytes:
-        raise ManifestError(f"{storage.url}: the file is empty")
-    return True

@@ -24,7 +24,7 @@ from fastload.formats.untrusted import show
 from fastload.geometry.blocks import num_blocks
 from fastload.storage.base import Storage
 
-__all__ = ["is_recorded", "read_recorded", "record_digest"]
+__all__ = ["is_recorded", "read_folder", "record_digest"]
 
 
 def is_recorded(listing: Sequence[str]) -> bool:
@@ -32,7 +32,7 @@ def is_recorded(listing: Sequence[str]) -> bool:
     return RECORD_NAME in listing or SAVING_NAME in listing
 
 
-def read_recorded(storage: Storage, listing: Sequence[str]) -> Manifest:
+def read_folder(storage: Storage, listing: Sequence[str]) -> Manifest:
     """Reads what the commit record names.
 
     Raises:

@@ -12,38 +12,34 @@ from functools import partial
 import xxhash
 
 from fastload.errors import ManifestError
+from fastload.formats.index import read_index
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
-from fastload.formats.names import INDEX_NAME, INDEX_SUFFIX, NAMES, SUFFIX
+from fastload.formats.names import INDEX_NAME, INDEX_SUFFIX, SUFFIX
 from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
 from fastload.formats.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
-from fastload.formats.untrusted import is_plain_path, parse_json, show
+from fastload.formats.untrusted import show
 from fastload.storage.base import FileStat, Storage
 
 __all__ = ["assemble", "has_files", "header_digest", "read_file", "read_folder"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_INDEX_BYTES = 100_000_000
-
-_TORCH_FILES = {
-    b"PK\x03\x04": "a zip archive, as torch.save writes",
-    b"\x80\x02\x8a\nl\xfc\x9cF": "a pickle, as torch.save wrote before torch 1.6",
-}
+_TAR_BYTES, _TAR_SIGN = 512, (257, 5, b"ustar")
 
 
 def has_files(listing: Sequence[str]) -> bool:
     """Whether a directory holds safetensors files, or their index."""
-    return bool(_ending_in(NAMES.part_endings, listing))
+    return bool(_ending_in((SUFFIX, INDEX_SUFFIX), listing))
 
 
-def read_file(storage: Storage, stat: FileStat) -> Manifest:
-    """Reads the one file that is the root of a storage.
+def read_file(storage: Storage, name: str, stat: FileStat) -> Manifest:
+    """Reads a file as if it were all there is.
 
     Raises:
         ManifestError: It is malformed.
         StorageError: Storage failed.
     """
-    return assemble(storage, {"": stat}, partial(_read_header, storage))
+    return assemble(storage, {name: stat}, partial(_read_header, storage))
 
 
 def read_folder(storage: Storage, listing: Sequence[str]) -> Manifest:
@@ -62,7 +58,7 @@ def read_folder(storage: Storage, listing: Sequence[str]) -> Manifest:
     index = _find_index(storage, listing)
     if index is None:
         return assemble(storage, stat_all(storage, _ending_in((SUFFIX,), listing)), read_header)
-    weight_map = _read_index(storage, index)
+    weight_map = read_index(storage, index)
     stats = stat_all(storage, sorted(set(weight_map.values())))
     manifest = assemble(storage, stats, read_header, weight_map)
     _check_index(url_of(storage, index), weight_map, manifest)
@@ -116,22 +112,28 @@ def assemble(
 def _read_header(storage: Storage, name: str, stat: FileStat) -> bytes:
     """Reads the JSON text of a header."""
     url = url_of(storage, name)
+    if not stat.nbytes:
+        raise ManifestError(f"{url}: the file is empty")
     if stat.nbytes < LENGTH_BYTES:
         raise ManifestError(f"{url}: {stat.nbytes} bytes are too few for a safetensors file")
     prefix = read_bytes(storage, name, 0, LENGTH_BYTES)
     length = int.from_bytes(prefix, "little")
     limit = min(MAX_HEADER_BYTES, stat.nbytes - LENGTH_BYTES)
     if length > limit:
-        # Text, zip and pickle files end here: what they start with tells them apart.
-        kind = next((kind for start, kind in _TORCH_FILES.items() if prefix.startswith(start)), None)
-        if kind is not None:
-            hint = "`fastload convert` makes a checkpoint of files of torch.save"
-            raise ManifestError(f"{url}: no safetensors file but {kind}: {hint}")
+        # Files of other kinds end here.
+        if _is_tar(storage, name, prefix, stat.nbytes):
+            raise ManifestError(f"{url}: a tar archive, which fastload does not read")
         raise ManifestError(
             f"{url}: header length of {length} bytes is over the limit of {limit} (file size:"
             f" {stat.nbytes}); the file starts with {prefix!r}"
         )
     return read_bytes(storage, name, LENGTH_BYTES, length)
+
+
+def _is_tar(storage: Storage, name: str, prefix: bytes, nbytes: int) -> bool:
+    member = prefix.rstrip(b"\0")
+    may_be = nbytes > _TAR_BYTES and member.isascii() and member.decode().isprintable()
+    return may_be and read_bytes(storage, name, *_TAR_SIGN[:2]) == _TAR_SIGN[2]
 
 
 def _select(
@@ -174,21 +176,6 @@ def _find_index(storage: Storage, listing: Sequence[str]) -> str | None:
 def _ending_in(endings: tuple[str, ...], listing: Sequence[str]) -> list[str]:
     # A leading dot marks what is no part of the checkpoint: a copy in flight, a resource fork.
     return sorted(name for name in listing if name.endswith(endings) and not name.startswith("."))
-
-
-def _read_index(storage: Storage, index: str) -> dict[str, str]:
-    """Returns the ``weight_map`` of an index: tensor name → file name, safe to look up below the root."""
-    url = url_of(storage, index)
-    stat = stat_all(storage, [index])[index]
-    if stat.nbytes > _MAX_INDEX_BYTES:
-        raise ManifestError(f"{url}: index of {stat.nbytes} bytes is over the limit of {_MAX_INDEX_BYTES}")
-    weight_map = parse_json(read_bytes(storage, index, 0, stat.nbytes), f"{url}: index").get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ManifestError(f"{url}: weight_map is not an object that names files but {show(weight_map)}")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or not is_plain_path(file):
-            raise ManifestError(f"{url}: tensor {show(name)}: not a plain relative file name: {show(file)}")
-    return weight_map
 
 
 def _check_index(url: str, weight_map: Mapping[str, str], manifest: Manifest) -> None:

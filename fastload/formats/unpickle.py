@@ -5,7 +5,7 @@ nothing that a pickle could reach; whoever reads the result decides which names 
 stand for. Data are never larger than the text they come from, and a pickle costs a step for each opcode.
 
 What comes out is plain values, lists and tuples (shared, nested deeply, or holding themselves, as the pickle
-has it: walk them with a limit), and the classes below.
+has it: walk them with a limit), and the classes of `fastload.formats.pickled`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from __future__ import annotations
 import re
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 from fastload.base.memory import uncollected
 from fastload.errors import ManifestError
+from fastload.formats.pickled import Elements, Global, Made, Pairs, Persistent
 from fastload.formats.untrusted import show
 
-__all__ = ["Elements", "Global", "Made", "Pairs", "Persistent", "Truncated", "unpickle", "unpickle_first"]
+__all__ = ["Truncated", "unpickle", "unpickle_first"]
 
 _MAX_BYTES = 1 << 30
 _MAX_PROTOCOL = 5
@@ -30,96 +31,6 @@ _NAME = re.compile(r"[^\s\x00-\x1f]{1,1000}")
 
 class Truncated(ManifestError):
     """The pickle goes on where the data end."""
-
-
-class Global(NamedTuple):
-    """What a pickle would import: a name, and no more than that.
-
-    Attributes:
-        module: Of Python 3, also where a pickle has the names of Python 2.
-        name: In the module; may have dots.
-    """
-
-    module: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
-
-
-class Pairs(list[Any]):
-    """What would be a dict: its keys and values by turns, as they were set; a key may be there twice."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return f"<dict of {len(self) // 2}>"
-
-    def pairs(self) -> Iterator[tuple[Any, Any]]:
-        """Yields each key with its value."""
-        return zip(self[::2], self[1::2], strict=True)
-
-    def by_text(self, where: str) -> dict[str, Any]:
-        """Returns it as a dict whose keys are texts.
-
-        Args:
-            where: What it is, for messages.
-
-        Raises:
-            ManifestError: A key is something else.
-        """
-        for key in self[::2]:
-            if type(key) is not str:
-                raise ManifestError(f"{where}: a key is no text but {show(key)}")
-        return dict(self.pairs())
-
-
-class Elements(list[Any]):
-    """What would be a set or a frozenset: its members, some perhaps twice."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return f"<set of {len(self)}>"
-
-
-class Persistent(NamedTuple):
-    """A reference to something outside of the pickle.
-
-    Attributes:
-        id: What the pickle says of it.
-    """
-
-    id: Any
-
-    def __repr__(self) -> str:
-        return "<persistent id>"
-
-
-class Made:
-    """What a pickle would make by a call.
-
-    Attributes:
-        what: What it would call, or whose ``__new__``.
-        args: The arguments; whatever is there in place of the tuple.
-        kwargs: Those by name.
-        state: What its ``__setstate__`` or ``__dict__`` would get; None if nothing.
-        items: What would be appended to it, or added.
-        pairs: The items that would be set.
-    """
-
-    __slots__ = ("args", "items", "kwargs", "pairs", "state", "what")
-
-    def __init__(self, what: Global, args: Any, kwargs: Pairs | None = None) -> None:
-        self.what = what
-        self.args = args
-        self.kwargs = kwargs
-        self.state: Any = None
-        self.items: list[Any] = []
-        self.pairs = Pairs()
-
-    def __repr__(self) -> str:
-        return f"<{self.what}>"
 
 
 def unpickle(data: bytes, where: str) -> Any:

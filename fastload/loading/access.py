@@ -10,9 +10,8 @@ from typing import Any
 from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import RECORD_NAME
-from fastload.formats.open import Sight, look, read_manifest
+from fastload.formats.open import Sight, header_digest, look, read_manifest
 from fastload.formats.recorded import record_digest
-from fastload.formats.safetensors import header_digest
 from fastload.ranks.world import World, require_same
 from fastload.storage import PatientStorage, Storage
 

@@ -191,4 +191,4 @@ def _warn_of(loaded: Loaded, world: World) -> None:
             _log.warning("%s: rank %d on %s %s", report.url, rank.rank, rank.host, rank.note)
     if report.left_out:
         names = ", ".join(report.left_out)
-        _log.warning("%s: left out, as saved for another number of ranks: %s", report.url, names)
+        _log.warning("%s: left out: %s", report.url, names)

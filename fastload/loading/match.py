@@ -17,6 +17,7 @@ from fastload.formats.dtensors import Group
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import OWN_STEM
 from fastload.formats.per_rank import OWN_PREFIX, OwnView
+from fastload.formats.refused import raise_refused, without_refused
 from fastload.formats.state import Rebuilder, SavedTensor, leaves, own_view, rebuild
 from fastload.loading.mismatch import Renamed, find_renamed, misfit, raise_mismatch
 from fastload.loading.modules import Leaf
@@ -112,7 +113,7 @@ def match(
         MismatchError: Something does not fit; it lists all that does not. What is only unexpected is left
             to `Match.raise_unexpected`, as other ranks may want it.
         OptionError: `into` is no destination.
-        ManifestError: The checkpoint is malformed.
+        ManifestError: The checkpoint is malformed, or holds what cannot be loaded and is wanted.
         MemoryError: The destinations do not fit into memory.
     """
     view = OwnView(manifest.structure)
@@ -120,12 +121,17 @@ def match(
     if has_own:
         view = own_view(manifest.structure, rank, size)
         manifest = replace(manifest, structure=view.structure)
+    refused: list[str] = []
+    if manifest.format != "fastload" and manifest.structure is not None:
+        manifest = replace(manifest, structure=without_refused(manifest.structure, refused))
+        if strict and names is None:
+            raise_refused(manifest.url, refused)
     selection = None if names is None else _Selection(names, _catalogue(manifest), has_own)
     wants = Wants(manifest, device, dtype)
     if strict and selection is None and view.elsewhere:
         raise_mismatch(manifest.url, mismatched=[_elsewhere(name, num, size) for name, num in view.elsewhere])
     if into is not None:
-        pairs = pair(into, manifest, has_gaps=bool(view.elsewhere))
+        pairs = pair(into, manifest, has_gaps=bool(view.elsewhere or refused))
         return _match_into(manifest, pairs, selection, wants, device, dtype, strict, view, Group(group))
     if selection is not None:
         raise_mismatch(manifest.url, missing=selection.absent)
@@ -136,7 +142,7 @@ def match(
         wants.make_together(view.together)
     else:
         wants.make_all()
-    left_out = tuple(name for name, _ in view.elsewhere)
+    left_out = (*(name for name, _ in view.elsewhere), *refused)
     return _match_all(manifest, wants.arrivals(), left_out)
 
 

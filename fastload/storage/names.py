@@ -19,7 +19,8 @@ class Names:
         receipt: What a copy on a host holds next to its files; stands for the record if that has none.
         likely: What to look for, in this order, where nothing can be listed; one of them is there if any
             checkpoint is. The first may be refused, and counts as missing then.
-        file_endings: How the names of files end that hold tensors.
+        file_endings: How the names of files end that a save writes tensors to.
+        single_endings: How those end that may be a checkpoint by themselves.
         part_endings: How the names of all files end that may be read as a part of a checkpoint.
         own: Returns which of the names of all files at a place are those of a checkpoint of fastload's,
             given the contents of its record and its receipt, as far as there are any.
@@ -30,5 +31,6 @@ class Names:
     receipt: str
     likely: tuple[str, ...]
     file_endings: tuple[str, ...]
+    single_endings: tuple[str, ...]
     part_endings: tuple[str, ...]
     own: Callable[[Iterable[str], Sequence[bytes]], set[str]]

@@ -218,7 +218,7 @@ def _is_file(location: Location, names: Names) -> bool:
     path = location.url if location.scheme not in HTTP else unquote(location.url)
     is_blob = "sr=b" in location.query.split("&")  # what Azure's signature is for
     query = unquote(location.query)
-    return path.endswith(names.file_endings) or any(end in query for end in names.file_endings) or is_blob
+    return path.endswith(names.single_endings) or any(end in query for end in names.single_endings) or is_blob
 
 
 def _is_signed(location: Location, names: Names) -> bool:

@@ -216,7 +216,7 @@ def load_elsewhere(rank: int, world: int, path: Path) -> None:
         assert checkpoint.report is not None
         left_out = checkpoint.report.left_out
     assert left_out == ("rng", "data.python", "data.left over", "mixed", "odd")
-    line = f"{path}: left out, as saved for another number of ranks: {', '.join(left_out)}"
+    line = f"{path}: left out: {', '.join(left_out)}"
     assert logged == [line] * (rank == 0)
     assert rng.unique().tolist() == [7]
     assert into["rng"] is rng
@@ -416,7 +416,7 @@ def test_the_command_line_lives_with_it(tmp_path: Path) -> None:
     assert "complete" in fastload_command("ls", str(tmp_path))
     assert "digest of rank 0" in fastload_command("load", path, "--digest")
     told = fastload_command("convert", path, str(tmp_path / "new"))
-    assert "left out, as saved for another number of ranks: rng, data.python" in told
+    assert "left out: rng, data.python" in told
     assert fastload.load(tmp_path / "new")["rng"] is None
 
 

@@ -14,16 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload.errors import ManifestError
-from fastload.formats.unpickle import (
-    Elements,
-    Global,
-    Made,
-    Pairs,
-    Persistent,
-    Truncated,
-    unpickle,
-    unpickle_first,
-)
+from fastload.formats.pickled import Elements, Global, Made, Pairs, Persistent
+from fastload.formats.unpickle import Truncated, unpickle, unpickle_first
 
 _PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),

@@ -1,0 +1,86 @@
+"""Directories as transformers once wrote them: ``pytorch_model.bin``, or several files and an index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastload.errors import ManifestError
+from fastload.formats import torch_legacy, torch_zip
+from fastload.formats.index import read_index
+from fastload.formats.manifest import Manifest, TensorEntry
+from fastload.formats.names import BIN_INDEX_NAME, BIN_NAME
+from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
+from fastload.formats.state import children, leaves
+from fastload.formats.untrusted import show
+from fastload.storage.base import FileStat, Storage
+
+__all__ = ["read_folder"]
+
+_LONGEST_START = 32
+
+
+def read_folder(storage: Storage, listing: Sequence[str]) -> Manifest:
+    """Reads what the index names, or else the one file.
+
+    Raises:
+        ManifestError: A file or the index is malformed, they contradict each other, or a file is missing.
+        StorageError: Storage failed.
+    """
+    weight_map = read_index(storage, BIN_INDEX_NAME) if BIN_INDEX_NAME in listing else {}
+    names = sorted({*weight_map.values()}) or [BIN_NAME]
+    stats = stat_all(storage, names)
+    parts = in_threads(lambda name: _read(storage, name, stats[name]), names)
+    return _join(storage.url, parts, weight_map) if weight_map else parts[0]
+
+
+def _read(storage: Storage, name: str, stat: FileStat) -> Manifest:
+    head = read_bytes(storage, name, 0, min(stat.nbytes, _LONGEST_START))
+    if torch_zip.is_one(head):
+        return torch_zip.read_file(storage, name, stat)
+    if torch_legacy.is_one(head):
+        return torch_legacy.read_file(storage, name, stat)
+    raise ManifestError(f"{url_of(storage, name)}: no file of torch.save: it starts with {head[:8]!r}")
+
+
+def _join(url: str, parts: Sequence[Manifest], weight_map: Mapping[str, str]) -> Manifest:
+    """Makes one state of several: each holds some of the entries of one dict."""
+    entries: dict[Any, tuple[int, Any]] = {}
+    for number, part in enumerate(parts):
+        where = f"{url}: {show(part.files[0].name)}"
+        below = children(part.structure)
+        if below is None or type(part.structure) is not dict or not all(type(key) is str for key in below):
+            raise ManifestError(f"{where}: its state is no dict of names")
+        for key, (_, node) in below.items():
+            meant = weight_map.get(key)
+            if key in entries and meant not in (part.files[0].name, parts[entries[key][0]].files[0].name):
+                raise ManifestError(f"{where}: {show(key)} is in another file, too, and not in the index")
+            if key not in entries or meant == part.files[0].name:
+                entries[key] = number, node
+    for key, name in weight_map.items():
+        if key not in entries or parts[entries[key][0]].files[0].name != name:
+            raise ManifestError(f"{url}: {show(key)} is not in {show(name)}, whatever the index says")
+    structure = {"dict": [each for key, (_, node) in entries.items() for each in (key, node)]}
+    tensors = list(_tensors(url, parts, entries))
+    files = tuple(part.files[0] for part in parts)
+    return replace(parts[0], files=files, tensors=tuple(tensors), structure=structure)
+
+
+def _tensors(
+    url: str, parts: Sequence[Manifest], entries: Mapping[Any, tuple[int, Any]]
+) -> Iterator[TensorEntry]:
+    """Yields what the chosen entries have of each file."""
+    kept: list[set[str]] = [set() for _ in parts]
+    for key, (number, node) in entries.items():
+        kept[number].update(saved.stored for saved in leaves(node, key))
+    if sum(map(len, kept)) > len(set().union(*kept)):
+        raise ManifestError(f"{url}: two files hold tensors of one name")
+    for number, (part, names) in enumerate(zip(parts, kept, strict=True)):
+        yield from (_moved(entry, number) for entry in part.tensors if entry.name in names)
+
+
+def _moved(entry: TensorEntry, file: int) -> TensorEntry:
+    """Returns the same in another file."""
+    pieces = tuple(piece._replace(file=file) for piece in entry.pieces)
+    return replace(entry, file=file, pieces=pieces)

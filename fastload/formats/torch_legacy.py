@@ -1,0 +1,105 @@
+"""Files of torch.save from before torch 1.6, as storage holds them; nothing in them is run.
+
+Five pickles stand one after the other: a number that tells the format, its version, the machine's byte order,
+the state, and the keys of the storages. Then come the storages, each after its number of elements in 8 bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import xxhash
+
+from fastload.errors import ManifestError
+from fastload.formats.manifest import FileEntry, Manifest
+from fastload.formats.pickled import Pairs, persistent_ids
+from fastload.formats.reading import read_bytes, url_of
+from fastload.formats.stored_tensor import StorageRef
+from fastload.formats.torch_objects import Objects
+from fastload.formats.torch_state import describe_objects
+from fastload.formats.torch_zip import entries_of
+from fastload.formats.unpickle import Truncated, unpickle_first
+from fastload.formats.untrusted import show
+from fastload.formats.zip_directory import Record
+from fastload.storage.base import FileStat, Storage
+
+__all__ = ["header_digest", "is_one", "read_file"]
+
+_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # 0x1950a86a20f9469cfc6c
+_VERSION = 1001
+_NUM_PICKLES = 5
+_LENGTH_BYTES = 8
+_FIRST_BYTES, _MAX_BYTES = 1 << 20, 1 << 28
+
+
+def is_one(head: bytes) -> bool:
+    """Whether a file that begins like this is one."""
+    return head.startswith(_START)
+
+
+def read_file(storage: Storage, name: str, stat: FileStat) -> Manifest:
+    """Reads a file as if it were all there is; of its tensors nothing.
+
+    Raises:
+        ManifestError: It is malformed, or big-endian.
+        StorageError: Storage failed.
+    """
+    where = url_of(storage, name)
+    (_, version, about, state, keys), head = _read_pickles(storage, name, stat.nbytes)
+    if version != _VERSION or type(about) is not Pairs:
+        raise ManifestError(f"{where}: a file of torch.save, of version {show(version)}, which none has")
+    if about.by_text(where).get("little_endian") is not True:
+        raise ManifestError(f"{where}: a big-endian file: only little-endian ones are read")
+    storages = _locate(state, keys, len(head), stat.nbytes, where)
+    structure, tensors = describe_objects(Objects(where).value(state), where, len(head))
+    entries = entries_of(tensors, storages, where, stat.nbytes)
+    files = (FileEntry(name, stat.nbytes, stat.version, xxhash.xxh3_128_hexdigest(head)),)
+    return Manifest(storage.url, files, tuple(entries), structure=structure, format="torch")
+
+
+def header_digest(storage: Storage, name: str, nbytes: int) -> str:
+    """Returns the `FileEntry.header_digest` of a file as it is here; empty if it is malformed."""
+    try:
+        return xxhash.xxh3_128_hexdigest(_read_pickles(storage, name, nbytes)[1])
+    except ManifestError:
+        return ""
+
+
+def _read_pickles(storage: Storage, name: str, nbytes: int) -> tuple[list[Any], bytes]:
+    """Returns what stands before the storages, and its bytes: as many as turn out to be needed."""
+    head = b""
+    while True:
+        wanted = min(nbytes, _MAX_BYTES, max(_FIRST_BYTES, 4 * len(head)))
+        head += read_bytes(storage, name, len(head), wanted - len(head))
+        try:
+            found, end = [], 0
+            for _ in range(_NUM_PICKLES):
+                value, end = unpickle_first(head, url_of(storage, name), end)
+                found.append(value)
+        except Truncated:
+            if len(head) == min(nbytes, _MAX_BYTES):
+                raise
+        else:
+            return found, head[:end]
+
+
+def _locate(state: Any, keys: Any, begin: int, nbytes: int, where: str) -> dict[str, Record]:
+    """Returns where the storages lie: all of them, one after the other, up to the end of the file."""
+    refs = [StorageRef.of(one, where) for one in persistent_ids(state) if _is_storage(one)]
+    lengths = {ref.key: ref.dtype.itemsize for ref in refs}
+    counts = {one[2]: one[4] for one in persistent_ids(state) if _is_storage(one)}
+    if type(keys) is not list or not all(type(key) is str for key in keys) or {*keys} != {*counts}:
+        raise ManifestError(f"{where}: its storages are not those that its state names")
+    found, at = {}, begin
+    for key in keys:
+        length = counts[key] * lengths[key]
+        found[key] = Record(at, at + _LENGTH_BYTES, length)
+        at += _LENGTH_BYTES + length
+    if at != nbytes or len(found) < len(keys):
+        there = nbytes - begin
+        raise ManifestError(f"{where}: its storages take {at - begin} bytes, of {there} that are there")
+    return found
+
+
+def _is_storage(persistent_id: Any) -> bool:
+    return type(persistent_id) is tuple and persistent_id[:1] == ("storage",)

@@ -1,0 +1,194 @@
+"""Files of torch.save, zip archives since torch 1.6, as storage holds them; nothing in them is run.
+
+A tensor's bytes lie in a record ``data/N``, stored as they are, so that each tensor is a range of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from fastload.errors import ManifestError
+from fastload.formats.dtypes import NAMES
+from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
+from fastload.formats.reading import read_bytes, url_of
+from fastload.formats.stored_tensor import StoredTensor
+from fastload.formats.torch_state import read_state
+from fastload.formats.untrusted import show
+from fastload.formats.zip_directory import Directory, ReadRange, Record, read_directory
+from fastload.geometry.box import Box
+from fastload.storage.base import FileStat, Storage
+
+__all__ = ["Archive", "entries_of", "header_digest", "is_one", "open_archive", "read_file"]
+
+_MAX_PICKLE_BYTES = 1 << 28
+_NEAR_BYTES = 4096  # of the small records behind the pickle
+_MOST_REPEATED = 4  # views may overlap, and hold so many times what is stored
+_REPEATED_ANYWAY_BYTES = 1 << 20
+
+
+class Archive(NamedTuple):
+    """What is in a file of torch.save.
+
+    Attributes:
+        pickle: What ``data.pkl`` says.
+        storages: Where the bytes of each storage lie, by its key.
+        digest: xxh3-128 of all that says what is where.
+    """
+
+    pickle: bytes
+    storages: Mapping[str, Record]
+    digest: str
+
+
+def is_one(head: bytes) -> bool:
+    """Whether a file that begins like this is a zip archive."""
+    return head.startswith((b"PK\3\4", b"PK\5\6"))  # the latter if nothing is in it
+
+
+def read_file(storage: Storage, name: str, stat: FileStat) -> Manifest:
+    """Reads a file as if it were all there is; of its tensors nothing.
+
+    Raises:
+        ManifestError: It is malformed.
+        StorageError: Storage failed.
+    """
+    where = url_of(storage, name)
+    archive = _open(storage, name, stat.nbytes)
+    structure, tensors = read_state(archive.pickle, f"{where}: data.pkl")
+    entries = entries_of(tensors, archive.storages, where, stat.nbytes)
+    files = (FileEntry(name, stat.nbytes, stat.version, archive.digest),)
+    return Manifest(storage.url, files, tuple(entries), structure=structure, format="torch")
+
+
+def header_digest(storage: Storage, name: str, nbytes: int) -> str:
+    """Returns the `FileEntry.header_digest` of a file as it is here; empty if it is malformed."""
+    try:
+        return _open(storage, name, nbytes).digest
+    except ManifestError:
+        return ""
+
+
+def _open(storage: Storage, name: str, nbytes: int) -> Archive:
+    def read(offset: int, length: int) -> bytes:
+        return read_bytes(storage, name, offset, length)
+
+    return open_archive(read, nbytes, url_of(storage, name))
+
+
+def open_archive(read: ReadRange, nbytes: int, where: str) -> Archive:
+    """Finds pickle and storages in an archive.
+
+    Args:
+        read: Reads from it.
+        nbytes: Its length.
+        where: What it is, for messages.
+
+    Raises:
+        ManifestError: It is no file of torch.save, or big-endian.
+    """
+    directory = read_directory(read, nbytes, where)
+    prefix = _prefix(directory, where)
+    inner = {
+        name[len(prefix) :]: record for name, record in directory.records.items() if name.startswith(prefix)
+    }
+    if "constants.pkl" in inner:
+        raise ManifestError(f"{where}: a TorchScript archive, which holds a program: torch.jit.load reads it")
+    pickle, order = _read_together(read, inner["data.pkl"], inner.get("byteorder"), where)
+    if order not in (None, b"little"):
+        raise ManifestError(f"{where}: byte order {show(order)}: only little-endian files are read")
+    storages = {
+        name.removeprefix("data/"): record for name, record in inner.items() if name.startswith("data/")
+    }
+    digest = xxhash.xxh3_128(directory.text)
+    digest.update(pickle)
+    return Archive(pickle, storages, digest.hexdigest())
+
+
+def _prefix(directory: Directory, where: str) -> str:
+    found = [
+        name.removesuffix("data.pkl")
+        for name in directory.records
+        if name.endswith("/data.pkl") and name.count("/") == 1
+    ]
+    if len(found) != 1:
+        what = f"it has {show(found)}" if found else "it has no data.pkl"
+        raise ManifestError(f"{where}: a zip archive, but not as torch.save writes it: {what}")
+    return found[0]
+
+
+def _read_together(
+    read: ReadRange, pickle: Record, order: Record | None, where: str
+) -> tuple[bytes, bytes | None]:
+    """Reads the pickle, and in the same request what says the byte order, if that is near."""
+    if pickle.nbytes > _MAX_PICKLE_BYTES:
+        raise ManifestError(
+            f"{where}: data.pkl of {pickle.nbytes} bytes is over the limit of {_MAX_PICKLE_BYTES}"
+        )
+    if order is None:
+        return read(pickle.offset, pickle.nbytes), None
+    begin = min(pickle.offset, order.offset)
+    end = max(pickle.offset + pickle.nbytes, order.offset + order.nbytes)
+    if order.nbytes > _NEAR_BYTES or end - begin > pickle.nbytes + _NEAR_BYTES:
+        return read(pickle.offset, pickle.nbytes), read(order.offset, min(order.nbytes, _NEAR_BYTES))
+    both = read(begin, end - begin)
+    return both[pickle.offset - begin :][: pickle.nbytes], both[order.offset - begin :][: order.nbytes]
+
+
+def entries_of(
+    tensors: Mapping[str, StoredTensor],
+    storages: Mapping[str, Record],
+    where: str,
+    nbytes: int,
+    file: int = 0,
+    begin: int = 0,
+) -> list[TensorEntry]:
+    """Returns where tensors lie in a file.
+
+    Args:
+        tensors: Within their storages, by name.
+        storages: Where these lie, by their keys.
+        where: What holds them, for messages.
+        nbytes: Length of what holds them.
+        file: Index of the file.
+        begin: Where what holds them begins in it.
+
+    Raises:
+        ManifestError: A storage is missing, or too short.
+    """
+    entries = []
+    for name, tensor in tensors.items():
+        record = storages.get(tensor.storage)
+        if record is None:
+            raise ManifestError(f"{where}: tensor {show(name)}: there is no storage {show(tensor.storage)}")
+        if (tensor.offset + tensor.span) * tensor.dtype.itemsize > record.nbytes and tensor.span:
+            what = f"{list(tensor.shape)} with strides {list(tensor.strides)} at {tensor.offset}"
+            over = f"reaches beyond its storage of {record.nbytes} bytes"
+            raise ManifestError(f"{where}: tensor {show(name)}: {what} {over}")
+        entries.append(_entry(name, tensor, file, begin + record.offset))
+    total = sum(entry.nbytes for entry in entries)
+    if total > max(_MOST_REPEATED * nbytes, _REPEATED_ANYWAY_BYTES):
+        raise ManifestError(f"{where}: {total} bytes of tensors in {nbytes} bytes: they repeat each other")
+    return sorted(entries, key=lambda entry: (entry.file, entry.offset, entry.nbytes, entry.name))
+
+
+def _entry(name: str, tensor: StoredTensor, file: int, storage: int) -> TensorEntry:
+    shape, strides, dtype = tensor.shape, tensor.strides, NAMES.get(tensor.dtype)
+    offset = storage + tensor.offset * tensor.dtype.itemsize
+    nbytes = prod(shape) * tensor.dtype.itemsize
+    if tensor.dtype is torch.complex128:  # stored as pairs of float64
+        shape, dtype = (*shape, 2), "F64"
+        strides = (*(2 * stride for stride in strides), 1)
+    if dtype == "F4":
+        shape = (*shape[:-1], 2 * shape[-1])
+    assert dtype is not None  # which `read_state` refuses
+    if not nbytes:
+        return TensorEntry(name, dtype, shape, file, storage, 0)
+    if tensor.is_contiguous:
+        return TensorEntry(name, dtype, shape, file, offset, nbytes)
+    piece = Piece(Box.whole(shape), file, offset, tensor.span * tensor.dtype.itemsize, strides)
+    return TensorEntry(name, dtype, shape, file, offset, nbytes, (piece,))

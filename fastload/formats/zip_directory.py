@@ -1,0 +1,202 @@
+"""The central directory of a zip archive whose records are stored as they are: where each record lies.
+
+What it says is checked against itself and the size of the archive: records neither overlap nor reach beyond
+it, each name is there once, nothing is compressed or encrypted. So no range that comes out of here costs
+more than the archive's own bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from fastload.errors import ManifestError
+from fastload.formats.untrusted import show
+
+__all__ = ["Directory", "ReadRange", "Record", "read_directory"]
+
+ReadRange = Callable[[int, int], bytes]
+"""Returns so many bytes from an offset in the archive."""
+
+_END = struct.Struct("<4s4H2LH")
+_END_64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR_64 = struct.Struct("<4sLQL")
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+_FULL_2, _FULL_4 = 0xFFFF, 0xFFFFFFFF
+_ENCRYPTED, _DESCRIBED_AFTER = 0x2041, 0x8  # flags
+_TAIL_BYTES = 64 << 10  # read at first, from the end
+_MAX_COMMENT_BYTES = 0xFFFF
+_MAX_DIRECTORY_BYTES = 1 << 30
+_ALIGNMENT = 64  # of the data in what torch writes
+_MAX_PADDING = 1 << 16
+
+
+class Record(NamedTuple):
+    """Where a record of an archive lies, in bytes from where the archive begins.
+
+    Attributes:
+        header: Its local header.
+        offset: Its data.
+        nbytes: Length of its data.
+    """
+
+    header: int
+    offset: int
+    nbytes: int
+
+
+class Directory(NamedTuple):
+    """What is in an archive.
+
+    Attributes:
+        records: By name, in the order of their bytes.
+        text: The bytes that say so.
+    """
+
+    records: dict[str, Record]
+    text: bytes
+
+
+class _Entry(NamedTuple):
+    name: str
+    header: int
+    nbytes: int
+    is_described_after: bool
+
+
+def read_directory(read: ReadRange, nbytes: int, where: str) -> Directory:
+    """Reads where the records of an archive are.
+
+    Args:
+        read: Reads from the archive.
+        nbytes: Its length.
+        where: What it is, for messages.
+
+    Raises:
+        ManifestError: It is no archive, or not one of plain records.
+    """
+    if nbytes < _END.size:
+        raise ManifestError(f"{where}: {nbytes} bytes are too few for a zip archive")
+    begin = max(0, nbytes - _TAIL_BYTES)
+    tail = read(begin, nbytes - begin)
+
+    def read_new(offset: int, length: int) -> bytes:
+        return tail[offset - begin :][:length] if offset >= begin else read(offset, length)
+
+    try:
+        start, length, count = _find(read_new, tail, begin)
+        if length > _MAX_DIRECTORY_BYTES:
+            raise ValueError(f"a directory of {length} bytes")
+        text = read_new(start, length)
+        entries = sorted(_entries(text, count), key=lambda entry: entry.header)
+        return Directory(_locate(read_new, entries, start), text)
+    except struct.error:
+        raise ManifestError(f"{where}: the directory of the zip archive is cut off") from None
+    except ValueError as error:
+        if isinstance(error, ManifestError):
+            raise
+        raise ManifestError(f"{where}: not a zip archive as torch.save writes it: {error}") from None
+
+
+def _find(read: ReadRange, tail: bytes, begin: int) -> tuple[int, int, int]:
+    """Returns where the directory begins, its length, and how many entries it has."""
+    at = len(tail) - _END.size
+    while at + _END.size + _comment_length(tail, at) != len(tail):
+        at = tail.rfind(b"PK\5\6", 0, at + 3)
+        if at < max(0, len(tail) - _END.size - _MAX_COMMENT_BYTES):
+            raise ValueError("it has no end record: perhaps it is cut off")
+    _, disk, first_disk, here, count, length, start, _ = _END.unpack_from(tail, at)
+    end = begin + at
+    if start + length != end or _FULL_2 in (here, count) or _FULL_4 in (length, start):
+        end, disk, first_disk, here, count, length, start = _find_64(read, end)
+    if disk or first_disk or here != count:
+        raise ValueError("it is in several parts")
+    if start + length != end:
+        raise ValueError(f"its directory is not where the end record says: {length} bytes at {start}")
+    return start, length, count
+
+
+def _comment_length(tail: bytes, at: int) -> int:
+    """Returns the length of the text behind an end record; -1 if there is no end record."""
+    return int(_END.unpack_from(tail, at)[-1]) if tail.startswith(b"PK\5\6", at) else -1
+
+
+def _find_64(read: ReadRange, end: int) -> tuple[int, ...]:
+    at = end - _LOCATOR_64.size - _END_64.size
+    if at < 0:
+        raise ValueError("its directory is not where the end record says")
+    both = read(at, end - at)
+    sign, _, _, _, disk, first_disk, here, count, length, start = _END_64.unpack_from(both)
+    locator, first, place, _ = _LOCATOR_64.unpack_from(both, _END_64.size)
+    if sign != b"PK\6\6" or locator != b"PK\6\7" or first or place != at:
+        raise ValueError("its directory is not where the end record says")
+    return at, disk, first_disk, here, count, length, start
+
+
+def _entries(text: bytes, count: int) -> Iterator[_Entry]:
+    at, names = 0, set[str]()
+    while at < len(text):
+        sign, _, _, flags, method, _, _, _, stored, nbytes, *lengths, disk, _, _, header = _ENTRY.unpack_from(
+            text, at
+        )
+        at += _ENTRY.size
+        end = at + sum(lengths)
+        if sign != b"PK\1\2" or end > len(text):
+            raise ValueError("an entry of its directory is malformed")
+        name = text[at : at + lengths[0]].decode()
+        extra = text[at + lengths[0] : at + lengths[0] + lengths[1]]
+        if flags & _ENCRYPTED:
+            raise ValueError(f"{show(name)} is encrypted")
+        if method:
+            raise ValueError(f"{show(name)} is compressed (method {method})")
+        nbytes, stored, header = _wide(extra, nbytes, stored, header)
+        if stored != nbytes or disk:
+            raise ValueError(f"{show(name)} takes {stored} bytes for {nbytes}")
+        if name in names:
+            raise ValueError(f"{show(name)} is in it twice")
+        names.add(name)
+        yield _Entry(name, header, nbytes, bool(flags & _DESCRIBED_AFTER))
+        at = end
+    if len(names) & _FULL_2 != count & _FULL_2:
+        raise ValueError(f"it has {len(names)} records where {count} are announced")
+
+
+def _wide(extra: bytes, *fields: int) -> tuple[int, ...]:
+    """Returns fields of 32 bits, those that are full as the extra field for 64 bits has them."""
+    if _FULL_4 not in fields:
+        return fields
+    at = 0
+    while at + 4 <= len(extra):
+        tag, length = struct.unpack_from("<2H", extra, at)
+        if tag == 1:
+            wide = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
+            return tuple(next(wide, field) if field == _FULL_4 else field for field in fields)
+        at += 4 + length
+    raise ValueError("sizes of 64 bits are missing in its directory")
+
+
+def _locate(read: ReadRange, entries: list[_Entry], end: int) -> dict[str, Record]:
+    """Finds the data of each record: by what follows it, and only if that does not fit, by its header."""
+    records = {}
+    for entry, after in zip(entries, [*(entry.header for entry in entries[1:]), end], strict=False):
+        least = entry.header + _LOCAL.size + len(entry.name.encode())
+        if least + entry.nbytes > after:
+            raise ValueError(f"{show(entry.name)} overlaps what is after it")
+        is_wide = entry.nbytes >= _FULL_4
+        described = (24 if is_wide else 16) if entry.is_described_after else 0
+        offset = after - described - entry.nbytes
+        if offset % _ALIGNMENT or not least <= offset < least + 2 * _ALIGNMENT:
+            offset = _data_after(read, entry, least)
+            if offset + entry.nbytes > after:
+                raise ValueError(f"{show(entry.name)} overlaps what is after it")
+        records[entry.name] = Record(entry.header, offset, entry.nbytes)
+    return records
+
+
+def _data_after(read: ReadRange, entry: _Entry, least: int) -> int:
+    sign, *_, name_length, extra_length = _LOCAL.unpack(read(entry.header, _LOCAL.size))
+    if sign != b"PK\3\4" or name_length != len(entry.name.encode()):
+        raise ValueError(f"{show(entry.name)} is not where the directory says")
+    return least + int(extra_length)
