@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -15,7 +15,7 @@ import xxhash
 from fastload.base.memory import uncollected
 from fastload.geometry.box import Box
 
-__all__ = ["FileEntry", "Manifest", "Piece", "TensorEntry"]
+__all__ = ["FileEntry", "Manifest", "Piece", "TensorEntry", "in_order"]
 
 _LENGTH_BYTES = 8
 
@@ -95,7 +95,7 @@ class Manifest:
             headers, merged).
         block_bytes: A tensor has a checksum for every so many of its bytes; 0 without a commit record.
         structure: How the state was nested, as the commit record has it; None without one.
-        record_digest: xxh3-128 of the commit record; empty without one.
+        record_digest: xxh3-128 of the commit record, or of DCP's metadata; empty without one.
         format: What kind of checkpoint it is: ``safetensors``, ``fastload``, …
     """
 
@@ -177,6 +177,11 @@ class Manifest:
             "record_digest": self.record_digest,
             "format": self.format,
         }
+
+
+def in_order(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
+    """Returns tensors as `Manifest.tensors` has them."""
+    return sorted(tensors, key=attrgetter("file", "offset", "nbytes", "name"))
 
 
 def _piece(columns: Any) -> Piece:

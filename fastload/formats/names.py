@@ -13,6 +13,7 @@ __all__ = [
     "BIN_NAME",
     "INDEX_NAME",
     "INDEX_SUFFIX",
+    "METADATA_NAME",
     "NAMES",
     "OWN_STEM",
     "RECORD_NAME",
@@ -21,6 +22,7 @@ __all__ = [
     "SUFFIX",
     "TORCH_ENDINGS",
     "file_name",
+    "metadata_names",
     "own_names",
 ]
 
@@ -32,6 +34,9 @@ is there is the rest of a save that has not ended, or never will."""
 STAGED_NAME = ".fastload-stage.json"
 """What a staged copy holds next to its files: which checkpoint it is a copy of, and how its files were."""
 
+METADATA_NAME = ".metadata"
+"""What torch.distributed.checkpoint writes last: which tensors lie where."""
+
 SUFFIX = ".safetensors"
 BIN_NAME, BIN_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
 """As transformers once called what it saved with torch.save."""
@@ -41,6 +46,7 @@ OWN_STEM = "ranks"
 """What the files with the ranks' own tensors are called, in place of ``model``."""
 TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 
+_METADATA_OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 _ALWAYS_OWN = frozenset((RECORD_NAME, SAVING_NAME, STAGED_NAME))
 _FILE_OF_A_SAVE = re.compile(rf"(model|{OWN_STEM})(?P<shard>-\d{{5,}}-of-\d{{5,}})?\.safetensors")
 
@@ -50,6 +56,14 @@ def file_name(number: int, num_files: int, stem: str = "model") -> str:
     if num_files == 1:
         return f"{stem}{SUFFIX}"
     return f"{stem}-{number + 1:05}-of-{num_files:05}{SUFFIX}"
+
+
+def metadata_names(listing: Sequence[str]) -> list[str]:
+    """Returns the name of DCP's metadata, or those of what each rank wrote for itself, in their order."""
+    if METADATA_NAME in listing:
+        return [METADATA_NAME]
+    found = {int(match[1]): match[0] for match in map(_METADATA_OF_RANK.fullmatch, listing) if match}
+    return [found[rank] for rank in sorted(found)]
 
 
 def own_names(there: Iterable[str], lists: Sequence[bytes]) -> set[str]:
@@ -84,7 +98,7 @@ NAMES = Names(
     record=RECORD_NAME,
     marker=SAVING_NAME,
     receipt=STAGED_NAME,
-    likely=(RECORD_NAME, INDEX_NAME, f"model{SUFFIX}", BIN_INDEX_NAME, BIN_NAME),
+    likely=(RECORD_NAME, INDEX_NAME, f"model{SUFFIX}", BIN_INDEX_NAME, BIN_NAME, METADATA_NAME),
     file_endings=(SUFFIX,),
     single_endings=(SUFFIX, *TORCH_ENDINGS),
     part_endings=(SUFFIX, INDEX_SUFFIX),

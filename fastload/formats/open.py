@@ -14,12 +14,20 @@ from typing import Any, NamedTuple
 from fastload.errors import CheckpointNotFound
 from fastload.formats import recorded, safetensors
 from fastload.formats.manifest import Manifest
-from fastload.formats.names import BIN_INDEX_NAME, BIN_NAME, RECORD_NAME, SAVING_NAME, SUFFIX, TORCH_ENDINGS
+from fastload.formats.names import (
+    BIN_INDEX_NAME,
+    BIN_NAME,
+    RECORD_NAME,
+    SAVING_NAME,
+    SUFFIX,
+    TORCH_ENDINGS,
+    metadata_names,
+)
 from fastload.formats.reading import read_bytes
 from fastload.formats.untrusted import show
 from fastload.storage.base import Storage
 
-__all__ = ["Sight", "header_digest", "look", "read_manifest"]
+__all__ = ["Sight", "header_digest", "look", "read_manifest", "record_digest"]
 
 
 class FolderFormat(NamedTuple):
@@ -49,6 +57,7 @@ class FileFormat(NamedTuple):
 
 _FOLDER_FORMATS = (  # the first that knows a directory reads it
     FolderFormat(recorded.is_recorded, "recorded"),
+    FolderFormat(lambda names: bool(metadata_names(names)), "dcp"),
     FolderFormat(safetensors.has_files, "safetensors"),
     FolderFormat(lambda names: BIN_NAME in names or BIN_INDEX_NAME in names, "torch_folder"),
 )
@@ -110,6 +119,16 @@ def read_manifest(storage: Storage) -> Manifest:
         raise CheckpointNotFound(f"{storage.url}: no such checkpoint")
     kind = _file_format(storage, "", stat.nbytes)
     return kind.read_file(storage, "", stat)  # type: ignore[no-any-return]
+
+
+def record_digest(storage: Storage, manifest: Manifest) -> str:
+    """Returns the `Manifest.record_digest` of a checkpoint as it is here; empty if it has none.
+
+    Raises:
+        StorageError: Storage failed.
+    """
+    module = "dcp" if manifest.format == "dcp" else "recorded"
+    return _module(module).record_digest(storage)  # type: ignore[no-any-return]
 
 
 def header_digest(storage: Storage, name: str, nbytes: int) -> str:

@@ -24,6 +24,8 @@ __all__ = ["assemble", "has_files", "header_digest", "read_file", "read_folder"]
 
 logger = logging.getLogger(__name__)
 
+_SHARDING_KEY = "DCP_SHARDING_INFO"  # of files that hold shards of tensors
+
 _TAR_BYTES, _TAR_SIGN = 512, (257, 5, b"ustar")
 
 
@@ -100,12 +102,22 @@ def assemble(
         digest = xxhash.xxh3_128_hexdigest(header)
         return FileEntry(name, stat.nbytes, stat.version, digest), tensors, metadata
 
-    files, tensors, metadata = [], [], dict[str, str]()
+    files: list[FileEntry] = []
+    tensors: list[TensorEntry] = []
+    metadata: dict[str, str] = {}
+    shards: dict[int, str] = {}
     for file, entries, file_metadata in in_threads(read, list(enumerate(stats.items()))):
+        if _SHARDING_KEY in file_metadata:
+            shards[len(files)] = file_metadata.pop(_SHARDING_KEY)
         files.append(file)
         tensors += entries
         metadata = file_metadata | metadata
-    tensors = _select(storage.url, files, tensors, weight_map or {})
+    if shards:
+        from fastload.formats.shards import join_shards
+
+        tensors = join_shards(tensors, shards, storage.url)
+    else:
+        tensors = _select(storage.url, files, tensors, weight_map or {})
     return Manifest(storage.url, tuple(files), tuple(tensors), metadata)
 
 

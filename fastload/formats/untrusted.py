@@ -7,7 +7,7 @@ import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from fastload.errors import ManifestError
 
@@ -90,13 +90,13 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def is_size(value: Any) -> bool:
+def is_size(value: Any) -> TypeGuard[int]:
     """Whether a value is an integer from 0 to 2**63-1."""
     # type() and not isinstance(): a bool is an int to Python, but not to JSON.
     return type(value) is int and 0 <= value <= MAX_INT
 
 
-def are_sizes(value: Any) -> bool:
+def are_sizes(value: Any) -> TypeGuard[list[int]]:
     """Whether a value is a list of integers from 0 to 2**63-1."""
     return type(value) is list and all(type(size) is int and 0 <= size <= MAX_INT for size in value)
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError
 from fastload.formats.manifest import Manifest
-from fastload.formats.names import RECORD_NAME
-from fastload.formats.open import Sight, header_digest, look, read_manifest
-from fastload.formats.recorded import record_digest
+from fastload.formats.names import METADATA_NAME, RECORD_NAME
+from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest
 from fastload.ranks.world import World, require_same
 from fastload.storage import PatientStorage, Storage
 
@@ -190,8 +189,9 @@ def _difference(storage: Storage, manifest: Manifest, source: int) -> str:
         if found.version == file.version or same_record:
             continue
         if manifest.record_digest:  # which tells more than headers: those are the same in every step
-            if record_digest(storage) != manifest.record_digest:
-                return f"sees another {RECORD_NAME} than rank {source}: not the same checkpoint"
+            if record_digest(storage, manifest) != manifest.record_digest:
+                name = METADATA_NAME if manifest.format == "dcp" else RECORD_NAME
+                return f"sees another {name} than rank {source}: not the same checkpoint"
             same_record = True
         elif header_digest(storage, file.name, file.nbytes) != file.header_digest:
             return f"sees {label} with another header than rank {source}: not the same file"

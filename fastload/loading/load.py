@@ -60,13 +60,16 @@ def prepare(opened: Opened, request: Request) -> Job:
         wishes.append(wish)
         if wish.is_whole:
             jobs.append(open_whole(wish))
-        wanted = [destination.entry.name for destination in wish.matched.destinations]
+        wanted = [
+            one.entry.name if one.piece is None else f"{one.entry.name} {one.piece.box.offsets}"
+            for one in wish.matched.destinations
+        ]
         return {
             "strategy": wish.decision.strategy,
             "into": "not given" if request.is_same else "given",
             "dtype": str(wish.dtype),
             "transport": jobs[0].exchange.transport if jobs else "",
-            "names": f"{len(wanted)} tensors ({_digest(wanted)})",
+            "names": f"{wish.matched.num_tensors} tensors ({_digest(wanted)})",
             "plan": jobs[0].plan.digest() if wish.is_whole else "",
             "surplus": _digest(wish.matched.surplus) if wish.matched.surplus else "",
         }
@@ -148,7 +151,7 @@ def run(
             why=job.wish.decision.why,
             transport=job.exchange.transport,
             bytes_wanted=job.bytes_wanted,
-            num_tensors=len({destination.entry.name for destination in job.wish.matched.destinations}),
+            num_tensors=job.wish.matched.num_tensors,
             chunk_bytes=job.plan.chunk_bytes,
             num_rounds=job.plan.num_rounds,
             depth=job.plan.depth,

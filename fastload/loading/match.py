@@ -74,6 +74,11 @@ class Match:
         raise_mismatch(self.url, unexpected=unwanted, advice=self.advice if is_all else _LEAVE_OUT)
 
     @property
+    def num_tensors(self) -> int:
+        """How many tensors of the checkpoint are wanted, as a whole or in part."""
+        return len({destination.entry.name for destination in self.destinations})
+
+    @property
     def device(self) -> torch.device | None:
         """A device that destinations live on: the first that is not the CPU; None if there is none."""
         return next((d.tensor.device for d in self.destinations if not d.tensor.is_cpu), None)

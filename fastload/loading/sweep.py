@@ -52,7 +52,8 @@ class Sweep:
         self._plan = self._plan_reads()
         threads = read_threads(
             options.read_threads,
-            self._plan,
+            depth=self._plan.depth,
+            exchanges=self._plan.exchanges,
             ranks_on_host=access.hosts.count(world.host),
             in_order=access.storage.in_order,
         )

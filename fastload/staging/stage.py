@@ -262,7 +262,8 @@ class Stage:
             )
         threads = read_threads(
             options.read_threads,
-            plan,
+            depth=plan.depth,
+            exchanges=plan.exchanges,
             ranks_on_host=1,
             in_order=storage.in_order,
         )

@@ -96,6 +96,9 @@ def make_arms(tuned: Sequence[str]) -> list[Arm]:
     for strategy in ("auto", "allgather", "broadcast", "direct"):
         arms.append(Arm(f"fastload {strategy}", partial(fastload_http, {"strategy": strategy})))
     arms.append(Arm("fastload auto (s3)", fastload_s3, reads="S3"))
+    arms.append(Arm("fastload DCP", partial(_fastload_dcp, "http")))
+    arms.append(Arm("fastload DCP (s3)", partial(_fastload_dcp, "s3"), reads="S3"))
+    arms.append(Arm("fastload DCP (mount)", partial(_fastload_dcp, "folder"), reads="mount"))
     for strategy in ("auto", "broadcast"):
         load = partial(fastload_mounted, {"strategy": strategy})
         arms.append(Arm(f"fastload {strategy} (mount)", load, reads="mount"))
@@ -221,8 +224,12 @@ def fastload_mounted(options: dict[str, Any], places: Places) -> State:
     return _fastload(places, str(places.folder), LoadOptions(**options))
 
 
-def _fastload(places: Places, url: str, options: LoadOptions) -> State:
-    with fastload.open(f"{url}/safetensors", options=options) as checkpoint:
+def _fastload_dcp(place: str, places: Places) -> State:
+    return _fastload(places, str(getattr(places, place)), LoadOptions(), "dcp")
+
+
+def _fastload(places: Places, url: str, options: LoadOptions, below: str = "safetensors") -> State:
+    with fastload.open(f"{url}/{below}", options=options) as checkpoint:
         state = checkpoint.load()
     assert checkpoint.report is not None
     places.reports.append(checkpoint.report.to_dict())

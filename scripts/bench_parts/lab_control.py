@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +28,7 @@ _OWN_TMP = 'cd "$0" && mount -t tmpfs tmpfs /tmp && exec "$@"'
 _SFTP_PORT = 2222
 _SFTP_SERVER = "/usr/lib/openssh/sftp-server"
 _TRIES, _WAIT_S = 30, 10.0  # somebody else's lab may be up
+_DCP_RANKS = 4
 _SAFETENSORS = "safetensors"
 
 SMALL, FULL = "small", "full"
@@ -64,8 +64,10 @@ class Outcome:
 
 
 def make_checkpoint(folder: Path, nbytes: int, num_files: int) -> Checkpoint:
-    """Writes safetensors files with scripts/make_checkpoint.py, and the same state for DCP and flashpack."""
-    import torch.distributed.checkpoint as dcp
+    """Writes safetensors files with scripts/make_checkpoint.py, and the same state for DCP and flashpack.
+
+    With DCP it is saved by as many ranks as FSDP would have sharded it over.
+    """
     from safetensors.torch import load_file
 
     from fastload.formats.state import state_digest
@@ -75,8 +77,16 @@ def make_checkpoint(folder: Path, nbytes: int, num_files: int) -> Checkpoint:
     state = {}
     for path in sorted((folder / _SAFETENSORS).glob("*.safetensors")):
         state.update(load_file(path))
-    with warnings.catch_warnings(action="ignore"):  # that one process saves is intended
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(str(folder / "dcp")), no_dist=True)
+    saver = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(_DCP_RANKS),
+        "--standalone",
+    ]
+    saver += [str(SCRIPTS / "bench_parts" / "save_dcp.py"), str(folder / _SAFETENSORS), str(folder / "dcp")]
+    subprocess.run(saver, check=True, capture_output=True)
     try:
         from flashpack import pack_to_file
     except ImportError:

@@ -70,6 +70,8 @@ def arms_of(layout: str, tuned: Sequence[str]) -> list[Arm]:
     arms += [
         Arm("fastload auto", fastload_http),
         Arm("fastload auto (mount)", fastload_mounted, reads="mount"),
+        Arm("fastload DCP", fastload_dcp),
+        Arm("fastload DCP (mount)", fastload_dcp_mounted, reads="mount"),
     ]
     arms += [Arm(f"fastload {text}", partial(fastload_http, **parse_tuned(text))) for text in tuned]
     return arms
@@ -83,6 +85,14 @@ def fastload_mounted(places: Places) -> State:
     return _fastload(str(places.folder), places, LoadOptions())
 
 
+def fastload_dcp(places: Places) -> State:
+    return _fastload(places.http, places, LoadOptions(), "dcp")
+
+
+def fastload_dcp_mounted(places: Places) -> State:
+    return _fastload(str(places.folder), places, LoadOptions(), "dcp")
+
+
 def _peer(load: Callable[[Path, nn.Module], None], below: str, places: Places) -> State:
     assert places.folder is not None
     assert places.target is not None
@@ -90,8 +100,8 @@ def _peer(load: Callable[[Path, nn.Module], None], below: str, places: Places) -
     return sharded.local_parts(places.target)
 
 
-def _fastload(url: str, places: Places, options: LoadOptions) -> State:
+def _fastload(url: str, places: Places, options: LoadOptions, below: str = "safetensors") -> State:
     assert places.target is not None
-    report = sharded.by_fastload(f"{url}/safetensors", options, places.target)
+    report = sharded.by_fastload(f"{url}/{below}", options, places.target)
     places.reports.append(report.to_dict())
     return sharded.local_parts(places.target)

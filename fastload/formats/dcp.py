@@ -1,0 +1,206 @@
+"""Directories of ``torch.distributed.checkpoint`` (DCP): ``.metadata`` and ``*.distcp``.
+
+Tensors lie in pieces, as ranks had them when they were saved. Everything else was pickled, item by item, and
+is read through the same closed list as files of torch.save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import xxhash
+
+from fastload.errors import ManifestError
+from fastload.formats.dcp_items import Layout, Wanted, lay_out, read_items
+from fastload.formats.dcp_metadata import Described, SavedParts, describe_metadata, join_described
+from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry, in_order
+from fastload.formats.names import METADATA_NAME, metadata_names
+from fastload.formats.nesting import nested
+from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
+from fastload.formats.torch_state import read_state
+from fastload.formats.torch_zip import entries_of, open_archive
+from fastload.formats.untrusted import is_plain_path, show
+from fastload.geometry.box import Box
+from fastload.storage.base import FileStat, Storage
+
+__all__ = ["read_folder", "record_digest"]
+
+_MAX_METADATA_BYTES = 1 << 30
+_MAX_VALUE_BYTES = 64 << 10  # that are read as a whole
+
+
+def read_folder(storage: Storage, listing: Sequence[str]) -> Manifest:
+    """Reads what DCP saved.
+
+    Raises:
+        ManifestError: The metadata are malformed, or they and the files contradict each other.
+        StorageError: Storage failed.
+    """
+    names = metadata_names(listing)
+    texts = _read_metadata(storage, names)
+    where = url_of(storage, names[0])
+    described = _describe(storage, names, texts)
+    stats = _stat_files(storage, described, where)
+    numbers = {name: number for number, name in enumerate(stats)}
+    nodes: dict[str, Any] = {}
+    tensors = _tensors(storage, described, numbers, nodes) + _values(storage, described, numbers, nodes)
+    stored = [entry.name for entry in tensors]
+    if len(set(stored)) < len(stored):
+        twice = next(name for name, after in pairwise(sorted(stored)) if name == after)
+        raise ManifestError(f"{where}: two tensors are called {show(twice)}")
+    ordered = {name: nodes[name] for part in (described.paths, nodes) for name in part if name in nodes}
+    return Manifest(
+        storage.url,
+        tuple(FileEntry(name, stat.nbytes, stat.version, "") for name, stat in stats.items()),
+        tuple(in_order(tensors)),
+        structure=nested(ordered, described.paths, where),
+        record_digest=_digest(texts),
+        format="dcp",
+    )
+
+
+def record_digest(storage: Storage) -> str:
+    """Returns the `Manifest.record_digest` of such a directory as it is here; empty if it is none."""
+    names = metadata_names(storage.list() or ())
+    return _digest(_read_metadata(storage, names)) if names else ""
+
+
+def _read_metadata(storage: Storage, names: Sequence[str]) -> list[bytes]:
+    def read(name: str) -> bytes:
+        nbytes = stats[name].nbytes
+        if nbytes > _MAX_METADATA_BYTES:
+            limit = f"over the limit of {_MAX_METADATA_BYTES}"
+            raise ManifestError(f"{url_of(storage, name)}: metadata of {nbytes} bytes are {limit}")
+        return read_bytes(storage, name, 0, nbytes)
+
+    stats = stat_all(storage, names)
+    return in_threads(read, names)
+
+
+def _digest(texts: Sequence[bytes]) -> str:
+    digest = xxhash.xxh3_128()
+    for text in texts:
+        digest.update(text)
+    return digest.hexdigest()
+
+
+def _describe(storage: Storage, names: Sequence[str], texts: Sequence[bytes]) -> Described:
+    if len(names) == 1 and names[0] == METADATA_NAME:
+        return describe_metadata(texts[0], url_of(storage, names[0]))
+    parts = [
+        describe_metadata(text, url_of(storage, name), in_parts=True)
+        for name, text in zip(names, texts, strict=True)
+    ]
+    return join_described(parts, storage.url)
+
+
+def _stat_files(storage: Storage, described: Described, where: str) -> dict[str, FileStat]:
+    """Returns what storage says of the files that the metadata name, in name order.
+
+    Raises:
+        ManifestError: A name is none of a file in this directory, an item is not within its file, or has
+            bytes of another.
+    """
+    items = [item for tensor in described.tensors.values() for _, item in tensor.chunks]
+    items = sorted([*items, *described.values.values()])
+    names = sorted({item.file for item in items})
+    for name in names:
+        if not is_plain_path(name) or "/" in name:
+            raise ManifestError(f"{where}: not a plain name of a file in its directory: {show(name)}")
+    stats = stat_all(storage, names)
+    for item in items:
+        end, nbytes = item.offset + item.nbytes, stats[item.file].nbytes
+        if end > nbytes:
+            where = f"{url_of(storage, item.file)}: cut off"
+            raise ManifestError(f"{where}: it has {nbytes} bytes, {METADATA_NAME} has an item up to {end}")
+    for item, after in pairwise(items):
+        if item.file == after.file and item.offset + item.nbytes > after.offset:
+            raise ManifestError(f"{url_of(storage, item.file)}: items overlap at byte {after.offset}")
+    return stats
+
+
+def _tensors(
+    storage: Storage, described: Described, numbers: Mapping[str, int], nodes: dict[str, Any]
+) -> list[TensorEntry]:
+    """Finds the pieces of all tensors; adds what stands for them in the structure."""
+    wanted = [
+        Wanted(item, tensor.dtype, box.sizes)
+        for tensor in described.tensors.values()
+        for box, item in tensor.chunks
+    ]
+    layouts = iter(lay_out(storage, wanted))
+    found = []
+    for name, tensor in described.tensors.items():
+        of_tensor = [next(layouts) for _ in tensor.chunks]
+        refused = next((layout.refused for layout in of_tensor if layout.entry is None), None)
+        if refused is None and of_tensor:
+            found.append(_entry(name, tensor, of_tensor, numbers))
+            refused = _leaf(name, described, tensor.dtype)
+        nodes[name] = refused
+    return found
+
+
+def _leaf(name: str, described: Described, dtype: str) -> Any:
+    stands_for = [None, "complex128"] if dtype == "complex128" else []
+    path = described.paths.get(name, (name,))
+    stored = None if ".".join(map(str, path)) == name and name else name
+    fields = [stored, *stands_for]
+    return {} if fields == [None] else {"tensor": fields}
+
+
+def _entry(
+    name: str, tensor: SavedParts, layouts: Sequence[Layout], numbers: Mapping[str, int]
+) -> TensorEntry:
+    is_complex128 = tensor.dtype == "complex128"  # which is stored as pairs
+    pieces, dtype, nbytes = [], "", 0
+    for (box, item), (_, entry, _) in zip(tensor.chunks, layouts, strict=True):
+        assert entry is not None
+        dtype, nbytes = entry.dtype, nbytes + entry.nbytes
+        if is_complex128:
+            box = Box((*box.offsets, 0), (*box.sizes, 2))
+        within = entry.pieces[0] if entry.pieces else Piece(box, 0, entry.offset, entry.nbytes)
+        offset = item.offset + entry.offset
+        pieces.append(Piece(box, numbers[item.file], offset, within.nbytes, within.strides))
+    shape = (*tensor.shape, 2) if is_complex128 else tensor.shape
+    if dtype == "F4":
+        shape = (*shape[:-1], 2 * shape[-1])
+    pieces.sort(key=lambda piece: piece[1:3])
+    filled = tuple(piece for piece in pieces if piece.box.numel)
+    first = (filled or pieces)[0]
+    is_plain = len(filled) < 2 and not first.strides
+    return TensorEntry(name, dtype, shape, first.file, first.offset, nbytes, () if is_plain else filled)
+
+
+def _values(
+    storage: Storage, described: Described, numbers: Mapping[str, int], nodes: dict[str, Any]
+) -> list[TensorEntry]:
+    """Reads what is no tensor; adds it to the structure. Returns the tensors that it has in it."""
+    names, items = list(described.values), list(described.values.values())
+    found: list[TensorEntry] = []
+
+    def read(index: int, data: bytes) -> None:
+        name, item = names[index], items[index]
+        where = f"{url_of(storage, item.file)}: {show(name)}"
+        archive = open_archive(
+            lambda offset, nbytes: (
+                data[offset : offset + nbytes]
+                if data
+                else read_bytes(storage, item.file, item.offset + offset, nbytes)
+            ),
+            item.nbytes,
+            where,
+        )
+        state = read_state(archive.pickle, where, name)
+        nodes[name] = state.structure
+        found.extend(
+            entries_of(state.tensors, archive.storages, where, item.nbytes, numbers[item.file], item.offset)
+        )
+
+    small = [index for index, item in enumerate(items) if item.nbytes <= _MAX_VALUE_BYTES]
+    large = [index for index, item in enumerate(items) if item.nbytes > _MAX_VALUE_BYTES]
+    read_items(storage, [items[index] for index in small], lambda at, data: read(small[at], data))
+    for index in large:
+        read(index, b"")
+    return found

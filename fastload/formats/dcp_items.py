@@ -1,0 +1,167 @@
+"""Where in the files of ``torch.distributed.checkpoint`` the data of tensors lie.
+
+Each *item*, a box of a tensor, is a whole file of torch.save within its file: a *head* that says what it is,
+the data, and a directory of both. Items of one kind begin with the same bytes. So of each kind one is looked
+at as a whole, and of the others only whether their heads are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from fastload.errors import ManifestError
+from fastload.formats.dcp_metadata import Item
+from fastload.formats.manifest import TensorEntry
+from fastload.formats.reading import in_threads, read_bytes, url_of
+from fastload.formats.torch_state import read_state
+from fastload.formats.torch_zip import entries_of, open_archive
+from fastload.formats.untrusted import show
+from fastload.storage.base import Storage
+
+__all__ = ["Layout", "Wanted", "lay_out", "read_items"]
+
+_MAX_HEAD_BYTES = 1 << 20
+_MAX_GAP_BYTES = 16 << 10  # reading that much more takes less than another request
+_MAX_READ_BYTES = 4 << 20
+_MAX_LAYOUTS = 16  # of one kind: strides in another order
+
+
+class Wanted(NamedTuple):
+    """A box of a tensor, as the metadata have it.
+
+    Attributes:
+        item: Where it lies.
+        dtype: What torch calls it, without ``torch.``.
+        sizes: In elements.
+    """
+
+    item: Item
+    dtype: str
+    sizes: tuple[int, ...]
+
+    @property
+    def kind(self) -> tuple[str, tuple[int, ...], int]:
+        """What is the same of items that begin alike."""
+        return self.dtype, self.sizes, self.item.nbytes
+
+
+class Layout(NamedTuple):
+    """How an item is laid out.
+
+    Attributes:
+        head: Its bytes before the data.
+        entry: Its tensor, within the item; None if that cannot be loaded.
+        refused: The structure that says why not.
+    """
+
+    head: bytes
+    entry: TensorEntry | None
+    refused: Any = None
+
+
+def lay_out(storage: Storage, wanted: Sequence[Wanted]) -> list[Layout]:
+    """Finds out how items are laid out.
+
+    Args:
+        storage: Where they are.
+        wanted: The items; within their files.
+
+    Returns:
+        The layout of each.
+
+    Raises:
+        ManifestError: One is malformed, or is not what the metadata say.
+        StorageError: Storage failed.
+    """
+    kinds: dict[tuple[str, tuple[int, ...], int], list[Layout]] = {}
+    firsts = {one.kind: one for one in reversed(wanted)}
+    found = in_threads(lambda one: _look_at(storage, one), list(firsts.values()))
+    for kind, layout in zip(firsts, found, strict=True):
+        kinds[kind] = [layout]
+    result: list[Layout | None] = [None] * len(wanted)
+
+    def compare(index: int, head: bytes) -> None:
+        result[index] = next((one for one in kinds[wanted[index].kind] if head.startswith(one.head)), None)
+
+    heads = [
+        one.item._replace(nbytes=min(one.item.nbytes, max(len(kind.head) for kind in kinds[one.kind])))
+        for one in wanted
+    ]
+    read_items(storage, heads, compare)
+    for index, one in enumerate(wanted):
+        if result[index] is None:
+            known = kinds[one.kind]
+            layout = _look_at(storage, one)
+            result[index] = next((other for other in known if other == layout), layout)
+            if len(known) < _MAX_LAYOUTS:
+                known.append(layout)
+    return [layout for layout in result if layout is not None]
+
+
+def read_items(storage: Storage, items: Sequence[Item], take: Callable[[int, bytes], None]) -> None:
+    """Reads items, those that are near to each other together, in some threads.
+
+    Args:
+        storage: Where they are.
+        items: What to read.
+        take: Called with the index of an item and its bytes, in any order.
+
+    Raises:
+        StorageError: Storage failed.
+    """
+
+    def read(group: list[int]) -> None:
+        first = items[group[0]]
+        data = read_bytes(storage, first.file, first.offset, _end(items[group[-1]]) - first.offset)
+        for index in group:
+            begin = items[index].offset - first.offset
+            take(index, data[begin : begin + items[index].nbytes])
+
+    in_threads(read, list(_groups(items)))
+
+
+def _groups(items: Sequence[Item]) -> Iterator[list[int]]:
+    group: list[int] = []
+    for index in sorted(range(len(items)), key=items.__getitem__):
+        item = items[index]
+        if group:
+            first, last = items[group[0]], items[group[-1]]
+            is_near = item.file == last.file and item.offset - _end(last) <= _MAX_GAP_BYTES
+            if not is_near or _end(item) < _end(last) or _end(item) - first.offset > _MAX_READ_BYTES:
+                yield group
+                group = []
+        group.append(index)
+    if group:
+        yield group
+
+
+def _end(item: Item) -> int:
+    return item.offset + item.nbytes
+
+
+def _look_at(storage: Storage, wanted: Wanted) -> Layout:
+    """Reads all but the data of an item.
+
+    Raises:
+        ManifestError: It is malformed, or is not what the metadata say.
+    """
+    item, where = wanted.item, f"{url_of(storage, wanted.item.file)} at byte {wanted.item.offset}"
+    archive = open_archive(
+        lambda offset, nbytes: read_bytes(storage, item.file, item.offset + offset, nbytes),
+        item.nbytes,
+        where,
+    )
+    state = read_state(archive.pickle, where)
+    entries = entries_of(state.tensors, archive.storages, where, item.nbytes, 0)
+    if type(state.structure) is dict and state.structure.keys() == {"refused"}:
+        return Layout(b"", None, state.structure)
+    tensor = next(iter(state.tensors.values()), None)
+    if len(entries) != 1 or tensor is None or type(state.structure) is not dict:
+        raise ManifestError(f"{where}: no tensor, but {show(state.structure)}")
+    found = str(tensor.dtype).removeprefix("torch."), tensor.shape
+    if found != (wanted.dtype, wanted.sizes):
+        raise ManifestError(f"{where}: {show(found)}, where a tensor of {show(wanted[1:])} is to be")
+    if entries[0].offset > _MAX_HEAD_BYTES:
+        raise ManifestError(f"{where}: its data begin only after {entries[0].offset} bytes")
+    return Layout(read_bytes(storage, item.file, item.offset, entries[0].offset), entries[0])

@@ -1,0 +1,234 @@
+"""What the ``.metadata`` of torch.distributed.checkpoint says, taken apart without making any of it. Pure.
+
+It is a pickle of torch's `Metadata`, or of a class that Megatron has derived from that: what there is by its
+flattened name, tensors with the boxes they were saved in; in which file each of these *items* lies; and the
+keys that a flattened name was made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fastload.base.memory import uncollected
+from fastload.errors import ManifestError
+from fastload.formats.pickled import Global, Made, Pairs
+from fastload.formats.unpickle import unpickle
+from fastload.formats.untrusted import MAX_INT, is_size, is_unicode, show
+from fastload.geometry.box import Box
+from fastload.geometry.tiling import tiling_problem
+
+__all__ = ["Described", "Item", "SavedParts", "describe_metadata", "join_described"]
+
+_METADATA = ("Metadata", "MCoreMetadata")
+_TENSOR, _BYTES = "TensorStorageMetadata", "BytesStorageMetadata"
+
+Path = tuple[str | int, ...]
+Offsets = tuple[int, ...]
+
+
+class Item(NamedTuple):
+    """Where something that was saved by itself lies.
+
+    Attributes:
+        file: Name of the file.
+        offset: First byte in the file.
+        nbytes: Length in bytes.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedParts:
+    """A tensor, as it was saved: in one part or several.
+
+    Attributes:
+        dtype: What torch calls it, without ``torch.``.
+        shape: In elements.
+        chunks: The boxes that make it up, each with its item.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[Box, Item], ...]
+
+
+@dataclass(frozen=True)
+class Described:
+    """What was saved.
+
+    Attributes:
+        tensors: By flattened name.
+        values: The items of everything else, by flattened name.
+        paths: The keys that a flattened name was made of, where that is said.
+    """
+
+    tensors: dict[str, SavedParts]
+    values: dict[str, Item]
+    paths: dict[str, Path]
+
+
+@uncollected
+def describe_metadata(data: bytes, where: str, *, in_parts: bool = False) -> Described:
+    """Reads a ``.metadata`` file.
+
+    Args:
+        data: What is in it.
+        where: Its URL, for messages.
+        in_parts: Whether it says of one rank only what that has saved: the boxes need not make up tensors.
+
+    Raises:
+        ManifestError: It is malformed.
+    """
+    fields = _fields(unpickle(data, where), _METADATA, where)
+    items = _items(fields.get("storage_data"), where)
+    tensors: dict[str, SavedParts] = {}
+    values: dict[str, Item] = {}
+    for name, what in _dict(fields.get("state_dict_metadata"), f"{where}: state_dict_metadata").items():
+        if not is_unicode(name):
+            raise ManifestError(f"{where}: {show(name)} is not valid Unicode")
+        if _is_a(what, _BYTES):
+            values[name] = _item(items, name, None, where)
+        else:
+            tensors[name] = _tensor(name, what, items, where, in_parts)
+    return Described(tensors, values, _paths(fields.get("planner_data"), where))
+
+
+def join_described(parts: Sequence[Described], where: str) -> Described:
+    """Joins what ranks have written each for itself: of what several have, the first is taken.
+
+    Raises:
+        ManifestError: They contradict each other, or do not make up a tensor.
+    """
+    values: dict[str, Item] = {}
+    paths: dict[str, Path] = {}
+    boxes: dict[str, dict[Box, Item]] = {}
+    specs: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for part in parts:
+        values = part.values | values
+        paths = part.paths | paths
+        for name, tensor in part.tensors.items():
+            spec = tensor.dtype, tensor.shape
+            if specs.setdefault(name, spec) != spec:
+                raise ManifestError(f"{where}: {show(name)} is {show(specs[name])} and {show(spec)}")
+            known = boxes.setdefault(name, {})
+            for box, item in tensor.chunks:
+                known.setdefault(box, item)
+    tensors = {name: SavedParts(*specs[name], tuple(known.items())) for name, known in boxes.items()}
+    for name, tensor in tensors.items():
+        _check_tiling(name, tensor, where)
+        if name in values:
+            raise ManifestError(f"{where}: {show(name)} is a tensor, and something else")
+    return Described(tensors, values, paths)
+
+
+def _tensor(
+    name: str, what: Any, items: Mapping[tuple[str, Offsets | None], Item], where: str, in_parts: bool
+) -> SavedParts:
+    at = f"{where}: {show(name)}"
+    fields = _fields(what, (_TENSOR,), at)
+    shape = _sizes(fields.get("size"), at)
+    chunks = fields.get("chunks")
+    if type(chunks) is not list:
+        raise ManifestError(f"{at}: its chunks are no list but {show(chunks)}")
+    found = []
+    for chunk in chunks:
+        of_chunk = _fields(chunk, ("ChunkStorageMetadata",), at)
+        box = Box(_sizes(of_chunk.get("offsets"), at), _sizes(of_chunk.get("sizes"), at))
+        found.append((box, _item(items, name, box.offsets, where)))
+    tensor = SavedParts(_dtype(fields.get("properties"), at), shape, tuple(found))
+    if not in_parts:
+        _check_tiling(name, tensor, where)
+    return tensor
+
+
+def _check_tiling(name: str, tensor: SavedParts, where: str) -> None:
+    if problem := tiling_problem([box for box, _ in tensor.chunks], tensor.shape):
+        raise ManifestError(f"{where}: {show(name)}: {problem}")
+
+
+def _dtype(properties: Any, where: str) -> str:
+    state = getattr(properties, "state", None)
+    if not _is_a(properties, "TensorProperties") or type(state) is not tuple or not state:
+        raise ManifestError(f"{where}: its properties are {show(properties)}")
+    dtype, layout = state[0], state[1] if len(state) > 1 else None
+    if type(dtype) is not Global or dtype.module != "torch":
+        raise ManifestError(f"{where}: its dtype is {show(dtype)}")
+    if type(layout) is Made and layout.args != ("torch.strided",):
+        raise ManifestError(f"{where}: a tensor of layout {show(layout.args)} cannot be read by bytes")
+    return dtype.name
+
+
+def _items(storage_data: Any, where: str) -> dict[tuple[str, Offsets | None], Item]:
+    """Returns where each item lies, by name and offsets."""
+    items: dict[tuple[str, Offsets | None], Item] = {}
+    if type(storage_data) is not Pairs:
+        raise ManifestError(f"{where}: storage_data is no dict but {show(storage_data)}")
+    for index, info in storage_data.pairs():
+        of_index = _fields(index, ("MetadataIndex",), where)
+        name, offset = of_index.get("fqn"), of_index.get("offset")
+        if type(name) is not str:
+            raise ManifestError(f"{where}: the name of an item is {show(name)}")
+        key = name, None if offset is None else _sizes(offset, where)
+        fields = _fields(info, ("_StorageInfo",), where)
+        if transforms := fields.get("transform_descriptors"):
+            raise ManifestError(f"{where}: {show(name)} is compressed or the like: {show(transforms)}")
+        file, begin, length = fields.get("relative_path"), fields.get("offset"), fields.get("length")
+        if type(file) is not str or not is_size(begin) or not is_size(length):
+            raise ManifestError(f"{where}: {show(name)} is said to lie at {show((file, begin, length))}")
+        item = Item(file, begin, length)
+        if items.setdefault(key, item) != item:
+            raise ManifestError(f"{where}: {show(name)} is said to lie in two places")
+    return items
+
+
+def _item(
+    items: Mapping[tuple[str, Offsets | None], Item], name: str, offsets: Offsets | None, where: str
+) -> Item:
+    item = items.get((name, offsets))
+    if item is None:
+        at = "" if offsets is None else f" at {list(offsets)}"
+        raise ManifestError(f"{where}: it does not say in which file {show(name)}{at} lies")
+    return item
+
+
+def _paths(planner_data: Any, where: str) -> dict[str, Path]:
+    if type(planner_data) is not Pairs:
+        return {}
+    paths: dict[str, Path] = planner_data.by_text(f"{where}: planner_data")
+    for name, path in paths.items():
+        if type(path) is not tuple or not path or not all(type(k) is str or is_size(k) for k in path):
+            raise ManifestError(f"{where}: the keys of {show(name)} are {show(path)}")
+    return paths
+
+
+def _is_a(what: Any, name: str) -> bool:
+    return type(what) is Made and what.what.name == name
+
+
+def _fields(what: Any, names: Sequence[str], where: str) -> dict[str, Any]:
+    """Returns the attributes of an object of one of some classes."""
+    if type(what) is not Made or what.what.name not in names:
+        raise ManifestError(f"{where}: {show(what)} where a {names[0]} is to be")
+    return _dict(what.state, f"{where}: {names[0]}")
+
+
+def _dict(what: Any, where: str) -> dict[str, Any]:
+    if type(what) is not Pairs:
+        raise ManifestError(f"{where}: no dict but {show(what)}")
+    found: dict[str, Any] = what.by_text(where)
+    return found
+
+
+def _sizes(what: Any, where: str) -> tuple[int, ...]:
+    """Returns the numbers of a ``torch.Size``."""
+    sizes = what.args[0] if type(what) is Made and what.what.name == "Size" and what.args else what
+    if type(sizes) is list:
+        sizes = tuple(sizes)
+    if type(sizes) is not tuple or not all(type(size) is int and 0 <= size <= MAX_INT for size in sizes):
+        raise ManifestError(f"{where}: no sizes of a tensor: {show(sizes)}")
+    return sizes

@@ -1,0 +1,101 @@
+"""A state that was flattened, nested again: names and the keys they were made of → a structure. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from fastload.errors import ManifestError
+from fastload.formats.untrusted import show
+from fastload.formats.values import MAX_DEPTH, encode_value
+
+__all__ = ["nested"]
+
+_MAX_HOLES = 1000  # in lists of which not all members were saved; and one for each name there is
+
+
+class _Leaf:
+    """What is below no other key."""
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+
+
+_Tree = dict[str | int, Any]
+
+
+def nested(nodes: Mapping[str, Any], paths: Mapping[str, Sequence[str | int]], where: str) -> Any:
+    """Returns the structure of a state, see `fastload.formats.state`.
+
+    Args:
+        nodes: The structures of its parts, by flattened name.
+        paths: For each name, the keys it was made of: texts of dicts, numbers of lists. A name without any is
+            a key itself.
+        where: What it is, for messages.
+
+    Raises:
+        ManifestError: The paths contradict each other.
+    """
+    root: _Tree = {}
+    for name, node in nodes.items():
+        path = paths.get(name, (name,))
+        if len(path) > MAX_DEPTH:
+            raise ManifestError(f"{where}: {show(name)} is nested deeper than {MAX_DEPTH} levels")
+        tree = root
+        for key in path[:-1]:
+            tree = tree.setdefault(key, {})
+            if type(tree) is not dict:
+                raise ManifestError(f"{where}: {show(name)} is below what is no dict and no list")
+        if path[-1] in tree:
+            raise ManifestError(f"{where}: the keys of {show(name)}, {show(path)}, are not its own")
+        tree[path[-1]] = _Leaf(node)
+    writer = _Writer(where, _MAX_HOLES + len(nodes))
+    return writer.dict(root, ())
+
+
+class _Writer:
+    """Writes a tree of keys as a structure."""
+
+    def __init__(self, where: str, max_holes: int) -> None:
+        self._where = where
+        self._holes_left = max_holes
+
+    def dict(self, tree: _Tree, numbers: Collection[str | int]) -> Any:
+        """Writes a dict, some of whose keys are the texts of numbers."""
+        parameters = _parameters(tree)
+        parts = []
+        for key, below in tree.items():
+            parts.append(int(key) if key in numbers else encode_value(key))
+            parts.append(self._node(below, parameters if key == "state" else ()))
+        return {"dict": parts}
+
+    def _node(self, tree: Any, numbers: Collection[str | int]) -> Any:
+        if type(tree) is _Leaf:
+            return tree.node
+        kinds = set(map(type, tree))
+        if len(kinds) > 1:
+            raise ManifestError(
+                f"{self._where}: keys of one container are texts and numbers: {show([*tree])}"
+            )
+        return self._list(tree) if kinds == {int} else self.dict(tree, numbers)
+
+    def _list(self, tree: _Tree) -> Any:
+        length = 1 + max(map(int, tree))
+        self._holes_left -= length - len(tree)
+        if self._holes_left < 0:
+            raise ManifestError(f"{self._where}: a list of {length} has only {len(tree)} members")
+        return [self._node(tree[index], ()) if index in tree else None for index in range(length)]
+
+
+def _parameters(tree: _Tree) -> set[str]:
+    """Returns what the parameters of an optimizer are called in its state, if they are counted.
+
+    The keys of dicts were all made texts; an optimizer finds its state by the numbers in its groups.
+    """
+    found = set()
+    groups = tree.get("param_groups")
+    for group in groups.values() if type(groups) is dict else ():
+        params = group.get("params") if type(group) is dict else None
+        if type(params) is _Leaf and type(params.node) is list:
+            found |= {str(number) for number in params.node if type(number) is int}
+    return found

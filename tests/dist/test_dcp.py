@@ -1,0 +1,104 @@
+"""What torch.distributed.checkpoint saved, as it saved it, into anything."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+import fastload
+from tests.dist.harness import ranks
+from tests.dist.test_sharded_states import assert_equal, options, read, reference, sharded, train, whole
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model on a mesh of all ranks, and its optimizer, after some steps."""
+    model = sharded(reference(), init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    train(model, optimizer, 2)
+    return model, optimizer
+
+
+def empty_model(mesh: tuple[int, ...]) -> nn.Module:
+    names = ("dp", "tp")[: len(mesh)]
+    model = sharded(reference(), init_device_mesh("cpu", mesh, mesh_dim_names=names))
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+    return model
+
+
+def save_each_way(state: dict[str, Any], folder: Path) -> list[Path]:
+    """As programs do: at once, in the background, with several threads, one item a file, without collectives."""
+    ways = {name: folder / name for name in ("plain", "async", "threads", "items", "alone")}
+    dcp.save(state, checkpoint_id=ways["plain"])
+    dcp.async_save(state, checkpoint_id=ways["async"]).result()
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(ways["threads"], thread_count=3))
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(ways["items"], single_file_per_rank=False))
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(ways["alone"]), use_collectives=False)
+    return list(ways.values())
+
+
+@ranks(4, deadline_s=110)
+def test_a_training_comes_back(rank: int, world: int, tmp_path: Path) -> None:
+    warnings.simplefilter("ignore")  # torch's own, of what it deprecates
+    model, optimizer = trained()
+    turned = torch.arange(12.0).reshape(3, 4).t()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "by_name": get_optimizer_state_dict(model, optimizer),
+        "turned": turned,
+        "more": {"step": 2, "text": "été", "nested": [{"seed": torch.tensor(7)}, 1.5], "pair": (1, None)},
+        "complex": torch.randn(3, dtype=torch.complex128, generator=torch.manual_seed(1)),
+        "nothing": torch.empty(0, 3),
+    }
+    expected = whole(state)
+    for path in save_each_way(state, tmp_path):
+        reports: list[fastload.LoadReport] = []
+        found = fastload.load(path, options=options(reports))
+        assert_equal(found, expected, path.name)
+        assert read(reports[0]) <= 1.01 * reports[0].bytes_wanted
+    path = tmp_path / "plain"
+    for mesh in (4,), (2, 2):
+        other = empty_model(mesh)
+        fastload.load(path, into={"model": other}, strict=False, options=options())
+        assert_equal(whole(other.state_dict()), expected["model"], str(mesh))
+    other = empty_model((4,))
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.5)
+    into: dict[str, Any] = {"model": other, "optimizer": fresh, "more": {"step": 0}}
+    fastload.load(path, into=into, strict=False, options=options())
+    assert_equal(whole(fresh.state_dict()), expected["optimizer"])
+    assert into["more"]["step"] == 2
+    train(model, optimizer, 1)
+    train(other, fresh, 1)
+    assert_equal(whole(other.state_dict()), whole(model.state_dict()))
+    replicated = fastload.load(path, names=["model.blocks.*.up.*", "turned"], dtype=torch.float64, options=options())
+    assert torch.equal(replicated["turned"], turned.double())
+    assert len(replicated) == 5
+
+
+@ranks(4, deadline_s=60)
+def test_hugging_face_shards_come_back(rank: int, world: int, tmp_path: Path) -> None:
+    warnings.simplefilter("ignore")
+    state = trained()[0].state_dict()
+    del state["head.weight"]  # which safetensors refuses to store twice
+    expected = whole(state)
+    for consolidates in (False, True):
+        path = tmp_path / str(consolidates)
+        writer = dcp.HuggingFaceStorageWriter(
+            str(path), save_distributed=True, enable_consolidation=consolidates, thread_count=2
+        )
+        dcp.save(state, storage_writer=writer)
+        for place in (path, path / "sharded") if consolidates else (path,):
+            assert_equal(fastload.load(place, options=options()), expected, str(place))
+        other = empty_model((2, 2))
+        fastload.load(path, into=other, options=options())
+        assert_equal(whole(other.state_dict()), expected | {"head.weight": expected["embedding.weight"]})
