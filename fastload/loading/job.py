@@ -216,6 +216,7 @@ def open_whole(wish: Wish) -> Job:
         block_bytes=opened.block_bytes,
         even_slots=wish.device.type == "cuda" and has_nccl(world) and not decision.alone,
         contiguous=access.is_mounted,
+        hosts=access.hosts,
     )
     exchange = open_exchange(world, hosts=access.hosts, local=decision.alone, device=wish.device)
     return open_job(wish, plan, exchange, Slabs, plan.total_bytes)
@@ -246,8 +247,7 @@ def open_job(
         access.manifest.files,
         threads=read_threads(
             options.read_threads,
-            depth=plan.depth,
-            exchanges=plan.exchanges,
+            plan,
             ranks_on_host=opened.ranks_on_host,
             in_order=access.storage.in_order,
         ),

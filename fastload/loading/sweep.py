@@ -52,8 +52,7 @@ class Sweep:
         self._plan = self._plan_reads()
         threads = read_threads(
             options.read_threads,
-            depth=self._plan.depth,
-            exchanges=self._plan.exchanges,
+            self._plan,
             ranks_on_host=access.hosts.count(world.host),
             in_order=access.storage.in_order,
         )

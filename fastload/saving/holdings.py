@@ -49,7 +49,7 @@ class Holdings:
         boxes: By name of the tensor, what each rank holds of it.
 
     Attributes:
-        missing: What to call boxes that are on no rank: the first ones.
+        missing: Says which boxes are on no rank, of the first ones.
     """
 
     def __init__(self, layout: Layout, boxes: Mapping[str, BoxesByRank]) -> None:
@@ -62,7 +62,7 @@ class Holdings:
             key = (shape, dtype.itemsize, boxes[entry.name])
             if key not in known:
                 cells = [(box, holders) for box, holders in _cut(shape, boxes[entry.name])]
-                known[key] = len(self._kinds), [box for box, holders in cells if not holders]
+                known[key] = len(self._kinds), _joined([box for box, holders in cells if not holders])
                 held = (
                     Cell(box, runs_of(box, shape).scaled(dtype.itemsize), holders)
                     for box, holders in cells
@@ -72,7 +72,7 @@ class Holdings:
             kind, missing = known[key]
             self._kind_of.append(kind)
             if len(self.missing) < _NUM_SHOWN:
-                self.missing += [f"{_text(box, shape)} of {entry.name}" for box in missing]
+                self.missing += [_lack(box, shape, entry.name) for box in missing]
 
     def cells(self, tensor: int) -> tuple[Cell, ...]:
         """Returns the cells of a tensor that has bytes, by its number in `Layout.space`, in order."""
@@ -114,9 +114,33 @@ def _cut(shape: Sequence[int], held: BoxesByRank) -> Iterator[tuple[Box, tuple[i
         yield box, tuple(sorted(holders.get(place, ())))
 
 
-def _text(box: Box, shape: Sequence[int]) -> str:
-    first, last = (box.offsets[0], box.offsets[0] + box.sizes[0] - 1) if shape else (0, 0)
+def _joined(boxes: Sequence[Box]) -> list[Box]:
+    """Joins neighbours, as far as they make boxes."""
+    joined = list(boxes)
+    for dim in reversed(range(len(boxes[0].sizes) if boxes else 0)):
+        parts, joined = joined, []
+        for box in sorted(parts, key=lambda box: (_without(box, dim), box.offsets[dim])):
+            last = joined[-1] if joined else None
+            end = last.offsets[dim] + last.sizes[dim] if last is not None else -1
+            if last is not None and _without(last, dim) == _without(box, dim) and end == box.offsets[dim]:
+                sizes = (*last.sizes[:dim], last.sizes[dim] + box.sizes[dim], *last.sizes[dim + 1 :])
+                joined[-1] = last._replace(sizes=sizes)
+            else:
+                joined.append(box)
+    return sorted(joined)
+
+
+def _without(box: Box, dim: int) -> tuple[int, ...]:
+    """Returns a box but for one dimension."""
+    return (*box.offsets[:dim], *box.offsets[dim + 1 :], *box.sizes[:dim], *box.sizes[dim + 1 :])
+
+
+def _lack(box: Box, shape: Sequence[int], name: str) -> str:
+    if box == Box.whole(shape):
+        return f"{name} is on no rank"
     if box.sizes[1:] == tuple(shape[1:]):
-        return f"rows {first}-{last}" if last > first else f"row {first}"
+        first, num = box.offsets[0], box.sizes[0]
+        rows = f"rows {first}-{first + num - 1} of {name} are" if num > 1 else f"row {first} of {name} is"
+        return f"{rows} on no rank"
     spans = (f"{offset}:{offset + size}" for offset, size in zip(box.offsets, box.sizes, strict=True))
-    return f"elements [{', '.join(spans)}]"
+    return f"elements [{', '.join(spans)}] of {name} are on no rank"

@@ -44,7 +44,7 @@ def merge_parts(call: Call, described: Described) -> tuple[Described, Holdings]:
     held = _join([_unpack(packed) for packed in boxes])
     holdings = Holdings(layout, held)
     if holdings.missing:
-        _refuse("no rank has all that is to be saved", [f"{box} is on no rank" for box in holdings.missing])
+        _refuse("the ranks together do not have the whole state", holdings.missing)
     merged = Content(whole.structure, layout.digest(), whole.specs, {})
     return replace(
         described, content=merged, layout=layout, source=described.source.laid_out(layout)

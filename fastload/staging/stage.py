@@ -262,8 +262,7 @@ class Stage:
             )
         threads = read_threads(
             options.read_threads,
-            depth=plan.depth,
-            exchanges=plan.exchanges,
+            plan,
             ranks_on_host=1,
             in_order=storage.in_order,
         )

@@ -54,6 +54,9 @@ class NcclExchange:
         slab.record_stream(self._stream)
         return slab, allocate_staging(own_bytes, pinned=True)
 
+    def allocate_own(self, nbytes: int) -> Tensor:
+        return allocate_staging(nbytes, pinned=True)
+
     def post(self, work: Round) -> None:
         pass
 

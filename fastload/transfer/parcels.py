@@ -14,7 +14,7 @@ from fastload.geometry.extents import Span
 from fastload.transfer.lanes import Stretch
 from fastload.transfer.rounds import Arrival, Exchange, Leg, Round, Slots
 from fastload.transfer.route import Parcel, RoutedPlan, Routes
-from fastload.transfer.slabs import LEAST_PIECE_BYTES, Places
+from fastload.transfer.slabs import LEAST_PIECE_BYTES, OwnChunk, Places
 
 __all__ = ["ParcelSlabs"]
 
@@ -64,7 +64,11 @@ class ParcelSlabs:
         for room in self._rooms:
             room.free()
 
-    def lay_out(self, plan: RoutedPlan, index: int, number: int) -> Round:
+    def lay_own(self, plan: RoutedPlan, index: int) -> OwnChunk:
+        """Nothing is read ahead."""
+        raise NotImplementedError
+
+    def lay_out(self, plan: RoutedPlan, index: int, number: int, own: OwnChunk | None = None) -> Round:
         """Finds the memory for what is read and received in a round; see `slabs.Slabs.lay_out`."""
         turn = index % self.depth
         slab = self._rooms[turn] = _Room(self._slabs[turn], self._rooms[turn].most)

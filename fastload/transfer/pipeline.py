@@ -12,6 +12,7 @@ from fastload.base.memory import host_view
 from fastload.base.stopwatch import Stopwatch
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted
 from fastload.ranks.world import World
+from fastload.transfer.ahead import ReadAhead
 from fastload.transfer.plan import TransferPlan
 from fastload.transfer.read import ChunkReader
 from fastload.transfer.rounds import UNREADABLE, Arrival, Exchange, Round, wait
@@ -28,23 +29,20 @@ _MAX_READ_THREADS = 8
 _Plan: TypeAlias = "TransferPlan | RoutedPlan"
 
 
-def read_threads(
-    num_threads: int | None, *, depth: int, exchanges: bool, ranks_on_host: int, in_order: bool
-) -> int:
+def read_threads(num_threads: int | None, plan: _Plan, *, ranks_on_host: int, in_order: bool) -> int:
     """Returns how many reads a rank has in flight.
 
-    As many as the option says. Else one, if storage wants them in order. Else, with an exchange, half of
-    the slabs: while those are read the others are exchanged. Without one, this rank's part of the host's
-    cores, at least 2.
+    As many as the option says. Else one, if storage wants them in order. Else, with an exchange, what the
+    plan needs. Without one, this rank's part of the host's cores, at least 2.
     """
     if num_threads is not None:
         return num_threads
     if in_order:
         return 1
-    if exchanges:
-        return max(1, depth // 2)
+    if plan.exchanges:
+        return plan.num_reads
     fair = 2 * (os.cpu_count() or 1) // ranks_on_host
-    return min(depth, max(2, min(fair, _MAX_READ_THREADS)))
+    return min(plan.depth, max(2, min(fair, _MAX_READ_THREADS)))
 
 
 class Pipeline:
@@ -54,6 +52,7 @@ class Pipeline:
     the exchange in plan order, and the caller's thread places what has arrived and posts the next round
     into the slab that this frees. So at most `plan.depth` rounds are in flight. A chunk that belongs into
     one piece of host memory is read, received and passed on right there; others go through the slab.
+    Where readers take turns, their chunks are read ahead of the rounds in flight.
 
     A rank that cannot read says so beside its chunk, and goes on with the rounds that are in flight: none is
     left waiting inside a collective. Where every rank learns of it in the same round, what is left is then
@@ -89,6 +88,7 @@ class Pipeline:
         self._placing = _Placing(world.rank, places, progress)
         self._slabs = slabs
         self._starter = Starter(reader, exchange)
+        self._ahead = ReadAhead(world.rank, reader, slabs)
         self._first_index = 0
         self.broken: set[int] = set()
 
@@ -158,8 +158,11 @@ class Pipeline:
         lacking: list[tuple[int, int]] = []
         broken: set[int] = set()
         num_posted = 0
+        depth = min(self._slabs.depth, plan.ahead or plan.num_rounds)
         for index in range(plan.num_rounds):
-            while not broken and len(rounds) < self._slabs.depth and num_posted < plan.num_rounds:
+            if not broken:
+                self._ahead.read(plan, index)
+            while not broken and len(rounds) < depth and num_posted < plan.num_rounds:
                 rounds.append(self._post(plan, num_posted))
                 num_posted += 1
             if not rounds:
@@ -175,6 +178,7 @@ class Pipeline:
         if not broken:
             return None
         self.broken |= broken
+        self._ahead.drop(give_up=self._world.alarmed)
         left = plan.without(broken, lacking, num_posted)
         if left is None:
             raise self._starter.read_error or Interrupted("no rank is left that can read")
@@ -183,15 +187,16 @@ class Pipeline:
     def close(self) -> None:
         """Ends the threads. After a failure that may take a moment, so the others are to be told before."""
         self._starter.close(wait_s=self._world.grace_s)
+        self._ahead.forget()
         self._exchange.close()
         self._slabs.free()
 
     def _post(self, plan: _Plan, index: int) -> Round:
         """Makes a round ready to receive, and has this rank's chunk read."""
-        work = self._slabs.lay_out(plan, index, self._first_index + index)
+        own, read = self._ahead.take(index)
+        work = self._slabs.lay_out(plan, index, self._first_index + index, own)
         self._exchange.post(work)
-        read = None
-        if work.spans:
+        if work.spans and read is None:
             read = self._reader.submit(work.spans, [host_view(buffer) for buffer in work.buffers])
         self._starter.post(work, read)
         return work
@@ -206,7 +211,7 @@ class Pipeline:
             raise Interrupted(f"round {work.index}: rank {lost[0]} is lost")
         self._placing.place(work.index, self._slabs.arrivals(plan, index, work), self._slabs.wanted_bytes)
         # In the same order on all ranks: what is left is dealt by it.
-        return [rank for rank in plan.readers if rank in statuses and plan.chunk(index, rank).nbytes]
+        return [rank for rank in sorted(statuses) if plan.chunk(index, rank).nbytes]
 
     def _await(self, work: Round) -> dict[int, int]:
         """Returns what is the matter with chunks of a round once it is here."""

@@ -166,6 +166,10 @@ class Exchange(Protocol):
         """Allocates a slab, and host memory for this rank's own slot unless the slab is host memory."""
         ...
 
+    def allocate_own(self, nbytes: int) -> Tensor:
+        """Allocates host memory that this rank reads a chunk into before the chunk has a slab."""
+        ...
+
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         """Meets the other ranks; to be called once all of them are known to be ready.
 
@@ -243,6 +247,9 @@ class LocalExchange:
 
     def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
         return allocate_staging(slab_bytes, pinned=self._pinned), None
+
+    def allocate_own(self, nbytes: int) -> Tensor:
+        return allocate_staging(nbytes, pinned=self._pinned)
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         pass

@@ -50,6 +50,7 @@ class RoutedPlan:
         slab_bytes: Most bytes that a rank needs for a round.
         staging_bytes: Most bytes for all slabs of one rank together.
         in_lockstep: See `TransferPlan`.
+        ahead: See `TransferPlan`.
     """
 
     lanes: Lanes
@@ -61,6 +62,7 @@ class RoutedPlan:
     slab_bytes: int
     staging_bytes: int
     in_lockstep: ClassVar[bool] = False
+    ahead: ClassVar[int] = 0
 
     @property
     def readers(self) -> tuple[int, ...]:
@@ -81,6 +83,11 @@ class RoutedPlan:
     def num_rounds(self) -> int:
         """How many rounds it takes."""
         return -(-self.most_bytes // self.chunk_bytes)
+
+    @property
+    def num_reads(self) -> int:
+        """How many chunks a reader has to have in flight; see `TransferPlan`."""
+        return max(1, self.depth // 2)
 
     @cached_property
     def exchanges(self) -> bool:

@@ -49,6 +49,9 @@ class RoutedExchange:
     def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
         return allocate_staging(slab_bytes, pinned=self._pinned), None
 
+    def allocate_own(self, nbytes: int) -> Tensor:
+        return allocate_staging(nbytes, pinned=self._pinned)
+
     def post(self, work: Round) -> None:
         try:
             work.receives = [self._receive(leg) for leg in work.incoming]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from fastload.geometry.extents import Span
 from fastload.transfer.plan import Chunk, TransferPlan
 from fastload.transfer.rounds import Arrival, Exchange, Round, Slots
 
-__all__ = ["LEAST_PIECE_BYTES", "Places", "Slabs", "SlabsOf"]
+__all__ = ["LEAST_PIECE_BYTES", "OwnChunk", "Places", "Slabs", "SlabsOf"]
 
 PlanT = TypeVar("PlanT", contravariant=True)
 
@@ -36,6 +38,28 @@ class Places(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class OwnChunk:
+    """Where a chunk comes to lie that this rank reads ahead of its round.
+
+    Attributes:
+        spans: What it is.
+        memory: Host memory of a whole slot, which it is read into; or the memory that it belongs to.
+        nbytes: Its length.
+        is_placed: Whether that is where it belongs.
+    """
+
+    spans: Sequence[Span]
+    memory: Tensor
+    nbytes: int
+    is_placed: bool
+
+    @property
+    def data(self) -> Tensor:
+        """Its bytes, flat uint8."""
+        return self.memory[: self.nbytes]
+
+
 class SlabsOf(Protocol[PlanT]):
     """The buffers of the rounds in flight of one kind of plan.
 
@@ -56,13 +80,21 @@ class SlabsOf(Protocol[PlanT]):
         """Lets go of the slabs; a read that is still under way keeps its own."""
         ...
 
-    def lay_out(self, plan: PlanT, index: int, number: int) -> Round:
+    def lay_own(self, plan: PlanT, index: int) -> OwnChunk:
+        """Finds the memory for this rank's chunk of a round, where chunks are read ahead.
+
+        It is that of the chunk so many laps before, whose round has to be over.
+        """
+        ...
+
+    def lay_out(self, plan: PlanT, index: int, number: int, own: OwnChunk | None = None) -> Round:
         """Finds the memory for the chunks of a round.
 
         Args:
             plan: The rounds.
             index: Which of them.
             number: The same, counted over all plans.
+            own: This rank's chunk, if it was read ahead.
         """
         ...
 
@@ -94,8 +126,14 @@ class Slabs:
         self.depth = min(plan.depth, plan.num_rounds)
         self._rank = rank
         self._places = places
+        self._wants = rank in plan.demand.ranks
+        self._on_device = exchange.device.type != "cpu"
         own_bytes = plan.largest_slot_bytes(rank)
-        self._slabs = [exchange.allocate(plan.slab_bytes, own_bytes) for _ in range(self.depth)]
+        num_own = min(plan.num_reads, len(plan.rounds_of(rank, 0, plan.num_rounds))) if plan.ahead else 0
+        self._own = [exchange.allocate_own(own_bytes) for _ in range(num_own)]
+        self._slabs = [
+            exchange.allocate(plan.slab_bytes, 0 if plan.ahead else own_bytes) for _ in range(self.depth)
+        ]
         self._slots: dict[int, tuple[dict[int, int], Slots]] = {}
         self._used = plan.exchanges
         self.wanted_bytes = plan.total_bytes
@@ -105,30 +143,48 @@ class Slabs:
         """Bytes of all slabs; they take no memory if everything is read to where it belongs."""
         if not self._used:
             return 0
-        return sum(slab.numel() + (own.numel() if own is not None else 0) for slab, own in self._slabs)
+        own = sum(memory.numel() for memory in self._own)
+        return own + sum(slab.numel() + (own.numel() if own is not None else 0) for slab, own in self._slabs)
 
     def free(self) -> None:  # noqa: D102  (as above)
         self._slabs.clear()
+        self._own.clear()
 
-    def lay_out(self, plan: TransferPlan, index: int, number: int) -> Round:
+    def lay_own(self, plan: TransferPlan, index: int) -> OwnChunk:
+        """Finds the memory for this rank's chunk of a round, where chunks are read ahead."""
+        chunk = plan.chunk(index, self._rank)
+        memory = self._own[index // plan.num_turns % len(self._own)]
+        targets = self._targets(plan, chunk, at_most=1) if chunk.nbytes and not self._on_device else None
+        is_placed = targets is not None
+        return OwnChunk(plan.spans(chunk), targets[0] if targets else memory, chunk.nbytes, is_placed)
+
+    def lay_out(self, plan: TransferPlan, index: int, number: int, own: OwnChunk | None = None) -> Round:
         """Finds the memory for the chunks of a round.
 
         Args:
             plan: The rounds.
             index: Which of them.
             number: The same, counted over all plans.
+            own: This rank's chunk, if it was read ahead.
         """
-        slab, own = self._slabs[index % self.depth]
+        slab, own_slot = self._slabs[index % self.depth]
         slots, chunk = self._cut(plan, index, slab), plan.chunk(index, self._rank)
         spans = plan.spans(chunk)
-        if own is not None:  # slots are on a device, and all chunks go through them
+        if self._on_device:  # all chunks go through the slots
             self._used = True
-            own = own[: slots.each[self._rank].numel()] if self._rank in slots.each else own[:0]
-            return Round(number, slots, slots.each, spans, [own[: chunk.nbytes]], own)
+            whole = own.memory if own is not None else own_slot
+            if whole is None or self._rank not in slots.each:
+                return Round(number, slots, slots.each)
+            whole = whole[: slots.each[self._rank].numel()]
+            return Round(number, slots, slots.each, spans, [whole[: chunk.nbytes]], whole)
         parts, placed = {}, set()
         for rank, slot in slots.each.items():
             coming = plan.chunk(index, rank)
             if not coming.nbytes:
+                continue
+            if rank == self._rank and own is not None:
+                parts[rank] = own.data
+                placed |= {rank} if own.is_placed else set()
                 continue
             if (targets := self._targets(plan, coming, at_most=1)) is not None:
                 placed.add(rank)
@@ -144,7 +200,7 @@ class Slabs:
 
     def arrivals(self, plan: TransferPlan, index: int, work: Round) -> Iterator[Arrival]:
         """Yields what has come in a round: who has read it, and what of it is still to be placed."""
-        for rank in plan.readers if self._rank in plan.demand.ranks else ():
+        for rank in plan.readers_in(index) if self._wants else ():
             if rank in work.statuses:
                 continue
             pieces, position, chunk = [], 0, plan.chunk(index, rank)

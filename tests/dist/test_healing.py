@@ -18,7 +18,7 @@ import torch
 import fastload
 from fastload.errors import PeerError, StorageError
 from fastload.storage.local import LocalStorage
-from tests.checkpoints import assert_same_bits, load_reference, write_sharded
+from tests.checkpoints import assert_same_bits, load_reference, write_file
 from tests.dist.harness import ranks
 from tests.dist.test_readers import copy, original, own_disk, pytestmark  # noqa: F401
 
@@ -88,11 +88,18 @@ def test_one_after_the_other_drops_out_until_one_is_left(
 def test_readers_break_at_any_moment(rank: int, world: int, tmp_path: Path, original: Path) -> None:
     """Several in one round or in different ones, again after the rest was dealt anew, some slow: one is whole."""
     copy(original, own_disk(tmp_path, rank))
-    expected, honest = load_reference(original), LocalStorage.read_into
-    for draw in range(12):
+    # Of the wide one, staging has no room for a chunk of each reader: they take turns, and read ahead.
+    write_file(tmp_path / "wide" / "model.safetensors", [(f"w{n}", "F32", (9000 + n,)) for n in range(9)])
+    honest = LocalStorage.read_into
+    for draw in range(16):
         everybodys, own = random.Random(draw), random.Random(f"{draw}/{rank}")
         whole, breaks = everybodys.randrange(world), everybodys.choice([0.0, 0.02, 0.1, 0.5])
-        given = replace(OPTIONS, chunk_bytes=everybodys.choice([16, 100, 1000]), retries=0)
+        path, chunk_bytes = tmp_path, everybodys.choice([16, 100, 1000])
+        if draw % 2:
+            path, chunk_bytes = tmp_path / "wide", everybodys.choice([14_000, 24_000])
+        given = replace(OPTIONS, chunk_bytes=chunk_bytes, staging_bytes=1 << 16, retries=0)
+        dtype = everybodys.choice([None, torch.float64])
+        expected = {name: tensor.to(dtype or tensor.dtype) for name, tensor in load_reference(path).items()}
 
         def read(self: LocalStorage, *args: Any, odds: float = breaks * (rank != whole), **how: Any) -> None:
             time.sleep(own.choice([0.0, 0.0, 0.002]))  # noqa: B023
@@ -100,9 +107,15 @@ def test_readers_break_at_any_moment(rank: int, world: int, tmp_path: Path, orig
                 raise StorageError("this disk is broken", url=self.url)
             honest(self, *args, **how)
 
-        with fastload.open(tmp_path, options=given) as checkpoint, pytest.MonkeyPatch.context() as patch:
+        with fastload.open(path, options=given) as checkpoint, pytest.MonkeyPatch.context() as patch:
             patch.setattr(LocalStorage, "read_into", read)
-            assert_same_bits(checkpoint.load(), expected)
+            assert_same_bits(checkpoint.load(dtype=dtype), expected)
+            assert checkpoint.report is not None
+            if path != tmp_path:
+                assert checkpoint.report.num_rounds * chunk_bytes > checkpoint.report.bytes_wanted
+            if breaks == 0.0:
+                shares = [own.bytes_read for own in checkpoint.report.ranks]
+                assert max(shares) - min(shares) <= chunk_bytes
 
 
 @ranks(3)

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import fastload
-from tests.dist.harness import ranks
+from fastload.errors import FastloadError, OptionError, PeerError, PlanMismatch
+from fastload.transfer import shares
+from tests.checkpoints import assert_same_bits
+from tests.dist.draws import draw_state, draw_target
+from tests.dist.harness import ranks, run_ranks
 from tests.dist.test_sharded import MESHES, make, placed
+from tests.dist.test_sharded_states import Model, assert_equal, reference, sharded, train, whole
+
+DRAWS = 6
 
 
 def files(path: Path) -> dict[str, bytes]:
@@ -33,22 +46,248 @@ def save_plain(state: Any, path: Path, rank: int, **changes: Any) -> dict[str, b
     return files(path)
 
 
+def save(state: Any, path: Path, *, background: bool = False, **changes: Any) -> fastload.SaveReport:
+    if background:
+        handle = fastload.async_save(state, path, options=options(**changes))
+        for tensor in (tensor for tensor in state.values() if isinstance(tensor, Tensor)):
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()  # what was copied is saved
+        return handle.wait()
+    return fastload.save(state, path, options=options(**changes))
+
+
 @ranks(4)
 def test_each_mesh_writes_the_files_of_one_rank(rank: int, world: int, tmp_path: Path) -> None:
     tensors = make(tmp_path)
     tensors["large"] = torch.randn(1031, 1021)
-    state = {"model": tensors, "step": 3, "names": ["a", ("b", 1.5)]}
+    state = {**tensors, "step": 3, "names": ["a", ("b", 1.5)]}
     expected = save_plain(state, tmp_path / "plain", rank, max_shard_bytes=3 << 20)
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
     for number, (shape, placements) in enumerate(MESHES.values()):
         mesh = init_device_mesh("cpu", shape)
-        sharded = {name: placed(tensor, mesh, placements) for name, tensor in tensors.items()}
+        parts = {name: placed(tensor.clone(), mesh, placements) for name, tensor in tensors.items()}
         path = tmp_path / str(number)
-        save = fastload.async_save if number % 2 else fastload.save
-        saved = save({**state, "model": sharded}, path, options=options(max_shard_bytes=3 << 20))
-        if isinstance(saved, fastload.SaveHandle):
-            saved.wait()
+        report = save({**state, **parts}, path, background=number % 2 == 1, max_shard_bytes=3 << 20)
         dist.barrier()
-        found = files(path)
-        assert found.keys() == expected.keys()
-        for name, data in expected.items():
-            assert found[name] == data, (placements, name)
+        assert files(path) == expected, placements
+        assert report.nbytes == sum(one.bytes_written for one in report.ranks) > nbytes
+
+
+@ranks(1, 2, 3, 4)
+def test_any_state_on_any_mesh(rank: int, world: int, tmp_path: Path) -> None:
+    alone = [dist.new_group([each]) for each in range(world)][rank]
+    for number in range(DRAWS):
+        rng = random.Random(f"{world}/{number}/save")
+        state = draw_state(rng, rng.randint(1, 8))
+        target = draw_target(rng, state, world)
+        how = {
+            "max_shard_bytes": rng.choice([2000, 100_000, 1 << 30]),
+            "block_bytes": rng.choice([4096, 8192, None]),
+            "writers": rng.choice(["all", "auto", "host", 1, 2]),
+            "staging_bytes": rng.choice([1 << 16, 1 << 20, 1 << 28]),
+            "check_replicas": rng.choice(["small", "off", "sample", "full"]),
+        }
+        background = rng.random() < 0.5
+        expected = save_plain(state, tmp_path / "plain", rank, **how)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(shares, "_SLACK_BYTES", rng.choice([0, 1 << 20]))
+                save(target.of(state, rank), tmp_path / "sharded", background=background, parts=target.kind == "pp of fsdp", **how)
+            dist.barrier()
+            if target.kind != "pp of fsdp":
+                assert files(tmp_path / "sharded") == expected
+            loaded = fastload.load(tmp_path / "sharded", process_group=alone)
+            assert_same_bits(dict(sorted(loaded.items())), dict(sorted(state.items())))
+        except Exception as error:
+            raise AssertionError(f"draw {number}: {how} {target}") from error
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(tmp_path / "plain")
+            shutil.rmtree(tmp_path / "sharded")
+        dist.barrier()
+
+
+def new_training(mesh: DeviceMesh | None) -> tuple[Any, Any, Any]:
+    model = reference() if mesh is None else sharded(reference(), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def train_on(training: tuple[Any, Any, Any], steps: int) -> None:
+    model, optimizer, scheduler = training
+    for _ in range(steps):
+        train(model, optimizer, 1)
+        scheduler.step()
+
+
+def state_of(training: tuple[Any, Any, Any], *, step: int) -> dict[str, Any]:
+    model, optimizer, scheduler = training
+    names = ("model", "optimizer", "scheduler")
+    return {**dict(zip(names, (each.state_dict() for each in training), strict=True)), "step": step}
+
+
+def restored(path: Path, mesh: DeviceMesh | None) -> tuple[Any, Any, Any]:
+    model, optimizer, scheduler = training = new_training(mesh)
+    into = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
+    fastload.load(path, into=into, options=fastload.LoadOptions(timeout_s=20))
+    assert into["step"] == 3
+    return training
+
+
+def save_and_go_on(rank: int, world: int, path: Path) -> None:
+    """Saves a training on FSDP2, and goes on from there, on the same mesh and on another one."""
+    mesh = init_device_mesh("cpu", (world,))
+    training = new_training(mesh)
+    train_on(training, 3)
+    state = state_of(training, step=3)
+    saved = copy.deepcopy(whole(state))
+    fastload.async_save(state, path / "c", options=options()).wait()
+    model_state, optimizer_state = get_state_dict(training[0], training[1])
+    save({"model": model_state, "optimizer": optimizer_state}, path / "by_name")
+    by_name = fastload.load(path / "by_name")
+    assert_equal(by_name["model"], whole(model_state))
+    assert_equal(by_name["optimizer"], whole(get_optimizer_state_dict(training[0], training[1])))
+    assert_equal(whole(state_of(restored(path / "c", mesh), step=3)), saved)
+    train_on(training, 2)
+    again = restored(path / "c", mesh)
+    train_on(again, 2)
+    assert_equal(whole(state_of(again, step=5)), whole(state_of(training, step=5)))
+    hybrid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    both = restored(path / "c", None)
+    assert_equal(state_of(both, step=3), saved)
+    model = hsdp(reference(), hybrid)
+    fastload.load(path / "c", into={"model": model}, strict=False)
+    assert_equal(whole(model.state_dict()), saved["model"])
+    save({"model": model.state_dict(), "step": 3}, path / "hybrid")
+    if rank == 0:
+        torch.save(saved, path / "saved.pt")
+
+
+def hsdp(model: Model, mesh: DeviceMesh) -> Model:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def go_on_elsewhere(rank: int, world: int, path: Path) -> None:
+    saved = torch.load(path / "saved.pt")
+    mesh = init_device_mesh("cpu", (world,))
+    assert_equal(whole(state_of(restored(path / "c", mesh), step=3)), saved)
+    assert_equal(fastload.load(path / "hybrid")["model"], saved["model"])
+
+
+def test_a_training_on_fsdp2_goes_on_anywhere(tmp_path: Path) -> None:
+    run_ranks(save_and_go_on, 4, path=tmp_path)
+    run_ranks(go_on_elsewhere, 2, path=tmp_path)
+
+
+def stage(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    """What a rank of two stages of a pipeline, of two ranks each, has."""
+    layers = {f"layers.{layer}": whole_layer(layer) for layer in (0, 1, 2, 3) if layer // 2 == rank // 2}
+    parts = {name: placed(tensor, mesh, [Shard(0)]) for name, tensor in layers.items()}
+    return {"step": 7, "model": {**parts, "scale": torch.ones(2)}, "lr": 0.5}
+
+
+def whole_layer(layer: int) -> Tensor:
+    return torch.arange(35.0).reshape(7, 5) + 100 * layer
+
+
+@ranks(4)
+def test_stages_of_a_pipeline_are_merged(rank: int, world: int, tmp_path: Path) -> None:
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+    layers = {f"layers.{layer}": whole_layer(layer) for layer in range(4)}
+    expected = save_plain({"step": 7, "model": {**layers, "scale": torch.ones(2)}, "lr": 0.5}, tmp_path / "plain", rank)
+    state = stage(rank, meshes[rank // 2])
+    save(state, tmp_path / "a")
+    fastload.async_save(state, tmp_path / "b", options=options()).wait()
+    plain = {f"layers.{rank}": whole_layer(rank)}
+    save({"step": 7, "model": {**plain, "scale": torch.ones(2)}, "lr": 0.5}, tmp_path / "c", parts=True)
+    dist.barrier()
+    assert files(tmp_path / "a") == files(tmp_path / "b") == files(tmp_path / "c") == expected
+    with pytest.raises(PlanMismatch, match="different states"):  # nobody said that they are parts
+        save(plain, tmp_path / "d")
+
+
+Make = Callable[[int, DeviceMesh], Any]
+
+
+def no_part(rank: int, mesh: DeviceMesh) -> Any:
+    return {"w": DTensor.from_local(torch.ones(8, 2), mesh, [Partial() if rank else Replicate()], run_check=False)}
+
+
+def another_size(rank: int, mesh: DeviceMesh) -> Any:
+    local = torch.ones(3 if rank == 1 else 2, 2)
+    shape = {"shape": torch.Size((8, 2)), "stride": (2, 1)}
+    return {"w": DTensor.from_local(local, mesh, [Shard(0)], run_check=False, **shape)}
+
+
+def two_shapes(rank: int, mesh: DeviceMesh) -> Any:
+    return {"w": distribute_tensor(torch.ones(8 if rank else 9, 2), mesh, [Shard(0)], src_data_rank=None)}
+
+
+def two_dtypes(rank: int, mesh: DeviceMesh) -> Any:
+    dtype = torch.float32 if rank < 3 else torch.float64
+    return {"w": distribute_tensor(torch.ones(8, 2, dtype=dtype), mesh, [Shard(0)], src_data_rank=None)}
+
+
+def a_hole(rank: int, mesh: DeviceMesh) -> Any:
+    tensor = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)], src_data_rank=None)
+    return {"w": tensor, "b": 1} if rank not in (1, 2) else {"b": 1}
+
+
+def another_structure(rank: int, mesh: DeviceMesh) -> Any:
+    tensor = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)], src_data_rank=None)
+    return {"a": tensor, "b": [1, 2] if rank != 2 else {"x": 1}}
+
+
+def another_value(rank: int, mesh: DeviceMesh) -> Any:
+    tensor = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)], src_data_rank=None)
+    return {"a": tensor, "b": {"lr": 0.5 if rank != 3 else 0.25}}
+
+
+def one_name_twice(rank: int, mesh: DeviceMesh) -> Any:
+    tensor = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)], src_data_rank=None)
+    return {"a.b": tensor} if rank else {"a": {"b": tensor}}
+
+
+BAD: dict[Make, tuple[type[FastloadError], str]] = {
+    no_part: (PeerError, r"w: the state has a DTensor with placement P\(sum\)"),
+    another_size: (PeerError, r"w: the state has a DTensor with a local tensor of shape \[3, 2\]"),
+    two_shapes: (PlanMismatch, r"w: rank 0 F32 \[9, 2\], rank 1 F32 \[8, 2\]"),
+    two_dtypes: (PlanMismatch, r"w: rank 0 F32 \[8, 2\], rank 3 F64 \[8, 2\]"),
+    a_hole: (PlanMismatch, "rows 2-5 of w are on no rank"),
+    another_structure: (PlanMismatch, r"state\['b'\]: rank 0, 1, 3 a list of 2, rank 2 a dict"),
+    another_value: (PlanMismatch, r"state\['b'\]\['lr'\]: rank 0, 1, 2 0.5, rank 3 0.25"),
+    one_name_twice: (PlanMismatch, "a.b: two keys of different ranks spell this name"),
+}
+
+
+@ranks(4, same=True)
+def test_what_does_not_go_together_is_one_error_on_all_ranks(rank: int, world: int, tmp_path: Path) -> list[str]:
+    mesh = init_device_mesh("cpu", (world,))
+    texts = []
+    for make, (kind, text) in BAD.items():
+        for background in (False, True):
+            with pytest.raises(FastloadError, match=text) as raised:
+                saved = make(rank, mesh)
+                if background:
+                    fastload.async_save(saved, tmp_path / "c", options=options(parts=kind is PlanMismatch)).wait()
+                else:
+                    save(saved, tmp_path / "c")
+            if not background:
+                assert type(raised.value) is kind
+                texts.append(str(raised.value) if kind is PlanMismatch else "")
+            dist.barrier()
+    # What one rank has not foreseen, others have to say; the next save is as any.
+    lacking = {"b": 1} if rank == 2 else a_hole(0, mesh)
+    with pytest.raises(PlanMismatch, match="could not foresee"):
+        fastload.async_save(lacking, tmp_path / "c", options=options()).wait()
+    assert not list(tmp_path.iterdir())
+    dist.barrier()
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        with pytest.raises((PeerError, OptionError), match="w: the state has a DTensor on a mesh with ranks 2, 3, which take no"):
+            fastload.save(a_hole(0, mesh), tmp_path / "c", process_group=group, options=options())
+    save(a_hole(0, mesh), tmp_path / "c")
+    return texts

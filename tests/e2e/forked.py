@@ -1,14 +1,14 @@
-"""Python programs, forked from a process that has imported torch: they start in no time, not in 3 s each."""
+"""Python programs, forked from a process that has imported torch: they start in no time, not in 3 s each.
+
+A `python` of that kind is a program like any other: see `forking_python`. Where it matters that a process is
+the child of who starts it, or gets a signal that is sent to all children, take `sys.executable`.
+"""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import gc
-import multiprocessing
+import functools
 import os
-import runpy
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,15 +17,66 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-import torch
-
 from tests.dist.zygote import serve_store
 
-__all__ = ["Forked", "run_forked"]
+__all__ = ["Forked", "forking_python", "forking_variables", "run_forked"]
 
-_context = multiprocessing.get_context("forkserver")
-# What the first step of an optimizer imports, for 1.5 s, is there as well.
-_context.set_forkserver_preload(["torch", "torch._dynamo", "fastload.cli"])
+_ROOT = Path(__file__).resolve().parents[2]
+_CLIENT = """#!{python} -IS
+import sys
+sys.path.append({folder!r})
+import fork_client
+fork_client.main({server!r}, {python!r}, [*{first!r}, *sys.argv[1:]])
+"""
+
+
+@functools.cache
+def _environment() -> Path:
+    """Returns a folder like that of a virtual environment, with `bin/python` and `bin/torchrun` that fork."""
+    folder = tempfile.TemporaryDirectory(prefix="fastload-fork-")
+    path = Path(folder.name)
+    binaries, socket = path / "bin", path / "socket"
+    binaries.mkdir()
+    for name, first in (("python", []), ("torchrun", ["-m", "torch.distributed.run"])):
+        text = _CLIENT.format(
+            python=sys.executable,
+            folder=str(Path(__file__).parent),
+            server=str(socket),
+            first=first,
+        )
+        (binaries / name).write_text(text)
+        (binaries / name).chmod(0o755)
+    # One thread only: the pools of OpenBLAS and OpenMP would start with the import.
+    single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.e2e.fork_server", str(socket)],
+        stdin=subprocess.PIPE,  # its end is that of the server
+        stdout=subprocess.DEVNULL,
+        cwd=_ROOT,
+        env={**os.environ, **single, "PYTHONPATH": str(_ROOT)},
+        start_new_session=True,
+    )
+    assert server.stdin is not None
+    atexit.register(folder.cleanup)
+    atexit.register(server.wait, 10)
+    atexit.register(server.stdin.close)
+    deadline = time.monotonic() + 60
+    while not socket.exists():
+        assert time.monotonic() < deadline
+        assert server.poll() is None, "the server died"
+        time.sleep(0.02)
+    return path
+
+
+def forking_python() -> str:
+    """Returns the path of a `python` that starts in no time."""
+    return str(_environment() / "bin" / "python")
+
+
+def forking_variables() -> dict[str, str]:
+    """Returns what has a program take `python` and `torchrun` from there, and torchrun for its ranks, too."""
+    path = os.pathsep.join([str(_environment() / "bin"), os.environ["PATH"]])
+    return {"VIRTUAL_ENV": str(_environment()), "PATH": path, "PYTHON_EXEC": forking_python()}
 
 
 class Forked:
@@ -35,7 +86,7 @@ class Forked:
         words: What follows ``python`` on a command line: a file, or ``-m`` and a module, and arguments.
         ranks: How many; 0 for one process that has no launcher.
         cwd: Working directory.
-        env: The environment, with OMP_NUM_THREADS.
+        env: The environment.
         out: File to which the output of all is appended.
         err: The same for what they write to stderr.
     """
@@ -52,35 +103,33 @@ class Forked:
             job |= {"TORCHELASTIC_USE_AGENT_STORE": True}
             own = [job | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
             environments = [{**env, **{name: str(value) for name, value in each.items()}} for each in own]
-        self._processes = [
-            _context.Process(target=_be_program, args=(self._words, cwd, each, out, err, os.nice(0)))
-            for each in environments
-        ]
-        for process in self._processes:
-            process.start()
+        command = [forking_python(), *words]
+        with out.open("a") as output, err.open("a") as errors:
+            self._processes = [
+                subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, cwd=cwd, env=each
+                )
+                for each in environments
+            ]
 
     @property
     def pids(self) -> list[int]:
         """Of its processes, by rank."""
-        return [process.pid for process in self._processes if process.pid is not None]
+        return [process.pid for process in self._processes]
 
     def lives(self) -> bool:
         """Whether one of them still runs."""
-        return any(process.is_alive() for process in self._processes)
+        return any(process.poll() is None for process in self._processes)
 
     def end(self, timeout: float) -> subprocess.CompletedProcess[str]:
         """Waits for all, and kills what still runs then; the status is the first that is not 0."""
         limit = time.monotonic() + timeout
-        for process in self._processes:
-            process.join(max(0.0, limit - time.monotonic()))
-        statuses = [process.exitcode for process in self._processes]
-        for process in self._processes:
-            process.kill()
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with whatever it started and left behind
-            process.join()
-        if None in statuses:
-            raise subprocess.TimeoutExpired(self._words, timeout)
+        try:
+            statuses = [process.wait(max(0.0, limit - time.monotonic())) for process in self._processes]
+        finally:
+            for process in self._processes:
+                process.kill()  # and so its program, with whatever that started
+                process.wait()
         status = next((status for status in statuses if status), 0)
         return subprocess.CompletedProcess(self._words, status, self._out.read_text(), self._err.read_text())
 
@@ -92,26 +141,3 @@ def run_forked(
     with tempfile.TemporaryDirectory(prefix="fastload-run-") as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         return Forked(words, ranks=ranks, cwd=cwd, env=env, out=out, err=err).end(timeout)
-
-
-def _be_program(words: list[str], cwd: Path, env: dict[str, str], out: Path, err: Path, nice: int) -> None:
-    for number, path in enumerate((Path(os.devnull), out, err)):
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, number)
-        os.close(file)
-    gc.freeze()  # what looks for garbage leaves what is here alone, and so needs no copies of its pages
-    os.setsid()
-    os.nice(nice - os.nice(0))
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(env)
-    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # which torch has looked at before the fork
-    try:
-        if words[0] == "-m":
-            sys.argv = words[1:]
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = words
-            runpy.run_path(words[0], run_name="__main__")
-    finally:
-        atexit._run_exitfuncs()  # which the end of such a process leaves out

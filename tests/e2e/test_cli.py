@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import fastload
 from fastload.formats.state import state_digest
 from tests.checkpoints import flip, load_reference, record_by_hand, write_file, write_sharded
-from tests.e2e.forked import run_forked
+from tests.e2e.forked import forking_python, forking_variables, run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")  # what is for a terminal; tab and newline are text
@@ -36,12 +35,17 @@ def run(*arguments: str, ranks: int = 0, **variables: str) -> subprocess.Complet
 
 
 def torchrun(*arguments: str, ranks: int) -> subprocess.CompletedProcess[str]:
-    """The same under torchrun itself, which takes far longer."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    """The same under torchrun itself, which takes longer."""
+    launcher = [forking_python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.run(
         [*launcher, "-m", "fastload", *arguments],
-        cwd=ROOT, env=environ(), capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environ(**forking_variables()),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
 
 
 @pytest.fixture

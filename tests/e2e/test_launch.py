@@ -7,7 +7,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.distributed import TCPStore
 
 from fastload.formats.state import state_digest
 from tests.checkpoints import load_reference, write_file
-from tests.e2e.forked import Forked, run_forked
+from tests.e2e.forked import Forked, forking_variables, run_forked
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LAUNCHER = re.compile(r"RANK|LOCAL_RANK|WORLD_SIZE|MASTER_\w+|SLURM_\w+|FASTLOAD_\w+")
@@ -33,9 +32,8 @@ def load(tmp_path: Path) -> list[str]:
 
 def environ(**variables: str) -> dict[str, str]:
     clean = {name: text for name, text in os.environ.items() if not _LAUNCHER.fullmatch(name)}
-    path = os.pathsep.join([f"{sys.prefix}/bin", clean["PATH"]])
-    clean |= {"PATH": path, "PYTHONPATH": str(_ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    return clean | variables
+    clean |= {"PYTHONPATH": str(_ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return clean | forking_variables() | variables
 
 
 def launch(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import fastload
-from tests.e2e.forked import Forked
+from tests.e2e.forked import Forked, forking_python
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -68,17 +69,18 @@ class Run:
 
 
 class Torchrun(Run):
-    """The same by torchrun itself."""
+    """The same by torchrun itself, with the python that is given for the ranks."""
 
-    def __init__(self, root: Path, *arguments: str, restarts: int = 0) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    def __init__(self, root: Path, *arguments: str, python: str, restarts: int = 0) -> None:
+        command = [forking_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         self._output = root.with_suffix(".out")
+        self._mark = {"TORCHRUN_OF": str(root)}
         with self._output.open("a") as output:
             self._process = subprocess.Popen(
                 [*command, f"--max-restarts={restarts}", *command_of(root, *arguments)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environ(),
+                env=environ() | self._mark | {"PYTHON_EXEC": python},
                 start_new_session=True,
             )
 
@@ -87,12 +89,14 @@ class Torchrun(Run):
 
     def ranks(self) -> list[int]:
         """The processes of the ranks, in their order."""
-        pid = self._process.pid
-        pids = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        ((name, value),) = self._mark.items()
         found = {}
-        for child in pids:
-            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            found.update({int(v[5:]): child for v in variables if v.startswith(b"RANK=")})
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # it has ended
+                variables = path.read_bytes().split(b"\0")
+                if f"{name}={value}".encode() in variables:
+                    ranks = [int(v[5:]) for v in variables if v.startswith(b"RANK=")]
+                    found.update(dict.fromkeys(ranks, int(path.parent.name)))
         return [found[rank] for rank in sorted(found)]
 
     def terminate(self) -> None:
@@ -156,7 +160,9 @@ def test_stopped_by_a_signal_it_saves_and_goes_on(uninterrupted: str, tmp_path: 
 
 def test_told_by_its_launcher_it_saves_with_workers_and_goes_on(uninterrupted: str, tmp_path: Path) -> None:
     root = tmp_path / "run"
-    run = Torchrun(root, "--save-every", "1000", "--pause", "0.1", "--workers", "2")
+    # Real processes: each of them is told, those that prepare the data as well.
+    pauses = ("--pause", "0.1", "--workers", "2")
+    run = Torchrun(root, "--save-every", "1000", *pauses, python=sys.executable)
     run.until(lambda: "step 3:" in run.output())
     run.terminate()
     output = run.end(status=1)  # torchrun's own: it was told to end
@@ -171,7 +177,9 @@ def test_told_by_its_launcher_it_saves_with_workers_and_goes_on(uninterrupted: s
 def test_killed_it_is_started_anew_and_goes_on_from_its_last_commit(
     uninterrupted: str, tmp_path: Path
 ) -> None:
-    run = Torchrun(tmp_path / "run", "--save-every", "4", "--pause", "0.1", restarts=1)
+    run = Torchrun(
+        tmp_path / "run", "--save-every", "4", "--pause", "0.1", python=forking_python(), restarts=1
+    )
     run.until(lambda: "step 10:" in run.output())
     os.kill(run.ranks()[1], signal.SIGKILL)
     output = run.end()

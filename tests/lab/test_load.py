@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import torch
 
 from fastload.formats.state import state_digest
 from tests.checkpoints import load_reference, write_sharded
+from tests.e2e.forked import forking_variables
 from tests.lab.test_lab import HOST_1, HOST_2, LAB, PREFIX, STORAGE, lab, why_not
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(150)]
@@ -64,7 +64,7 @@ exec "$@"
 
 
 def start(*command: str, num_hosts: int = _NUM_HOSTS) -> subprocess.Popen[str]:
-    environ = os.environ | {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(_ROOT)}
+    environ = os.environ | forking_variables() | {"PYTHONPATH": str(_ROOT)}
     environ |= {"WORLD_SIZE": str(num_hosts), "MASTER_ADDR": HOST_1, "MASTER_PORT": "29400"}
     words = ["bash", "-c", _AS_A_RANK, "rank", *command]
     return subprocess.Popen(

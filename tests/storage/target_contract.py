@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import subprocess
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
@@ -16,6 +15,7 @@ import pytest
 from fastload.errors import CheckpointExists, OptionError, StorageError
 from fastload.formats.names import NAMES, RECORD_NAME
 from fastload.storage import Target, open_storage, open_target
+from tests.e2e.forked import forking_python
 
 INDEX = ("model.safetensors.index.json", b'{"index": 1}')
 
@@ -290,7 +290,7 @@ class TargetContract:
             "target.write('a.safetensors', 0, memoryview(bytes(5000)))\n"
             "os.kill(os.getpid(), 9)"
         )
-        command = [sys.executable, "-c", program, url, json.dumps(dict(self.options))]
+        command = [forking_python(), "-c", program, url, json.dumps(dict(self.options))]
         assert subprocess.run(command, timeout=50).returncode == -9
 
     def test_remove(self, root: str, url: str, files: dict[str, bytes]) -> None:

@@ -17,6 +17,7 @@ from fastload.storage import leftovers
 from fastload.storage.local_copy import LocalCopy
 from fastload.storage.local_target import LocalTarget
 from fastload.storage.owner import Owner
+from tests.e2e.forked import forking_python
 
 ID = "0123456789abcdef"
 FILES = [("a", 5000), ("b", 0)]
@@ -37,8 +38,9 @@ sys.stdin.read()
 
 
 def other_process(path: Path, how: str) -> subprocess.Popen[str]:
+    python = sys.executable if how == "lives" else forking_python()  # whose pid is that of its program
     process = subprocess.Popen(
-        [sys.executable, "-c", _DIES, str(path), how],
+        [python, "-c", _DIES, str(path), how],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert process.stdout is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
@@ -29,6 +28,7 @@ from fastload.storage.s3 import S3Bucket, S3Requests
 from fastload.storage.uploads import Streams
 from tests.crash.flaky_proxy import FlakyProxy
 from tests.dist.flaky_server import serving
+from tests.e2e.forked import forking_python
 from tests.storage.s3_server import BUCKET, s3_server
 
 OLD = {"a": b"old a", "b": b"old b", "gone": b"gone"}
@@ -331,7 +331,7 @@ def test_parts_come_from_several_processes(s3: dict[str, Any]) -> None:
     step = target.align_bytes(1) or 0
     ticket = target.prepare([("a", step + 5)], overwrite=False)
     words = [json.dumps(word) for word in (url, s3, ticket)]
-    commands = [[sys.executable, "-c", program, str(rank), *words] for rank in range(2)]
+    commands = [[forking_python(), "-c", program, str(rank), *words] for rank in range(2)]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
     receipts = [json.loads(rank.communicate(timeout=50)[0]) for rank in ranks]
     target.publish(receipts, [(RECORD_NAME, b"{}")], overwrite=False)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, find, given
 from hypothesis import strategies as st
 
 from fastload.base.memory import PAGE_BYTES
@@ -18,6 +19,7 @@ from fastload.formats.manifest import TensorEntry
 from fastload.geometry.extents import Span
 from fastload.transfer.demand import Demand, Supply
 from fastload.transfer.plan import Chunk, TransferPlan
+from fastload.transfer.windows import Windows
 from tests.unit.plans import plan_for_all
 
 
@@ -49,16 +51,26 @@ def plans(draw: st.DrawFn) -> tuple[list[TensorEntry], TransferPlan, int]:
     wanted = draw(wanted_tensors)
     world_size = draw(st.integers(1, 9))
     readers = sorted(draw(st.sets(st.integers(0, world_size - 1), min_size=1)))
-    staging_bytes = draw(st.integers(1 << 17, 1 << 22))
+    staging_bytes = draw(st.integers(1 << 15, 1 << 17) | st.integers(1 << 17, 1 << 22))
     chunk_bytes = draw(st.none() | st.sampled_from([1, 7, 64, 4088, 4089, 4097, 10_000]))
     plan = plan_for_all(
-        wanted, world_size=world_size, readers=readers, staging_bytes=staging_bytes, chunk_bytes=chunk_bytes
-    )
-    assert set(plan.readers) <= set(readers)
+        wanted, world_size=world_size, readers=readers, staging_bytes=staging_bytes, chunk_bytes=chunk_bytes,
+        hosts=draw(hosts_of(world_size)), num_sharing=draw(st.integers(1, 2)),
+    )  # fmt: skip
+    assert plan.readers == tuple(readers)
     if chunk_bytes is not None:
-        assert plan.readers == tuple(readers)
         assert plan.chunk_bytes <= chunk_bytes
     return wanted, plan, staging_bytes
+
+
+def hosts_of(world_size: int) -> st.SearchStrategy[list[str]]:
+    """The host of each rank, in any order; or nothing said about them."""
+    each = st.lists(st.sampled_from("abcd"), min_size=world_size, max_size=world_size)
+    return st.just([]) | each
+
+
+def test_readers_take_turns_in_some_of_the_plans_that_are_drawn() -> None:
+    find(plans(), lambda drawn: drawn[1].num_turns > 2 and drawn[1].num_rounds > drawn[1].num_turns)
 
 
 @given(plans())
@@ -69,7 +81,11 @@ def test_every_wanted_byte_is_read_once_and_in_order(
     position = 0
     read: list[tuple[int, int]] = []
     for index in range(plan.num_rounds):
-        for rank in plan.readers:
+        assert [rank for rank in plan.readers if plan.chunk(index, rank).nbytes] == sorted(
+            rank for rank in plan.readers_in(index) if plan.chunk(index, rank).nbytes
+        )
+        for rank in plan.readers_in(index):
+            assert index in plan.rounds_of(rank, 0, plan.num_rounds)
             chunk = plan.chunk(index, rank)
             if chunk.nbytes:
                 assert chunk.start == position
@@ -97,12 +113,14 @@ def test_shares_differ_by_less_than_a_chunk_and_rounds_are_even(
         if rank not in plan.readers:
             assert share_bytes(plan, rank) == 0
     for index in range(plan.num_rounds):
-        sizes = [plan.chunk(index, rank).nbytes for rank in plan.readers]
+        sizes = [plan.chunk(index, rank).nbytes for rank in plan.readers_in(index)]
         longest = plan.chunk_bytes_of(index)
-        assert max(sizes) == sizes[0] == longest
+        assert max(sizes) == sizes[0] <= longest
         assert sizes == sorted(sizes, reverse=True)  # equal, and the ragged end comes last
-        if index < plan.num_rounds - 1:
-            assert sizes == [plan.chunk_bytes] * len(plan.readers)
+        assert sizes[0] == longest or index == plan.num_rounds - 1
+        assert len(sizes) in (plan.windows.most_readers, plan.windows.most_readers - 1)
+        if index < (plan.num_rounds - 1) // plan.num_turns * plan.num_turns:
+            assert sizes == [plan.chunk_bytes] * len(sizes)
         for place, size in enumerate(sizes):
             assert size in (longest, 0) or sum(sizes[place + 1 :]) == 0
 
@@ -113,15 +131,24 @@ def test_the_slabs_fit_into_staging_and_hold_every_slot(
 ) -> None:
     _, plan, staging_bytes = drawn
     assert plan.depth >= 1
-    assert plan.depth * plan.slab_bytes <= staging_bytes
+    assert plan.staged_bytes <= staging_bytes
+    assert plan.staged_bytes >= plan.depth * plan.slab_bytes // plan.num_sharing
+    if plan.num_turns > 1:
+        assert plan.ahead >= plan.depth
+        own = plan.num_reads * plan.largest_slot_bytes(plan.readers[0])
+        assert plan.staged_bytes >= plan.depth * plan.slab_bytes // plan.num_sharing + own
+        for rank in plan.readers:  # the chunk that had the memory of another one before is over
+            own_rounds = plan.rounds_of(rank, 0, plan.num_rounds)
+            for before, after in zip(own_rounds, own_rounds[plan.num_reads :], strict=False):
+                assert after - before >= plan.ahead
     for index in range(plan.num_rounds):
         slots = plan.slot_sizes(index)
         assert sum(slots.values()) <= plan.slab_bytes
-        assert tuple(slots) == plan.readers
+        assert tuple(slots) == plan.readers_in(index)
         for rank, slot in slots.items():
             assert slot % PAGE_BYTES == 0
             assert slot >= plan.chunk(index, rank).nbytes
-            assert len({slots[reader] for reader in plan.readers}) == 1
+            assert len(set(slots.values())) == 1
 
 
 @given(
@@ -141,44 +168,59 @@ def test_chosen_chunks_are_of_useful_size(total: int, world_size: int, staging_b
         staging_bytes=staging_bytes,
         chunk_bytes=None,
     )
-    assert plan.depth * plan.slab_bytes <= staging_bytes
+    assert plan.staged_bytes <= staging_bytes
+    assert plan.num_rounds <= 600 * plan.num_turns or plan.chunk_bytes >= 1 << 19 or staging_bytes < 1 << 26
     share = -(-total // len(plan.readers))
     assert plan.chunk_bytes >= min(PAGE_BYTES, max(share, 1))
     assert plan.chunk_bytes <= 8 << 20
     if total >= 1 << 30 and staging_bytes >= 64 << 20:
-        assert plan.chunk_bytes >= 256 << 10
-        assert len(plan.readers) >= min(world_size, 32)
+        assert plan.chunk_bytes >= min(share, 256 << 10)
+        assert plan.windows.most_readers >= min(world_size, 8)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "least_readers", "least_chunk"), [(256, 256, 256 << 10), (1024, 48, 1 << 20)]
+    ("num_hosts", "num_locals"), [(8, 8), (13, 8), (128, 8), (384, 8), (2048, 8), (640, 1)]
 )
-def test_where_not_all_can_read_fewer_read_more_at_a_time(
-    world_size: int, least_readers: int, least_chunk: int
-) -> None:
+@pytest.mark.parametrize("num_sharing", [1, 8])
+def test_all_read_however_many_there_are(num_hosts: int, num_locals: int, num_sharing: int) -> None:
+    """Long chunks, as many of each rank of a host in a round; reads run ahead."""
+    num_ranks = num_hosts * num_locals
     plan = plan_for_all(
-        entries((1 << 40, 0, False)),
-        world_size=world_size,
-        readers=range(world_size),
-        staging_bytes=256 << 20,
-        chunk_bytes=None,
-    )
-    assert least_readers <= len(plan.readers) <= 256
-    assert plan.chunk_bytes >= least_chunk
+        entries((140 * 10**9, 0, False)), world_size=num_ranks, readers=range(num_ranks),
+        staging_bytes=256 << 20, chunk_bytes=None, num_sharing=min(num_sharing, num_locals),
+        hosts=[f"host{rank // num_locals}" for rank in range(num_ranks)],
+    )  # fmt: skip
+    assert len(plan.readers) == num_ranks
+    assert plan.chunk_bytes >= 3 << 18
+    assert plan.staged_bytes <= 256 << 20
+    assert plan.depth == 4
+    assert 1 << 27 <= (plan.ahead or plan.depth) * plan.windows.most_readers * plan.chunk_bytes <= 5 << 30
+    for window in plan.windows.readers:
+        assert 32 <= len(window) <= 512
+        locals_of = Counter(rank % num_locals for rank in window)
+        assert max(locals_of.values()) - min(locals_of.values()) <= 2
+        hosts_of = Counter(rank // num_locals for rank in window)
+        assert max(hosts_of.values()) - min(hosts_of.values()) <= 1 or len(hosts_of) <= num_hosts
 
 
-def test_small_staging_leaves_some_readers_spread_evenly() -> None:
-    plan = plan_for_all(
-        entries((1 << 30, 0, False)),
-        world_size=16,
-        readers=range(16),
-        staging_bytes=8 << 20,
-        chunk_bytes=None,
-    )
-    assert 1 < len(plan.readers) < 16
-    gaps = {after - before for before, after in pairwise(plan.readers)}
-    assert max(gaps) - min(gaps) <= 1
-    assert plan.chunk_bytes >= 256 << 10
+@given(num_hosts=st.integers(1, 40), num_locals=st.integers(1, 8), data=st.data())
+def test_windows_are_even(num_hosts: int, num_locals: int, data: st.DataObject) -> None:
+    readers = range(num_hosts * num_locals)
+    hosts = [f"host{rank // num_locals}" for rank in readers]
+    num_turns = data.draw(st.integers(1, len(readers)))
+    windows = Windows.of(readers, hosts, num_turns)
+    assert sorted(windows.order) == list(readers)
+    assert [rank for window in windows.readers for rank in window] == list(windows.order)
+    sizes = [len(window) for window in windows.readers]
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) == windows.most_readers
+    if num_hosts % num_turns == 0:
+        distance = num_turns
+        for window in windows.readers:
+            for local in range(num_locals):
+                hosts_of = sorted(rank // num_locals for rank in window if rank % num_locals == local)
+                assert len(hosts_of) == num_hosts // num_turns
+                assert {after - before for before, after in pairwise(hosts_of)} <= {distance}
 
 
 def test_nothing_wanted() -> None:
@@ -199,11 +241,9 @@ def test_a_chunk_that_does_not_fit_is_an_option_error() -> None:
             chunk_bytes=chunk_bytes,
         )
 
-    largest = (1 << 20) // 3 // PAGE_BYTES * PAGE_BYTES
-    assert plan(largest).depth == 1
-    with pytest.raises(
-        OptionError, match=rf"chunk_bytes={largest + 1}: .* of 3 readers .*staging_bytes=1048576"
-    ):
+    largest = 1 << 19  # one that this rank reads, and one on its way
+    assert (plan(largest).depth, plan(largest).num_turns) == (1, 3)
+    with pytest.raises(OptionError, match=rf"chunk_bytes={largest + 1}: .* fit into staging_bytes=1048576"):
         plan(largest + 1)
 
 
@@ -222,6 +262,7 @@ def test_without_broken_readers_the_others_read_exactly_what_is_left(
         return
     assert left is not None
     assert left.slab_bytes <= plan.slab_bytes
+    assert left.num_reads <= plan.num_reads or not plan.ahead
     assert left.readers == tuple(rank for rank in plan.readers if rank not in broken)
 
     placed: list[int] = []

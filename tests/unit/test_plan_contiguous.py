@@ -60,8 +60,9 @@ def test_shares_are_even_and_slabs_fit_into_staging(
     wanted, plan, staging_bytes, block_bytes = drawn
     longest = min(block_bytes, max((entry.nbytes for entry in wanted), default=0))
     most = max(share_bytes(plan, rank) for rank in plan.readers)
-    assert most <= -(-plan.total_bytes // len(plan.readers)) + longest
-    assert plan.depth * plan.slab_bytes <= staging_bytes
+    uneven = longest if plan.contiguous else longest + plan.chunk_bytes
+    assert most <= -(-plan.total_bytes // len(plan.readers)) + uneven
+    assert plan.staged_bytes <= staging_bytes
     for index in range(plan.num_rounds):
         slots = plan.slot_sizes(index)
         assert sum(slots.values()) <= plan.slab_bytes
@@ -85,16 +86,16 @@ def test_without_broken_readers_the_others_read_exactly_what_is_left(
         check_cover(left, wanted, block_bytes)
 
 
-def test_where_staging_is_short_ranges_are_dealt_round_by_round() -> None:
-    """A block more for each of many readers would leave fewer of them."""
+def test_where_staging_is_short_readers_take_turns() -> None:
+    """There is not enough for a chunk of each, with a block more; nor for a few of them."""
     wanted = entries((1 << 30, 0, False))
     plans = [
         plan_for_all(
             wanted, world_size=64, readers=range(64), staging_bytes=staging_bytes, chunk_bytes=None,
             block_bytes=1 << 20, contiguous=True,
         )
-        for staging_bytes in (256 << 20, 1 << 30)
+        for staging_bytes in (32 << 20, 256 << 20, 1 << 30)
     ]  # fmt: skip
-    assert [plan.contiguous for plan in plans] == [False, True]
-    assert [len(plan.readers) for plan in plans] == [62, 64]
-    assert plans[0].digest() != plans[1].digest()
+    assert [plan.contiguous for plan in plans] == [False, True, True]
+    assert [plan.num_turns for plan in plans][1:] == [8, 1]
+    assert len({plan.digest() for plan in plans}) == 3

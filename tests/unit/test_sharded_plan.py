@@ -1,0 +1,235 @@
+"""Who writes and sends what where ranks hold different bytes: every byte once, from a rank that holds it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fastload.formats.dtensors import BoxesByRank
+from fastload.formats.record import checksum
+from fastload.geometry.blocks import num_blocks
+from fastload.geometry.box import Box
+from fastload.geometry.placed import placed_boxes, placed_intervals
+from fastload.saving.assign import FileRange, Share, blocks_of
+from fastload.saving.hashing import BlockHasher
+from fastload.saving.holdings import Holdings
+from fastload.saving.layout import Layout, TensorSpec, lay_out
+from fastload.saving.merge import merge
+from fastload.saving.packets import Packet, Packets, make_packets, places_of
+from fastload.saving.spread import spread
+from tests.unit.test_layout import METADATA, SIZES
+
+MIB = 1 << 20
+
+
+def placed_on(mesh: Sequence[int], placements: Sequence[Any], shape: Sequence[int]) -> BoxesByRank:
+    """What each rank holds of a tensor that is spread over all of them."""
+    return tuple(
+        (
+            tuple(box for box, _ in placed_boxes(placed_intervals(shape, mesh, coordinate, placements)[0])),
+            (rank,),
+        )
+        for rank, coordinate in enumerate(product(*map(range, mesh)))
+    )
+
+
+def drawn_placement(draw: st.DrawFn, num_dims: int) -> Any:
+    if not num_dims:
+        return Replicate()
+    dim = draw(st.integers(0, num_dims - 1))
+    return draw(st.sampled_from([Replicate(), Shard(dim), Shard(dim), _StridedShard(dim, split_factor=2)]))
+
+
+@st.composite
+def saves(draw: st.DrawFn) -> tuple[Layout, dict[str, BoxesByRank], int]:
+    mesh = draw(st.sampled_from([(1,), (2,), (3,), (5,), (2, 2), (2, 3), (1, 2, 2)]))
+    num_ranks = prod(mesh)
+    specs, boxes = [], {}
+    for number in range(draw(st.integers(0, 6))):
+        shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 7, 13]), max_size=3)))
+        dtype = draw(st.sampled_from(sorted(SIZES)))
+        specs.append(TensorSpec(f"t{number}", dtype, shape, SIZES[dtype] * prod(shape)))
+        how = draw(st.integers(0, 3))
+        if how == 0:  # as a stage of a pipeline has it
+            some = tuple(sorted(draw(st.sets(st.integers(0, num_ranks - 1), min_size=1))))
+            boxes[f"t{number}"] = (((Box.whole(shape),), some),)
+        else:
+            placements = [drawn_placement(draw, len(shape)) for _ in mesh]
+            boxes[f"t{number}"] = placed_on(mesh, placements, shape)
+        if how == 1:  # somebody has all of it besides
+            boxes[f"t{number}"] += (((Box.whole(shape),), (draw(st.integers(0, num_ranks - 1)),)),)
+    layout = lay_out(
+        specs,
+        max_shard_bytes=draw(st.sampled_from([200, 1000, 10**9])),
+        block_bytes=draw(st.sampled_from([1, 3, 64, 1 << 18])),
+        metadata=METADATA,
+    )
+    return layout, boxes, num_ranks
+
+
+def bytes_of(layout: Layout) -> list[bytes]:
+    """The files, with any data."""
+    rng = random.Random(0)
+    return [file.header + rng.randbytes(file.nbytes - len(file.header)) for file in layout.files]
+
+
+def packed(layout: Layout, packet: Packet, files: Sequence[bytes]) -> bytes:
+    """What the supplier sends."""
+    data = b""
+    for number, cell, begin, end in packet.stretches:
+        assert packet.supplier in cell.holders
+        entry = layout.space.extents[number]
+        tensor = files[entry.file][entry.offset : entry.offset + entry.nbytes]
+        whole = b"".join(tensor[at : at + cell.runs.length] for at in cell.runs.starts())
+        data += whole[begin:end]
+    return data
+
+
+def assembled(layout: Layout, piece: FileRange, coming: Sequence[Packet], sent: Sequence[bytes]) -> bytes:
+    header = layout.files[piece.file].header[piece.begin : piece.end]
+    slot = bytearray(header.ljust(piece.nbytes, b"?"))
+    for packet, data in zip(coming, sent, strict=True):
+        position = 0
+        for runs in places_of(layout, packet, piece):
+            for start in runs.starts():
+                slot[start : start + runs.length] = data[position : position + runs.length]
+                position += runs.length
+        assert position == len(data) == packet.nbytes
+    return bytes(slot)
+
+
+@given(saves(), st.data())
+def test_every_byte_is_written_once_and_every_block_hashed_once(
+    save: tuple[Layout, dict[str, BoxesByRank], int], data: st.DataObject
+) -> None:
+    layout, boxes, num_ranks = save
+    holdings = Holdings(layout, boxes)
+    assert not holdings.missing
+    align_bytes = data.draw(st.sampled_from([None, 1, 4, 64, 4096]))
+    piece_bytes = data.draw(st.integers(1, 4)) * (align_bytes or 100)
+    cut = data.draw(st.integers(0, num_ranks - 1))
+    teams = [tuple(range(cut)), tuple(range(cut, num_ranks))] if cut else [tuple(range(num_ranks))]
+    files = bytes_of(layout)
+    shares = []
+    for members in teams:
+        writers = sorted(data.draw(st.sets(st.sampled_from(members), min_size=1)))
+        ranges = spread(layout, holdings, writers, align_bytes)
+        shares.append({writer: Share.of(layout, each, piece_bytes) for writer, each in ranges.items()})
+    pieces = [{writer: share.pieces for writer, share in of_team.items()} for of_team in shares]
+    packets = [make_packets(layout, holdings, pieces, rank, teams) for rank in range(num_ranks)]
+    check_both_ends(packets)
+    for of_team in shares:
+        written = [bytearray(b"?" * len(content)) for content in files]
+        sums: dict[tuple[int, int], bytes] = {}
+        for writer, share in of_team.items():
+            hasher = BlockHasher(blocks_of(layout, share.ranges))
+            for index, piece in enumerate(share.pieces):
+                coming = packets[writer].coming[index]
+                found = assembled(layout, piece, coming, [packed(layout, each, files) for each in coming])
+                hasher.feed(piece, memoryview(found))
+                if index not in share.tails:
+                    assert set(written[piece.file][piece.begin : piece.end]) <= {ord("?")}
+                    written[piece.file][piece.begin : piece.end] = found
+            for file, stretches in hasher.checksums().items():
+                for first, digests in stretches:
+                    for number in range(len(digests) // 8):
+                        assert (file, first + number) not in sums
+                        sums[file, first + number] = digests[8 * number : 8 * number + 8]
+        assert [bytes(content) for content in written] == files
+        assert sums == all_sums(layout, files)
+
+
+def check_both_ends(packets: Sequence[Packets]) -> None:
+    """Between two ranks the same packets leave and come, in the same order."""
+    for supplier, writer in product(range(len(packets)), repeat=2):
+        leaving = [packet for packet in packets[supplier].leaving if packet.writer == writer]
+        coming = [
+            packet
+            for of_piece in packets[writer].coming
+            for packet in of_piece
+            if packet.supplier == supplier
+        ]
+        assert leaving == ([] if supplier == writer else coming)
+
+
+def all_sums(layout: Layout, files: Sequence[bytes]) -> dict[tuple[int, int], bytes]:
+    sums, counts = {}, [0] * len(files)
+    for entry in layout.space.extents:
+        for at in range(num_blocks(entry.nbytes, layout.block_bytes)):
+            begin = entry.offset + at * layout.block_bytes
+            end = min(begin + layout.block_bytes, entry.offset + entry.nbytes)
+            sums[entry.file, counts[entry.file]] = checksum(files[entry.file][begin:end])
+            counts[entry.file] += 1
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements", "most_sent"),
+    [
+        ((4,), [Shard(0)], 0.04),
+        ((2, 2), [Replicate(), Shard(0)], 0.04),
+        ((4,), [Replicate()], 0.0),
+        ((4,), [Shard(1)], 0.76),
+        ((2, 2), [Replicate(), Shard(1)], 0.51),
+        ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)], 0.04),
+    ],
+    ids=str,
+)
+def test_who_holds_long_ranges_writes_them_and_all_write_as_much(
+    mesh: tuple[int, ...], placements: list[Any], most_sent: float
+) -> None:
+    specs = [TensorSpec(f"t{number}", "F32", (16384, 2000), 16384 * 8000) for number in range(8)]
+    layout = lay_out(specs, max_shard_bytes=10**9, block_bytes=None, metadata=METADATA)
+    holdings = Holdings(layout, {spec.name: placed_on(mesh, placements, spec.shape) for spec in specs})
+    ranges = spread(layout, holdings, range(4), MIB)
+    sizes = [sum(each.nbytes for each in of_writer) for of_writer in ranges.values()]
+    assert sum(sizes) == layout.nbytes
+    assert max(sizes) <= layout.nbytes / 4 + 2.5 * MIB
+    pieces = {writer: Share.of(layout, each, 4 * MIB).pieces for writer, each in ranges.items()}
+    packets = [make_packets(layout, holdings, [pieces], rank, [range(4)]) for rank in range(4)]
+    sent = [sum(packet.nbytes for packet in of_rank.leaving) for of_rank in packets]
+    assert sum(sent) <= most_sent * layout.nbytes
+    assert max(sent) <= sum(sent) / 4 + 0.02 * layout.nbytes
+
+
+def test_what_is_on_no_rank_is_named() -> None:
+    layout = lay_out(
+        [TensorSpec("w", "F32", (8, 2), 64)], max_shard_bytes=10**9, block_bytes=None, metadata={}
+    )
+    held = (((Box((0, 0), (3, 2)),), (0, 2)), ((Box((6, 0), (2, 1)),), (1,)))
+    assert Holdings(layout, {"w": held}).missing == [
+        "rows 3-5 of w are on no rank",
+        "elements [6:8, 1:2] of w are on no rank",
+    ]
+
+
+def items(**values: Any) -> dict[str, Any]:
+    return {"dict": [part for pair in values.items() for part in pair]}
+
+
+def test_parts_are_merged_by_key_in_the_order_of_the_whole() -> None:
+    first = items(step=3, model=items(a={}, b={}), loss=1.5)
+    second = items(step=3, model=items(c={}, d={}), loss=1.5)
+    third = items(step=3, model=items(a={}, e={}, b={}), extra=[1, {"tuple": [2]}], loss=1.5)
+    whole = items(step=3, model=items(a={}, e={}, b={}, c={}, d={}), extra=[1, {"tuple": [2]}], loss=1.5)
+    assert merge([(first, [0]), (second, [1]), (third, [2, 3])]) == (whole, [])
+
+
+def test_what_cannot_be_merged_is_named_with_the_ranks() -> None:
+    first = items(step=3, part=items(a=[1, 2]), kind={})
+    second = items(step=4, part=items(a=[1]), kind=items(x=1))
+    _, problems = merge([(first, [0, 2]), (second, [1])])
+    assert problems == [
+        "state['step']: rank 0, 2 3, rank 1 4",
+        "state['part']['a']: rank 0, 2 a list of 2, rank 1 a list of 1",
+        "state['kind']: rank 0, 2 a tensor, rank 1 a dict",
+    ]
