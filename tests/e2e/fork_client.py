@@ -26,7 +26,7 @@ def main(server: str, real: str, words: list[str]) -> None:
     if not program or (program[0].startswith("-") and program[0] not in ("-m", "-c")):
         os.execv(real, [real, *words])
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    ignored = [signum for signum in _SIGNALS if signal.getsignal(signum) == signal.SIG_IGN]
+    ignored = [int(signum) for signum in _SIGNALS if signal.getsignal(signum) == signal.SIG_IGN]
     request = {"words": program, "env": dict(os.environ), "cwd": os.getcwd(), "nice": os.nice(0)}
     request |= {"ignored": ignored, "unbuffered": unbuffered}
     namespaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in _NAMESPACES]

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,6 +18,7 @@ import torch
 
 import fastload
 from fastload.formats.state import state_digest
+from tests.e2e.forked import forking_variables
 from tests.e2e.test_train import weights_of_a_training
 from tests.lab.test_lab import HOST_1, HOST_2, LAB, PREFIX, lab, why_not
 
@@ -87,7 +87,7 @@ class Job:
                 [str(LAB / "run"), "--plain", "--on", host, "--timeout", "200", "--", *command],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(_ROOT)} | self._environment,
+                env=os.environ | forking_variables() | {"PYTHONPATH": str(_ROOT)} | self._environment,
             )
         self._nodes.append(node)
 

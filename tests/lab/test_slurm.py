@@ -17,6 +17,7 @@ import pytest
 
 from fastload.formats.state import state_digest
 from tests.checkpoints import load_reference, write_sharded
+from tests.e2e.forked import forking_variables
 from tests.e2e.test_train import weights_of_a_training
 from tests.lab.test_lab import HOST_1, LAB, NAME, PREFIX, lab, why_not
 
@@ -153,7 +154,14 @@ def test_a_template_loads_and_storage_is_read_once(
 ) -> None:
     program = ["-m", "fastload", "load", "s3://lab/ckpt", "--json", "--digest"]
     before = storage_bytes()
-    job = Job(template, program, nodes=nodes, ranks_per_node=ranks_per_node, folder=tmp_path)
+    job = Job(
+        template,
+        program,
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        folder=tmp_path,
+        **forking_variables(),
+    )
     job.until(job.is_over)
     printed = re.findall(r"^0: (.*)$", job.output(), re.MULTILINE)
     report = json.loads("".join(printed))  # srun labels each 1024 characters of a line
@@ -270,7 +278,8 @@ def test_a_program_that_fails_ends_the_job(tmp_path: Path) -> None:
 def test_ranks_that_fail_are_started_anew_as_often_as_was_asked(tmp_path: Path) -> None:
     program = tmp_path / "fails.py"
     program.write_text('import os\nexit("life " + os.environ["TORCHELASTIC_RESTART_COUNT"])\n')
-    job = Job("torchrun", [str(program)], nodes=1, ranks_per_node=2, folder=tmp_path, MAX_RESTARTS="1")
+    given = {"MAX_RESTARTS": "1", **forking_variables()}
+    job = Job("torchrun", [str(program)], nodes=1, ranks_per_node=2, folder=tmp_path, **given)
     with pytest.raises(AssertionError, match="the job is FAILED"):
         job.until(job.is_over)
     lives = re.findall(r"^[01]: life (\d)$", job.output(), re.MULTILINE)
