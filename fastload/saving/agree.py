@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastload.errors import PlanMismatch
 from fastload.ranks.world import require_same
 from fastload.saving.call import Call
+from fastload.saving.cell_replicas import compare_cells, digest_cells, group_digests
 from fastload.saving.describe import Described
 from fastload.saving.differences import require_alike
 from fastload.saving.holdings import Holdings
 from fastload.saving.parts import merge_parts
 from fastload.saving.replicas import compare_replicas
+from fastload.saving.shards import Shards
 from fastload.saving.writers import WriterTuner, tuner
 
 __all__ = ["Agreed", "agree", "foresee", "has_to_meet"]
@@ -57,14 +60,8 @@ def foresee(call: Call, described: Described) -> Agreed:
     """
     size, held, layout = call.world.size, described.held, described.layout
     writers = WriterTuner.most(size, layout.nbytes, is_sharded=held is not None)
-    return Agreed([call.world.host] * size, writers, call.metadata, _foreseen(described))
-
-
-def _foreseen(described: Described) -> Holdings | None:
-    held = described.held
-    if held is None or held.foreseen is None:
-        return None
-    return Holdings(described.layout, held.foreseen)
+    foreseen = held.foreseen if held is not None else None
+    return Agreed([call.world.host] * size, writers, call.metadata, foreseen)
 
 
 def agree(
@@ -84,14 +81,12 @@ def agree(
         FastloadError: Some rank cannot save, or what the ranks save does not go together.
     """
     world, how = call.world, call.options.check_replicas
-    made: list[tuple[Described, Holdings | None]] = []
+    made: list[Described] = []
 
     def introduce() -> dict[str, Any]:
         if call.raise_earlier is not None:
             call.raise_earlier()
-        described = describe()
-        holdings = _foreseen(described)
-        made.append((described, holdings))
+        made.append(described := describe())
         return {
             "host": world.host,
             # Rank 0 says how many are to write: its saves may have ended sooner than those of others.
@@ -99,37 +94,70 @@ def agree(
             "same": {"call": "save", "path": call.location.given, **call.options.shared_values()},
             "content": described.content.digests(),
             "metadata": call.metadata if world.rank == 0 else {},
-            "is_sharded": described.held is not None,
-            "holdings": holdings.digest if holdings is not None else "",
+            "held": _introduce_held(described, world.rank),
             "went_on": went_on,
         }
 
     ranks = world.agree(call.what, introduce)
-    [(described, holdings)] = made
+    [described] = made
     require_same([each["same"] for each in ranks])
     what = f"{call.what}: comparing replicas"
-    if not any(each["is_sharded"] for each in ranks) or _is_foreseen(ranks):
+    hosts, writers, metadata = [each["host"] for each in ranks], ranks[0]["writers"], ranks[0]["metadata"]
+    if all(each["held"] is None for each in ranks):
         require_alike(world, what, described.content, [each["content"] for each in ranks])
-        writers = ranks[0]["writers"]
+        if how in ("sample", "full"):
+            compare_replicas(world, described.layout, described.source, how=how, what=what)
+        return described, Agreed(hosts, writers, metadata, None)
+    if _is_foreseen(ranks) and described.held is not None and described.held.foreseen is not None:
+        require_alike(world, what, described.content, [each["content"] for each in ranks])
+        holdings, small = described.held.foreseen, described.held.small
+        if how == "small" and _differ([each["held"]["small"] for each in ranks]):
+            compare_cells(world, described.layout, holdings, lambda: small, what=what)
     else:
-        if by_themselves := [rank for rank, each in enumerate(ranks) if each["went_on"]]:
-            raise PlanMismatch(
-                f"the ranks hold different parts of the state, which rank {by_themselves[0]} could not "
-                "foresee: with SaveOptions(parts=True) they meet before they copy it"
-            )
+        _refuse_foresight(ranks)
         described, holdings = merge_parts(call, described)
         writers = WriterTuner.most(world.size, described.layout.nbytes, is_sharded=True)
-    if how in ("sample", "full") and holdings is None:
-        compare_replicas(world, described.layout, described.source, how=how, what=what)
-    hosts = [each["host"] for each in ranks]
-    return described, Agreed(hosts, writers, ranks[0]["metadata"], holdings)
+    if how in ("sample", "full") or (how == "small" and not _is_foreseen(ranks)):
+        layout, shards = described.layout, Shards(described.layout, described.source)
+        digest = partial(digest_cells, layout, holdings, shards, world.rank, how=how)
+        compare_cells(world, layout, holdings, digest, what=what)
+    return described, Agreed(hosts, writers, metadata, holdings)
+
+
+def _introduce_held(described: Described, rank: int) -> dict[str, Any] | None:
+    """Returns what the ranks compare of what they hold; None if this one holds all of its state."""
+    held = described.held
+    if held is None:
+        return None
+    if held.foreseen is None:
+        return {"holdings": "", "small": {}}
+    small = group_digests(described.layout, held.foreseen, rank, held.small)
+    return {"holdings": held.foreseen.digest, "small": small}
 
 
 def _is_foreseen(ranks: Sequence[Mapping[str, Any]]) -> bool:
     """Whether all ranks have the same state, and have foreseen alike who holds what of it."""
-    first = ranks[0]["holdings"]
-    has_one_form = all(each["content"][0] == ranks[0]["content"][0] for each in ranks)
-    return has_one_form and bool(first) and all(each["holdings"] == first for each in ranks)
+    has_one_form = len({each["content"][0] for each in ranks}) == 1
+    holdings = {each["held"]["holdings"] if each["held"] is not None else "" for each in ranks}
+    return has_one_form and len(holdings) == 1 and "" not in holdings
+
+
+def _differ(digests: Sequence[Mapping[str, str]]) -> bool:
+    """Whether some ranks have different digests of the same."""
+    known: dict[str, str] = {}
+    return any(
+        known.setdefault(group, sums) != sums for of_rank in digests for group, sums in of_rank.items()
+    )
+
+
+def _refuse_foresight(ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Raises if a rank has copied what it contributes, though only the others could tell what that is."""
+    by_themselves = [rank for rank, each in enumerate(ranks) if each["went_on"]]
+    if by_themselves:
+        raise PlanMismatch(
+            f"the ranks hold different parts of the state, which rank {by_themselves[0]} could not foresee: "
+            "with SaveOptions(parts=True) they meet before they copy it"
+        )
 
 
 def _good_writers(call: Call, described: Described) -> int:

@@ -16,9 +16,12 @@ from fastload.geometry.box import Box
 from fastload.options import SaveOptions
 from fastload.ranks.world import World, members_of
 from fastload.saving.call import Call
+from fastload.saving.cell_replicas import digest_cells
 from fastload.saving.differences import Content, small_tensors
+from fastload.saving.holdings import Holdings
 from fastload.saving.layout import HEADER_METADATA, Layout, TensorSpec, lay_out
 from fastload.saving.per_rank import OwnValues
+from fastload.saving.shards import Shards
 from fastload.saving.snapshot import Source
 
 __all__ = ["Described", "Held", "describe", "lay_out_files"]
@@ -34,10 +37,12 @@ class Held:
         boxes: What this rank holds of each tensor.
         foreseen: What each rank holds, if that can be told without asking: by the placements on meshes of
             all ranks, and as long as all have the same state.
+        small: Of what is sharded and held by others, too, digests of small cells; see `digest_cells`.
     """
 
     boxes: Mapping[str, tuple[Box, ...]]
-    foreseen: Mapping[str, BoxesByRank] | None
+    foreseen: Holdings | None
+    small: bytes
 
 
 @dataclass(frozen=True)
@@ -71,9 +76,9 @@ def describe(call: Call, state: Any) -> Described:
     description = states.describe(state, call.world.rank)
     tensors = description.tensors
     specs = [TensorSpec(name, *safetensors_spec(tensor), tensor.nbytes) for name, tensor in tensors.items()]
-    held = _hold(call.world, tensors, options)
     layout = lay_out_files(specs, options)
     source = Source(layout, tensors)
+    held = _hold(call.world, tensors, layout, source, options)
     call.tracing.follow({"snapshot": source.watch})
     small = {}
     if options.check_replicas == "small":
@@ -92,7 +97,9 @@ def lay_out_files(specs: Sequence[TensorSpec], options: SaveOptions) -> Layout:
     )
 
 
-def _hold(world: World, tensors: Mapping[str, Tensor], options: SaveOptions) -> Held | None:
+def _hold(
+    world: World, tensors: Mapping[str, Tensor], layout: Layout, source: Source, options: SaveOptions
+) -> Held | None:
     """Finds out what this rank holds, and what the others do.
 
     Raises:
@@ -115,5 +122,11 @@ def _hold(world: World, tensors: Mapping[str, Tensor], options: SaveOptions) -> 
         is_sharded = name in sharded
         foreseen[name] = group.boxes_of_all(tensor) if is_sharded else ((boxes[name], everyone),)
     known = {name: of_all for name, of_all in foreseen.items() if of_all is not None}
-    can_foresee = not options.parts and len(known) == len(foreseen)
-    return Held(boxes, known if can_foresee else None)
+    if options.parts or len(known) < len(foreseen):
+        return Held(boxes, None, b"")
+    holdings, small = Holdings(layout, known), b""
+    if options.check_replicas == "small":
+        shards = Shards(layout, source)
+        skip = lambda name: name not in sharded  # noqa: E731  (what is plain is compared with the content)
+        small = digest_cells(layout, holdings, shards, world.rank, how="small", skip=skip)
+    return Held(boxes, holdings, small)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import xxhash
 
 from fastload.base.memory import allocate_staging, host_view
 from fastload.errors import ReplicaMismatch
-from fastload.formats.manifest import TensorEntry
 from fastload.ranks.agreement import World
-from fastload.saving.assign import FileRange, cut
+from fastload.saving.assign import FileRange
 from fastload.saving.layout import Layout
 from fastload.saving.snapshot import Source
 
-__all__ = ["compare_replicas", "replica_digests"]
+__all__ = ["PIECE_BYTES", "compare_replicas", "replica_digests", "sampled"]
+
+PIECE_BYTES = 8 << 20
+"""Most bytes that are copied and hashed at once."""
 
 _DIGEST_BYTES = 8
-_PIECE_BYTES = 8 << 20
 _NUM_SAMPLES = 16  # ranges of a tensor
 _SAMPLE_BYTES = 4096
 _NUM_SHOWN = 20
@@ -33,12 +34,13 @@ def replica_digests(layout: Layout, source: Source, *, how: str) -> bytes:
         how: ``full``, or ``sample``: the first and the last 4 KiB of each tensor, and 14 such ranges
             evenly between them.
     """
-    memory = allocate_staging(_PIECE_BYTES, pinned=source.on_device)
+    memory = allocate_staging(PIECE_BYTES, pinned=source.on_device)
     digests = bytearray()
     for index, file in enumerate(layout.files):
         for entry in file.tensors:
             hasher = xxhash.xxh3_64()
-            for piece in _ranges(index, entry, how):
+            for begin, end in sampled(entry.nbytes, how):
+                piece = FileRange(index, entry.offset + begin, entry.offset + end)
                 slab = memory[: piece.end - piece.begin]
                 source.copy(piece, slab)
                 source.settle()
@@ -78,13 +80,21 @@ def compare_replicas(world: World, layout: Layout, source: Source, *, how: str, 
     )
 
 
-def _ranges(file: int, entry: TensorEntry, how: str) -> Sequence[FileRange]:
-    begin, end = entry.offset, entry.offset + entry.nbytes
-    if how == "full" or entry.nbytes <= _NUM_SAMPLES * _SAMPLE_BYTES:
-        return cut([FileRange(file, begin, end)], _PIECE_BYTES)
-    last = end - _SAMPLE_BYTES
-    starts = [begin + (last - begin) * number // (_NUM_SAMPLES - 1) for number in range(_NUM_SAMPLES)]
-    return [FileRange(file, start, start + _SAMPLE_BYTES) for start in starts]
+def sampled(nbytes: int, how: str) -> Iterator[tuple[int, int]]:
+    """Yields the ranges of so many bytes that are to be compared.
+
+    Args:
+        nbytes: How many.
+        how: ``sample``, or all of them.
+    """
+    if how != "sample" or nbytes <= _NUM_SAMPLES * _SAMPLE_BYTES:
+        for begin in range(0, nbytes, PIECE_BYTES):
+            yield begin, min(begin + PIECE_BYTES, nbytes)
+        return
+    last = nbytes - _SAMPLE_BYTES
+    for number in range(_NUM_SAMPLES):
+        start = last * number // (_NUM_SAMPLES - 1)
+        yield start, start + _SAMPLE_BYTES
 
 
 def _unlike(first: bytes, own: bytes) -> tuple[int, list[tuple[int, str]]]:

@@ -30,6 +30,10 @@ class Shards:
         """Whether some of the state is on a CUDA device."""
         return self._source.on_device
 
+    def is_in_host_memory(self, name: str) -> bool:
+        """Whether a tensor is there, by its name."""
+        return self._source.tensor(name).is_cpu
+
     def copy(self, wanted: Packet, slab: Tensor) -> None:
         """Starts to copy a packet into the beginning of a flat uint8 host tensor; see `settle`."""
         position = 0

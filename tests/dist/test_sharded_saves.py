@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import fastload
-from fastload.errors import FastloadError, OptionError, PeerError, PlanMismatch
+from fastload.errors import FastloadError, OptionError, PeerError, PlanMismatch, ReplicaMismatch
 from fastload.transfer import shares
 from tests.checkpoints import assert_same_bits
 from tests.dist.draws import draw_state, draw_target
@@ -207,6 +207,39 @@ def test_stages_of_a_pipeline_are_merged(rank: int, world: int, tmp_path: Path) 
     assert files(tmp_path / "a") == files(tmp_path / "b") == files(tmp_path / "c") == expected
     with pytest.raises(PlanMismatch, match="different states"):  # nobody said that they are parts
         save(plain, tmp_path / "d")
+
+
+def replicas(rank: int, mesh: DeviceMesh, odd: str) -> dict[str, Any]:
+    """Two replicas of two shards, and plain tensors; rank 3 has one of them otherwise."""
+    state = {"w": torch.ones(6, 4), "large": torch.ones(300, 300), "plain": torch.ones(3)}
+    parts: dict[str, Any] = {
+        name: placed(tensor.clone(), mesh, [Replicate(), Shard(0)]) for name, tensor in state.items() if name != "plain"
+    }
+    parts["plain"] = state["plain"].clone()
+    if rank == 3:
+        (parts[odd].to_local() if odd != "plain" else parts[odd]).view(-1)[0] = 2.0
+    return parts
+
+
+@ranks(4, same=True)
+def test_replicas_that_differ_are_named(rank: int, world: int, tmp_path: Path) -> list[str]:
+    """Within the ranks that hold the same, as far as it is asked for."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("w", {}), ("plain", {}), ("w", {"parts": True}), ("plain", {"parts": True}),
+        ("large", {"check_replicas": "sample"}), ("large", {"check_replicas": "full", "parts": True}),
+    ]  # fmt: skip
+    texts = []
+    for odd, how in cases:
+        for background in (False, True):
+            with pytest.raises(ReplicaMismatch, match=rf"{odd}\W.*rank 3") as raised:
+                save(replicas(rank, mesh, odd), tmp_path / "c", background=background, **how)
+            texts.append(str(raised.value))
+    for odd, how in (("large", {}), ("w", {"check_replicas": "off"})):
+        save(replicas(rank, mesh, odd), tmp_path / f"{odd} is not compared", **how)
+    dist.barrier()
+    assert len(list(tmp_path.iterdir())) == 2
+    return texts
 
 
 Make = Callable[[int, DeviceMesh], Any]
