@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from fastload.errors import ManifestError
 from fastload.formats.untrusted import show
 
-__all__ = ["Elements", "Global", "Made", "Pairs", "Persistent", "persistent_ids"]
+__all__ = ["Elements", "Global", "Made", "Pairs", "Persistent", "made_by", "persistent_ids"]
 
 
 class Global(NamedTuple):
@@ -103,15 +103,26 @@ class Made:
 
 def persistent_ids(value: Any) -> Iterator[Any]:
     """Yields all persistent ids in what a pickle holds, those in what cannot be read as well."""
+    return (node.id for node in _nodes(value) if type(node) is Persistent)
+
+
+def made_by(value: Any) -> set[Global]:
+    """Returns what a pickle would call."""
+    return {node.what for node in _nodes(value) if type(node) is Made}
+
+
+def _nodes(value: Any) -> Iterator[Any]:
+    """Yields all that is described in what a pickle holds, each once."""
     seen, waiting = set[int](), [value]
     while waiting:
         node = waiting.pop()
         if id(node) in seen:
             continue
         if type(node) is Persistent:
-            yield node.id
+            yield node
         elif type(node) is Made:
             seen.add(id(node))
+            yield node
             waiting += [node.args, node.kwargs, node.state, node.items, node.pairs]
         elif type(node) in (list, tuple, Pairs, Elements):
             seen.add(id(node))

@@ -165,7 +165,8 @@ def _match_names(chosen: Mapping[str, SavedTensor], wants: Wants, view: OwnView)
         for name, (saved, tensor) in named.items()
     }
     wants.make_together(view.together)
-    return Match(wants.arrivals().destinations, result, lambda: None, lambda: result)
+    arrivals = wants.arrivals()
+    return Match(arrivals.destinations, result, arrivals.copy, lambda: result)
 
 
 def _match_all(manifest: Manifest, arrivals: Arrivals, left_out: tuple[str, ...]) -> Match:

@@ -15,6 +15,7 @@ MAX_LINES = 400
 MAX_ATTRIBUTES = 12  # that a class sets on itself: beyond, some of them belong together
 # What may name them (an import for type checkers only is free: it does not happen).
 DISTRIBUTED = {
+    "cli/shares.py",
     "cli/sharded.py",
     "ranks/agreement.py",
     "ranks/world.py",
@@ -31,6 +32,7 @@ FILES = {
     "storage/local_copy.py",
     "storage/local_files.py",
     "storage/mounts.py",  # what the system says of them
+    "storage/one_file.py",
     "storage/own_files.py",
     "storage/owner.py",
     "storage/pending.py",

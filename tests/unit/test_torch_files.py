@@ -104,6 +104,11 @@ STATES = st.recursive(
 def test_any_state_comes_back(tmp_path: Path, state: Any, zipped: bool) -> None:
     torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
     assert_same(fastload.load(tmp_path / "a.pt"), state)
+    names = [entry.name for entry in fastload.inspect(tmp_path / "a.pt").tensors]
+    if names:
+        found = fastload.load(tmp_path / "a.pt", names=names)
+        into = {name: torch.empty_like(tensor) for name, tensor in found.items()}
+        assert_same(fastload.load(tmp_path / "a.pt", names=names, into=into), found)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
