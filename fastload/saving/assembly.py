@@ -103,8 +103,7 @@ class Assembly:
         """Puts a piece together, and returns its bytes.
 
         Raises:
-            Interrupted: Another rank failed, or a connection.
-            DeadlineExceeded: What others hold did not come.
+            Interrupted: Another rank failed, or a connection, or what others hold did not come in time.
         """
         for ahead in range(len(self._posted), min(index + _NUM_AHEAD + 1, len(self._pieces))):
             self._post(ahead)

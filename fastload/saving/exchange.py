@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fastload.base.threads import background
-from fastload.errors import Interrupted
+from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.ranks.world import World
 from fastload.saving.packets import Packet
 from fastload.transfer.rounds import TICK_S, wait_for
@@ -51,7 +51,6 @@ class PacketExchange:
         self._pack = pack
         self._num_buffers = num_buffers
         self._wire = Wire(world, range(world.size))
-        self._neighbour = (world.rank + 1) % world.size
         self._expected: queue.SimpleQueue[tuple[list[Any], threading.Event] | None] = queue.SimpleQueue()
         self._all_sent = threading.Event()
         self._error: Exception | None = None
@@ -90,12 +89,15 @@ class PacketExchange:
             what: They are, for messages.
 
         Raises:
-            Interrupted: Another rank failed, or the connection did.
-            DeadlineExceeded: They did not come in time.
+            Interrupted: Another rank failed, or the connection did, or they did not come in time.
         """
         world = self._world
-        wait_for(event, what, world.patience_s, lambda: self._error is not None or world.alarmed())
-        self._check()
+        try:
+            wait_for(event, what, world.patience_s, lambda: self._error is not None or world.alarmed())
+        except DeadlineExceeded as late:
+            raise Interrupted(str(late)) from None  # whoever was to send them has failed
+        finally:
+            self._check()
         world.moved()
 
     def finish(self) -> None:
@@ -106,15 +108,16 @@ class PacketExchange:
         """Ends the exchange; what is still under way is abandoned."""
         self._closed = True
         self._expected.put(None)
-        if any(self._still_alive(TICK_S)):
-            self._wire.cut(self._neighbour)
-        if not any(self._still_alive(10 * TICK_S)):
+        others = deque(rank for rank in range(self._world.size) if rank != self._world.rank)
+        while self._is_alive(TICK_S) and others:
+            self._wire.cut(others.popleft())  # one of them may have gone already, which cuts nothing
+        if not self._is_alive(10 * TICK_S):
             self._wire.drop()
 
-    def _still_alive(self, wait_s: float) -> list[bool]:
+    def _is_alive(self, wait_s: float) -> bool:
         for thread in self._threads:
             thread.join(wait_s)
-        return [thread.is_alive() for thread in self._threads]
+        return any(thread.is_alive() for thread in self._threads)
 
     def _check(self) -> None:
         error = self._error

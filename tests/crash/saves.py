@@ -12,12 +12,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import fastload
 from fastload.errors import CheckpointNotFound, PeerError
+from fastload.formats.dtensors import local_of
 from tests.crash.tracer import Fault, striking
 from tests.dist.faults import SLACK_S, fastload_threads
 from tests.dist.harness import run_ranks
+from tests.dist.test_sharded import placed
 
 __all__ = [
     "SLACK_S",
@@ -34,6 +39,7 @@ __all__ = [
     "save_again",
     "save_all_struck",
     "save_struck",
+    "shards",
     "state",
     "version_of",
 ]
@@ -47,6 +53,16 @@ def state(version: int, num_mib: int = 9) -> dict[str, Any]:
     place = torch.arange(_MIB // 4 * num_mib // 3, dtype=torch.int32)
     tensors = {f"layer{number}": place * 7 + version * 31 + number for number in range(3)}
     return {"model": tensors, "step": version, "rates": [version / 3, None, "x"]}
+
+
+def shards(value: Any, mesh: DeviceMesh) -> Any:
+    """The same state, sharded: rows; rows that are no neighbours, so that packets come from all; whole."""
+    placements = [Shard(0), _StridedShard(0, split_factor=24), Replicate()]
+    tensors = value["model"].items()
+    parts = {
+        name: placed(tensor, mesh, [one]) for (name, tensor), one in zip(tensors, placements, strict=True)
+    }
+    return {**value, "model": parts}
 
 
 def options(**changes: Any) -> fastload.SaveOptions:
@@ -69,7 +85,7 @@ def save(
     if background:
         handle = fastload.async_save(value, path, **how)
         for tensor in value["model"].values():
-            tensor.fill_(-1)  # training goes on
+            local_of(tensor).fill_(-1)  # training goes on
         handle.wait(60)
     else:
         fastload.save(value, path, **how)
@@ -113,7 +129,7 @@ class Struck:
     Attributes:
         path: Where to.
         faults: Rank → what goes wrong there.
-        how: Of the save.
+        how: Of the save; with ``sharded``, of shards.
     """
 
     path: Path
@@ -131,9 +147,13 @@ def attempt(rank: int, world: int, cases: Sequence[Struck]) -> End:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     groups = [dist.new_group(range(first, first + 3)) for first in range(0, world, 3)]
     case, value = cases[rank // 3], state(2)
+    how = dict(case.how)
+    meshes = [DeviceMesh("cpu", list(range(first, first + 3))) for first in range(0, world, 3)]
+    if how.pop("sharded", False):
+        value = shards(value, meshes[rank // 3])
     with striking(case.faults.get(rank % 3, ())):
         dist.barrier()  # it takes a while until faults are in place
-        return end_of(lambda: save(value, case.path, process_group=groups[rank // 3], **case.how))
+        return end_of(lambda: save(value, case.path, process_group=groups[rank // 3], **how))
 
 
 def save_struck(path: Path, faults: Mapping[int, Sequence[Fault]], **how: Any) -> list[End]:

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import fastload
 from fastload.errors import FastloadError
 from tests.crash import saves
-from tests.crash.saves import End, leftovers, save, state, version_of
+from tests.crash.saves import End, leftovers, save, shards, state, version_of
 from tests.crash.tracer import Fault, striking
 from tests.dist.harness import run_ranks
 
@@ -40,6 +41,7 @@ class Case:
         overwrite: Whether it replaces the one checkpoint; else it makes another one beside it.
         io: How to write.
         threads: That write, on each rank.
+        sharded: Whether of shards, most of which get to the ranks that write them through the exchange.
         kind: What goes wrong: ``nothing``, ``kill at`` a time, ``kill in`` or ``fail`` a system call.
         victim: The rank to which it happens.
         after_s: How long after the start.
@@ -53,6 +55,7 @@ class Case:
     overwrite: bool
     io: str
     threads: int
+    sharded: bool
     kind: str
     victim: int
     after_s: float
@@ -82,6 +85,7 @@ def draw(rng: random.Random) -> Case:
         overwrite=rng.random() < 0.7,
         io=rng.choice(["auto", "buffered", "direct"]),
         threads=rng.randint(1, 3),
+        sharded=world > 1 and rng.random() < 0.5,
         kind=rng.choice(["nothing"] + ["kill at"] * 8 + ["kill in"] * 8 + ["fail"] * 3),
         victim=rng.choice([0, rng.randrange(world)]),
         after_s=rng.random() ** 2 * 0.25,
@@ -93,6 +97,7 @@ def draw(rng: random.Random) -> Case:
 
 def attempt(rank: int, world: int, case: Case, path: Path, version: int) -> End:
     """Saves on one rank; whoever is to die is dead afterwards, at the latest then."""
+    value = shards(state(version), init_device_mesh("cpu", (world,))) if case.sharded else state(version)
     torch.distributed.barrier()
     struck = rank == case.victim
     if struck and case.kind == "kill at":  # from outside: a thread of ours may have to wait
@@ -101,7 +106,7 @@ def attempt(rank: int, world: int, case: Case, path: Path, version: int) -> End:
     with striking(case.faults if struck else ()):
         end = saves.end_of(
             lambda: save(
-                state(version), path, background=case.background, overwrite=case.overwrite,
+                value, path, background=case.background, overwrite=case.overwrite,
                 timeout_s=_TIMEOUT_S, io=case.io, write_threads=case.threads,
             )
         )  # fmt: skip
@@ -130,7 +135,8 @@ def judge(case: Case, ends: list[End | None], before: int, after: int | None) ->
             assert all(set(end.causes) == {case.victim} for end in living), f"the wrong rank is named: {ends}"
         if not case.kills:
             assert after == before, f"there is a new one although its save failed: {ends}"
-    return f"{case.kind + ':':9} {said + ',':14}{'new' if after != before else 'old'}"
+    of_what = "sharded" if case.sharded else "whole"
+    return f"{of_what:8} {case.kind + ':':9} {said + ',':14}{'new' if after != before else 'old'}"
 
 
 def run(case: Case, root: Path, before: int) -> tuple[str, int]:
