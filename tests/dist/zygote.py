@@ -128,8 +128,10 @@ def main(fd: int) -> None:
 
 
 def _import(module: str) -> None:
+    """Imports a module of tests, and what it names as RANKS_IMPORT: what takes its ranks long to import."""
     with contextlib.suppress(BaseException):  # the ranks fail with it, and are heard
-        importlib.import_module(module)
+        for name in getattr(importlib.import_module(module), "RANKS_IMPORT", ()):
+            importlib.import_module(name)
 
 
 def _signal(living: dict[int, int], ranks: set[int], signum: int) -> None:

@@ -21,6 +21,13 @@ pytestmark = [
     pytest.mark.usefixtures("_offline"),
 ]
 
+RANKS_IMPORT = (
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.bert.tokenization_bert",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+)
 Shard = Callable[[nn.Module], Any]
 
 
