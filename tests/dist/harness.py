@@ -37,6 +37,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.dist.zygote import DUMP_SIGNAL, Job, serve_store
+from tests.e2e.forked import forking_python
 
 __all__ = ["ranks", "run_ranks"]
 
@@ -186,18 +187,15 @@ class _Zygote:
         self.store = serve_store(timedelta(seconds=_STARTUP_S))
         ours, theirs = socket.socketpair()
         self._stderr = tempfile.TemporaryFile("w+")
-        script = f"import sys; sys.path[:] = {sys.path!r}; from tests.dist import zygote; "
-        # One thread only: the pools of OpenBLAS and OpenMP would start with the import.
-        single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        script = f"import sys; sys.path[:] = {sys.path!r}; from tests.dist import zygote; zygote.main()"
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"{script} zygote.main({theirs.fileno()})"],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
+                [forking_python(), "-c", script],
+                stdin=theirs.fileno(),
                 stdout=self._stderr,
                 stderr=self._stderr,
                 cwd=_ROOT,
-                env={**os.environ, **single},
+                env={**os.environ, "OMP_NUM_THREADS": "1"},  # else there are threads, and no safe forks
                 start_new_session=True,
             )
         self._connection = Connection(ours.detach())

@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from fastload import CheckpointManager, LoadOptions, PerRank, SaveOptions
 from fastload.cli.load import load
 from fastload.errors import MismatchError, OptionError, PlanMismatch
 from tests.dist.harness import ranks, run_ranks
+from tests.e2e.forked import forking_python
 from tests.dist.hosts import mount_disk
 from tests.dist.test_readers import pytestmark as needs_mounts
 from tests.unit.test_state import assert_same
@@ -406,7 +406,7 @@ def test_the_command_line_lives_with_it(tmp_path: Path) -> None:
 
     def fastload_command(*words: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "fastload", *words], capture_output=True, text=True, timeout=50
+            [forking_python(), "-m", "fastload", *words], capture_output=True, text=True, timeout=50
         )
         assert done.returncode == 0, done.stderr
         return done.stdout + done.stderr

@@ -1,6 +1,8 @@
 """The process that ranks are forked from: it has imported what they need, and nothing else happens in it.
 
-That includes the modules of the tests themselves: each is imported once, not by each rank of each test.
+That includes the modules of the tests themselves: each is imported once, not by each rank of each test. What
+takes long, torch and what a first step of an optimizer imports, it has from whom it is forked itself (see
+tests/e2e/forked.py).
 
 It never starts a thread or a process group, so a fork of it is a clean process that is ready in
 milliseconds. All ranks share its hash seed: a test that must notice an iteration over a set whose order
@@ -86,18 +88,18 @@ def serve_store(timeout: timedelta) -> dist.TCPStore:
     )
 
 
-def main(fd: int) -> None:
-    """Serves requests until the other end of the connection is closed."""
-    # What every rank with an optimizer, or with a save to S3, would take 1.5 s, or 0.4 s, for.
-    for module in ("torch._dynamo", "boto3"):
-        importlib.import_module(module)
+def main() -> None:
+    """Serves requests until the other end of the connection, the standard input, is closed."""
+    connection = Connection(os.dup(0))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
     gc.collect()
     gc.freeze()  # ranks that look for garbage leave what is here alone, and so need no copies of its pages
     install_importhook(get_config())  # asserts explain themselves in the ranks too
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    connection = Connection(fd)
     connection.send("ready")
     living: dict[int, int] = {}
     while True:
