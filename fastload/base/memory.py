@@ -17,6 +17,7 @@ from torch import Tensor
 
 __all__ = [
     "PAGE_BYTES",
+    "advise_huge_pages",
     "allocate",
     "allocate_staging",
     "byte_view",
@@ -94,9 +95,14 @@ def allocate_staging(nbytes: int, *, pinned: bool) -> Tensor:
         pages = mmap.mmap(-1, max(nbytes, PAGE_BYTES), flags=flags)
     except (OSError, OverflowError) as error:
         raise MemoryError(f"cannot stage {nbytes} bytes: {error}") from None
-    if nbytes >= _HUGE_PAGE_BYTES and _huge_pages_pay(_REPORTING):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    advise_huge_pages(pages)
     return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
+
+
+def advise_huge_pages(pages: mmap.mmap) -> None:
+    """Asks for 2 MiB pages in a large mapping, where that pays."""
+    if len(pages) >= _HUGE_PAGE_BYTES and _huge_pages_pay(_REPORTING):
+        pages.madvise(mmap.MADV_HUGEPAGE)
 
 
 def allocate(

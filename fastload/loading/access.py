@@ -11,6 +11,7 @@ from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestEr
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import METADATA_NAME, RECORD_NAME
 from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest
+from fastload.ranks.door import machine
 from fastload.ranks.world import World, require_same
 from fastload.storage import PatientStorage, Storage
 
@@ -29,6 +30,7 @@ class Access:
         storage: Where this rank reads from.
         manifest: What is where, as the lowest rank that sees it read it.
         hosts: Host of each rank.
+        machines: What tells those ranks apart that cannot share memory.
         readers: Ranks that can read, ascending.
         notes: For each rank that cannot read, why.
         shared: Whether all ranks read through one link (object store, network file system).
@@ -37,6 +39,7 @@ class Access:
     storage: PatientStorage
     manifest: Manifest
     hosts: tuple[str, ...]
+    machines: tuple[str, ...]
     readers: tuple[int, ...]
     notes: Mapping[int, str]
     shared: bool
@@ -105,7 +108,12 @@ def _agree(
         opened.append(storage)
         # Where looking costs a request, rank 0 finds out when it reads the manifest.
         sees = look(storage) if storage.probes else Sight.CHECKPOINT * (world.rank == 0)
-        return {"host": world.host, "same": dict(same), "sees": sees}
+        return {
+            "host": world.host,
+            "machine": machine(world.host, world.rank),
+            "same": dict(same),
+            "sees": sees,
+        }
 
     hellos = world.agree(f"opening {path}", hello)
     storage = opened[0]
@@ -134,6 +142,7 @@ def _agree(
         storage=storage,
         manifest=manifest,
         hosts=tuple(hello["host"] for hello in hellos),
+        machines=tuple(hello["machine"] for hello in hellos),
         readers=tuple(rank for rank in range(world.size) if rank not in notes),
         notes=notes,
         shared=any(look["shared"] for look in looks),

@@ -207,6 +207,9 @@ def open_whole(wish: Wish) -> Job:
     """
     opened, decision = wish.opened, wish.decision
     world, options, access = opened.world, opened.options, opened.access
+    exchange = open_exchange(
+        world, hosts=access.hosts, machines=access.machines, local=decision.alone, device=wish.device
+    )
     plan = plan_transfer(
         [destination.extent for destination in wish.matched.destinations],
         decision.supply(world.rank),
@@ -217,8 +220,8 @@ def open_whole(wish: Wish) -> Job:
         even_slots=wish.device.type == "cuda" and has_nccl(world) and not decision.alone,
         contiguous=access.is_mounted,
         hosts=access.hosts,
+        num_sharing=exchange.num_sharing,
     )
-    exchange = open_exchange(world, hosts=access.hosts, local=decision.alone, device=wish.device)
     return open_job(wish, plan, exchange, Slabs, plan.total_bytes)
 
 

@@ -55,7 +55,7 @@ def prepare(opened: Opened, request: Request) -> Job:
     jobs: list[Job] = []
 
     @uncollected
-    def make() -> dict[str, str]:
+    def make() -> dict[str, Any]:
         wish = Wish.of(opened, request)
         wishes.append(wish)
         if wish.is_whole:
@@ -72,6 +72,7 @@ def prepare(opened: Opened, request: Request) -> Job:
             "names": f"{wish.matched.num_tensors} tensors ({_digest(wanted)})",
             "plan": jobs[0].plan.digest() if wish.is_whole else "",
             "surplus": _digest(wish.matched.surplus) if wish.matched.surplus else "",
+            "offer": jobs[0].exchange.offer() if jobs else None,
         }
 
     answers = opened.world.agree(f"preparing to load {opened.access.manifest.url}", make)
@@ -82,6 +83,7 @@ def prepare(opened: Opened, request: Request) -> Job:
     _raise_unexpected(wish, [answer["surplus"] for answer in answers])
     if all(answer["plan"] for answer in answers) and _is_same(answers, "names", "strategy"):
         _require_same(answers, "transport", "plan")
+        jobs[0].exchange.accept([answer["offer"] for answer in answers])
         return jobs[0]
     jobs.clear()  # nothing of them has begun
     if len({answer["strategy"] for answer in answers}) > 1:
@@ -209,11 +211,11 @@ def _raise_unexpected(wish: Wish, digests: Sequence[str]) -> None:
         world.agree(f"preparing to load {manifest.url}", lambda: matched.raise_unexpected(unwanted))
 
 
-def _is_same(answers: Sequence[dict[str, str]], *keys: str) -> bool:
+def _is_same(answers: Sequence[dict[str, Any]], *keys: str) -> bool:
     return len({tuple(answer[key] for key in keys) for answer in answers}) == 1
 
 
-def _require_same(answers: Sequence[dict[str, str]], *keys: str) -> None:
+def _require_same(answers: Sequence[dict[str, Any]], *keys: str) -> None:
     require_same([{key: answer.get(key) for key in keys} for answer in answers])
 
 

@@ -12,18 +12,22 @@ import torch
 import torch.distributed as dist
 
 from fastload.ranks.world import World
-from fastload.transfer.ring import RingExchange
+from fastload.transfer.gloo import GlooExchange
 from fastload.transfer.rounds import Exchange, LocalExchange
+from fastload.transfer.tree import Trees
 
 __all__ = ["has_nccl", "open_exchange", "open_members_exchange", "ring_order"]
 
 
-def open_exchange(world: World, *, hosts: Sequence[str], local: bool, device: torch.device) -> Exchange:
+def open_exchange(
+    world: World, *, hosts: Sequence[str], machines: Sequence[str], local: bool, device: torch.device
+) -> Exchange:
     """Opens the exchange that fits the ranks and the device.
 
     Args:
         world: The ranks.
         hosts: Host of each rank.
+        machines: What ranks have in common that can share memory.
         local: Nothing is to be exchanged: one rank, or each rank reads all for itself.
         device: Where the tensors will live on this rank.
     """
@@ -34,7 +38,8 @@ def open_exchange(world: World, *, hosts: Sequence[str], local: bool, device: to
         from fastload.transfer.nccl import NcclExchange
 
         return NcclExchange(world, device)
-    return RingExchange(world, ring_order(hosts), pinned=on_cuda)
+    order = ring_order(hosts)
+    return GlooExchange(world, Trees.between(order, [machines[rank] for rank in order]), pinned=on_cuda)
 
 
 def ring_order(hosts: Sequence[str]) -> list[int]:
@@ -56,7 +61,7 @@ def open_members_exchange(world: World, members: Sequence[int]) -> Exchange:
     """
     if len(members) == 1:
         return LocalExchange(pinned=False)
-    return RingExchange(world, members, pinned=False)
+    return GlooExchange(world, Trees.between(members, members), pinned=False)
 
 
 def has_nccl(world: World) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from fastload.base.memory import allocate, allocate_staging
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import background
 from fastload.ranks.world import World
-from fastload.transfer.rounds import TICK_S, Round, Slots
+from fastload.transfer.rounds import TICK_S, FlatSlab, Round, Slots
 
 __all__ = ["NcclExchange"]
 
@@ -31,6 +32,8 @@ class NcclExchange:
     """
 
     transport = "nccl"
+    shares_memory = False
+    num_sharing = 1
     private = False  # a communicator of its own would cost memory and time in every load
 
     def __init__(self, world: World, device: torch.device) -> None:
@@ -43,16 +46,25 @@ class NcclExchange:
         self._running: queue.SimpleQueue[_Running | None] = queue.SimpleQueue()
         self._waiter = background(self._wait_all, "fastload-nccl")
 
+    def offer(self) -> None:
+        return None
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        pass
+
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         self._waiter.start()
 
-    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
+    def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
+        pass
+
+    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[FlatSlab, Tensor | None]:
         slab = allocate((slab_bytes,), torch.uint8, self.device)
         # Kernels of the caller's that still use what was freed here come first; and whoever gets the memory
         # next has to wait for what an abandoned load has left on the stream.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         slab.record_stream(self._stream)
-        return slab, allocate_staging(own_bytes, pinned=True)
+        return FlatSlab(slab), allocate_staging(own_bytes, pinned=True)
 
     def allocate_own(self, nbytes: int) -> Tensor:
         return allocate_staging(nbytes, pinned=True)

@@ -45,7 +45,8 @@ class ParcelSlabs:
         self._rank = rank
         self._places = places
         self._routes = Routes(plan, rank)
-        self._slabs = [exchange.allocate(plan.slab_bytes, 0)[0] for _ in range(self.depth)]
+        slabs = [exchange.allocate(plan.slab_bytes, 0)[0] for _ in range(self.depth)]
+        self._slabs = [slab.cut({rank: plan.slab_bytes}).whole for slab in slabs]
         self._rooms = [_Room(slab) for slab in self._slabs]
         self._starts: dict[int, int] = {}
         self.wanted_bytes = 0

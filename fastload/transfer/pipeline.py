@@ -193,8 +193,13 @@ class Pipeline:
 
     def _post(self, plan: _Plan, index: int) -> Round:
         """Makes a round ready to receive, and has this rank's chunk read."""
+        number = self._first_index + index
+        try:
+            self._exchange.reserve(number, until_s=self._world.patience_s, give_up=self._world.alarmed)
+        except DeadlineExceeded as late:
+            raise Interrupted(str(late)) from None
         own, read = self._ahead.take(index)
-        work = self._slabs.lay_out(plan, index, self._first_index + index, own)
+        work = self._slabs.lay_out(plan, index, number, own)
         self._exchange.post(work)
         if work.spans and read is None:
             read = self._reader.submit(work.spans, [host_view(buffer) for buffer in work.buffers])

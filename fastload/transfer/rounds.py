@@ -25,8 +25,10 @@ __all__ = [
     "UNREADABLE",
     "Arrival",
     "Exchange",
+    "FlatSlab",
     "Leg",
     "Round",
+    "Slab",
     "Slots",
     "wait",
     "wait_for",
@@ -44,7 +46,7 @@ class Slots:
     """A slab, or its beginning, cut into one slot per reader.
 
     Attributes:
-        whole: All slots, flat uint8, on the exchange's device.
+        whole: All slots, flat uint8, on the exchange's device; empty where they are not next to each other.
         each: The slot of each reader.
     """
 
@@ -52,15 +54,43 @@ class Slots:
     each: dict[int, Tensor]
 
     @classmethod
-    def cut(cls, slab: Tensor, sizes: Mapping[int, int]) -> Slots:
-        """Cuts the beginning of a slab into slots of these sizes."""
-        whole = slab[: sum(sizes.values())]
-        return cls(whole, dict(zip(sizes, whole.split(list(sizes.values())), strict=True)))
-
-    @classmethod
     def none(cls) -> Slots:
         """Returns no slots: chunks of a round come to lie wherever there is room."""
         return cls(torch.empty(0, dtype=torch.uint8, device="cpu"), {})
+
+
+class Slab(Protocol):
+    """A reusable buffer for the chunks of one round.
+
+    Attributes:
+        nbytes: How much memory of this rank's it takes.
+    """
+
+    @property
+    def nbytes(self) -> int: ...  # noqa: D102
+    def cut(self, sizes: Mapping[int, int]) -> Slots:
+        """Cuts its beginning into slots of these sizes."""
+        ...
+
+
+class FlatSlab(NamedTuple):
+    """A slab in one piece that this rank has for itself.
+
+    Attributes:
+        memory: Flat uint8, on the exchange's device.
+    """
+
+    memory: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self.memory.nbytes
+
+    def cut(self, sizes: Mapping[int, int]) -> Slots:
+        """Cuts its beginning into slots of these sizes, one after the other."""
+        whole = self.memory[: sum(sizes.values())]
+        return Slots(whole, dict(zip(sizes, whole.split(list(sizes.values())), strict=True)))
 
 
 class Leg(NamedTuple):
@@ -106,7 +136,7 @@ class Round:
             that it belongs to. A rank without a chunk in this round may be missing.
         spans: What this rank reads.
         buffers: Host memory that this rank's chunk is read into, in pieces.
-        own: Host memory of this rank's slot, where slots are on a device; else None.
+        own: Host memory that this rank's chunk is in before it is handed over, if that is not its part.
         placed: The ranks whose chunks need not be placed, as they come to where they belong.
         pack: To be called with this round once its chunk is read: makes the parcels, if there are any.
         kept: The parcels of this rank's chunk, then.
@@ -153,21 +183,33 @@ class Exchange(Protocol):
     Attributes:
         transport: What carries the bytes, for the report.
         private: Whether nobody else uses the connections, so that rounds under way may be abandoned.
+        shares_memory: Whether other ranks place chunks from the slabs of this one.
+        num_sharing: How many ranks of a host have their slabs together, at least; the same on all ranks.
         device: Where slots live.
         watch: Time with at least one exchange under way.
     """
 
     transport: str
     private: bool
+    shares_memory: bool
+    num_sharing: int
     device: torch.device
     watch: Stopwatch
 
-    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
+    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Slab, Tensor | None]:
         """Allocates a slab, and host memory for this rank's own slot unless the slab is host memory."""
         ...
 
     def allocate_own(self, nbytes: int) -> Tensor:
         """Allocates host memory that this rank reads a chunk into before the chunk has a slab."""
+        ...
+
+    def offer(self) -> Any:
+        """Returns what the others have to know to connect to this rank, a JSON value."""
+        ...
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        """Learns what each rank of the world has offered."""
         ...
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
@@ -179,6 +221,10 @@ class Exchange(Protocol):
         Raises:
             Interrupted: Some rank did not come, or `give_up` said so.
         """
+        ...
+
+    def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
+        """Returns once the slab of a round is free on the other ranks, too; the rest is that of `wait`."""
         ...
 
     def post(self, work: Round) -> None:
@@ -239,19 +285,30 @@ class LocalExchange:
 
     transport = "none"
     private = True
+    shares_memory = False
+    num_sharing = 1
 
     def __init__(self, *, pinned: bool) -> None:
         self.device = torch.device("cpu")
         self.watch = Stopwatch()
         self._pinned = pinned
 
-    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
-        return allocate_staging(slab_bytes, pinned=self._pinned), None
+    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[FlatSlab, Tensor | None]:
+        return FlatSlab(allocate_staging(slab_bytes, pinned=self._pinned)), None
+
+    def offer(self) -> None:
+        return None
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        pass
 
     def allocate_own(self, nbytes: int) -> Tensor:
         return allocate_staging(nbytes, pinned=self._pinned)
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
+        pass
+
+    def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
         pass
 
     def post(self, work: Round) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from fastload.base.memory import allocate_staging
 from fastload.base.stopwatch import Stopwatch
 from fastload.ranks.world import World
-from fastload.transfer.rounds import FAILED, Leg, Round, wait_sent
+from fastload.transfer.rounds import FAILED, FlatSlab, Leg, Round, wait_sent
 from fastload.transfer.wire import Relay, Wire
 
 __all__ = ["RoutedExchange"]
@@ -32,6 +32,8 @@ class RoutedExchange:
 
     transport = "gloo routed"
     private = True
+    shares_memory = False
+    num_sharing = 1
 
     def __init__(self, world: World, *, pinned: bool) -> None:
         self.device = torch.device("cpu")
@@ -42,12 +44,21 @@ class RoutedExchange:
         self._wire = Wire(world, range(world.size))
         self._relay = Relay(self._pass_on, self._ended, self.watch, self._wire.timeout)
 
+    def offer(self) -> None:
+        return None
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        pass
+
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         self._wire.connect(give_up=give_up)
         self._relay.begin()
 
-    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Tensor, Tensor | None]:
-        return allocate_staging(slab_bytes, pinned=self._pinned), None
+    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[FlatSlab, Tensor | None]:
+        return FlatSlab(allocate_staging(slab_bytes, pinned=self._pinned)), None
+
+    def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
+        pass
 
     def allocate_own(self, nbytes: int) -> Tensor:
         return allocate_staging(nbytes, pinned=self._pinned)
@@ -86,6 +97,7 @@ class RoutedExchange:
     def _ended(self, work: Round) -> None:
         if work.status == FAILED:
             work.statuses = {self._rank: FAILED}
+        work.done.set()
 
     # The parcels of one reader come in the same order at both ends: that in which they are passed on.
 

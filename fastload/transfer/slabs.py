@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastload.geometry.extents import Span
 from fastload.transfer.plan import Chunk, TransferPlan
-from fastload.transfer.rounds import Arrival, Exchange, Round, Slots
+from fastload.transfer.rounds import Arrival, Exchange, Round, Slab, Slots
 
 __all__ = ["LEAST_PIECE_BYTES", "OwnChunk", "Places", "Slabs", "SlabsOf"]
 
@@ -123,16 +123,21 @@ class Slabs:
     """
 
     def __init__(self, plan: TransferPlan, rank: int, exchange: Exchange, places: Places) -> None:
-        self.depth = min(plan.depth, plan.num_rounds)
+        num_slabs = self.depth = min(plan.depth, plan.num_rounds)
+        if exchange.shares_memory and plan.num_rounds > num_slabs:
+            # One slab more than rounds in flight: the others of the host may be a round behind this rank.
+            num_slabs = max(2, num_slabs)
+            self.depth = num_slabs - 1
         self._rank = rank
         self._places = places
         self._wants = rank in plan.demand.ranks
         self._on_device = exchange.device.type != "cpu"
+        self._in_place = not self._on_device and not exchange.shares_memory
         own_bytes = plan.largest_slot_bytes(rank)
         num_own = min(plan.num_reads, len(plan.rounds_of(rank, 0, plan.num_rounds))) if plan.ahead else 0
         self._own = [exchange.allocate_own(own_bytes) for _ in range(num_own)]
         self._slabs = [
-            exchange.allocate(plan.slab_bytes, 0 if plan.ahead else own_bytes) for _ in range(self.depth)
+            exchange.allocate(plan.slab_bytes, 0 if plan.ahead else own_bytes) for _ in range(num_slabs)
         ]
         self._slots: dict[int, tuple[dict[int, int], Slots]] = {}
         self._used = plan.exchanges
@@ -143,8 +148,8 @@ class Slabs:
         """Bytes of all slabs; they take no memory if everything is read to where it belongs."""
         if not self._used:
             return 0
-        own = sum(memory.numel() for memory in self._own)
-        return own + sum(slab.numel() + (own.numel() if own is not None else 0) for slab, own in self._slabs)
+        own = sum(memory.nbytes for memory in self._own)
+        return own + sum(slab.nbytes + (own.nbytes if own is not None else 0) for slab, own in self._slabs)
 
     def free(self) -> None:  # noqa: D102  (as above)
         self._slabs.clear()
@@ -154,7 +159,7 @@ class Slabs:
         """Finds the memory for this rank's chunk of a round, where chunks are read ahead."""
         chunk = plan.chunk(index, self._rank)
         memory = self._own[index // plan.num_turns % len(self._own)]
-        targets = self._targets(plan, chunk, at_most=1) if chunk.nbytes and not self._on_device else None
+        targets = self._targets(plan, chunk, at_most=1) if chunk.nbytes and self._in_place else None
         is_placed = targets is not None
         return OwnChunk(plan.spans(chunk), targets[0] if targets else memory, chunk.nbytes, is_placed)
 
@@ -167,8 +172,9 @@ class Slabs:
             number: The same, counted over all plans.
             own: This rank's chunk, if it was read ahead.
         """
-        slab, own_slot = self._slabs[index % self.depth]
-        slots, chunk = self._cut(plan, index, slab), plan.chunk(index, self._rank)
+        turn = number % len(self._slabs)
+        slab, own_slot = self._slabs[turn]
+        slots, chunk = self._cut(plan.slot_sizes(index), turn, slab), plan.chunk(index, self._rank)
         spans = plan.spans(chunk)
         if self._on_device:  # all chunks go through the slots
             self._used = True
@@ -182,11 +188,12 @@ class Slabs:
             coming = plan.chunk(index, rank)
             if not coming.nbytes:
                 continue
-            if rank == self._rank and own is not None:
+            if rank == self._rank and own is not None and self._in_place:
                 parts[rank] = own.data
                 placed |= {rank} if own.is_placed else set()
                 continue
-            if (targets := self._targets(plan, coming, at_most=1)) is not None:
+            targets = self._targets(plan, coming, at_most=1) if self._in_place else None
+            if targets is not None:
                 placed.add(rank)
             parts[rank] = targets[0] if targets is not None else slot[: coming.nbytes]
         buffers = [parts[self._rank]] if self._rank in parts else []
@@ -196,7 +203,8 @@ class Slabs:
             if several is not None:
                 buffers, placed = several, {self._rank}
         self._used |= bool(buffers) and self._rank not in placed
-        return Round(number, slots, parts, spans, buffers, placed=placed)
+        elsewhere = own.data if own is not None and not self._in_place else None
+        return Round(number, slots, parts, spans, buffers, elsewhere, placed=placed)
 
     def arrivals(self, plan: TransferPlan, index: int, work: Round) -> Iterator[Arrival]:
         """Yields what has come in a round: who has read it, and what of it is still to be placed."""
@@ -219,9 +227,8 @@ class Slabs:
             pieces += targets
         return pieces
 
-    def _cut(self, plan: TransferPlan, index: int, slab: Tensor) -> Slots:
+    def _cut(self, sizes: dict[int, int], turn: int, slab: Slab) -> Slots:
         """Cuts a slab anew only if the round has other slots than the one before it there."""
-        sizes, turn = plan.slot_sizes(index), index % self.depth
         if turn not in self._slots or self._slots[turn][0] != sizes:
-            self._slots[turn] = sizes, Slots.cut(slab, sizes)
+            self._slots[turn] = sizes, slab.cut(sizes)
         return self._slots[turn][1]

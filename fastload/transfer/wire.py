@@ -93,9 +93,9 @@ class Relay:
 
     Args:
         pass_on: Waits for what a round receives, and passes it on.
-        ended: Called when all of a round has come and this rank's chunk is handed over.
+        ended: Called when all of a round has come and this rank's chunk is handed over; has it `done`.
         watch: Stopped then.
-        timeout: Longest wait for a message.
+        timeout: Longest wait for a message, a `timedelta`.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Relay:
         self._pass_on = pass_on
         self._ended = ended
         self._watch = watch
-        self._timeout = timeout
+        self.timeout = timeout
         self._closed = False
         self._posted: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._passed_on: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
@@ -155,7 +155,6 @@ class Relay:
             if work.started.is_set():
                 self._watch.stop(work.began, round=work.index)
             self._ended(work)
-            work.done.set()
             self._passed_on.put(work)
         self._passed_on.put(None)
 
@@ -163,7 +162,7 @@ class Relay:
         while (work := self._passed_on.get()) is not None:
             try:
                 for send in work.sends:
-                    send.wait(self._timeout)
+                    send.wait(self.timeout)
             except RuntimeError as error:
                 work.broke(error)
             work.sent.set()

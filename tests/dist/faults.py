@@ -19,7 +19,7 @@ import fastload
 from fastload.ranks import world
 from fastload.errors import PeerError
 from fastload.loading import access, job, load, sharded
-from fastload.transfer.ring import RingExchange
+from fastload.transfer.gloo import GlooExchange
 from fastload.transfer.parcels import ParcelSlabs
 from fastload.transfer.pipeline import Pipeline, _Placing
 from fastload.transfer.read import ChunkReader
@@ -148,7 +148,7 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
     elif stage == "read":
         before(ChunkReader, "_read")
     elif stage == "exchange":
-        before(RingExchange, "start")
+        before(GlooExchange, "start")
         before(RoutedExchange, "start")
         before(LocalExchange, "start")
     elif stage == "place":

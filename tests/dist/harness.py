@@ -54,6 +54,7 @@ def ranks(
     same: bool = False,
     dies: Mapping[int, signal.Signals] | None = None,
     store: Literal["agent", "rank0"] = "agent",
+    ranks_per_host: int = 0,
 ) -> Callable[[Body], Body]:
     """Makes a test of a function ``(rank, world, **fixtures)``: one test for each world size.
 
@@ -68,6 +69,8 @@ def ranks(
             killed when the others have ended.
         store: Where the rendezvous store lives: in the pytest process, as with torchrun, or in rank 0,
             where it dies with that rank.
+        ranks_per_host: Ranks look as if they were on hosts of so many each; 0 leaves all of them on this one,
+            where they share memory.
     """
 
     def decorate(body: Body) -> Body:
@@ -76,7 +79,10 @@ def ranks(
 
         @functools.wraps(body)
         def test(world: int, **fixtures: Any) -> None:
-            run_ranks(body, world, deadline_s=deadline_s, same=same, dies=dies, store=store, **fixtures)
+            run_ranks(
+                body, world, deadline_s=deadline_s, same=same, dies=dies, store=store,
+                ranks_per_host=ranks_per_host, **fixtures,
+            )  # fmt: skip
 
         test.body_on_ranks = body  # type: ignore[attr-defined]
         test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -98,6 +104,7 @@ def run_ranks(
     same: bool = False,
     dies: Mapping[int, signal.Signals] | None = None,
     store: Literal["agent", "rank0"] = "agent",
+    ranks_per_host: int = 0,
     **fixtures: Any,
 ) -> list[Any]:
     """Runs a module-level function on ranks now; `ranks` explains the options.
@@ -122,6 +129,7 @@ def run_ranks(
             store_port=zygote.store.port,
             store_on_rank0=store == "rank0",
             num_surviving=world - len(dies),
+            ranks_per_host=ranks_per_host,
             deadline_s=deadline_s,
             cwd=os.getcwd(),
             environ=dict(os.environ),

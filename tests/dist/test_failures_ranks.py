@@ -23,7 +23,8 @@ import torch.distributed as dist
 import fastload
 from fastload.errors import PeerError, StorageError
 from fastload.loading import wants
-from fastload.transfer import ring, rounds
+from fastload.ranks import hostlink
+from fastload.transfer import gloo, rounds
 from fastload.base.threads import background
 from fastload.storage.local import LocalStorage
 from tests.dist import faults
@@ -88,7 +89,7 @@ def run_cases(path: Path, *cases: Case, size: int = 3, store: Any = "agent") -> 
     }
     ends = run_ranks(
         load_and_fail, size * len(cases), dies=dies, store=store,
-        path=checkpoint(path), cases=cases,
+        ranks_per_host=2, path=checkpoint(path), cases=cases,
     )  # fmt: skip
     for number, case in enumerate(cases):
         require_named(ends[number * size :][:size], set(case.victims))
@@ -159,7 +160,7 @@ def fail_to_connect(rank: int, world: int, path: Path) -> Outcome:
 
 def test_ranks_that_wait_for_one_that_cannot_connect_are_told(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "x.safetensors")
-    for end in run_ranks(fail_to_connect, 3, path=path):
+    for end in run_ranks(fail_to_connect, 3, ranks_per_host=1, path=path):
         assert end.kind == "PeerError"
         assert "nowhere0" in end.text
         assert "did not answer" not in end.text
@@ -356,7 +357,9 @@ def kept_after_failure(rank: int, world: int, path: Path, what: str) -> None:
     gc.disable()
     made: list[weakref.ref[torch.Tensor]] = []
     patch = pytest.MonkeyPatch()
-    for owner, name in ((rounds, "allocate_staging"), (ring, "allocate_staging"), (wants, "allocate")):
+    for owner, name in (
+        (rounds, "allocate_staging"), (gloo, "allocate_staging"), (hostlink, "_map"), (wants, "allocate"),
+    ):
         real = getattr(owner, name)
 
         def noted(*args: Any, real: Any = real, **kwargs: Any) -> torch.Tensor:
@@ -396,7 +399,7 @@ def kept_after_failure(rank: int, world: int, path: Path, what: str) -> None:
 @pytest.mark.parametrize(("world", "what"), [(3, "raise"), (3, "read"), (3, "all-read"), (1, "raise"), (1, "read")])
 def test_nothing_is_kept_after_failures(tmp_path: Path, world: int, what: str) -> None:
     path = checkpoint(tmp_path / "x.safetensors")
-    run_ranks(kept_after_failure, world, path=path, what=what)
+    run_ranks(kept_after_failure, world, ranks_per_host=2, path=path, what=what)
 
 
 def short_deadline(rank: int, world: int, path: Path) -> Outcome:

@@ -31,7 +31,7 @@ def open_copy(original: Path, disk: Path, rank: int) -> fastload.Checkpoint:
     return fastload.open(disk, options=OPTIONS)
 
 
-@ranks(2, 3, 5)
+@ranks(2, 3, 5, ranks_per_host=2)
 @pytest.mark.parametrize("keep", [0.0, 0.4, 0.99])
 @pytest.mark.parametrize("cast", [None, torch.bfloat16], ids=["as-stored", "cast"])
 def test_others_take_over(
@@ -71,7 +71,7 @@ def test_others_take_over_short_chunks(
         assert_same_bits(checkpoint.load(), load_reference(original))
 
 
-@ranks(4)
+@ranks(4, ranks_per_host=2)
 def test_one_after_the_other_drops_out_until_one_is_left(
     rank: int, world: int, tmp_path: Path, original: Path
 ) -> None:
@@ -84,7 +84,7 @@ def test_one_after_the_other_drops_out_until_one_is_left(
         assert [bool(own.note) for own in checkpoint.report.ranks] == [True, True, False, True]
 
 
-@ranks(5)
+@ranks(5, ranks_per_host=2)
 def test_readers_break_at_any_moment(rank: int, world: int, tmp_path: Path, original: Path) -> None:
     """Several in one round or in different ones, again after the rest was dealt anew, some slow: one is whole."""
     copy(original, own_disk(tmp_path, rank))

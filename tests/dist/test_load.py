@@ -395,7 +395,7 @@ def watch_placing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @prepared([one_giant])
-@ranks(3)
+@ranks(3, ranks_per_host=1)
 def test_what_lies_within_one_tensor_is_never_copied(
     rank: int, world: int, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ class Job:
     store_port: int
     store_on_rank0: bool
     num_surviving: int
+    ranks_per_host: int
     deadline_s: float
     cwd: str
     environ: dict[str, str]
@@ -202,6 +203,8 @@ def _settle(rank: int, job: Job) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(job.world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(job.world)
     )
+    if job.ranks_per_host:
+        socket.gethostname = lambda: f"host{rank // job.ranks_per_host}"
     os.chdir(job.cwd)
     sys.path[:] = job.sys_path
     warnings.resetwarnings()

@@ -19,7 +19,7 @@ import fastload
 from fastload.formats.state import state_digest
 from fastload.ranks.world import join
 from fastload.transfer.nccl import NcclExchange
-from fastload.transfer.rounds import UNREADABLE, Round, Slots
+from fastload.transfer.rounds import UNREADABLE, Round
 from tests.checkpoints import flip
 
 pytestmark = pytest.mark.gpu
@@ -213,7 +213,7 @@ def test_the_status_of_a_chunk_comes_through_the_device() -> None:
     slab, own = exchange.allocate(4096, 4096)
     assert own is not None
     for index, status in enumerate((0, UNREADABLE)):
-        slots = Slots.cut(slab, {0: 4096})
+        slots = slab.cut({0: 4096})
         work = Round(index, slots, slots.each, buffers=[own], own=own, status=status)
         own.fill_(index + 1)
         exchange.post(work)
@@ -221,5 +221,5 @@ def test_the_status_of_a_chunk_comes_through_the_device() -> None:
         assert work.done.wait(30)
         assert work.error is None
         assert work.statuses == ({0: status} if status else {})
-        assert slab.unique().tolist() == [index + 1]
+        assert slab.memory.unique().tolist() == [index + 1]
     exchange.close()

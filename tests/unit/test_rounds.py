@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from fastload.transfer.rounds import UNREADABLE, LocalExchange, Round, Slots
+from fastload.transfer.rounds import UNREADABLE, FlatSlab, LocalExchange, Round
 
 
 def make_round() -> Round:
-    slots = Slots.cut(torch.zeros(64, dtype=torch.uint8), {3: 64})
+    slots = FlatSlab(torch.zeros(64, dtype=torch.uint8)).cut({3: 64})
     return Round(7, slots, {3: slots.each[3][:10]})
 
 
 def test_a_slab_is_cut_into_a_slot_for_each_reader() -> None:
-    slots = Slots.cut(torch.arange(200, dtype=torch.uint8), {0: 64, 2: 32, 5: 64})
+    slots = FlatSlab(torch.arange(200, dtype=torch.uint8)).cut({0: 64, 2: 32, 5: 64})
     assert {rank: slot.tolist() for rank, slot in slots.each.items()} == {
         0: list(range(64)),
         2: list(range(64, 96)),

@@ -26,6 +26,7 @@ DISTRIBUTED = {
 ENVIRONMENT = {"ranks/launch.py", "options.py", "ranks/world.py"}
 FILES = {
     "base/memory.py",  # what the kernel says of memory
+    "ranks/door.py",  # what it says of itself
     "storage/folders.py",
     "storage/leftovers.py",
     "storage/local.py",
@@ -56,6 +57,7 @@ PURE = {
     "transfer/lanes.py",
     "transfer/route.py",
     "transfer/shares.py",
+    "transfer/tree.py",
     "estimate/simulate.py",
     "estimate/parameters.py",
     "training/retention.py",

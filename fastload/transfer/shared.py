@@ -1,0 +1,202 @@
+"""Slabs in memory that the ranks of a host share: what one of them takes in, the others place from there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from fastload.errors import DeadlineExceeded, Interrupted
+from fastload.ranks.hostlink import HostRounds
+from fastload.ranks.neighbours import Neighbours
+from fastload.ranks.world import World
+from fastload.transfer.rounds import TICK_S, Round, Slots
+
+__all__ = ["SharedSlab", "SharedSlabs"]
+
+
+class SharedSlab:
+    """One of the slabs of a host: room for a round, in a part for each rank that takes chunks in.
+
+    Attributes:
+        nbytes: What this rank has of it, about.
+    """
+
+    def __init__(self, slabs: SharedSlabs, number: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._slabs = slabs
+        self._number = number
+
+    def cut(self, sizes: Mapping[int, int]) -> Slots:
+        """Cuts a slot for the chunk of each reader, in the part of the rank that takes it in."""
+        return self._slabs.cut(self._number, sizes)
+
+
+class SharedSlabs:
+    """The slabs of the ranks of one host, and how far these are with them.
+
+    Each rank has its chunks, and those that it takes in from other hosts, in its own part, and tells the
+    others once it has all of a round. They go on to use a slab again once all of them are done with it, which
+    they tell each other along with that; so one slab more than rounds in flight keeps them from waiting.
+
+    Args:
+        world: The ranks.
+        ranks: Those of this host, more than one.
+        taker: Returns which of them takes in the chunks of a reader.
+    """
+
+    def __init__(self, world: World, ranks: Sequence[int], taker: Callable[[int], int]) -> None:
+        self._neighbours = Neighbours(world, ranks)
+        self._taker = taker
+        self._num_slabs = 0
+        self._slab_bytes = 0
+        self._turns = _Turns()
+        self._rounds: HostRounds | None = None
+
+    def allocate(self, nbytes: int) -> SharedSlab:
+        """Returns one more slab; its memory is there once the ranks are connected.
+
+        Each rank has room for a whole round; what it does not take in, it does not touch.
+        """
+        self._slab_bytes = max(self._slab_bytes, nbytes)
+        self._num_slabs += 1
+        return SharedSlab(self, self._num_slabs - 1, -(-nbytes // len(self._neighbours.ranks)))
+
+    def offer(self) -> dict[str, str]:
+        """Returns what the others have to know to connect to this rank."""
+        return self._neighbours.offer()
+
+    def accept(self, offers: Sequence[Mapping[str, str]]) -> None:
+        """Learns what each rank of the world has offered."""
+        self._neighbours.accept(offers)
+
+    def connect(self, *, give_up: Callable[[], bool]) -> None:
+        """Meets the others of the host, and takes the memory.
+
+        Args:
+            give_up: Asked again and again; True ends the wait for them.
+
+        Raises:
+            Interrupted: Some rank did not come, or `give_up` said so.
+            MemoryError: The system does not give that much memory.
+        """
+        nbytes = len(self._neighbours.ranks) * self._num_slabs * self._slab_bytes
+        self._rounds = self._neighbours.begin(nbytes, self._turns, give_up=give_up)
+
+    def cut(self, number: int, sizes: Mapping[int, int]) -> Slots:
+        """Cuts a slab; see `SharedSlab.cut`."""
+        assert self._rounds is not None, "connected"
+        memory: Tensor = self._rounds.memory
+        ends = {
+            rank: (place * self._num_slabs + number) * self._slab_bytes
+            for place, rank in enumerate(self._neighbours.ranks)
+        }
+        each = {}
+        for reader, nbytes in sizes.items():
+            taker = self._taker(reader)
+            each[reader] = memory[ends[taker] : ends[taker] + nbytes]
+            ends[taker] += nbytes
+        return Slots(memory[:0], each)
+
+    def post(self, work: Round) -> None:
+        """Takes note of a round whose parts are ready to receive."""
+        self._turns.post(work)
+
+    def arrive(self, work: Round, statuses: dict[int, int]) -> None:
+        """Tells the others that this rank's part of a round is here, and what is the matter with it."""
+        assert self._rounds is not None, "connected"
+        self._rounds.arrive(work.index, self._turns.placed, statuses)
+
+    def release(self, work: Round) -> None:
+        """Notes that this rank has placed a round; the others learn of it with the next one."""
+        self._turns.placed = work.index
+
+    def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
+        """Returns once no rank of the host needs what was in the slab of a round before.
+
+        Raises:
+            Interrupted: A rank is gone, or `give_up` said so.
+            DeadlineExceeded: It took too long.
+        """
+        self._turns.await_released(index - self._num_slabs, until_s=until_s, give_up=give_up)
+
+    def close(self) -> None:
+        """Ends the load; what connects the ranks is kept for the next one."""
+        if self._rounds is not None:
+            self._rounds.end()
+            self._turns.end()
+            self._rounds = None
+        self._neighbours.close()
+
+
+class _Turns:
+    """How far the ranks of a host are with the rounds of a load; a `hostlink.Listener`.
+
+    Attributes:
+        placed: Up to which round this rank has placed all.
+    """
+
+    def __init__(self) -> None:
+        self.placed = -1
+        self._released = -1
+        self._posted: dict[int, Round] = {}
+        self._changed = threading.Condition()
+        self._lost: int | None = None
+
+    def post(self, work: Round) -> None:
+        """Takes note of a round that is to be complete."""
+        with self._changed:
+            self._posted[work.index] = work
+            lost = self._lost
+        if lost is not None:
+            _break(work, lost)
+
+    def end(self) -> None:
+        """Forgets rounds that nobody waits for any more, which keep their memory."""
+        with self._changed:
+            self._posted.clear()
+
+    def await_released(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
+        """Returns once all ranks of the host have placed all up to a round; see `SharedSlabs.reserve`."""
+        deadline = time.monotonic() + until_s
+        with self._changed:
+            while self._released < index:
+                if self._lost is not None:
+                    raise Interrupted(_gone(self._lost))
+                if give_up():
+                    raise Interrupted("another rank failed")
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"not all of this host placed round {index} within {until_s:.1f} s"
+                    )
+                self._changed.wait(TICK_S)
+
+    def complete(self, index: int, statuses: Mapping[int, int], released: int) -> None:
+        """Hears that all of a round is here."""
+        with self._changed:
+            work = self._posted.pop(index, None)
+            self._released = max(self._released, released)
+            self._changed.notify_all()
+        if work is not None:
+            work.statuses = dict(statuses)
+            work.done.set()
+
+    def lost(self, rank: int) -> None:
+        """Hears that a rank of the host is gone."""
+        with self._changed:
+            self._lost = rank
+            posted, self._posted = list(self._posted.values()), {}
+            self._changed.notify_all()
+        for work in posted:
+            _break(work, rank)
+
+
+def _break(work: Round, rank: int) -> None:
+    work.broke(Interrupted(_gone(rank)))
+    work.done.set()
+
+
+def _gone(rank: int) -> str:
+    return f"rank {rank}, on the same host, is gone"
