@@ -59,11 +59,14 @@ class GlooExchange:
         self._wire = Wire(world, members) if len(trees.hosts) > 1 else None
         self._relay = Relay(self._pass_on, self._ended, self.watch, timedelta(seconds=world.patience_s))
         ranks = trees.neighbours(rank)
-        self.shares_memory = len(ranks) > 1
         self.num_sharing = min(map(len, trees.hosts))
         self._shared: SharedSlabs | None = None
-        if self.shares_memory:
+        if len(ranks) > 1:
             self._shared = SharedSlabs(world, ranks, lambda owner: trees.taker(owner, rank))
+
+    @property
+    def shares_memory(self) -> bool:
+        return self._shared is not None
 
     def offer(self) -> Any:
         return self._shared.offer() if self._shared is not None else None

@@ -191,10 +191,12 @@ class Exchange(Protocol):
 
     transport: str
     private: bool
-    shares_memory: bool
     num_sharing: int
     device: torch.device
     watch: Stopwatch
+
+    @property
+    def shares_memory(self) -> bool: ...  # noqa: D102
 
     def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Slab, Tensor | None]:
         """Allocates a slab, and host memory for this rank's own slot unless the slab is host memory."""
