@@ -23,10 +23,12 @@ from fastload.transfer import shares
 from tests.checkpoints import assert_same_bits
 from tests.dist.draws import draw_state, draw_target
 from tests.dist.harness import ranks, run_ranks
+from tests.dist.hosts import can_mount, mount_disk
 from tests.dist.test_sharded import MESHES, make, placed
 from tests.dist.test_sharded_states import Model, assert_equal, reference, sharded, train, whole
 
 DRAWS = 6
+needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs mounts of its own")
 
 
 def files(path: Path) -> dict[str, bytes]:
@@ -324,3 +326,41 @@ def test_what_does_not_go_together_is_one_error_on_all_ranks(rank: int, world: i
             fastload.save(a_hole(0, mesh), tmp_path / "c", process_group=group, options=options())
     save(a_hole(0, mesh), tmp_path / "c")
     return texts
+
+
+@ranks(4)
+def test_a_manager_keeps_and_restores_sharded_steps(rank: int, world: int, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    training = new_training(mesh)
+    with fastload.CheckpointManager(tmp_path / "run", every_steps=1, keep_last=2, options=options()) as manager:
+        for step in range(1, 4):
+            train_on(training, 1)
+            own = fastload.PerRank(torch.full((3,), rank))
+            manager.save(step, {**state_of(training, step=step), "own": own})
+        manager.wait()
+        assert manager.all_steps() == [2, 3]
+        model, optimizer, scheduler = again = new_training(mesh)
+        into = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0, "own": None}
+        manager.restore(into=into)
+        assert into["step"] == 3
+        assert into["own"].tolist() == [rank] * 3
+        assert_equal(whole(state_of(again, step=3)), whole(state_of(training, step=3)))
+    fastload.verify(tmp_path / "run" / "step_00000003")
+    fastload.stage(tmp_path / "run" / "step_00000003", tmp_path / "staged")
+    assert files(tmp_path / "staged").items() >= files(tmp_path / "run" / "step_00000003").items()
+
+
+@needs_mounts
+@ranks(4)
+def test_each_host_has_a_copy_of_what_all_ranks_hold(rank: int, world: int, tmp_path: Path) -> None:
+    tensors = make(tmp_path)
+    expected = save_plain(tensors, tmp_path / "plain", rank)
+    (tmp_path / "disk").mkdir(exist_ok=True)
+    disk = mount_disk(tmp_path / "disk", tmp_path / "disks", rank // 2)
+    mesh = init_device_mesh("cpu", (world,))
+    for number, placement in enumerate([Shard(0), Shard(1)]):
+        parts = {name: placed(tensor.clone(), mesh, [placement]) for name, tensor in tensors.items()}
+        report = save(parts, disk / str(number), background=number == 0, shared=False)
+        assert report.num_copies == 2
+        assert files(disk / str(number)) == expected
+    dist.barrier()
