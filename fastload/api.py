@@ -50,14 +50,14 @@ def load(
     Either all ranks return, with what each of them wants, or all ranks raise.
 
     Args:
-        path: A ``.safetensors`` file, or a directory with an index or with several such files; a
-            local path or a URL.
+        path: A ``.safetensors`` file or one of ``torch.save``, or a directory with an index or with several
+            such files; a local path or a URL.
         into: A module or nested dicts, lists and tuples of tensors and modules, to be loaded in place. Each
             rank may have its own; of a DTensor it gets what it holds. Meta tensors are replaced by real ones
             on `device`, but buffers there that no checkpoint holds (``persistent=False``) are an error; tied
             tensors stay tied. Modules get what their
             ``load_state_dict`` would have given them, extra state and hooks included (those that run before
-            are called twice, first without data). From what `fastload.save` wrote, objects with
+            are called twice, first without data). From what has a state as it was saved, objects with
             ``load_state_dict``, such as optimizers, get their state (an optimizer of parameters that are on
             the meta device is an error: make it after the load), and plain values, NumPy arrays and
             containers with nothing to be loaded in place are replaced as a whole. If the load fails while
@@ -81,9 +81,9 @@ def load(
         options: How to load; None for the defaults.
 
     Returns:
-        The state as it was saved, if `fastload.save` wrote the checkpoint and neither `names` nor `into`
-        is given; in place of a `PerRank`, the value of this rank. Else tensors by name, each with a storage
-        of its own; with `into`, those of its tensors that were loaded.
+        The state as it was saved, if `fastload.save` or ``torch.save`` wrote the checkpoint and neither
+        `names` nor `into` is given; in place of a `PerRank`, the value of this rank. Else tensors by name,
+        each with a storage of its own; with `into`, those of its tensors that were loaded.
 
     Raises:
         CheckpointNotFound: No rank sees a checkpoint there.

@@ -12,7 +12,6 @@ from functools import partial
 import xxhash
 
 from fastload.errors import ManifestError
-from fastload.formats.index import read_index
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
 from fastload.formats.names import INDEX_NAME, INDEX_SUFFIX, SUFFIX
 from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
@@ -60,6 +59,8 @@ def read_folder(storage: Storage, listing: Sequence[str]) -> Manifest:
     index = _find_index(storage, listing)
     if index is None:
         return assemble(storage, stat_all(storage, _ending_in((SUFFIX,), listing)), read_header)
+    from fastload.formats.index import read_index
+
     weight_map = read_index(storage, index)
     stats = stat_all(storage, sorted(set(weight_map.values())))
     manifest = assemble(storage, stats, read_header, weight_map)

@@ -17,7 +17,6 @@ from fastload.formats.dtensors import Group
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import OWN_STEM
 from fastload.formats.per_rank import OWN_PREFIX, OwnView
-from fastload.formats.refused import raise_refused, without_refused
 from fastload.formats.state import Rebuilder, SavedTensor, leaves, own_view, rebuild
 from fastload.loading.mismatch import Renamed, find_renamed, misfit, raise_mismatch
 from fastload.loading.modules import Leaf
@@ -128,6 +127,8 @@ def match(
         manifest = replace(manifest, structure=view.structure)
     refused: list[str] = []
     if manifest.format != "fastload" and manifest.structure is not None:
+        from fastload.formats.refused import raise_refused, without_refused
+
         manifest = replace(manifest, structure=without_refused(manifest.structure, refused))
         if strict and names is None:
             raise_refused(manifest.url, refused)

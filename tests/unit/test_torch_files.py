@@ -23,6 +23,7 @@ from torch.nn import Parameter
 import fastload
 from fastload.base.memory import byte_view
 from fastload.errors import ManifestError
+from tests.soak.torch_files import soak
 from tests.torch_files import Call, Stored, pickled, tensor, zipped
 
 DTYPES = [
@@ -387,3 +388,9 @@ def test_legacy_files_that_lie_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ManifestError, match=f"^{path}.*({says})"):
             fastload.load(path)
         assert data != good, case
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, which reads some of them for comparison
+def test_mutated_files_are_refused_or_loaded_as_they_are(tmp_path: Path) -> None:
+    ends = soak(200, 0, 1, tmp_path)  # many more are in tests/soak
+    assert sum(count for (_, end), count in ends.items() if end == "refused") > 100
