@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -27,7 +28,7 @@ from fastload.transfer.verify import Verifier, refuse
 if TYPE_CHECKING:
     from fastload.transfer.route import RoutedPlan
 
-__all__ = ["Job", "LoadRequest", "Opened", "Request", "Wish", "open_job", "open_whole"]
+__all__ = ["Job", "LoadRequest", "Opened", "Request", "Wish", "closing_unused", "open_job", "open_whole"]
 
 _log = logging.getLogger(__name__)
 
@@ -262,6 +263,16 @@ def open_job(
     slabs = lay_slabs(plan, opened.world.rank, exchange, placer)
     pipeline = Pipeline(opened.world, plan, reader, exchange, placer, slabs, options.progress)
     return Job(wish, plan, bytes_wanted, reader, exchange, pipeline)
+
+
+@contextmanager
+def closing_unused(jobs: list[Job]) -> Iterator[None]:
+    """Closes the jobs that are left in a list in the end; nothing of them has begun."""
+    try:
+        yield
+    finally:
+        while jobs:
+            jobs.pop().close()
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

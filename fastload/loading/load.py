@@ -13,12 +13,13 @@ from typing import Any
 import xxhash
 
 from fastload.base.memory import uncollected
-from fastload.loading.job import Job, Opened, Request, Wish, open_whole
+from fastload.loading.job import Job, Opened, Request, Wish, closing_unused, open_whole
 from fastload.loading.match import Match
 from fastload.ranks.traces import Tracing
 from fastload.ranks.world import require_same
 from fastload.report import LoadReport, RankReport
 from fastload.transfer.read import ChunkReader
+from fastload.transfer.wire import accept_offers
 
 __all__ = ["Loaded", "prepare", "restore", "run", "sharded"]
 
@@ -75,17 +76,18 @@ def prepare(opened: Opened, request: Request) -> Job:
             "offer": jobs[0].exchange.offer() if jobs else None,
         }
 
-    answers = opened.world.agree(f"preparing to load {opened.access.manifest.url}", make)
-    wish = wishes[0]
-    _require_same(answers, "into", "dtype")
-    if request.is_same:
-        _require_same(answers, "strategy", "names", "transport", "plan")
-    _raise_unexpected(wish, [answer["surplus"] for answer in answers])
-    if all(answer["plan"] for answer in answers) and _is_same(answers, "names", "strategy"):
-        _require_same(answers, "transport", "plan")
-        jobs[0].exchange.accept([answer["offer"] for answer in answers])
-        return jobs[0]
-    jobs.clear()  # nothing of them has begun
+    what = f"preparing to load {opened.access.manifest.url}"
+    with closing_unused(jobs):
+        answers = opened.world.agree(what, make)
+        wish = wishes[0]
+        _require_same(answers, "into", "dtype")
+        if request.is_same:
+            _require_same(answers, "strategy", "names", "transport", "plan")
+        _raise_unexpected(wish, [answer["surplus"] for answer in answers])
+        if all(answer["plan"] for answer in answers) and _is_same(answers, "names", "strategy"):
+            _require_same(answers, "transport", "plan")
+            accept_offers(opened.world, what, jobs[0].exchange, [answer["offer"] for answer in answers])
+            return jobs.pop()
     if len({answer["strategy"] for answer in answers}) > 1:
         wish = wish.through_hosts()  # where tensors are differs between ranks, and with it what each decides
     job: Job = sharded().prepare(wish)

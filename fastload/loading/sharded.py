@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,16 +12,18 @@ from fastload.base.memory import uncollected
 from fastload.errors import Interrupted
 from fastload.loading.boxes import BoxesByName, match_boxes
 from fastload.loading.claim import claim_of, exchange_claims, unwanted_by_all
-from fastload.loading.job import Job, Opened, Wish, open_job
+from fastload.loading.job import Job, Opened, Wish, closing_unused, open_job
 from fastload.loading.match import Match
 from fastload.ranks.world import require_same
 from fastload.transfer.claims import Claim, Claims
 from fastload.transfer.exchange import ring_order
 from fastload.transfer.lanes import Lanes
 from fastload.transfer.parcels import ParcelSlabs
+from fastload.transfer.partners import partners
 from fastload.transfer.rounds import Exchange, LocalExchange
 from fastload.transfer.route import RoutedPlan, plan_routes
 from fastload.transfer.routed import RoutedExchange
+from fastload.transfer.wire import accept_offers
 
 __all__ = ["BoxRequest", "prepare", "prepare_rest", "unwanted_by_all"]
 
@@ -81,12 +83,17 @@ def _agree(wish: Wish, open_it: Callable[[], Job]) -> Job:
     jobs: list[Job] = []
 
     @uncollected
-    def make() -> dict[str, str]:
+    def make() -> dict[str, Any]:
         jobs.append(job := open_it())
-        return {"plan": job.plan.digest() if not wish.decision.alone else "each its own"}
+        plan = job.plan.digest() if not wish.decision.alone else "each its own"
+        return {"plan": plan, "offer": job.exchange.offer()}
 
-    require_same(wish.opened.world.agree(f"planning to load {wish.opened.access.manifest.url}", make))
-    return jobs[0]
+    world, what = wish.opened.world, f"planning to load {wish.opened.access.manifest.url}"
+    with closing_unused(jobs):
+        answers = world.agree(what, make)
+        require_same([{"plan": answer["plan"]} for answer in answers])
+        accept_offers(world, what, jobs[0].exchange, [answer["offer"] for answer in answers])
+        return jobs.pop()
 
 
 def _open_rest(job: Job, unread_from: dict[int, int]) -> Job:
@@ -127,5 +134,6 @@ def _open_plan(wish: Wish, plan: RoutedPlan, bytes_wanted: int) -> Job:
     pinned = _is_pinned(wish)
     exchange: Exchange = LocalExchange(pinned=pinned)
     if plan.exchanges:
-        exchange = RoutedExchange(wish.opened.world, pinned=pinned)
+        world = wish.opened.world
+        exchange = RoutedExchange(world, partners(plan, world.rank), pinned=pinned)
     return open_job(wish, plan, exchange, ParcelSlabs, bytes_wanted)

@@ -283,18 +283,6 @@ class World:
         self.raise_failures(what, self._outcomes(verdict))
         raise AssertionError("the ranks agreed although this one was not there")
 
-    def corner(self, name: str, member: int) -> dist.Store:
-        """Returns a part of the store for a group of Gloo; another one after each agreement.
-
-        Args:
-            name: Of the part; nothing has been written to it.
-            member: This rank's number in that group, below which Gloo leaves its address.
-        """
-        assert self.store is not None
-        place = f"{name}/{self._course.step}"
-        self._course.leavings.append(f"{place}/0/{member}")
-        return dist.PrefixStore(place, self.store)
-
     # The end of a call
 
     def heard(self) -> None:

@@ -17,6 +17,7 @@ from fastload.saving.layout import Layout
 from fastload.saving.packets import Packet, Packets, places_of
 from fastload.saving.shards import Shards
 from fastload.saving.snapshot import HasBytes, Snapshot
+from fastload.transfer.wire import Wire
 
 __all__ = ["Assembly", "num_staged"]
 
@@ -56,7 +57,7 @@ class Assembly:
         shards: The tensors of this rank; not asked if there is a snapshot.
         snapshot: `Packets.own`, if that was copied before.
         num_writes: Pieces that are written at once.
-        exchanges: Whether any rank needs something from another one.
+        wire: To other ranks; None if no rank needs anything from another one.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Assembly:
         snapshot: Snapshot | None,
         *,
         num_writes: int,
-        exchanges: bool,
+        wire: Wire | None,
     ) -> None:
         self._layout = layout
         self._pieces = pieces
@@ -86,8 +87,10 @@ class Assembly:
         self._sent = _Buffers(_NUM_LEAVING, packets.leaving, pinned=pinned)
         self._posted: list[tuple[list[_Part], threading.Event]] = []
         self._exchange: PacketExchange | None = None
-        if exchanges:
-            self._exchange = PacketExchange(world, packets.leaving, self._pack, num_buffers=_NUM_LEAVING)
+        if wire is not None:
+            self._exchange = PacketExchange(
+                world, wire, packets.leaving, self._pack, num_buffers=_NUM_LEAVING
+            )
 
     @property
     def nbytes(self) -> int:

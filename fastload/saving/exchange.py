@@ -33,6 +33,7 @@ class PacketExchange:
 
     Args:
         world: The ranks.
+        wire: To those that this rank has packets for, or gets some from; closed in the end.
         leaving: What others get from this rank, in order.
         pack: Returns the bytes of a packet, flat uint8, given which of `num_buffers` it may use.
         num_buffers: Packets under way at once.
@@ -41,6 +42,7 @@ class PacketExchange:
     def __init__(
         self,
         world: World,
+        wire: Wire,
         leaving: Sequence[Packet],
         pack: Callable[[Packet, int], Tensor],
         *,
@@ -50,7 +52,7 @@ class PacketExchange:
         self._leaving = leaving
         self._pack = pack
         self._num_buffers = num_buffers
-        self._wire = Wire(world, range(world.size))
+        self._wire = wire
         self._expected: queue.SimpleQueue[tuple[list[Any], threading.Event] | None] = queue.SimpleQueue()
         self._all_sent = threading.Event()
         self._error: Exception | None = None
@@ -108,11 +110,11 @@ class PacketExchange:
         """Ends the exchange; what is still under way is abandoned."""
         self._closed = True
         self._expected.put(None)
-        others = deque(rank for rank in range(self._world.size) if rank != self._world.rank)
-        while self._is_alive(TICK_S) and others:
-            self._wire.cut(others.popleft())  # one of them may have gone already, which cuts nothing
+        whole = not self._is_alive(TICK_S)
+        if not whole:
+            self._wire.cut()
         if not self._is_alive(10 * TICK_S):
-            self._wire.drop()
+            self._wire.close(keep=whole and self._error is None and self._all_sent.is_set())
 
     def _is_alive(self, wait_s: float) -> bool:
         for thread in self._threads:

@@ -71,6 +71,13 @@ class Packets:
     leaving: Sequence[Packet]
 
     @property
+    def partners(self) -> set[int]:
+        """The other ranks that it gets packets from, or has some for."""
+        suppliers = {packet.supplier for of_piece in self.coming for packet in of_piece}
+        writers = {packet.writer for of_piece in self.coming for packet in of_piece}
+        return suppliers - writers | {packet.writer for packet in self.leaving}
+
+    @property
     def own(self) -> list[Packet]:
         """All that the rank contributes: to its own pieces, and to those of others."""
         kept = [packet for of_piece in self.coming for packet in of_piece if packet.supplier == packet.writer]

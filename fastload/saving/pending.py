@@ -9,15 +9,16 @@ from fastload.errors import OptionError, StorageError
 from fastload.saving.call import Call
 from fastload.saving.part import Part
 from fastload.storage import Target
+from fastload.transfer.wire import Wire, accept_offers
 
 __all__ = ["open_pending"]
 
 
-def open_pending(call: Call, part: Part) -> bool:
+def open_pending(call: Call, part: Part) -> Wire | None:
     """Has the leaders prepare the place, and the others join them.
 
     Returns:
-        Whether any rank needs something from another one.
+        What connects this rank to others, if any rank needs something from another one.
 
     Raises:
         OptionError: The hosts see one place although each was to have its own.
@@ -35,16 +36,26 @@ def open_pending(call: Call, part: Part) -> bool:
 
     ranks = world.agree(f"preparing to save to {target.url}", prepare)
     tickets = [each["ticket"] for each in ranks]
+    wire: Wire | None = None
+    if any(each["exchanges"] for each in ranks):
+        wire = Wire(world, range(world.size), part.packets.partners if part.packets is not None else ())
 
-    def join() -> None:
+    def join() -> Any:
         if world.rank != team.leader:
             _join(target, tickets[team.leader], team.leader)
         elif team.num_copies > 1:
             others = [tickets[leader] for leader in team.leaders if leader != team.leader]
             _look_for_others(call.open_target, others)
+        return wire.offer() if wire is not None else None
 
-    world.agree(f"joining the save to {target.url}", join)
-    return any(each["exchanges"] for each in ranks)
+    what = f"joining the save to {target.url}"
+    try:
+        accept_offers(world, what, wire, world.agree(what, join))
+    except BaseException:
+        if wire is not None:
+            wire.close(keep=False)
+        raise
+    return wire
 
 
 def _join(target: Target, ticket: Any, leader: int) -> None:

@@ -99,8 +99,8 @@ def finish(call: Call, begun: Begun) -> SaveReport:
         if agreed is None:
             _, agreed = agree(call, lambda: part.described, went_on=True)
         call.tracing.synchronize(agreed.hosts)
-        exchanges = open_pending(call, part)
-        written = write(call, part, begun.snapshot, exchanges=exchanges)
+        wire = open_pending(call, part)
+        written = write(call, part, begun.snapshot, wire)
         publishing = partial(_publish, call, begun, agreed, written)
         published = world.agree(f"{call.what}: publishing", publishing)
         call.tracing.write({"what": call.what, "nbytes": layout.nbytes})

@@ -22,6 +22,7 @@ from fastload.saving.part import Part
 from fastload.saving.receipts import Receipt, hand_in
 from fastload.saving.snapshot import ReusedSlabs, Slabs, Snapshot
 from fastload.storage import Target
+from fastload.transfer.wire import Wire
 
 __all__ = ["Writing", "Written", "write"]
 
@@ -45,14 +46,14 @@ class Written:
     slab_bytes: int
 
 
-def write(call: Call, part: Part, snapshot: Snapshot | None, *, exchanges: bool) -> Written:
+def write(call: Call, part: Part, snapshot: Snapshot | None, wire: Wire | None) -> Written:
     """Writes this rank's share, and settles on all ranks whether all of them have.
 
     Args:
         call: This rank's call.
         part: Its part; what is pending is open.
         snapshot: What it contributes; None takes it from the state. Its memory is left to the next snapshot.
-        exchanges: Whether any rank needs something from another one.
+        wire: To other ranks, if any of them needs something from another one; closed in the end.
 
     Raises:
         FastloadError: Some rank has not written.
@@ -69,7 +70,7 @@ def write(call: Call, part: Part, snapshot: Snapshot | None, *, exchanges: bool)
     found: list[Written] = []
 
     def work() -> None:
-        slabs = _slabs(call, part, snapshot, exchanges=exchanges)
+        slabs = _slabs(call, part, snapshot, wire)
         if isinstance(slabs, Assembly):
             assemblies.append(slabs)
             slabs.open()
@@ -87,15 +88,17 @@ def write(call: Call, part: Part, snapshot: Snapshot | None, *, exchanges: bool)
     finally:
         for assembly in assemblies:
             assembly.close()
+        if wire is not None and not assemblies:
+            wire.close(keep=False)
         if writing.close() and snapshot is not None:
             snapshot.keep()
     return found[0]
 
 
-def _slabs(call: Call, part: Part, snapshot: Snapshot | None, *, exchanges: bool) -> Slabs:
+def _slabs(call: Call, part: Part, snapshot: Snapshot | None, wire: Wire | None) -> Slabs:
     described, share, num_writes = part.described, part.share, call.options.write_threads
     if part.shards is not None and part.packets is not None:
-        given: dict[str, Any] = {"num_writes": num_writes, "exchanges": exchanges}
+        given: dict[str, Any] = {"num_writes": num_writes, "wire": wire}
         layout = described.layout
         return Assembly(call.world, layout, share.pieces, part.packets, part.shards, snapshot, **given)
     if snapshot is not None:

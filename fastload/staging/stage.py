@@ -38,8 +38,10 @@ from fastload.transfer.exchange import open_members_exchange
 from fastload.transfer.pipeline import Pipeline, read_threads
 from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.read import ChunkReader
+from fastload.transfer.rounds import Exchange
 from fastload.transfer.slabs import Slabs
 from fastload.transfer.verify import refuse
+from fastload.transfer.wire import accept_offers
 
 __all__ = ["Stage"]
 
@@ -208,13 +210,16 @@ class Stage:
         """Moves the data, and settles on all ranks whether all hosts have it."""
         world, leads = self._world, self._world.rank == leaders.own
 
-        def prepare() -> dict[str, str]:
-            plan = self._plan(inventory, leaders, lack)
+        def prepare() -> list[Any]:
+            plan, offer = self._plan(inventory, leaders, lack), None
             if leads and lack.runs:
                 self._job = self._open(inventory, leaders, lack, plan)
-            return {"files": inventory.identity, "plan": plan.digest()}
+                offer = self._job.exchange.offer()
+            return [{"files": inventory.identity, "plan": plan.digest()}, offer]
 
-        require_same(world.agree(self._what, prepare))
+        plans, offers = zip(*world.agree(self._what, prepare), strict=True)
+        require_same(plans)
+        accept_offers(world, self._what, self._job.exchange if self._job is not None else None, offers)
         receipts: list[Mapping[str, Any]] = []
         flush_s: list[float] = []
 
@@ -280,7 +285,7 @@ class Stage:
         exchange = open_members_exchange(world, leaders.all)
         slabs = Slabs(plan, world.rank, exchange, placer)
         pipeline = Pipeline(world, plan, reader, exchange, placer, slabs, options.progress)
-        return _Job(storage, reader, check, placer, pipeline)
+        return _Job(storage, reader, check, placer, exchange, pipeline)
 
     def _read_again(self, inventory: Inventory, block: Block, buffer: memoryview) -> None:
         file = inventory.files[block.file]
@@ -385,4 +390,5 @@ class _Job:
     reader: ChunkReader
     check: BlockCheck
     placer: FilePlacer
+    exchange: Exchange
     pipeline: Pipeline

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -55,8 +56,11 @@ class GlooExchange:
             if source is not None
         }
         self._targets = {owner: trees.targets(owner, rank) for owner in (*self._sources, rank)}
-        self._notices = _Notices(list(self._sources))
-        self._wire = Wire(world, members) if len(trees.hosts) > 1 else None
+        self._wire: Wire | None = None
+        if len(trees.hosts) > 1:
+            partners = {*self._sources.values(), *itertools.chain(*self._targets.values())}
+            self._wire = Wire(world, members, partners)
+        self._notices = _Notices(())
         self._relay = Relay(self._pass_on, self._ended, self.watch, timedelta(seconds=world.patience_s))
         ranks = trees.neighbours(rank)
         self.num_sharing = min(map(len, trees.hosts))
@@ -69,22 +73,25 @@ class GlooExchange:
         return self._shared is not None
 
     def offer(self) -> Any:
-        return self._shared.offer() if self._shared is not None else None
+        wire = self._wire.offer() if self._wire is not None else {"token": ""}
+        return {**wire, "host": self._shared.offer() if self._shared is not None else None}
+
+    def renew(self) -> None:
+        if self._wire is not None:
+            self._wire.renew()
 
     def accept(self, offers: Sequence[Any]) -> None:
         if self._shared is not None:
-            self._shared.accept(offers)
+            self._shared.accept([offer and offer["host"] for offer in offers])
+        if self._wire is not None:
+            self._wire.accept(offers)
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         if self._shared is not None:
             self._shared.connect(give_up=give_up)
         if self._wire is not None:
             self._wire.connect(give_up=give_up)
-            try:
-                for owner in self._sources:
-                    self._notices.expect(owner, partial(self._receive, owner, tag=self._notice_tag(owner)))
-            except RuntimeError as error:
-                raise Interrupted(f"the ranks could not connect: {error}") from error
+            self._notices = self._wire.along("notices", self._expect_notices)
         self._relay.begin()
 
     def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Slab, Tensor | None]:
@@ -134,11 +141,21 @@ class GlooExchange:
         if self._shared is not None:
             self._shared.close()
         if ended and self._wire is not None:
-            self._wire.drop(self._notices.forget())
+            self._notices = _Notices(())  # what was is not this load's alone, and keeps the connections
+            self._wire.close(keep=self._relay.whole)
 
     def _cut(self) -> None:
-        if self._wire is not None and (partners := [*self._sources.values(), *self._targets[self._rank]]):
-            self._wire.cut(partners[0])
+        if self._wire is not None:
+            self._wire.cut()
+
+    def _expect_notices(self) -> _Notices:
+        notices = _Notices(list(self._sources))
+        try:
+            for owner in self._sources:
+                notices.expect(owner, partial(self._receive, owner, tag=self._notice_tag(owner)))
+        except RuntimeError as error:
+            raise Interrupted(f"the ranks could not connect: {error}") from error
+        return notices
 
     def _pass_on(self, work: Round) -> None:
         for owner, receive in zip(self._incoming_of(work), work.receives, strict=False):
@@ -169,6 +186,7 @@ class GlooExchange:
 
     def _tell(self, work: Round, owner: int, notice: _Notice) -> None:
         """Notes what is the matter with a reader's chunks, and passes it on."""
+        self._relay.whole = False  # there is one notice of a reader in the life of the connections
         if not self._notices.note(owner, notice):
             return
         try:
@@ -216,7 +234,7 @@ class _Notice(NamedTuple):
 
 
 class _Notices:
-    """Which readers' chunks are no good.
+    """Which readers' chunks are no good, in this load and, as long as there is none, in later ones.
 
     Args:
         owners: The ranks that messages come from, one from each at most.
@@ -240,11 +258,6 @@ class _Notices:
             return None
         self._receives.pop(owner).wait()  # the rest of it may be on its way
         return _Notice(*self._words[begin : begin + len(_Notice._fields)])
-
-    def forget(self) -> list[Any]:
-        """Gives up the receives that are left, which keep the connections; the caller lets go of them."""
-        receives, self._receives = list(self._receives.values()), {}
-        return receives
 
     def note(self, owner: int, notice: _Notice) -> bool:
         """Takes note of what is the matter with a reader; returns whether that is new."""

@@ -49,6 +49,9 @@ class NcclExchange:
     def offer(self) -> None:
         return None
 
+    def renew(self) -> None:
+        pass
+
     def accept(self, offers: Sequence[Any]) -> None:
         pass
 

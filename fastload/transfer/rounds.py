@@ -207,11 +207,19 @@ class Exchange(Protocol):
         ...
 
     def offer(self) -> Any:
-        """Returns what the others have to know to connect to this rank, a JSON value."""
+        """Returns what the others have to know to connect to this rank, a JSON object; None for nothing.
+
+        Its ``token`` is that of the connections to other hosts which this rank has kept from an earlier
+        load; empty if it has none.
+        """
+        ...
+
+    def renew(self) -> None:
+        """Drops the connections that were kept: other ranks have not got them any more."""
         ...
 
     def accept(self, offers: Sequence[Any]) -> None:
-        """Learns what each rank of the world has offered."""
+        """Learns what each rank of the world has offered, with one and the same token."""
         ...
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
@@ -300,6 +308,9 @@ class LocalExchange:
 
     def offer(self) -> None:
         return None
+
+    def renew(self) -> None:
+        pass
 
     def accept(self, offers: Sequence[Any]) -> None:
         pass

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ class RoutedExchange:
 
     Args:
         world: The ranks.
+        partners: Those that this one sends to or receives from.
         pinned: Page-locks slabs, for copies to a CUDA device.
     """
 
@@ -35,20 +35,22 @@ class RoutedExchange:
     shares_memory = False
     num_sharing = 1
 
-    def __init__(self, world: World, *, pinned: bool) -> None:
+    def __init__(self, world: World, partners: Collection[int], *, pinned: bool) -> None:
         self.device = torch.device("cpu")
         self.watch = Stopwatch()
         self._pinned = pinned
         self._rank = world.rank
-        self._neighbour = (world.rank + 1) % world.size
-        self._wire = Wire(world, range(world.size))
+        self._wire = Wire(world, range(world.size), partners)
         self._relay = Relay(self._pass_on, self._ended, self.watch, self._wire.timeout)
 
-    def offer(self) -> None:
-        return None
+    def offer(self) -> Any:
+        return self._wire.offer()
+
+    def renew(self) -> None:
+        self._wire.renew()
 
     def accept(self, offers: Sequence[Any]) -> None:
-        pass
+        self._wire.accept(offers)
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         self._wire.connect(give_up=give_up)
@@ -83,8 +85,8 @@ class RoutedExchange:
         wait_sent(work, until_s, give_up)
 
     def close(self) -> None:
-        if self._relay.close(partial(self._wire.cut, self._neighbour)):
-            self._wire.drop()
+        if self._relay.close(self._wire.cut):
+            self._wire.close(keep=self._relay.whole)
 
     def _pass_on(self, work: Round) -> None:
         for leg, receive in zip(work.incoming, work.receives, strict=False):

@@ -1,91 +1,145 @@
-"""Point-to-point messages over Gloo, and what passes them on, round by round."""
+"""Point-to-point messages, and what passes them on, round by round."""
 
 from __future__ import annotations
 
-import contextlib
 import queue
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fastload.base.stopwatch import Stopwatch
-from fastload.base.threads import background, within
-from fastload.errors import DeadlineExceeded, Interrupted
+from fastload.base.threads import background
 from fastload.ranks.world import World
+from fastload.transfer.links import Links
 from fastload.transfer.rounds import TICK_S, Round
 
-__all__ = ["Relay", "Wire"]
+__all__ = ["Offering", "Relay", "Wire", "accept_offers"]
 
-_NEVER_SENT = 2**31 - 1  # a tag
+T = TypeVar("T")
+
+
+class Offering(Protocol):
+    """What connects ranks that have told each other how."""
+
+    def offer(self) -> Any:
+        """Returns what the others have to know to connect to this rank, a JSON object; None for nothing.
+
+        Its ``token`` is that of the connections to other hosts which this rank has kept from an earlier
+        load; empty if it has none.
+        """
+        ...
+
+    def renew(self) -> None:
+        """Drops the connections that were kept: other ranks have not got them any more."""
+        ...
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        """Learns what each rank of the world has offered, with one and the same token."""
+        ...
+
+
+def accept_offers(world: World, what: str, exchange: Offering | None, offers: Sequence[Any]) -> None:
+    """Tells an exchange what all ranks have offered; if that does not go together, all offer once more.
+
+    Args:
+        world: The ranks.
+        what: Name of the step, for messages.
+        exchange: This rank's, or a `Wire`; None if it does not take part.
+        offers: By rank; see `Offering.offer`.
+
+    Raises:
+        FastloadError: A rank did not answer.
+    """
+    if len({offer["token"] for offer in offers if offer is not None}) > 1:
+        if exchange is not None:
+            exchange.renew()
+        offers = world.agree(what, lambda: exchange.offer() if exchange is not None else None)
+    if exchange is not None:
+        exchange.accept(offers)
 
 
 class Wire:
-    """Connections between some ranks, for one load: what breaks in it does not touch the caller's group.
+    """Connections between some ranks, as one load uses them: what breaks in it is not the caller's group.
 
-    Messages of one tag, from one rank to another, arrive in the order of their receives.
+    They are kept for the next load of the same ranks. Messages of one tag, from one rank to another, arrive
+    in the order of their receives.
 
     Args:
         world: The ranks.
         members: Those of them that take part.
+        partners: Those of the members that this one sends to or receives from.
     """
 
-    def __init__(self, world: World, members: Sequence[int]) -> None:
+    def __init__(self, world: World, members: Collection[int], partners: Collection[int]) -> None:
         self.timeout = timedelta(seconds=world.patience_s)
-        self._rank = world.rank
-        self._number = {rank: number for number, rank in enumerate(sorted(members))}  # in the group of Gloo
-        self._store = world.corner("ring", self._number[world.rank])
+        self._world = world
+        self._number = {rank: number for number, rank in enumerate(sorted(members))}  # in the links
+        self._partners = [self._number[rank] for rank in partners]
+        self._name = f"gloo {sorted(members)}"
+        self._closed = False
+        self._era = world.kept.era
+        self._links: Links = world.kept.take(self._name) or self._open()
+
+    def offer(self) -> dict[str, Any]:
+        """Says which connections this rank has, or where it is found; see `Offering`."""
+        return {"token": self._links.token, "at": self._links.open(self._partners)}
+
+    def renew(self) -> None:
+        """Makes new connections; see `Offering`."""
+        self._links.drop()
+        self._links = self._open()
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        """Learns what the other ranks have said; see `Offering`."""
+        self._links.find([offers[rank]["at"] for rank in self._number])
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
-        """Meets the other ranks; arguments and errors are those of `Exchange.connect`."""
+        """Meets the neighbours; arguments and errors are those of `Exchange.connect`."""
+        self._links.connect(give_up=give_up)
 
-        def meet() -> Any:
-            # Gloo waits for the others inside of the store's connection, which is not to be ours.
-            store = self._store.clone() if hasattr(self._store, "clone") else self._store
-            return dist.ProcessGroupGloo(store, self._number[self._rank], len(self._number), self.timeout)
-
-        try:
-            # Gloo's own deadline is for each step, and none of it holds when the store does not answer.
-            self._group: Any = within(self.timeout.total_seconds(), "connecting", meet, give_up=give_up)
-        except (RuntimeError, DeadlineExceeded) as error:
-            raise Interrupted(f"the ranks could not connect: {error}") from error
+    def along(self, name: str, make: Callable[[], T]) -> T:
+        """Returns what goes along with the connections, from load to load; makes it the first time."""
+        companions = self._links.companions
+        if name not in companions:
+            companions[name] = make()
+        found: T = companions[name]
+        return found
 
     def send(self, data: Tensor, rank: int, tag: int) -> Any:
         """Begins to send, and returns what can be waited for."""
-        return self._group.send([data], self._number[rank], tag)
+        return self._links.send(data, self._number[rank], tag)
 
     def receive(self, into: Tensor, rank: int, tag: int) -> Any:
         """Begins to receive, and returns what can be waited for."""
-        return self._group.recv([into], self._number[rank], tag)
+        return self._links.receive(into, self._number[rank], tag)
 
     def number(self, rank: int) -> int:
         """Returns which of the members a rank is: a tag of its own."""
         return self._number[rank]
 
-    def cut(self, rank: int) -> None:
-        """Wakes whoever waits for a peer that will not answer, here and, as a lost connection, there.
+    def cut(self) -> None:
+        """Wakes whoever waits for a peer that will not answer, here and, as a lost connection, there."""
+        self._links.cut()
 
-        Gloo has no call for it, but it closes all connections of a group when one wait times out.
+    def close(self, *, keep: bool) -> None:
+        """Leaves the connections to the next load, or lets go of them.
 
         Args:
-            rank: Any other member.
+            keep: Whether all that was sent has been received, at both ends.
         """
-        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-        with contextlib.suppress(RuntimeError):
-            self.receive(nothing, rank, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        if self._closed:
+            return
+        self._closed = True
+        if keep and self._links.token:
+            self._world.kept.put(self._name, self._links, self._era)
+        else:
+            self._links.drop()
 
-    def drop(self, *others: Any) -> None:
-        """Lets go of the connections, and of what else keeps them.
-
-        Gloo takes tens of milliseconds to take a group down, which nobody has to wait for.
-        """
-        dying = [self.__dict__.pop("_group", None), *others]
-        threading.Thread(target=dying.clear, name="fastload-down").start()
+    def _open(self) -> Links:
+        return Links(self._number[self._world.rank], self.timeout)
 
 
 class Relay:
@@ -96,6 +150,9 @@ class Relay:
         ended: Called when all of a round has come and this rank's chunk is handed over; has it `done`.
         watch: Stopped then.
         timeout: Longest wait for a message, a `timedelta`.
+
+    Attributes:
+        whole: Whether every round so far has come and gone as it should.
     """
 
     def __init__(
@@ -110,6 +167,8 @@ class Relay:
         self._watch = watch
         self.timeout = timeout
         self._closed = False
+        self._num_posted = self._num_ended = 0
+        self.whole = True
         self._posted: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._passed_on: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         # A wait for a send cannot look out for alarms, so it is not for the caller's thread.
@@ -125,16 +184,19 @@ class Relay:
 
     def post(self, work: Round) -> None:
         """Takes the next round, whose receives are posted."""
+        self._num_posted += 1
         self._posted.put(work)
 
     def close(self, cut: Callable[[], object]) -> bool:
-        """Ends the threads; returns whether they have ended.
+        """Ends the threads; returns whether they use the connections no more.
 
         Args:
             cut: Wakes whoever waits for a peer that will not answer.
         """
         self._closed = True
         self._posted.put(None)
+        if self._num_ended == self._num_posted:
+            return True
         if self._still_alive(TICK_S):
             cut()
             self._still_alive(10 * TICK_S)
@@ -154,6 +216,7 @@ class Relay:
                 pass
             if work.started.is_set():
                 self._watch.stop(work.began, round=work.index)
+            self.whole &= work.started.is_set() and work.error is None
             self._ended(work)
             self._passed_on.put(work)
         self._passed_on.put(None)
@@ -165,4 +228,6 @@ class Relay:
                     send.wait(self.timeout)
             except RuntimeError as error:
                 work.broke(error)
+                self.whole = False
+            self._num_ended += 1
             work.sent.set()

@@ -14,6 +14,7 @@ from fastload.geometry.extents import Extent
 from fastload.transfer.claims import Claim, Claims
 from fastload.transfer.demand import Supply
 from fastload.transfer.lanes import Lanes, Stretch
+from fastload.transfer.partners import partners
 from fastload.transfer.route import RoutedPlan, Routes, plan_routes
 
 Want = list[tuple[int, tuple[Runs, ...]]]
@@ -72,6 +73,8 @@ def plan_of(
 def run(plan: RoutedPlan, num_ranks: int, broken_from: dict[int, int]) -> tuple[Counter, list[list]]:
     """Moves (tensor, byte) as the plan says; returns how often each was read, and what each rank got."""
     routes = [Routes(plan, rank) for rank in range(num_ranks)]
+    near = [partners(plan, rank) for rank in range(num_ranks)]
+    assert all(rank in near[other] for rank, others in enumerate(near) for other in others)
     read: Counter[tuple[int, int]] = Counter()
     arrived: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
     for index in range(plan.num_rounds):
@@ -84,6 +87,7 @@ def run(plan: RoutedPlan, num_ranks: int, broken_from: dict[int, int]) -> tuple[
                 if parcel.is_own and index < broken_from.get(rank, plan.num_rounds):
                     arrived[rank] += contents(own, parcel.stretches, rank)
                 if parcel.next is not None:
+                    assert parcel.next in near[rank]
                     messages.setdefault((rank, parcel.next, rank), []).append(parcel.stretches)
         incoming = [(rank, parcel) for rank, own in enumerate(routes) for parcel in own.received(index)]
         for rank, parcel in sorted(incoming, key=lambda one: one[1].hop):
@@ -95,6 +99,7 @@ def run(plan: RoutedPlan, num_ranks: int, broken_from: dict[int, int]) -> tuple[
             if index < broken_from.get(parcel.reader, plan.num_rounds):
                 arrived[rank] += found
             if parcel.next is not None:
+                assert parcel.next in near[rank]
                 messages.setdefault((rank, parcel.next, parcel.reader), []).append(got)
         assert not any(messages.values())  # nothing is sent that nobody receives
     return read, arrived

@@ -21,9 +21,9 @@ DISTRIBUTED = {
     "ranks/world.py",
     "transfer/exchange.py",
     "transfer/nccl.py",
-    "transfer/wire.py",
+    "transfer/links.py",
 }
-ENVIRONMENT = {"ranks/launch.py", "options.py", "ranks/world.py"}
+ENVIRONMENT = {"ranks/launch.py", "options.py", "ranks/world.py", "transfer/links.py"}
 FILES = {
     "base/memory.py",  # what the kernel says of memory
     "ranks/door.py",  # what it says of itself
@@ -55,6 +55,7 @@ PURE = {
     "transfer/plan.py",
     "transfer/claims.py",
     "transfer/lanes.py",
+    "transfer/partners.py",
     "transfer/route.py",
     "transfer/shares.py",
     "transfer/tree.py",
