@@ -27,8 +27,9 @@ from tests.soak.save_cases import draw, run
 @click.option("--iterations", default=300, show_default=True)
 @click.option("--first", default=0, show_default=True, help="Iteration to begin with.")
 @click.option("--seed", default=1, show_default=True)
+@click.option("--sharded", is_flag=True, help="Only states of which each rank has a part.")
 @click.option("--root", default=None, help="Where to save; a temporary directory if not given.")
-def main(iterations: int, first: int, seed: int, root: str | None) -> None:
+def main(iterations: int, first: int, seed: int, sharded: bool, root: str | None) -> None:
     """Run the soak."""
     tally: Counter[str] = Counter()
     began = time.monotonic()
@@ -41,7 +42,7 @@ def main(iterations: int, first: int, seed: int, root: str | None) -> None:
         reader = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             for number in range(first, first + iterations):
-                case = draw(random.Random(f"{seed}/{number}"))
+                case = draw(random.Random(f"{seed}/{number}"), sharded=sharded)
                 try:
                     ended, version = run(case, folder, version)
                     tally[ended] += 1

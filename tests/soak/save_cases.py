@@ -76,16 +76,16 @@ class Case:
         return [(self.call, f"error={self.error}:when={self.count}")] if self.kind == "fail" else []
 
 
-def draw(rng: random.Random) -> Case:
-    """Draws a case."""
-    world = rng.randint(1, 4)
+def draw(rng: random.Random, *, sharded: bool = False) -> Case:
+    """Draws a case, of shards if it has to be."""
+    world = rng.randint(2 if sharded else 1, 4)
     return Case(
         world=world,
         background=rng.random() < 0.5,
         overwrite=rng.random() < 0.7,
         io=rng.choice(["auto", "buffered", "direct"]),
         threads=rng.randint(1, 3),
-        sharded=world > 1 and rng.random() < 0.5,
+        sharded=sharded or (world > 1 and rng.random() < 0.5),
         kind=rng.choice(["nothing"] + ["kill at"] * 8 + ["kill in"] * 8 + ["fail"] * 3),
         victim=rng.choice([0, rng.randrange(world)]),
         after_s=rng.random() ** 2 * 0.25,
