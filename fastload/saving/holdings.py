@@ -7,10 +7,10 @@ same ranks, its *holders*; laid end to end in row-major order they are what one 
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
@@ -41,12 +41,25 @@ class Cell(NamedTuple):
     holders: tuple[int, ...]
 
 
+class _Cells(NamedTuple):
+    """The cells of a tensor, in the order of their first bytes, and how far they and those before reach."""
+
+    cells: tuple[Cell, ...]
+    reaches: list[int]
+
+    @classmethod
+    def of(cls, cells: Iterable[Cell]) -> _Cells:
+        """Puts cells in order."""
+        ordered = tuple(sorted(cells, key=lambda cell: cell.runs.start))
+        return cls(ordered, list(accumulate((cell.runs.end for cell in ordered), max)))
+
+
 class Holdings:
     """What all ranks hold of the tensors of a layout.
 
     Args:
         layout: The files.
-        boxes: By name of the tensor, what each rank holds of it.
+        boxes: By name of the tensor, what each rank holds of it; one object for what is equal.
 
     Attributes:
         missing: Says which boxes are on no rank, of the first ones.
@@ -54,12 +67,12 @@ class Holdings:
 
     def __init__(self, layout: Layout, boxes: Mapping[str, BoxesByRank]) -> None:
         self.missing: list[str] = []
-        self._kinds: list[tuple[Cell, ...]] = []
+        self._kinds: list[_Cells] = []
         self._kind_of: list[int] = []
-        known: dict[tuple[tuple[int, ...], int, BoxesByRank], tuple[int, list[Box]]] = {}
+        known: dict[tuple[tuple[int, ...], int, int], tuple[int, list[Box]]] = {}
         for entry in layout.space.extents:
             dtype, shape = torch_spec(entry)
-            key = (shape, dtype.itemsize, boxes[entry.name])
+            key = (shape, dtype.itemsize, id(boxes[entry.name]))  # the same for layers that are alike
             if key not in known:
                 cells = [(box, holders) for box, holders in _cut(shape, boxes[entry.name])]
                 known[key] = len(self._kinds), _joined([box for box, holders in cells if not holders])
@@ -68,7 +81,7 @@ class Holdings:
                     for box, holders in cells
                     if holders
                 )
-                self._kinds.append(tuple(sorted(held, key=lambda cell: cell.runs.start)))
+                self._kinds.append(_Cells.of(held))
             kind, missing = known[key]
             self._kind_of.append(kind)
             if len(self.missing) < _NUM_SHOWN:
@@ -76,7 +89,18 @@ class Holdings:
 
     def cells(self, tensor: int) -> tuple[Cell, ...]:
         """Returns the cells of a tensor that has bytes, by its number in `Layout.space`, in order."""
-        return self._kinds[self._kind_of[tensor]]
+        return self._kinds[self._kind_of[tensor]].cells
+
+    def within(self, tensor: int, begin: int, end: int) -> Iterator[tuple[Cell, int, int]]:
+        """Yields what cells of a tensor have in a range of its bytes: where that begins and ends in each."""
+        cells, reaches = self._kinds[self._kind_of[tensor]]
+        for at in range(bisect_right(reaches, begin), len(cells)):
+            runs = cells[at].runs
+            if runs.start >= end:
+                return
+            first, last = runs.before(begin), runs.before(end)
+            if first < last:
+                yield cells[at], first, last
 
     def kind(self, tensor: int) -> int:
         """Returns a number that tensors with the same cells share."""
@@ -85,7 +109,7 @@ class Holdings:
     @cached_property
     def digest(self) -> str:
         """xxh3-128 of who holds what."""
-        kinds = [[[cell.box, cell.holders] for cell in cells] for cells in self._kinds]
+        kinds = [[[cell.box, cell.holders] for cell in cells] for cells, _ in self._kinds]
         return xxhash.xxh3_128_hexdigest(json.dumps([kinds, self._kind_of]).encode())
 
 

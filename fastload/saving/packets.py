@@ -140,7 +140,7 @@ def _coming(
         if (entry.file, entry.offset) >= (piece.file, piece.end):
             break
         if entry.file == piece.file and entry.offset + entry.nbytes > piece.begin:
-            cells = _within(holdings.cells(number), piece.begin - entry.offset, piece.end - entry.offset)
+            cells = holdings.within(number, piece.begin - entry.offset, piece.end - entry.offset)
             for cell, begin, end in cells:
                 supplier = _supplier(cell.holders, writer, index, members)
                 found.setdefault(supplier, []).append(Stretch(number, cell, begin, end))
@@ -190,16 +190,6 @@ class _Pieces:
                 return
             if piece.file == file and piece.end > begin:
                 yield piece, writer, index
-
-
-def _within(cells: Sequence[Cell], begin: int, end: int) -> Iterator[tuple[Cell, int, int]]:
-    """Yields what cells have in a range of their tensor, each from its first byte to after its last one."""
-    for cell in cells:
-        if cell.runs.start >= end:
-            return
-        first, last = cell.runs.before(begin), cell.runs.before(end)
-        if first < last:
-            yield cell, first, last
 
 
 def _supplier(holders: Sequence[int], writer: int, piece: int, members: Sequence[int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fastload.base.memory import uncollected
 from fastload.saving.agree import Agreed
 from fastload.saving.assembly import num_staged
 from fastload.saving.assign import Share, assign, whole_units
@@ -66,6 +67,7 @@ def take_part(call: Call, described: Described, agreed: Agreed) -> Part:
     return Part(described, team, share, target)
 
 
+@uncollected
 def _take_of_shards(
     call: Call,
     described: Described,

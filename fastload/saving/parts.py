@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import zlib
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import PlanMismatch
@@ -132,12 +134,18 @@ def _unpack(packed: bytes) -> Iterator[tuple[str, tuple[Box, ...]]]:
 
 
 def _join(boxes: Sequence[Iterator[tuple[str, tuple[Box, ...]]]]) -> dict[str, BoxesByRank]:
-    """Returns for each tensor which boxes which ranks have."""
-    found: dict[str, dict[tuple[Box, ...], list[int]]] = defaultdict(dict)
+    """Returns for each tensor which boxes which ranks have; the same object where that is the same."""
+    numbers: dict[tuple[Box, ...], int] = {}
+    columns: dict[str, array[int]] = defaultdict(partial(array, "I"))
     for rank, of_rank in enumerate(boxes):
         for name, held in of_rank:
-            found[name].setdefault(held, []).append(rank)
-    return {
-        name: tuple((held, tuple(ranks)) for held, ranks in of_name.items())
-        for name, of_name in found.items()
-    }
+            columns[name].extend((rank, numbers.setdefault(held, len(numbers))))
+    kinds, known = list(numbers), dict[bytes, BoxesByRank]()
+    for column in columns.values():
+        key = column.tobytes()
+        if key not in known:
+            ranks_of: dict[int, list[int]] = {}
+            for rank, number in zip(column[::2], column[1::2], strict=True):
+                ranks_of.setdefault(number, []).append(rank)
+            known[key] = tuple((kinds[number], tuple(ranks)) for number, ranks in ranks_of.items())
+    return {name: known[column.tobytes()] for name, column in columns.items()}
