@@ -42,7 +42,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 def local_of(tensor: Tensor) -> Tensor:
     """Returns the memory that this rank has of a tensor: of a plain one, itself."""
-    if not is_dtensor(tensor):
+    if type(tensor) in _PLAIN or not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
         return tensor.to_local().detach()  # type: ignore[attr-defined,no-any-return]

@@ -82,6 +82,10 @@ class Rendezvous:
 
         return self.ask("watching the other ranks", limit_s, look)
 
+    def pulse(self, *, limit_s: float) -> int:
+        """Returns a number that changes while ranks get on."""
+        return self.ask("watching the other ranks", limit_s, lambda: int(self._store.add("pulse", 0)))
+
     def post(self, what: str, key: str, text: str, *, forget: Sequence[str], limit_s: float) -> None:
         """Leaves a text for whoever wants it, and deletes others that nobody will want any more."""
 

@@ -93,14 +93,23 @@ class PacketExchange:
         Raises:
             Interrupted: Another rank failed, or the connection did, or they did not come in time.
         """
-        world = self._world
+        pulse = None
+        while True:
+            try:
+                self._wait(event, what, self._world.patience_s / 2)
+                break
+            except DeadlineExceeded as late:
+                # Whoever is to send or to take them may write what it has by itself for as long as it likes.
+                before, pulse = pulse, self._world.rendezvous.pulse(limit_s=self._world.grace_s)
+                if pulse == before:
+                    raise Interrupted(str(late)) from None
+        self._world.moved()
+
+    def _wait(self, event: threading.Event, what: str, limit_s: float) -> None:
         try:
-            wait_for(event, what, world.patience_s, lambda: self._error is not None or world.alarmed())
-        except DeadlineExceeded as late:
-            raise Interrupted(str(late)) from None  # whoever was to send them has failed
+            wait_for(event, what, limit_s, lambda: self._error is not None or self._world.alarmed())
         finally:
             self._check()
-        world.moved()
 
     def finish(self) -> None:
         """Waits until all has been sent; errors are those of `wait`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import fastload
 from fastload.errors import FastloadError, OptionError, PeerError, PlanMismatch, ReplicaMismatch
+from fastload.storage.local_files import LocalFiles
 from fastload.transfer import shares
 from tests.checkpoints import assert_same_bits
 from tests.dist.draws import draw_state, draw_target
@@ -364,3 +366,16 @@ def test_each_host_has_a_copy_of_what_all_ranks_hold(rank: int, world: int, tmp_
         assert report.num_copies == 2
         assert files(disk / str(number)) == expected
     dist.barrier()
+
+
+@ranks(2)
+def test_who_waits_for_a_slow_writer_waits_as_long_as_it_gets_on(rank: int, world: int, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    state = {"w": distribute_tensor(torch.ones(10 << 8, 1 << 10), mesh, [Shard(1)], src_data_rank=None)}
+    with pytest.MonkeyPatch.context() as patch:
+        write = LocalFiles.write
+        slow = (lambda *given: (time.sleep(0.55), write(*given))) if rank == 0 else write
+        patch.setattr(LocalFiles, "write", slow)
+        report = save(state, tmp_path / "c", writers=1, write_threads=1, staging_bytes=1 << 20, timeout_s=4)
+    assert report.num_writers == 1
+    assert report.ranks[1].total_s > 4
