@@ -22,6 +22,7 @@ from fastload.estimate.parallel import Parallel, model_of_size, model_of_tensors
 from fastload.estimate.sharded import ShardedLoad
 from fastload.estimate.simulate import STRATEGIES, Cluster, Prediction, predict
 from fastload.estimate.units import format_bytes, format_duration, format_rate
+from fastload.estimate.ways import Level
 from fastload.formats.names import NAMES
 from fastload.geometry.extents import Extent, HasExtent
 from fastload.options import LoadOptions
@@ -243,10 +244,12 @@ def _prediction_as_json(prediction: Prediction, floor_s: float) -> dict[str, Any
         "bound_by": prediction.bound_by,
         "storage_bytes": prediction.storage_bytes,
         "exchanged_bytes": prediction.exchanged_bytes,
+        "levels": [level._asdict() for level in prediction.levels],
         "num_readers": len(plan.readers),
         "share_bytes": {"mean": mean, "max": most},
         "chunk_bytes": plan.chunk_bytes,
         "num_rounds": plan.num_rounds,
+        "num_turns": plan.num_turns if isinstance(plan, TransferPlan) else 1,
         "depth": plan.depth,
         "slab_bytes": plan.slab_bytes,
         "round_s": prediction.limits,
@@ -264,7 +267,7 @@ def _print(path: str | None, load: _Load, predictions: dict[str, Prediction]) ->
         exchange = f"parcels over Gloo; {load.parallel}"
     else:
         console.print(f"{what} into each of {cluster.num_ranks:,} ranks", style="bold")
-        exchange = "NCCL" if cluster.nccl else "Gloo ring"
+        exchange = "NCCL" if cluster.nccl else "Gloo"
     console.print(f"{cluster.num_hosts:,} hosts × {cluster.ranks_per_host} ranks; exchange: {exchange}")
     rates = {
         "storage": cluster.storage_bytes_per_s,
@@ -286,14 +289,13 @@ def _print(path: str | None, load: _Load, predictions: dict[str, Prediction]) ->
     for prediction in predictions.values():
         table.add_row(*_cells(prediction, cluster, floor_s))
     console.print(table)
-    for prediction in predictions.values():
-        plan = prediction.plan
-        if prediction.decision.strategy == "allgather" and len(plan.readers) < cluster.num_ranks:
-            console.print(
-                f"allgather: only {len(plan.readers):,} of {cluster.num_ranks:,} ranks read, since "
-                f"{plan.depth} rounds with a chunk of each have to fit into staging: give more of it",
-                highlight=False,
-            )
+    if levels := next((prediction.levels for prediction in predictions.values() if prediction.levels), ()):
+        console.print(f"exchanged: {'; '.join(map(_level, levels))}", highlight=False)
+
+
+def _level(level: Level) -> str:
+    hops = f"{level.num_hops} hops" if level.num_hops > 1 else "1 hop"
+    return f"{format_bytes(level.nbytes)} {level.name} ({level.how}: {hops})"
 
 
 def _cells(prediction: Prediction, cluster: Cluster, floor_s: float) -> list[str]:

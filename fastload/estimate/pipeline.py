@@ -64,7 +64,8 @@ class RankRounds:
     Args:
         num_rounds: How many there are.
         depth: How many may be in flight.
-        num_reads: How many of their chunks are read at once.
+        num_reads: Of how many of them chunks are read at once.
+        ahead: Rounds, from the first in flight, of which chunks may be read; 0 for those in flight.
         stages: Returns what a round takes. Rounds that are skipped take as long as those before them.
         request_s: Time to the first byte of a read.
         alone: Whether nothing is exchanged.
@@ -76,6 +77,7 @@ class RankRounds:
         num_rounds: int,
         depth: int,
         num_reads: int,
+        ahead: int = 0,
         stages: Callable[[int], Stages],
         request_s: float,
         alone: bool,
@@ -84,6 +86,7 @@ class RankRounds:
         self._request_s = request_s
         self._alone = alone
         self._depth = depth
+        self._ahead = ahead or depth
         self._threads = num_reads
         self._num_rounds = min(num_rounds, _NUM_SIMULATED)
         self._skipped = num_rounds - self._num_rounds
@@ -125,8 +128,8 @@ class RankRounds:
                 )
 
     def _simulate(self) -> None:
-        """Goes from event to event: a round is posted, a read's first byte comes, or its last."""
-        posted = [0.0] * min(self._depth, self._num_rounds)
+        """Goes from event to event: a chunk may be read, a read's first byte comes, or its last."""
+        posted = [0.0] * min(self._ahead, self._num_rounds)
         flying: list[_Read] = []
         ended: dict[int, float] = {}
         now, begun = 0.0, 0
@@ -165,7 +168,8 @@ class RankRounds:
             self._placed.append(max([ready_s, *self._placed[-1:]]))  # finished in order, like any round
             return
         stages = self._stages_of(index)
-        start_s = max(self._next_start_s, ready_s)
+        posted_s = self._placed[index - self._depth] if index >= self._depth else 0.0
+        start_s = max(self._next_start_s, ready_s, posted_s)
         self._next_start_s = start_s + stages.exchange_s
         self._done_s = max(self._done_s, start_s + stages.transit_s)
         place_s = max([self._done_s, *self._placed[-1:]])

@@ -29,6 +29,7 @@ from fastload.estimate.simulate import (
     PLACING,
     SHARE,
     STORAGE,
+    WAY,
     Cluster,
     Prediction,
     num_reads,
@@ -44,7 +45,6 @@ __all__ = ["ShardedLoad"]
 
 _NUM_COLUMNS_ALONE = 256
 _PACKING = "packing"
-_WAY = "the way from rank to rank"
 
 
 @dataclass(frozen=True)
@@ -185,13 +185,14 @@ def _predict(
     bound_by = max(totals, key=lambda name: totals[name], default=STORAGE)
     busy_s = sum(max(limit.values()) for limit in limits)
     if moving_s > LATENCY_SHOWS * busy_s and any(one.transit_s > one.exchange_s for one in stages):
-        bound_by = _WAY
+        bound_by = WAY
     return Prediction(
         decision=decision,
         plan=plan,
         total_s=cluster.opening_s + moving_s,
         storage_bytes=storage_bytes,
         exchanged_bytes=0 if decision.alone else _exchanged_bytes(plan),
+        levels=(),
         limits={name: total / max(1, plan.num_rounds) for name, total in totals.items()},
         bound_by=bound_by,
         timeline=[

@@ -3,18 +3,23 @@
 The model is the pipeline of `transfer/pipeline.py`, seen from one rank that stands for all of its kind:
 
 - Every reader posts `depth` rounds, has `depth // 2` of their chunks read at once, hands over what is
-  read in order, and posts the next round into the slab that a placed round frees.
+  read in order, and posts the next round into the slab that a placed round frees. Where readers take
+  turns, the chunks of `TransferPlan.ahead` rounds are read at once.
 - All readers are alike and keep step. Storage and its shares are divided evenly among them, and a
   reader's part among its reads in flight. A request adds `request_s` in which nothing comes for it;
   as a reader's requests keep step too, that is not hidden by its other reads.
 - Storage traffic and exchange arrive over the same link of a host, which works both ways at once. With
   more than one host each byte of a round enters every host exactly once, read or received: a round
-  occupies the link for round_bytes ÷ link rate. Hops inside of a host cost messages, not link time.
-- The ring passes a slot on once it is there as a whole: a slot is at the last host after hosts - 1
-  times chunk ÷ link rate, and every hop adds `message_s`. Rounds follow each other around the ring.
-  A rank handles one message per reader and round.
-- NCCL pipelines within a slot, and one round follows the other; where only some ranks read, that its
-  broadcasts cost what the all-gather would is an assumption.
+  occupies the link for round_bytes ÷ link rate, or for longer if some host has more to send. Of the
+  rounds in flight that is taken to be even.
+- Over Gloo chunks go along the trees of `transfer/tree.py`, as many next to each other as hosts have
+  ranks. A host passes a chunk on once it is there as a whole, so a hop takes chunk ÷ rate of its rank,
+  and `message_s`. A rank handles one message for each reader at its place. The others of its host copy
+  from memory that they share.
+- NCCL goes along the lines of `transfer/grid.py`, dimension after dimension; each is busy with one round
+  at a time, and several rounds are on their way. Where all members of a line have something to pass on
+  a hop costs `message_s`; where one has, a piece of 512 KiB has to come first. A collective costs the rank
+  that calls it `call_s`. The last dimension are the devices of a host, which get `inner_bytes_per_s`.
 - A rank passes on at most `rank_bytes_per_s` (its cores), and one thread of it places `copy_bytes_per_s`,
   as if no chunk came to where it belongs at once.
 - `opening_s` comes before the data: listing, headers, the agreements, connecting.
@@ -34,6 +39,7 @@ from dataclasses import dataclass, fields
 
 from fastload.errors import OptionError
 from fastload.estimate.pipeline import Interval, RankRounds, Stages
+from fastload.estimate.ways import Level, Rates, Way, way_of
 from fastload.geometry.extents import HasExtent
 from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.route import RoutedPlan
@@ -47,11 +53,12 @@ _MAX_DIRECT_READS = 8
 LATENCY_SHOWS = 1.1
 
 # Assumed, of the order that one core of TCP and a copy to memory touched for the first time take.
-_RING = {"rank_bytes_per_s": 1.6e9, "copy_bytes_per_s": 2e9, "message_s": 80e-6}
-_NCCL = {"rank_bytes_per_s": math.inf, "copy_bytes_per_s": math.inf, "message_s": 10e-6}  # an assumption
+_GLOO = {"rank_bytes_per_s": 1.6e9, "copy_bytes_per_s": 2e9, "message_s": 80e-6}
+_NCCL = {"rank_bytes_per_s": math.inf, "copy_bytes_per_s": math.inf, "message_s": 10e-6}  # assumptions
 
 STORAGE, SHARE, LINKS = "storage", "each host's share of storage", "host links"
 CORES, MESSAGES, PLACING = "the cores of a rank", "messages", "placing"
+WAY = "the way from rank to rank"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +71,13 @@ class Cluster:
         host_bytes_per_s: A host's network link, each way.
         storage_bytes_per_s: What storage delivers to all hosts together.
         host_storage_bytes_per_s: What storage delivers to one host at most.
-        nccl: Whether the exchange is NCCL between devices, not the ring over Gloo.
+        nccl: Whether the exchange is NCCL between devices, not Gloo between hosts.
         rank_bytes_per_s: What a rank can receive and pass on; None for 1.6 GB/s, with NCCL no limit.
         copy_bytes_per_s: What a rank can place; None for 2 GB/s, with NCCL no limit.
         message_s: What a hop costs beyond its bytes; None for 80 µs, with NCCL 10 µs.
+        inner_bytes_per_s: What a device gets from the others of its host: an assumption, of what few
+            of its multiprocessors take of NVLink.
+        call_s: What a collective costs the rank that calls it: an assumption.
         request_s: Time to the first byte of a read.
         opening_s: Time before the first read.
 
@@ -84,6 +94,8 @@ class Cluster:
     rank_bytes_per_s: float | None = None
     copy_bytes_per_s: float | None = None
     message_s: float | None = None
+    inner_bytes_per_s: float = 100e9
+    call_s: float = 50e-6
     request_s: float = 0.0
     opening_s: float = 0.15
 
@@ -103,7 +115,7 @@ class Cluster:
     def cost(self, name: str) -> float:
         """Returns a number that has a default of its own for each kind of exchange."""
         given = getattr(self, name)
-        return float(given if given is not None else (_NCCL if self.nccl else _RING)[name])
+        return float(given if given is not None else (_NCCL if self.nccl else _GLOO)[name])
 
     @property
     def num_ranks(self) -> int:
@@ -132,6 +144,7 @@ class Prediction:
         total_s: Until every rank has everything.
         storage_bytes: What leaves the storage.
         exchanged_bytes: What ranks receive from each other, all of them together.
+        levels: Which way that is; empty if there is nothing to exchange.
         limits: What each part of the world needs for a round, in seconds.
         bound_by: What holds the load up.
         timeline: What one of the readers does; the other ranks do the same but for the reads.
@@ -142,6 +155,7 @@ class Prediction:
     total_s: float
     storage_bytes: int
     exchanged_bytes: int
+    levels: Sequence[Level]
     limits: Mapping[str, float]
     bound_by: str
     timeline: Sequence[Interval]
@@ -175,6 +189,7 @@ def predict(
         strategy, world_size=ranks, readers=range(ranks), hosts=hosts, shared=True, fast_links=cluster.nccl
     )
     alone = decision.alone
+    shares_memory = cluster.ranks_per_host > 1 and not cluster.nccl and not alone
     plan = plan_transfer(
         wanted,
         decision.supply(0),
@@ -182,12 +197,17 @@ def predict(
         staging_bytes=staging_bytes,
         chunk_bytes=chunk_bytes,
         contiguous=contiguous,
+        even_slots=cluster.nccl and not alone,
+        hosts=hosts,
+        num_sharing=cluster.ranks_per_host if shares_memory else 1,
     )
     costs = _Costs.of(plan, cluster, alone=alone)
     events, moving_s = RankRounds(
         num_rounds=plan.num_rounds,
-        depth=plan.depth,
-        num_reads=num_reads(plan.depth, alone=alone),
+        # One slab is for ranks of the host that are a round behind.
+        depth=max(1, plan.depth - 1) if shares_memory else plan.depth,
+        num_reads=plan.ahead or num_reads(plan.depth, alone=alone),
+        ahead=plan.ahead,
         stages=costs.stages_of(plan),
         request_s=cluster.request_s,
         alone=alone,
@@ -197,7 +217,8 @@ def predict(
         plan=plan,
         total_s=cluster.opening_s + moving_s,
         storage_bytes=plan.total_bytes * (ranks if alone else 1),
-        exchanged_bytes=0 if alone else plan.total_bytes * (ranks - 1),
+        exchanged_bytes=sum(level.nbytes for level in costs.levels),
+        levels=costs.levels,
         limits=costs.limits,
         bound_by=costs.bound_by(moving_s / max(1, plan.num_rounds)),
         timeline=[event.later(cluster.opening_s) for event in events],
@@ -211,38 +232,34 @@ class _Costs:
     Attributes:
         stages: Its stages.
         limits: What it takes on each part of the world, by name.
+        levels: What goes which way in the whole load.
     """
 
     stages: Stages
     limits: Mapping[str, float]
+    levels: Sequence[Level] = ()
 
     @classmethod
     def of(cls, plan: TransferPlan, cluster: Cluster, *, alone: bool) -> _Costs:
         """Derives them from the plan."""
         chunk = plan.chunk_bytes_of(0) if plan.num_rounds else 0
-        num_readers = cluster.num_ranks if alone else len(plan.readers)
+        num_reading = cluster.num_ranks if alone else plan.windows.most_readers
         on_host = cluster.ranks_per_host if alone else _most_on_one_host(plan, cluster)
         limits = {
-            STORAGE: num_readers * chunk / cluster.storage_bytes_per_s,
+            STORAGE: num_reading * chunk / cluster.storage_bytes_per_s,
             SHARE: on_host * chunk / cluster.host_storage_bytes_per_s,
             LINKS: on_host * chunk / cluster.host_bytes_per_s,
         }
         read_s = max(limits.values())
         if alone:
             return cls(Stages(read_s), limits)
-        round_bytes, num_hops = chunk * len(plan.readers), cluster.num_ranks - 1
-        if cluster.num_hosts > 1:
-            limits[LINKS] = round_bytes / cluster.host_bytes_per_s
-        hops_s = num_hops * cluster.cost("message_s")
-        limits[MESSAGES] = hops_s if cluster.nccl else len(plan.readers) * cluster.cost("message_s")
-        limits[CORES] = round_bytes / cluster.cost("rank_bytes_per_s")
+        way = _way(plan, cluster)
+        round_bytes = chunk * plan.windows.most_readers
+        limits[LINKS] = max(limits[LINKS], way.link_s)
+        limits[MESSAGES], limits[CORES] = way.messages_s, way.cores_s
         limits[PLACING] = place_s = round_bytes / cluster.cost("copy_bytes_per_s")
-        busy_s = max(limits[LINKS], limits[CORES])
-        if cluster.nccl:
-            return cls(Stages(read_s, busy_s + hops_s, busy_s + hops_s, place_s), limits)
-        busy_s = max(busy_s, limits[MESSAGES])
-        around_s = hops_s + (cluster.num_hosts - 1) * chunk / cluster.host_bytes_per_s
-        return cls(Stages(read_s, busy_s, max(busy_s, around_s), place_s), limits)
+        busy_s = max(limits[LINKS], way.cores_s, way.messages_s, way.phase_s)
+        return cls(Stages(read_s, busy_s, max(busy_s, way.transit_s), place_s), limits, way.levels)
 
     def stages_of(self, plan: TransferPlan) -> Callable[[int], Stages]:
         """Returns what a round of the plan takes: only the last may be shorter."""
@@ -254,7 +271,7 @@ class _Costs:
         """Names what is busiest, unless even that is idle for much of the time between two rounds."""
         name = max(self.limits, key=lambda name: self.limits[name])
         if pace_s > LATENCY_SHOWS * self.limits[name] and self.stages.transit_s > self.stages.exchange_s:
-            return "the way around the ring"
+            return WAY
         return name
 
 
@@ -263,5 +280,20 @@ def num_reads(depth: int, *, alone: bool) -> int:
     return min(depth, _MAX_DIRECT_READS) if alone else max(1, depth // 2)
 
 
-def _most_on_one_host(plan: TransferPlan, cluster: Cluster) -> int:
-    return max(Counter(rank // cluster.ranks_per_host for rank in plan.readers).values())
+def _way(plan: TransferPlan, cluster: Cluster) -> Way:
+    rates = Rates(
+        host=cluster.host_bytes_per_s,
+        rank=cluster.cost("rank_bytes_per_s"),
+        inner=cluster.inner_bytes_per_s,
+        message_s=cluster.cost("message_s"),
+        call_s=cluster.call_s,
+    )
+    return way_of(plan, cluster.num_hosts, cluster.ranks_per_host, rates, nccl=cluster.nccl)
+
+
+def _most_on_one_host(plan: TransferPlan, cluster: Cluster) -> float:
+    """Returns how many chunks of a round one host reads, on average of those that are read at once."""
+    num_rounds = max(1, min(plan.ahead, plan.num_turns))
+    windows = plan.windows.readers[:num_rounds]
+    counts = Counter(rank // cluster.ranks_per_host for readers in windows for rank in readers)
+    return max(counts.values()) / num_rounds

@@ -37,7 +37,7 @@ def open_exchange(
     if on_cuda and has_nccl(world):
         from fastload.transfer.nccl import NcclExchange
 
-        return NcclExchange(world, device)
+        return NcclExchange(world, device, hosts)
     order = ring_order(hosts)
     return GlooExchange(world, Trees.between(order, [machines[rank] for rank in order]), pinned=on_cuda)
 

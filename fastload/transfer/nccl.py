@@ -1,61 +1,102 @@
-"""The exchange over NCCL: an all-gather on device slabs."""
+"""The exchange over NCCL: slabs on devices, along the lines of a grid of hosts and their ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from fastload.base.memory import allocate, allocate_staging
 from fastload.base.stopwatch import Stopwatch
-from fastload.base.threads import background
+from fastload.base.threads import background, within
+from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.ranks.world import World
-from fastload.transfer.rounds import TICK_S, FlatSlab, Round, Slots
+from fastload.transfer.grid import Grid
+from fastload.transfer.lines import Lines
+from fastload.transfer.rounds import TICK_S, FlatSlab, Round
 
 __all__ = ["NcclExchange"]
 
 _Running = tuple[Round, torch.cuda.Event, Tensor | None]
-"""A round, what tells that it has ended, and host memory of its statuses, (ranks,), if it could be begun."""
+"""A round, what tells that it has ended, and host memory of its statuses, (readers,), if it was begun."""
+
+_MAX_CTAS = 8  # of each communicator: the lines of all dimensions have to run at once
+_FOREVER = timedelta(days=7)  # NCCL's watchdog ends the process; ours end the load
 
 
 class NcclExchange:
-    """All-gather over NCCL on device slabs, on a stream of its own.
+    """Collectives of NCCL on device slabs, on streams of their own.
+
+    Where the ranks are a grid of more than one dimension, each line of it has a communicator, which is kept
+    for the next loads of the group. Else the group's own is used.
 
     Args:
         world: The ranks; their group has an NCCL backend.
         device: This rank's CUDA device.
+        hosts: Host of each rank.
     """
 
     transport = "nccl"
     shares_memory = False
     num_sharing = 1
-    private = False  # a communicator of its own would cost memory and time in every load
 
-    def __init__(self, world: World, device: torch.device) -> None:
+    def __init__(self, world: World, device: torch.device, hosts: Sequence[str]) -> None:
         self.device = device
         self.watch = Stopwatch()
+        self._world = world
         self._rank = world.rank
-        self._size = world.size
-        self._group = world.group
-        self._stream = torch.cuda.Stream(device)
+        grid = Grid.of(hosts)
+        self.private = grid.num_lines > 1
+        self._grid = grid if self.private else Grid(tuple(range(world.size)), (), world.size)
+        # One for each phase: rounds overlap, each in another one.
+        self._streams = [torch.cuda.Stream(device) for _ in range(self._grid.num_phases)]
+        self._era = world.kept.era
+        self._name = f"nccl {self._grid.dims} {device}"
+        self._communicators: _Communicators | None = world.kept.take(self._name) if self.private else None
+        self._last = self._streams[0]
+        self._lines: Lines | None = None
+        self._broke = False
         self._running: queue.SimpleQueue[_Running | None] = queue.SimpleQueue()
         self._waiter = background(self._wait_all, "fastload-nccl")
 
-    def offer(self) -> None:
-        return None
+    def offer(self) -> Any:
+        if not self.private:
+            return None
+        token = self._communicators.token if self._communicators is not None else ""
+        return {"token": token, "draw": secrets.token_hex(8)}
 
     def renew(self) -> None:
         pass
 
     def accept(self, offers: Sequence[Any]) -> None:
-        pass
+        if not self.private:
+            return
+        if self._communicators is not None and {offer["token"] for offer in offers} != {
+            self._communicators.token
+        }:
+            self._communicators.drop()
+            self._communicators = None
+        if self._communicators is None:
+            token = xxhash.xxh3_64_hexdigest(repr([offer["draw"] for offer in offers]).encode())
+            self._communicators = _Communicators(token)
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
+        if self._communicators is not None:
+            groups = self._communicators.meet(self._world, self._grid, self.device, give_up)
+        else:
+            assert self._world.group is not None
+            groups = [None, self._world.group._get_backend(self.device)]
+        self._lines = Lines(self._grid, self._rank, groups, self._within)
         self._waiter.start()
 
     def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
@@ -63,10 +104,11 @@ class NcclExchange:
 
     def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[FlatSlab, Tensor | None]:
         slab = allocate((slab_bytes,), torch.uint8, self.device)
-        # Kernels of the caller's that still use what was freed here come first; and whoever gets the memory
-        # next has to wait for what an abandoned load has left on the stream.
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        slab.record_stream(self._stream)
+        for stream in self._streams:
+            # Kernels of the caller's that still use what was freed here come first; and whoever gets the
+            # memory next has to wait for what an abandoned load has left on the stream.
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            slab.record_stream(stream)
         return FlatSlab(slab), allocate_staging(own_bytes, pinned=True)
 
     def allocate_own(self, nbytes: int) -> Tensor:
@@ -77,64 +119,137 @@ class NcclExchange:
 
     def start(self, work: Round) -> None:
         work.began = self.watch.start()
-        sent = torch.cuda.Event()
+        ended = torch.cuda.Event()
         statuses = None
         try:
             # What the caller's thread has allocated in inference mode cannot be written in another mode.
-            with torch.inference_mode(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-                if work.own is not None and self._rank in work.slots.each:
-                    work.slots.each[self._rank].copy_(work.own, non_blocking=True)
-                self._all_gather(work.slots)
-                found = self._gather_statuses(work.status)
-                # After the collectives, which no rank is to be left alone in.
-                statuses = allocate_staging(self._size, pinned=True).copy_(found, non_blocking=True)
-                sent.record(self._stream)
+            self._last = self._streams[0]
+            with torch.inference_mode(), torch.cuda.device(self.device), torch.cuda.stream(self._last):
+                found = self._bring(work)
+                with torch.cuda.stream(self._last):
+                    # After the collectives, which no rank is to be left alone in.
+                    statuses = allocate_staging(found.numel(), pinned=True).copy_(found, non_blocking=True)
+                    ended.record(self._last)
         except (RuntimeError, MemoryError) as error:
             work.broke(error)
         work.started.set()
-        self._running.put((work, sent, statuses))
+        self._running.put((work, ended, statuses))
 
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        pass  # the round is done, so every rank has sent and received all of it
+        pass  # the round is done, so every rank of the lines has sent and received all of it
 
     def close(self) -> None:
-        if not self._waiter.is_alive():
+        if self._waiter.is_alive():
+            self._running.put(None)
+            self._waiter.join(2 * TICK_S)
+        communicators, self._communicators = self._communicators, None
+        if communicators is None:
             return
-        self._running.put(None)
-        self._waiter.join(2 * TICK_S)
+        if self._broke or self._waiter.is_alive():
+            communicators.drop()
+        else:
+            self._world.kept.put(self._name, communicators, self._era)
 
-    def _all_gather(self, slots: Slots) -> None:
-        even = len({slot.numel() for slot in slots.each.values()}) == 1
-        if even and len(slots.each) == self._size:
-            _gather_single(slots.whole, slots.each[self._rank], self._group)
-            return
-        for owner, slot in slots.each.items():
-            if slot.numel():
-                dist.broadcast(slot, group=self._group, group_src=owner)
+    def _bring(self, work: Round) -> Tensor:
+        """Brings chunks, and what is the matter with them, to all ranks; returns that, (readers,)."""
+        assert self._lines is not None
+        owners = tuple(work.slots.each)
+        found = torch.zeros(len(owners), dtype=torch.uint8, device=self.device)
+        if work.own is not None and self._rank in work.slots.each:
+            work.slots.each[self._rank].copy_(work.own, non_blocking=True)
+            found[owners.index(self._rank)].fill_(work.status)
+        for stream in self._streams:
+            found.record_stream(stream)
+        self._lines.bring(owners, work.slots.whole, found)
+        return found
 
-    def _gather_statuses(self, own: int) -> Tensor:
-        """Returns what each rank says of its chunk, (ranks,), on the device."""
-        statuses = torch.empty(self._size, dtype=torch.uint8, device=self.device)
-        _gather_single(statuses, torch.full((1,), own, dtype=torch.uint8, device=self.device), self._group)
-        return statuses
+    @contextmanager
+    def _within(self, phase: int) -> Iterator[None]:
+        """What is called here comes after what was called before, and beside other phases of other rounds."""
+        self._streams[phase].wait_stream(self._last)
+        self._last = self._streams[phase]
+        with torch.cuda.stream(self._last):
+            yield
 
     def _wait_all(self) -> None:
         with torch.cuda.device(self.device):  # else of a new thread it is the first, which others use
             while (running := self._running.get()) is not None:
                 self._wait(*running)
 
-    def _wait(self, work: Round, sent: torch.cuda.Event, statuses: Tensor | None) -> None:
+    def _wait(self, work: Round, ended: torch.cuda.Event, statuses: Tensor | None) -> None:
         try:
-            while work.error is None and not sent.query():
+            while work.error is None and not ended.query():
                 time.sleep(0.0002)  # a blocking wait could not be abandoned
-            if statuses is not None:
-                work.statuses = {rank: status for rank, status in enumerate(statuses.tolist()) if status}
+            if statuses is not None and work.error is None:
+                found = zip(work.slots.each, statuses.tolist(), strict=True)
+                work.statuses = {rank: status for rank, status in found if status}
         except RuntimeError as error:  # of any kernel before it
             work.broke(error)
+        self._broke |= work.error is not None
         self.watch.stop(work.began, round=work.index)
         work.done.set()
 
 
-def _gather_single(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> None:
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, part, group=group)
+class _Communicators:
+    """Those of the lines of one rank; see `ranks.kept.Keepsake`.
+
+    Args:
+        token: Names them.
+    """
+
+    def __init__(self, token: str) -> None:
+        self.token = token
+        self._groups: list[Any] = []
+
+    def meet(
+        self, world: World, grid: Grid, device: torch.device, give_up: Callable[[], bool]
+    ) -> Sequence[Any]:
+        """Returns one for each phase, or None; the first time all of a line have to come.
+
+        Raises:
+            Interrupted: Some rank did not come, or `give_up` said so.
+        """
+        if not self._groups:
+            try:
+                self._groups = within(
+                    world.patience_s, "connecting", lambda: self._make(world, grid, device), give_up=give_up
+                )
+            except (RuntimeError, DeadlineExceeded) as error:
+                raise Interrupted(f"the ranks could not connect: {error}") from error
+        return self._groups
+
+    def drop(self) -> None:
+        """Ends them, and what is under way on them, which other ranks may never enter."""
+        groups, self._groups = self._groups, []
+
+        def abort() -> None:
+            for group in filter(None, groups):
+                with contextlib.suppress(RuntimeError):
+                    group.abort()
+
+        try:
+            background(abort, "fastload-down").start()
+        except RuntimeError:  # at the end of the process
+            abort()
+
+    def disown(self) -> None:
+        """A forked child has no use for them, nor for CUDA."""
+
+    def _make(self, world: World, grid: Grid, device: torch.device) -> list[Any]:
+        store = world.store if world.store is not None else dist.HashStore()
+        # NCCL waits for the others inside of the store's connection, which is not to be ours.
+        store = store.clone() if hasattr(store, "clone") else store
+        groups: list[Any] = []
+        for phase in range(grid.num_phases):
+            if not grid.has_line(world.rank, phase):
+                groups.append(None)
+                continue
+            line = grid.line(world.rank, phase)
+            corner = dist.PrefixStore(f"nccl/{self.token}/{phase}/{line[0]}", store)
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = _MAX_CTAS
+            options._timeout = _FOREVER
+            group = dist.ProcessGroupNCCL(corner, line.index(world.rank), len(line), options)
+            group.eager_connect_single_device(device)
+            groups.append(group)
+        return groups

@@ -91,7 +91,7 @@ class TransferPlan:
     @cached_property
     def windows(self) -> Windows:
         """The readers of each round of a lap."""
-        return Windows.of(self.readers, self.hosts, self.num_turns)
+        return Windows.of(self.readers, self.hosts, self.num_turns, by_local=self.even_slots)
 
     @cached_property
     def members(self) -> tuple[int, ...]:
@@ -160,6 +160,16 @@ class TransferPlan:
         after = (lap + 1, place) if self.contiguous else (lap, place + 1)
         start, end = self._bound(lap, place), self._bound(*after)
         return Chunk(start, end - start)
+
+    def whole(self, round_index: int) -> Chunk | None:
+        """Returns all chunks of a round as one, if they follow each other and fill their slots."""
+        chunk_bytes = self.chunk_bytes_of(round_index)
+        if self.blocks is not None or self.contiguous or chunk_bytes != slot_bytes(chunk_bytes):
+            return None
+        lap, turn = divmod(round_index, self.num_turns)
+        first, last = self.windows.first(turn), self.windows.first(turn + 1)
+        start, end = self._bound(lap, first), self._bound(lap, last)
+        return Chunk(start, end - start) if end - start == chunk_bytes * (last - first) else None
 
     @cached_property
     def _share_bytes(self) -> int:
@@ -267,7 +277,7 @@ class TransferPlan:
         ranks = [self.readers, self.demand.ranks] if self.exchanges else []
         blocks = _digest(self.blocks) if self.blocks is not None else None
         shape = self.even_slots, self.contiguous, self.num_sharing, self.ahead
-        order = self.windows.order if self.num_turns > 1 else ()
+        order = self.windows.order if self.windows.order != self.readers else ()
         text = json.dumps([self.extents, ranks, self.chunk_bytes, self.depth, blocks, *shape, order])
         return xxhash.xxh3_128_hexdigest(text.encode())
 

@@ -111,12 +111,12 @@ class Arrival(NamedTuple):
     """What has come to this rank.
 
     Attributes:
-        reader: Who has read it.
+        reader: Who has read it; None if several other ranks have.
         nbytes: Its length.
         pieces: What of it is to be placed: where in what this rank wants, and the bytes, flat uint8.
     """
 
-    reader: int
+    reader: int | None
     nbytes: int
     pieces: Sequence[tuple[int, Tensor]]
 

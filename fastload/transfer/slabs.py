@@ -208,14 +208,19 @@ class Slabs:
 
     def arrivals(self, plan: TransferPlan, index: int, work: Round) -> Iterator[Arrival]:
         """Yields what has come in a round: who has read it, and what of it is still to be placed."""
-        for rank in plan.readers_in(index) if self._wants else ():
-            if rank in work.statuses:
-                continue
-            pieces, position, chunk = [], 0, plan.chunk(index, rank)
-            for span in [] if rank in work.placed else plan.spans(chunk):
-                pieces.append((span.start, work.parts[rank][position : position + span.nbytes]))
-                position += span.nbytes
-            yield Arrival(rank, chunk.nbytes, pieces)
+        if not self._wants:
+            return
+        whole = plan.whole(index) if self._on_device and not work.statuses else None
+        if whole is not None:  # of many short pieces each would be a copy of its own
+            own = plan.chunk(index, self._rank)
+            yield Arrival(self._rank, own.nbytes, [])
+            yield Arrival(None, whole.nbytes - own.nbytes, _pieces(plan, whole, work.slots.whole))
+            return
+        for rank in plan.readers_in(index):
+            if rank not in work.statuses:
+                chunk = plan.chunk(index, rank)
+                is_placed = rank in work.placed or not chunk.nbytes
+                yield Arrival(rank, chunk.nbytes, [] if is_placed else _pieces(plan, chunk, work.parts[rank]))
 
     def _targets(self, plan: TransferPlan, chunk: Chunk, at_most: int) -> list[Tensor] | None:
         """Returns the host memory that a chunk belongs to; None if it has to be placed."""
@@ -232,3 +237,12 @@ class Slabs:
         if turn not in self._slots or self._slots[turn][0] != sizes:
             self._slots[turn] = sizes, slab.cut(sizes)
         return self._slots[turn][1]
+
+
+def _pieces(plan: TransferPlan, chunk: Chunk, data: Tensor) -> list[tuple[int, Tensor]]:
+    """Returns where what lies in a chunk is to be placed, piece by piece."""
+    pieces, position = [], 0
+    for span in plan.spans(chunk):
+        pieces.append((span.start, data[position : position + span.nbytes]))
+        position += span.nbytes
+    return pieces

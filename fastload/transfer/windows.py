@@ -43,24 +43,30 @@ class Windows:
     num_turns: int
 
     @classmethod
-    def of(cls, readers: Sequence[int], hosts: Sequence[str], num_turns: int) -> Windows:
+    def of(
+        cls, readers: Sequence[int], hosts: Sequence[str], num_turns: int, *, by_local: bool = False
+    ) -> Windows:
         """Arranges readers in windows that differ by one reader at most.
 
         Args:
             readers: Ascending.
             hosts: Host of each rank; empty if each is on a host of its own.
             num_turns: How many windows, no more than readers.
+            by_local: Whether the readers of a window are in the order of `Seat.local` first, and of hosts
+                then, if all hosts have as many.
         """
-        if num_turns == 1:
+        if num_turns == 1 and not by_local:
             return cls(tuple(readers), 1)
         seats = seats_of(readers, hosts)
         num_locals = 1 + max(seat.local for seat in seats)
+        by_local = by_local and len(seats) == num_locals * (1 + max(seat.host for seat in seats))
         num_bits = (num_turns - 1).bit_length()
 
         def place(index: int) -> tuple[int, int, int]:
             host, local = seats[index]
             turn = (host + local * num_turns // num_locals) % num_turns
-            return int(f"{turn:0{num_bits}b}"[::-1], 2), host, local
+            within = (local, host) if by_local else (host, local)
+            return int(f"{turn:0{num_bits}b}"[::-1], 2), *within
 
         return cls(tuple(readers[index] for index in sorted(range(len(readers)), key=place)), num_turns)
 

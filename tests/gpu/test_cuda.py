@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 import fastload
 from fastload.formats.state import state_digest
 from fastload.ranks.world import join
+from fastload.transfer.grid import Grid
 from fastload.transfer.nccl import NcclExchange
 from fastload.transfer.rounds import UNREADABLE, Round
 from tests.checkpoints import flip
@@ -205,21 +206,33 @@ def test_damage_is_told_through_the_device_and_the_group_goes_on(
     assert state_digest(loaded) == state_digest(on_host(state))
 
 
+@pytest.mark.parametrize("num_lines", [1, 2])
 @pytest.mark.usefixtures("nccl")
-def test_the_status_of_a_chunk_comes_through_the_device() -> None:
+def test_chunks_and_statuses_come_through_the_device(monkeypatch: pytest.MonkeyPatch, num_lines: int) -> None:
+    """With the group's communicator, and with some that are kept for the next load."""
+    monkeypatch.setattr(Grid, "num_lines", num_lines)
+    monkeypatch.setattr(Grid, "has_line", lambda grid, rank, phase: True)
     world = join(call="testing", timeout_s=60)
-    exchange = NcclExchange(world, torch.device("cuda", torch.cuda.current_device()))
-    exchange.connect(give_up=lambda: False)
-    slab, own = exchange.allocate(4096, 4096)
-    assert own is not None
-    for index, status in enumerate((0, UNREADABLE)):
-        slots = slab.cut({0: 4096})
-        work = Round(index, slots, slots.each, buffers=[own], own=own, status=status)
-        own.fill_(index + 1)
-        exchange.post(work)
-        exchange.start(work)
-        assert work.done.wait(30)
-        assert work.error is None
-        assert work.statuses == ({0: status} if status else {})
-        assert slab.memory.unique().tolist() == [index + 1]
-    exchange.close()
+    tokens = []
+    for load in range(2):
+        exchange = NcclExchange(world, torch.device("cuda", torch.cuda.current_device()), ["host"])
+        offer = exchange.offer()
+        tokens.append(offer["token"] if offer is not None else "")
+        exchange.accept([offer])
+        exchange.connect(give_up=lambda: False)
+        slab, own = exchange.allocate(4096, 4096)
+        assert own is not None
+        for index, status in enumerate((0, UNREADABLE, 0)):
+            slots = slab.cut({0: 4096})
+            work = Round(index, slots, slots.each, buffers=[own], own=own, status=status)
+            own.fill_(index + 1 + load)
+            exchange.post(work)
+            exchange.start(work)
+            assert work.done.wait(30)
+            assert work.error is None
+            assert work.statuses == ({0: status} if status else {})
+            assert slab.memory.unique().tolist() == [index + 1 + load]
+        exchange.close()
+    assert tokens[0] == ""
+    assert bool(tokens[1]) == (num_lines > 1)
+    world.kept.drop()

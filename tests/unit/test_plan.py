@@ -145,6 +145,12 @@ def test_the_slabs_fit_into_staging_and_hold_every_slot(
         slots = plan.slot_sizes(index)
         assert sum(slots.values()) <= plan.slab_bytes
         assert tuple(slots) == plan.readers_in(index)
+        if (whole := plan.whole(index)) is not None:
+            at = whole.start
+            for rank, slot in slots.items():
+                assert plan.chunk(index, rank) == (at, slot)
+                at += slot
+            assert at == whole.start + whole.nbytes
         for rank, slot in slots.items():
             assert slot % PAGE_BYTES == 0
             assert slot >= plan.chunk(index, rank).nbytes

@@ -1,0 +1,54 @@
+"""Chunks along the lines of a grid, by real collectives: those of Gloo, called as those of NCCL are."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fastload.transfer.grid import Grid
+from fastload.transfer.lines import Lines
+from fastload.transfer.windows import Windows
+from tests.dist.harness import ranks
+
+_CHUNK_BYTES = 37
+_PATIENCE = timedelta(seconds=60)
+
+
+def lines_of(grid: Grid, rank: int) -> Lines:
+    """The lines of a rank, each with a group of Gloo of its own."""
+    store = dist.distributed_c10d._get_default_store()
+    groups: list[Any] = []
+    for phase in range(grid.num_phases):
+        line = grid.line(rank, phase)
+        corner = dist.PrefixStore(f"lines/{phase}/{line[0]}", store)
+        is_alone = len(line) == 1
+        groups.append(None if is_alone else dist.ProcessGroupGloo(corner, line.index(rank), len(line), _PATIENCE))
+    return Lines(grid, rank, groups, lambda phase: nullcontext())
+
+
+@ranks(11, deadline_s=90)
+@pytest.mark.parametrize("num_locals", [1, 3, 11])
+def test_all_chunks_come_to_all_ranks(rank: int, world: int, num_locals: int) -> None:
+    hosts = [f"host{rank // num_locals}" for rank in range(world)]
+    grid = Grid.of(hosts)
+    lines = lines_of(grid, rank)
+    windows = [
+        window
+        for num_turns in (1, 2, 3, 8)
+        for window in Windows.of(range(world), hosts, num_turns, by_local=True).readers
+    ]
+    for owners in (*windows, (5, 2), (7, 0, 1), tuple(range(world))[::-1]):
+        chunks = torch.zeros(len(owners) * _CHUNK_BYTES, dtype=torch.uint8)
+        statuses = torch.zeros(len(owners), dtype=torch.uint8)
+        if rank in owners:
+            place = owners.index(rank)
+            chunks[place * _CHUNK_BYTES : (place + 1) * _CHUNK_BYTES] = rank + 1
+            statuses[place] = rank + 1
+        lines.bring(owners, chunks, statuses)
+        assert statuses.tolist() == [owner + 1 for owner in owners]
+        assert torch.equal(chunks, statuses.repeat_interleave(_CHUNK_BYTES))
