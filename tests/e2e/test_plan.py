@@ -52,11 +52,14 @@ def test_plan_for_people_to_read() -> None:
 def test_plan_of_a_world_that_nobody_here_owns() -> None:
     done = call(
         "plan", "--size", "13.8TB", "--hosts", "2048", "--ranks-per-host", "8", "--device", "cuda",
-        "--storage-gbps", "273GB/s", "--host-gbps", "400Gbit/s", "--staging", "8GiB",
+        "--storage-gbps", "273GB/s", "--host-gbps", "400Gbit/s",
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
     assert "13.8 TB into each of 16,384 ranks" in done.stdout
-    assert "of 16,384 ranks read" in done.stdout
+    row = next(line for line in done.stdout.splitlines() if line.lstrip().startswith("allgather"))
+    assert re.search(r"4\.\d+ min +1\.0\d +13\.8 TB +16,384 .*host links", row), row
+    ways = "28.2 PB between hosts (lines of 8 × 8 × 8 × 4: 24 hops)"
+    assert f"exchanged: {ways}; 198 PB inside hosts (links between devices: 7 hops)" in done.stdout
 
 
 def test_plan_of_a_sharded_load(tmp_path: Path) -> None:

@@ -165,6 +165,45 @@ def test_a_world_that_nobody_here_owns(nccl: bool, staging_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("hosts", "nbytes", "storage"),
+    [
+        *((hosts, 140 * GB, 50 * GB) for hosts in (8, 13, 32, 127, 128, 512, 2048)),
+        (384, 13_800 * GB, 273 * GB),
+    ],
+)
+def test_it_does_not_matter_how_many_ranks_there_are(hosts: int, nbytes: int, storage: int) -> None:
+    """With default options, the time of the links and of storage, which are as fast, and 10 % at most."""
+    done = run(
+        nbytes, "allgather", num_hosts=hosts, ranks_per_host=8, nccl=True, opening_s=0.15,
+        host_bytes_per_s=50 * GB,
+        storage_bytes_per_s=storage, rank_bytes_per_s=None, copy_bytes_per_s=None, message_s=None,
+    )  # fmt: skip
+    least_s = nbytes / (50 * GB)
+    assert least_s < done.total_s <= 1.10 * least_s
+    assert done.limits["host links"] * done.plan.num_rounds < 1.05 * least_s
+
+
+@pytest.mark.parametrize(("hosts", "nccl", "hops"), [(16, False, 15), (2048, False, 16), (2048, True, 24)])
+def test_what_goes_which_way(hosts: int, nccl: bool, hops: int) -> None:
+    done = run(
+        GB, "allgather", num_hosts=hosts, ranks_per_host=4, nccl=nccl, host_bytes_per_s=GB,
+        storage_bytes_per_s=GB,
+    )  # fmt: skip
+    outer, inner = done.levels
+    assert (outer.nbytes, outer.num_hops) == (GB * (hosts - 1), hops)
+    assert inner.nbytes == GB * hosts * 3
+    assert done.exchanged_bytes == outer.nbytes + inner.nbytes == GB * (4 * hosts - 1)
+
+
+def test_reads_ahead_hide_the_time_to_the_first_byte() -> None:
+    """Where readers take turns; what they read at first, all at once, is all that it costs."""
+    world: dict[str, Any] = {"num_hosts": 256, "ranks_per_host": 1, "host_bytes_per_s": 10 * GB}
+    done = run(100 * GB, "allgather", **world, storage_bytes_per_s=5 * GB, request_s=0.1)
+    assert done.plan.num_turns > 1
+    assert 20.0 < done.total_s < 20.0 * 1.05
+
+
+@pytest.mark.parametrize(
     "bad",
     [
         {"num_hosts": 0}, {"ranks_per_host": 0}, {"host_bytes_per_s": 0.0}, {"host_bytes_per_s": math.nan},
