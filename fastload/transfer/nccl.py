@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import xxhash
 from torch import Tensor
 
 from fastload.base.memory import allocate, allocate_staging
 from fastload.base.stopwatch import Stopwatch
-from fastload.base.threads import background, within
-from fastload.errors import DeadlineExceeded, Interrupted
+from fastload.base.threads import background
 from fastload.ranks.world import World
+from fastload.transfer.communicators import Communicators
 from fastload.transfer.grid import Grid
 from fastload.transfer.lines import Lines
 from fastload.transfer.rounds import TICK_S, FlatSlab, Round
@@ -29,9 +24,6 @@ __all__ = ["NcclExchange"]
 
 _Running = tuple[Round, torch.cuda.Event, Tensor | None]
 """A round, what tells that it has ended, and host memory of its statuses, (readers,), if it was begun."""
-
-_MAX_CTAS = 8  # of each communicator: the lines of all dimensions have to run at once
-_FOREVER = timedelta(days=7)  # NCCL's watchdog ends the process; ours end the load
 
 
 class NcclExchange:
@@ -53,16 +45,11 @@ class NcclExchange:
     def __init__(self, world: World, device: torch.device, hosts: Sequence[str]) -> None:
         self.device = device
         self.watch = Stopwatch()
-        self._world = world
         self._rank = world.rank
-        grid = Grid.of(hosts)
-        self.private = grid.num_lines > 1
-        self._grid = grid if self.private else Grid(tuple(range(world.size)), (), world.size)
+        self._communicators = Communicators(world, Grid.of(hosts), device)
+        self.private = self._communicators.are_own
         # One for each phase: rounds overlap, each in another one.
-        self._streams = [torch.cuda.Stream(device) for _ in range(self._grid.num_phases)]
-        self._era = world.kept.era
-        self._name = f"nccl {self._grid.dims} {device}"
-        self._communicators: _Communicators | None = world.kept.take(self._name) if self.private else None
+        self._streams = [torch.cuda.Stream(device) for _ in range(self._communicators.grid.num_phases)]
         self._last = self._streams[0]
         self._lines: Lines | None = None
         self._broke = False
@@ -70,33 +57,17 @@ class NcclExchange:
         self._waiter = background(self._wait_all, "fastload-nccl")
 
     def offer(self) -> Any:
-        if not self.private:
-            return None
-        token = self._communicators.token if self._communicators is not None else ""
-        return {"token": token, "draw": secrets.token_hex(8)}
+        return self._communicators.offer()
 
     def renew(self) -> None:
         pass
 
     def accept(self, offers: Sequence[Any]) -> None:
-        if not self.private:
-            return
-        if self._communicators is not None and {offer["token"] for offer in offers} != {
-            self._communicators.token
-        }:
-            self._communicators.drop()
-            self._communicators = None
-        if self._communicators is None:
-            token = xxhash.xxh3_64_hexdigest(repr([offer["draw"] for offer in offers]).encode())
-            self._communicators = _Communicators(token)
+        self._communicators.accept(offers)
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
-        if self._communicators is not None:
-            groups = self._communicators.meet(self._world, self._grid, self.device, give_up)
-        else:
-            assert self._world.group is not None
-            groups = [None, self._world.group._get_backend(self.device)]
-        self._lines = Lines(self._grid, self._rank, groups, self._within)
+        groups = self._communicators.meet(give_up)
+        self._lines = Lines(self._communicators.grid, self._rank, groups, self._within)
         self._waiter.start()
 
     def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
@@ -142,13 +113,7 @@ class NcclExchange:
         if self._waiter.is_alive():
             self._running.put(None)
             self._waiter.join(2 * TICK_S)
-        communicators, self._communicators = self._communicators, None
-        if communicators is None:
-            return
-        if self._broke or self._waiter.is_alive():
-            communicators.drop()
-        else:
-            self._world.kept.put(self._name, communicators, self._era)
+        self._communicators.close(keep=not self._broke and not self._waiter.is_alive())
 
     def _bring(self, work: Round) -> Tensor:
         """Brings chunks, and what is the matter with them, to all ranks; returns that, (readers,)."""
@@ -188,68 +153,3 @@ class NcclExchange:
         self._broke |= work.error is not None
         self.watch.stop(work.began, round=work.index)
         work.done.set()
-
-
-class _Communicators:
-    """Those of the lines of one rank; see `ranks.kept.Keepsake`.
-
-    Args:
-        token: Names them.
-    """
-
-    def __init__(self, token: str) -> None:
-        self.token = token
-        self._groups: list[Any] = []
-
-    def meet(
-        self, world: World, grid: Grid, device: torch.device, give_up: Callable[[], bool]
-    ) -> Sequence[Any]:
-        """Returns one for each phase, or None; the first time all of a line have to come.
-
-        Raises:
-            Interrupted: Some rank did not come, or `give_up` said so.
-        """
-        if not self._groups:
-            try:
-                self._groups = within(
-                    world.patience_s, "connecting", lambda: self._make(world, grid, device), give_up=give_up
-                )
-            except (RuntimeError, DeadlineExceeded) as error:
-                raise Interrupted(f"the ranks could not connect: {error}") from error
-        return self._groups
-
-    def drop(self) -> None:
-        """Ends them, and what is under way on them, which other ranks may never enter."""
-        groups, self._groups = self._groups, []
-
-        def abort() -> None:
-            for group in filter(None, groups):
-                with contextlib.suppress(RuntimeError):
-                    group.abort()
-
-        try:
-            background(abort, "fastload-down").start()
-        except RuntimeError:  # at the end of the process
-            abort()
-
-    def disown(self) -> None:
-        """A forked child has no use for them, nor for CUDA."""
-
-    def _make(self, world: World, grid: Grid, device: torch.device) -> list[Any]:
-        store = world.store if world.store is not None else dist.HashStore()
-        # NCCL waits for the others inside of the store's connection, which is not to be ours.
-        store = store.clone() if hasattr(store, "clone") else store
-        groups: list[Any] = []
-        for phase in range(grid.num_phases):
-            if not grid.has_line(world.rank, phase):
-                groups.append(None)
-                continue
-            line = grid.line(world.rank, phase)
-            corner = dist.PrefixStore(f"nccl/{self.token}/{phase}/{line[0]}", store)
-            options = dist.ProcessGroupNCCL.Options()
-            options.config.max_ctas = _MAX_CTAS
-            options._timeout = _FOREVER
-            group = dist.ProcessGroupNCCL(corner, line.index(world.rank), len(line), options)
-            group.eager_connect_single_device(device)
-            groups.append(group)
-        return groups

@@ -40,7 +40,7 @@ def read_threads(num_threads: int | None, plan: _Plan, *, ranks_on_host: int, in
     if in_order:
         return 1
     if plan.exchanges:
-        return plan.num_reads
+        return plan.num_reads if isinstance(plan, TransferPlan) else max(1, plan.depth // 2)
     fair = 2 * (os.cpu_count() or 1) // ranks_on_host
     return min(plan.depth, max(2, min(fair, _MAX_READ_THREADS)))
 

@@ -49,8 +49,7 @@ class RoutedPlan:
         depth: Rounds that may be in flight at once.
         slab_bytes: Most bytes that a rank needs for a round.
         staging_bytes: Most bytes for all slabs of one rank together.
-        in_lockstep: See `TransferPlan`.
-        ahead: See `TransferPlan`.
+        in_lockstep, ahead: See `TransferPlan`.
     """
 
     lanes: Lanes
@@ -83,11 +82,6 @@ class RoutedPlan:
     def num_rounds(self) -> int:
         """How many rounds it takes."""
         return -(-self.most_bytes // self.chunk_bytes)
-
-    @property
-    def num_reads(self) -> int:
-        """How many chunks a reader has to have in flight; see `TransferPlan`."""
-        return max(1, self.depth // 2)
 
     @cached_property
     def exchanges(self) -> bool:

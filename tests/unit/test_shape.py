@@ -19,8 +19,9 @@ DISTRIBUTED = {
     "cli/sharded.py",
     "ranks/agreement.py",
     "ranks/world.py",
+    "transfer/communicators.py",
     "transfer/exchange.py",
-    "transfer/nccl.py",
+    "transfer/lines.py",
     "transfer/links.py",
 }
 ENVIRONMENT = {"ranks/launch.py", "options.py", "ranks/world.py", "transfer/links.py"}
@@ -54,11 +55,17 @@ PURE = {
     "staging/inventory.py",
     "transfer/plan.py",
     "transfer/claims.py",
+    "transfer/grid.py",
     "transfer/lanes.py",
+<<<<<<< HEAD
     "transfer/partners.py",
+=======
+    "transfer/room.py",
+>>>>>>> 0e5c92f (Communicators have a module of their own)
     "transfer/route.py",
     "transfer/shares.py",
     "transfer/tree.py",
+    "transfer/windows.py",
     "estimate/simulate.py",
     "estimate/parameters.py",
     "training/retention.py",
