@@ -51,14 +51,15 @@ class Communicators:
             return None
         return {"token": self._made.token if self._made is not None else "", "draw": secrets.token_hex(8)}
 
+    def renew(self) -> None:
+        """Drops those that were kept; see `Exchange.renew`."""
+        made, self._made = self._made, None
+        if made is not None:
+            made.drop()
+
     def accept(self, offers: Sequence[Any]) -> None:
-        """Learns which ones the others have; only what all have is used. See `Exchange.accept`."""
-        if not self.are_own:
-            return
-        if self._made is not None and any(offer["token"] != self._made.token for offer in offers):
-            self._made.drop()
-            self._made = None
-        if self._made is None:
+        """Learns what the others have offered; see `Exchange.accept`."""
+        if self.are_own and self._made is None:
             token = xxhash.xxh3_64_hexdigest(repr([offer["draw"] for offer in offers]).encode())
             self._made = _Made(token)
 

@@ -60,7 +60,7 @@ class NcclExchange:
         return self._communicators.offer()
 
     def renew(self) -> None:
-        pass
+        self._communicators.renew()
 
     def accept(self, offers: Sequence[Any]) -> None:
         self._communicators.accept(offers)

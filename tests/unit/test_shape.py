@@ -57,11 +57,8 @@ PURE = {
     "transfer/claims.py",
     "transfer/grid.py",
     "transfer/lanes.py",
-<<<<<<< HEAD
     "transfer/partners.py",
-=======
     "transfer/room.py",
->>>>>>> 0e5c92f (Communicators have a module of their own)
     "transfer/route.py",
     "transfer/shares.py",
     "transfer/tree.py",
