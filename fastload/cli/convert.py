@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -10,6 +11,7 @@ from rich.filesize import decimal
 
 import fastload
 from fastload.cli.console import errors_to_exit_code, progress
+from fastload.cli.dcp_folder import write_dcp_folder
 from fastload.cli.shares import Shares, load_shares, num_ranks
 from fastload.cli.torch_file import local_path, write_torch_file
 from fastload.ranks.world import initialize
@@ -21,13 +23,13 @@ __all__ = ["convert"]
 @click.argument("src")
 @click.argument("dst")
 @click.option(
-    "--to", type=click.Choice(["fastload", "torch"]), default="fastload", show_default=True,
-    help="What to write: a checkpoint with checksums, in safetensors files; or a file for torch.load.",
+    "--to", type=click.Choice(["fastload", "torch", "dcp"]), default="fastload", show_default=True,
+    help="What to write: safetensors files with checksums, a file for torch.load, a directory for dcp.load.",
 )  # fmt: skip
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint that is at DST.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def convert(src: str, dst: str, to: str, overwrite: bool, as_json: bool) -> None:
-    """Save what is at SRC as a checkpoint of fastload's at DST, with checksums, or as a file of torch's.
+    """Save what is at SRC as a checkpoint of fastload's at DST, with checksums, or as torch has them.
 
     SRC is whatever fastload loads: also a file that torch.save wrote, of which nothing is executed. The ranks
     of a torchrun or srun job share the work: each of them holds its part, and none the whole.
@@ -37,8 +39,7 @@ def convert(src: str, dst: str, to: str, overwrite: bool, as_json: bool) -> None
     with errors_to_exit_code(rank=0):
         rank, _ = initialize()
     with errors_to_exit_code(rank):
-        done = _to_torch(src, dst, overwrite, rank, shown=not as_json) if to == "torch" else None
-        done = done or _to_fastload(src, dst, overwrite, rank, shown=not as_json)
+        done = _WRITERS[to](src, dst, overwrite, rank, shown=not as_json)
         if rank == 0 and as_json:
             click.echo(json.dumps(done))
         elif rank == 0:
@@ -63,6 +64,22 @@ def _to_torch(src: str, dst: str, overwrite: bool, rank: int, *, shown: bool) ->
     timeout_s = fastload.LoadOptions().timeout_s
     nbytes = write_torch_file(shares, dst, overwrite=overwrite, timeout_s=timeout_s)
     return {"url": path, "num_tensors": len(shares.tensors), "nbytes": nbytes, "num_files": 1}
+
+
+def _to_dcp(src: str, dst: str, overwrite: bool, rank: int, *, shown: bool) -> dict[str, Any]:
+    local_path(dst)
+    shares, _ = _load_shares(src, rank, shown=shown)
+    timeout_s = fastload.LoadOptions().timeout_s
+    made = write_dcp_folder(shares, dst, overwrite=overwrite, timeout_s=timeout_s)
+    counts = {"num_tensors": len(made.tensors), "nbytes": made.nbytes, "num_files": len(made.files)}
+    return {"url": made.url, **counts}
+
+
+_WRITERS: dict[str, Callable[..., dict[str, Any]]] = {
+    "fastload": _to_fastload,
+    "torch": _to_torch,
+    "dcp": _to_dcp,
+}
 
 
 def _load_shares(src: str, rank: int, *, shown: bool) -> tuple[Shares, dict[str, str]]:

@@ -6,14 +6,18 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import fastload
+from fastload.cli.dcp_folder import write_dcp_folder
+from fastload.cli.shares import load_shares
+from fastload.errors import CheckpointExists
 from tests.dist.harness import ranks
 from tests.dist.test_sharded_states import assert_equal, options, read, reference, sharded, train, whole
 
@@ -35,13 +39,21 @@ def empty_model(mesh: tuple[int, ...]) -> nn.Module:
     return model
 
 
+def zeros(state: Any) -> Any:
+    """The same nested state with nothing in it."""
+    if isinstance(state, dict):
+        return {key: zeros(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [zeros(value) for value in state]
+    return torch.zeros_like(state) if isinstance(state, Tensor) else 0
+
+
 def save_each_way(state: dict[str, Any], folder: Path) -> list[Path]:
-    """As programs do: at once, in the background, with several threads, one item a file, without collectives."""
-    ways = {name: folder / name for name in ("plain", "async", "threads", "items", "alone")}
+    """As programs do: at once, in the background, with several threads, without collectives."""
+    ways = {name: folder / name for name in ("plain", "async", "threads", "alone")}
     dcp.save(state, checkpoint_id=ways["plain"])
     dcp.async_save(state, checkpoint_id=ways["async"]).result()
     dcp.save(state, storage_writer=dcp.FileSystemWriter(ways["threads"], thread_count=3))
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(ways["items"], single_file_per_rank=False))
     dcp.save(state, storage_writer=dcp.FileSystemWriter(ways["alone"]), use_collectives=False)
     return list(ways.values())
 
@@ -59,6 +71,7 @@ def test_a_training_comes_back(rank: int, world: int, tmp_path: Path) -> None:
         "more": {"step": 2, "text": "été", "nested": [{"seed": torch.tensor(7)}, 1.5], "pair": (1, None)},
         "complex": torch.randn(3, dtype=torch.complex128, generator=torch.manual_seed(1)),
         "nothing": torch.empty(0, 3),
+        "big": torch.randn(700, 500, generator=torch.manual_seed(2)),
     }
     expected = whole(state)
     for path in save_each_way(state, tmp_path):
@@ -71,6 +84,15 @@ def test_a_training_comes_back(rank: int, world: int, tmp_path: Path) -> None:
         other = empty_model(mesh)
         fastload.load(path, into={"model": other}, strict=False, options=options())
         assert_equal(whole(other.state_dict()), expected["model"], str(mesh))
+    with fastload.open(path, options=options()) as checkpoint:
+        shares = load_shares(checkpoint, rank, world)
+    made = write_dcp_folder(shares, str(tmp_path / "again"), overwrite=False, timeout_s=20)
+    assert len(made.by_name["big"].pieces) == world
+    again = zeros(expected)
+    dcp.load(again, checkpoint_id=tmp_path / "again")
+    assert_equal(again, expected)
+    with pytest.raises(CheckpointExists):
+        write_dcp_folder(shares, str(tmp_path / "again"), overwrite=False, timeout_s=20)
     other = empty_model((4,))
     fresh = torch.optim.AdamW(other.parameters(), lr=0.5)
     into: dict[str, Any] = {"model": other, "optimizer": fresh, "more": {"step": 0}}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -198,6 +200,15 @@ def test_directories_of_items_that_lie(folder: Path, saved: Path) -> None:
                 continue
             assert torch.equal(found["w"], expected["w"])
             assert torch.equal(found["turned"], expected["turned"])
+
+
+def test_mutated_directories_are_refused_or_read_right() -> None:
+    script = Path(__file__).parents[2] / "scripts" / "fuzz_dcp.py"
+    done = subprocess.run(
+        [sys.executable, script, "--count", "120"], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert " ManifestError" in done.stdout
 
 
 @given(st.lists(st.integers(1, 5), max_size=3).map(tuple), st.data())

@@ -15,6 +15,7 @@ MAX_LINES = 400
 MAX_ATTRIBUTES = 12  # that a class sets on itself: beyond, some of them belong together
 # What may name them (an import for type checkers only is free: it does not happen).
 DISTRIBUTED = {
+    "cli/dcp_folder.py",
     "cli/shares.py",
     "cli/sharded.py",
     "ranks/agreement.py",

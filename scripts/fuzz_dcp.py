@@ -1,0 +1,213 @@
+"""Mutates small directories of torch.distributed.checkpoint, and loads them: an error, or right values.
+
+    .venv/bin/python scripts/fuzz_dcp.py --count 20000 --seed 1
+
+Nothing but a `FastloadError` may come out, or what torch reads in the same bytes: where a load succeeds, each
+of its tensors is the one that was saved, or else what `torch.load(weights_only=True)` finds in its item.
+Bytes of tensors are left as they are. Whoever takes longer than some seconds, or asks for much memory, fails.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+import fastload
+from fastload.errors import FastloadError
+from fastload.formats.state import describe
+
+_LOAD_S = 20
+_ROOM_BYTES = 4 << 30  # of address space, beyond what there is at the beginning
+_SMALL = (0, 1, 2, 0x7F, 0x80, 0xFF)
+
+
+def saved_state() -> dict[str, Any]:
+    generator = torch.manual_seed(5)
+    return {
+        "model": {"w": torch.randn(6, 4, generator=generator), "turned": torch.randn(6, 4).t()},
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(2.0), "exp_avg": torch.randn(6, 4).to(torch.bfloat16)}},
+            "param_groups": [{"lr": 0.1, "params": [0], "betas": (0.9, 0.99)}],
+        },
+        "note": "text",
+        "numbers": [1, {"x": torch.arange(3)}, None],
+    }
+
+
+def make_directories(root: Path) -> list[Path]:
+    """Saves as DCP does with one file, with several, and without collectives."""
+    with warnings.catch_warnings(action="ignore"):
+        state = saved_state()
+        dcp.save(state, checkpoint_id=root / "one", no_dist=True)
+        dcp.save(
+            state,
+            storage_writer=dcp.FileSystemWriter(root / "items", single_file_per_rank=False),
+            no_dist=True,
+        )
+    shutil.copytree(root / "one", root / "alone")
+    (root / "alone" / ".metadata").rename(root / "alone" / "__0.metadata")
+    return [root / "one", root / "items", root / "alone"]
+
+
+def data_ranges(folder: Path) -> dict[str, list[tuple[int, int]]]:
+    """Returns where the bytes of tensors are, by file."""
+    manifest = fastload.inspect(folder)
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for extent in manifest.extents:
+        name = manifest.files[extent.file].name
+        ranges.setdefault(name, []).append((extent.offset, extent.offset + extent.nbytes))
+    return ranges
+
+
+def mutate(data: bytearray, at: int, room: int, choose: random.Random) -> None:
+    """Changes at most `room` bytes, or takes some out, or puts some in."""
+    kind = choose.randrange(8)
+    if kind < 2:
+        data[at] ^= 1 << choose.randrange(8)
+    elif kind < 4:
+        data[at] = choose.choice((*_SMALL, data[at] + 1 & 0xFF, data[at] - 1 & 0xFF, choose.randrange(256)))
+    elif kind == 4:
+        width = min(choose.choice((2, 4, 8)), room)
+        data[at : at + width] = choose.choice((b"\0", b"\xff", b"\x7f"))[:1] * len(data[at : at + width])
+    elif kind == 5:
+        del data[at : at + min(choose.randint(1, 64), room)]
+    elif kind == 6:
+        data[at:at] = choose.randbytes(choose.randint(1, 16))
+    else:
+        other, length = choose.randrange(len(data)), min(choose.randint(1, 64), room)
+        data[at : at + length] = data[other : other + length]
+
+
+def spots(folder: Path, ranges: dict[str, list[tuple[int, int]]]) -> list[tuple[Path, int, int]]:
+    """Returns all places that are not within tensors, and how far it is to the next one."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        taken = ranges.get(path.name, [])
+        nbytes = path.stat().st_size
+        for at in range(nbytes):
+            if not any(begin <= at < end for begin, end in taken):
+                room = min([begin - at for begin, _ in taken if begin > at], default=nbytes - at)
+                found.append((path, at, room))
+    return found
+
+
+def tensors_of(state: Any) -> dict[str, Tensor]:
+    return describe(state).tensors
+
+
+def run_one(folder: Path, expected: dict[str, Tensor]) -> str:
+    """Loads a directory; returns what came of it."""
+    try:
+        state = fastload.load(folder)
+    except FastloadError as error:
+        return type(error).__name__
+    found = tensors_of(state)
+    wrong = [
+        name for name, tensor in found.items() if not any(is_same(tensor, one) for one in expected.values())
+    ]
+    if not wrong:
+        return "right" if found.keys() == expected.keys() else "right, and named otherwise"
+    manifest = fastload.inspect(folder)
+    for name in wrong:
+        if not is_as_torch_reads(folder, manifest, name, found[name]):
+            raise AssertionError(f"tensor {name} is not what torch reads there: {found[name]}")
+    return "as torch reads what is there now"
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+def is_as_torch_reads(folder: Path, manifest: fastload.Manifest, name: str, tensor: Tensor) -> bool:
+    """Whether torch finds the same in the item that a tensor is in."""
+    entry = manifest.by_name[name]
+    data = (folder / manifest.files[entry.file].name).read_bytes()
+    begin = data.rfind(b"PK\3\4", 0, data.rfind(b"data.pkl", 0, entry.offset))
+    end = data.find(b"PK\5\6", entry.offset) + 22
+    try:
+        read = torch.load(io.BytesIO(data[begin:end]), weights_only=True)
+    except Exception:  # torch does not read it
+        return False
+    return isinstance(read, Tensor) and is_same(read, tensor)
+
+
+def outcomes(count: int, seed: int) -> Iterator[str]:
+    choose = random.Random(seed)
+    with tempfile.TemporaryDirectory(prefix="fuzz-dcp-") as name:
+        root = Path(name)
+        folders = make_directories(root)
+        expected = {folder: tensors_of(fastload.load(folder)) for folder in folders}
+        places = {folder: spots(folder, data_ranges(folder)) for folder in folders}
+        for number in range(count):
+            folder = folders[number % len(folders)]
+            by_file: dict[Path, list[tuple[int, int]]] = {}
+            for _ in range(choose.choice((1, 1, 1, 2, 4))):
+                path, *spot = choose.choice(places[folder])
+                by_file.setdefault(path, []).append((spot[0], spot[1]))
+            originals = {path: path.read_bytes() for path in by_file}
+            for path, chosen in by_file.items():
+                data = bytearray(originals[path])
+                for at, room in sorted(chosen, reverse=True):
+                    if at < len(data):
+                        mutate(data, at, room, choose)
+                path.write_bytes(data)
+            try:
+                yield limited(lambda folder=folder: run_one(folder, expected[folder]))
+            except BaseException as error:
+                print(
+                    f"mutation {number} of seed {seed}, in {sorted(p.name for p in by_file)}: {error!r}",
+                    file=sys.stderr,
+                )
+                keep = Path(tempfile.mkdtemp(prefix="fuzz-dcp-kept-"))
+                shutil.copytree(folder, keep / folder.name)
+                print(f"kept in {keep}", file=sys.stderr)
+                yield f"WRONG: {type(error).__name__}"
+            for path, data in originals.items():
+                path.write_bytes(data)
+
+
+def limited(call: Callable[[], str]) -> str:
+    """Calls, with little time and memory."""
+    signal.alarm(_LOAD_S)
+    try:
+        return call()
+    finally:
+        signal.alarm(0)
+
+
+def too_long(number: int, frame: object) -> None:
+    raise AssertionError(f"it took longer than {_LOAD_S} s")
+
+
+@click.command()
+@click.option("--count", default=20_000, show_default=True, help="Mutations.")
+@click.option("--seed", default=1, show_default=True, help="Of the choices.")
+def main(count: int, seed: int) -> None:
+    """Load directories of DCP with bytes changed, and count what comes of it."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, too_long)
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + _ROOM_BYTES, now + _ROOM_BYTES))
+    tally = Counter(outcomes(count, seed))
+    for what, times in tally.most_common():
+        print(f"{times:8} {what}")
+    sys.exit(any(what.startswith("WRONG") for what in tally))
+
+
+if __name__ == "__main__":
+    main()
