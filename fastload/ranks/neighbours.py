@@ -26,14 +26,16 @@ class Neighbours:
         self._kept = world.kept
         self._era = world.kept.era
         self._name = f"the ranks {self.ranks} of a host"
-        self._link: HostLink | None = world.kept.take(self._name)
-        if self._link is not None and not self._link.is_alive:
-            self._forget()
-        self._door = Door()
+        self._link: HostLink | None = None
+        self._door: Door | None = None
         self._offers: Mapping[int, Mapping[str, str]] = {}
 
     def offer(self) -> dict[str, str]:
-        """Returns what the others have to know to meet this rank, if those of a link do not."""
+        """Returns what the others have to know to meet this rank; from then on it is to be closed."""
+        self._link = self._kept.take(self._name)
+        if self._link is not None and not self._link.is_alive:
+            self._forget()
+        self._door = Door()
         return {"token": self._link.token if self._link is not None else "", "door": self._door.name}
 
     def accept(self, offers: Sequence[Mapping[str, str]]) -> None:
@@ -54,6 +56,7 @@ class Neighbours:
         """
         if {offer["token"] for offer in self._offers.values()} != {self._link.token if self._link else ""}:
             self._forget()
+        assert self._door is not None, "offered"
         if self._link is None:
             doors = {rank: offer["door"] for rank, offer in self._offers.items()}
             self._link = HostLink(
@@ -64,7 +67,8 @@ class Neighbours:
 
     def close(self) -> None:
         """Keeps what connects the ranks for the next load, if all of them are still there."""
-        self._door.close()
+        if self._door is not None:
+            self._door.close()
         link, self._link = self._link, None
         if link is not None and link.is_alive:
             self._kept.put(self._name, link, self._era)

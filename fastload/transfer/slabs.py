@@ -124,9 +124,10 @@ class Slabs:
 
     def __init__(self, plan: TransferPlan, rank: int, exchange: Exchange, places: Places) -> None:
         num_slabs = self.depth = min(plan.depth, plan.num_rounds)
-        if exchange.shares_memory and plan.num_rounds > num_slabs:
-            # One slab more than rounds in flight: the others of the host may be a round behind this rank.
-            num_slabs = max(2, num_slabs)
+        if exchange.shares_memory:
+            # One slab more than rounds in flight: others of the host may be a round behind this rank. Even
+            # where each round has its own, since there are more rounds if readers drop out.
+            num_slabs = max(2, min(plan.depth, plan.num_rounds + 1))
             self.depth = num_slabs - 1
         self._rank = rank
         self._places = places

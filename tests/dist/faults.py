@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,10 +89,18 @@ def outcome_of(call: Callable[[], Any]) -> Outcome:
     raise AssertionError("nothing was raised")
 
 
-def fastload_threads() -> list[str]:
-    """Names the threads that do not end although a busy machine has the time for it."""
+def fastload_threads(*, kept: Collection[str] = ()) -> list[str]:
+    """Names the threads that do not end although a busy machine has the time for it.
+
+    Args:
+        kept: Those that serve the next load, too.
+    """
     limit = time.monotonic() + SLACK_S
-    while names := [thread.name for thread in threading.enumerate() if thread.name.startswith("fastload")]:
+    while names := [
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith("fastload") and thread.name not in kept
+    ]:
         if time.monotonic() > limit:
             break
         time.sleep(0.005)
