@@ -18,6 +18,7 @@ from fastload.cli.sharded import sharding_of
 from fastload.errors import FastloadError
 from fastload.formats.manifest import TensorEntry
 from fastload.formats.per_rank import OWN_PREFIX
+from fastload.formats.refused import without_refused
 from fastload.formats.state import describe, state_digest
 from fastload.geometry.box import row_major
 from fastload.options import SETTINGS, STRATEGIES
@@ -145,7 +146,16 @@ def _print_manifest(manifest: fastload.Manifest) -> None:
     for dtype, (count, nbytes) in _by_dtype(manifest).items():
         console.print(f"{dtype}: {count} tensors, {decimal(nbytes)}")
     total = f"{len(manifest.tensors)} tensors, {decimal(manifest.nbytes)} in {len(manifest.files)} files"
-    console.print(total, style="bold")
+    console.print(f"{total} ({manifest.format})", style="bold")
+    for line in _refused(manifest):
+        console.print(f"cannot be loaded: {shown(line)}", highlight=False)
+
+
+def _refused(manifest: fastload.Manifest) -> list[str]:
+    """Says what of the state cannot be loaded, and why."""
+    found: list[str] = []
+    without_refused(manifest.structure, found)
+    return found
 
 
 def _place_of(entry: TensorEntry, manifest: fastload.Manifest) -> str:
@@ -172,6 +182,7 @@ def _manifest_as_json(manifest: fastload.Manifest) -> dict[str, Any]:
         "format": manifest.format,
         "nbytes": manifest.nbytes,
         "metadata": dict(manifest.metadata),
+        "refused": _refused(manifest),
         "files": [{"name": file.name, "nbytes": file.nbytes} for file in manifest.files],
         "tensors": [
             {

@@ -21,6 +21,10 @@ from fastload.transfer.verify import Damage, Verifier
 
 __all__ = ["ChunkReader"]
 
+_MOST_BETWEEN_BYTES = 2 << 10  # that are read for nothing, where another request would take longer
+
+Part = tuple[Span, Sequence[memoryview]]
+
 
 class ChunkReader:
     """Reads chunks in the background.
@@ -108,13 +112,12 @@ class ChunkReader:
         self._workers.at_end(call)
 
     def _read(self, spans: Sequence[Span], buffers: Sequence[memoryview]) -> None:
-        rest = list(buffers)
         try:
-            for span in spans:
-                taken, rest = take(rest, span.nbytes)
-                self._read_span(span, taken)
+            for group in _requests(spans, buffers, 0 if self._storage.probes else _MOST_BETWEEN_BYTES):
+                self._read_span(*_joined(group))
                 if self._verifier is not None:
-                    self._verify(self._verifier, span, taken)
+                    for span, taken in group:
+                        self._verify(self._verifier, span, taken)
         finally:
             with self._lock:
                 self._num_unanswered -= 1
@@ -143,3 +146,34 @@ class ChunkReader:
         finally:
             with self._lock:
                 del self._under_way[me]
+
+
+def _requests(
+    spans: Sequence[Span], buffers: Sequence[memoryview], most_between: int
+) -> Iterator[list[Part]]:
+    """Yields what to read with one request each: spans of one file, with little or nothing between them."""
+    group: list[Part] = []
+    rest = list(buffers)
+    for span in spans:
+        if group:
+            last, _ = group[-1]
+            between = span.offset - last.offset - last.nbytes if span.file == last.file else -1
+            if not 0 <= between <= most_between:
+                yield group
+                group = []
+        taken, rest = take(rest, span.nbytes)
+        group.append((span, taken))
+    if group:
+        yield group
+
+
+def _joined(group: Sequence[Part]) -> Part:
+    """Returns a span that reaches over several, and buffers for all of it."""
+    first, _ = group[0]
+    at, buffers = first.offset, list[memoryview]()
+    for span, taken in group:
+        if span.offset > at:
+            buffers.append(memoryview(bytearray(span.offset - at)))
+        buffers += taken
+        at = span.offset + span.nbytes
+    return first._replace(nbytes=at - first.offset), buffers

@@ -156,3 +156,18 @@ def test_convert_what_only_ends_as_a_file_of_torch(tmp_path: Path) -> None:
     missing = run_here("convert", f"memory://{tmp_path}/no.pt", f"{new}-2")
     assert missing.stderr.startswith(f"fastload: CheckpointNotFound: memory://{tmp_path}/no.pt: ")
     assert not Path(f"{new}-2").exists()
+
+
+def test_inspect_says_what_cannot_be_loaded(tmp_path: Path) -> None:
+    torch.save({"good": torch.ones(3), "odd": [Unwelcome()]}, tmp_path / "a.pt")
+    shown = run_here("inspect", str(tmp_path / "a.pt")).stdout
+    assert "1 tensors, 12 bytes in 1 files (torch)" in shown
+    line = "state['odd'][0] is tests.e2e.test_cli_manager.Unwelcome: it is not on the list"
+    assert f"cannot be loaded: {line}" in shown
+    found = one_object(run_here("inspect", str(tmp_path / "a.pt"), "--json").stdout)
+    assert [refused.startswith(line) for refused in found["refused"]] == [True]
+    (tmp_path / "b.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-1])
+    assert (
+        "b.pt: not a zip archive as torch.save writes it: it has no end record"
+        in run_here("inspect", str(tmp_path / "b.pt")).stderr
+    )

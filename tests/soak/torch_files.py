@@ -155,13 +155,17 @@ def same(found: Any, wanted: Any) -> bool:
     return type(found) is type(wanted) and (found == wanted or (found != found and wanted != wanted))
 
 
-def headers_are_damaged(path: Path) -> bool:
-    """Whether the local headers of an archive are not as its directory has it: then torch believes them."""
+def torch_reads_other_bytes(path: Path) -> bool:
+    """Whether torch takes something else for the storages than what lies where the directory says.
+
+    It believes the local headers, and attributes that make a record a folder, of which it returns anything.
+    """
     data = path.read_bytes()
     records = read_directory(lambda at, length: data[at : at + length], len(data), str(path)).records
     reader = torch._C.PyTorchFileReader(str(path))
     return any(
         reader.get_record_offset(name.partition("/")[2]) != record.offset
+        or reader.get_record(name.partition("/")[2]) != data[record.offset : record.offset + record.nbytes]
         for name, record in records.items()
         if "/data/" in name
     )
@@ -192,7 +196,7 @@ def end_of(path: Path, original: Any) -> str:
         return "loaded, torch refuses it"
     if same(found, by_torch):
         return "as torch loads it"
-    assert headers_are_damaged(path), "torch loads something else"
+    assert torch_reads_other_bytes(path), "torch loads something else"
     return "as its directory says"
 
 

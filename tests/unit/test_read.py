@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,3 +72,43 @@ def test_a_read_that_storage_does_not_answer_is_under_way(storage: PatientStorag
     with pytest.raises(StorageError):
         read.result(30.0)
     assert reader.close(wait_s=30.0)
+
+
+class Requests(LocalStorage):
+    """Counts what is asked for, as where each request costs."""
+
+    probes = False
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.asked: list[tuple[str, int, int]] = []
+
+    def read_into(self, name: str, offset: int, buffers: Sequence[memoryview], *args: Any) -> None:
+        self.asked.append((name, offset, sum(map(len, buffers))))
+        super().read_into(name, offset, buffers, *args)
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_spans_with_little_between_them_are_one_request(tmp_path: Path, is_local: bool) -> None:
+    content = os.urandom(20_000)
+    for name in "ab":
+        (tmp_path / name).write_bytes(content)
+    local = Requests(str(tmp_path))
+    local.probes = is_local
+    storage = PatientStorage(local, retries=0, timeout_s=30.0)
+    reader = ChunkReader(
+        storage,
+        [FileEntry(name, len(content), "", "") for name in "ab"],
+        threads=1,
+        verifier=None,
+        on_damage=refuse,
+    )
+    places = [(0, 10, 100), (0, 174, 4), (0, 300, 1000), (0, 9000, 10), (0, 8990, 15), (1, 9005, 5)]
+    spans = [Span(file, offset, nbytes, 0) for file, offset, nbytes in places]
+    buffers = [bytearray(nbytes) for nbytes in (60, 44, 1000, 20, 10)]  # cut anywhere
+    reader.submit(spans, list(map(memoryview, buffers))).result(30.0)
+    assert b"".join(buffers) == b"".join(content[offset : offset + nbytes] for _, offset, nbytes in places)
+    merged = [("a", 10, 1290)] if not is_local else [("a", 10, 100), ("a", 174, 4), ("a", 300, 1000)]
+    assert local.asked == [*merged, ("a", 9000, 10), ("a", 8990, 15), ("b", 9005, 5)]
+    assert reader.close(wait_s=30.0)
+    storage.close()
