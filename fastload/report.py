@@ -51,6 +51,8 @@ class RankReport:
         bytes_verified: Data bytes it checked against the commit record; 0 for checkpoints without one.
         header_bytes_read: Bytes of headers and indexes it read.
         bytes_received: Data bytes it got from the other ranks.
+        bytes_in: Bytes that came in to it over the network, from ranks that share no memory with it: for
+            itself, and for the ranks of its host. 0 with NCCL, where nobody counts them.
         read_s: Seconds in which at least one read was under way.
         exchange_s: Seconds in which at least one exchange was under way.
         place_s: Seconds spent moving bytes from slabs into tensors.
@@ -70,6 +72,7 @@ class RankReport:
     bytes_verified: int = 0
     header_bytes_read: int = 0
     bytes_received: int = 0
+    bytes_in: int = 0
     read_s: float = 0.0
     exchange_s: float = 0.0
     place_s: float = 0.0

@@ -233,7 +233,18 @@ def _print_report(report: fastload.LoadReport, digests: list[str] | None, *, sha
         f"exchange: {report.transport}",
         highlight=False,
     )
-    heads = ("rank", "host", "read", "received", "reading", "exchange", "placing", "total", "staging")
+    heads = (
+        "rank",
+        "host",
+        "read",
+        "received",
+        "network",
+        "reading",
+        "exchange",
+        "placing",
+        "total",
+        "staging",
+    )
     table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False)
     for own in report.ranks:
         table.add_row(
@@ -241,6 +252,7 @@ def _print_report(report: fastload.LoadReport, digests: list[str] | None, *, sha
             own.host,
             decimal(own.bytes_read) if own.reader else "–",
             decimal(own.bytes_received),
+            decimal(own.bytes_in),
             *(f"{seconds:.2f} s" for seconds in (own.read_s, own.exchange_s, own.place_s, own.total_s)),
             decimal(own.peak_staging_bytes),
         )

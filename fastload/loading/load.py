@@ -250,6 +250,7 @@ def _report_rank(
         bytes_verified=sum(job.reader.verified.total for job in passes),
         header_bytes_read=opened.header_bytes,
         bytes_received=sum(pipeline.received_bytes for pipeline in pipelines),
+        bytes_in=sum(pipeline.bytes_in for pipeline in pipelines),
         read_s=read_s,
         exchange_s=exchange_s,
         place_s=place_s,

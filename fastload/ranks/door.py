@@ -70,13 +70,13 @@ class Door:
                 raise Interrupted(
                     f"ranks {sorted(missing)} of this host did not connect within {until_s:.1f} s"
                 )
-            with contextlib.suppress(OSError):  # a tick has passed, or who came went again
+            with contextlib.suppress(TimeoutError):
                 guest, _ = self._socket.accept()
-                guest.settimeout(_TICK_S)
                 rank = _rank_of(guest)
                 if rank in missing:
-                    guest.settimeout(None)
                     found[rank] = guest
+                else:
+                    guest.close()
         return found
 
     def close(self) -> None:
@@ -87,7 +87,12 @@ class Door:
 def _rank_of(guest: socket.socket) -> int | None:
     """Returns which rank has come, if it is one of ours."""
     _, user, _ = _PEER_OF.unpack(guest.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_OF.size))
-    text = guest.recv(_MOST_DIGITS)
+    guest.settimeout(_TICK_S)
+    try:
+        text = guest.recv(_MOST_DIGITS)
+    except OSError:  # says nothing, or went again
+        return None
+    guest.settimeout(None)
     return int(text) if user == os.getuid() and text.isdigit() else None
 
 

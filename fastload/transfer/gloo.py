@@ -72,6 +72,10 @@ class GlooExchange:
     def shares_memory(self) -> bool:
         return self._shared is not None
 
+    @property
+    def bytes_in(self) -> int:
+        return self._relay.bytes_in
+
     def offer(self) -> Any:
         wire = self._wire.offer() if self._wire is not None else {"token": ""}
         return {**wire, "host": self._shared.offer() if self._shared is not None else None}
@@ -116,7 +120,7 @@ class GlooExchange:
             ]
         except RuntimeError as error:
             work.broke(error)
-        self._relay.post(work)
+        self._relay.post(work, sum(work.parts[owner].nbytes for owner in self._incoming_of(work)))
 
     def start(self, work: Round) -> None:
         work.began = self.watch.start()

@@ -113,6 +113,11 @@ class Pipeline:
         return self._placing.received_bytes
 
     @property
+    def bytes_in(self) -> int:
+        """Bytes that came in from ranks that share no memory with this one."""
+        return self._exchange.bytes_in
+
+    @property
     def slab_bytes(self) -> int:
         """Bytes of all slabs; they take no memory if everything is read to where it belongs."""
         return self._slabs.nbytes

@@ -185,6 +185,7 @@ class Exchange(Protocol):
         private: Whether nobody else uses the connections, so that rounds under way may be abandoned.
         shares_memory: Whether other ranks place chunks from the slabs of this one.
         num_sharing: How many ranks of a host have their slabs together, at least; the same on all ranks.
+        bytes_in: Bytes that have come in over sockets, for this rank or for others of its host.
         device: Where slots live.
         watch: Time with at least one exchange under way.
     """
@@ -197,6 +198,8 @@ class Exchange(Protocol):
 
     @property
     def shares_memory(self) -> bool: ...  # noqa: D102
+    @property
+    def bytes_in(self) -> int: ...  # noqa: D102
 
     def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Slab, Tensor | None]:
         """Allocates a slab, and host memory for this rank's own slot unless the slab is host memory."""
@@ -297,6 +300,7 @@ class LocalExchange:
     private = True
     shares_memory = False
     num_sharing = 1
+    bytes_in = 0
 
     def __init__(self, *, pinned: bool) -> None:
         self.device = torch.device("cpu")

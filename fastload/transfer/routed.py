@@ -43,6 +43,10 @@ class RoutedExchange:
         self._wire = Wire(world, range(world.size), partners)
         self._relay = Relay(self._pass_on, self._ended, self.watch, self._wire.timeout)
 
+    @property
+    def bytes_in(self) -> int:
+        return self._relay.bytes_in
+
     def offer(self) -> Any:
         return self._wire.offer()
 
@@ -70,7 +74,7 @@ class RoutedExchange:
             work.receives = [self._receive(leg) for leg in work.incoming]
         except RuntimeError as error:
             work.broke(error)
-        self._relay.post(work)
+        self._relay.post(work, sum(leg.data.nbytes for leg in work.incoming))
 
     def start(self, work: Round) -> None:
         work.began = self.watch.start()

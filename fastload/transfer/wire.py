@@ -153,6 +153,7 @@ class Relay:
 
     Attributes:
         whole: Whether every round so far has come and gone as it should.
+        bytes_in: Bytes of chunks that have come in, or are about to.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class Relay:
         self._closed = False
         self._num_posted = self._num_ended = 0
         self.whole = True
+        self.bytes_in = 0
         self._posted: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._passed_on: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         # A wait for a send cannot look out for alarms, so it is not for the caller's thread.
@@ -182,8 +184,9 @@ class Relay:
         for thread in self._threads:
             thread.start()
 
-    def post(self, work: Round) -> None:
-        """Takes the next round, whose receives are posted."""
+    def post(self, work: Round, nbytes: int) -> None:
+        """Takes the next round, whose receives are posted, and so many bytes long."""
+        self.bytes_in += nbytes
         self._num_posted += 1
         self._posted.put(work)
 

@@ -1,0 +1,160 @@
+"""Ranks of one host share memory: what comes from other hosts comes in once, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastload
+from fastload.ranks import door, hostlink, neighbours
+from tests.dist import faults
+from tests.dist.faults import NUM_BYTES, checkpoint, fastload_threads, is_intact, options, outcome_of
+from tests.dist.harness import ranks, run_ranks
+
+PATIENT_S = 30.0
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return checkpoint(tmp_path / "x.safetensors")
+
+
+def load(path: Path, **given: Any) -> tuple[dict[str, torch.Tensor], fastload.LoadReport]:
+    reports: list[fastload.LoadReport] = []
+    loaded = fastload.load(path, options=options(timeout_s=PATIENT_S, on_report=reports.append, **given))
+    return loaded, reports[0]
+
+
+def require_once_into_each_host(report: fastload.LoadReport, transport: str) -> None:
+    """Each byte that ranks of a host have not read has come in to one of them."""
+    read: Counter[str] = Counter()
+    came_in: Counter[str] = Counter()
+    for own in report.ranks:
+        read[own.host] += own.bytes_read
+        came_in[own.host] += own.bytes_in
+        assert own.bytes_read + own.bytes_received == NUM_BYTES
+    assert report.transport == transport
+    assert {host: NUM_BYTES - nbytes for host, nbytes in read.items()} == came_in
+
+
+@ranks(4, 5, ranks_per_host=2)
+def test_each_byte_enters_each_host_once(rank: int, world: int, path: Path) -> None:
+    for _ in range(2):
+        loaded, report = load(path)
+        assert is_intact(loaded)
+        require_once_into_each_host(report, "gloo ring + shared memory")
+        rails = [own.bytes_in for own in report.ranks[:2]]  # of the first host: both take in
+        assert min(rails) > 0.3 * max(rails)
+
+
+@ranks(3)
+def test_on_one_host_nothing_goes_through_sockets(rank: int, world: int, path: Path) -> None:
+    made = []
+    real = neighbours.HostLink
+    pytest.MonkeyPatch().setattr(neighbours, "HostLink", lambda *a, **k: made.append(1) or real(*a, **k))
+    for strategy in ("allgather", "broadcast", "allgather", "broadcast"):
+        loaded, report = load(path, strategy=strategy)
+        assert is_intact(loaded)
+        require_once_into_each_host(report, "shared memory")
+    assert len(made) == 1  # the others use what was kept
+
+
+@ranks(18, ranks_per_host=1)
+def test_many_hosts_pass_chunks_on_along_trees(rank: int, world: int, path: Path) -> None:
+    loaded, report = load(path, chunk_bytes=NUM_BYTES // 18 // 2)
+    assert is_intact(loaded)
+    require_once_into_each_host(report, "gloo trees")
+
+
+def load_without_memory(rank: int, world: int, path: Path) -> None:
+    if rank == 1:
+        pytest.MonkeyPatch().delattr(os, "memfd_create")
+    loaded, report = load(path)
+    assert is_intact(loaded)
+    assert report.transport == "gloo ring + shared memory"  # ranks 0 and 2, and rank 1
+    assert [own.bytes_in > 0 for own in report.ranks] == [True, True, report.ranks[2].bytes_in > 0]
+
+
+def test_a_rank_that_cannot_share_memory_is_like_a_host_of_its_own(path: Path) -> None:
+    run_ranks(load_without_memory, 3, path=path)
+
+
+@ranks(3)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_memory_that_a_rank_cannot_have(rank: int, world: int, path: Path, victim: int) -> None:
+    def refuse(file: int, nbytes: int) -> torch.Tensor:
+        os.close(file)
+        raise MemoryError("cannot share that much")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == victim:
+            patch.setattr(hostlink, "_map", refuse)
+        end = outcome_of(lambda: fastload.load(path, options=options(timeout_s=PATIENT_S)))
+    assert end.causes == {victim: "MemoryError"}
+    assert fastload_threads() == []
+    assert is_intact(load(path)[0])
+
+
+def die_in_the_middle(rank: int, world: int, path: Path) -> None:
+    faults.strike(pytest.MonkeyPatch(), "middle", lambda: faults.die(signal.SIGKILL))
+    load(path)
+
+
+def test_nothing_stays_when_all_are_killed(path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    run_ranks(die_in_the_middle, 3, dies=dict.fromkeys(range(3), signal.SIGKILL), path=path)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+# Who comes to the door
+
+
+def knock(name: str, say: bytes, user: int | None = None) -> None:
+    """Comes to a door from a process of another user, or from this one, and stays."""
+    if user is None:
+        guest = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        guest.connect(f"\0{name}")
+        guest.send(say)
+        _guests.append(guest)
+        return
+    pid = os.fork()
+    if not pid:
+        try:
+            os.setuid(user)
+            knock(name, say)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+
+_guests: list[socket.socket] = []
+
+
+def test_strangers_are_not_admitted() -> None:
+    own = door.Door()
+    admitted: dict[int, socket.socket] = {}
+    waiting = threading.Thread(target=lambda: admitted.update(own.admit([1, 2], 20, lambda: False)))
+    waiting.start()
+    visits: list[Callable[[], None]] = [lambda: knock(own.name, say) for say in (b"", b"7", b"-1", b"one", b"9" * 99)]
+    if os.geteuid() == 0:
+        visits.append(lambda: knock(own.name, b"1", user=65534))
+    for visit in [*visits, lambda: knock(own.name, b"1"), lambda: knock(own.name, b"2")]:
+        visit()
+    waiting.join(20)
+    own.close()
+    assert admitted.keys() == {1, 2}
+    for guest in [*_guests[-2:]]:
+        guest.send(b"x")
+    assert [admitted[rank].recv(10) for rank in (1, 2)] == [b"x", b"x"]
+    for guest in [*_guests, *admitted.values()]:
+        guest.close()
+    _guests.clear()
