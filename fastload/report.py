@@ -162,6 +162,7 @@ class SaveRankReport:
         rank: Rank in the group.
         host: Name of its host.
         bytes_written: Bytes of the files that this rank wrote.
+        bytes_sent: Bytes that this rank holds and others wrote, or hashed; of sharded states.
         stall_s: Seconds until the caller went on: until the snapshot was taken, or the save over.
         snapshot_s: Seconds copying from the state.
         write_s: Seconds with at least one write under way.
@@ -174,6 +175,7 @@ class SaveRankReport:
     rank: int
     host: str
     bytes_written: int
+    bytes_sent: int = 0
     stall_s: float
     snapshot_s: float
     write_s: float

@@ -39,7 +39,6 @@ from torch import Tensor
 
 from fastload.base.memory import byte_view, host_view, uncollected
 from fastload.errors import FastloadError, ManifestError, OptionError
-from fastload.formats.describer import Describer
 from fastload.formats.per_rank import OWN_PREFIX, OwnView, view
 from fastload.formats.rebuilder import Rebuilder
 from fastload.formats.saved import SavedTensor, children_of, leaf_of, leaves_of
@@ -93,6 +92,8 @@ def describe(state: Any, rank: int = 0) -> Description:
     Raises:
         OptionError: Something cannot be kept; names the key of each such thing.
     """
+    from fastload.formats.describer import Describer  # which a load has no need of
+
     describer = Describer(rank)
     try:
         structure = describer.value(state, "", "")

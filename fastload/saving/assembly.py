@@ -137,9 +137,14 @@ class Assembly:
             self._exchange.finish()
 
     def close(self) -> None:
-        """Ends what is still under way."""
-        if self._exchange is not None:
-            self._exchange.close()
+        """Ends what is still under way, and lets go of all memory."""
+        exchange, self._exchange = self._exchange, None  # which refers to this
+        if exchange is not None:
+            exchange.close()
+        self._posted.clear()
+        self._copied.clear()
+        for buffers in (self._slots, self._scratch, self._sent):
+            buffers.free()
 
     def _post(self, index: int) -> None:
         """Finds the memory for the packets of a piece, and makes ready to receive those of others."""
@@ -199,6 +204,10 @@ class _Buffers:
     def nbytes(self) -> int:
         """Length of those that were used, in bytes."""
         return len(self._buffers) * self._largest
+
+    def free(self) -> None:
+        """Lets go of them."""
+        self._buffers.clear()
 
     def get(self, index: int) -> Tensor:
         """Returns the buffer whose turn it is, which whatever used it before has to have left."""

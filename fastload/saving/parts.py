@@ -77,6 +77,7 @@ class _Whole:
             ranks_of.setdefault(form, []).append(rank)
         told = [(json.loads(zlib.decompress(form)), ranks) for form, ranks in ranks_of.items()]
         structure, problems = merge([(structure, ranks) for (structure, _), ranks in told])
+        problems += _other_places([(structure, ranks) for (structure, _), ranks in told])
         specs = _same_specs([(specs, ranks) for (_, specs), ranks in told], problems)
         stored: dict[str, TensorSpec] = {}
         own_names = set()
@@ -88,6 +89,26 @@ class _Whole:
         if problems:
             _refuse("the ranks hold parts of a state that do not go together", problems)
         return cls(structure, list(stored.values()))
+
+
+def _other_places(told: Sequence[tuple[Any, Sequence[int]]]) -> list[str]:
+    """Says which ranks have values of their own at fewer places than others: all have one there, or none."""
+    ranks_of: dict[int, list[int]] = defaultdict(list)
+    for structure, ranks in told:
+        ranks_of[_num_places(structure)] += ranks
+    if len(ranks_of) == 1:
+        return []
+    return [
+        "fastload.PerRank: " + ", ".join(f"rank {min(ranks)} has {num}" for num, ranks in ranks_of.items())
+    ]
+
+
+def _num_places(node: Any) -> int:
+    if isinstance(node, list):
+        return sum(map(_num_places, node))
+    if not isinstance(node, dict):
+        return 0
+    return 1 if node.keys() == {"PerRank"} else sum(map(_num_places, node.values()))
 
 
 def _same_specs(
@@ -140,7 +161,8 @@ def _join(boxes: Sequence[Iterator[tuple[str, tuple[Box, ...]]]]) -> dict[str, B
     for rank, of_rank in enumerate(boxes):
         for name, held in of_rank:
             columns[name].extend((rank, numbers.setdefault(held, len(numbers))))
-    kinds, known = list(numbers), dict[bytes, BoxesByRank]()
+    kinds = list(numbers)
+    known: dict[bytes, BoxesByRank] = {}
     for column in columns.values():
         key = column.tobytes()
         if key not in known:

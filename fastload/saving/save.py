@@ -152,6 +152,7 @@ def _publish(call: Call, begun: Begun, agreed: Agreed, written: Written) -> dict
         rank=world.rank,
         host=world.host,
         bytes_written=part.share.nbytes + sizes["nbytes"],
+        bytes_sent=sum(packet.nbytes for packet in part.packets.leaving) if part.packets is not None else 0,
         stall_s=begun.stall_s if begun.stall_s is not None else now - call.began,
         snapshot_s=part.described.source.watch.seconds,
         write_s=written.write_s,

@@ -80,7 +80,8 @@ def write(call: Call, part: Part, snapshot: Snapshot | None, wire: Wire | None) 
             slabs.finish()
         hand_in(world, part.team, receipt, what=call.what)
         described.own.show()
-        found.append(Written(receipt, writing.watch.seconds, writing.flush_s, slabs.nbytes))
+        nbytes = slabs.nbytes + (snapshot.nbytes if snapshot is not None and snapshot is not slabs else 0)
+        found.append(Written(receipt, writing.watch.seconds, writing.flush_s, nbytes))
 
     assemblies: list[Assembly] = []
     try:

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fastload
 from fastload import SaveOptions
 from fastload.errors import OptionError, PeerError, StorageError
-from fastload.saving import snapshot
+from fastload.saving import assembly, snapshot
 from fastload.storage.local_target import LocalTarget
 from tests.dist.faults import fastload_threads
 from tests.dist.harness import run_ranks
@@ -27,8 +29,14 @@ OPTIONS = SaveOptions(timeout_s=5, retries=0, writers="all")
 Collect = Callable[[torch.Tensor], torch.Tensor]
 
 
-def save_once(path: Path, note: Collect, *, background: bool, bad: bool) -> None:
-    state: dict[str, Any] = {"w": note(torch.arange(3 << 20, dtype=torch.float32))}
+def save_once(path: Path, note: Collect, *, background: bool, bad: bool, sharded: bool) -> None:
+    whole = torch.arange(3 << 20, dtype=torch.float32)
+    if sharded:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        whole = distribute_tensor(whole.view(-1, 4), mesh, [Shard(1)], src_data_rank=None)
+        note(whole.to_local())
+    state: dict[str, Any] = {"w": note(whole)}
+    del whole
     if bad:
         state["bad"] = object()
     with contextlib.suppress(OptionError, PeerError, StorageError, RuntimeError):
@@ -51,7 +59,8 @@ def kept_after_failure(rank: int, world: int, path: Path, what: str, background:
     def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
         return note(allocate(*args, **kwargs))
 
-    snapshot.allocate_staging = noted  # type: ignore[assignment]
+    snapshot.allocate_staging = assembly.allocate_staging = noted  # type: ignore[assignment]
+    sharded, what = what.startswith("sharded"), what.removeprefix("sharded ")
     victim = rank == min(1, world - 1)
     if what == "all-write" or (what == "write" and victim):
 
@@ -61,7 +70,8 @@ def kept_after_failure(rank: int, world: int, path: Path, what: str, background:
         LocalTarget.write = fail  # type: ignore[method-assign]
     descriptors: list[int] = []
     for _ in range(4):
-        save_once(path, note, background=background, bad=what == "describe" and victim)
+        bad = what == "describe" and victim
+        save_once(path, note, background=background, bad=bad, sharded=sharded)
         if world > 1:
             dist.barrier()
         descriptors.append(len(os.listdir("/proc/self/fd")))
@@ -72,14 +82,19 @@ def kept_after_failure(rank: int, world: int, path: Path, what: str, background:
         time.sleep(0.05)
     assert alive == 0, f"{alive} of {len(made)} buffers are alive"
     assert fastload_threads() == []
-    assert descriptors[-1] <= descriptors[1], descriptors
+    while len(os.listdir("/proc/self/fd")) > descriptors[1] and time.monotonic() < until:
+        time.sleep(0.05)  # connections are taken down in the background
+    assert len(os.listdir("/proc/self/fd")) <= descriptors[1], descriptors
     assert not path.exists()
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(
     ("world", "what"),
-    [(2, "describe"), (2, "write"), (2, "all-write"), (1, "describe"), (1, "write")],
+    [
+        (2, "describe"), (2, "write"), (2, "all-write"), (1, "describe"), (1, "write"),
+        (2, "sharded describe"), (2, "sharded write"),
+    ],
 )
 def test_nothing_is_kept_after_a_failed_save(tmp_path: Path, world: int, what: str, background: bool) -> None:
     run_ranks(kept_after_failure, world, path=tmp_path / "a", what=what, background=background)

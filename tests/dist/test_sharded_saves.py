@@ -70,10 +70,15 @@ def test_each_mesh_writes_the_files_of_one_rank(rank: int, world: int, tmp_path:
         mesh = init_device_mesh("cpu", shape)
         parts = {name: placed(tensor.clone(), mesh, placements) for name, tensor in tensors.items()}
         path = tmp_path / str(number)
-        report = save({**state, **parts}, path, background=number % 2 == 1, max_shard_bytes=3 << 20)
+        how = {"max_shard_bytes": 3 << 20, "staging_bytes": 12 << 20}
+        report = save({**state, **parts}, path, background=number % 2 == 1, **how)
         dist.barrier()
         assert files(path) == expected, placements
         assert report.nbytes == sum(one.bytes_written for one in report.ranks) > nbytes
+        own = report.ranks[rank]
+        held = sum(part.to_local().nbytes for part in parts.values())
+        assert own.bytes_sent <= 1.1 * held
+        assert own.peak_staging_bytes <= held + (16 << 20)  # pages, and a dozen pieces of 1 MiB
 
 
 @ranks(1, 2, 3, 4)
@@ -95,7 +100,7 @@ def test_any_state_on_any_mesh(rank: int, world: int, tmp_path: Path) -> None:
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(shares, "_SLACK_BYTES", rng.choice([0, 1 << 20]))
-                save(target.of(state, rank), tmp_path / "sharded", background=background, parts=target.kind == "pp of fsdp", **how)
+                save(target.of(state, rank), tmp_path / "sharded", background=background, parts=target.kind == "pp of fsdp" or target.whole >= 0, **how)
             dist.barrier()
             if target.kind != "pp of fsdp":
                 assert files(tmp_path / "sharded") == expected
@@ -288,6 +293,11 @@ def one_name_twice(rank: int, mesh: DeviceMesh) -> Any:
     return {"a.b": tensor} if rank else {"a": {"b": tensor}}
 
 
+def no_value_of_its_own(rank: int, mesh: DeviceMesh) -> Any:
+    tensor = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)], src_data_rank=None)
+    return {"a": tensor, **({"own": fastload.PerRank(rank)} if rank else {})}
+
+
 BAD: dict[Make, tuple[type[FastloadError], str]] = {
     no_part: (PeerError, r"w: the state has a DTensor with placement P\(sum\)"),
     another_size: (PeerError, r"w: the state has a DTensor with a local tensor of shape \[3, 2\]"),
@@ -296,6 +306,7 @@ BAD: dict[Make, tuple[type[FastloadError], str]] = {
     a_hole: (PlanMismatch, "rows 2-5 of w are on no rank"),
     another_structure: (PlanMismatch, r"state\['b'\]: rank 0, 1, 3 a list of 2, rank 2 a dict"),
     another_value: (PlanMismatch, r"state\['b'\]\['lr'\]: rank 0, 1, 2 0.5, rank 3 0.25"),
+    no_value_of_its_own: (PlanMismatch, "fastload.PerRank: rank 0 has 0, rank 1 has 1"),
     one_name_twice: (PlanMismatch, "a.b: two keys of different ranks spell this name"),
 }
 
@@ -379,3 +390,4 @@ def test_who_waits_for_a_slow_writer_waits_as_long_as_it_gets_on(rank: int, worl
         report = save(state, tmp_path / "c", writers=1, write_threads=1, staging_bytes=1 << 20, timeout_s=4)
     assert report.num_writers == 1
     assert report.ranks[1].total_s > 4
+    assert [one.bytes_sent for one in report.ranks] == [0, state["w"].nbytes // 2]  # each byte once
