@@ -35,6 +35,7 @@ __all__ = ["plan"]
 
 _MOST_CHUNKS = 100_000  # of which the shares are added up one by one
 _MOST_TRACED = 64
+_SHORT_S = 0.25  # what opening a checkpoint takes, with few ranks
 
 
 @click.command()
@@ -223,6 +224,7 @@ def _as_json(path: str | None, load: _Load, predictions: dict[str, Prediction]) 
         "cluster": world,
         "floor_s": floor_s,
         "least_s": load.least_s,
+        "before_s": load.cluster.before_s,
         "strategies": [_prediction_as_json(prediction, floor_s) for prediction in predictions.values()],
     }
 
@@ -289,6 +291,8 @@ def _print(path: str | None, load: _Load, predictions: dict[str, Prediction]) ->
     for prediction in predictions.values():
         table.add_row(*_cells(prediction, cluster, floor_s))
     console.print(table)
+    if cluster.before_s > _SHORT_S:
+        console.print(f"before the first read: {format_duration(cluster.before_s)}", highlight=False)
     if levels := next((prediction.levels for prediction in predictions.values() if prediction.levels), ()):
         console.print(f"exchanged: {'; '.join(map(_level, levels))}", highlight=False)
 

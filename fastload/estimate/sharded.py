@@ -8,7 +8,7 @@ What `simulate` says of the model holds here, but for this:
   it receives, at `copy_bytes_per_s`. A parcel is passed on once it is there as a whole.
 - Parcels go over TCP through host memory, also where the tensors are on CUDA devices.
 - Of a mount, where each rank reads one range, more travels than is predicted here.
-- Telling each other what they want, and planning, is in `opening_s` only as for any load: with many
+- Telling each other what they want, and planning, is in `Cluster.before_s` only as for any load: with many
   thousand ranks that want different bytes it takes seconds more.
 """
 
@@ -189,7 +189,7 @@ def _predict(
     return Prediction(
         decision=decision,
         plan=plan,
-        total_s=cluster.opening_s + moving_s,
+        total_s=cluster.before_s + moving_s,
         storage_bytes=storage_bytes,
         exchanged_bytes=0 if decision.alone else _exchanged_bytes(plan),
         levels=(),
@@ -197,7 +197,7 @@ def _predict(
         bound_by=bound_by,
         timeline=[
             event._replace(first_round=int(event.first_round * factor), num_rounds=max(1, round(factor)))
-            .later(cluster.opening_s)
+            .later(cluster.before_s)
             for event in events
         ],
     )  # fmt: skip

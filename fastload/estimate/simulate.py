@@ -22,7 +22,9 @@ The model is the pipeline of `transfer/pipeline.py`, seen from one rank that sta
   that calls it `call_s`. The last dimension are the devices of a host, which get `inner_bytes_per_s`.
 - A rank passes on at most `rank_bytes_per_s` (its cores), and one thread of it places `copy_bytes_per_s`,
   as if no chunk came to where it belongs at once.
-- `opening_s` comes before the data: listing, headers, the agreements, connecting.
+- `opening_s` comes before the data: listing, headers, connecting, the agreements of a few ranks. In each
+  of `_NUM_AGREEMENTS` every rank asks the rendezvous store some times, which one thread answers, and gets
+  the answers of all ranks from it: that grows with the square of the ranks. Measured on one machine.
 
 What it leaves out: page caches, storage that slows down under load, stragglers, and switches between
 hosts with less than full bandwidth. Rates are goodput: TCP over Ethernet delivers some 95 % of the line.
@@ -56,6 +58,13 @@ LATENCY_SHOWS = 1.1
 _GLOO = {"rank_bytes_per_s": 1.6e9, "copy_bytes_per_s": 2e9, "message_s": 80e-6}
 _NCCL = {"rank_bytes_per_s": math.inf, "copy_bytes_per_s": math.inf, "message_s": 10e-6}  # assumptions
 
+# Of a load: counted, and measured with the store's server on the same machine.
+_NUM_AGREEMENTS = 5
+_ANSWERS_BYTES = 1400  # of one rank, in all of them
+_NUM_REQUESTS = 6  # of a rank in each
+_REQUEST_S = 12e-6
+_STORE_BYTES_PER_S = 2.1e9
+
 STORAGE, SHARE, LINKS = "storage", "each host's share of storage", "host links"
 CORES, MESSAGES, PLACING = "the cores of a rank", "messages", "placing"
 WAY = "the way from rank to rank"
@@ -79,7 +88,8 @@ class Cluster:
             of its multiprocessors take of NVLink.
         call_s: What a collective costs the rank that calls it: an assumption.
         request_s: Time to the first byte of a read.
-        opening_s: Time before the first read.
+        opening_s: Time before the first read, but for what more ranks take to agree.
+        agreeing_s: That; None for what one store takes that all of them ask.
 
     Raises:
         OptionError: A number makes no sense.
@@ -98,6 +108,7 @@ class Cluster:
     call_s: float = 50e-6
     request_s: float = 0.0
     opening_s: float = 0.15
+    agreeing_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_hosts", "ranks_per_host"):
@@ -116,6 +127,14 @@ class Cluster:
         """Returns a number that has a default of its own for each kind of exchange."""
         given = getattr(self, name)
         return float(given if given is not None else (_NCCL if self.nccl else _GLOO)[name])
+
+    @property
+    def before_s(self) -> float:
+        """Time before the first read."""
+        if self.agreeing_s is not None:
+            return self.opening_s + self.agreeing_s
+        requests_s = _NUM_AGREEMENTS * _NUM_REQUESTS * self.num_ranks * _REQUEST_S
+        return self.opening_s + requests_s + self.num_ranks**2 * _ANSWERS_BYTES / _STORE_BYTES_PER_S
 
     @property
     def num_ranks(self) -> int:
@@ -215,13 +234,13 @@ def predict(
     return Prediction(
         decision=decision,
         plan=plan,
-        total_s=cluster.opening_s + moving_s,
+        total_s=cluster.before_s + moving_s,
         storage_bytes=plan.total_bytes * (ranks if alone else 1),
         exchanged_bytes=sum(level.nbytes for level in costs.levels),
         levels=costs.levels,
         limits=costs.limits,
         bound_by=costs.bound_by(moving_s / max(1, plan.num_rounds)),
-        timeline=[event.later(cluster.opening_s) for event in events],
+        timeline=[event.later(cluster.before_s) for event in events],
     )
 
 

@@ -27,7 +27,7 @@ def run(
     chunk_bytes: int | None = None,
     **world: Any,
 ) -> Prediction:
-    world = {"ranks_per_host": 1, "opening_s": 0.0, **FREE, **world}
+    world = {"ranks_per_host": 1, "opening_s": 0.0, "agreeing_s": 0.0, **FREE, **world}
     wanted = [TensorEntry("all", "U8", (nbytes,), 0, 0, nbytes)]
     return predict(wanted, Cluster(**world), strategy, staging_bytes=staging_bytes, chunk_bytes=chunk_bytes)
 
@@ -131,7 +131,7 @@ def test_faster_links_are_never_slower_and_nothing_beats_the_links(
     before = run(nbytes, strategy, **world)
     after = run(nbytes, strategy, **{**world, faster: world[faster] * factor})
     assert after.total_s <= before.total_s * 1.02 + 1e-6  # rounds may fall into step worse, by a little
-    cluster = Cluster(**{**world, "opening_s": 0.0})
+    cluster = Cluster(**world)
     least_s = max(nbytes / cluster.all_clients_bytes_per_s, nbytes / link if hosts > 1 else 0.0)
     assert before.total_s >= least_s * (1 - 1e-6)
     for one in before.timeline:
@@ -181,6 +181,16 @@ def test_it_does_not_matter_how_many_ranks_there_are(hosts: int, nbytes: int, st
     least_s = nbytes / (50 * GB)
     assert least_s < done.total_s <= 1.10 * least_s
     assert done.limits["host links"] * done.plan.num_rounds < 1.05 * least_s
+
+
+def test_many_ranks_take_long_to_agree() -> None:
+    before_s = [
+        Cluster(num_hosts=hosts, ranks_per_host=8, host_bytes_per_s=GB, storage_bytes_per_s=GB).before_s
+        for hosts in (1, 32, 2048)
+    ]
+    assert before_s[0] < 0.16
+    assert before_s[0] < before_s[1] < 0.35
+    assert before_s[2] > 60
 
 
 @pytest.mark.parametrize(("hosts", "nccl", "hops"), [(16, False, 15), (2048, False, 16), (2048, True, 24)])
