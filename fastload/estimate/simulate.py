@@ -60,7 +60,7 @@ _NCCL = {"rank_bytes_per_s": math.inf, "copy_bytes_per_s": math.inf, "message_s"
 
 # Of a load: counted, and measured with the store's server on the same machine.
 _NUM_AGREEMENTS = 5
-_ANSWERS_BYTES = 1400  # of one rank, in all of them
+_ANSWERS_BYTES = 150  # of one rank, in all of them, as they are packed
 _NUM_REQUESTS = 6  # of a rank in each
 _REQUEST_S = 12e-6
 _STORE_BYTES_PER_S = 2.1e9

@@ -23,7 +23,9 @@ Ranks that meet in calls of different names are told so at once.
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +51,8 @@ class Verdict:
     @classmethod
     def from_bytes(cls, data: bytes) -> Verdict:
         """Reads what `Step.decide` left."""
-        waited_s, _, log = str(data, "ascii").partition("\n")
-        return cls(float(waited_s), _read_log(log))
+        waited_s, _, packed = str(data, "ascii").partition("\n")
+        return cls(float(waited_s), _read_log(str(zlib.decompress(base64.b64decode(packed)), "ascii")))
 
     def is_of(self, call: str) -> bool:
         """Whether some rank brought an answer to a call of that name."""
@@ -87,7 +89,9 @@ class Step:
 
     def decide(self, waited_s: float) -> Verdict:
         """Returns the verdict: that of whoever decided first. This rank must have answered."""
-        verdict = f"{waited_s}\n{str(self._store.get(self.log), 'ascii')}"
+        # Packed, since all ranks get it through one store, and answers are much alike; a store takes text.
+        packed = base64.b64encode(zlib.compress(self._store.get(self.log), 1))
+        verdict = f"{waited_s}\n{str(packed, 'ascii')}"
         return Verdict.from_bytes(self._store.compare_set(self.verdict, "", verdict))
 
     def is_decided(self) -> bool:

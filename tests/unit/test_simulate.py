@@ -189,8 +189,8 @@ def test_many_ranks_take_long_to_agree() -> None:
         for hosts in (1, 32, 2048)
     ]
     assert before_s[0] < 0.16
-    assert before_s[0] < before_s[1] < 0.35
-    assert before_s[2] > 60
+    assert before_s[0] < before_s[1] < 0.3
+    assert before_s[2] > 20
 
 
 @pytest.mark.parametrize(("hosts", "nccl", "hops"), [(16, False, 15), (2048, False, 16), (2048, True, 24)])
