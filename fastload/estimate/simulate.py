@@ -67,7 +67,7 @@ _STORE_BYTES_PER_S = 2.1e9
 
 STORAGE, SHARE, LINKS = "storage", "each host's share of storage", "host links"
 CORES, MESSAGES, PLACING = "the cores of a rank", "messages", "placing"
-WAY = "the way from rank to rank"
+WAY, BEFORE = "the way from rank to rank", "what comes before the first read"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +239,9 @@ def predict(
         exchanged_bytes=sum(level.nbytes for level in costs.levels),
         levels=costs.levels,
         limits=costs.limits,
-        bound_by=costs.bound_by(moving_s / max(1, plan.num_rounds)),
+        bound_by=BEFORE
+        if cluster.before_s > moving_s
+        else costs.bound_by(moving_s / max(1, plan.num_rounds)),
         timeline=[event.later(cluster.before_s) for event in events],
     )
 
