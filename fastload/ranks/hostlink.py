@@ -142,15 +142,16 @@ class HostLink:
             self._num_loads += 1
             load = self._num_loads
         file = _make_memory(nbytes) if self._leads else self._await_memory(load, nbytes, until_s, give_up)
-        members = os.dup(file) if self._leads else -1
-        rounds = HostRounds(self, load, _map(file, nbytes), listener)
-        with self._lock:
-            self._rounds = rounds  # before the others have the memory, and can tell of rounds
-            lost = self._lost
-        if self._leads:
-            for rank, other in self._sockets.items():
-                self._tell(rank, other, _Message(load, -1, nbytes, {}), members)
-            os.close(members)
+        try:
+            rounds = HostRounds(self, load, _map(file, nbytes), listener)
+            with self._lock:
+                self._rounds = rounds  # before the others have the memory, and can tell of rounds
+                lost = self._lost
+            if self._leads:
+                for rank, other in self._sockets.items():
+                    self._tell(rank, other, _Message(load, -1, nbytes, {}), file)
+        finally:
+            os.close(file)
         if lost is not None:
             listener.lost(lost)
         return rounds
@@ -217,6 +218,10 @@ class HostLink:
                     self._hear(key.data, self._sockets[key.data])
         for other in self._sockets.values():
             other.close()
+        with self._lock:
+            unused, self._memory = self._memory, {}
+        for file, _ in unused.values():
+            os.close(file)
 
     def _hear(self, rank: int, other: socket.socket) -> None:
         try:
@@ -318,12 +323,10 @@ def _make_memory(nbytes: int) -> int:
 
 
 def _map(file: int, nbytes: int) -> Tensor:
-    """Maps a file without a name, and closes it: the memory lives as long as the tensor."""
+    """Maps a file without a name: the memory lives as long as the tensor."""
     try:
         pages = mmap.mmap(file, max(nbytes, mmap.PAGESIZE))
     except (OSError, OverflowError) as error:
         raise MemoryError(f"cannot share {nbytes} bytes with the ranks of this host: {error}") from None
-    finally:
-        os.close(file)
     advise_huge_pages(pages)
     return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
