@@ -23,6 +23,8 @@ from torch.nn import Parameter
 import fastload
 from fastload.base.memory import byte_view
 from fastload.errors import ManifestError
+from fastload.formats.pickled import Global
+from fastload.formats.stored_tensor import StorageRef
 from tests.soak.torch_files import soak
 from tests.torch_files import Call, Stored, pickled, tensor, zipped
 
@@ -187,6 +189,18 @@ def test_files_of_older_torch_come_back(tmp_path: Path) -> None:
         assert found["a"].dtype is torch.float8_e4m3fn
         assert type(found["b"]) is Parameter
         assert [found["c"].shape, found["d"].shape, found["e"], found["f"]] == [(2,), (2,), {1}, 1 + 2j]
+
+
+def test_storages_that_were_parts_of_others() -> None:
+    """As torch kept them before 0.4: with the key, the offset and the length of the part."""
+    kind = Global("torch.cuda", "HalfStorage")
+    about = ("storage", kind, "7", "cuda:0", 100)
+    assert StorageRef.of(about, "it") == StorageRef("7", torch.float16, 100)
+    assert StorageRef.of((*about, None), "it") == StorageRef("7", torch.float16, 100)
+    assert StorageRef.of((*about, ("8", 10, 5)), "it") == StorageRef("7", torch.float16, 5, 10)
+    for view in (("8", 10, 91), ("8", -1, 5), ("8", 10), 3):
+        with pytest.raises(ManifestError, match="is no storage"):
+            StorageRef.of((*about, view), "it")
 
 
 class Unwelcome:
