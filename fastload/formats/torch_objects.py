@@ -266,14 +266,13 @@ class Objects:
     def _typed(self, made: Made) -> Any:
         function, kind, args, _ = made.args
         if kind not in (_TENSOR, _PARAMETER):
-            raise _NotKnown(f"a tensor of type {kind}")
+            raise _NotKnown(f"a tensor of type {kind}", _ONLY_PLAIN)
         if type(function) is not Global or function not in _REBUILDS:
             raise _NotKnown(str(function))
         return _REBUILDS[function](self, Made(function, args))
 
     def _subclass(self, made: Made) -> Any:
-        why = "fastload does not know what its parts are"
-        raise _NotKnown(f"a tensor of type {made.args[0]}", why)
+        raise _NotKnown(f"a tensor of type {made.args[0]}", _ONLY_PLAIN)
 
 
 def _pairs(node: Any) -> Pairs:
@@ -328,6 +327,7 @@ _CALLS: dict[Global, Callable[[Objects, Made], Any]] = {
     Global("builtins", "complex"): Objects._complex,
     Global("_codecs", "encode"): Objects._bytes,
 }
+_ONLY_PLAIN = "of the tensors only torch.Tensor and torch.nn.Parameter themselves are read"
 _ONLY_DENSE = "only dense tensors are kept"
 _REFUSED_TENSORS = {
     Global("torch._utils", name): what

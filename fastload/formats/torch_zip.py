@@ -98,6 +98,10 @@ def open_archive(read: ReadRange, nbytes: int, where: str) -> Archive:
     }
     if "constants.pkl" in inner:
         raise ManifestError(f"{where}: a TorchScript archive, which holds a program: torch.jit.load reads it")
+    if directory.compressed:
+        raise ManifestError(
+            f"{where}: {show(directory.compressed[0])} is compressed, as torch.save writes none"
+        )
     pickle, order = _read_together(read, inner["data.pkl"], inner.get("byteorder"), where)
     if order not in (None, b"little"):
         raise ManifestError(f"{where}: byte order {show(order)}: only little-endian files are read")

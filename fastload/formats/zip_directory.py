@@ -1,8 +1,8 @@
-"""The central directory of a zip archive whose records are stored as they are: where each record lies.
+"""The central directory of a zip archive: where each record lies.
 
 What it says is checked against itself and the size of the archive: records neither overlap nor reach beyond
-it, each name is there once, nothing is compressed or encrypted. So no range that comes out of here costs
-more than the archive's own bytes.
+it, each name is there once, nothing is encrypted. So no range that comes out of here costs more than the
+archive's own bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Record(NamedTuple):
     Attributes:
         header: Its local header.
         offset: Its data.
-        nbytes: Length of its data.
+        nbytes: Length of its data, as they are there.
     """
 
     header: int
@@ -53,10 +53,12 @@ class Directory(NamedTuple):
     Attributes:
         records: By name, in the order of their bytes.
         text: The bytes that say so.
+        compressed: Names of those that are not stored as they are.
     """
 
     records: dict[str, Record]
     text: bytes
+    compressed: tuple[str, ...]
 
 
 class _Entry(NamedTuple):
@@ -64,6 +66,7 @@ class _Entry(NamedTuple):
     header: int
     nbytes: int
     is_described_after: bool
+    is_compressed: bool
 
 
 def read_directory(read: ReadRange, nbytes: int, where: str) -> Directory:
@@ -91,7 +94,8 @@ def read_directory(read: ReadRange, nbytes: int, where: str) -> Directory:
             raise ValueError(f"a directory of {length} bytes")
         text = read_new(start, length)
         entries = sorted(_entries(text, count), key=lambda entry: entry.header)
-        return Directory(_locate(read_new, entries, start), text)
+        compressed = tuple(entry.name for entry in entries if entry.is_compressed)
+        return Directory(_locate(read_new, entries, start), text, compressed)
     except struct.error:
         raise ManifestError(f"{where}: the directory of the zip archive is cut off") from None
     except ValueError as error:
@@ -149,15 +153,13 @@ def _entries(text: bytes, count: int) -> Iterator[_Entry]:
         extra = text[at + lengths[0] : at + lengths[0] + lengths[1]]
         if flags & _ENCRYPTED:
             raise ValueError(f"{show(name)} is encrypted")
-        if method:
-            raise ValueError(f"{show(name)} is compressed (method {method})")
         nbytes, stored, header = _wide(extra, nbytes, stored, header)
-        if stored != nbytes or disk:
+        if (stored != nbytes and not method) or disk:
             raise ValueError(f"{show(name)} takes {stored} bytes for {nbytes}")
         if name in names:
             raise ValueError(f"{show(name)} is in it twice")
         names.add(name)
-        yield _Entry(name, header, nbytes, bool(flags & _DESCRIBED_AFTER))
+        yield _Entry(name, header, stored, bool(flags & _DESCRIBED_AFTER), bool(method))
         at = end
     if len(names) & _FULL_2 != count & _FULL_2:
         raise ValueError(f"it has {len(names)} records where {count} are announced")
