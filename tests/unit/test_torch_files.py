@@ -304,7 +304,10 @@ BAD_FILES = {
     "deflated": (zipped(pickled(GOOD), method=zipfile.ZIP_DEFLATED), "is compressed"),
     "no pickle": (zipped(b"", prefix=""), "has no data.pkl"),
     "deeper": (zipped(b"", prefix="a/b/"), "has no data.pkl"),
-    "script": (zipped(pickled(GOOD), {"constants.pkl": b""}), "a TorchScript archive"),
+    "script": (
+        zipped(pickled(GOOD), {"constants.pkl": b""}, method=zipfile.ZIP_DEFLATED),
+        "a TorchScript archive",
+    ),
     "no storage": (zipped(pickled({"a": tensor((1,), (1,), storage=Stored("7", 1))})), "no storage '7'"),
     "short": (zipped(pickled(GOOD), {"data/0": bytes(399)}), "beyond its storage of 399 bytes"),
     "beyond": (zipped(pickled({"a": tensor((10, 10), (10, 1), 1)})), "beyond its storage of 100 elements"),
