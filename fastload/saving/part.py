@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fastload.base.memory import uncollected
 from fastload.saving.agree import Agreed
@@ -12,6 +13,7 @@ from fastload.saving.assign import Share, assign, whole_units
 from fastload.saving.call import Call
 from fastload.saving.describe import Described
 from fastload.saving.holdings import Holdings
+from fastload.saving.layout import Layout
 from fastload.saving.packets import Packets, make_packets
 from fastload.saving.shards import Shards
 from fastload.saving.spread import spread
@@ -21,6 +23,9 @@ from fastload.storage import Target
 __all__ = ["Part", "take_part"]
 
 _GOOD_PIECE_BYTES = 4 << 20  # more would leave the cache before it is hashed, and touch more new memory
+
+# The plan of the last save, by all that it follows from: a training saves the same again and again.
+_last: dict[tuple[Any, ...], tuple[Share, Packets]] = {}
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,6 @@ def take_part(call: Call, described: Described, agreed: Agreed) -> Part:
     return Part(described, team, share, target)
 
 
-@uncollected
 def _take_of_shards(
     call: Call,
     described: Described,
@@ -80,6 +84,26 @@ def _take_of_shards(
     options, layout, rank = call.options, described.layout, call.world.rank
     staged = options.staging_bytes // num_staged(options.write_threads)
     piece_bytes = whole_units(min(_GOOD_PIECE_BYTES, staged), align_bytes)
+    key = (described.content.layout, holdings.digest, rank, tuple(teams), align_bytes, piece_bytes)
+    plan = _last.get(key)
+    if plan is None:
+        plan = _plan(layout, holdings, rank, teams, align_bytes, piece_bytes)
+        _last.clear()
+        _last[key] = plan
+    [team] = [team for team in teams if rank in team.members]
+    return Part(described, team, plan[0], target, Shards(layout, described.source), plan[1])
+
+
+@uncollected
+def _plan(
+    layout: Layout,
+    holdings: Holdings,
+    rank: int,
+    teams: Sequence[Team],
+    align_bytes: int | None,
+    piece_bytes: int,
+) -> tuple[Share, Packets]:
+    """Returns what a rank writes, and the packets that it has to do with."""
     shares = [
         {
             writer: Share.of(layout, ranges, piece_bytes)
@@ -94,10 +118,8 @@ def _take_of_shards(
         rank,
         [team.members for team in teams],
     )
-    [number] = [number for number, team in enumerate(teams) if rank in team.members]
-    share = shares[number].get(rank, Share((), (), frozenset()))
-    shards = Shards(layout, described.source)
-    return Part(described, teams[number], share, target, shards, packets)
+    own = [of_team[rank] for of_team in shares if rank in of_team]
+    return own[0] if own else Share((), (), frozenset()), packets
 
 
 def _team_of(call: Call, agreed: Agreed, rank: int) -> Team:
