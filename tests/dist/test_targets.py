@@ -23,8 +23,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import fastload
 from fastload.errors import MismatchError
-from fastload.geometry.box import Box
+from fastload.formats.dtypes import torch_spec
+from fastload.geometry.box import Box, row_major
 from fastload.loading.match import Match, match
+from fastload.loading.place import Destination
 from tests.dist.harness import ranks
 
 CPU = torch.device("cpu")
@@ -43,11 +45,22 @@ def fill(found: Match, saved: Mapping[str, Tensor]) -> None:
     """Does what a load does with a match, from tensors that are at hand."""
     for destination in found.destinations:
         whole = saved[destination.entry.name]
-        box = destination.box or Box.whole(whole.shape)
+        box = box_of(destination) or Box.whole(whole.shape)
         assert destination.tensor.shape == box.sizes
         destination.tensor.copy_(cut(whole, box))
     found.attach()
     found.restore()
+
+
+def box_of(destination: Destination) -> Box | None:
+    """What of its tensor it wants; None if that is all."""
+    if destination.runs is None:
+        return None
+    at, offsets = destination.runs.start // destination.stored.itemsize, []
+    for stride in row_major(torch_spec(destination.entry)[1]):
+        offsets.append(at // stride)
+        at %= stride
+    return Box(tuple(offsets), tuple(destination.tensor.shape))
 
 
 def cut(tensor: Tensor, box: Box) -> Tensor:
@@ -124,8 +137,8 @@ def test_each_rank_wants_what_distribute_tensor_gives_it(rank: int, world: int, 
         wanted[destination.entry.name] = wanted.get(destination.entry.name, 0) + destination.tensor.numel()
     held = {name: tensor.to_local().numel() for name, tensor in whole.items()}
     assert wanted == {"plain": 3, **{name: size for name, size in held.items() if size}}
-    assert [d.box for d in found.destinations if d.entry.name in ("plain", "everywhere", "scalar")] == [None] * 3
-    boxes = [(d.entry.name, d.box) for d in found.destinations]
+    assert [box_of(d) for d in found.destinations if d.entry.name in ("plain", "everywhere", "scalar")] == [None] * 3
+    boxes = [(d.entry.name, box_of(d)) for d in found.destinations]
     assert len(boxes) == len(set(boxes))
     with fastload.open(tmp_path / "c") as checkpoint:
         places = {entry.name: place for place, entry in enumerate(checkpoint.manifest.tensors)}
@@ -186,7 +199,7 @@ def test_what_is_wanted_twice_is_read_once(rank: int, world: int, tmp_path: Path
 
     columns = distributed(torch.zeros(6, 2), mesh, [Shard(1)])
     into["b"]["weight"] = columns
-    boxes = [d.box for d in matched(tmp_path / "c", into).destinations if d.entry.name == "a.weight"]
+    boxes = [box_of(d) for d in matched(tmp_path / "c", into).destinations if d.entry.name == "a.weight"]
     assert boxes == sorted([Box((3 * rank, 0), (3, 2)), Box((0, rank), (6, 1))])
 
 
@@ -220,7 +233,7 @@ def test_a_module_has_its_shards_filled_after_a_forward(rank: int, world: int, t
     assert not all(isinstance(one, DTensor) for one in model.parameters())
     found = matched(tmp_path / "c", model)
     for destination in found.destinations:
-        assert (destination.box is None) == ("running" in destination.entry.name or destination.entry.shape == ())
+        assert (box_of(destination) is None) == ("running" in destination.entry.name or destination.entry.shape == ())
     fill(found, saved)
     assert_state(model, saved)
 
@@ -232,7 +245,7 @@ def test_a_part_of_a_module_has_its_shards_filled_after_a_forward(rank: int, wor
     model = fully_sharded(init_device_mesh("cpu", (2,)))
     model(torch.rand(4, 5))
     found = matched(tmp_path / "c", {"head": model[3]}, names=["head.running_mean", "head.weight"])
-    assert [d.box for d in found.destinations if d.entry.name == "head.weight"] == [Box((2 * rank,), (2 - rank,))]
+    assert [box_of(d) for d in found.destinations if d.entry.name == "head.weight"] == [Box((2 * rank,), (2 - rank,))]
     fill(found, {"head.running_mean": torch.ones(3), "head.weight": numbered(3)})
     assert torch.equal(model.state_dict()["3.weight"].full_tensor(), numbered(3))
 
