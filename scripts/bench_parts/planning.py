@@ -79,7 +79,7 @@ def measure_plan(
 
 def _places_of_a_round(made: TransferPlan) -> None:
     """What the pipeline asks of the plan for each round: what goes where."""
-    for one in made.readers:
+    for one in made.readers_in(0):
         made.chunk(0, one)
 
 

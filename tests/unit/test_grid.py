@@ -27,7 +27,7 @@ def test_hosts_that_are_uneven_are_one_line() -> None:
     assert Grid.of(["a"]).num_lines == 0
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(num_hosts=st.integers(1, 40), num_locals=st.integers(1, 4), data=st.data())
 def test_every_chunk_comes_to_every_rank_once(num_hosts: int, num_locals: int, data: st.DataObject) -> None:
     hosts = data.draw(st.permutations([host for host in range(num_hosts) for _ in range(num_locals)]))
