@@ -167,6 +167,12 @@ def save_and_go_on(rank: int, world: int, path: Path) -> None:
     fastload.load(path / "c", into={"model": model}, strict=False)
     assert_equal(whole(model.state_dict()), saved["model"])
     save({"model": model.state_dict(), "step": 3}, path / "hybrid")
+    # Uneven, and in parts on meshes of some ranks: what is parallel over tp, and what is not.
+    parallel = sharded(reference(), init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp")))
+    for background in (False, True):
+        name = f"tp{background}"
+        save(parallel.state_dict(), path / name, background=background)
+        assert_equal(dict(fastload.load(path / name)), dict(reference().state_dict()))
     if rank == 0:
         torch.save(saved, path / "saved.pt")
 
