@@ -1,7 +1,8 @@
 """Directories of ``torch.distributed.checkpoint`` (DCP): ``.metadata`` and ``*.distcp``.
 
 Tensors lie in pieces, as ranks had them when they were saved. Everything else was pickled, item by item, and
-is read through the same closed list as files of torch.save.
+is read through the same closed list as files of torch.save. Of Megatron's directories (``torch_dist``) what
+is the same on all ranks is in a file of torch.save besides: its keys come first, next to those of the items.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import Any
 import xxhash
 
 from fastload.errors import ManifestError
+from fastload.formats import torch_zip
 from fastload.formats.dcp_items import Layout, Wanted, lay_out, read_items
 from fastload.formats.dcp_metadata import Described, SavedParts, describe_metadata, join_described
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.names import METADATA_NAME, metadata_names
 from fastload.formats.nesting import nested
 from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
+from fastload.formats.torch_folder import moved
 from fastload.formats.torch_state import read_state
 from fastload.formats.torch_zip import entries_of, open_archive
 from fastload.formats.untrusted import is_plain_path, show
@@ -29,6 +32,8 @@ __all__ = ["read_folder", "record_digest"]
 
 _MAX_METADATA_BYTES = 1 << 30
 _MAX_VALUE_BYTES = 64 << 10  # that are read as a whole
+_COMMON_NAME = "common.pt"
+_MEGATRON_NAMES = {_COMMON_NAME, "metadata.json"}
 
 
 def read_folder(storage: Storage, listing: Sequence[str]) -> Manifest:
@@ -43,22 +48,39 @@ def read_folder(storage: Storage, listing: Sequence[str]) -> Manifest:
     where = url_of(storage, names[0])
     described = _describe(storage, names, texts)
     stats = _stat_files(storage, described, where)
+    is_megatron = _MEGATRON_NAMES.issubset(listing)
+    if is_megatron:
+        stats = dict(sorted((stats | stat_all(storage, [_COMMON_NAME])).items()))
     numbers = {name: number for number, name in enumerate(stats)}
     nodes: dict[str, Any] = {}
     tensors = _tensors(storage, described, numbers, nodes) + _values(storage, described, numbers, nodes)
+    common: list[Any] = []
+    if is_megatron:
+        part = torch_zip.read_file(storage, _COMMON_NAME, stats[_COMMON_NAME])
+        tensors += [moved(entry, numbers[_COMMON_NAME]) for entry in part.tensors]
+        common = _keys_of(part.structure, url_of(storage, _COMMON_NAME))
     stored = [entry.name for entry in tensors]
     if len(set(stored)) < len(stored):
         twice = next(name for name, after in pairwise(sorted(stored)) if name == after)
         raise ManifestError(f"{where}: two tensors are called {show(twice)}")
     ordered = {name: nodes[name] for part in (described.paths, nodes) for name in part if name in nodes}
+    structure = {"dict": [*common, *nested(ordered, described.paths, where)["dict"]]}
     return Manifest(
         storage.url,
         tuple(FileEntry(name, stat.nbytes, stat.version, "") for name, stat in stats.items()),
         tuple(in_order(tensors)),
-        structure=nested(ordered, described.paths, where),
+        structure=structure,
         record_digest=_digest(texts),
         format="dcp",
     )
+
+
+def _keys_of(structure: Any, where: str) -> list[Any]:
+    """Returns the keys and values of a dict, by turns."""
+    parts = structure.get("dict") if type(structure) is dict else None
+    if type(parts) is not list:
+        raise ManifestError(f"{where}: no dict but {show(structure)}")
+    return parts
 
 
 def record_digest(storage: Storage) -> str:

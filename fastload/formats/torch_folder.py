@@ -16,7 +16,7 @@ from fastload.formats.state import children, leaves
 from fastload.formats.untrusted import show
 from fastload.storage.base import FileStat, Storage
 
-__all__ = ["read_folder"]
+__all__ = ["moved", "read_folder"]
 
 _LONGEST_START = 32
 
@@ -77,10 +77,10 @@ def _tensors(
     if sum(map(len, kept)) > len(set().union(*kept)):
         raise ManifestError(f"{url}: two files hold tensors of one name")
     for number, (part, names) in enumerate(zip(parts, kept, strict=True)):
-        yield from (_moved(entry, number) for entry in part.tensors if entry.name in names)
+        yield from (moved(entry, number) for entry in part.tensors if entry.name in names)
 
 
-def _moved(entry: TensorEntry, file: int) -> TensorEntry:
+def moved(entry: TensorEntry, file: int) -> TensorEntry:
     """Returns the same in another file."""
     pieces = tuple(piece._replace(file=file) for piece in entry.pieces)
     return replace(entry, file=file, pieces=pieces)

@@ -167,6 +167,26 @@ def test_nothing_in_the_metadata_runs(folder: Path, tmp_path: Path) -> None:
     assert not canary.exists()
 
 
+def test_megatron_directories(tmp_path: Path) -> None:
+    """As `megatron.core.dist_checkpointing` lays them out: what ranks share beside what DCP saves."""
+    sharded = {"decoder.layers.weight": torch.randn(2, 3, 4), "decoder.bias": torch.ones(3)}
+    objects = {"rng_state/shard_0_1": {"seed": 7, "cuda": torch.arange(4)}}
+    with warnings.catch_warnings(action="ignore"):
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+        dcp.save({**sharded, **objects}, checkpoint_id=tmp_path / "m", planner=planner, no_dist=True)
+    common = {"iteration": 9, "args": {"lr": 0.5}, "scale": torch.tensor(3.0)}
+    torch.save(common, tmp_path / "m" / "common.pt")
+    (tmp_path / "m" / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "common_backend": "torch"}'
+    )
+    found = fastload.load(tmp_path / "m")
+    assert found.keys() == {*common, *objects, *sharded}
+    assert (found["iteration"], found["args"], found["scale"]) == (9, {"lr": 0.5}, torch.tensor(3.0))
+    assert all(torch.equal(found[name], tensor) for name, tensor in sharded.items())
+    assert found["rng_state/shard_0_1"]["seed"] == 7
+    assert torch.equal(found["rng_state/shard_0_1"]["cuda"], torch.arange(4))
+
+
 def test_files_that_are_cut_off(folder: Path) -> None:
     for name in ("__0_0.distcp", ".metadata"):
         data = (folder / name).read_bytes()
