@@ -5,6 +5,7 @@
     python scripts/bench_load.py cold --ranks 4 --size 1GiB --repeats 5
     python scripts/bench_load.py first
     python scripts/bench_load.py tiny --tensors 300000
+    python scripts/bench_load.py small --ranks 16
     python scripts/bench_load.py memory
     python scripts/bench_load.py memory --fsdp
     python scripts/bench_load.py fsdp
@@ -33,7 +34,7 @@ import click
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from bench_parts import baselines, cold, fresh, fsdp
+from bench_parts import baselines, cold, fresh, fsdp, small
 from bench_parts.job import (
     GIB,
     MIB,
@@ -171,6 +172,19 @@ def tiny(ranks: int, tensors: int, repeats: int, arms: str, json_path: str | Non
     write_json(json_path, rows)
 
 
+@main.command("small")
+@ranks_option
+@click.option("--size", type=Bytes(), default="1MiB", show_default=True, help="Of the state.")
+@click.option("--repeats", default=50, show_default=True, help="Calls of each kind.")
+@json_option
+def small_states(ranks: int, size: int, repeats: int, json_path: str | None) -> None:
+    """Load and save a small state again and again: what a call of all ranks costs, not a byte."""
+    with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
+        rows = run_on_ranks(__file__, ranks, folder, part="small", nbytes=size, repeats=repeats)
+    small.print_small(rows, f"{size / MIB:.1f} MiB, local and warm, {ranks} ranks of one host")
+    write_json(json_path, rows)
+
+
 @main.command("fsdp")
 @ranks_option
 @click.option("--size", type=Bytes(), default="440MB", show_default=True, help="Of the checkpoint.")
@@ -284,6 +298,7 @@ def rank(settings: str) -> None:
         "memory of shards": fsdp.run_memory,
         "fsdp": fsdp.run,
         "fresh": fresh.run,
+        "small": small.run,
     }
     rows = parts[given.pop("part")](**given)
     if dist.get_rank() == 0:

@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 _PIECE_BYTES = 4 << 20  # a TCPStore refuses values of more than 8 MiB
 _FIRST_POLL_S = 0.0005
+_POLL_OF_A_RANK_S = 0.0001  # what one costs the server, about, which all ranks ask
 _LISTENING_S = 1.0
 _LAST_POLL_S = 0.05
 
@@ -39,6 +40,7 @@ class Rendezvous:
         self._store = store
         self._rank = rank
         self._size = size
+        self._first_poll_s = max(_FIRST_POLL_S, size * _POLL_OF_A_RANK_S)
         self._host = host
         self._if_lost = if_lost
         self._num_pieces: dict[int, int] = {}
@@ -310,7 +312,7 @@ class Rendezvous:
             if self._given_up:
                 raise Interrupted("nobody waits for this any more")
             # In proportion to the time waited so far, so that polling adds a few percent to any wait.
-            time.sleep(min(max(_FIRST_POLL_S, (now - began) / 16), _LAST_POLL_S))
+            time.sleep(min(max(self._first_poll_s, (now - began) / 16), _LAST_POLL_S))
         return True
 
     def _listen(self, now: float, period_s: float) -> None:
