@@ -19,6 +19,10 @@ What an arm reads is told beside its name: HTTP as the floor, S3, or files that 
 With --shards each host gets only its part, into DTensors that are there before, and other arms run:
 those that can load into DTensors.
 
+With --ranks-per-host each host has several ranks, and every one of them gets all. With --against an
+older fastload runs in the same tables: `git worktree add ../old COMMIT`, `--against ../old`. It has ranks of
+its own, in a second job, which takes turns with the first.
+
 Beside each of fastload's arms stands what `fastload plan` predicts from the rates. As all hosts share
 this machine's cores, loads without any rates come first, for each number of hosts: they say what
 those manage.
@@ -45,6 +49,7 @@ from bench_parts.lab_control import FULL, SCRIPTS, SMALL, Checkpoint, Lab, make_
 from bench_parts.lab_shards import LAYOUTS, arms_of
 from bench_parts.lab_tables import print_regime
 from bench_parts.prediction import print_predictions
+from bench_parts.tables import AS_IT_WAS, FLOOR
 from rich.console import Console
 
 from fastload.options import parse_bytes
@@ -73,6 +78,12 @@ def words(context: click.Context, parameter: click.Parameter, text: str) -> list
     show_default=True,
     help="What each host gets: all, or its part with FSDP over all hosts, HSDP of two replicas, TP 4 × DP.",
 )
+@click.option("--ranks-per-host", default=1, show_default=True, help="Ranks on each host; all get all.")
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True),
+    help="A checkout of another commit: one more arm, fastload auto from there, next to the others.",
+)
 @click.option("--repeats", default=3, show_default=True, help="Runs of each arm.")
 @click.option("--regimes", default="shared,share", show_default=True, callback=words, help="Which.")
 @click.option("--arms", default="", callback=words, help="Only arms whose names contain one of these.")
@@ -96,6 +107,8 @@ def main(
     size: int,
     num_files: int,
     shards: str,
+    ranks_per_host: int,
+    against: Path | None,
     repeats: int,
     regimes: Sequence[str],
     arms: Sequence[str],
@@ -122,13 +135,17 @@ def main(
     if unknown := set(regimes) - set(rates):
         raise click.UsageError(f"no such regime: {', '.join(sorted(unknown))}")
     shards = "" if shards == "none" else shards
+    if shards and ranks_per_host > 1:
+        raise click.UsageError("--shards is for one rank on each host")
     reads = {arm.name: arm.reads for arm in arms_of(shards, tuned)}
-    names = list(reads)
-    names = [name for name in names if not arms or any(part in name for part in [*arms, "floor", *tuned])]
+    names = [name for name in reads if name != AS_IT_WAS or against]
+    chosen = [*arms, FLOOR, AS_IT_WAS, *tuned]
+    names = [name for name in names if not arms or any(part in name for part in chosen)]
     result: dict[str, Any] = {
-        "environment": environment(),
+        "environment": environment() | ({"against": commit_of(against)} if against else {}),
         "size": size,
         "shards": shards,
+        "ranks_per_host": ranks_per_host,
         "repeats": repeats,
         "arms": names,
         "reads": reads,
@@ -141,12 +158,21 @@ def main(
         result |= {"nbytes": full.nbytes}
         if not shards and any(name.startswith("fastload") for name in names):
             result["unshaped_s"] = {
-                count: unshaped_s(int(count), {SMALL: small, FULL: full}, timeout_s) for count in hosts
+                count: unshaped_s(int(count), {SMALL: small, FULL: full}, timeout_s, ranks_per_host)
+                for count in hosts
             }
         for regime in regimes:
             for count in map(int, hosts):
                 with Lab(count, rates[regime], {SMALL: small, FULL: full}) as running:
-                    outcome = running.run(names, tuned, repeats, timeout_s, shards)
+                    outcome = running.run(
+                        names,
+                        tuned,
+                        repeats,
+                        timeout_s,
+                        shards=shards,
+                        ranks_per_host=ranks_per_host,
+                        against=against,
+                    )
                 job = {"regime": regime, "hosts": count, "rows": outcome.rows, "failed": outcome.failed}
                 result["jobs"].append(job)
                 if json_path:  # so far
@@ -167,10 +193,13 @@ def show(result: dict[str, Any], png_path: Path | None) -> None:
         Console().print(f"picture in {png_path}")
 
 
-def unshaped_s(hosts: int, checkpoints: dict[str, Checkpoint], timeout_s: float) -> float:
+def unshaped_s(
+    hosts: int, checkpoints: dict[str, Checkpoint], timeout_s: float, ranks_per_host: int
+) -> float:
     """Seconds of a load with links as fast as they get: what the cores of this machine manage."""
     with Lab(hosts, [], checkpoints) as running:
-        outcome = running.run(["fastload allgather"], [], 3, timeout_s)
+        arms = ["fastload allgather"]
+        outcome = running.run(arms, [], 3, timeout_s, ranks_per_host=ranks_per_host)
     if not outcome.rows:
         raise click.ClickException(f"{hosts} hosts without rates: {outcome.failed}")
     return float(median(row["seconds"] for row in outcome.rows))
@@ -191,19 +220,22 @@ def environment() -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    git = ["git", "-C", str(SCRIPTS), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     models = [
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
     ]
     return {
-        "commit": commit,
+        "commit": commit_of(SCRIPTS),
         "kernel": platform.release(),
         "cpu": models[0].partition(":")[2].strip() if models else platform.machine(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "packages": versions,
     }
+
+
+def commit_of(folder: Path) -> str:
+    git = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

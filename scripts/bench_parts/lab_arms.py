@@ -25,7 +25,7 @@ from torch import nn
 import fastload
 from bench_parts import baselines
 from bench_parts.baselines import State
-from bench_parts.tables import FLOOR
+from bench_parts.tables import AS_IT_WAS, FLOOR
 from fastload import LoadOptions
 from fastload.options import SETTINGS
 
@@ -95,6 +95,7 @@ def make_arms(tuned: Sequence[str]) -> list[Arm]:
     ]
     for strategy in ("auto", "allgather", "broadcast", "direct"):
         arms.append(Arm(f"fastload {strategy}", partial(fastload_http, {"strategy": strategy})))
+    arms.append(Arm(AS_IT_WAS, partial(fastload_http, {})))
     arms.append(Arm("fastload auto (s3)", fastload_s3, reads="S3"))
     arms.append(Arm("fastload DCP", partial(_fastload_dcp, "http")))
     arms.append(Arm("fastload DCP (s3)", partial(_fastload_dcp, "s3"), reads="S3"))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 SCRIPTS = Path(__file__).resolve().parents[1]
@@ -19,6 +20,8 @@ sys.path.insert(0, str(SCRIPTS / "lab"))
 
 import services  # noqa: E402  (the lab's own modules)
 from network import STORAGE  # noqa: E402
+
+from bench_parts.tables import AS_IT_WAS  # noqa: E402
 
 STORE_URL = f"http://{services.STORAGE_ADDRESS}:8333"
 _STORE = "server -ip={address} -ip.bind=0.0.0.0 -s3 -s3.config=s3.json -dir=. -volume.max=0 -volume.port=8334"
@@ -28,6 +31,7 @@ _OWN_TMP = 'cd "$0" && mount -t tmpfs tmpfs /tmp && exec "$@"'
 _SFTP_PORT = 2222
 _SFTP_SERVER = "/usr/lib/openssh/sftp-server"
 _TRIES, _WAIT_S = 30, 10.0  # somebody else's lab may be up
+_POLL_S = 0.1
 _DCP_RANKS = 4
 _SAFETENSORS = "safetensors"
 
@@ -157,9 +161,20 @@ class Lab:
         services.start(STORAGE, ["sh", "-c", _OWN_TMP, str(folder), str(weed), *words])
 
     def run(
-        self, arms: Sequence[str], tuned: Sequence[str], repeats: int, timeout_s: float, shards: str = ""
+        self,
+        arms: Sequence[str],
+        tuned: Sequence[str],
+        repeats: int,
+        timeout_s: float,
+        *,
+        shards: str = "",
+        ranks_per_host: int = 1,
+        against: Path | None = None,
     ) -> Outcome:
-        """Runs arms that load: into every rank the whole state or, with `shards`, its part in that layout."""
+        """Runs arms that load: into every rank the whole state or, with `shards`, its part in that layout.
+
+        The arm `AS_IT_WAS` has the fastload of the directory `against`.
+        """
         given: dict[str, Any] = {
             "tuned": list(tuned),
             "shards": shards,
@@ -171,11 +186,18 @@ class Lab:
             urls = {"http": f"{services.HTTP_URL}/{name}", "s3": f"{S3_ROOT}/{name}"}
             facts = {"digest": checkpoint.digest, "nbytes": checkpoint.nbytes}
             given[name] = {"name": name, "folder": str(checkpoint.folder), **facts, **urls}
-        return run_arms("bench_parts.lab_job", arms, given)
+        libraries = {AS_IT_WAS: against} if against else {}
+        return run_arms("bench_parts.lab_job", arms, given, ranks_per_host, libraries)
 
 
-def run_arms(module: str, arms: Sequence[str], given: dict[str, Any]) -> Outcome:
-    """Runs arms in one job on all hosts of the lab that is up.
+def run_arms(
+    module: str,
+    arms: Sequence[str],
+    given: dict[str, Any],
+    ranks_per_host: int = 1,
+    libraries: Mapping[str, Path] = MappingProxyType({}),
+) -> Outcome:
+    """Runs arms on all hosts of the lab that is up: in one job, or in one for each fastload, by turns.
 
     An arm that takes the whole job with it while all is still small is left out.
 
@@ -183,10 +205,12 @@ def run_arms(module: str, arms: Sequence[str], given: dict[str, Any]) -> Outcome
         module: What each rank runs.
         arms: Their names.
         given: The job's settings, beside those that every job has.
+        ranks_per_host: Ranks of a job on each host.
+        libraries: Directories with another fastload, by the arms that want them.
     """
     outcome, left = Outcome(), list(arms)
     while left:
-        lines, status = _job(module, {**given, "arms": left})
+        lines, status = _run_jobs(module, {**given, "arms": left}, ranks_per_host, libraries)
         began: dict[str, Any] = {}
         for line in lines:
             if "begin" in line:
@@ -206,27 +230,52 @@ def run_arms(module: str, arms: Sequence[str], given: dict[str, Any]) -> Outcome
     return outcome
 
 
-def _job(module: str, given: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
-    with tempfile.TemporaryDirectory(prefix="bench-lab-job-") as folder:
-        results, settings = Path(folder, "results"), Path(folder, "settings.json")
-        counter = [str(SCRIPTS / "lab" / "bytes")]
-        settings.write_text(json.dumps({**given, "results": str(results), "counter": counter}))
-        words = ["python", "-m", module, str(settings)]
-        ended = lab("run", "--timeout", "100000", "--", *words, check=False, job=True)
-        text = results.read_text() if results.exists() else ""
-        return [json.loads(line) for line in text.splitlines()], ended.returncode
+def _run_jobs(
+    module: str, given: dict[str, Any], ranks_per_host: int, libraries: Mapping[str, Path]
+) -> tuple[list[dict[str, Any]], int]:
+    """Runs a job for each fastload; returns the lines of all, and the first status that is not 0."""
+    arms_of: dict[Path, list[str]] = {}
+    for arm in given["arms"]:
+        arms_of.setdefault(libraries.get(arm, SCRIPTS.parent), []).append(arm)
+    with tempfile.TemporaryDirectory(prefix="bench-lab-job-") as folder, contextlib.ExitStack() as stack:
+        results = Path(folder, "results")
+        results.touch()
+        given = {**given, "results": str(results), "counter": [str(SCRIPTS / "lab" / "bytes")]}
+        jobs = []
+        for number, (library, own) in enumerate(arms_of.items()):
+            settings = Path(folder, f"settings-{number}.json")
+            settings.write_text(json.dumps({**given, "own": own, "library": str(library)}))
+            # -P: what is in the working directory does not come before the library.
+            words = ["--nproc", str(ranks_per_host), "--", "python", "-P", "-m", module, str(settings)]
+            jobs.append(_start(words, library))
+            stack.callback(_end, jobs[-1])
+        status = _wait(jobs)
+        return [json.loads(line) for line in results.read_text().splitlines()], status
+
+
+def _start(words: Sequence[str], library: Path) -> subprocess.Popen[bytes]:
+    path = [str(SCRIPTS), str(library), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [str(SCRIPTS / "lab" / "run"), "--timeout", "100000", *words]
+    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)})
+
+
+def _wait(jobs: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Waits for all, or until one fails: the others would wait for its arms. Returns its status, or 0."""
+    while any(job.poll() is None for job in jobs):
+        if failed := [job.returncode for job in jobs if job.returncode]:
+            return failed[0]
+        time.sleep(_POLL_S)
+    return next((job.returncode for job in jobs if job.returncode), 0)
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    job.terminate()
+    job.wait()
 
 
 def lab(
-    command: str, *words: str, check: bool = True, job: bool = False, capture_output: bool = False
+    command: str, *words: str, check: bool = True, capture_output: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Runs one of scripts/lab."""
-    path = os.pathsep.join(filter(None, [str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH")]))
-    env = os.environ | ({"PYTHONPATH": path} if job else {})
-    return subprocess.run(
-        [str(SCRIPTS / "lab" / command), *words],
-        check=check,
-        text=True,
-        capture_output=capture_output,
-        env=env,
-    )
+    path = str(SCRIPTS / "lab" / command)
+    return subprocess.run([path, *words], check=check, text=True, capture_output=capture_output)

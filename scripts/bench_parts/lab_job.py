@@ -16,12 +16,14 @@ import time
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import fastload
 from bench_parts import sharded
 from bench_parts.lab_arms import Arm, Places, set_peer_env
 from bench_parts.lab_ranks import Ranks, describe, own_cpu_s
@@ -31,6 +33,7 @@ from fastload.base.memory import allocate_staging
 from fastload.formats.state import state_digest
 
 _MOUNT_S = 10.0
+_POLL_S = 0.2
 
 
 class Job(Ranks):
@@ -42,6 +45,7 @@ class Job(Ranks):
 
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__(settings)
+        self.first_on_host = os.environ["LOCAL_RANK"] == "0"
         layout = settings["shards"]
         arms = {arm.name: arm for arm in arms_of(layout, settings["tuned"])}
         self.arms = [arms[name] for name in settings["arms"]]
@@ -49,9 +53,27 @@ class Job(Ranks):
 
     def run(self) -> None:
         """A small checkpoint first: imports and first uses are over then, and what cannot run is known."""
-        working = [arm for arm in self.arms if self.run_once(arm, "small", turn=-1)]
-        for turn in range(self.settings["repeats"]):
-            working = [arm for arm in working if self.run_once(arm, "full", turn=turn)]
+        working = self.arms
+        for turn in range(-1, self.settings["repeats"]):
+            working = [arm for arm in working if self.take_turn(arm, turn)]
+
+    def take_turn(self, arm: Arm, turn: int) -> bool:
+        """Runs one arm, or waits until the job whose arm it is has; returns whether all ranks managed."""
+        if arm.name in self.settings["own"]:
+            return self.run_once(arm, "full" if turn >= 0 else "small", turn=turn)
+        managed: list[bool | None] = [None]
+        while self.rank == 0 and managed[0] is None:
+            time.sleep(_POLL_S)
+            managed = [self.has_managed(arm, turn)]
+        dist.broadcast_object_list(managed)
+        return bool(managed[0])
+
+    def has_managed(self, arm: Arm, turn: int) -> bool | None:
+        """Looks whether another job has run an arm; None if it has not yet."""
+        begin = json.dumps({"begin": arm.name, "turn": turn}) + "\n"
+        lines = Path(self.settings["results"]).read_text().splitlines(keepends=True)
+        ends = [end for line, end in pairwise(lines) if line == begin and end.endswith("\n")]
+        return "error" not in json.loads(ends[0]) if ends else None
 
     def run_once(self, arm: Arm, which: str, *, turn: int) -> bool:
         """Runs one arm on all ranks; returns whether all of them managed."""
@@ -79,7 +101,7 @@ class Job(Ranks):
             except Exception as caught:
                 error = describe(caught)
             gc.collect()
-            rows = self.gather(error, row | {"wanted_bytes": target.nbytes})
+            rows = self.gather(error, row | {"wanted_bytes": target.nbytes if self.first_on_host else 0})
             if rows is None:
                 return False
             crossed = self.crossed() - before
@@ -93,6 +115,7 @@ class Job(Ranks):
                     "mount_cpu_s": sum(row["mount_cpu_s"] for row in rows),
                     "storage_bytes": crossed.read,
                     "exchanged_bytes": crossed.exchanged,
+                    "most_entered_bytes": max(crossed.entered, default=0),
                     "wanted_bytes": sum(row["wanted_bytes"] for row in rows),
                     "report": places.reports[0] if places.reports else None,
                 }
@@ -103,10 +126,13 @@ class Job(Ranks):
     def mounted(self) -> Iterator[tuple[Path, int]]:
         """Mounts the storage, nothing of it cached; yields where, and the pid of the client.
 
-        It is the same place on all hosts; each has mounts of its own.
+        It is the same place on all hosts; each has mounts of its own. One rank of a host mounts for all.
         """
         server, port = self.settings["sftp"]
         folder = Path(self.settings["results"]).with_name("mount")
+        if not self.first_on_host:
+            yield folder, 0
+            return
         folder.mkdir(exist_ok=True)
         client = subprocess.Popen(["sshfs", "-f", "-o", f"ro,directport={port}", server, str(folder)])
         try:
@@ -161,6 +187,7 @@ def main() -> None:
     set_peer_env()
     torch.set_num_threads(1)  # ranks share the cores
     settings = json.loads(Path(sys.argv[1]).read_text())
+    assert Path(fastload.__file__).is_relative_to(settings["library"]), fastload.__file__
     dist.init_process_group("gloo", timeout=timedelta(seconds=settings["timeout_s"]))
     Job(settings).run()
     dist.barrier()

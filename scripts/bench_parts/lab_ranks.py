@@ -21,17 +21,20 @@ class Crossed:
         read: From the storage to hosts.
         written: From hosts to the storage.
         exchanged: From hosts to hosts.
+        entered: Into each host.
     """
 
     read: int
     written: int
     exchanged: int
+    entered: tuple[int, ...] = ()
 
     def __sub__(self, earlier: Crossed) -> Crossed:
         return Crossed(
             self.read - earlier.read,
             self.written - earlier.written,
             self.exchanged - earlier.exchanged,
+            tuple(now - before for now, before in zip(self.entered, earlier.entered, strict=True)),
         )
 
 
@@ -63,8 +66,13 @@ class Ranks:
             return Crossed(0, 0, 0)
         shown = subprocess.run(self.settings["counter"], stdout=subprocess.PIPE, check=True, text=True)
         counts = json.loads(shown.stdout)
-        sent = sum(host["tx"] for host in counts["hosts"].values())
-        return Crossed(counts["storage_tx"], counts["storage_rx"], sent - counts["storage_rx"])
+        hosts = counts["hosts"].values()
+        return Crossed(
+            counts["storage_tx"],
+            counts["storage_rx"],
+            sum(host["tx"] for host in hosts) - counts["storage_rx"],
+            tuple(host["rx"] for host in hosts),
+        )
 
     def write(self, line: dict[str, Any]) -> None:
         if self.rank == 0:

@@ -15,7 +15,7 @@ import fastload
 from bench_parts import sharded
 from bench_parts.baselines import State
 from bench_parts.lab_arms import Arm, Places, floor, make_arms, parse_tuned
-from bench_parts.tables import FLOOR
+from bench_parts.tables import AS_IT_WAS, FLOOR
 from fastload import LoadOptions
 from fastload.cli.sharded import Sharding
 
@@ -69,6 +69,7 @@ def arms_of(layout: str, tuned: Sequence[str]) -> list[Arm]:
     arms += [Arm(name, partial(_peer, load, below), reads="mount") for name, (load, below) in peers.items()]
     arms += [
         Arm("fastload auto", fastload_http),
+        Arm(AS_IT_WAS, fastload_http),
         Arm("fastload auto (mount)", fastload_mounted, reads="mount"),
         Arm("fastload DCP", fastload_dcp),
         Arm("fastload DCP (mount)", fastload_dcp_mounted, reads="mount"),

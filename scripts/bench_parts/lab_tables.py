@@ -25,6 +25,7 @@ class Cell:
         ratio: Median over the floor's.
         amplification: Bytes that left the storage over those of the tensors; median.
         exchanged: Bytes from host to host over those of the tensors; median.
+        entered: Bytes into the host that got most over those of the tensors; median.
         least_exchanged: What the hosts want, less the checkpoint once. No less will do if every byte is read
             once; where a part lies strided in files, more, as a reader then gets what others want as well.
         cpu_s: CPU seconds of all ranks and their mounts per GiB of checkpoint; median.
@@ -37,6 +38,7 @@ class Cell:
     ratio: float
     amplification: float
     exchanged: float
+    entered: float
     least_exchanged: float
     cpu_s: float
     report: dict[str, Any] | None
@@ -68,6 +70,7 @@ def _cells_of(rows: list[dict[str, Any]], nbytes: int) -> dict[str, Cell]:
             ratio=median(arm, "seconds") / reference,
             amplification=median(arm, "storage_bytes") / nbytes,
             exchanged=median(arm, "exchanged_bytes") / nbytes,
+            entered=median(arm, "most_entered_bytes") / nbytes,
             least_exchanged=median(arm, "wanted_bytes") / nbytes - 1,
             cpu_s=median(arm, "cpu_s", "mount_cpu_s") / (nbytes / GIB),
             report=runs[-1]["report"],
@@ -82,24 +85,28 @@ def print_regime(result: dict[str, Any], regime: str) -> None:
     rates = " ".join(result["rates"][regime])
     shards = result.get("shards")
     what = f"{result['nbytes'] / 2**20:.0f} MiB" + (f" as {shards}" if shards else "")
-    table.title = f"{regime}: {what}, {rates}, median of {result['repeats']}"
+    count = result.get("ranks_per_host", 1)
+    ranks = f", {count} ranks on each host" if count > 1 else ""
+    table.title = f"{regime}: {what}, {rates}{ranks}, median of {result['repeats']}"
     table.caption = "amp: bytes off the storage ÷ checkpoint. exch: bytes from host to host ÷ checkpoint; "
-    table.caption += f"{_least_exchanged(measured)}. CPU: s per GiB of checkpoint, all ranks and "
+    table.caption += f"{_least_exchanged(measured)}. in: bytes into the host that got most ÷ checkpoint. "
+    table.caption += "CPU: s per GiB of checkpoint, all ranks and "
     table.caption += "their sshfs, user + system; servers are not included."
     table.add_column("\narm", no_wrap=True)
     table.add_column("\nreads", no_wrap=True)
     for hosts in measured:
-        for head in (f"{hosts} hosts\ns", "\nmin–max", "\n÷floor", "\namp", "\nexch", "\nCPU"):
+        for head in (f"{hosts} hosts\ns", "\nmin–max", "\n÷floor", "\namp", "\nexch", "\nin", "\nCPU"):
             table.add_column(head, justify="right", no_wrap=True)
     for arm in result["arms"]:
         row = [arm, result["reads"][arm]]
         for by_arm in measured.values():
             cell = by_arm.get(arm)
             if cell is None:
-                row += ["–", "", "", "", "", ""]
+                row += ["–", "", "", "", "", "", ""]
                 continue
             row += [f"{cell.seconds:.2f}", f"{cell.least:.2f}–{cell.most:.2f}", f"{cell.ratio:.2f}"]
-            row += [f"{cell.amplification:.2f}", f"{cell.exchanged:.2f}", f"{cell.cpu_s:.1f}"]
+            row += [f"{share:.2f}" for share in (cell.amplification, cell.exchanged, cell.entered)]
+            row += [f"{cell.cpu_s:.1f}"]
         table.add_row(*row)
     Console(width=190).print(table)
     for job in result["jobs"]:

@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from bench_parts.lab_tables import cells
-from bench_parts.tables import print_table
+from bench_parts.tables import AS_IT_WAS, print_table
 from fastload.estimate.simulate import Cluster, predict
 from fastload.formats.manifest import TensorEntry
 from fastload.options import SETTINGS
@@ -36,7 +36,7 @@ def print_predictions(result: dict[str, Any], regime: str) -> None:
         table.add_column(head, justify="left" if head in ("arm", "bound by") else "right", no_wrap=True)
     for hosts, by_arm in cells(result, regime).items():
         for arm, cell in by_arm.items():
-            if cell.report is None:
+            if cell.report is None or arm == AS_IT_WAS:
                 continue
             seconds, bound_by = predicted(result, regime, hosts, cell.report)
             ratio = seconds / cell.seconds
@@ -55,12 +55,14 @@ def predicted(result: dict[str, Any], regime: str, hosts: int, report: dict[str,
     words = result["rates"][regime]
     rates = dict(zip(words[::2], words[1::2], strict=True))
     links: dict[str, float] = {_OPTIONS[name]: GOODPUT * parse_rate(rate) / 8 for name, rate in rates.items()}
+    num_locals = result.get("ranks_per_host", 1)
     unshaped_s = result.get("unshaped_s", {}).get(str(hosts))
     if unshaped_s is not None:
-        links["rank_bytes_per_s"] = result["nbytes"] / max(0.01, unshaped_s - _OPENING_S)
+        # The ranks of a host share what enters it.
+        links["rank_bytes_per_s"] = result["nbytes"] / num_locals / max(0.01, unshaped_s - _OPENING_S)
     done = predict(
         [TensorEntry("all", "U8", (result["nbytes"],), 0, 0, result["nbytes"])],
-        Cluster(num_hosts=hosts, ranks_per_host=1, **links),
+        Cluster(num_hosts=hosts, ranks_per_host=num_locals, **links),
         report["strategy"],
         staging_bytes=SETTINGS["staging_bytes"].default,
         chunk_bytes=report["chunk_bytes"],

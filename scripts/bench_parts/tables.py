@@ -11,6 +11,7 @@ from rich.table import Table
 
 GIB = 2**30
 FLOOR = "floor: one rank streams all"
+AS_IT_WAS = "fastload, as it was"  # from another directory than the other arms
 
 
 def print_arms(rows: list[dict[str, Any]], title: str) -> None:
