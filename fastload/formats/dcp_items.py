@@ -25,6 +25,8 @@ _MAX_HEAD_BYTES = 1 << 20
 _MAX_GAP_BYTES = 16 << 10  # reading that much more takes less than another request
 _MAX_READ_BYTES = 4 << 20
 _MAX_LAYOUTS = 16  # of one kind: strides in another order
+_NEAR_BYTES = 4 << 10  # read of an item at first: more than most heads
+_FEW_REQUESTS, _MANY_REQUESTS = 8, 32
 
 
 class Wanted(NamedTuple):
@@ -76,7 +78,7 @@ def lay_out(storage: Storage, wanted: Sequence[Wanted]) -> list[Layout]:
     """
     kinds: dict[tuple[str, tuple[int, ...], int], list[Layout]] = {}
     firsts = {one.kind: one for one in reversed(wanted)}
-    found = in_threads(lambda one: _look_at(storage, one), list(firsts.values()))
+    found = in_threads(lambda one: _look_at(storage, one), list(firsts.values()), _at_once(storage))
     for kind, layout in zip(firsts, found, strict=True):
         kinds[kind] = [layout]
     result: list[Layout | None] = [None] * len(wanted)
@@ -118,7 +120,12 @@ def read_items(storage: Storage, items: Sequence[Item], take: Callable[[int, byt
             begin = items[index].offset - first.offset
             take(index, data[begin : begin + items[index].nbytes])
 
-    in_threads(read, list(_groups(items)))
+    in_threads(read, list(_groups(items)), _at_once(storage))
+
+
+def _at_once(storage: Storage) -> int:
+    """Returns how many requests to make at once: where each takes a while, many."""
+    return _FEW_REQUESTS if storage.probes else _MANY_REQUESTS
 
 
 def _groups(items: Sequence[Item]) -> Iterator[list[int]]:
@@ -147,11 +154,14 @@ def _look_at(storage: Storage, wanted: Wanted) -> Layout:
         ManifestError: It is malformed, or is not what the metadata say.
     """
     item, where = wanted.item, f"{url_of(storage, wanted.item.file)} at byte {wanted.item.offset}"
-    archive = open_archive(
-        lambda offset, nbytes: read_bytes(storage, item.file, item.offset + offset, nbytes),
-        item.nbytes,
-        where,
-    )
+    near = read_bytes(storage, item.file, item.offset, min(item.nbytes, _NEAR_BYTES))
+
+    def read(offset: int, nbytes: int) -> bytes:
+        if offset + nbytes <= len(near):
+            return near[offset : offset + nbytes]
+        return read_bytes(storage, item.file, item.offset + offset, nbytes)
+
+    archive = open_archive(read, item.nbytes, where)
     state = read_state(archive.pickle, where)
     entries = entries_of(state.tensors, archive.storages, where, item.nbytes, 0)
     if type(state.structure) is dict and state.structure.keys() == {"refused"}:
@@ -164,4 +174,4 @@ def _look_at(storage: Storage, wanted: Wanted) -> Layout:
         raise ManifestError(f"{where}: {show(found)}, where a tensor of {show(wanted[1:])} is to be")
     if entries[0].offset > _MAX_HEAD_BYTES:
         raise ManifestError(f"{where}: its data begin only after {entries[0].offset} bytes")
-    return Layout(read_bytes(storage, item.file, item.offset, entries[0].offset), entries[0])
+    return Layout(read(0, entries[0].offset), entries[0])

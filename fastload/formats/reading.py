@@ -44,8 +44,16 @@ def stat_all(storage: Storage, names: Sequence[str]) -> dict[str, FileStat]:
     return {name: stat for name, stat in stats.items() if stat is not None}
 
 
-def in_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-    """Maps in order; of several failures the first in order is raised, so errors are deterministic."""
+def in_threads(
+    function: Callable[[_Item], _Result], items: Sequence[_Item], at_once: int = _NUM_READERS
+) -> list[_Result]:
+    """Maps in order; of several failures the first in order is raised, so errors are deterministic.
+
+    Args:
+        function: Called in threads.
+        items: Its arguments.
+        at_once: Most threads.
+    """
     places, results, errors = count(), dict[int, _Result](), dict[int, BaseException]()
 
     def work() -> None:
@@ -56,7 +64,7 @@ def in_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> 
             except BaseException as error:
                 errors[place] = error
 
-    num_threads = max(1, min(_NUM_READERS, len(items)))
+    num_threads = max(1, min(at_once, len(items)))
     workers = Workers(num_threads, "fastload-header")
     try:
         # Not a future for each item: there may be thousands.
