@@ -6,15 +6,13 @@ delivers all the others, several rounds at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from fastload.ranks.world import World
-from fastload.transfer.gloo import GlooExchange
 from fastload.transfer.rounds import Exchange, LocalExchange
-from fastload.transfer.tree import Trees
 
 __all__ = ["has_nccl", "open_exchange", "open_members_exchange", "ring_order"]
 
@@ -39,7 +37,7 @@ def open_exchange(
 
         return NcclExchange(world, device, hosts)
     order = ring_order(hosts)
-    return GlooExchange(world, Trees.between(order, [machines[rank] for rank in order]), pinned=on_cuda)
+    return _open_gloo(world, order, [machines[rank] for rank in order], pinned=on_cuda)
 
 
 def ring_order(hosts: Sequence[str]) -> list[int]:
@@ -61,7 +59,17 @@ def open_members_exchange(world: World, members: Sequence[int]) -> Exchange:
     """
     if len(members) == 1:
         return LocalExchange(pinned=False)
-    return GlooExchange(world, Trees.between(members, members), pinned=False)
+    return _open_gloo(world, members, members, pinned=False)
+
+
+def _open_gloo(
+    world: World, members: Sequence[int], machines: Sequence[Hashable], *, pinned: bool
+) -> Exchange:
+    # One rank alone, or each for itself, need not import it.
+    from fastload.transfer.gloo import GlooExchange
+    from fastload.transfer.tree import Trees
+
+    return GlooExchange(world, Trees.between(members, machines), pinned=pinned)
 
 
 def has_nccl(world: World) -> bool:
