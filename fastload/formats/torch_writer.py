@@ -22,11 +22,12 @@ from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import TensorEntry
 from fastload.formats.pickled import made_by
-from fastload.formats.state import rebuild
+from fastload.formats.state import leaves, rebuild
 from fastload.formats.unpickle import unpickle
 
 __all__ = ["Placed", "TorchLayout", "join_crcs", "lay_out_torch"]
 
+_MOST_NAMES = 20
 _ALIGNMENT = 64
 _FULL_4 = 0xFFFFFFFF
 _VERSION = 45  # of the zip format: with sizes of 64 bits
@@ -116,6 +117,12 @@ def lay_out_torch(structure: Any, entries: Sequence[TensorEntry]) -> TorchLayout
     Raises:
         OptionError: Something in the state is not what ``torch.load(weights_only=True)`` reads.
     """
+    arrays = [saved.name for saved in leaves(structure) if saved.kind == "ndarray"]
+    if arrays:
+        names = ", ".join(arrays[:_MOST_NAMES])
+        raise OptionError(
+            f"the state holds {len(arrays)} NumPy arrays, which torch.load(weights_only=True) does not read: {names}"
+        )
     stand_ins: dict[str, Tensor] = {}
     for entry in entries:
         dtype, shape = torch_spec(entry)

@@ -16,7 +16,8 @@ import fastload
 from fastload.cli.shares import load_shares
 from fastload.cli.torch_file import write_torch_file
 from fastload.errors import CheckpointExists, FastloadError, ManifestError, OptionError
-from tests.dist.harness import ranks
+from tests.dist.flaky_server import serve
+from tests.dist.harness import ranks, run_ranks
 from tests.unit.test_torch_files import assert_same
 
 TIMEOUT_S = 30.0
@@ -109,3 +110,21 @@ def test_all_ranks_convert_and_none_holds_the_whole(rank: int, world: int, tmp_p
     write_torch_file(shares, new, overwrite=True, timeout_s=TIMEOUT_S)
     torch.distributed.barrier()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "new", "new.pt"]
+
+
+def load_over_http(rank: int, world: int, url: str, path: Path) -> int:
+    with fastload.open(url, options=fastload.LoadOptions(strategy="allgather", timeout_s=TIMEOUT_S)) as checkpoint:
+        assert_same(checkpoint.load(), torch.load(path, weights_only=True))
+    assert checkpoint.report is not None
+    return sum(own.retries for own in checkpoint.report.ranks)
+
+
+def test_small_tensors_are_few_requests_and_what_passes_is_outlasted(tmp_path: Path) -> None:
+    path = tmp_path / "any.name"
+    tensors = {f"{number}": torch.full((number,), number) for number in range(100)}
+    torch.save({**tensors, "large": torch.arange(100_000)}, path)
+    with serve(tmp_path) as server:
+        server.faults += ["503", "reset"]
+        assert run_ranks(load_over_http, 2, url=f"{server.url}/any.name", path=path) == [2, 2]
+        gets = [wanted for method, _, wanted in server.log if method == "GET"]
+    assert len(gets) < 20

@@ -71,8 +71,10 @@ def state() -> Any:
 def sources(folder: Path) -> dict[str, bytes]:
     """The files to be mutated, by what they are."""
     value = state()
-    for name, is_zip in {"zip": True, "legacy": False}.items():
-        torch.save(value, folder / name, _use_new_zipfile_serialization=is_zip)
+    torch.save(value, folder / "zip")
+    value["odd"] = [one for one in value["odd"] if getattr(one, "dtype", None) != torch.float8_e5m2]
+    # Where torch itself writes what it cannot read again, there is nothing to compare with.
+    torch.save(value, folder / "legacy", _use_new_zipfile_serialization=False)
     with zipfile.ZipFile(folder / "zip") as archive:
         records = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
     storages = {name: data for name, data in records.items() if name.startswith("data/")}
@@ -210,14 +212,14 @@ def soak(mutations: int, first: int, seed: int, folder: Path) -> Counter[tuple[s
     ends: Counter[tuple[str, str]] = Counter()
     began = time.monotonic()
     files = sources(folder)
-    original = fastload.load(folder / "zip")
+    originals = {kind: fastload.load(folder / kind) for kind in files}
     path, at_first = folder / "mutated.pt", 0
     for number in range(first, first + mutations):
         draw = random.Random(f"{seed}/{number}")
         kind = draw.choice(sorted(files))
         path.write_bytes(mutated(kind, files[kind], draw))
         try:
-            ends[kind, end_of(path, original)] += 1
+            ends[kind, end_of(path, originals[kind])] += 1
         except Exception as error:
             kept = f"/tmp/mutated-{seed}-{number}.pt"
             shutil.copy(path, kept)
