@@ -120,9 +120,8 @@ def lay_out_torch(structure: Any, entries: Sequence[TensorEntry]) -> TorchLayout
     arrays = [saved.name for saved in leaves(structure) if saved.kind == "ndarray"]
     if arrays:
         names = ", ".join(arrays[:_MOST_NAMES])
-        raise OptionError(
-            f"the state holds {len(arrays)} NumPy arrays, which torch.load(weights_only=True) does not read: {names}"
-        )
+        what = f"{len(arrays)} NumPy arrays, which torch.load(weights_only=True) does not read"
+        raise OptionError(f"the state holds {what}: {names}")
     stand_ins: dict[str, Tensor] = {}
     for entry in entries:
         dtype, shape = torch_spec(entry)
