@@ -133,9 +133,9 @@ class Links:
                 connection.give_up()
         dying = [self._groups, self._opening, self._devices, self.companions]
         self._groups, self._opening, self._devices, self.companions = {}, {}, [], {}
-        try:
+        if threading.main_thread().is_alive():
             threading.Thread(target=dying.clear, name="fastload-down").start()
-        except RuntimeError:  # at the end of the process
+        else:  # the process ends, and would not wait for a thread
             dying.clear()
 
     def disown(self) -> None:
