@@ -9,10 +9,11 @@ import tracemalloc
 import zipfile
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -22,9 +23,10 @@ from torch.nn import Parameter
 
 import fastload
 from fastload.base.memory import byte_view
-from fastload.errors import ManifestError
+from fastload.errors import ManifestError, OptionError
 from fastload.formats.pickled import Global
 from fastload.formats.stored_tensor import StorageRef
+from fastload.formats.torch_writer import lay_out_torch
 from tests.soak.torch_files import soak
 from tests.torch_files import Call, Stored, pickled, tensor, zipped
 
@@ -411,3 +413,12 @@ def test_legacy_files_that_lie_are_refused(tmp_path: Path) -> None:
 def test_mutated_files_are_refused_or_loaded_as_they_are(tmp_path: Path) -> None:
     ends = soak(200, 0, 1, tmp_path)  # many more are in tests/soak
     assert sum(count for (_, end), count in ends.items() if end == "refused") > 100
+
+
+def test_what_torch_would_not_read_is_not_written(tmp_path: Path) -> None:
+    state = {"array": numpy.arange(3), "frozen": frozenset({1}), "good": torch.ones(2)}
+    for kept, says in (("array", "1 NumPy arrays.*: array"), ("frozen", "builtins.frozenset"), ("good", "")):
+        fastload.save({kept: state[kept]}, tmp_path / kept)
+        manifest = fastload.inspect(tmp_path / kept)
+        with pytest.raises(OptionError, match=says) if says else nullcontext():
+            lay_out_torch(manifest.structure, manifest.tensors)
