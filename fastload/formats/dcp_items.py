@@ -77,23 +77,25 @@ def lay_out(storage: Storage, wanted: Sequence[Wanted]) -> list[Layout]:
         StorageError: Storage failed.
     """
     kinds: dict[tuple[str, tuple[int, ...], int], list[Layout]] = {}
-    firsts = {one.kind: one for one in reversed(wanted)}
+    kind_of = [one.kind for one in wanted]
+    firsts = dict(zip(reversed(kind_of), reversed(wanted), strict=True))
     found = in_threads(lambda one: _look_at(storage, one), list(firsts.values()), _at_once(storage))
     for kind, layout in zip(firsts, found, strict=True):
         kinds[kind] = [layout]
     result: list[Layout | None] = [None] * len(wanted)
 
     def compare(index: int, head: bytes) -> None:
-        result[index] = next((one for one in kinds[wanted[index].kind] if head.startswith(one.head)), None)
+        result[index] = next((one for one in kinds[kind_of[index]] if head.startswith(one.head)), None)
 
+    most = {kind: max(len(layout.head) for layout in known) for kind, known in kinds.items()}
     heads = [
-        one.item._replace(nbytes=min(one.item.nbytes, max(len(kind.head) for kind in kinds[one.kind])))
-        for one in wanted
+        Item(one.item.file, one.item.offset, min(one.item.nbytes, most[kind]))
+        for one, kind in zip(wanted, kind_of, strict=True)
     ]
     read_items(storage, heads, compare)
     for index, one in enumerate(wanted):
         if result[index] is None:
-            known = kinds[one.kind]
+            known = kinds[kind_of[index]]
             layout = _look_at(storage, one)
             result[index] = next((other for other in known if other == layout), layout)
             if len(known) < _MAX_LAYOUTS:
