@@ -192,7 +192,7 @@ def starve(rank: int, world: int, path: Path, what: str) -> Outcome:
     target = {"a": torch.zeros(BIG_BYTES // 3, dtype=torch.uint8),
               "b": torch.zeros(BIG_BYTES - BIG_BYTES // 3, dtype=torch.uint8)} if what == "slabs" else None  # fmt: skip
     chunk, staging = (32 << 20, 512 << 20) if what == "slabs" else (1 << 20, 16 << 20)
-    opts = options(chunk_bytes=chunk, staging_bytes=staging)
+    opts = options(timeout_s=PATIENT_S, chunk_bytes=chunk, staging_bytes=staging)
     with fastload.open(path, options=opts) as opened:
         if rank == 1:
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
