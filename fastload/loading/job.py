@@ -126,6 +126,7 @@ class Wish:
         device: Where they are: the first of them that are not in host memory.
         dtype: Cast of floating point tensors, or None for none.
         decision: The strategy.
+        fast_links: Whether NCCL reaches where they are.
     """
 
     opened: Opened
@@ -133,6 +134,7 @@ class Wish:
     device: torch.device
     dtype: torch.dtype | None
     decision: Decision
+    fast_links: bool
 
     @classmethod
     def of(cls, opened: Opened, request: Request) -> Wish:
@@ -147,11 +149,11 @@ class Wish:
         device = matched.device or device
         fast_links = device.type == "cuda" and has_nccl(world)
         decision = _decide(opened, fast_links=fast_links)
-        return cls(opened, matched, device, _dtype(request.dtype), decision)
+        return cls(opened, matched, device, _dtype(request.dtype), decision, fast_links)
 
     def through_hosts(self) -> Wish:
         """Returns the same, decided as if no rank had fast links: what all ranks can tell alike."""
-        return replace(self, decision=_decide(self.opened, fast_links=False))
+        return replace(self, decision=_decide(self.opened, fast_links=False), fast_links=False)
 
     @property
     def is_whole(self) -> bool:
@@ -218,7 +220,7 @@ def open_whole(wish: Wish) -> Job:
         staging_bytes=options.staging_bytes,
         chunk_bytes=options.chunk_bytes,
         block_bytes=opened.block_bytes,
-        even_slots=wish.device.type == "cuda" and has_nccl(world) and not decision.alone,
+        even_slots=wish.fast_links and not decision.alone,
         contiguous=access.is_mounted,
         hosts=access.hosts,
         num_sharing=exchange.num_sharing,

@@ -67,6 +67,7 @@ def prepare(opened: Opened, request: Request) -> Job:
         ]
         return {
             "strategy": wish.decision.strategy,
+            "fast_links": wish.fast_links,
             "into": "not given" if request.is_same else "given",
             "dtype": str(wish.dtype),
             "transport": jobs[0].exchange.transport if jobs else "",
@@ -88,7 +89,7 @@ def prepare(opened: Opened, request: Request) -> Job:
             _require_same(answers, "transport", "plan")
             accept_offers(opened.world, what, jobs[0].exchange, [answer["offer"] for answer in answers])
             return jobs.pop()
-    if len({answer["strategy"] for answer in answers}) > 1:
+    if not all(answer["fast_links"] for answer in answers):
         wish = wish.through_hosts()  # where tensors are differs between ranks, and with it what each decides
     job: Job = sharded().prepare(wish)
     return job

@@ -17,6 +17,7 @@ from fastload.loading.match import Match
 from fastload.ranks.world import require_same
 from fastload.transfer.claims import Claim, Claims
 from fastload.transfer.exchange import ring_order
+from fastload.transfer.groups import groups_of
 from fastload.transfer.lanes import Lanes
 from fastload.transfer.parcels import ParcelSlabs
 from fastload.transfer.partners import partners
@@ -86,12 +87,12 @@ def _agree(wish: Wish, open_it: Callable[[], Job]) -> Job:
     def make() -> dict[str, Any]:
         jobs.append(job := open_it())
         plan = job.plan.digest() if not wish.decision.alone else "each its own"
-        return {"plan": plan, "offer": job.exchange.offer()}
+        return {"plan": plan, "transport": job.exchange.transport, "offer": job.exchange.offer()}
 
     world, what = wish.opened.world, f"planning to load {wish.opened.access.manifest.url}"
     with closing_unused(jobs):
         answers = world.agree(what, make)
-        require_same([{"plan": answer["plan"]} for answer in answers])
+        require_same([{key: answer[key] for key in ("plan", "transport")} for answer in answers])
         accept_offers(world, what, jobs[0].exchange, [answer["offer"] for answer in answers])
         return jobs.pop()
 
@@ -127,13 +128,20 @@ def _open(wish: Wish, lanes: Lanes, bytes_wanted: int) -> Job:
 
 
 def _is_pinned(wish: Wish) -> bool:
-    return wish.device.type == "cuda"  # parcels go through host memory
+    return wish.device.type == "cuda"
 
 
 def _open_plan(wish: Wish, plan: RoutedPlan, bytes_wanted: int) -> Job:
-    pinned = _is_pinned(wish)
-    exchange: Exchange = LocalExchange(pinned=pinned)
-    if plan.exchanges:
-        world = wish.opened.world
-        exchange = RoutedExchange(world, partners(plan, world.rank), pinned=pinned)
-    return open_job(wish, plan, exchange, ParcelSlabs, bytes_wanted)
+    return open_job(wish, plan, _exchange(wish, plan), ParcelSlabs, bytes_wanted)
+
+
+def _exchange(wish: Wish, plan: RoutedPlan) -> Exchange:
+    world, pinned = wish.opened.world, _is_pinned(wish)
+    if not plan.exchanges:
+        return LocalExchange(pinned=pinned)
+    groups = groups_of(plan) if wish.fast_links else ()
+    if groups:
+        from fastload.transfer.nccl_routed import NcclRoutedExchange
+
+        return NcclRoutedExchange(world, groups, wish.device)
+    return RoutedExchange(world, partners(plan, world.rank), pinned=pinned)

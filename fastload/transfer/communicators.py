@@ -1,10 +1,10 @@
-"""The communicators of NCCL that a rank has, one for each line of its grid, kept with the group."""
+"""The communicators of NCCL that a rank has, one for each line or group of ranks, kept with the group."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,6 @@ import xxhash
 from fastload.base.threads import background, within
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.ranks.world import World
-from fastload.transfer.grid import Grid
 
 __all__ = ["Communicators"]
 
@@ -24,31 +23,28 @@ _FOREVER = timedelta(days=7)  # NCCL's watchdog ends the process; our deadlines 
 
 
 class Communicators:
-    """Those that one load uses: the group's own one, where all ranks are one line, or else some of their own.
+    """Some that one load uses, made by its ranks.
 
     Args:
         world: The ranks; their group has an NCCL backend.
-        grid: Where they are.
+        name: Under which they are kept; the same on all ranks, and other for other members.
+        members: The ranks of each one that this rank is in, in order, by its number. All ranks of it know it
+            by the same number, and no others of this number have the same first rank.
         device: This rank's CUDA device.
-
-    Attributes:
-        grid: Where the ranks are, seen by these.
-        are_own: Whether the caller's group has no part in them.
     """
 
-    def __init__(self, world: World, grid: Grid, device: torch.device) -> None:
-        self.are_own = grid.num_lines > 1
-        self.grid = grid if self.are_own else Grid(tuple(range(world.size)), (), world.size)
+    def __init__(
+        self, world: World, name: str, members: Mapping[int, Sequence[int]], device: torch.device
+    ) -> None:
         self._world = world
+        self._members = members
         self._device = device
         self._era = world.kept.era
-        self._name = f"nccl {grid.dims} {device}"
-        self._made: _Made | None = world.kept.take(self._name) if self.are_own else None
+        self._name = name
+        self._made: _Made | None = world.kept.take(name)
 
     def offer(self) -> Any:
         """Says which ones this rank has; see `Exchange.offer`."""
-        if not self.are_own:
-            return None
         return {"token": self._made.token if self._made is not None else "", "draw": secrets.token_hex(8)}
 
     def renew(self) -> None:
@@ -59,19 +55,17 @@ class Communicators:
 
     def accept(self, offers: Sequence[Any]) -> None:
         """Learns what the others have offered; see `Exchange.accept`."""
-        if self.are_own and self._made is None:
+        if self._made is None:
             token = xxhash.xxh3_64_hexdigest(repr([offer["draw"] for offer in offers]).encode())
             self._made = _Made(token)
 
-    def meet(self, give_up: Callable[[], bool]) -> Sequence[Any]:
-        """Returns one for each phase, or None; the first time all of a line have to come.
+    def meet(self, give_up: Callable[[], bool]) -> Mapping[int, Any]:
+        """Returns them by number; the first time all ranks of each have to come.
 
         Raises:
             Interrupted: Some rank did not come, or `give_up` said so.
         """
-        if self._made is None:
-            assert self._world.group is not None
-            return [None, self._world.group._get_backend(self._device)]
+        assert self._made is not None
         if not self._made.groups:
             try:
                 self._made.groups = within(self._world.patience_s, "connecting", self._make, give_up=give_up)
@@ -89,24 +83,23 @@ class Communicators:
         else:
             made.drop()
 
-    def _make(self) -> list[Any]:
+    def _make(self) -> dict[int, Any]:
         assert self._made is not None
         store = self._world.store if self._world.store is not None else dist.HashStore()
         # NCCL waits for the others inside of the store's connection, which is not to be ours.
         store = store.clone() if hasattr(store, "clone") else store
-        groups: list[Any] = []
-        for phase in range(self.grid.num_phases):
-            if not self.grid.has_line(self._world.rank, phase):
-                groups.append(None)
-                continue
-            line = self.grid.line(self._world.rank, phase)
-            corner = dist.PrefixStore(f"nccl/{self._made.token}/{phase}/{line[0]}", store)
+        groups: dict[int, Any] = {}
+        for number, members in sorted(
+            self._members.items()
+        ):  # in one order on all ranks: each waits for others
+            corner = dist.PrefixStore(f"nccl/{self._made.token}/{number}/{members[0]}", store)
             options = dist.ProcessGroupNCCL.Options()
             options.config.max_ctas = _MAX_CTAS
             options._timeout = _FOREVER
-            group = dist.ProcessGroupNCCL(corner, line.index(self._world.rank), len(line), options)
+            place = members.index(self._world.rank)
+            group = dist.ProcessGroupNCCL(corner, place, len(members), options)
             group.eager_connect_single_device(self._device)
-            groups.append(group)
+            groups[number] = group
         return groups
 
 
@@ -119,14 +112,14 @@ class _Made:
 
     def __init__(self, token: str) -> None:
         self.token = token
-        self.groups: list[Any] = []
+        self.groups: dict[int, Any] = {}
 
     def drop(self) -> None:
         """Ends them, and what is under way on them, which other ranks may never enter."""
-        groups, self.groups = self.groups, []
+        groups, self.groups = self.groups, {}
 
         def abort() -> None:
-            for group in filter(None, groups):
+            for group in groups.values():
                 with contextlib.suppress(RuntimeError):
                     group.abort()
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import queue
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,17 +12,14 @@ from torch import Tensor
 
 from fastload.base.memory import allocate, allocate_staging
 from fastload.base.stopwatch import Stopwatch
-from fastload.base.threads import background
 from fastload.ranks.world import World
 from fastload.transfer.communicators import Communicators
+from fastload.transfer.endings import Endings
 from fastload.transfer.grid import Grid
 from fastload.transfer.lines import Lines
-from fastload.transfer.rounds import TICK_S, FlatSlab, Round
+from fastload.transfer.rounds import FlatSlab, Round
 
 __all__ = ["NcclExchange"]
-
-_Running = tuple[Round, torch.cuda.Event, Tensor | None]
-"""A round, what tells that it has ended, and host memory of its statuses, (readers,), if it was begun."""
 
 
 class NcclExchange:
@@ -47,29 +43,37 @@ class NcclExchange:
         self.device = device
         self.watch = Stopwatch()
         self._rank = world.rank
-        self._communicators = Communicators(world, Grid.of(hosts), device)
-        self.private = self._communicators.are_own
+        self._group = world.group
+        grid = Grid.of(hosts)
+        self.private = grid.num_lines > 1
+        self._grid = grid if self.private else Grid(tuple(range(world.size)), (), world.size)
+        self._communicators = _communicators(world, grid, device) if self.private else None
         # One for each phase: rounds overlap, each in another one.
-        self._streams = [torch.cuda.Stream(device) for _ in range(self._communicators.grid.num_phases)]
+        self._streams = [torch.cuda.Stream(device) for _ in range(self._grid.num_phases)]
         self._last = self._streams[0]
         self._lines: Lines | None = None
-        self._broke = False
-        self._running: queue.SimpleQueue[_Running | None] = queue.SimpleQueue()
-        self._waiter = background(self._wait_all, "fastload-nccl")
+        self._endings = Endings(device, self.watch)
 
     def offer(self) -> Any:
-        return self._communicators.offer()
+        return self._communicators.offer() if self._communicators is not None else None
 
     def renew(self) -> None:
-        self._communicators.renew()
+        if self._communicators is not None:
+            self._communicators.renew()
 
     def accept(self, offers: Sequence[Any]) -> None:
-        self._communicators.accept(offers)
+        if self._communicators is not None:
+            self._communicators.accept(offers)
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
-        groups = self._communicators.meet(give_up)
-        self._lines = Lines(self._communicators.grid, self._rank, groups, self._within)
-        self._waiter.start()
+        if self._communicators is not None:
+            found = self._communicators.meet(give_up)
+            groups = [found.get(phase) for phase in range(self._grid.num_phases)]
+        else:
+            assert self._group is not None
+            groups = [None, self._group._get_backend(self.device)]
+        self._lines = Lines(self._grid, self._rank, groups, self._within)
+        self._endings.begin()
 
     def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
         pass
@@ -105,16 +109,15 @@ class NcclExchange:
         except (RuntimeError, MemoryError) as error:
             work.broke(error)
         work.started.set()
-        self._running.put((work, ended, statuses))
+        self._endings.follow(work, ended, partial(_note, work, statuses))
 
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
         pass  # the round is done, so every rank of the lines has sent and received all of it
 
     def close(self) -> None:
-        if self._waiter.is_alive():
-            self._running.put(None)
-            self._waiter.join(2 * TICK_S)
-        self._communicators.close(keep=not self._broke and not self._waiter.is_alive())
+        whole = self._endings.close()
+        if self._communicators is not None:
+            self._communicators.close(keep=whole)
 
     def _bring(self, work: Round) -> Tensor:
         """Brings chunks, and what is the matter with them, to all ranks; returns that, (readers,)."""
@@ -137,20 +140,21 @@ class NcclExchange:
         with torch.cuda.stream(self._last):
             yield
 
-    def _wait_all(self) -> None:
-        with torch.cuda.device(self.device):  # else of a new thread it is the first, which others use
-            while (running := self._running.get()) is not None:
-                self._wait(*running)
 
-    def _wait(self, work: Round, ended: torch.cuda.Event, statuses: Tensor | None) -> None:
-        try:
-            while work.error is None and not ended.query():
-                time.sleep(0.0002)  # a blocking wait could not be abandoned
-            if statuses is not None and work.error is None:
-                found = zip(work.slots.each, statuses.tolist(), strict=True)
-                work.statuses = {rank: status for rank, status in found if status}
-        except RuntimeError as error:  # of any kernel before it
-            work.broke(error)
-        self._broke |= work.error is not None
-        self.watch.stop(work.began, round=work.index)
-        work.done.set()
+def _communicators(world: World, grid: Grid, device: torch.device) -> Communicators:
+    """Those of the lines of a rank, by phase."""
+    phases = [phase for phase in range(grid.num_phases) if grid.has_line(world.rank, phase)]
+    lines = {phase: grid.line(world.rank, phase) for phase in phases}
+    return Communicators(world, f"nccl {grid.dims} {device}", lines, device)
+
+
+def _note(work: Round, statuses: Tensor | None) -> None:
+    """Notes which chunks of a round could not be read.
+
+    Args:
+        work: The round, which is here.
+        statuses: Host memory of what each reader says, (readers,).
+    """
+    if statuses is not None:
+        found = zip(work.slots.each, statuses.tolist(), strict=True)
+        work.statuses = {rank: status for rank, status in found if status}

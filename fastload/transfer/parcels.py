@@ -12,8 +12,9 @@ from fastload.base.memory import round_up
 from fastload.geometry.box import Runs
 from fastload.geometry.extents import Span
 from fastload.transfer.lanes import Stretch
+from fastload.transfer.parcel import Parcel
 from fastload.transfer.rounds import Arrival, Exchange, Leg, Round, Slots
-from fastload.transfer.route import Parcel, RoutedPlan, Routes
+from fastload.transfer.route import RoutedPlan, Routes
 from fastload.transfer.slabs import LEAST_PIECE_BYTES, OwnChunk, Places
 
 __all__ = ["ParcelSlabs"]
@@ -25,7 +26,8 @@ class ParcelSlabs:
     """One slab for each round in flight, used in turn; see `slabs.Slabs`.
 
     A chunk that this rank wants as it is, and a parcel that it wants in one piece, are read and received
-    right where they belong. All others take room in the slab, until they are placed and passed on.
+    right where they belong. All others take room in the slab, until they are placed and passed on. If slabs
+    are on a device, all go through them: chunks are read into host memory, and packed on the device.
 
     Args:
         plan: The rounds.
@@ -41,12 +43,17 @@ class ParcelSlabs:
     """
 
     def __init__(self, plan: RoutedPlan, rank: int, exchange: Exchange, places: Places) -> None:
-        self.depth = min(plan.depth, plan.num_rounds)
         self._rank = rank
         self._places = places
         self._routes = Routes(plan, rank)
-        slabs = [exchange.allocate(plan.slab_bytes, 0)[0] for _ in range(self.depth)]
-        self._slabs = [slab.cut({rank: plan.slab_bytes}).whole for slab in slabs]
+        sizes = plan.slab_bytes, plan.longest_chunk_bytes
+        slab, own = exchange.allocate(*sizes)
+        round_bytes = plan.slab_bytes + (own.nbytes if own is not None else 0)
+        self.depth = min(plan.depth, plan.num_rounds, max(1, plan.staging_bytes // round_bytes))
+        allocated = [(slab, own), *(exchange.allocate(*sizes) for _ in range(self.depth - 1))]
+        self._slabs = [slab.cut({rank: plan.slab_bytes}).whole for slab, _ in allocated]
+        self._own = [own for _, own in allocated if own is not None]
+        self._on_device = bool(self._own)
         self._rooms = [_Room(slab) for slab in self._slabs]
         self._starts: dict[int, int] = {}
         self.wanted_bytes = 0
@@ -57,11 +64,12 @@ class ParcelSlabs:
     @property
     def nbytes(self) -> int:
         """Bytes of all slabs that were used: the others take no memory, unless they are pinned."""
-        return sum(room.most for room in self._rooms)
+        return sum(room.most for room in self._rooms) + sum(own.nbytes for own in self._own)
 
     def free(self) -> None:
         """Lets go of the slabs; see `slabs.SlabsOf.free`."""
         self._slabs.clear()
+        self._own.clear()
         for room in self._rooms:
             room.free()
 
@@ -79,7 +87,7 @@ class ParcelSlabs:
         work = Round(number, Slots.none(), {}, spans=[Span(*extent, start=0) for extent in extents])
         if nbytes:
             direct = self._direct(stretches, sent)
-            buffers = direct if direct is not None else [slab.take(nbytes)]
+            buffers = direct if direct is not None else [self._own_memory(turn, slab, nbytes)]
             work.parts, work.buffers = {self._rank: buffers[0]}, buffers
             if direct is not None:
                 work.placed.add(self._rank)
@@ -100,11 +108,17 @@ class ParcelSlabs:
 
     def _pack(self, sent: Sequence[Parcel], slab: _Room, work: Round) -> None:
         """Makes the parcels of a chunk that has been read."""
-        is_direct = self._rank in work.placed
+        is_direct, chunk = self._rank in work.placed, work.buffers[0]
+        if self._on_device:
+            chunk = slab.take(chunk.nbytes).copy_(chunk, non_blocking=True)
         for parcel in sent:
             # If it was read into several pieces, nobody else wants it, and it is where it belongs.
-            data = self._packed(parcel, work.buffers[0], slab) if len(work.buffers) == 1 else work.buffers[0]
+            data = self._packed(parcel, chunk, slab) if len(work.buffers) == 1 else chunk
             work.kept.append(Leg(parcel, data, is_placed=is_direct))
+
+    def _own_memory(self, turn: int, slab: _Room, nbytes: int) -> Tensor:
+        """Returns host memory that a chunk is read into."""
+        return self._own[turn][:nbytes] if self._on_device else slab.take(nbytes)
 
     def _packed(self, parcel: Parcel, chunk: Tensor, slab: _Room) -> Tensor:
         pieces = self._pieces(parcel)
@@ -152,6 +166,8 @@ class ParcelSlabs:
         return targets[0] if targets else None
 
     def _targets(self, ranges: Sequence[tuple[int, int]], at_most: int) -> list[Tensor] | None:
+        if self._on_device:
+            return None
         pieces: list[Tensor] = []
         for start, nbytes in ranges:
             targets = self._places.targets(start, nbytes, at_most - len(pieces))
@@ -211,7 +227,7 @@ class _Room:
         begin, self._taken = self._taken, self._taken + round_up(nbytes, _ALIGNED_BYTES)
         self.most = max(self.most, self._taken)
         if begin + nbytes > self._slab.numel():
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._slab.device)
         return self._slab[begin : begin + nbytes]
 
     def free(self) -> None:

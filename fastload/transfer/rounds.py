@@ -17,7 +17,7 @@ from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.geometry.extents import Span
 
 if TYPE_CHECKING:
-    from fastload.transfer.route import Parcel
+    from fastload.transfer.parcel import Parcel
 
 __all__ = [
     "FAILED",

@@ -24,10 +24,11 @@ from fastload.geometry.extents import Extent
 from fastload.transfer.claims import Part
 from fastload.transfer.demand import Supply
 from fastload.transfer.lanes import Density, Lanes, Ranks, Stretch
+from fastload.transfer.parcel import Parcel
 from fastload.transfer.plan import Chunk
 from fastload.transfer.shares import Share, deal
 
-__all__ = ["Parcel", "RoutedPlan", "Routes", "plan_routes"]
+__all__ = ["RoutedPlan", "Routes", "plan_routes"]
 
 _MAX_CHUNK_BYTES = 8 << 20
 _MIN_CHUNK_BYTES = 1 << 20
@@ -77,6 +78,11 @@ class RoutedPlan:
     def most_bytes(self) -> int:
         """The most bytes that one reader reads."""
         return max((share.start + share.end - share.begin for share in self.shares), default=0)
+
+    @property
+    def longest_chunk_bytes(self) -> int:
+        """The most that a rank reads in a round: a chunk ends where its last unit does."""
+        return self.chunk_bytes + self.lanes.longest_unit_bytes
 
     @property
     def num_rounds(self) -> int:
@@ -257,43 +263,6 @@ def _suppliers(lanes: Lanes, shares: Sequence[Share]) -> list[list[_Supplier]]:
     return [list(suppliers.values()) for suppliers in found.values()]
 
 
-class Parcel(NamedTuple):
-    """What one group of ranks wants of a chunk.
-
-    Attributes:
-        chain: The ranks that it goes through: the reader, then those who want it.
-        hop: This rank's place among them.
-        is_own: Whether this rank wants it.
-        stretches: What of the checkpoint it is of.
-        places: Where each of these lies in the chunk, if this rank reads it.
-        nbytes: Its length, packed.
-        wanter: One of those that want it.
-    """
-
-    chain: tuple[int, ...]
-    hop: int
-    is_own: bool
-    stretches: tuple[Stretch, ...]
-    places: tuple[int, ...]
-    nbytes: int
-    wanter: int
-
-    @property
-    def reader(self) -> int:
-        """Who reads it."""
-        return self.chain[0]
-
-    @property
-    def source(self) -> int:
-        """Whom this rank gets it from."""
-        return self.chain[self.hop - 1]
-
-    @property
-    def next(self) -> int | None:
-        """Whom this rank passes it on to."""
-        return self.chain[self.hop + 1] if self.hop + 1 < len(self.chain) else None
-
-
 class Routes:
     """A plan as one rank sees it.
 
@@ -374,7 +343,7 @@ class Routes:
             for runs in self.part(wanter, tensor)
         )
         chain = self._chain(reader, ranks)
-        return Parcel(chain, chain.index(self._rank), is_own, stretches, places, nbytes, wanter)
+        return Parcel(chain, chain.index(self._rank), is_own, stretches, places, nbytes, ranks)
 
     def _chain(self, reader: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
         start, size = self._place[reader], len(self._place)

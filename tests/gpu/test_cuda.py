@@ -9,18 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fastload
 from fastload.formats.state import state_digest
+from fastload.loading import sharded
 from fastload.ranks.world import join
 from fastload.transfer.grid import Grid
 from fastload.transfer.nccl import NcclExchange
 from fastload.transfer.rounds import UNREADABLE, Round
+from fastload.transfer.route import RoutedPlan
 from tests.checkpoints import flip
 
 pytestmark = pytest.mark.gpu
@@ -96,6 +99,69 @@ def test_boxes_come_to_the_device(checkpoint: Path, strategy: str) -> None:
     saved = load_file(checkpoint)
     assert torch.equal(rows.cpu(), saved["w0"][50:150])
     assert torch.equal(columns.cpu(), saved["w1"][:, 7:47])
+
+
+@pytest.mark.parametrize("chunk_bytes", [4099, 1 << 20])
+@pytest.mark.usefixtures("nccl")
+def test_parcels_are_packed_on_the_device(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    """As if they went to others; with communicators that are kept for the second load."""
+    monkeypatch.setattr(RoutedPlan, "exchanges", True)
+    monkeypatch.setattr(sharded, "groups_of", lambda plan: ((0,),))
+    saved = load_file(checkpoint)
+    options = fastload.LoadOptions(strategy="allgather", chunk_bytes=chunk_bytes, timeout_s=60)
+    for _ in range(2):
+        rows, columns = torch.zeros(100, 1000, device="cuda"), torch.zeros(40, 301, device="cuda").t()
+        host = torch.zeros(302, 3)
+        boxes = {
+            "w0": [(fastload.Box((50, 0), (100, 1000)), rows)],
+            "w1": [(fastload.Box((0, 7), (301, 40)), columns)],
+            "w2": [(fastload.Box((0, 997), (302, 3)), host)],
+        }
+        with torch.inference_mode(), fastload.open(checkpoint, options=options) as opened:
+            opened.read(boxes)
+            assert opened.report is not None
+            assert opened.report.transport == "nccl routed"
+        assert torch.equal(rows.cpu(), saved["w0"][50:150])
+        assert torch.equal(columns.cpu(), saved["w1"][:, 7:47])
+        assert torch.equal(host, saved["w2"][:, 997:])
+
+
+def load_shards(rank: int, world: int, checkpoint: Path) -> None:
+    """The body of one rank, on a device of its own: replicas of shards, columns, and what all want."""
+    torch.cuda.set_device(rank)
+    rendezvous = f"file://{checkpoint.parent}/rendezvous"
+    dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=world)
+    mesh = init_device_mesh("cuda", (world // 2, 2))
+    saved = load_file(checkpoint)
+    layouts = [Replicate(), Shard(0)], [Shard(0), Replicate()], [Replicate(), Shard(1)]
+    for layout in layouts:
+        state = {
+            name: distribute_tensor(tensor.cuda(), mesh, layout, src_data_rank=None)
+            if tensor.dim() == 2
+            else tensor.cuda()
+            for name, tensor in saved.items()
+        }
+        expected = {
+            n: t.to_local().clone() if isinstance(t, DTensor) else t.clone() for n, t in state.items()
+        }
+        for tensor in state.values():
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
+        options = fastload.LoadOptions(strategy="allgather", chunk_bytes=50_001, timeout_s=60)
+        with fastload.open(checkpoint, options=options) as opened:
+            opened.load(into=state)
+            assert opened.report is not None
+            assert opened.report.transport == "nccl routed"
+        found = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in state.items()}
+        assert state_digest(found) == state_digest(expected)
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a device for each rank")
+def test_shards_come_to_the_devices_that_want_them(checkpoint: Path) -> None:
+    world = min(torch.cuda.device_count() // 2 * 2, 8)
+    torch.multiprocessing.spawn(load_shards, args=(world, checkpoint), nprocs=world)
 
 
 @pytest.mark.usefixtures("nccl")

@@ -24,6 +24,7 @@ DISTRIBUTED = {
     "transfer/exchange.py",
     "transfer/lines.py",
     "transfer/links.py",
+    "transfer/spreads.py",
 }
 ENVIRONMENT = {"ranks/launch.py", "options.py", "ranks/world.py", "transfer/links.py"}
 FILES = {

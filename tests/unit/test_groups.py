@@ -1,0 +1,97 @@
+"""Parcels among groups: each comes once to whoever wants it, and nobody waits in a circle."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastload.geometry.box import Runs
+from fastload.geometry.extents import Extent
+from fastload.transfer.groups import groups_of, handed, spread
+from fastload.transfer.rounds import Leg
+from fastload.transfer.route import RoutedPlan, Routes
+from tests.unit.test_routes import Want, jobs, plan_of
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def legs_of(routes: Routes, index: int) -> list[Leg]:
+    parcels = (*routes.sent(index), *routes.received(index))
+    return [Leg(parcel, _NOTHING, is_placed=False) for parcel in parcels]
+
+
+@settings(max_examples=60)
+@given(jobs(), st.integers(1, 40), st.data())
+def test_each_parcel_comes_once_to_whoever_wants_it_in_one_order(
+    job: tuple[list[Extent], list[Want], int], chunk_bytes: int, data: st.DataObject
+) -> None:
+    _, wants, block_bytes = job
+    size = len(wants)
+    readers = data.draw(st.sets(st.sampled_from(range(size)), min_size=1).map(sorted))
+    plan = plan_of(job, readers, max(chunk_bytes, block_bytes), contiguous=data.draw(st.booleans()))
+    groups = groups_of(plan)
+    routes = [Routes(plan, rank) for rank in range(size)]
+    for index in range(plan.num_rounds):
+        legs = [legs_of(of_rank, index) for of_rank in routes]
+        has = Counter(
+            (rank, leg.parcel.ranks, leg.parcel.reader)
+            for rank, of_rank in enumerate(legs)
+            for leg in of_rank
+            if leg.parcel.is_own and leg.parcel.reader == rank
+        )
+        hands: dict[tuple[int, int, bool], list[object]] = {}
+        for rank, of_rank in enumerate(legs):
+            for leg in handed(of_rank):
+                parcel, sends = leg.parcel, leg.parcel.hop == 0
+                assert not groups or tuple(range(size)) in groups
+                ends = (rank, parcel.first) if sends else (parcel.reader, rank)
+                hands.setdefault((*ends, sends), []).append((parcel.ranks, parcel.nbytes))
+                has[rank, parcel.ranks, parcel.reader] += not sends
+        assert all(found == hands[source, to, not sends] for (source, to, sends), found in hands.items())
+        spreads = [spread(of_rank) for of_rank in legs]
+        for rank, of_rank in enumerate(spreads):
+            assert all(first < second for first, second in pairwise(of_rank))
+            for ranks, found in of_rank.items():
+                assert not groups or ranks in groups
+                readers_here = [(leg.parcel.reader, leg.parcel.first, leg.parcel.nbytes) for leg in found]
+                for other in ranks:
+                    there = [
+                        (leg.parcel.reader, leg.parcel.first, leg.parcel.nbytes)
+                        for leg in spreads[other][ranks]
+                    ]
+                    assert there == readers_here
+                for reader, root, _ in readers_here:
+                    assert has[root, ranks, reader] == 1
+                    has[rank, ranks, reader] += rank != root
+        wanted = {
+            (rank, leg.parcel.ranks, leg.parcel.reader): 1
+            for rank, of_rank in enumerate(legs)
+            for leg in of_rank
+            if leg.parcel.is_own
+        }
+        assert {key: count for key, count in has.items() if count} == wanted
+
+
+def plan_of_wants(*wants: Want, contiguous: bool = False) -> RoutedPlan:
+    return plan_of(([Extent(0, 0, 60)], list(wants), 0), range(len(wants)), 64, contiguous=contiguous)
+
+
+def part(begin: int, end: int) -> Want:
+    return [(0, (Runs(begin, end - begin, ()),))]
+
+
+def test_few_groups_of_each_rank_are_used() -> None:
+    halves = part(0, 30), part(30, 60)
+    assert groups_of(plan_of_wants(*halves)) == ()  # nobody wants what another one wants
+    assert groups_of(plan_of_wants(*halves, *halves)) == ((0, 2), (1, 3))
+    everyone = (0, 1, 2, 3)  # where some read what they do not want
+    assert groups_of(plan_of_wants(*halves, *halves, contiguous=True)) == (everyone, (0, 2), (1, 3))
+    more = [
+        part(0, end) for end in range(10, 60, 10)
+    ]  # the first bytes are for all five, the next for four, …
+    assert groups_of(plan_of_wants(*more)) == ((0, 1, 2, 3, 4), (1, 2, 3, 4), (2, 3, 4), (3, 4))
+    assert groups_of(plan_of_wants(*more, part(0, 60))) == ()
