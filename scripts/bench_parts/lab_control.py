@@ -221,8 +221,11 @@ def run_arms(
                 outcome.rows.append(line)
         if status == 0:
             return outcome
-        if not lines or "begin" not in lines[-1]:
+        if not lines:
             raise RuntimeError(f"the job ended with {status}")
+        if "begin" not in lines[-1]:
+            outcome.failed["after the last arm"] = f"the job ended with status {status}"
+            return outcome
         outcome.failed[began["begin"]] = f"the job ended with status {status} in this arm"
         if began["turn"] >= 0:
             return outcome
