@@ -78,6 +78,8 @@ class RoutedExchange:
 
     def start(self, work: Round) -> None:
         work.began = self.watch.start()
+        if work.status == FAILED:
+            self._wire.fail("this rank is lost to the load")  # it may not even have all parcels
         try:
             for leg in work.kept:
                 self._send(work, leg)
@@ -98,6 +100,7 @@ class RoutedExchange:
                 receive.wait(self._wire.timeout)
                 self._send(work, leg)
             except RuntimeError as error:
+                self._wire.fail(str(error))
                 work.broke(error)
 
     def _ended(self, work: Round) -> None:

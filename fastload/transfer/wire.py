@@ -80,6 +80,7 @@ class Wire:
         self._partners = [self._number[rank] for rank in partners]
         self._name = f"gloo {sorted(members)}"
         self._closed = False
+        self._failure = ""
         self._era = world.kept.era
         self._links: Links = world.kept.take(self._name) or self._open()
 
@@ -110,11 +111,27 @@ class Wire:
 
     def send(self, data: Tensor, rank: int, tag: int) -> Any:
         """Begins to send, and returns what can be waited for."""
-        return self._links.send(data, self._number[rank], tag)
+        return self._begin(lambda: self._links.send(data, self._number[rank], tag))
 
     def receive(self, into: Tensor, rank: int, tag: int) -> Any:
         """Begins to receive, and returns what can be waited for."""
-        return self._links.receive(into, self._number[rank], tag)
+        return self._begin(lambda: self._links.receive(into, self._number[rank], tag))
+
+    def fail(self, why: str) -> None:
+        """Has nothing begin any more: where one message is left out, the next would be taken for it.
+
+        Gloo ends the process of whoever then gets one that is longer than what it is to get.
+        """
+        self._failure = self._failure or why
+
+    def _begin(self, begin: Callable[[], T]) -> T:
+        if self._failure:
+            raise RuntimeError(self._failure)
+        try:
+            return begin()
+        except RuntimeError as error:
+            self.fail(str(error))
+            raise
 
     def number(self, rank: int) -> int:
         """Returns which of the members a rank is: a tag of its own."""

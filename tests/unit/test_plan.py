@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import example, find, given
+from hypothesis import Phase, example, find, given, settings
 from hypothesis import strategies as st
 
 from fastload.base.memory import PAGE_BYTES
@@ -70,7 +70,11 @@ def hosts_of(world_size: int) -> st.SearchStrategy[list[str]]:
 
 
 def test_readers_take_turns_in_some_of_the_plans_that_are_drawn() -> None:
-    find(plans(), lambda drawn: drawn[1].num_turns > 2 and drawn[1].num_rounds > drawn[1].num_turns)
+    find(
+        plans(),
+        lambda drawn: drawn[1].num_turns > 2 and drawn[1].num_rounds > drawn[1].num_turns,
+        settings=settings(max_examples=50_000, phases=[Phase.generate]),
+    )
 
 
 @given(plans())
