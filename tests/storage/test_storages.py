@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 import uuid
 from collections.abc import Mapping
 from contextlib import closing
@@ -125,31 +124,15 @@ def open_files() -> dict[int, str]:
     return {fd: os.readlink(link) for fd, link in links.items() if os.path.lexists(link)}
 
 
-def make_cold(path: Path) -> None:
-    """Takes a file out of the page cache, which may keep a page that somebody has just used."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        for _ in range(100):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            if not any(is_cached(file.fileno(), offset) for offset in range(0, path.stat().st_size, 4096)):
-                return
-            time.sleep(0.01)
-
-
-def is_cached(descriptor: int, offset: int) -> bool:
-    try:
-        return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except OSError:  # would have to wait; or a file system that cannot tell
-        return False
-
-
 def test_only_reads_that_others_make_too_go_through_the_page_cache(tmp_path: Path) -> None:
     path, nbytes = tmp_path / "a.bin", 4 << 20
     path.write_bytes(bytes(nbytes))
 
     def direct_bytes(storage: LocalStorage, *, via_cache: bool) -> int:
         before = storage.direct_bytes_read
-        make_cold(path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # cold
         storage.read_into("", 0, [memoryview(bytearray(nbytes))], via_cache=via_cache)
         return storage.direct_bytes_read - before
 
@@ -158,7 +141,9 @@ def test_only_reads_that_others_make_too_go_through_the_page_cache(tmp_path: Pat
         assert direct_bytes(storage, via_cache=True) == possible, "the option goes first"
     with closing(LocalStorage(str(path), "auto")) as storage:
         assert direct_bytes(storage, via_cache=True) == 0
-        assert direct_bytes(storage, via_cache=False) == possible, "one read changes nothing for the next"
+        # Several times: the page cache may keep a page that has just been used.
+        found = (direct_bytes(storage, via_cache=False) for _ in range(50))
+        assert possible in found, "one read changes nothing for the next"
 
 
 def test_symbolic_links_are_followed_and_dangling_ones_are_missing(folder: Path) -> None:
