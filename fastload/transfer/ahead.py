@@ -11,7 +11,7 @@ from fastload.base.memory import host_view
 from fastload.base.threads import await_done
 from fastload.transfer.plan import TransferPlan
 from fastload.transfer.read import ChunkReader
-from fastload.transfer.slabs import OwnChunk, SlabsOf
+from fastload.transfer.slabs import OwnChunk, Slabs, SlabsOf
 
 if TYPE_CHECKING:
     from fastload.transfer.route import RoutedPlan
@@ -39,7 +39,8 @@ class ReadAhead:
         """Begins to read what may be read, once so many rounds of a plan are over."""
         if not plan.ahead:
             return
-        assert isinstance(plan, TransferPlan)
+        assert isinstance(plan, TransferPlan), "others read nothing ahead"
+        assert isinstance(self._slabs, Slabs), "those of such a plan"
         end = num_done + plan.ahead
         for index in plan.rounds_of(self._rank, self._next, end):
             own = self._slabs.lay_own(plan, index)

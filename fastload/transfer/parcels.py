@@ -73,10 +73,6 @@ class ParcelSlabs:
         for room in self._rooms:
             room.free()
 
-    def lay_own(self, plan: RoutedPlan, index: int) -> OwnChunk:
-        """Nothing is read ahead."""
-        raise NotImplementedError
-
     def lay_out(self, plan: RoutedPlan, index: int, number: int, own: OwnChunk | None = None) -> Round:
         """Finds the memory for what is read and received in a round; see `slabs.Slabs.lay_out`."""
         turn = index % self.depth

@@ -80,13 +80,6 @@ class SlabsOf(Protocol[PlanT]):
         """Lets go of the slabs; a read that is still under way keeps its own."""
         ...
 
-    def lay_own(self, plan: PlanT, index: int) -> OwnChunk:
-        """Finds the memory for this rank's chunk of a round, where chunks are read ahead.
-
-        It is that of the chunk so many laps before, whose round has to be over.
-        """
-        ...
-
     def lay_out(self, plan: PlanT, index: int, number: int, own: OwnChunk | None = None) -> Round:
         """Finds the memory for the chunks of a round.
 
@@ -157,7 +150,10 @@ class Slabs:
         self._own.clear()
 
     def lay_own(self, plan: TransferPlan, index: int) -> OwnChunk:
-        """Finds the memory for this rank's chunk of a round, where chunks are read ahead."""
+        """Finds the memory for this rank's chunk of a round, where chunks are read ahead.
+
+        It is that of the chunk so many laps before, whose round has to be over.
+        """
         chunk = plan.chunk(index, self._rank)
         memory = self._own[index // plan.num_turns % len(self._own)]
         targets = self._targets(plan, chunk, at_most=1) if chunk.nbytes and self._in_place else None

@@ -81,7 +81,7 @@ def load_without_memory(rank: int, world: int, path: Path) -> None:
     loaded, report = load(path)
     assert is_intact(loaded)
     assert report.transport == "gloo ring + shared memory"  # ranks 0 and 2, and rank 1
-    assert [own.bytes_in > 0 for own in report.ranks] == [True, True, report.ranks[2].bytes_in > 0]
+    assert [own.bytes_in > 0 for own in report.ranks] == [True, True, False]  # for its host, rank 0 takes in
 
 
 def test_a_rank_that_cannot_share_memory_is_like_a_host_of_its_own(path: Path) -> None:
