@@ -3,6 +3,9 @@
     torchrun --nproc-per-node 2 launch/train.py --root /tmp/run --steps 200 --save-every 50
     launch/slurm_torchrun.sbatch and the others beside it start it on a cluster
 
+With `--parallel fsdp` or `hsdp` each rank holds a part of the model. Nothing about saving or resuming differs
+by that, nor do the files, so a training may go on with another `--parallel`, or on other ranks.
+
 Started again it goes on from its last commit, and ends with the very weights that it would have had without
 the interruption. SIGUSR1 and SIGTERM make it save and end with 0.
 """
@@ -75,6 +78,8 @@ class Training:
         self.args, self.rank, self.device = args, rank, device
         torch.manual_seed(args.seed)  # the same weights on every rank
         self.model = Decoder(width=args.width, layers=args.layers, heads=4, length=args.length).to(device)
+        if dist.is_initialized() and args.parallel != "ddp":
+            shard(self.model, num_replicas=args.replicas if args.parallel == "hsdp" else 1)
         if args.init:
             fastload.load(args.init, into=self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
@@ -86,7 +91,7 @@ class Training:
         self.loss = math.inf
 
     def parts(self) -> dict[str, Any]:
-        """What a checkpoint holds; the same on every rank, so that they can share the writing."""
+        """What a checkpoint holds: on every rank the same, or its shards of it."""
         return {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -138,8 +143,8 @@ class Training:
 
     def in_parallel(self) -> nn.Module:
         """Returns the model with gradients that are the mean over all ranks."""
-        if not dist.is_initialized():
-            return self.model
+        if not dist.is_initialized() or self.args.parallel != "ddp":
+            return self.model  # FSDP2 has seen to it
         parallel = DistributedDataParallel(self.model)
         # After its first backward DDP puts the gradients into another order, and that decides in which order
         # the values of more than two ranks are added up. So that backward is none of the training's.
@@ -150,6 +155,25 @@ class Training:
         """Returns the loss on a text."""
         text = text.to(self.device)
         return functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+
+def shard(model: Decoder, *, num_replicas: int) -> None:
+    """Shards a model in place, as FSDP2 does: over all ranks, or over those of each replica."""
+    from torch.distributed.fsdp import fully_shard  # takes a second
+
+    num_shards, rest = divmod(dist.get_world_size(), num_replicas)
+    if rest:
+        raise SystemExit(f"{dist.get_world_size()} ranks cannot be {num_replicas} replicas")
+    device = next(model.parameters()).device.type
+    mesh = dist.init_device_mesh(device, (num_replicas, num_shards), mesh_dim_names=("replicas", "shards"))
+    for part in (*model.layers.layers, model):
+        fully_shard(part, mesh=mesh if num_replicas > 1 else mesh["shards"])
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Returns all weights, whole on every rank."""
+    state = model.state_dict()
+    return {name: getattr(part, "full_tensor", lambda p=part: p)() for name, part in state.items()}
 
 
 def agreed(loss: Tensor) -> float:
@@ -169,6 +193,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--save-seconds", type=float, default=900.0, metavar="S")
     parser.add_argument("--keep-last", type=int, default=3)
     parser.add_argument("--log-every", type=int, default=20)
+    parser.add_argument("--parallel", choices=["ddp", "fsdp", "hsdp"], default="ddp")
+    parser.add_argument("--replicas", type=int, default=2, metavar="N", help="of the model, with hsdp")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
@@ -201,7 +227,7 @@ def main() -> None:
     if rank == 0:
         print(f"ends at step {training.step} of {args.steps}: loss {training.loss:.4f}", flush=True)
     if args.digest:
-        print(f"rank {rank}: weights {state_digest(training.model.state_dict())}", flush=True)
+        print(f"rank {rank}: weights {state_digest(weights(training.model))}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -29,6 +29,7 @@ import torch
 # What the first step of an optimizer imports, for 1.5 s, is among them.
 _PRELOADED = (
     "torch._dynamo",
+    "torch.distributed.fsdp",
     "torch.distributed.launcher.api",
     "fastload.cli",
     "fastload.training.manager",

@@ -121,6 +121,7 @@ def weights(output: str) -> set[str]:
 def weights_of_a_training(num_ranks: int, folder: Path, *arguments: str) -> set[str]:
     """Returns the digest of the weights that a training on ranks of this host ends with."""
     command = [str(_ROOT / "launch" / "train.py"), *arguments, "--root", str(folder / "run")]
+    folder.mkdir(exist_ok=True)
     out = folder / "out"
     done = Forked(command, ranks=num_ranks, cwd=_ROOT, env=environ(), out=out, err=out).end(90)
     assert done.returncode == 0, done.stderr
@@ -142,9 +143,13 @@ def uninterrupted(whole: Path) -> str:
     return digest
 
 
-def test_stopped_by_a_signal_it_saves_and_goes_on(uninterrupted: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_stopped_by_a_signal_it_saves_and_goes_on(uninterrupted: str, tmp_path: Path, parallel: str) -> None:
+    how = ("--parallel", parallel)
+    if parallel == "fsdp":
+        (uninterrupted,) = weights(Run(tmp_path / "whole", *how).end())
     root = tmp_path / "run"
-    run = Run(root, "--save-every", "1000", "--pause", "0.1")
+    run = Run(root, *how, "--save-every", "1000", "--pause", "0.1")
     run.until(lambda: "step 3:" in run.output())
     os.kill(run.ranks()[1], signal.SIGUSR1)  # one rank is told, all of them stop
     output = run.end()
@@ -153,7 +158,7 @@ def test_stopped_by_a_signal_it_saves_and_goes_on(uninterrupted: str, tmp_path: 
     assert 3 <= int(stopped[1]) < _STEPS
     assert fastload.inspect(root / f"step_{int(stopped[1]):08d}").block_bytes
     assert weights(output) != {uninterrupted}
-    again = Run(root).end()
+    again = Run(root, *how).end()
     assert f"begins at step {stopped[1]} of {_STEPS}" in again
     assert weights(again[len(output) :]) == {uninterrupted}
 

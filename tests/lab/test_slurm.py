@@ -215,30 +215,26 @@ _TRAINING = "--steps 24 --width 32 --batch 2 --log-every 1 --save-every 8 --dige
 _TRAINED = "ends at step 24 of 24"
 
 
-def weights(output: str) -> set[str]:
+def weights(output: str, num_ranks: int) -> set[str]:
     """Digests of the weights at the end, of all ranks; each line is labelled with its rank."""
     lines = re.findall(r"^(\d): rank \1: weights ([0-9a-f]{32})", output, re.MULTILINE)
-    last = dict(lines[-2:])
-    assert sorted(last) == ["0", "1"], output
+    last = dict(lines[-num_ranks:])
+    assert sorted(last) == [str(rank) for rank in range(num_ranks)], output
     return set(last.values())
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """What the weights are after a training that nobody interrupts."""
-    return weights_of_a_training(2, tmp_path_factory.mktemp("trained"), *_TRAINING)
-
-
+@pytest.mark.timeout(240)  # two trainings, one of them in two parts
 @pytest.mark.parametrize(
-    ("template", "how"),
-    [("torchrun", "time-limit"), ("srun", "requeue")],
+    ("template", "how", "parallel", "ranks_per_node"),
+    [("torchrun", "time-limit", "fsdp", 1), ("srun", "requeue", "hsdp", 2)],
 )
 def test_a_training_that_is_stopped_ends_with_the_same_weights(
-    template: str, how: str, trained: set[str], tmp_path: Path
+    template: str, how: str, parallel: str, ranks_per_node: int, tmp_path: Path
 ) -> None:
+    training, num_ranks = [*_TRAINING, "--parallel", parallel], 2 * ranks_per_node
     # Slurm's signals reach the workers that prepare the data as well.
-    program = ["launch/train.py", *_TRAINING, "--pause", "0.2", "--workers", "1"]
-    job = Job(template, program, nodes=2, ranks_per_node=1, folder=tmp_path)
+    program = ["launch/train.py", *training, "--pause", "0.2", "--workers", "1"]
+    job = Job(template, program, nodes=2, ranks_per_node=ranks_per_node, folder=tmp_path)
     job.until(lambda: "step 10:" in job.output())
     if how == "requeue":
         slurm("scontrol", "requeue", job.id)
@@ -250,7 +246,7 @@ def test_a_training_that_is_stopped_ends_with_the_same_weights(
     assert len(begins) == 2
     assert begins[1] >= 10, "it saved when it was stopped"
     assert "DataLoader worker" not in job.output()
-    assert weights(job.output()) == trained
+    assert weights(job.output(), num_ranks) == weights_of_a_training(num_ranks, tmp_path / "alone", *training)
 
 
 @pytest.mark.parametrize(
