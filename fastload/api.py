@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +15,12 @@ from fastload.formats.names import NAMES
 from fastload.formats.open import read_manifest
 from fastload.loading.access import Access, agree_on_access
 from fastload.loading.checkpoint import Checkpoint
-from fastload.options import SAVE_SETTINGS, SETTINGS, LoadOptions, SaveOptions, StageOptions
+from fastload.options import SETTINGS, LoadOptions, SaveOptions, StageOptions
 from fastload.ranks.world import World, meet
 from fastload.report import SaveReport, StageReport, VerifyReport
 from fastload.storage import Location, PatientStorage, locate, name_of, open_storage
 
 if TYPE_CHECKING:  # what a load needs nothing of is imported by the calls that do
-    from fastload.saving.call import Call
     from fastload.saving.handle import SaveHandle
 
 __all__ = ["async_save", "inspect", "load", "open", "save", "stage", "verify"]
@@ -276,9 +274,10 @@ def save(
         StorageError: With one rank only: storage failed.
     """
     from fastload.saving import save as saving
+    from fastload.saving.call import make_call
     from fastload.saving.handle import SaveHandle
 
-    call = _call_to_save(
+    call = make_call(
         path,
         process_group,
         metadata,
@@ -308,59 +307,15 @@ def async_save(
     status of a program that has come to its end tells nothing of it. The memory of the copy, a rank's share
     of the state, is kept for the next time.
     """
-    from fastload.saving import save as saving
-    from fastload.saving.handle import SaveHandle
+    from fastload.saving.background import save_in_background
 
-    # An error that only some ranks have seen is raised by all, and in this call, not in the background.
-    earlier = SaveHandle.raise_unseen if SaveHandle.in_doubt() else None
-    call = _call_to_save(
+    return save_in_background(
+        state,
         path,
-        process_group,
-        metadata,
-        storage_options,
-        options,
-        in_background=True,
-        raise_earlier=earlier,
-    )
-    begun = saving.begin(call, state)
-    return SaveHandle(call.url, partial(saving.finish, call, begun), call.tell)
-
-
-def _call_to_save(
-    path: Path,
-    process_group: Any,
-    metadata: Mapping[str, str] | None,
-    storage_options: Mapping[str, Any] | None,
-    options: SaveOptions | None,
-    *,
-    in_background: bool,
-    raise_earlier: Callable[[], None] | None,
-) -> Call:
-    from fastload.ranks.traces import Tracing
-    from fastload.saving.call import Call
-
-    began = time.perf_counter()
-
-    def ready() -> tuple[Location, dict[str, str], SaveOptions]:
-        return locate(path), dict(metadata or {}), options if options is not None else SaveOptions()
-
-    world, (location, texts, chosen) = meet(
-        process_group,
-        f"saving to {name_of(path)}",
-        ready,
-        timeout_s=lambda ready: ready[2].timeout_s,
-        default_s=getattr(options, "timeout_s", SAVE_SETTINGS["timeout_s"].default),
-    )
-    return Call(
-        world,
-        location,
-        metadata=texts,
+        process_group=process_group,
+        metadata=metadata,
         storage_options=storage_options,
-        options=chosen,
-        in_background=in_background,
-        raise_earlier=raise_earlier,
-        tracing=Tracing(world, chosen.trace),
-        began=began,
+        options=options,
     )
 
 

@@ -165,6 +165,7 @@ class SaveRankReport:
         bytes_sent: Bytes that this rank holds and others wrote, or hashed; of sharded states.
         stall_s: Seconds until the caller went on: until the snapshot was taken, or the save over.
         snapshot_s: Seconds copying from the state.
+        waited_s: Seconds until earlier saves were written, and it was the turn of this one.
         write_s: Seconds with at least one write under way.
         flush_s: Seconds until what it wrote was durable, after the last write.
         commit_s: Seconds from then until the checkpoint existed: waiting for the others, and publishing.
@@ -178,6 +179,7 @@ class SaveRankReport:
     bytes_sent: int = 0
     stall_s: float
     snapshot_s: float
+    waited_s: float = 0.0
     write_s: float
     flush_s: float
     commit_s: float
@@ -197,6 +199,8 @@ class SaveReport(_Report):
         block_bytes: Bytes with one checksum.
         num_writers: Ranks that wrote; of each copy, where hosts wrote copies of their own.
         num_copies: Copies: 1, or one for each host.
+        came_instead_of: Where the earlier saves would be that were not written, since this one was newer
+            when storage was free; see `CheckpointManager`.
         ranks: One entry per rank.
     """
 
@@ -207,12 +211,18 @@ class SaveReport(_Report):
     block_bytes: int
     num_writers: int
     num_copies: int
+    came_instead_of: tuple[str, ...] = ()
     ranks: Sequence[SaveRankReport] = field(default_factory=tuple)
 
     @property
     def bytes_written(self) -> int:
         """Bytes of safetensors files written, over all ranks."""
         return sum(rank.bytes_written for rank in self.ranks)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds until it was its turn on all ranks, after earlier saves."""
+        return max((rank.waited_s for rank in self.ranks), default=0.0)
 
     @property
     def stall_s(self) -> float:

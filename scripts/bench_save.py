@@ -45,7 +45,7 @@ from bench_parts.save_training import Training
 import fastload
 from fastload.formats.state import state_digest
 from fastload.options import SaveOptions
-from fastload.saving.snapshot import Snapshot
+from fastload.saving.spares import spares
 
 # ---- what the user calls
 
@@ -201,7 +201,7 @@ def stall_rows(folder: str, size: int, repeats: int, arms: str) -> list[dict[str
         for name, arm in named.items():
             with fresh_path(folder) as path:
                 if name.endswith("first"):
-                    Snapshot._spare.clear()  # as if nothing had been saved in this process before
+                    spares.clear()  # as if nothing had been saved in this process before
                 before, began = forget_peak(), time.perf_counter()
                 wait = arm(state, path)
                 stall_s = time.perf_counter() - began

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fastload.formats.names import NAMES
-from fastload.options import SaveOptions
+from fastload.options import SAVE_SETTINGS, SaveOptions
 from fastload.ranks.traces import Tracing
-from fastload.ranks.world import World
+from fastload.ranks.world import World, meet
 from fastload.report import SaveReport
-from fastload.storage import Location, Target, open_target
+from fastload.saving.turn import Turn
+from fastload.storage import Location, Target, locate, name_of, open_target
 
-__all__ = ["Call"]
+__all__ = ["Call", "make_call"]
 
 _MAX_ATTEMPT_S = 30.0  # for one request: what takes longer has stalled
 
@@ -32,6 +35,7 @@ class Call:
         raise_earlier: Raises what is left to raise of an earlier save; None if no rank can have anything.
         tracing: Records the save.
         began: `time.perf_counter` of the call.
+        turn: When it is written; None for at once.
     """
 
     world: World
@@ -43,6 +47,7 @@ class Call:
     raise_earlier: Callable[[], None] | None
     tracing: Tracing
     began: float
+    turn: Turn | None = None
 
     @property
     def url(self) -> str:
@@ -80,3 +85,45 @@ class Call:
         """Hands the report to whoever wants it."""
         if self.options.on_report is not None:
             self.options.on_report(report)
+
+
+def make_call(
+    path: str | os.PathLike[str],
+    process_group: Any,
+    metadata: Mapping[str, str] | None,
+    storage_options: Mapping[str, Any] | None,
+    options: SaveOptions | None,
+    *,
+    in_background: bool,
+    raise_earlier: Callable[[], None] | None,
+    turn: Turn | None = None,
+) -> Call:
+    """Has all ranks meet for a save; args are those of `fastload.save`, or attributes of the call.
+
+    Raises:
+        FastloadError: An argument cannot be used, on some rank, or a rank did not come.
+    """
+    began = time.perf_counter()
+
+    def ready() -> tuple[Location, dict[str, str], SaveOptions]:
+        return locate(path), dict(metadata or {}), options if options is not None else SaveOptions()
+
+    world, (location, texts, chosen) = meet(
+        process_group,
+        f"saving to {name_of(path)}",
+        ready,
+        timeout_s=lambda ready: ready[2].timeout_s,
+        default_s=getattr(options, "timeout_s", SAVE_SETTINGS["timeout_s"].default),
+    )
+    return Call(
+        world,
+        location,
+        metadata=texts,
+        storage_options=storage_options,
+        options=chosen,
+        in_background=in_background,
+        raise_earlier=raise_earlier,
+        tracing=Tracing(world, chosen.trace),
+        began=began,
+        turn=turn,
+    )

@@ -26,6 +26,12 @@ class SaveHandle:
     save; if there is none, it is told on stderr when the program ends, whose exit status Python lets
     nothing change by then. So `wait` for the last one. A forked child has nothing to do with any of it.
 
+    Args:
+        url: Where to.
+        save: Does what is left to do. What it returns is None if the save was not written, for a newer one.
+        tell: Hands the report to whoever wants it.
+        apart: Whether its errors are the business of whoever made it, and of no other save.
+
     Attributes:
         report: What it did, once it has succeeded; else None.
     """
@@ -34,12 +40,21 @@ class SaveHandle:
     _unseen: ClassVar[list[SaveHandle]] = []
     _in_doubt: ClassVar[bool] = False
 
-    def __init__(self, url: str, save: Callable[[], SaveReport], tell: Callable[[SaveReport], None]) -> None:
+    def __init__(
+        self,
+        url: str,
+        save: Callable[[], SaveReport | None],
+        tell: Callable[[SaveReport], None],
+        *,
+        apart: bool = False,
+    ) -> None:
         self.report: SaveReport | None = None
         self._url = url
+        self._apart = apart
         self._error: BaseException | None = None
         self._ended = threading.Event()
-        SaveHandle._in_doubt = False  # whoever was has met the others
+        if not apart:
+            SaveHandle._in_doubt = False  # whoever was has met the others
         self._running.append(self)
         background(lambda: self._run(save, tell), "fastload-save").start()
 
@@ -49,7 +64,7 @@ class SaveHandle:
 
     def failed(self) -> bool:
         """Whether it has ended, and the checkpoint does not exist."""
-        return self.done() and self.report is None
+        return self.done() and self.report is None and self._error is not None
 
     def settle(self) -> None:
         """Waits until it has ended, well or not; an error is left for `wait` or the next save."""
@@ -82,7 +97,7 @@ class SaveHandle:
     def raise_unseen(cls) -> None:
         """Raises the error of a save that nobody has waited for."""
         for handle in cls._unseen:
-            if handle.report is None:
+            if handle.report is None and not handle._apart:
                 try:
                     handle.wait()
                 finally:
@@ -94,7 +109,7 @@ class SaveHandle:
 
         All ranks hear of a save that fails, but not which of them have waited for it.
         """
-        return cls._in_doubt or bool(cls._running)
+        return cls._in_doubt or any(not handle._apart for handle in list(cls._running))
 
     @classmethod
     def _forget_all(cls) -> None:
@@ -111,14 +126,15 @@ class SaveHandle:
         what = "the save" if self.report is None else "on_report, after the save"
         return f"{what} to {self._url} failed: {type(self._error).__name__}: {self._error}"
 
-    def _run(self, save: Callable[[], SaveReport], tell: Callable[[SaveReport], None]) -> None:
+    def _run(self, save: Callable[[], SaveReport | None], tell: Callable[[SaveReport], None]) -> None:
         try:
             self.report = save()
-            tell(self.report)
+            if self.report is not None:
+                tell(self.report)
         except BaseException as error:
             self._error = _without_frames(error)
             _log.error("%s", self._complaint())
-            if self.report is None:
+            if self.report is None and not self._apart:
                 SaveHandle._in_doubt = True
             self._unseen.append(self)
         finally:

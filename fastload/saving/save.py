@@ -7,7 +7,7 @@ the background, the rest. What one step finds out goes on to the next as a value
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,6 +23,8 @@ from fastload.saving.part import Part, take_part
 from fastload.saving.pending import open_pending
 from fastload.saving.per_rank import OwnFiles
 from fastload.saving.snapshot import Snapshot
+from fastload.saving.spares import Spares, spares
+from fastload.saving.turn import Turn
 from fastload.saving.write import Written, write
 from fastload.saving.writers import tuner
 from fastload.storage import Target
@@ -53,11 +55,16 @@ def save(call: Call, state: Any) -> SaveReport:
     Raises:
         FastloadError: It does not, and what is pending is gone; the same error on all ranks.
     """
-    with call.world.together():
+    world = call.world
+    with world.together():
         described, agreed = agree(call, partial(describe, call, state))
         with _or_leave(call, met=True):
             part = take_part(call, described, agreed)
-    return finish(call, Begun(part, agreed, None, None))
+    with _open_until_the_end(part.target), world.together():
+        report = _write(call, Begun(part, agreed, None, None), agreed, 0.0)
+    taken_s = max(rank.write_s + rank.flush_s for rank in report.ranks)
+    tuner.learn(call.folder, world.size, report.nbytes, report.num_writers, taken_s)
+    return report
 
 
 def begin(call: Call, state: Any) -> Begun:
@@ -76,40 +83,48 @@ def begin(call: Call, state: Any) -> Begun:
             described, agreed = agree(call, lambda: described)
         with _or_leave(call, met=agreed is not None):
             part = take_part(call, described, agreed if agreed is not None else foresee(call, described))
-            snapshot = _copy(part)
+            snapshot = _copy(part, call.turn.memory if call.turn is not None else spares)
             described.source.forget()
     return Begun(part, agreed, snapshot, time.perf_counter() - call.began)
 
 
-def _copy(part: Part) -> Snapshot:
+def _copy(part: Part, memory: Spares) -> Snapshot:
     if part.shards is None or part.packets is None:
-        return Snapshot(part.described.source, part.share.pieces)
-    return Snapshot(part.shards, part.packets.own)
+        return Snapshot(part.described.source, part.share.pieces, memory)
+    return Snapshot(part.shards, part.packets.own, memory)
 
 
-def finish(call: Call, begun: Begun) -> SaveReport:
-    """Does whatever is left, until the checkpoint exists.
+def finish(call: Call, begun: Begun) -> SaveReport | None:
+    """Does whatever is left of an asynchronous save, until the checkpoint exists.
+
+    Returns:
+        What was done; None if it was not written, since a newer one is there.
 
     Raises:
         FastloadError: It does not, and what is pending is gone; the same error on all ranks.
     """
-    world, part, agreed = call.world, begun.part, begun.agreed
-    layout = part.described.layout
-    with _open_until_the_end(part.target), world.together():
+    part, agreed, waited_s = begun.part, begun.agreed, 0.0
+    with _open_until_the_end(part.target), call.world.together():
         if agreed is None:
             _, agreed = agree(call, lambda: part.described, went_on=True)
-        call.tracing.synchronize(agreed.hosts)
-        wire = open_pending(call, part)
-        written = write(call, part, begun.snapshot, wire)
-        publishing = partial(_publish, call, begun, agreed, written)
-        published = world.agree(f"{call.what}: publishing", publishing)
-        call.tracing.write({"what": call.what, "nbytes": layout.nbytes})
-        world.heard()
-        report = _report(call, part, published)
-    if not call.in_background:
-        taken_s = max(rank.write_s + rank.flush_s for rank in report.ranks)
-        tuner.learn(call.folder, world.size, report.nbytes, report.num_writers, taken_s)
-    return report
+        if call.turn is not None:
+            came = time.perf_counter()
+            if not _comes(call, call.turn):
+                return None
+            waited_s = time.perf_counter() - came
+        return _write(call, begun, agreed, waited_s)
+
+
+def _comes(call: Call, turn: Turn) -> bool:
+    """Waits until it is the turn of a save; returns whether it is written, which rank 0 says.
+
+    They have met before that, so that a rank which failed to begin need not wait for what is written now.
+    """
+    is_written = call.world.agree(f"{call.what}: waiting for its turn", turn.come)[0]
+    if not is_written:
+        turn.give_up()
+        call.world.heard()
+    return is_written
 
 
 @contextmanager
@@ -138,13 +153,28 @@ def _open_until_the_end(target: Target) -> Iterator[None]:
         target.close()
 
 
-def _publish(call: Call, begun: Begun, agreed: Agreed, written: Written) -> dict[str, Any]:
+def _write(call: Call, begun: Begun, agreed: Agreed, waited_s: float) -> SaveReport:
+    """Writes and publishes."""
+    world, part = call.world, begun.part
+    call.tracing.synchronize(agreed.hosts)
+    wire = open_pending(call, part)
+    written = write(call, part, begun.snapshot, wire)
+    publishing = partial(_publish, call, begun, written, agreed.metadata, waited_s)
+    published = world.agree(f"{call.what}: publishing", publishing)
+    call.tracing.write({"what": call.what, "nbytes": part.described.layout.nbytes})
+    world.heard()
+    return _report(call, part, published)
+
+
+def _publish(
+    call: Call, begun: Begun, written: Written, metadata: Mapping[str, str], waited_s: float
+) -> dict[str, Any]:
     """Makes the checkpoint exist, if that is this rank's to do; returns what it reports."""
     world, part = call.world, begun.part
     began = time.perf_counter()
     own = OwnFiles()
     if world.rank == part.team.leader:
-        own = commit(call, part, written.receipt, agreed.metadata)
+        own = commit(call, part, written.receipt, metadata)
         call.tracing.add("commit", began)
     call.tracing.leave("save", call.began, None)
     sizes, now = own.sizes(), time.perf_counter()
@@ -155,6 +185,7 @@ def _publish(call: Call, begun: Begun, agreed: Agreed, written: Written) -> dict
         bytes_sent=sum(packet.nbytes for packet in part.packets.leaving) if part.packets is not None else 0,
         stall_s=begun.stall_s if begun.stall_s is not None else now - call.began,
         snapshot_s=part.described.source.watch.seconds,
+        waited_s=waited_s,
         write_s=written.write_s,
         flush_s=written.flush_s,
         commit_s=now - began,
@@ -175,5 +206,6 @@ def _report(call: Call, part: Part, published: Sequence[dict[str, Any]]) -> Save
         block_bytes=layout.block_bytes,
         num_writers=len(part.team.writers),
         num_copies=part.team.num_copies,
+        came_instead_of=call.turn.came_instead_of() if call.turn is not None else (),
         ranks=tuple(SaveRankReport(**each["rank"]) for each in published),
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from typing import ClassVar, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from fastload.base.memory import PAGE_BYTES, allocate_staging, byte_view, host_v
 from fastload.base.stopwatch import Stopwatch
 from fastload.saving.assign import FileRange, tensors_within
 from fastload.saving.layout import Layout
+from fastload.saving.spares import Spares, spares
 
 __all__ = ["Copies", "HasBytes", "ReusedSlabs", "Slabs", "Snapshot", "Source", "copy_bytes"]
 
@@ -152,19 +152,18 @@ class Slabs(Protocol):
 class Snapshot:
     """All pieces at once: when it is made, the state may change.
 
-    Its memory is kept for the next one, since the first touch of memory costs several times as much as
-    the copy. It is not one slab: torch rounds page-locked memory up to a power of two.
+    It is not one slab: torch rounds page-locked memory up to a power of two.
 
     Args:
         source: What to copy from.
         pieces: What to copy.
+        memory: Where its memory comes from, and is kept for the next one.
     """
 
-    _spare: ClassVar[list[list[Tensor]]] = []  # one at most; no lock, which a fork might leave locked
-
-    def __init__(self, source: Copies[ItemT], pieces: Sequence[ItemT]) -> None:
+    def __init__(self, source: Copies[ItemT], pieces: Sequence[ItemT], memory: Spares = spares) -> None:
         places, lengths = _pack([_whole_pages(piece) for piece in pieces])
-        self._slabs = self._take(lengths, pinned=source.on_device)
+        self._memory = memory
+        self._slabs = memory.take(lengths, pinned=source.on_device)
         self._pieces = [
             self._slabs[slab][start : start + piece.nbytes]
             for (slab, start), piece in zip(places, pieces, strict=True)
@@ -193,19 +192,9 @@ class Snapshot:
 
     def keep(self) -> None:
         """Leaves the memory to the next snapshot; this one cannot be used any more."""
-        self._spare[:] = [self._slabs]
-        self._slabs = []
+        slabs, self._slabs = self._slabs, []
         self._pieces.clear()
-
-    @classmethod
-    def _take(cls, lengths: Sequence[int], *, pinned: bool) -> list[Tensor]:
-        spare: list[Tensor] = []
-        with suppress(IndexError):
-            spare = cls._spare.pop()
-        if [slab.numel() for slab in spare] == lengths and spare[0].is_pinned() == pinned:
-            return spare
-        spare.clear()
-        return [allocate_staging(nbytes, pinned=pinned) for nbytes in lengths]
+        self._memory.keep(slabs)
 
 
 class ReusedSlabs:

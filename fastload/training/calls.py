@@ -9,7 +9,9 @@ from typing import Any
 from fastload import api
 from fastload.options import LoadOptions, SaveOptions
 from fastload.ranks.world import agree
+from fastload.saving.background import save_in_background
 from fastload.saving.handle import SaveHandle
+from fastload.saving.turn import Turn
 
 __all__ = ["Calls"]
 
@@ -30,8 +32,16 @@ class Calls:
     options: SaveOptions
     async_: bool
 
-    def save(self, state: Any, path: str, metadata: Mapping[str, str]) -> SaveHandle | None:
+    def save(
+        self, state: Any, path: str, metadata: Mapping[str, str], *, turn: Turn | None
+    ) -> SaveHandle | None:
         """Saves; returns what goes on in the background, if anything does.
+
+        Args:
+            state: As for `fastload.save`.
+            path: Where to.
+            metadata: As for `fastload.save`.
+            turn: When what goes on in the background is written; None for at once.
 
         Raises:
             FastloadError: As for `fastload.save`.
@@ -43,7 +53,7 @@ class Calls:
             "options": self.options,
         }
         if self.async_:
-            return api.async_save(state, path, **given)
+            return save_in_background(state, path, **given, turn=turn)
         api.save(state, path, **given)
         return None
 

@@ -28,7 +28,7 @@ from fastload.storage import (
 )
 from fastload.training.retention import Point, Retention, Saved
 
-__all__ = ["MAX_STEP", "Catalog", "Entry", "Summary", "metadata_of"]
+__all__ = ["MAX_STEP", "Catalog", "Entry", "Summary", "metadata_of", "metrics_of"]
 
 MAX_STEP = MAX_INT
 
@@ -61,13 +61,7 @@ class Summary:
     @property
     def metrics(self) -> dict[str, float]:
         """What was measured at that step; what is no number is left out."""
-        try:
-            found = json.loads(self.metadata.get(_METRICS, "{}"))
-        except (ValueError, RecursionError):
-            return {}
-        if not isinstance(found, dict):
-            return {}
-        return {name: float(value) for name, value in found.items() if type(value) is float}
+        return metrics_of(self.metadata)
 
     @property
     def branch(self) -> int:
@@ -319,6 +313,17 @@ def metadata_of(step: int, metrics: Mapping[str, Any] | None, branch: int = 0) -
     numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
     texts = {_STEP: str(step), _METRICS: json.dumps(numbers, sort_keys=True)}
     return {**texts, _BRANCH: str(branch)} if branch else texts
+
+
+def metrics_of(metadata: Mapping[str, str]) -> dict[str, float]:
+    """Returns the metrics in what a record says; what is no number is left out."""
+    try:
+        found = json.loads(metadata.get(_METRICS, "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {name: float(value) for name, value in found.items() if type(value) is float}
 
 
 def _name_of(step: int) -> str:

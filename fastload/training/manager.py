@@ -16,13 +16,14 @@ from fastload.options import SAVE_SETTINGS, SaveOptions
 from fastload.ranks.world import meet, require_same
 from fastload.storage import locate, name_of
 from fastload.training.calls import Calls
-from fastload.training.catalog import MAX_STEP, Catalog, metadata_of
+from fastload.training.catalog import MAX_STEP, Catalog, metadata_of, metrics_of
+from fastload.training.flight import Planned
 from fastload.training.history import History, Listing
 from fastload.training.housekeeping import Housekeeper
-from fastload.training.last_save import LastSave
+from fastload.training.in_flight import InFlight
 from fastload.training.pacing import Rhythm
 from fastload.training.policy import Policy
-from fastload.training.retention import Retention
+from fastload.training.retention import Retention, Saved
 from fastload.training.timing import Timing
 
 __all__ = ["CheckpointManager"]
@@ -51,6 +52,12 @@ class CheckpointManager:
 
     A save in the background that failed is raised on all ranks by the next call that can say so.
 
+    With `in_flight` above 1 a save need not wait until the one before is written: copies of the state wait in
+    memory, and are written one after the other. Where storage is slower than training saves, a copy that
+    waits gives its place to a newer one, and is never written; the log says so, and
+    `SaveReport.came_instead_of`. Never does one that `keep_every` or `best` names, or that was saved after a
+    signal: if only such are in flight, training waits.
+
     Args:
         root: A directory or URL; its checkpoints are ``step_00001234`` and so on.
         every_steps: Steps between saves.
@@ -65,6 +72,8 @@ class CheckpointManager:
         keep_every_seconds: Keeps one in so many seconds, too.
         best: A metric and ``min`` or ``max``, such as ``("loss", "min")``: keeps the best one, too.
         async_: Whether `save` returns as soon as each rank has copied its share of the state.
+        in_flight: Copies of the state that there may be at once, being written or waiting for it. The first
+            save takes the memory of all.
         process_group: As for `fastload.load`.
         storage_options: As for `fastload.load`.
         options: How to save. A checkpoint of the same step is replaced, whatever `overwrite` says.
@@ -92,6 +101,7 @@ class CheckpointManager:
         keep_every_seconds: float | None = None,
         best: tuple[str, str] | None = None,
         async_: bool = True,
+        in_flight: int = 1,
         process_group: Any = None,
         storage_options: Mapping[str, Any] | None = None,
         options: SaveOptions | None = None,
@@ -109,6 +119,7 @@ class CheckpointManager:
                 ),
                 async_,
                 replace(options if options is not None else SaveOptions(), overwrite=True),
+                in_flight,
             )
 
         self._world, policy = meet(
@@ -130,8 +141,8 @@ class CheckpointManager:
         self._history = History(self._world, self._catalog, lists=lists, process_group=process_group)
         self.restored_step: int | None = None
         self._damaged: set[int] = set()
-        self._last_save = LastSave()
-        self._timing = Timing(self._world, policy, lambda: self._last_save.failed)
+        self._in_flight = InFlight(self._world, policy.in_flight, policy.retention)
+        self._timing = Timing(self._world, policy, lambda: self._in_flight.failed)
         self._housekeeper: Housekeeper | None = None
         if keeps_house:
             self._housekeeper = Housekeeper(self._catalog, policy.retention, Checkpoint.urls_in_use)
@@ -168,8 +179,8 @@ class CheckpointManager:
         """
         self._life.require()
         answer = self._timing.ask(step)
-        if answer.failed and answer.failed == self._last_save.number:
-            self._calls.agree("saving in the background", self._finish)
+        if answer.failed and self._in_flight.holds(answer.failed):
+            self._raise_failed(answer.failed)
         return answer.save
 
     @property
@@ -182,7 +193,7 @@ class CheckpointManager:
     def save(self, step: int, state: Any, metrics: Mapping[str, Any] | None = None) -> None:
         """Saves a state as the checkpoint of a step.
 
-        If the save before is still going on, waits for it first.
+        If as many saves as may be are in flight, waits for one of them first.
 
         Args:
             step: Its number, from 0 on.
@@ -190,7 +201,7 @@ class CheckpointManager:
             metrics: Name → number, to be kept with it; those of rank 0 count.
 
         Raises:
-            FastloadError: As for `fastload.save`; or the save before has failed, and this one was not begun.
+            FastloadError: As for `fastload.save`; or an earlier one has failed, and this one was not begun.
         """
         self._life.require()
         if type(step) is not int or not 0 <= step <= MAX_STEP:
@@ -199,22 +210,24 @@ class CheckpointManager:
             metadata_of(step, metrics)
         except (TypeError, ValueError) as error:
             raise OptionError(f"metrics={metrics!r}: must be numbers by name ({error})") from None
-        self._let_end(step)
-        metadata = metadata_of(step, metrics, self._history.branch_for(step))
-        save = partial(self._calls.save, state, self.path(step), metadata)
-        has_succeeded = self._last_save.make(partial(self._timing.saving, save))
+        branch, path = self._history.branch_for(step), self.path(step)
+        metadata = metadata_of(step, metrics, branch)
+        planned = Planned(Saved(step, 0.0, metrics_of(metadata), branch), path, self._timing.stop_requested)
+        if failed := self._in_flight.make_room(planned):
+            self._raise_failed(failed)
+        save = partial(self._calls.save, state, path, metadata)
+        has_succeeded = self._in_flight.make(
+            planned, lambda turn: self._timing.saving(partial(save, turn=turn))
+        )
         self._damaged.discard(step)
         if self._housekeeper is not None:
             self._housekeeper.prune(has_succeeded, step, damaged=set(self._damaged))
             if not self._calls.async_:
                 self._finish()
 
-    def _let_end(self, step: int) -> None:
-        """Waits for the save before; its error, if any, is raised by the next save, which tells all ranks."""
-        if self._last_save.goes_on:
-            level = logging.WARNING if self._world.rank == 0 else logging.DEBUG
-            _log.log(level, "step %d is to be saved, but the save before still goes on: waiting for it", step)
-        self._last_save.settle()
+    def _raise_failed(self, number: int) -> None:
+        """Raises the error of a save on all ranks, which all know to have failed."""
+        self._calls.agree("saving in the background", partial(self._in_flight.wait, number))
 
     # What there is
 
@@ -293,7 +306,7 @@ class CheckpointManager:
     # The end
 
     def wait(self) -> None:
-        """Waits until what was saved is durable, and what it made superfluous is deleted.
+        """Waits until what was saved is durable, if not given up, and what it made superfluous is deleted.
 
         Raises:
             FastloadError: The save failed.
@@ -308,6 +321,7 @@ class CheckpointManager:
         try:
             self._finish()
         finally:
+            self._in_flight.close()
             self._timing.close()
 
     def __enter__(self) -> CheckpointManager:
@@ -324,7 +338,7 @@ class CheckpointManager:
 
     def _finish(self) -> None:
         try:
-            self._last_save.wait()
+            self._in_flight.wait()
         finally:
             if self._housekeeper is not None:
                 self._housekeeper.wait(self._world.patience_s / 2)

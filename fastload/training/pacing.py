@@ -91,12 +91,12 @@ class Pace:
             mtbf_s=mtbf_s,
             restart_s=restart_s,
             budget=budget,
-            saves_in_flight=1,
+            saves_in_flight=1,  # they are written one after the other
             interval_steps=_FIRST_STEPS,
         )
         self._steps_s: list[float] = []
         self._last_s: float | None = None
-        self._under_way: tuple[SaveHandle, float] | None = None
+        self._under_way: list[tuple[SaveHandle, float]] = []
 
     @property
     def interval_s(self) -> float | None:
@@ -106,7 +106,7 @@ class Pace:
         return self._cadence.interval_steps * median(self._steps_s)
 
     def stepped(self) -> None:
-        """Notes that a step is over, and learns from the last save once it has ended."""
+        """Notes that a step is over, and learns from saves that have ended."""
         now = time.monotonic()
         if self._last_s is not None:
             self._steps_s = [*self._steps_s, now - self._last_s][-_NUM_STEPS:]
@@ -122,15 +122,16 @@ class Pace:
         if handle is None:
             self._feed(stall_s, 0.0)
         else:
-            self._under_way = (handle, stall_s)
+            self._under_way.append((handle, stall_s))
         return handle
 
     def _learn(self) -> None:
-        if self._under_way is None or not self._under_way[0].done():
-            return
-        (handle, stall_s), self._under_way = self._under_way, None
-        if handle.report is not None:  # else it failed, which is told elsewhere
-            self._feed(stall_s, max(0.0, handle.report.total_s - handle.report.stall_s))
+        ended = [(handle, stall_s) for handle, stall_s in self._under_way if handle.done()]
+        self._under_way = [(handle, stall_s) for handle, stall_s in self._under_way if not handle.done()]
+        for handle, stall_s in ended:
+            report = handle.report
+            if report is not None:  # else it failed, which is told elsewhere, or was given up
+                self._feed(stall_s, max(0.0, report.total_s - report.stall_s - report.waited_s))
 
     def _feed(self, stall_s: float, background_s: float) -> None:
         if not self._steps_s:

@@ -25,6 +25,7 @@ class Policy:
         retention: What is kept.
         async_: Whether saves go on in the background.
         options: How to save.
+        in_flight: Copies of the state, to be written or being written, that there may be at once.
 
     Raises:
         OptionError: One cannot be used.
@@ -36,11 +37,18 @@ class Policy:
     retention: Retention
     async_: bool
     options: SaveOptions
+    in_flight: int = 1
 
     def __post_init__(self) -> None:
         steps = self.every_steps
         if steps is not None and (type(steps) is not int or steps < 1):
             raise OptionError(f"every_steps={steps!r}: must be a number of at least 1")
+        if type(self.in_flight) is not int or self.in_flight < 1:
+            raise OptionError(f"in_flight={self.in_flight!r}: must be a number of at least 1")
+        if self.in_flight > 1 and not self.async_:
+            raise OptionError(
+                f"in_flight={self.in_flight}: saves with async_=False are over when they return"
+            )
 
     @property
     def has_interval(self) -> bool:
@@ -58,5 +66,6 @@ class Policy:
             **asdict(self.retention),
             "best": list(best) if best is not None else None,
             "async_": self.async_,
+            "in_flight": self.in_flight,
             **self.options.shared_values(),
         }

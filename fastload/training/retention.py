@@ -90,6 +90,25 @@ class Retention:
         good = self.best is None or _is_best(self.best)
         _require(good, "best", self.best, 'a metric and "min" or "max"')
 
+    def insists_on(self, one: Saved, others: Sequence[Saved]) -> bool:
+        """Whether a rule names a checkpoint that could be left out, since a newer one is there.
+
+        Args:
+            one: The checkpoint.
+            others: Those that are there, or are to be.
+        """
+        if self.keep_every is not None and one.step % self.keep_every == 0:
+            return True
+        return self.best is not None and one.step in _best([*others, one], *self.best)
+
+    def best_of(self, one: Saved, other: Saved | None) -> Saved | None:
+        """Returns the better one of two, as far as there is a rule."""
+        if self.best is None:
+            return None
+        known = [one] if other is None else [other, one]
+        best = _best(known, *self.best)
+        return next((each for each in reversed(known) if each.step in best), None)
+
     def expendable(self, saved: Sequence[Saved], *, needed: Collection[int]) -> list[int]:
         """Returns the steps to delete, oldest first.
 

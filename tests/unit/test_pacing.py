@@ -27,7 +27,7 @@ class Clock:
     def save(self, pace: Pace, stall_s: float, background_s: float) -> None:
         def save() -> Any:
             self.now += stall_s
-            report = SimpleNamespace(total_s=stall_s + background_s, stall_s=stall_s)
+            report = SimpleNamespace(total_s=stall_s + background_s + 3.0, stall_s=stall_s, waited_s=3.0)
             return SimpleNamespace(done=lambda: True, report=report)
 
         pace.saving(save)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,6 +113,19 @@ def test_the_order_is_that_of_the_saves_whatever_the_steps(steps: list[int], kee
     assert sorted(saved, key=lambda step: saved[step].point) == order
     gone = Retention(keep_last=keep_last).expendable(list(saved.values()), needed=())
     assert gone == order[:-keep_last]
+
+
+@given(rules, runs.filter(lambda run: len(run) > 1))
+def test_what_is_to_be_written_in_any_case_is_what_would_be_kept(retention: Retention, run: Any) -> None:
+    """Although something newer is there; and of all that was written, the best one is enough to know that."""
+    saved = history(run)
+    kept = steps_after(replace(retention, keep_last=1, keep_every_seconds=None), saved)
+    best = None
+    for number, one in enumerate(saved[:-1]):
+        assert retention.insists_on(one, saved[:number] + saved[number + 1 :]) == (one in kept)
+        known = [best] if best is not None else []
+        assert retention.insists_on(one, known) == retention.insists_on(one, saved[:number])
+        best = retention.best_of(one, best)
 
 
 def test_a_run_that_never_goes_back_has_one_branch() -> None:

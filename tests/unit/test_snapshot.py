@@ -11,6 +11,7 @@ from fastload.saving import snapshot
 from fastload.saving.assign import FileRange, cut
 from fastload.saving.layout import TensorSpec, lay_out
 from fastload.saving.snapshot import Snapshot, Source
+from fastload.saving.spares import Spares
 
 _SLAB_BYTES = 8 * PAGE_BYTES
 _LONGEST_BYTES = 3 * PAGE_BYTES
@@ -51,3 +52,20 @@ def test_memory_is_used_again_by_a_snapshot_of_the_same_length() -> None:
     first.keep()
     second = Snapshot(Source(layout, {"t": tensor}), pieces)
     assert [slab.data_ptr() for slab in second._slabs] == addresses
+
+
+def test_memory_for_all_that_may_be_in_flight_is_taken_by_the_first_and_kept() -> None:
+    spares = Spares(3)
+    first = spares.take([4096, 8192], pinned=False)
+    others = [spares.take([4096, 8192], pinned=False) for _ in range(2)]
+    addresses = {slab.data_ptr() for slabs in (first, *others) for slab in slabs}
+    fourth = spares.take([4096, 8192], pinned=False)
+    assert not addresses & {slab.data_ptr() for slab in fourth}, "one more than was said is not kept"
+    for slabs in (first, *others, fourth):
+        spares.keep(slabs)
+    again = [spares.take([4096, 8192], pinned=False) for _ in range(3)]
+    assert {slab.data_ptr() for slabs in again for slab in slabs} == addresses
+    grown = spares.take([4096, 16384], pinned=False)
+    assert [slab.numel() for slab in grown] == [4096, 16384]
+    spares.keep(again[0])  # of a state that has another size now
+    assert [slab.numel() for slab in spares.take([4096, 16384], pinned=False)] == [4096, 16384]
