@@ -17,7 +17,7 @@ from fastload.loading.match import Match
 from fastload.loading.mismatch import overlaps, raise_mismatch
 from fastload.loading.pieces import Sources
 
-__all__ = ["BoxesByName", "match_boxes"]
+__all__ = ["BoxesByName", "checked_boxes", "match_boxes"]
 
 BoxesByName = Mapping[str, Sequence[tuple[Box, Tensor]]]
 
@@ -53,6 +53,35 @@ def match_boxes(manifest: Manifest, boxes: BoxesByName) -> Match:
         for box, tensor in wanted.get(entry.name, ()):
             sources.add(entry, torch_spec(entry)[0], tensor, box)
     return Match(sources.destinations(), {}, sources.copy, lambda: None, url=manifest.url)
+
+
+def checked_boxes(manifest: Manifest, boxes: Mapping[str, Sequence[Box]]) -> dict[str, list[Box]]:
+    """Returns boxes in the order of the checkpoint, made of Python's integers.
+
+    Args:
+        manifest: The checkpoint.
+        boxes: By name of the tensor.
+
+    Raises:
+        MismatchError: Something does not fit; it lists all that does not.
+        OptionError: `boxes` is something else.
+    """
+    if stray := [name for name, of_name in boxes.items() if not all(isinstance(box, Box) for box in of_name)]:
+        raise OptionError(f"boxes= has something else than fastload.Box for {stray[0]}")
+    plain = {name: [_plain(name, box) for box in of_name] for name, of_name in boxes.items()}
+    known = manifest.by_name
+    raise_mismatch(
+        manifest.url,
+        missing=[name for name in plain if name not in known],
+        mismatched=[
+            f"{name}: {_text(box)} is no box of a tensor of shape {list(shape)}"
+            for name, of_name in plain.items()
+            if name in known
+            for box, shape in [(box, torch_spec(known[name])[1]) for box in of_name]
+            if not box.is_within(shape)
+        ],
+    )
+    return {name: plain[name] for name in known if name in plain}
 
 
 def _items(boxes: BoxesByName) -> Iterator[tuple[str, Sequence[tuple[Box, Tensor]]]]:

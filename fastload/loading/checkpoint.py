@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -17,8 +17,8 @@ from fastload.base.threads import ProcessLock
 from fastload.errors import FastloadError, IncompleteCheckpoint, WorldError
 from fastload.formats.names import RECORD_NAME
 from fastload.loading.access import Access
-from fastload.loading.job import LoadRequest, Opened, Request
-from fastload.loading.load import Loaded, prepare, restore, run, sharded
+from fastload.loading.job import Job, LoadRequest, Opened, Request
+from fastload.loading.load import Before, Loaded, prepare, restore, run, sharded
 from fastload.options import LoadOptions
 from fastload.ranks.traces import Tracing
 from fastload.ranks.world import World
@@ -28,10 +28,14 @@ from fastload.transfer.verify import Verifier
 
 if TYPE_CHECKING:
     from fastload.loading.boxes import BoxesByName
+    from fastload.loading.stream import Flow, TensorStream
+    from fastload.loading.windows import BoxFlow, WantedBoxes
 
 __all__ = ["Checkpoint"]
 
 _log = logging.getLogger(__name__)
+
+_LEAST_STAGING_BYTES = 1 << 16
 
 
 class Checkpoint:
@@ -57,6 +61,7 @@ class Checkpoint:
         with self._opening:
             self._all_open.add(self)
         self._last_reader: ChunkReader | None = None
+        self._flow: Flow | BoxFlow | None = None
         self._tracing = Tracing(world, options.trace)
         self._tracing.synchronize(access.hosts)
 
@@ -75,10 +80,16 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._flow is not None:
+            self._flow.leave(error)
         self.close()
 
     def close(self) -> None:
-        """Releases files and connections, those that a read still waits for as soon as it ends."""
+        """Releases files and connections, those that a read still waits for as soon as it ends.
+
+        A rank that has left `tensors` early waits here until the others need it no more.
+        """
+        self._end_flow()
         self._closed = True
         with self._opening:
             self._all_open.discard(self)
@@ -125,28 +136,115 @@ class Checkpoint:
         """
         return self._run(sharded().BoxRequest(boxes))[0]
 
-    def _run(self, request: Request) -> tuple[LoadReport, Any]:
-        with self._at_most_one_failure():
-            began, opened = time.perf_counter(), self._opened
-            job = prepare(opened, request)
-            # Retries of opening count with the first load; a later one counts its own.
-            already = self._reported_retries
-            loaded = run(
-                opened,
-                job,
-                self._tracing,
-                began=began,
-                retries_before=already,
-                reads_with=self._remember,
-            )
-            self._reported_retries = opened.access.storage.num_retries
-            self._opened = replace(opened, access=opened.access.without(loaded.broken))
-            _warn_of(loaded, opened.world)
-            self.report = loaded.report
-            return loaded.report, restore(opened, job.wish.matched, loaded)
+    def tensors(
+        self,
+        names: Sequence[str] | str | None = None,
+        *,
+        device: torch.device | str | None = None,
+        boxes: WantedBoxes | None = None,
+    ) -> TensorStream:
+        """Hands out tensors one after the other, in file order, in bounded memory: what engines iterate over.
 
-    def _remember(self, reader: ChunkReader) -> None:
-        self._last_reader = reader
+        A call of all ranks, which all get the same tensors: together they read every byte once, ahead of what
+        they take. Beyond the tensors that a rank has taken and keeps, and the next one, it needs
+        `staging_bytes`, however large the checkpoint. A rank that is slow keeps the others waiting; one that
+        takes none for `timeout_s` fails them. Use it, or the checkpoint, as a context manager::
+
+            with fastload.open(path) as checkpoint:
+                for name, tensor in checkpoint.tensors():
+                    params[name].copy_(tensor)
+
+        Args:
+            names: As for `fastload.load`: those of `PerRank` values only if they are named.
+            device: Where the tensors live; the CPU if None.
+            boxes: In place of `names`: by name of the tensor, a `fastload.Box` of it in elements, or several
+                in a list. Each rank hands out its own, and asks for what it likes; what several want is
+                read once. The ranks load window after window of the checkpoint, so large that each rank
+                has room for what it wants of two; `report` is that of the last one.
+
+        Returns:
+            An iterator of (name, tensor), which a rank may leave early; see `TensorStream`. A tied tensor
+            comes under all of its names, one after the other. `report` is that of the whole once all ranks
+            have taken the last one, or left.
+
+        Raises:
+            MismatchError: There is no tensor of some name, or no such box.
+            FastloadError: As for `fastload.load`; here, or when the next tensor is taken.
+        """
+        from fastload.loading.stream import Flow, StreamRequest, TensorStream
+
+        self._end_flow()
+        if boxes is not None:
+            self._flow = self._box_flow(names, boxes, device)
+            return TensorStream(self._flow)
+        began, opened = time.perf_counter(), self._opened
+        with self._at_most_one_failure():
+            job = prepare(opened, StreamRequest(names, device))
+        before = self._before(began)
+        self._watch(job)
+        self._flow = Flow(
+            opened.world,
+            job,
+            guard=self._at_most_one_failure,
+            settle=lambda moves: self._settle(job, before, moves),
+        )
+        return TensorStream(self._flow)
+
+    def _box_flow(self, names: object, boxes: WantedBoxes, device: torch.device | str | None) -> BoxFlow:
+        from fastload.loading.windows import BoxFlow, BoxWindows
+
+        opened = self._opened
+        staging_bytes = opened.options.staging_bytes
+
+        def load(wanted: BoxesByName) -> None:
+            self._load(
+                sharded().BoxRequest(wanted), staging_bytes=max(_LEAST_STAGING_BYTES, staging_bytes // 2)
+            )
+
+        with self._at_most_one_failure():
+            windows = BoxWindows.agree(
+                opened.world, self.manifest, boxes, names=names, device=device, room_bytes=staging_bytes // 4
+            )
+        return BoxFlow(opened.world, windows, guard=self._at_most_one_failure, load=load)
+
+    def _run(self, request: Request) -> tuple[LoadReport, Any]:
+        self._end_flow()
+        with self._at_most_one_failure():
+            return self._load(request, staging_bytes=self._opened.options.staging_bytes)
+
+    def _load(self, request: Request, *, staging_bytes: int) -> tuple[LoadReport, Any]:
+        def moves(job: Job) -> None:
+            self._watch(job)
+            job.pipeline.run()
+
+        before, opened = self._before(time.perf_counter()), self._opened
+        options = replace(opened.options, staging_bytes=staging_bytes)
+        return self._settle(prepare(replace(opened, options=options), request), before, moves)
+
+    def _settle(self, job: Job, before: Before, moves: Callable[[Job], object]) -> tuple[LoadReport, Any]:
+        """Ends a load on all ranks; see `run`."""
+        opened = self._opened
+        loaded = run(opened, job, self._tracing, before, moves=moves)
+        self._reported_retries = opened.access.storage.num_retries
+        self._opened = replace(opened, access=opened.access.without(loaded.broken))
+        _warn_of(loaded, opened.world)
+        self.report = loaded.report
+        return loaded.report, restore(opened, job.wish.matched, loaded)
+
+    def _before(self, began: float) -> Before:
+        # Retries of opening count with the first load; a later one counts its own.
+        return Before.of(self._opened.access.storage, began=began, retries=self._reported_retries)
+
+    def _watch(self, job: Job) -> None:
+        self._last_reader = job.reader
+        self._tracing.follow(job.pipeline.watches)
+
+    def _end_flow(self) -> None:
+        """Leaves a stream of tensors that is under way, and does what it owes the others."""
+        if self._flow is not None:
+            self._flow.leave()
+            self._flow.wait()
+            self._flow = None
 
     def verify(self) -> VerifyReport:
         """Checks every byte, whatever `LoadOptions.verify` says; see `fastload.verify` for errors."""
@@ -157,6 +255,7 @@ class Checkpoint:
                 f"{self.manifest.url}: it has no checksums to verify: no commit record ({RECORD_NAME}), "
                 "such as `fastload convert` writes"
             )
+        self._end_flow()
         with self._at_most_one_failure():
             opened = self._opened
             verifier = opened.verifier or Verifier(self.manifest)

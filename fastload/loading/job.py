@@ -28,7 +28,17 @@ from fastload.transfer.verify import Verifier, refuse
 if TYPE_CHECKING:
     from fastload.transfer.route import RoutedPlan
 
-__all__ = ["Job", "LoadRequest", "Opened", "Request", "Wish", "closing_unused", "open_job", "open_whole"]
+__all__ = [
+    "Job",
+    "LoadRequest",
+    "Opened",
+    "Request",
+    "Wish",
+    "closing_unused",
+    "open_job",
+    "open_whole",
+    "target_device",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -144,7 +154,7 @@ class Wish:
             FastloadError: This rank cannot load it.
         """
         world = opened.world
-        device = _target_device(request.device)
+        device = target_device(request.device)
         matched = request.match(opened, device)
         device = matched.device or device
         fast_links = device.type == "cuda" and has_nccl(world)
@@ -210,6 +220,8 @@ def open_whole(wish: Wish) -> Job:
     """
     opened, decision = wish.opened, wish.decision
     world, options, access = opened.world, opened.options, opened.access
+    is_stream = wish.matched.outbox is not None
+    staging_bytes = options.staging_bytes // (2 if is_stream else 1)  # the rest is the room of the outbox
     exchange = open_exchange(
         world, hosts=access.hosts, machines=access.machines, local=decision.alone, device=wish.device
     )
@@ -217,14 +229,16 @@ def open_whole(wish: Wish) -> Job:
         [destination.extent for destination in wish.matched.destinations],
         decision.supply(world.rank),
         decision.demand(world.rank, world.size),
-        staging_bytes=options.staging_bytes,
+        staging_bytes=staging_bytes,
         chunk_bytes=options.chunk_bytes,
         block_bytes=opened.block_bytes,
         even_slots=wish.fast_links and not decision.alone,
-        contiguous=access.is_mounted,
+        contiguous=access.is_mounted and not is_stream,
         hosts=access.hosts,
         num_sharing=exchange.num_sharing,
     )
+    if is_stream:
+        plan = plan.deeper(staging_bytes)
     return open_job(wish, plan, exchange, Slabs, plan.total_bytes)
 
 
@@ -261,7 +275,7 @@ def open_job(
         on_damage=refuse,
         via_cache=wish.decision.alone and opened.ranks_on_host > 1,
     )
-    placer = Placer(wish.matched.destinations)
+    placer = wish.matched.outbox or Placer(wish.matched.destinations)
     slabs = lay_slabs(plan, opened.world.rank, exchange, placer)
     pipeline = Pipeline(opened.world, plan, reader, exchange, placer, slabs, options.progress)
     return Job(wish, plan, bytes_wanted, reader, exchange, pipeline)
@@ -286,7 +300,12 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def _target_device(device: torch.device | str | None) -> torch.device:
+def target_device(device: torch.device | str | None) -> torch.device:
+    """Returns where new tensors are to live.
+
+    Raises:
+        OptionError: That is no device, or has no memory.
+    """
     try:
         target = torch.device(device if device is not None else "cpu")
     except RuntimeError as error:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -18,10 +18,10 @@ from fastload.loading.match import Match
 from fastload.ranks.traces import Tracing
 from fastload.ranks.world import require_same
 from fastload.report import LoadReport, RankReport
-from fastload.transfer.read import ChunkReader
+from fastload.storage import PatientStorage
 from fastload.transfer.wire import accept_offers
 
-__all__ = ["Loaded", "prepare", "restore", "run", "sharded"]
+__all__ = ["Before", "Loaded", "prepare", "restore", "run", "sharded"]
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +29,27 @@ _log = logging.getLogger(__name__)
 def sharded() -> Any:
     """Returns the module for loads in which ranks want different bytes: the others need not import it."""
     return import_module("fastload.loading.sharded")
+
+
+class Before(NamedTuple):
+    """What was there when a load began, and is not to be counted with it.
+
+    Attributes:
+        began: `time.perf_counter`.
+        bytes_read: Bytes read from storage.
+        direct_bytes_read: Those of them that did not go through the page cache.
+        retries: Retries that were reported.
+    """
+
+    began: float
+    bytes_read: int
+    direct_bytes_read: int
+    retries: int
+
+    @classmethod
+    def of(cls, storage: PatientStorage, *, began: float, retries: int) -> Before:
+        """Looks at a storage, of which so many retries were reported."""
+        return cls(began, storage.bytes_read, storage.direct_bytes_read, retries)
 
 
 @dataclass(frozen=True)
@@ -96,13 +117,7 @@ def prepare(opened: Opened, request: Request) -> Job:
 
 
 def run(
-    opened: Opened,
-    job: Job,
-    tracing: Tracing,
-    *,
-    began: float,
-    retries_before: int,
-    reads_with: Callable[[ChunkReader], object],
+    opened: Opened, job: Job, tracing: Tracing, before: Before, *, moves: Callable[[Job], object]
 ) -> Loaded:
     """Moves the data, and settles on all ranks whether all of them have it.
 
@@ -110,26 +125,21 @@ def run(
         opened: The checkpoint.
         job: What to load.
         tracing: Records it.
-        began: `time.perf_counter` when the load began.
-        retries_before: Retries of reads that were reported before.
-        reads_with: Called with what reads, before it does.
+        before: What was there when the load began.
+        moves: Moves the data of a job.
 
     Raises:
         FastloadError: Some rank has not got its bytes; the tensors may hold some of them.
     """
-    world, storage, url = opened.world, opened.access.storage, opened.access.manifest.url
+    world, url = opened.world, opened.access.manifest.url
     what = f"loading {url}"
-    bytes_before = storage.bytes_read, storage.direct_bytes_read
     passes = [job]
     broken: set[int] = set()
 
     def move() -> dict[str, Any]:
         last = passes[-1]
-        reads_with(last.reader)
-        tracing.follow(last.pipeline.watches)
-        last.pipeline.run()
-        seconds = time.perf_counter() - began
-        report = asdict(_report_rank(opened, passes, seconds, *bytes_before, retries_before))
+        moves(last)
+        report = asdict(_report_rank(opened, passes, before))
         calls = job.wish.matched.calls or opened.options.on_report is not None
         return {"report": report, "unread_from": last.pipeline.unread_from, "calls": calls}
 
@@ -138,7 +148,7 @@ def run(
             answers = world.settle(
                 what,
                 move,
-                ended=lambda error: tracing.leave("load", began, error),
+                ended=lambda error: tracing.leave("load", before.began, error),
                 met=lambda: tracing.write({"what": what, "bytes_wanted": job.bytes_wanted}),
             )
             unread = {
@@ -226,15 +236,9 @@ def _digest(names: Sequence[str]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(names).encode())
 
 
-def _report_rank(
-    opened: Opened,
-    passes: Sequence[Job],
-    total_s: float,
-    bytes_before: int,
-    direct_before: int,
-    retries_before: int,
-) -> RankReport:
+def _report_rank(opened: Opened, passes: Sequence[Job], before: Before) -> RankReport:
     world, access = opened.world, opened.access
+    total_s = time.perf_counter() - before.began
     pipelines = [job.pipeline for job in passes]
     read_s, exchange_s, place_s = (
         sum(pipeline.watches[stage].seconds for pipeline in pipelines)
@@ -246,8 +250,8 @@ def _report_rank(
         host=world.host,
         reader=world.rank in passes[0].wish.decision.readers,
         note=drop_outs[0] if drop_outs else access.notes.get(world.rank, ""),
-        bytes_read=access.storage.bytes_read - bytes_before,
-        direct_bytes_read=access.storage.direct_bytes_read - direct_before,
+        bytes_read=access.storage.bytes_read - before.bytes_read,
+        direct_bytes_read=access.storage.direct_bytes_read - before.direct_bytes_read,
         bytes_verified=sum(job.reader.verified.total for job in passes),
         header_bytes_read=opened.header_bytes,
         bytes_received=sum(pipeline.received_bytes for pipeline in pipelines),
@@ -259,5 +263,5 @@ def _report_rank(
         total_s=total_s,
         overlapped_s=max(0.0, read_s + exchange_s + place_s - total_s),
         peak_staging_bytes=max(pipeline.slab_bytes for pipeline in pipelines),
-        retries=access.storage.num_retries - retries_before + sum(job.reader.rereads.total for job in passes),
+        retries=access.storage.num_retries - before.retries + sum(job.reader.rereads.total for job in passes),
     )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fnmatch
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +14,7 @@ from fastload.errors import OptionError
 from fastload.formats.dtensors import Group
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import OWN_STEM
-from fastload.formats.per_rank import OWN_PREFIX, OwnView
+from fastload.formats.per_rank import OwnView
 from fastload.formats.state import Rebuilder, SavedTensor, leaves, own_view, rebuild
 from fastload.loading.mismatch import Renamed, find_renamed, misfit, raise_mismatch
 from fastload.loading.modules import Leaf
@@ -25,11 +23,14 @@ from fastload.loading.pair import pair
 from fastload.loading.pairs import Pairs, Remade, Value
 from fastload.loading.place import Destination
 from fastload.loading.restore import Restorer
+from fastload.loading.selection import Selection, catalogue
 from fastload.loading.wants import Arrivals, Wants, identity, materialize
+
+if TYPE_CHECKING:
+    from fastload.loading.outbox import Outbox
 
 __all__ = ["Match", "match"]
 
-_GLOB = re.compile(r"[*?\[]")
 _LEAVE_OUT = "strict=False leaves these out, and loads the rest"
 
 
@@ -48,6 +49,8 @@ class Match:
         surplus: Names of what the checkpoint has and this rank does not want, if some rank has to.
         advice: What to do if no other rank wants it either.
         url: Of the checkpoint.
+        outbox: What tensors are handed out of as they come; `destinations` then have no memory. None if all
+            of them are to be there in the end.
     """
 
     destinations: list[Destination]
@@ -59,6 +62,7 @@ class Match:
     surplus: tuple[str, ...] = ()
     advice: str = ""
     url: str = ""
+    outbox: Outbox | None = None
 
     def raise_unexpected(self, unwanted: Sequence[str]) -> None:
         """Raises if there is anything in the checkpoint that is to be wanted, and is not.
@@ -132,7 +136,7 @@ def match(
         manifest = replace(manifest, structure=without_refused(manifest.structure, refused))
         if strict and names is None:
             raise_refused(manifest.url, refused)
-    selection = None if names is None else _Selection(names, _catalogue(manifest), has_own)
+    selection = None if names is None else Selection(names, catalogue(manifest), has_own)
     wants = Wants(manifest, device, dtype)
     if strict and selection is None and view.elsewhere:
         raise_mismatch(manifest.url, mismatched=[_elsewhere(name, num, size) for name, num in view.elsewhere])
@@ -184,7 +188,7 @@ def _match_all(manifest: Manifest, arrivals: Arrivals, left_out: tuple[str, ...]
 def _match_into(
     manifest: Manifest,
     pairs: Pairs,
-    selection: _Selection | None,
+    selection: Selection | None,
     wants: Wants,
     device: torch.device,
     dtype: torch.dtype | None,
@@ -318,52 +322,7 @@ def _replace_meta(pairs: Pairs, device: torch.device) -> dict[int, tuple[Tensor,
     return real
 
 
-def _catalogue(manifest: Manifest) -> dict[str, SavedTensor]:
-    """Returns what was saved by all of its names: those of tied tensors, too, each name once."""
-    catalogue = {entry.name: SavedTensor(entry.name, entry.name) for entry in manifest.tensors}
-    if manifest.structure is not None:
-        seen: set[str] = set()
-        for saved in (saved for saved in leaves(manifest.structure) if not saved.is_text):
-            if saved.stored not in seen:  # the first one it is stored for: it may be stored as name~2
-                catalogue[saved.stored] = saved
-            seen.add(saved.stored)
-            catalogue.setdefault(saved.name, saved)
-    return catalogue
-
-
-def _pattern(glob: str, has_own: bool) -> re.Pattern[str]:
-    """Compiles a pattern; it matches names of the ranks' own tensors only if it begins like these."""
-    leaves_out_own = has_own and not glob.startswith(OWN_PREFIX)
-    return re.compile((f"(?!{OWN_PREFIX})" if leaves_out_own else "") + fnmatch.translate(glob))
-
-
-class _Selection:
-    """What ``names=`` selects; see `fastload.load`."""
-
-    def __init__(
-        self, names: Sequence[str] | str, catalogue: Mapping[str, SavedTensor], has_own: bool
-    ) -> None:
-        wanted = [names] if isinstance(names, str) else list(names)
-        known = catalogue.keys()
-        # What looks like a pattern is a name first.
-        self._exact = {name for name in wanted if name in known or not _GLOB.search(name)}
-        self._patterns = {name: _pattern(name, has_own).match for name in wanted if name not in self._exact}
-        self.chosen = {name: saved for name, saved in catalogue.items() if self(name)}
-        self.absent = [
-            name
-            for name in dict.fromkeys(wanted)
-            if not (name in known or (name in self._patterns and any(map(self._patterns[name], known))))
-        ]
-
-    def __call__(self, name: str) -> bool:
-        return name in self._exact or any(fits(name) for fits in self._patterns.values())
-
-    def has(self, saved: SavedTensor) -> bool:
-        """Whether it selects a tensor, by either of its names."""
-        return self(saved.own_name) or self(saved.name)
-
-
-def _narrow(pairs: Pairs, selection: _Selection) -> None:
+def _narrow(pairs: Pairs, selection: Selection) -> None:
     """Leaves out what is not selected. Whatever takes several tensors gets all of them, or none."""
 
     def narrowed(value: Value | Remade, where: str) -> Any:

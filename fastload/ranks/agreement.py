@@ -262,6 +262,12 @@ class World:
         left = self.rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.grace_s)
         self._course.leavings += left
 
+    def tally(self, what: str, key: str, more: int) -> int:
+        """Adds to a number that all ranks share, and returns it; once a call has ended it is 0 again."""
+        if key not in self._course.leavings:
+            self._course.leavings.append(key)
+        return self.rendezvous.count(what, key, more, limit_s=self.patience_s)
+
     def take_bytes(self, what: str, place: str, rank: int, *, keep: bool = False) -> bytes | None:
         """Returns what a rank has left; None if it has left nothing."""
         return self.rendezvous.take(what, f"{place}/{rank}", keep=keep, limit_s=self.grace_s)

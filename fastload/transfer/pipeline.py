@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fastload.base.memory import host_view
 from fastload.base.stopwatch import Stopwatch
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted
+from fastload.geometry.extents import Span
 from fastload.ranks.world import World
 from fastload.transfer.ahead import ReadAhead
 from fastload.transfer.plan import TransferPlan
@@ -69,6 +70,8 @@ class Pipeline:
 
     Attributes:
         broken: Readers that dropped out; the same on every rank.
+        ends_before: Asked with the number of a round, counted over all plans, before it is begun: True ends
+            the transfer with the rounds in flight. All ranks have to end it with the same one.
     """
 
     def __init__(
@@ -90,7 +93,9 @@ class Pipeline:
         self._starter = Starter(reader, exchange)
         self._ahead = ReadAhead(world.rank, reader, slabs)
         self._first_index = 0
+        self._num_posted = 0
         self.broken: set[int] = set()
+        self.ends_before: Callable[[int], bool] = _never
 
     @property
     def read_error(self) -> BaseException | None:
@@ -127,11 +132,29 @@ class Pipeline:
         """The stopwatch of each stage."""
         return {"read": self._reader.watch, "exchange": self._exchange.watch, "place": self._placing.watch}
 
+    @property
+    def num_posted(self) -> int:
+        """Rounds that this rank has begun, counted over all plans."""
+        return self._num_posted
+
     def run(self) -> None:
         """Returns when every byte is in place on this rank.
 
         Raises:
             FastloadError: This rank failed, or learned that another did (`Interrupted`).
+        """
+        for _ in self.steps():
+            pass
+
+    def steps(self) -> Iterator[list[Span]]:
+        """Does the same round by round; while it pauses, the rounds after that are read and exchanged.
+
+        Yields:
+            What of a round has been read or received right where it belongs; the rest of it was placed.
+            Until the next step, its bytes stay in the slab that they were placed from.
+
+        Raises:
+            FastloadError: As above.
         """
         if self._plan.num_rounds == 0:
             return
@@ -140,7 +163,7 @@ class Pipeline:
         try:
             plan: _Plan | None = self._plan
             while plan is not None:
-                plan = self._run_plan(plan)
+                plan = yield from self._run_plan(plan)
         except BaseException as error:
             self._reader.stop()
             if not isinstance(error, Interrupted):
@@ -157,22 +180,27 @@ class Pipeline:
         finally:
             self._starter.end()
 
-    def _run_plan(self, plan: _Plan) -> _Plan | None:
+    def _run_plan(self, plan: _Plan) -> Generator[list[Span], None, _Plan | None]:
         """Runs a plan to its end, or until a reader drops out; then returns the plan of what is left."""
         rounds: deque[Round] = deque()
         lacking: list[tuple[int, int]] = []
         broken: set[int] = set()
         num_posted = 0
+        has_ended = False
         depth = min(self._slabs.depth, plan.ahead or plan.num_rounds)
         for index in range(plan.num_rounds):
             if not broken:
                 self._ahead.read(plan, index)
-            while not broken and len(rounds) < depth and num_posted < plan.num_rounds:
+            while not broken and not has_ended and len(rounds) < depth and num_posted < plan.num_rounds:
+                if has_ended := self.ends_before(self._first_index + num_posted):
+                    break
                 rounds.append(self._post(plan, num_posted))
                 num_posted += 1
+                self._num_posted = self._first_index + num_posted
             if not rounds:
                 break
             unread = self._finish(plan, index, rounds)
+            yield _spans_in_place(plan, index, rounds[0])
             self._recycle(rounds.popleft())
             if plan.in_lockstep:
                 broken.update(unread)
@@ -180,7 +208,9 @@ class Pipeline:
             elif self._starter.read_error is not None and plan.readers == (self._world.rank,):
                 raise self._starter.read_error  # nobody can read what is left
         self._first_index += num_posted
-        if not broken:
+        if has_ended:
+            self._ahead.drop(give_up=self._world.alarmed)
+        if has_ended or not broken:
             return None
         self.broken |= broken
         self._ahead.drop(give_up=self._world.alarmed)
@@ -252,6 +282,18 @@ class Pipeline:
         except DeadlineExceeded as late:
             raise Interrupted(str(late)) from None
         self._placing.settle()
+
+
+def _never(number: int) -> bool:
+    return False
+
+
+def _spans_in_place(plan: _Plan, index: int, work: Round) -> list[Span]:
+    """Returns what of a round came right to where it belongs, in bytes of what is wanted."""
+    if not isinstance(plan, TransferPlan):
+        return []
+    here = [rank for rank in plan.readers_in(index) if rank in work.placed and rank not in work.statuses]
+    return [span for rank in here for span in plan.spans(plan.chunk(index, rank))]
 
 
 class _Placing:

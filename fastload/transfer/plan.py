@@ -271,6 +271,15 @@ class TransferPlan:
         ]
         return [Chunk(begin, end - begin) for begin, end in bounds]
 
+    def deeper(self, staging_bytes: int) -> TransferPlan:
+        """Returns the same plan with as many reads ahead as fit, if nothing is exchanged.
+
+        Args:
+            staging_bytes: Most bytes for all slabs.
+        """
+        fitting = staging_bytes // self._room.part_bytes(self.chunk_bytes)
+        return self if self.exchanges else replace(self, depth=max(self.depth, fitting))
+
     def digest(self) -> str:
         """xxh3-128 of the plan, for comparison between ranks."""
         # Who is who matters to the others only if anything gets from one to another.
