@@ -115,6 +115,25 @@ def test_the_storage_link_carries_every_byte_once(checkpoint: Path, url: str, nu
     assert [own["host"] for own in report["ranks"]] == [f"{PREFIX}host{n + 1}" for n in range(num_hosts)]
 
 
+# Cloned machines often have one name; so do containers of one machine that share its name.
+_NAMED_ALIKE = ["unshare", "--uts", "sh", "-c", 'hostname same; exec "$@"', "named"]
+
+
+@pytest.mark.usefixtures("hosts")
+def test_hosts_of_the_same_name_do_not_share_memory(checkpoint: Path) -> None:
+    """They have a network each: what is in the memory of one cannot be told to the other."""
+    url = f"http://{STORAGE}:8080/ckpt"
+    before = storage_bytes()
+    job = start(*_NAMED_ALIKE, "python", "-m", "fastload", "load", url, "--json", "--digest")
+    out, err = job.communicate(timeout=100)
+    assert job.returncode == 0, err
+    report = json.loads(out)
+    assert [own["host"] for own in report["ranks"]] == ["same"] * _NUM_HOSTS
+    assert report["transport"] == "gloo ring"
+    assert report["digests"] == [digest_of(checkpoint)] * _NUM_HOSTS
+    assert (storage_bytes() - before) / report["bytes_wanted"] < 1.02
+
+
 @pytest.mark.usefixtures("hosts")
 def test_each_host_gets_its_columns_and_storage_delivers_once(checkpoint: Path) -> None:
     before = storage_bytes()
