@@ -4,6 +4,8 @@
     python scripts/bench_save.py stall
     python scripts/bench_save.py training
 
+With `--shards fsdp` (or `hsdp`, `tp`) each rank has DTensors of the state instead of all of it.
+
 Arms run interleaved in one job that this script launches itself, each from a barrier until the slowest
 rank is done. Every save goes to a path of its own. What the one before wrote is removed, and the file
 system synced, outside of the timing.
@@ -28,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
 import click
 import torch.distributed as dist
 from bench_parts import save_arms as arms_of
-from bench_parts import save_tables
+from bench_parts import save_shards, save_tables
 from bench_parts.job import (
     GIB,
     MIB,
@@ -42,8 +44,6 @@ from bench_parts.job import (
 )
 from bench_parts.save_training import Training
 
-import fastload
-from fastload.formats.state import state_digest
 from fastload.options import SaveOptions
 from fastload.saving.spares import spares
 
@@ -57,6 +57,9 @@ def main() -> None:
 
 ranks_option = click.option("--ranks", default=4, show_default=True, help="Processes that save together.")
 size_option = click.option("--size", type=Bytes(), default="1GiB", show_default=True, help="Of the state.")
+shards_option = click.option(
+    "--shards", type=click.Choice(["fsdp", "hsdp", "tp"]), default=None, help="DTensors in this layout."
+)
 repeats_option = click.option("--repeats", default=7, show_default=True, help="Runs of each arm.")
 arms_option = click.option("--arms", default="", help="Only arms whose name contains one of these (a,b,c).")
 folder_option = click.option(
@@ -70,36 +73,57 @@ json_option = click.option(
 @main.command()
 @ranks_option
 @size_option
+@shards_option
 @repeats_option
 @arms_option
 @folder_option
 @json_option
-def local(ranks: int, size: int, repeats: int, arms: str, folder: str | None, json_path: str | None) -> None:
+def local(
+    ranks: int,
+    size: int,
+    shards: str | None,
+    repeats: int,
+    arms: str,
+    folder: str | None,
+    json_path: str | None,
+) -> None:
     """Save to a local file system, until all is durable."""
     require_memory((ranks + 2) * size + 2 * GIB)
-    rows = measured("local", ranks, folder, json_path, size=size, repeats=repeats, arms=arms)
-    save_tables.print_saves(rows, f"{size / MIB:.0f} MiB saved by {ranks} ranks of one host, until durable")
+    rows = measured("local", ranks, folder, json_path, size=size, shards=shards, repeats=repeats, arms=arms)
+    title = f"{size / MIB:.0f} MiB{_as(shards)} saved by {ranks} ranks of one host, until durable"
+    save_tables.print_saves(rows, title)
     save_tables.print_inside(rows)
 
 
 @main.command()
 @ranks_option
 @size_option
+@shards_option
 @repeats_option
 @arms_option
 @folder_option
 @json_option
-def stall(ranks: int, size: int, repeats: int, arms: str, folder: str | None, json_path: str | None) -> None:
+def stall(
+    ranks: int,
+    size: int,
+    shards: str | None,
+    repeats: int,
+    arms: str,
+    folder: str | None,
+    json_path: str | None,
+) -> None:
     """Save in the background: how long training waits, and how much memory it takes."""
     require_memory((ranks + 2) * size + 4 * GIB)
-    rows = measured("stall", ranks, folder, json_path, size=size, repeats=repeats, arms=arms)
-    save_tables.print_stalls(rows, f"{size / MIB:.0f} MiB saved in the background by {ranks} ranks")
+    rows = measured("stall", ranks, folder, json_path, size=size, shards=shards, repeats=repeats, arms=arms)
+    title = f"{size / MIB:.0f} MiB{_as(shards)} saved in the background by {ranks} ranks"
+    save_tables.print_stalls(rows, title)
 
 
 @main.command()
 @click.option("--ranks", default=2, show_default=True, help="Processes that train together.")
 @click.option("--width", default=1024, show_default=True, help="Of the model's layers.")
 @click.option("--batch", default=64, show_default=True, help="Samples per rank and step.")
+@click.option("--fsdp", is_flag=True, help="Train with FSDP2 instead of DDP.")
 @click.option("--every", default=20, show_default=True, help="Steps between saves.")
 @repeats_option
 @arms_option
@@ -109,16 +133,22 @@ def training(
     ranks: int,
     width: int,
     batch: int,
+    fsdp: bool,
     every: int,
     repeats: int,
     arms: str,
     folder: str | None,
     json_path: str | None,
 ) -> None:
-    """Train with DDP on CPUs, save every few steps: what that costs in wall-clock time."""
-    model = {"width": width, "batch": batch, "every": every}
+    """Train with DDP or FSDP2 on CPUs, save every few steps: what that costs in wall-clock time."""
+    model = {"width": width, "batch": batch, "fsdp": fsdp, "every": every}
     rows = measured("training", ranks, folder, json_path, repeats=repeats, arms=arms, **model)
-    save_tables.print_training(rows, f"{ranks} ranks, a save every {every} steps")
+    how = "FSDP2" if fsdp else "DDP"
+    save_tables.print_training(rows, f"{ranks} ranks with {how}, a save every {every} steps")
+
+
+def _as(shards: str | None) -> str:
+    return f" as DTensors ({shards})" if shards else ""
 
 
 def measured(
@@ -153,18 +183,22 @@ def rank(settings: str) -> None:
     dist.destroy_process_group()
 
 
-def local_rows(folder: str, size: int, repeats: int, arms: str) -> list[dict[str, Any]]:
-    state = arms_of.make_state(size)
+def local_rows(folder: str, size: int, shards: str | None, repeats: int, arms: str) -> list[dict[str, Any]]:
+    state = save_shards.shard(arms_of.make_state(size), shards or "")
     ours = arms_of.FastloadSave()
-    named = {
+    whole = {
         "torch.save + fsync, rank 0": arms_of.torch_save,
         "safetensors.save_file + fsync, rank 0": arms_of.safetensors_save,
+    }
+    named = {
+        **({} if shards else whole),
         "dcp.save": arms_of.dcp_save,
+        "dcp.save, consolidating": save_shards.dcp_save_consolidated,
         "plain parallel O_DIRECT write": arms_of.PlainWrite(state),
         "fastload.save": ours,
     }
     named = chosen(named, arms)
-    warm_up(folder, named)
+    warm_up(folder, named, shards)
     rows = new_rows(named, wanted=arms_of.nbytes_of(state))
     for turn in range(repeats):
         for name, arm in named.items():
@@ -176,7 +210,7 @@ def local_rows(folder: str, size: int, repeats: int, arms: str) -> list[dict[str
                 everyone = all_ranks(took)
                 assert stored_bytes(path) >= arms_of.nbytes_of(state) - arms_of.SLACK_BYTES
                 if turn == 0 and ours.report:
-                    assert state_digest(fastload.load(path)) == state_digest(state)
+                    assert save_shards.is_saved(state, str(path))
             rows[name]["seconds"].append(max(seconds for seconds, _ in everyone))
             rows[name]["cpu_s"].append(sum(seconds for _, seconds in everyone))
             if ours.report:
@@ -184,18 +218,19 @@ def local_rows(folder: str, size: int, repeats: int, arms: str) -> list[dict[str
     return list(rows.values())
 
 
-def stall_rows(folder: str, size: int, repeats: int, arms: str) -> list[dict[str, Any]]:
-    state = arms_of.make_state(size)
+def stall_rows(folder: str, size: int, shards: str | None, repeats: int, arms: str) -> list[dict[str, Any]]:
+    state = save_shards.shard(arms_of.make_state(size), shards or "")
+    whole = {} if shards else {"torch.save in a thread, rank 0": arms_of.torch_save_in_thread}
     named = {
         "copy of the share, to memory that was touched": arms_of.CopyShare(state, fresh=False),
         "copy of the share, to fresh memory": arms_of.CopyShare(state, fresh=True),
-        "torch.save in a thread, rank 0": arms_of.torch_save_in_thread,
+        **whole,
         "dcp.async_save": arms_of.dcp_async_save,
         "fastload.async_save, first": arms_of.fastload_async_save,
         "fastload.async_save, later": arms_of.fastload_async_save,
     }
     named = chosen(named, arms)
-    warm_up(folder, named)
+    warm_up(folder, named, shards)
     rows = new_rows(named, wanted=arms_of.nbytes_of(state), staging_bytes=SaveOptions().staging_bytes)
     for _ in range(repeats):
         for name, arm in named.items():
@@ -217,12 +252,12 @@ def stall_rows(folder: str, size: int, repeats: int, arms: str) -> list[dict[str
 
 
 def training_rows(
-    folder: str, width: int, batch: int, every: int, repeats: int, arms: str
+    folder: str, width: int, batch: int, fsdp: bool, every: int, repeats: int, arms: str
 ) -> list[dict[str, Any]]:
-    job = Training(width=width, batch=batch)
+    job = Training(width=width, batch=batch, fsdp=fsdp)
     own_group = dist.new_group(backend="gloo")  # dcp's collectives must not mix with those of training
     named = {
-        "torch.save": arms_of.blocking(arms_of.torch_save),
+        **({} if fsdp else {"torch.save": arms_of.blocking(arms_of.torch_save)}),
         "dcp.save": arms_of.blocking(arms_of.dcp_save),
         "dcp.async_save": arms_of.dcp_async_save_in(own_group),
         "fastload.save": arms_of.blocking(arms_of.FastloadSave()),
@@ -258,9 +293,9 @@ def new_rows(named: dict[str, Any], **facts: Any) -> dict[str, dict[str, Any]]:
     return {name: defaultdict(list, arm=name, **facts) for name in named}
 
 
-def warm_up(folder: str, named: dict[str, Any]) -> None:
+def warm_up(folder: str, named: dict[str, Any], shards: str | None) -> None:
     """Saves something small first: imports and first uses are over then."""
-    state = arms_of.make_state(64 * MIB)
+    state = save_shards.shard(arms_of.make_state(64 * MIB), shards or "")
     for arm in named.values():
         with fresh_path(folder) as path:
             wait = arm(state, path)

@@ -20,6 +20,7 @@ __all__ = [
     "Group",
     "empty_like",
     "is_dtensor",
+    "local_boxes",
     "local_of",
     "local_parts",
     "narrowed",
@@ -59,6 +60,13 @@ def local_parts(tensor: Tensor) -> list[tuple[Box, Tensor]]:
     return [
         (box, narrowed(local, within)) for held in _readings(tensor)[:1] for box, within in placed_boxes(held)
     ]
+
+
+def local_boxes(tensor: Tensor) -> tuple[Box, ...]:
+    """Returns which boxes of a tensor this rank holds; see `local_parts`."""
+    if not is_dtensor(tensor):
+        return (Box.whole(tensor.shape),)
+    return tuple(box for held in _readings(tensor)[:1] for box, _ in placed_boxes(held))
 
 
 def _readings(tensor: Any) -> list[Held]:

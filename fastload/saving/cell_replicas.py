@@ -26,16 +26,6 @@ _MAX_BYTES_OF_ALL = 4 << 20
 _NUM_SHOWN = 20
 
 
-def _shared(holdings: Holdings, rank: int, num_tensors: int) -> list[tuple[int, Cell]]:
-    """Returns what a rank and others hold."""
-    return [
-        (number, cell)
-        for number in range(num_tensors)
-        for cell in holdings.cells(number)
-        if len(cell.holders) > 1 and rank in cell.holders
-    ]
-
-
 def digest_cells(
     layout: Layout,
     holdings: Holdings,
@@ -59,7 +49,7 @@ def digest_cells(
     digests, memory = bytearray(), None
     nums: Counter[tuple[int, ...]] = Counter()
     sizes: Counter[tuple[int, ...]] = Counter()
-    for number, cell in _shared(holdings, rank, len(layout.space.extents)):
+    for number, cell in holdings.shared(rank):
         name, nbytes = layout.space.extents[number].name, cell.runs.total
         is_small = nbytes <= min(_MAX_BYTES, _MAX_BYTES_OF_ALL - sizes[cell.holders])
         is_cheap = is_small and nums[cell.holders] < _MAX_NUM and shards.is_in_host_memory(name)
@@ -89,7 +79,7 @@ def group_digests(layout: Layout, holdings: Holdings, rank: int, digests: bytes)
         digests: From `digest_cells`.
     """
     found: dict[tuple[int, ...], bytearray] = defaultdict(bytearray)
-    for at, (_, cell) in enumerate(_shared(holdings, rank, len(layout.space.extents))):
+    for at, (_, cell) in enumerate(holdings.shared(rank)):
         found[cell.holders] += digests[_DIGEST_BYTES * at : _DIGEST_BYTES * (at + 1)]
     return {
         ",".join(map(str, holders)): xxhash.xxh3_64_hexdigest(bytes(sums))
@@ -116,7 +106,7 @@ def compare_cells(
     """
     found: dict[tuple[int, Cell], dict[bytes, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, digests in enumerate(world.gather_bytes(what, digest)):
-        for at, place in enumerate(_shared(holdings, rank, len(layout.space.extents))):
+        for at, place in enumerate(holdings.shared(rank)):
             digest_of_cell = digests[_DIGEST_BYTES * at : _DIGEST_BYTES * (at + 1)]
             if digest_of_cell and digest_of_cell != _UNKNOWN:
                 found[place][digest_of_cell].append(rank)

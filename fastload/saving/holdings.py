@@ -91,6 +91,14 @@ class Holdings:
         """Returns the cells of a tensor that has bytes, by its number in `Layout.space`, in order."""
         return self._kinds[self._kind_of[tensor]].cells
 
+    def shared(self, rank: int) -> list[tuple[int, Cell]]:
+        """Returns the cells that a rank and others hold, each with the number of its tensor, in order."""
+        of_kind = [
+            [cell for cell in cells if len(cell.holders) > 1 and rank in cell.holders]
+            for cells, _ in self._kinds
+        ]
+        return [(number, cell) for number, kind in enumerate(self._kind_of) for cell in of_kind[kind]]
+
     def within(self, tensor: int, begin: int, end: int) -> Iterator[tuple[Cell, int, int]]:
         """Yields what cells of a tensor have in a range of its bytes: where that begins and ends in each."""
         cells, reaches = self._kinds[self._kind_of[tensor]]

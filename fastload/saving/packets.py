@@ -8,7 +8,7 @@ take turns. Both ends make a packet of the same stretches, in the same order.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -102,7 +102,7 @@ def make_packets(
     """
     coming: list[list[Packet]] = []
     leaving: list[Packet] = []
-    for of_team, members in zip(pieces, teams, strict=True):
+    for of_team, members in zip(pieces, map(frozenset, teams), strict=True):
         if rank in of_team:
             coming = [
                 _coming(layout, holdings, FileRange(*piece), rank, index, members)
@@ -131,7 +131,7 @@ def places_of(layout: Layout, packet: Packet, piece: FileRange) -> list[Runs]:
 
 
 def _coming(
-    layout: Layout, holdings: Holdings, piece: FileRange, writer: int, index: int, members: Sequence[int]
+    layout: Layout, holdings: Holdings, piece: FileRange, writer: int, index: int, members: Collection[int]
 ) -> list[Packet]:
     found: dict[int, list[Stretch]] = {writer: []}
     tensors = layout.space.extents
@@ -152,7 +152,7 @@ def _leaving(
     holdings: Holdings,
     pieces: Mapping[int, Sequence[FileRange]],
     rank: int,
-    members: Sequence[int],
+    members: Collection[int],
 ) -> list[Packet]:
     known = _Pieces(pieces)
     found: dict[tuple[int, int], list[Stretch]] = {}
@@ -192,7 +192,7 @@ class _Pieces:
                 yield piece, writer, index
 
 
-def _supplier(holders: Sequence[int], writer: int, piece: int, members: Sequence[int]) -> int:
+def _supplier(holders: Sequence[int], writer: int, piece: int, members: Collection[int]) -> int:
     """Returns which of those who hold a cell gives it to a writer."""
     if writer in holders:
         return writer

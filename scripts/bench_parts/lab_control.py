@@ -37,6 +37,7 @@ _SAFETENSORS = "safetensors"
 
 SMALL, FULL = "small", "full"
 S3_ROOT = f"s3://{services.BUCKET}"
+SFTP = [f"{services.STORAGE_ADDRESS}:{services.DATA_DIR / services.BUCKET}", _SFTP_PORT]
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Lab:
             for name, checkpoint in self.checkpoints.items():
                 lab("put", str(checkpoint.folder), name, capture_output=True)
             if self.checkpoints:
-                self._serve_files()
+                self.serve_files()
         except BaseException:
             lab("down")
             raise
@@ -139,7 +140,7 @@ class Lab:
     ) -> None:
         lab("down")
 
-    def _serve_files(self) -> None:
+    def serve_files(self) -> None:
         """Serves files to sshfs, without encryption; the process ends with the lab."""
         listen = f"TCP-LISTEN:{_SFTP_PORT},bind={services.STORAGE_ADDRESS},fork,reuseaddr,nodelay"
         services.start(STORAGE, ["socat", listen, f"EXEC:{_SFTP_SERVER}"])
@@ -180,7 +181,7 @@ class Lab:
             "shards": shards,
             "repeats": repeats,
             "timeout_s": timeout_s,
-            "sftp": [f"{services.STORAGE_ADDRESS}:{services.DATA_DIR / services.BUCKET}", _SFTP_PORT],
+            "sftp": SFTP,
         }
         for name, checkpoint in self.checkpoints.items():
             urls = {"http": f"{services.HTTP_URL}/{name}", "s3": f"{S3_ROOT}/{name}"}

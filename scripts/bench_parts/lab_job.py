@@ -9,8 +9,6 @@ import contextlib
 import gc
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
 import warnings
@@ -26,7 +24,7 @@ import torch.distributed as dist
 import fastload
 from bench_parts import sharded
 from bench_parts.lab_arms import Arm, Places, set_peer_env
-from bench_parts.lab_ranks import Ranks, describe, own_cpu_s
+from bench_parts.lab_ranks import Ranks, describe, mounted, own_cpu_s
 from bench_parts.lab_shards import arms_of, make_target
 from bench_parts.tables import FLOOR
 from fastload.base.memory import allocate_staging
@@ -133,21 +131,8 @@ class Job(Ranks):
         if not self.first_on_host:
             yield folder, 0
             return
-        folder.mkdir(exist_ok=True)
-        client = subprocess.Popen(["sshfs", "-f", "-o", f"ro,directport={port}", server, str(folder)])
-        try:
-            until = time.monotonic() + _MOUNT_S
-            while not folder.is_mount():
-                if client.poll() is not None or time.monotonic() > until:
-                    raise RuntimeError(f"sshfs {server} does not mount on {socket.gethostname()}")
-                time.sleep(0.01)
-            yield folder, client.pid
-        finally:
-            subprocess.run(["umount", "--lazy", folder], check=False)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                client.wait(_MOUNT_S)
-            client.kill()
-            client.wait()
+        with mounted(server, port, folder, "ro") as client:
+            yield folder, client
 
 
 def timed(arm: Arm, places: Places, client: int, digest: str) -> dict[str, float]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
+import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+_MOUNT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,26 @@ class Ranks:
         if self.rank == 0:
             with Path(self.settings["results"]).open("a") as file:
                 file.write(json.dumps(line) + "\n")
+
+
+@contextlib.contextmanager
+def mounted(server: str, port: int, folder: Path, options: str) -> Iterator[int]:
+    """Mounts what the storage serves over SFTP, nothing of it cached; yields the pid of the client."""
+    folder.mkdir(exist_ok=True)
+    client = subprocess.Popen(["sshfs", "-f", "-o", f"{options},directport={port}", server, str(folder)])
+    try:
+        until = time.monotonic() + _MOUNT_S
+        while not folder.is_mount():
+            if client.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"sshfs {server} does not mount on {socket.gethostname()}")
+            time.sleep(0.01)
+        yield client.pid
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=False)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            client.wait(_MOUNT_S)
+        client.kill()
+        client.wait()
 
 
 def describe(error: Exception) -> str:

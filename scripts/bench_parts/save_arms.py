@@ -1,4 +1,4 @@
-"""Ways to save a state that all ranks hold, as arms of a benchmark. Each is called on all ranks.
+"""Ways to save a state of which each rank has all, or a part: arms of a benchmark, called on all ranks.
 
 Whoever returns has made its part durable: the data of the files, and their names.
 """
@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import fastload
+from bench_parts.save_shards import local_parts
 from fastload import SaveOptions, SaveReport
 from fastload.base.memory import allocate_staging, byte_view, host_view
 
@@ -31,22 +32,30 @@ SLACK_BYTES = 64 << 20  # the plain write leaves out what fills no write of its 
 _WRITE_BYTES = 8 << 20
 _LAYER = [("qkv", 3.0), ("out", 1.0), ("up", 4.0), ("down", 4.0), ("moment", 3.0)]
 _NUM_LAYERS = 21
+_ROW = 1024
 
 
 def make_state(nbytes: int) -> State:
-    """Returns about 150 tensors of about so many bytes in all, three quarters of them in bf16."""
+    """Returns about 150 tensors of about so many bytes in all, three quarters of them in bf16.
+
+    The large ones have rows of 1024 elements.
+    """
     torch.manual_seed(0)
     embedding = nbytes // 8
     layer = (nbytes - embedding) / _NUM_LAYERS / sum(part for _, part in _LAYER)
-    state = {"embedding.weight": _noise(embedding // 2, torch.bfloat16)}
+    state = {"embedding.weight": _rows(embedding, torch.bfloat16)}
     for index in range(_NUM_LAYERS):
         for name, part in _LAYER:
             dtype = torch.float32 if name == "moment" else torch.bfloat16
-            count = int(layer * part) // dtype.itemsize
-            state[f"layers.{index}.{name}"] = _noise(count, dtype)
+            state[f"layers.{index}.{name}"] = _rows(int(layer * part), dtype)
         state[f"layers.{index}.norm"] = _noise(2048, torch.float32)
         state[f"layers.{index}.bias"] = _noise(1025, torch.bfloat16)  # what follows is not aligned
     return state
+
+
+def _rows(nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    num_rows = nbytes // dtype.itemsize // _ROW
+    return _noise(num_rows * _ROW, dtype).view(num_rows, _ROW)
 
 
 def _noise(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -124,10 +133,12 @@ class CopyShare:
     """Copies as many bytes as one rank's share: the least that training has to wait."""
 
     def __init__(self, state: State, *, fresh: bool) -> None:
-        begin = nbytes_of(state) * dist.get_rank() // dist.get_world_size()
-        end = nbytes_of(state) * (dist.get_rank() + 1) // dist.get_world_size()
-        self._parts = list(_between(state.values(), begin, end))
-        self._kept = None if fresh else torch.zeros(end - begin, dtype=torch.uint8)
+        size = dist.get_world_size()
+        local = list(local_parts(state).values())
+        held = sum(part.nbytes for part in local)
+        index, count = (0, 1) if held < nbytes_of(state) else (dist.get_rank(), size)
+        self._parts = list(_between(local, held * index // count, held * (index + 1) // count))
+        self._kept = None if fresh else torch.zeros(sum(map(len, self._parts)), dtype=torch.uint8)
 
     def __call__(self, state: State, path: Path) -> Wait:
         size = sum(part.numel() for part in self._parts)

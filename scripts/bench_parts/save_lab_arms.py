@@ -1,8 +1,8 @@
-"""Ways to save one state that the ranks of several hosts hold to S3: the arms of scripts/bench_save_lab.py.
+"""Ways to save a state that the ranks of several hosts hold, or parts of, to S3: arms of bench_save_lab.py.
 
 Every arm is a function that all ranks call with the state and a URL below which nothing is; when the
 last of them has returned, the whole state is on S3. Libraries are imported inside, so that one that is
-missing costs its own arm only.
+missing costs its own arm only. `CONSOLIDATED` is called with a path of a mounted folder instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 import fastload
-from bench_parts.save_arms import State
+from bench_parts.save_arms import State, nbytes_of
+from bench_parts.save_shards import dcp_save_consolidated, local_parts
 from fastload import SaveOptions, SaveReport
 from fastload.base.memory import byte_view, host_view
 
@@ -30,12 +31,20 @@ _PART_BYTES = 16 << 20
 _NUM_REQUESTS = 2  # as many as a rank of fastload's has under way
 
 
-def make_arms(num_hosts: int) -> dict[str, Save]:
-    """Returns the arms by name; fastload's with 1, 2, 4, … writers."""
+CONSOLIDATED = "dcp.save, consolidating (mount)"
+
+
+def make_arms(num_hosts: int, *, shards: bool) -> dict[str, Callable[..., Any]]:
+    """Returns the arms by name; fastload's with 1, 2, 4, … writers, or 1 and all where ranks have shards."""
     counts = [1 << power for power in range(num_hosts.bit_length()) if 1 << power < num_hosts]
-    return {
+    whole = {
         "torch.save to a file, then boto3, rank 0": torch_save_then_upload,
         "torch.save through s3fs, rank 0": torch_save_to_s3fs,
+    }
+    if shards:
+        counts, whole = counts[:1], {CONSOLIDATED: dcp_save_consolidated}
+    return {
+        **whole,
         "dcp.save through s3fs": dcp_save_to_s3fs,
         "plain parallel upload": plain_upload,
         **{writers_arm(count): FastloadSave(count) for count in [*counts, num_hosts]},
@@ -86,9 +95,8 @@ def plain_upload(state: State, url: str) -> None:
 
 
 def _share_of(state: State) -> bytes:
-    nbytes, rank, ranks = sum(t.nbytes for t in state.values()), dist.get_rank(), dist.get_world_size()
-    length, found = nbytes * (rank + 1) // ranks - nbytes * rank // ranks, bytearray()
-    for tensor in state.values():
+    length, found = -(-nbytes_of(state) // dist.get_world_size()), bytearray()
+    for tensor in local_parts(state).values():
         found += host_view(byte_view(tensor))[: length - len(found)]
     return bytes(found)
 

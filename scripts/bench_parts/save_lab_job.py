@@ -5,12 +5,15 @@ python -m bench_parts.save_lab_job SETTINGS.json     (under torchrun)
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
+import shutil
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import fastload
-from bench_parts.lab_ranks import Ranks, describe, own_cpu_s
+from bench_parts.lab_ranks import Ranks, describe, mounted, own_cpu_s
 from bench_parts.save_arms import State, make_state, nbytes_of
-from bench_parts.save_lab_arms import Save, make_arms, make_bucket, remove, stored
-from fastload.formats.state import state_digest
+from bench_parts.save_lab_arms import CONSOLIDATED, make_arms, make_bucket, remove, stored
+from bench_parts.save_shards import is_saved, shard
 
 _SMALL_BYTES = 8 << 20
 
@@ -32,33 +34,36 @@ class Job(Ranks):
 
     def run(self) -> None:
         """A small state first: imports and first uses are over then, and what cannot run is known."""
-        arms = make_arms(dist.get_world_size())
-        small, full = make_state(_SMALL_BYTES), make_state(self.settings["size"])
+        shards = self.settings["shards"]
+        arms = make_arms(dist.get_world_size(), shards=bool(shards))
+        small, full = (shard(make_state(size), shards) for size in (_SMALL_BYTES, self.settings["size"]))
         working = [name for name in self.settings["arms"] if self.run_once(name, arms[name], small, turn=-1)]
         for turn in range(self.settings["repeats"]):
             working = [name for name in working if self.run_once(name, arms[name], full, turn=turn)]
 
-    def run_once(self, name: str, save: Save, state: State, *, turn: int) -> bool:
+    def run_once(self, name: str, save: Callable[..., Any], state: State, *, turn: int) -> bool:
         """Runs one arm on all ranks; returns whether all of them managed."""
         self.write({"begin": name, "turn": turn})
-        url = f"{self.settings['root']}/{turn + 1}-{self.settings['arms'].index(name)}"
+        last = f"{turn + 1}-{self.settings['arms'].index(name)}"
+        url = f"{self.settings['root']}/{last}"
+        place = Path(self.settings["mount"], last) if name == CONSOLIDATED else url
         gc.collect()
         before = self.crossed()
         dist.barrier()
         error, row, report = "", {}, None
         used, busy, began = own_cpu_s(), Cores(), time.perf_counter()
         try:
-            report = save(state, url)
+            report = save(state, place)
         except Exception as caught:
             error = describe(caught)
         row = {"seconds": time.perf_counter() - began, "cpu_s": own_cpu_s() - used}
         rows = self.gather(error, row)
-        cores_busy, crossed = busy.part(), (self.crossed() - before).written
+        cores_busy, crossed = busy.part(), self.crossed() - before
         if rows is None:
             return False
         if report is not None and turn == 0 and self.gather(self.reload(state, url), {}) is None:
             return False
-        if self.gather(self.take_away(state, url), {}) is None:
+        if self.gather(self.take_away(state, place), {}) is None:
             return False
         self.write(
             {
@@ -67,7 +72,8 @@ class Job(Ranks):
                 "nbytes": nbytes_of(state),
                 "seconds": max(row["seconds"] for row in rows),
                 "cpu_s": sum(row["cpu_s"] for row in rows),
-                "storage_bytes": crossed,
+                "storage_bytes": crossed.written,
+                "exchanged_bytes": crossed.exchanged,
                 "cores_busy": cores_busy,
                 "report": report.to_dict() if report is not None else None,
             }
@@ -77,22 +83,26 @@ class Job(Ranks):
     def reload(self, state: State, url: str) -> str:
         """Loads what was saved; returns what is wrong with it."""
         try:
-            same = state_digest(fastload.load(url)) == state_digest(state)
+            same = is_saved(state, url)
         except Exception as caught:
             return describe(caught)
         return "" if same else f"{url}: what was loaded is not what was saved"
 
-    def take_away(self, state: State, url: str) -> str:
+    def take_away(self, state: State, place: str | Path) -> str:
         """Removes what was saved; returns what is wrong with its size."""
         if self.rank != 0:
             return ""
         try:
-            found = stored(url)
-            remove(url, list(found))
+            if isinstance(place, Path):
+                found = {file.name: file.stat().st_size for file in place.glob("*.safetensors")}
+                shutil.rmtree(place)
+            else:
+                found = stored(place)
+                remove(place, list(found))
         except Exception as caught:
             return describe(caught)
         whole = sum(found.values()) >= nbytes_of(state)
-        return "" if whole else f"{url}: {found} is less than {nbytes_of(state)} bytes"
+        return "" if whole else f"{place}: {found} is less than {nbytes_of(state)} bytes"
 
 
 class Cores:
@@ -120,7 +130,11 @@ def main() -> None:
     if dist.get_rank() == 0:
         make_bucket(settings["root"], within_s=60)
     dist.barrier()
-    Job(settings).run()
+    with contextlib.ExitStack() as stack:
+        if CONSOLIDATED in settings["arms"]:
+            settings["mount"] = str(Path(settings["results"]).with_name("mount"))
+            stack.enter_context(mounted(*settings["sftp"], Path(settings["mount"]), "rw"))
+        Job(settings).run()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -23,7 +23,10 @@ def print_saves_on_lab(result: dict[str, Any]) -> None:
         for row in job["rows"]:
             runs.setdefault(row["arm"], []).append(row)
         nbytes = job["rows"][0]["nbytes"] if job["rows"] else 0
-        title = f"{nbytes / 2**20:.0f} MiB saved to S3 from {job['hosts']} hosts, {result['host_rate']} each"
+        what = f"{nbytes / 2**20:.0f} MiB" + (
+            f" as DTensors ({result['shards']})" if result["shards"] else ""
+        )
+        title = f"{what} saved to S3 from {job['hosts']} hosts, {result['rates']} each"
         _print_arms(runs, f"{title}, medians of {result['repeats']}")
         for arm, why in job["failed"].items():
             Console(width=150).print(f"{job['hosts']} hosts, {arm}: {why}", markup=False)
@@ -39,7 +42,15 @@ def speed_up(runs: list[Row], reference: list[Row]) -> float:
 def _print_arms(runs: dict[str, list[Row]], title: str) -> None:
     table = Table(title=title)
     table.add_column("arm", no_wrap=True)
-    heads = ("s", "min–max", "× one writer", "into storage ÷ state", "CPU s per GiB, all ranks", "cores busy")
+    heads = (
+        "s",
+        "min–max",
+        "× one writer",
+        "into storage ÷ state",
+        "between hosts ÷ state",
+        "CPU s per GiB, all ranks",
+        "cores busy",
+    )
     for head in heads:
         table.add_column(head, justify="right")
     one = runs.get(writers_arm(1), [])
@@ -55,6 +66,7 @@ def _print_arms(runs: dict[str, list[Row]], title: str) -> None:
             f"{min(seconds):.2f}–{max(seconds):.2f}",
             f"{speed_up(rows, one):.2f}" if one else "",
             f"{median('storage_bytes') / rows[0]['nbytes']:.3f}",
+            f"{median('exchanged_bytes') / rows[0]['nbytes']:.3f}",
             f"{median('cpu_s') / (rows[0]['nbytes'] / GIB):.1f}",
             f"{100 * median('cores_busy'):.0f} %",
         )

@@ -1,4 +1,4 @@
-"""A small training with DDP on CPUs, which saves now and then."""
+"""A small training with DDP or FSDP2 on CPUs, which saves now and then."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bench_parts.save_arms import Begin
@@ -22,19 +23,25 @@ class Training:
     Args:
         width: Of the model's layers.
         batch: Samples of this rank in a step.
+        fsdp: With FSDP2 instead of DDP.
     """
 
-    def __init__(self, *, width: int, batch: int) -> None:
+    def __init__(self, *, width: int, batch: int, fsdp: bool) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         layers = [part for _ in range(_NUM_LAYERS) for part in (nn.Linear(width, width), nn.GELU())]
-        self._model = DistributedDataParallel(nn.Sequential(*layers))
+        self._module = nn.Sequential(*layers)
+        if fsdp:
+            for layer in self._module:
+                fully_shard(layer)
+            fully_shard(self._module)
+        self._model = self._module if fsdp else DistributedDataParallel(self._module)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
         self._samples = torch.randn(batch, width)
 
     def state(self) -> dict[str, Any]:
         """Returns what a user saves."""
-        return {"model": self._model.module.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return {"model": self._module.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     @property
     def nbytes(self) -> int:
