@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import random
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,16 +16,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import fastload
+from fastload.cli import main
 from fastload.errors import FastloadError, OptionError, PeerError, PlanMismatch, ReplicaMismatch
 from fastload.storage.local_files import LocalFiles
 from fastload.transfer import shares
-from tests.checkpoints import assert_same_bits
+from tests.checkpoints import assert_same_bits, flip
 from tests.dist.draws import draw_state, draw_target
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.hosts import can_mount, mount_disk
@@ -30,6 +35,7 @@ from tests.dist.test_sharded import MESHES, make, placed
 from tests.dist.test_sharded_states import Model, assert_equal, reference, sharded, train, whole
 
 DRAWS = 6
+HSDP = ("replicate", "shard")
 needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs mounts of its own")
 
 
@@ -116,7 +122,9 @@ def test_any_state_on_any_mesh(rank: int, world: int, tmp_path: Path) -> None:
 
 
 def new_training(mesh: DeviceMesh | None) -> tuple[Any, Any, Any]:
-    model = reference() if mesh is None else sharded(reference(), mesh)
+    model = reference()
+    if mesh is not None:
+        model = hsdp(model, mesh) if mesh.mesh_dim_names == HSDP else sharded(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
@@ -160,13 +168,15 @@ def save_and_go_on(rank: int, world: int, path: Path) -> None:
     again = restored(path / "c", mesh)
     train_on(again, 2)
     assert_equal(whole(state_of(again, step=5)), whole(state_of(training, step=5)))
-    hybrid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-    both = restored(path / "c", None)
-    assert_equal(state_of(both, step=3), saved)
-    model = hsdp(reference(), hybrid)
-    fastload.load(path / "c", into={"model": model}, strict=False)
-    assert_equal(whole(model.state_dict()), saved["model"])
-    save({"model": model.state_dict(), "step": 3}, path / "hybrid")
+    assert_equal(state_of(restored(path / "c", None), step=3), saved)
+    hybrid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=HSDP)
+    other = restored(path / "c", hybrid)
+    assert_equal(whole(state_of(other, step=3)), saved)
+    save(state_of(other, step=3), path / "hybrid")
+    train_on(other, 2)
+    again = restored(path / "hybrid", hybrid)
+    train_on(again, 2)
+    assert_equal(whole(state_of(again, step=5)), whole(state_of(other, step=5)))
     # Uneven, and in parts on meshes of some ranks: what is parallel over tp, and what is not.
     parallel = sharded(reference(), init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp")))
     for background in (False, True):
@@ -188,8 +198,8 @@ def hsdp(model: Model, mesh: DeviceMesh) -> Model:
 def go_on_elsewhere(rank: int, world: int, path: Path) -> None:
     saved = torch.load(path / "saved.pt")
     mesh = init_device_mesh("cpu", (world,))
-    assert_equal(whole(state_of(restored(path / "c", mesh), step=3)), saved)
-    assert_equal(fastload.load(path / "hybrid")["model"], saved["model"])
+    for name in ("c", "hybrid"):
+        assert_equal(whole(state_of(restored(path / name, mesh), step=3)), saved)
 
 
 def test_a_training_on_fsdp2_goes_on_anywhere(tmp_path: Path) -> None:
@@ -347,26 +357,58 @@ def test_what_does_not_go_together_is_one_error_on_all_ranks(rank: int, world: i
     return texts
 
 
-@ranks(4)
-def test_a_manager_keeps_and_restores_sharded_steps(rank: int, world: int, tmp_path: Path) -> None:
+def manage(rank: int, world: int, path: Path) -> None:
+    """Keeps the last steps, restores the newest that is whole, and saves when it is told to stop."""
     mesh = init_device_mesh("cpu", (world,))
-    training = new_training(mesh)
-    with fastload.CheckpointManager(tmp_path / "run", every_steps=1, keep_last=2, options=options()) as manager:
+    run, training = path / "run", new_training(mesh)
+    with fastload.CheckpointManager(run, every_steps=1, keep_last=2, options=options()) as manager:
         for step in range(1, 4):
             train_on(training, 1)
             own = fastload.PerRank(torch.full((3,), rank))
             manager.save(step, {**state_of(training, step=step), "own": own})
         manager.wait()
         assert manager.all_steps() == [2, 3]
-        model, optimizer, scheduler = again = new_training(mesh)
-        into = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0, "own": None}
-        manager.restore(into=into)
-        assert into["step"] == 3
-        assert into["own"].tolist() == [rank] * 3
+        assert_equal(whole(state_of(resumed(manager, mesh, 3), step=3)), whole(state_of(training, step=3)))
+        fastload.verify(run / "step_00000003")
+        fastload.stage(run / "step_00000003", path / "staged")
+        assert files(path / "staged").items() >= files(run / "step_00000003").items()
+        dist.barrier()
+        if rank == 0:
+            flip(run / "step_00000003/model.safetensors", -1)
+        dist.barrier()
+        again = resumed(manager, mesh, 2)
+        train_on(again, 1)
         assert_equal(whole(state_of(again, step=3)), whole(state_of(training, step=3)))
-    fastload.verify(tmp_path / "run" / "step_00000003")
-    fastload.stage(tmp_path / "run" / "step_00000003", tmp_path / "staged")
-    assert files(tmp_path / "staged").items() >= files(tmp_path / "run" / "step_00000003").items()
+    with fastload.CheckpointManager(run, every_steps=100, keep_last=9, options=options()) as manager:
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)  # one rank is told, all of them save
+        while not manager.should_save(4):
+            time.sleep(0.01)
+        assert manager.stop_requested
+        manager.save(4, {**state_of(again, step=4), "own": fastload.PerRank(rank)})
+
+
+def resumed(manager: fastload.CheckpointManager, mesh: DeviceMesh, step: int) -> tuple[Any, Any, Any]:
+    model, optimizer, scheduler = training = new_training(mesh)
+    into = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0, "own": None}
+    manager.restore(into=into)
+    assert into["step"] == step
+    assert into["own"].tolist() == [dist.get_rank()] * 3
+    return training
+
+
+def test_steps_with_shards_are_steps_as_any(tmp_path: Path) -> None:
+    run_ranks(manage, 4, path=tmp_path)
+    listed = CliRunner().invoke(main, ["ls", str(tmp_path / "run"), "--json"])
+    assert [row["step"] for row in json.loads(listed.stdout)["checkpoints"]] == [2, 3, 4]
+    for step, status in ((2, 0), (3, 1), (4, 0)):
+        verified = CliRunner().invoke(main, ["verify", str(tmp_path / "run" / f"step_{step:08d}")])
+        assert verified.exit_code == status, verified.stderr
+    assert CliRunner().invoke(main, ["prune", str(tmp_path / "run"), "--keep-last", "1"]).exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "run").glob("step_*")) == ["step_00000004"]
+    done = CliRunner().invoke(main, ["convert", str(tmp_path / "run/step_00000004"), str(tmp_path / "one.pt"), "--to", "torch"])
+    assert done.exit_code == 0, done.stderr
+    assert torch.load(tmp_path / "one.pt", weights_only=True)["step"] == 4
 
 
 @needs_mounts
