@@ -22,12 +22,13 @@ __all__ = ["BoxesByName", "checked_boxes", "match_boxes"]
 BoxesByName = Mapping[str, Sequence[tuple[Box, Tensor]]]
 
 
-def match_boxes(manifest: Manifest, boxes: BoxesByName) -> Match:
+def match_boxes(manifest: Manifest, boxes: BoxesByName, *, cast: bool = False) -> Match:
     """Finds what is wanted of the checkpoint.
 
     Args:
         manifest: The checkpoint.
         boxes: By name of the tensor, boxes of it, each with what receives it.
+        cast: Whether what receives it may be of another dtype.
 
     Raises:
         MismatchError: Something does not fit; it lists all that does not.
@@ -41,7 +42,7 @@ def match_boxes(manifest: Manifest, boxes: BoxesByName) -> Match:
         mismatched=[
             f"{name}: {problem}"
             for name, box, tensor in pairs
-            if name in known and (problem := next(_problems(known[name], box, tensor), ""))
+            if name in known and (problem := next(_problems(known[name], box, tensor, cast), ""))
         ],
     )
     wanted: dict[str, list[tuple[Box, Tensor]]] = {name: [] for name in boxes}
@@ -50,8 +51,12 @@ def match_boxes(manifest: Manifest, boxes: BoxesByName) -> Match:
             wanted[name].append((box, tensor))
     sources = Sources(manifest)
     for entry in manifest.tensors:
-        for box, tensor in wanted.get(entry.name, ()):
-            sources.add(entry, torch_spec(entry)[0], tensor, box)
+        of_entry = wanted.get(entry.name, ())
+        for box, tensor in of_entry:
+            stored, shape = torch_spec(entry)
+            # A whole tensor is one range, and where all ranks want whole ones, that is a load like any other.
+            is_all = len(of_entry) == 1 and box == Box.whole(shape)
+            sources.add(entry, stored, tensor, None if is_all else box)
     return Match(sources.destinations(), {}, sources.copy, lambda: None, url=manifest.url)
 
 
@@ -105,7 +110,7 @@ def _is_pair(pair: object) -> TypeGuard[tuple[Box, Tensor]]:
     return isinstance(pair[0], Box) and isinstance(pair[1], Tensor)
 
 
-def _problems(entry: TensorEntry, box: Box, tensor: Tensor) -> Iterator[str]:
+def _problems(entry: TensorEntry, box: Box, tensor: Tensor, cast: bool) -> Iterator[str]:
     stored, shape = torch_spec(entry)
     if not box.is_within(shape):
         yield f"{_text(box)} is no box of a tensor of shape {list(shape)}"
@@ -113,7 +118,7 @@ def _problems(entry: TensorEntry, box: Box, tensor: Tensor) -> Iterator[str]:
         yield f"{_text(box)} is to go into a tensor of shape {list(tensor.shape)}"
     if hasattr(tensor, "to_local") or tensor.layout != torch.strided or tensor.is_meta:
         yield f"{_text(box)} is to go into a tensor that has no strided memory of its own"
-    elif tensor.dtype != stored:
+    elif tensor.dtype != stored and not cast:
         yield f"dtype {stored} in the checkpoint, {tensor.dtype} in boxes="
     elif overlaps(tensor):
         yield "boxes= has a tensor whose elements share memory (expand, as_strided, unfold)"

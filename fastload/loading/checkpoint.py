@@ -117,7 +117,7 @@ class Checkpoint:
         """Loads on all ranks; see `fastload.load` for arguments, result and errors."""
         return self._run(LoadRequest(into, device, dtype, names, strict))[1]
 
-    def read(self, boxes: BoxesByName) -> LoadReport:
+    def read(self, boxes: BoxesByName, *, cast: bool = False) -> LoadReport:
         """Reads boxes of tensors into memory of this rank's own: what plugins are built on.
 
         A call of all ranks, each of which asks for what it wants, or for nothing: what several want is read
@@ -126,6 +126,7 @@ class Checkpoint:
         Args:
             boxes: By name of the tensor, pairs of a `fastload.Box` of it, in elements, and a tensor of that
                 shape, of the dtype that is stored, with any strides, on any device.
+            cast: Whether the tensors may be of other dtypes: what is read is cast, piece by piece.
 
         Returns:
             What the ranks did.
@@ -134,7 +135,7 @@ class Checkpoint:
             MismatchError: On some rank a box does not fit; no data have moved.
             FastloadError: As for `fastload.load`.
         """
-        return self._run(sharded().BoxRequest(boxes))[0]
+        return self._run(sharded().BoxRequest(boxes, cast))[0]
 
     def tensors(
         self,

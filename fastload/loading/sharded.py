@@ -34,13 +34,14 @@ class BoxRequest:
     """What a caller asks for; see `Checkpoint.read`."""
 
     boxes: BoxesByName
+    cast: bool = False
     device: None = None
     dtype: None = None
     is_same: ClassVar[bool] = False
 
     def match(self, opened: Opened, device: torch.device) -> Match:
         """Finds what it is of."""
-        return match_boxes(opened.access.manifest, self.boxes)
+        return match_boxes(opened.access.manifest, self.boxes, cast=self.cast)
 
 
 def prepare(wish: Wish) -> Job:

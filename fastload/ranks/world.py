@@ -33,6 +33,7 @@ __all__ = [
     "join_in",
     "meet",
     "members_of",
+    "rank_in",
     "require_same",
 ]
 
@@ -48,6 +49,12 @@ _apart: WeakSet[Any] = WeakSet()
 def members_of(group: dist.ProcessGroup | None) -> list[int] | None:
     """Returns the numbers of a group's ranks in torch's default group; None if there is no group."""
     return None if group is None else dist.get_process_group_ranks(group)
+
+
+def rank_in(process_group: Any) -> int:
+    """Returns this rank's number in a group, given as for `join`; 0 if there is none."""
+    group = _as_group(process_group)
+    return 0 if group is None else dist.get_rank(group)
 
 
 def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:

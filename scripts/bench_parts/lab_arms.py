@@ -92,6 +92,8 @@ def make_arms(tuned: Sequence[str]) -> list[Arm]:
         Arm("runai streamer (files)", runai_files, reads="mount"),
         Arm("runai streamer (s3)", runai_s3, reads="S3"),
         Arm("flashpack sharded", flashpack_sharded, reads="mount"),
+        Arm("transformers from_pretrained", transformers_own, reads="mount"),
+        Arm("fastload from_pretrained", transformers_together, reads="mount"),
     ]
     for strategy in ("auto", "allgather", "broadcast", "direct"):
         arms.append(Arm(f"fastload {strategy}", partial(fastload_http, {"strategy": strategy})))
@@ -155,6 +157,12 @@ def torch_dcp(places: Places) -> State:
     return state
 
 
+def transformers_own(places: Places) -> State:
+    from transformers import LlamaForCausalLM
+
+    return _model(places, LlamaForCausalLM.from_pretrained)
+
+
 # ---- libraries that read once
 
 
@@ -211,6 +219,38 @@ def flashpack_sharded(places: Places) -> State:
 
 
 # ---- fastload
+
+
+def transformers_together(places: Places) -> State:
+    from transformers import LlamaForCausalLM
+
+    from fastload.integrations.transformers import from_pretrained
+
+    options = LoadOptions(on_report=lambda report: places.reports.append(report.to_dict()))
+    return _model(places, partial(from_pretrained, LlamaForCausalLM, options=options))
+
+
+def _model(places: Places, make: Callable[..., Any]) -> State:
+    """Makes a Llama of the checkpoint, whose shapes one rank reads."""
+    from transformers import LlamaConfig, logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    shapes: list[Any] = [None]
+    if dist.get_rank() == 0:
+        tensors = fastload.inspect(f"{places.http}/safetensors").tensors
+        shapes[0] = {entry.name: list(entry.shape) for entry in tensors}
+    dist.broadcast_object_list(shapes)
+    wide, hidden = shapes[0]["model.layers.0.mlp.up_proj.weight"]
+    config = LlamaConfig(
+        vocab_size=1,  # there are layers only
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_hidden_layers=sum(name.endswith("input_layernorm.weight") for name in shapes[0]),
+        num_attention_heads=1,
+    )
+    model = make(f"{places.folder}/safetensors", config=config, dtype=torch.bfloat16)
+    return {name: tensor for name, tensor in model.state_dict().items() if name in shapes[0]}
 
 
 def fastload_http(options: dict[str, Any], places: Places) -> State:

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from tests.dist.zygote import DUMP_SIGNAL, Job, serve_store
 from tests.e2e.forked import forking_python
 
-__all__ = ["ranks", "run_ranks"]
+__all__ = ["ranks", "run_ranks", "there"]
 
 Body = Callable[..., Any]
 _ROOT = Path(__file__).resolve().parents[2]
@@ -94,6 +94,15 @@ def ranks(
         return decorated
 
     return decorate
+
+
+def there(module: str, qualname: str) -> Body:
+    """Returns what stands for a body in a module that ranks import, and this process does not."""
+
+    def body() -> None: ...
+
+    body.__module__, body.__qualname__ = module, qualname
+    return body
 
 
 def run_ranks(

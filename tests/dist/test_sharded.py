@@ -153,6 +153,15 @@ def test_ranks_read_the_boxes_they_ask_for(rank: int, world: int, tmp_path: Path
         # Rows are read as they are: of the cube, more than the box.
         assert even.nbytes + cube.nbytes > sum(one.bytes_read for one in report.ranks) > report.bytes_wanted
 
+        whole = {
+            name: (fastload.Box.whole(tensor.shape), torch.empty_like(tensor, dtype=torch.float64))
+            for name, tensor in tensors.items()
+            if tensor.dtype == torch.float32
+        }
+        report = opened.read({name: [pair] for name, pair in whole.items()}, cast=True)
+        assert sum(one.bytes_read for one in report.ranks) == report.bytes_wanted
+        assert_same_bits({n: t.float() for n, (_, t) in whole.items()}, {n: tensors[n] for n in whole})
+
         problem = r"(?s)rank 3 .*even: the box at \[60, 0\] of \[5, 1\] is no box"
         with pytest.raises(fastload.PeerError, match=problem):
             opened.read({"even": [(fastload.Box((60, 0), (5, 1)), torch.zeros(5, 1))]} if rank == 3 else {})

@@ -120,17 +120,18 @@ def test_any_boxes_of_it_arrive(
 ) -> None:
     manifest, files, values = checkpoint
     wanted = {}
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     for name, tensor in values.items():
         wanted[name] = [
-            (box, torch.empty(box.sizes[::-1]).permute(list(reversed(range(len(box.sizes))))))
+            (box, torch.empty(box.sizes[::-1], dtype=dtype).permute(list(reversed(range(len(box.sizes))))))
             for box in data.draw(tilings(Box.whole(tensor.shape)))
             if data.draw(st.booleans())
         ]
-    deliver(match_boxes(manifest, wanted), manifest, files)
+    deliver(match_boxes(manifest, wanted, cast=dtype != torch.float32), manifest, files)
     for name, boxes in wanted.items():
         for (offsets, sizes), tensor in boxes:
             box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-            assert torch.equal(tensor, values[name][box])
+            assert torch.equal(tensor, values[name][box].to(dtype))
 
 
 def test_what_is_expanded_is_read_once() -> None:

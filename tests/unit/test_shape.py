@@ -18,6 +18,7 @@ DISTRIBUTED = {
     "cli/dcp_folder.py",
     "cli/shares.py",
     "cli/sharded.py",
+    "integrations/host.py",
     "ranks/agreement.py",
     "ranks/world.py",
     "transfer/communicators.py",
@@ -29,6 +30,10 @@ DISTRIBUTED = {
 ENVIRONMENT = {"ranks/launch.py", "options.py", "ranks/world.py", "transfer/links.py"}
 FILES = {
     "base/memory.py",  # what the kernel says of memory
+    "integrations/accelerate.py",  # where others save
+    "integrations/assembled.py",
+    "integrations/host.py",
+    "integrations/trainer.py",
     "ranks/door.py",  # what it says of itself
     "storage/folders.py",
     "storage/leftovers.py",

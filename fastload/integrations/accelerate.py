@@ -1,0 +1,171 @@
+"""accelerate: ``save_state`` and ``load_state`` of an Accelerator, on all ranks together."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import accelerate
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from fastload import LoadOptions, OptionError, SaveHandle, SaveOptions, async_save, load, save
+from fastload.integrations.host import is_ours, live_state, require_layout, state_to_save
+
+__all__ = ["attach"]
+
+TESTED = "1.15"
+FOLDER = "fastload"
+"""The checkpoint of models and optimizers, in the directory of a state."""
+
+_SEAMS = {
+    "Accelerator.save_state": (Accelerator, "self output_dir safe_serialization save_model_func_kwargs"),
+    "Accelerator.load_state": (Accelerator, "self input_dir load_kwargs load_model_func_kwargs"),
+    "Accelerator.register_save_state_pre_hook": (Accelerator, "self hook"),
+    "Accelerator.register_load_state_pre_hook": (Accelerator, "self hook"),
+}
+_REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+def attach(
+    accelerator: Accelerator,
+    *,
+    in_background: bool = False,
+    save_options: SaveOptions | None = None,
+    load_options: LoadOptions | None = None,
+) -> None:
+    """Has ``save_state`` and ``load_state`` save and load models and optimizers by all ranks together.
+
+    They are in the directory ``fastload`` of a state; schedulers, random states, samplers and registered
+    objects are saved and loaded as before, and so are states that were saved without fastload. To be called
+    once, after hooks of the program's own are registered.
+
+    Args:
+        accelerator: It.
+        in_background: Whether ``save_state`` returns as soon as each rank has copied its share of models and
+            optimizers; what goes wrong later is raised by the next ``save_state`` or ``load_state``.
+        save_options: How to save; None for the defaults.
+        load_options: How to load; None for the defaults.
+
+    Raises:
+        OptionError: This accelerate is laid out in another way, or uses what fastload cannot save: FSDP 1,
+            DeepSpeed, Megatron-LM, XLA, ``save_on_each_node``.
+    """
+    require_layout(accelerate, TESTED, _SEAMS)
+    state = accelerator.state
+    plugin: Any = getattr(state, "fsdp_plugin", None)
+    is_fsdp = accelerator.distributed_type == DistributedType.FSDP
+    refused = {
+        str(accelerator.distributed_type.value): accelerator.distributed_type in _REFUSED,
+        "FSDP 1 (set fsdp_version=2)": is_fsdp and plugin.fsdp_version != 2,
+        "save_on_each_node": accelerator.project_configuration.save_on_each_node,
+    }
+    if found := [name for name, is_there in refused.items() if is_there]:
+        raise OptionError(f"fastload cannot save the state of an Accelerator with {', '.join(found)}")
+    states = _States(accelerator, in_background, save_options or SaveOptions(), load_options)
+    accelerator.save_state = states.save
+    accelerator.load_state = states.load
+
+
+class _States:
+    """What an Accelerator does instead, and on top of what it did."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        in_background: bool,
+        save_options: SaveOptions,
+        load_options: LoadOptions | None,
+    ) -> None:
+        self._accelerator = accelerator
+        self._own_save, self._own_load = accelerator.save_state, accelerator.load_state
+        self._in_background = in_background
+        self._save_options = replace(save_options, overwrite=True)
+        self._load_options = load_options
+        self._handle: SaveHandle | None = None
+
+    def save(self, output_dir: str | None = None, *arguments: Any, **keywords: Any) -> Any:
+        """Does as ``Accelerator.save_state``."""
+        self._settle()
+        found: list[tuple[list[Any], str]] = []
+
+        def take(models: list[Any], weights: list[Any], folder: str) -> None:
+            # Hooks that save a model themselves have taken its weights out.
+            found.append((models if len(weights) == len(models) else models[: len(weights)], folder))
+            weights.clear()
+
+        hook = self._accelerator.register_save_state_pre_hook(take)
+        try:
+            with self._hidden() as (all_models, optimizers):
+                location = self._own_save(output_dir, *arguments, **keywords)
+        finally:
+            hook.remove()
+        models, folder = found[0]
+        state = {
+            "models": [state_to_save(model) for model in all_models or models],
+            "optimizers": [optimizer.optimizer.state_dict() for optimizer in optimizers],
+        }
+        path = os.path.join(folder, FOLDER)
+        if self._in_background:
+            self._handle = async_save(state, path, options=self._save_options)
+        else:
+            save(state, path, options=self._save_options)
+        return location
+
+    def load(self, input_dir: str | None = None, *arguments: Any, **keywords: Any) -> None:
+        """Does as ``Accelerator.load_state``."""
+        self._settle()
+        path = os.path.join(self._folder(input_dir), FOLDER)
+        if not is_ours(path):
+            self._own_load(input_dir, *arguments, **keywords)
+            return
+        found: list[Any] = []
+
+        def take(models: list[Any], folder: str) -> None:
+            found.extend(models)
+            models.clear()
+
+        hook = self._accelerator.register_load_state_pre_hook(take)
+        try:
+            with self._hidden() as (all_models, optimizers):
+                self._own_load(input_dir, *arguments, **keywords)
+        finally:
+            hook.remove()
+        into = {
+            "models": [live_state(model) for model in all_models or found],
+            "optimizers": [optimizer.optimizer for optimizer in optimizers],
+        }
+        load(path, into=into, options=self._load_options)
+
+    @contextmanager
+    def _hidden(self) -> Iterator[tuple[list[Any], list[Any]]]:
+        """Hides optimizers from the Accelerator, and models if it would save them before any hook (FSDP)."""
+        accelerator = self._accelerator
+        models, optimizers = accelerator._models, accelerator._optimizers
+        is_fsdp = accelerator.distributed_type == DistributedType.FSDP
+        accelerator._optimizers = []
+        if is_fsdp:
+            accelerator._models = []
+        try:
+            yield models if is_fsdp else [], optimizers
+        finally:
+            accelerator._models, accelerator._optimizers = models, optimizers
+
+    def _folder(self, input_dir: str | None) -> str:
+        configuration = self._accelerator.project_configuration
+        if input_dir is not None or not configuration.automatic_checkpoint_naming:
+            return os.path.expanduser(input_dir or "")
+        folder = os.path.join(self._accelerator.project_dir, "checkpoints")
+        numbers = {
+            int(match[1]): name for name in os.listdir(folder) if (match := re.search(r"(\d+)$", name))
+        }
+        return os.path.join(folder, numbers[max(numbers)]) if numbers else folder
+
+    def _settle(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()

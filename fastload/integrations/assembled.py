@@ -1,0 +1,136 @@
+"""A directory of checkpoints and small files that is made in the background, and appears as a whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fastload import FastloadError, SaveHandle, SaveOptions, async_save, world
+
+__all__ = ["Assembly", "clear_pending"]
+
+_PENDING = "pending-"  # no program takes what begins so for a checkpoint of its own
+
+
+class Assembly:
+    """A directory that is being made by all ranks of a group; rank 0 makes it appear.
+
+    Args:
+        path: The directory, on a file system that all ranks see; what is there will be replaced.
+        states: Name → state: each becomes a checkpoint below the directory, ``""`` its own one.
+        add_files: Called on rank 0, in the background, with a directory: writes small files into it.
+        published: Called on rank 0, in the background, once the directory is there.
+        process_group: As for `fastload.save`.
+        options: How to save.
+
+    Raises:
+        FastloadError: As for `fastload.async_save`.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        states: Mapping[str, Any],
+        *,
+        add_files: Callable[[str], object],
+        published: Callable[[], object],
+        process_group: Any,
+        options: SaveOptions,
+    ) -> None:
+        self.path = path
+        self._group, self._options = process_group, options
+        self._handles: dict[str, SaveHandle] = {}
+        self._error: BaseException | None = None
+        for name, state in states.items():
+            where = _pending(path, name)
+            self._handles[name] = async_save(state, where, process_group=process_group, options=options)
+        self._thread: threading.Thread | None = None
+        if world.rank_in(process_group) == 0:
+            work = (add_files, published)
+            self._thread = threading.Thread(target=self._publish, args=work, name="fastload-publish")
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Waits, on all ranks, until the directory is there.
+
+        Raises:
+            FastloadError: A save failed, or rank 0 could not make the directory appear.
+        """
+        failures = [error for handle in self._handles.values() if (error := _failure(handle)) is not None]
+        if failures:
+            raise failures[0]
+
+        def publish() -> None:
+            if self._thread is not None:
+                self._thread.join()
+            if self._error is not None:
+                raise self._error
+
+        timeout_s = self._options.timeout_s
+        world.agree(self._group, f"publishing {self.path}", publish, timeout_s=timeout_s)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether some of it is still to be done, as far as this rank knows."""
+        is_publishing = self._thread is not None and self._thread.is_alive()
+        return is_publishing or not all(handle.done() for handle in self._handles.values())
+
+    def _publish(self, add_files: Callable[[str], object], published: Callable[[], object]) -> None:
+        for handle in self._handles.values():
+            handle.settle()
+        if any(handle.failed() for handle in self._handles.values()):
+            return  # which all ranks hear of
+        try:
+            whole = _pending(self.path, "")
+            add_files(whole)
+            for name in filter(None, self._handles):
+                os.replace(_pending(self.path, name), os.path.join(whole, name))
+            _sync(whole)
+            _replace(whole, self.path)
+            published()
+        except BaseException as error:
+            self._error = error
+
+
+def clear_pending(folder: str) -> None:
+    """Deletes what saves that were cut off have left below a directory."""
+    if os.path.isdir(folder):
+        for name in os.listdir(folder):
+            if name.startswith(_PENDING):
+                shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+
+
+def _pending(path: str, name: str) -> str:
+    folder, own = os.path.split(os.path.abspath(path))
+    return os.path.join(folder, f"{_PENDING}{own}{name and f'-{name}'}")
+
+
+def _failure(handle: SaveHandle) -> FastloadError | None:
+    try:
+        handle.wait()
+    except FastloadError as error:
+        return error
+    return None
+
+
+def _replace(source: str, target: str) -> None:
+    old = _pending(target, "replaced")
+    if os.path.lexists(target):
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(target, old)
+    os.replace(source, target)
+    _sync(os.path.dirname(target))
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(folder: str) -> None:
+    """Makes a directory and the files in it durable."""
+    for path in [*(entry.path for entry in os.scandir(folder) if entry.is_file()), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

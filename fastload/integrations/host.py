@@ -1,0 +1,83 @@
+"""What doors ask of where they open: of the library, at set-up, and of directories, whose they are."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from fastload import LoadOptions, OptionError, world
+
+__all__ = ["is_ours", "live_state", "require_layout", "state_to_save"]
+
+
+def require_layout(library: ModuleType, tested: str, seams: Mapping[str, tuple[Any, str]]) -> None:
+    """Raises unless the functions that a door replaces or calls take what it expects.
+
+    Args:
+        library: What is installed.
+        tested: The version that the door is tested with.
+        seams: What a function is called in messages → the class or module that has it, and its parameters,
+            separated by blanks.
+
+    Raises:
+        OptionError: One of them is not there, or takes something else.
+    """
+    for name, (owner, parameters) in seams.items():
+        found = getattr(owner, name.rpartition(".")[2], None)
+        names = list(inspect.signature(found).parameters) if callable(found) else None
+        if names != parameters.split():
+            what = "is not there" if names is None else f"takes ({', '.join(names)})"
+            raise OptionError(
+                f"fastload does not know {library.__name__} {library.__version__}: {name} {what}; "
+                f"it is tested with {tested}"
+            )
+
+
+def is_ours(folder: str) -> bool:
+    """Whether fastload saved what is in a directory: the same answer on all ranks, that of rank 0."""
+    seen = partial(os.path.isfile, os.path.join(folder, "fastload.json"))
+    answers = world.agree(None, f"looking at {folder}", seen, timeout_s=LoadOptions().timeout_s)
+    return bool(answers[0])
+
+
+def live_state(model: nn.Module) -> dict[str, Any]:
+    """Returns the state dict of a model, whatever wraps it and its parts: the tensors are its own."""
+    return get_model_state_dict(model)
+
+
+def state_to_save(model: nn.Module) -> dict[str, Any]:
+    """Returns the state dict of a model, with buffers, such as running statistics, as rank 0 has them.
+
+    That is what frameworks save, whose ranks may each have their own.
+    """
+    state = live_state(model)
+    names = {_bare(name) for name, _ in model.named_buffers()}
+    buffers = [name for name in state if _bare(name) in names and type(state[name]) is Tensor]
+    if dist.is_initialized():
+        for device in sorted({state[name].device for name in buffers}, key=str):
+            state |= _of_rank_0({name: state[name] for name in buffers if state[name].device == device})
+    return state
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("module.").replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _of_rank_0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns copies of tensors of one device, with the values that rank 0 has."""
+    packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()])
+    dist.broadcast(packed, 0)
+    pieces = packed.split([tensor.nbytes for tensor in tensors.values()])
+    return {
+        name: piece.clone().view(tensor.dtype).view(tensor.shape)
+        for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)
+    }

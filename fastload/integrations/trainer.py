@@ -1,0 +1,297 @@
+"""The Trainer of transformers, with checkpoints that all ranks save and load together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel, Trainer
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from fastload import LoadOptions, OptionError, PerRank, SaveOptions, load, world
+from fastload.integrations.assembled import Assembly, clear_pending
+from fastload.integrations.host import is_ours, live_state, require_layout, state_to_save
+
+__all__ = ["TrainerMixin", "named_weights"]
+
+_log = logging.getLogger(__name__)
+
+TESTED = "5.23"
+TRAINING_STATE = "training_state"
+"""The checkpoint, below that of the weights, of all else that a training needs to go on."""
+
+_SEAMS = {
+    "Trainer._save_checkpoint": (Trainer, "self model trial"),
+    "Trainer._load_from_checkpoint": (Trainer, "self resume_from_checkpoint model"),
+    "Trainer._load_best_model": (Trainer, "self"),
+    "Trainer._load_optimizer_and_scheduler": (Trainer, "self checkpoint"),
+    "Trainer._load_scaler": (Trainer, "self checkpoint"),
+    "Trainer._load_rng_state": (Trainer, "self checkpoint"),
+    "Trainer._finalize_training": (Trainer, "self trial num_train_samples start_time"),
+    "Trainer._get_output_dir": (Trainer, "self trial"),
+    "Trainer.store_flos": (Trainer, "self"),
+}
+
+_Base: Any = object
+
+
+class TrainerMixin(_Base):  # type: ignore[misc]
+    """Goes before a ``Trainer``: its checkpoints are saved and loaded by all ranks together.
+
+    As in::
+
+        class MyTrainer(TrainerMixin, Trainer):
+            pass
+
+    A checkpoint is what ``Trainer`` makes: a directory for ``from_pretrained``, with ``trainer_state.json``.
+    What else is needed to go on is in the directory ``training_state`` in it. It appears as a whole, once it
+    is durable; with `saves_in_background` training goes on meanwhile, and ``on_save`` may come before.
+    ``resume_from_checkpoint``, ``save_total_limit``, ``load_best_model_at_end`` and ``save_only_model`` do
+    what they do; checkpoints of a plain ``Trainer`` are resumed as it does.
+
+    Attributes:
+        saves_in_background: Whether training goes on as soon as each rank has copied its share.
+        save_options: How to save; None for the defaults.
+        load_options: How to load; None for the defaults.
+
+    Raises:
+        OptionError: The Trainer is one that it does not know, or uses what it cannot save: FSDP 1, DeepSpeed,
+            adapters, quantized models, TPUs and other accelerators, ``save_on_each_node``.
+    """
+
+    saves_in_background: bool = False
+    save_options: SaveOptions | None = None
+    load_options: LoadOptions | None = None
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._assembly: Assembly | None = None
+        self._own_random_states: Any = None
+        self._cleared: set[str] = set()
+        _require_known(self)
+
+    # Saving
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        folder = self._get_output_dir(trial=trial)
+        if self._assembly is not None and self._assembly.goes_on and self.args.should_save:
+            _log.warning("%s is not saved yet, and the next one is due: waiting", self._assembly.path)
+        self._end_save()
+        self._clear(folder)
+        self._note_best(folder)
+        model = self._bare_model()
+        states: dict[str, Any] = {"": named_weights(model, state_to_save(model))}
+        if not self.args.save_only_model:
+            states[TRAINING_STATE] = self._training_state(_random_states())
+        options = replace(self.save_options or SaveOptions(), overwrite=True)
+        path = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        self._assembly = Assembly(
+            path,
+            states,
+            add_files=partial(self._add_files, self._state_to_save()),
+            published=partial(self._rotate, folder, self.state.best_model_checkpoint),
+            process_group=None,
+            options=options,
+        )
+        if not self.saves_in_background or self.args.push_to_hub:
+            self._end_save()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(path)
+
+    def _end_save(self) -> None:
+        """Waits until the save before is durable; raises on all ranks what it met."""
+        assembly, self._assembly = self._assembly, None
+        if assembly is not None:
+            assembly.wait()
+
+    def _clear(self, folder: str) -> None:
+        """Deletes, once in the life of this process, what saves have left that were cut off."""
+        if folder not in self._cleared:
+            self._cleared.add(folder)
+            work = partial(clear_pending, folder) if world.rank_in(None) == 0 else lambda: None
+            world.agree(None, f"clearing {folder}", work, timeout_s=SaveOptions().timeout_s)
+
+    def _note_best(self, folder: str) -> None:
+        step = self.state.best_global_step
+        if step:
+            best = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+            if step == self.state.global_step or os.path.exists(best):
+                self.state.best_model_checkpoint = best
+
+    def _state_to_save(self) -> Any:
+        """Returns the state of the Trainer as it is now, those of callbacks included."""
+        if self.args.should_save:
+            for callback in [*self.callback_handler.callbacks, self.control]:
+                if isinstance(callback, ExportableState):
+                    kept = self.state.stateful_callbacks
+                    name = type(callback).__name__
+                    if isinstance(kept[name], list):
+                        kept[name].append(callback.state())
+                    else:
+                        kept[name] = callback.state()
+        return deepcopy(self.state)
+
+    def _add_files(self, state: Any, folder: str) -> None:
+        model = self._bare_model()
+        if isinstance(model, PreTrainedModel):
+            config = deepcopy(model.config)
+            config.dtype = str(model.dtype).removeprefix("torch.")
+            config.architectures = [type(model).__name__.removeprefix("FSDP")]
+            config.save_pretrained(folder)
+            if model.can_generate():
+                model.generation_config.save_pretrained(folder)
+            if model.is_remote_code():
+                transformers.dynamic_module_utils.custom_object_save(model, folder, config=config)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        torch.save(self.args, os.path.join(folder, "training_args.bin"))
+        state.save_to_json(os.path.join(folder, "trainer_state.json"))
+
+    def _rotate(self, folder: str, best: str | None) -> None:
+        rotate_checkpoints(
+            output_dir=folder,
+            save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=best,
+            use_mtime=True,
+        )
+
+    def _training_state(self, random_states: Any) -> dict[str, Any]:
+        state = {
+            "optimizer": self.optimizer.optimizer.state_dict(),
+            "scheduler": self.lr_scheduler.state_dict(),
+            "random_states": PerRank(random_states),
+        }
+        scaler = getattr(self.accelerator, "scaler", None)
+        return state if scaler is None else {**state, "scaler": scaler.state_dict()}
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
+        self._end_save()
+        return super()._finalize_training(trial, num_train_samples, start_time)
+
+    # Loading
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not is_ours(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        self._load_weights(resume_from_checkpoint, self._bare_model(model))
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if best is None or not is_ours(best):
+            super()._load_best_model()
+            return
+        self._load_weights(best, self._bare_model())
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not is_ours(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        folder = os.path.join(checkpoint, TRAINING_STATE)
+        if not is_ours(folder):
+            return  # save_only_model
+        scaler = getattr(self.accelerator, "scaler", None)
+        parts = {
+            "optimizer": self.optimizer.optimizer,
+            "scheduler": self.lr_scheduler,
+            "random_states": PerRank(None),
+            **({} if scaler is None else {"scaler": scaler}),
+        }
+        # As the Trainer does, one on another number of ranks goes on without their random states.
+        self._load(folder, parts, strict=False)
+        self._own_random_states = parts["random_states"].value
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not is_ours(checkpoint):
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not is_ours(checkpoint):
+            super()._load_rng_state(checkpoint)
+        elif self._own_random_states is not None:
+            _set_random_states(self._own_random_states)
+
+    def _load_weights(self, path: str, model: Any) -> None:
+        self._load(path, named_weights(model, live_state(model)))
+
+    def _load(self, path: str, into: Any, *, strict: bool = True) -> None:
+        load(path, into=into, strict=strict, options=self.load_options)
+
+    def _bare_model(self, model: Any = None) -> Any:
+        return self.accelerator.unwrap_model(
+            model if model is not None else self.model, keep_torch_compile=False
+        )
+
+
+def _require_known(trainer: Any) -> None:
+    require_layout(transformers, TESTED, _SEAMS)
+    model, plugin = trainer.model, getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    refused = {
+        "FSDP 1 (set fsdp_version: 2)": plugin is not None and plugin.fsdp_version != 2,
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "adapters (PEFT)": hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False),
+        "quantized models": getattr(model, "is_quantized", False),
+        "save_on_each_node": trainer.args.save_on_each_node,
+        f"devices of type {trainer.args.device.type}": trainer.args.device.type not in ("cpu", "cuda"),
+    }
+    if found := [name for name, is_there in refused.items() if is_there]:
+        raise OptionError(f"fastload's TrainerMixin cannot save a training with {', '.join(found)}")
+
+
+def named_weights(model: Any, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the weights in a state of a model, by the names that ``save_pretrained`` would give them.
+
+    Where it would not only rename but split or merge them, they have the names that they have in the model,
+    which ``from_pretrained`` knows as well. Of tied ones there is one.
+    """
+    weights = dict(state)
+    if not isinstance(model, PreTrainedModel):
+        return weights
+    for name in model._keys_to_ignore_on_save or ():
+        weights.pop(name, None)
+    for tied, source in model.all_tied_weights_keys.items():
+        if tied in weights and source in weights and _is_same(weights[tied], weights[source]):
+            del weights[tied]
+    return {renamed: weights[name] for name, renamed in _saved_names(model, weights).items()}
+
+
+def _saved_names(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, str]:
+    outlines = {name: torch.empty(tensor.shape, device="meta") for name, tensor in weights.items()}
+    names = {id(outline): name for name, outline in outlines.items()}
+    reverted = revert_weight_conversion(model, outlines)
+    if {id(outline) for outline in reverted.values()} != names.keys():
+        return {name: name for name in weights}
+    return {names[id(outline)]: renamed for renamed, outline in reverted.items()}
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    local, other_local = (t.to_local() if hasattr(t, "to_local") else t for t in (one, other))
+    return local.data_ptr() == other_local.data_ptr() and one.shape == other.shape
+
+
+def _random_states() -> dict[str, Any]:
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    return {**states, "cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else states
+
+
+def _set_random_states(states: Mapping[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])

@@ -1,0 +1,200 @@
+"""What checkpoints cost a training with the Trainer of transformers, or Lightning: theirs, and fastload's.
+
+    python scripts/bench_doors.py trainer --model minilm
+    python scripts/bench_doors.py lightning --model 400MB
+
+Each arm is a training with DDP on one machine, of a job of its own: some steps, a save after each, and a long
+step after each save, so that a save in the background has ended before the next. Then another training
+resumes, from files that are not in the page cache. Seconds are those of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+
+import click
+from bench_parts.job import all_ranks, run_on_ranks, write_json
+
+MODELS = {  # hidden size, layers, words: of a Llama, in float32
+    "minilm": {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 30522},
+    "400MB": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 16384},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512},
+}
+ARMS = ("theirs", "fastload", "fastload, in the background")
+NUM_SAVES = 3
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("door", type=click.Choice(["trainer", "lightning"]))
+@click.option("--model", type=click.Choice(list(MODELS)), default="minilm", show_default=True)
+@click.option("--ranks", default=4, show_default=True, help="Processes that train together.")
+@click.option("--folder", type=click.Path(file_okay=False), help="On the file system to save to.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write all numbers there.")
+def main(door: str, model: str, ranks: int, folder: str | None, json_path: str | None) -> None:
+    """Trains, saves and resumes with each arm, and prints a table."""
+    rows = {}
+    for arm in ARMS:
+        with tempfile.TemporaryDirectory(dir=folder) as below:
+            given = {"door": door, "model": model, "arm": arm}
+            saved = run_on_ranks(__file__, ranks, below, **given, resumes=False)
+            loaded = run_on_ranks(__file__, ranks, below, **given, resumes=True)
+            rows[arm] = {**saved, "load_s": loaded["load_s"]}
+    write_json(json_path, rows)
+    print(f"{door}, {model}, {ranks} ranks: {rows['theirs']['nbytes'] / 1e6:.0f} MB a checkpoint")
+    print(f"{'':30}{'training stands still':>24}{'load':>10}")
+    for arm, row in rows.items():
+        print(f"{arm:30}{median(row['stalls_s']) * 1e3:21.0f} ms{row['load_s'] * 1e3:7.0f} ms")
+
+
+# ---- what its ranks do
+
+
+class Clock:
+    """Adds up the seconds of calls, on all ranks from a barrier to the slowest."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def around(self, owner: Any, name: str) -> None:
+        """Times a method from now on."""
+        own = getattr(owner, name)
+
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            import torch.distributed as dist
+
+            dist.barrier()
+            began = time.perf_counter()
+            result = own(*arguments, **keywords)
+            self.seconds.append(max(all_ranks(time.perf_counter() - began)))
+            return result
+
+        setattr(owner, name, timed)
+
+
+def rank(settings: dict[str, Any]) -> None:
+    """Is one rank of a training; the first writes what it measured."""
+    run: Callable[..., Any] = {"trainer": with_trainer, "lightning": with_lightning}[settings["door"]]
+    folder = Path(settings["folder"])
+    if settings["resumes"]:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+    clock = Clock()
+    run(folder / "run", MODELS[settings["model"]], settings["arm"], settings["resumes"], clock)
+    if int(os.environ["RANK"]) == 0:
+        nbytes = sum(path.stat().st_size for path in (folder / "run").rglob("*")) / NUM_SAVES
+        rows = {"stalls_s": clock.seconds, "load_s": sum(clock.seconds), "nbytes": nbytes}
+        (folder / "rows.json").write_text(json.dumps(rows))
+
+
+def llama(sizes: dict[str, int]) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8))
+
+
+def with_trainer(folder: Path, sizes: dict[str, int], arm: str, resumes: bool, clock: Clock) -> None:
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from fastload.integrations.trainer import TrainerMixin
+
+    class Ours(TrainerMixin, Trainer):
+        saves_in_background = arm.endswith("background")
+
+    class LongSteps(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            assembly = getattr(trainer, "_assembly", None)
+            while assembly is not None and any(all_ranks(assembly.goes_on)):
+                time.sleep(0.05)
+
+    data: Any = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 64
+    steps = NUM_SAVES + resumes
+    arguments = TrainingArguments(
+        str(folder),
+        use_cpu=True,
+        per_device_train_batch_size=1,
+        max_steps=steps,
+        save_steps=1 if not resumes else 100,
+        save_strategy="no" if resumes else "steps",
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
+    kind = Trainer if arm == "theirs" else Ours
+    trainer = kind(model=llama(sizes), args=arguments, train_dataset=data, callbacks=[LongSteps()])
+    for name in (
+        ("_load_from_checkpoint", "_load_optimizer_and_scheduler") if resumes else ("_save_checkpoint",)
+    ):
+        clock.around(trainer, name)
+    trainer.train(resume_from_checkpoint=resumes)
+
+
+def with_lightning(folder: Path, sizes: dict[str, int], arm: str, resumes: bool, clock: Clock) -> None:
+    import lightning.pytorch as pl
+    import torch
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+    from lightning.pytorch.strategies import DDPStrategy as Theirs
+
+    from fastload.integrations.lightning import DDPStrategy
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = llama(sizes)
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.net(input_ids=batch[0], labels=batch[0]).loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    class LongSteps(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            handle = getattr(getattr(strategy, "_saves", None), "_handle", None)
+            while handle is not None and any(all_ranks(not handle.done())):
+                time.sleep(0.05)
+
+    data = torch.utils.data.TensorDataset(torch.arange(8).repeat(64, 1))
+    strategy: Any = Theirs() if arm == "theirs" else DDPStrategy(in_background=arm.endswith("background"))
+    trainer = pl.Trainer(
+        max_steps=NUM_SAVES + resumes,
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=strategy,
+        callbacks=[
+            LongSteps(),
+            *([] if resumes else [ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)]),
+        ],
+        enable_checkpointing=not resumes,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    if resumes:
+        connector = trainer._checkpoint_connector
+        for name in ("resume_start", "restore_model", "restore_optimizers"):
+            clock.around(connector, name)
+        path = max(folder.iterdir(), key=lambda each: each.stat().st_mtime)
+        trainer.fit(Module(), torch.utils.data.DataLoader(data), ckpt_path=str(path))
+    else:
+        clock.around(trainer, "save_checkpoint")
+        trainer.fit(Module(), torch.utils.data.DataLoader(data))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["rank"]:
+        rank(json.loads(sys.argv[2]))
+    else:
+        main()

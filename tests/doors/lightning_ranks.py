@@ -1,0 +1,176 @@
+"""What the ranks of test_lightning.py do. Not imported by pytest itself: Lightning takes seconds."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy as TheirDDPStrategy
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import fastload
+from fastload.integrations.lightning import DDPStrategy, ModelParallelStrategy
+from tests.doors.pages import run_program
+
+# Of a launcher; the ranks have met already.
+ENVIRONMENT = {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+class Module(pl.LightningModule):
+    """Has weights, running statistics, a scheduler, and a metric that differs between the ranks."""
+
+    def __init__(self, width: int = 8, where: Any = "") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 1)
+        )
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not hasattr(self.net, "unshard"):
+            mesh = self.device_mesh["data_parallel"]
+            fully_shard(self.net[0], mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
+
+    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        loss = (self.net(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
+        self.log("loss", loss, on_epoch=True, on_step=False)
+        return loss
+
+    def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
+        self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
+
+
+class Killer(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def strategy_of(kind: str, world: int, **keywords: Any) -> Any:
+    environment = {"cluster_environment": TorchElasticEnvironment()}
+    if kind == "theirs":
+        return TheirDDPStrategy(**environment, find_unused_parameters=True)
+    if kind == "ddp":  # whose way of adding up stays the same from the first step on, with unused parameters
+        return DDPStrategy(**environment, **keywords, find_unused_parameters=True)
+    strategy = ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1, **keywords)
+    strategy.cluster_environment = TorchElasticEnvironment()
+    return strategy
+
+
+def trainer_of(
+    folder: Path, kind: str, world: int, *, plugins: Any = None, kill_at: int = -1, **keywords: Any
+) -> pl.Trainer:
+    os.environ |= ENVIRONMENT
+    kept = ModelCheckpoint(folder, monitor="loss", save_top_k=1, save_last=True)
+    return pl.Trainer(
+        max_epochs=4,
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy_of(kind, world, **keywords),
+        callbacks=[kept, Killer(kill_at)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=plugins,
+    )
+
+
+def loader() -> Any:
+    values = torch.rand(32, 4, generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(values), batch_size=2, shuffle=True)
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def trains(rank: int, world: int, folder: Path, kind: str, kill_at: int, resumes: bool) -> dict[str, Any]:
+    pl.seed_everything(1, verbose=False)
+    trainer = trainer_of(folder, kind, world, kill_at=kill_at, in_background=True)
+    model = Module()
+    began_at: list[int] = []
+
+    class Beginning(Callback):
+        def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            began_at.append(trainer.global_step)
+
+    trainer.callbacks.append(Beginning())
+    trainer.fit(model, loader(), ckpt_path="last" if resumes else None)
+    assert trainer.current_epoch == 4
+    callback: Any = trainer.checkpoint_callback
+    weights = weights_of(model)
+    # What is last is all that Lightning would have saved, as a state.
+    state = fastload.load(folder / "last.ckpt")
+    assert {"epoch", "global_step", "loops", "callbacks", "lr_schedulers", "hyper_parameters"} <= state.keys()
+    if rank == 0:
+        assert all(torch.equal(state["state_dict"][name], tensor) for name, tensor in weights.items())
+    assert len(state["optimizer_states"][0]["state"]) == len(list(model.parameters()))
+    return {
+        "weights": {name: tensor.tolist() for name, tensor in weights.items()} if rank == 0 else {},
+        "best": Path(callback.best_model_path).name,
+        "kept": sorted(path.name for path in folder.iterdir()),
+        "began_at": began_at[0],
+    }
+
+
+def loads_elsewhere(rank: int, world: int, folder: Path, kind: str) -> None:
+    """A checkpoint of one kind, on another number of ranks; weights alone; and a file of Lightning's own."""
+    weights = fastload.load(folder / "last.ckpt")["state_dict"]
+    pl.seed_everything(2, verbose=False)
+    model = Module()
+    trainer_of(folder / "other", kind, world).validate(
+        model, loader(), ckpt_path=str(folder / "last.ckpt"), verbose=False
+    )
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(model).items() if rank == 0)
+    if kind == "ddp":
+        theirs = trainer_of(folder / "theirs", "theirs", world)
+        theirs.fit(Module(), loader())
+        ours = trainer_of(folder / "ours", kind, world)
+        ours.fit_loop.max_epochs = 5
+        ours.fit(model, loader(), ckpt_path=theirs.checkpoint_callback.last_model_path)  # type: ignore[union-attr]
+        assert ours.global_step == theirs.global_step // 4 * 5
+        assert (folder / "ours" / "last.ckpt" / "fastload.json").exists()
+
+
+class Odd(Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"it": object()}
+
+
+def refuses(rank: int, world: int, folder: Path) -> None:
+    def fit(model: Module, *callbacks: Callback, plugins: Any = None) -> None:
+        trainer = trainer_of(folder, "ddp", world, plugins=plugins)
+        trainer.callbacks += callbacks
+        trainer.fit(model, loader())
+
+    with pytest.raises(fastload.OptionError, match=r"(?s)cannot be saved: .*hyper_parameters.*where.*Path"):
+        fit(Module(where=pathlib.Path("a")))
+    with pytest.raises(fastload.OptionError, match=r"(?s)cannot be saved: .*callbacks.*Odd.*it.*object"):
+        fit(Module(), Odd())
+    with pytest.raises(fastload.OptionError, match=r"AsyncCheckpointIO: fastload takes the place"):
+        fit(Module(), plugins=[AsyncCheckpointIO()])
+    with pytest.raises(fastload.OptionError, match=r"save_distributed_checkpoint"):
+        ModelParallelStrategy(save_distributed_checkpoint=False)
+
+
+def runs_the_page(rank: int, world: int) -> None:
+    os.environ |= ENVIRONMENT
+    run_program("lightning.md")

@@ -1,0 +1,52 @@
+"""fastload in Lightning, with the real one."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.harness import run_ranks, there
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore"),  # what others warn of is not ours to mend
+    pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="lightning is not installed"),
+]
+
+
+def body(name: str) -> Any:
+    return there("tests.doors.lightning_ranks", name)
+
+
+@pytest.mark.parametrize(("world", "kind"), [(4, "ddp"), (2, "fsdp2")])
+def test_a_training_that_was_killed_ends_as_if_it_had_not_been(world: int, kind: str, tmp_path: Path) -> None:
+    def run(name: str, *, kill_at: int = -1, resumes: bool = False) -> dict[str, Any]:
+        dies = dict.fromkeys(range(world), signal.SIGKILL) if kill_at > 0 else None
+        given = {"folder": tmp_path / name, "kind": kind, "kill_at": kill_at, "resumes": resumes}
+        first, *_ = run_ranks(body("trains"), world, dies=dies, **given)
+        return first
+
+    num_steps = 16 // world  # in an epoch
+    whole = run("whole")
+    assert whole["kept"] == sorted({"last.ckpt", whole["best"]})
+    run("killed", kill_at=3 * num_steps)
+    resumed = run("killed", resumes=True)
+    assert resumed["began_at"] in (num_steps, 2 * num_steps)
+    del whole["began_at"], resumed["began_at"]
+    assert resumed["weights"] == whole["weights"]
+    assert resumed["best"] == whole["best"]
+    run_ranks(body("loads_elsewhere"), 6 - world, folder=tmp_path / "whole", kind=kind)
+
+
+def test_trainings_that_it_cannot_save(tmp_path: Path) -> None:
+    run_ranks(body("refuses"), 2, folder=tmp_path)
+
+
+def test_the_program_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):  # the second time it finds that it has ended
+        run_ranks(body("runs_the_page"), 2)

@@ -1,0 +1,80 @@
+"""fastload in transformers and accelerate, with the real ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastload.integrations import host
+from tests.dist.harness import run_ranks, there
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore"),  # what others warn of is not ours to mend
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, ("transformers", "accelerate"))),
+        reason="transformers and accelerate are not installed",
+    ),
+]
+
+
+def body(name: str) -> Any:
+    return there("tests.doors.transformers_ranks", name)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_models_are_loaded_as_transformers_does(world: int, tmp_path: Path) -> None:
+    run_ranks(body("loads_as_transformers_does"), world, tmp_path=tmp_path)
+
+
+@pytest.mark.parametrize(("world", "fsdp"), [(2, 2), (4, 0)], ids=["fsdp2", "ddp"])
+def test_a_training_that_was_killed_ends_as_if_it_had_not_been(world: int, fsdp: int, tmp_path: Path) -> None:
+    def run(name: str, *, kill_at: int = -1, resumes: bool = False) -> dict[str, Any]:
+        folder = tmp_path / name
+        dies = dict.fromkeys(range(world), signal.SIGKILL) if kill_at > 0 else None
+        given = {"folder": folder, "fsdp": fsdp, "kill_at": kill_at, "resumes": resumes}
+        first, *_ = run_ranks(body("trains"), world, dies=dies, **given)
+        return first
+
+    whole = run("whole")
+    assert whole["kept"] == sorted({"checkpoint-6", whole["best"], *whole["kept"]})
+    assert len(whole["kept"]) == 2
+    run("killed", kill_at=5)
+    resumed = run("killed", resumes=True)
+    assert resumed["began_at"] in (2, 4)
+    del whole["began_at"], resumed["began_at"]
+    assert resumed == whole
+
+
+def test_trainings_that_it_cannot_save(tmp_path: Path) -> None:
+    run_ranks(body("refuses_trainings"), 2, tmp_path=tmp_path)
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
+def test_the_state_of_an_accelerator(fsdp: bool, tmp_path: Path) -> None:
+    run_ranks(body("saves_states"), 2, tmp_path=tmp_path, fsdp=fsdp)
+
+
+def test_a_library_that_is_laid_out_in_another_way() -> None:
+    import json
+
+    known = {"JSONEncoder.default": (json.JSONEncoder, "self o")}
+    host.require_layout(json, "1", known)
+    for seams in (
+        {"JSONEncoder.default": (json.JSONEncoder, "self")},
+        {"JSONEncoder.gone": (json.JSONEncoder, "")},
+    ):
+        with pytest.raises(
+            host.OptionError, match=r"does not know json [\d.]+: JSONEncoder\.\w+ (takes|is not)"
+        ):
+            host.require_layout(json, "1", seams)
+
+
+def test_the_program_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):  # the second time it finds that it has ended
+        run_ranks(body("runs_the_page"), 2)

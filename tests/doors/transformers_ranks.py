@@ -1,0 +1,297 @@
+"""What the ranks of test_transformers.py do. Not imported by pytest itself: transformers takes seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import (
+    AutoModelForCausalLM,
+    DistributedConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import fastload
+from fastload.integrations import accelerate as accelerate_door
+from fastload.integrations.trainer import TrainerMixin
+from fastload.integrations.transformers import from_pretrained
+from tests.doors.pages import run_program
+
+SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
+
+
+def llama(*, tied: bool = True) -> Any:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=tied, attention_dropout=0.1))
+
+
+def experts() -> Any:
+    sizes = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **HEADS, **sizes))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def assert_same_models(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    own, others = one.state_dict(), other.state_dict()
+    assert list(own) == list(others)
+    for name, tensor in own.items():
+        assert getattr(tensor, "placements", None) == getattr(others[name], "placements", None), name
+        assert tensor.dtype == others[name].dtype, name
+        assert torch.equal(local(tensor), local(others[name])), name
+    assert [p.requires_grad for p in one.parameters()] == [p.requires_grad for p in other.parameters()]
+    tied = [len({id(p) for p in model.parameters(recurse=True)}) for model in (one, other)]
+    assert tied[0] == tied[1]
+    assert one.config.to_dict() == other.config.to_dict()
+
+
+def loads_as_transformers_does(rank: int, world: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    if rank == 0:
+        llama().save_pretrained(tmp_path / "tied")
+        experts().save_pretrained(tmp_path / "experts", max_shard_size="40KB")  # each expert by itself
+        experts().save_pretrained(tmp_path / "merged", save_original_format=False)
+        (tmp_path / "bin").mkdir()
+        whole = llama(tied=False)
+        whole.config.save_pretrained(tmp_path / "bin")
+        torch.save(whole.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
+        assert len(list((tmp_path / "experts").glob("*.safetensors"))) > 2
+    dist.barrier()
+    reports: list[fastload.LoadReport] = []
+    options = fastload.LoadOptions(on_report=reports.append, timeout_s=20, strategy="allgather")
+    ways: list[tuple[str, dict[str, Any]]] = [
+        *((name, {}) for name in ("tied", "experts", "merged", "bin")),
+        ("experts", {"dtype": torch.bfloat16}),
+    ]
+    if world == 2:
+        ways += [
+            (name, {"distributed_config": DistributedConfig(**config)})
+            for name in ("tied", "experts")
+            for config in ({"tp_size": 2}, {"fsdp_size": 2})
+        ]
+    else:
+        ways.append(("experts", {"distributed_config": DistributedConfig(tp_size=2, fsdp_size=2)}))
+    for name, keywords in ways:
+        given = {**keywords, "output_loading_info": True}
+        expected, expected_info = AutoModelForCausalLM.from_pretrained(tmp_path / name, **given)
+        reports.clear()
+        model, info = from_pretrained(AutoModelForCausalLM, tmp_path / name, options=options, **given)
+        assert_same_models(model, expected)
+        assert info == expected_info
+        assert len(reports) == 1, (name, keywords, [report.num_tensors for report in reports])
+        (report,) = reports
+        assert sum(each.bytes_read for each in report.ranks) == report.bytes_wanted
+        assert max(each.bytes_read for each in report.ranks) < report.bytes_wanted
+
+    if world == 2:
+        refuses(rank, tmp_path, options)
+
+
+def refuses(rank: int, tmp_path: Path, options: fastload.LoadOptions) -> None:
+    """What cannot be loaded is one error on all ranks, and so is what only one of them cannot load."""
+    load: Callable[..., Any] = from_pretrained
+    with pytest.raises(fastload.PlanMismatch, match=r"(?s)rank 0 is .*tied.*, rank 1 is .*gone"):
+        load(AutoModelForCausalLM, tmp_path / ("tied" if rank == 0 else "gone"), options=options)
+    with pytest.raises(fastload.OptionError, match=r"quantization_config"):
+        load(AutoModelForCausalLM, tmp_path / "tied", options=options, quantization_config={"a": 1})
+    with pytest.raises(fastload.OptionError, match=r"fastload\.stage"):
+        load(AutoModelForCausalLM, "s3://bucket/llama", options=options)
+    # As if one rank ran out of memory where the model is made.
+    made = LlamaForCausalLM.__init__
+    if rank == 1:
+        LlamaForCausalLM.__init__ = None
+    try:
+        with pytest.raises(fastload.PeerError, match=r"(?s)failed on 1 of 2 ranks.*rank 1 .*TypeError"):
+            load(AutoModelForCausalLM, tmp_path / "tied", options=options)
+    finally:
+        LlamaForCausalLM.__init__ = made
+
+
+@contextmanager
+def fsdp_without_gpus(version: int = 2) -> Iterator[None]:
+    """accelerate shards on accelerators only: here it is told that there are some."""
+    own = AcceleratorState.__init__
+
+    def init(state: Any, *arguments: Any, fsdp_plugin: Any = None, **keywords: Any) -> None:
+        own(state, *arguments, fsdp_plugin=fsdp_plugin, **keywords)
+        if fsdp_plugin is not None:
+            state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            fsdp_plugin.fsdp_version = version
+
+    AcceleratorState.__init__ = init
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = own
+
+
+class OurTrainer(TrainerMixin, Trainer):
+    pass
+
+
+class Killer(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arguments_of(folder: Path, *, fsdp: int, **more: Any) -> TrainingArguments:
+    config = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    given: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "per_device_train_batch_size": 2,
+        "max_steps": 6,
+        "save_steps": 2,
+        "eval_steps": 2,
+        "eval_strategy": "steps",
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "report_to": [],
+        "disable_tqdm": True,
+        "learning_rate": 1e-2,
+        **({"fsdp": True, "fsdp_config": config} if fsdp else {}),
+    }
+    return TrainingArguments(**{**given, **more})
+
+
+def trainer_of(folder: Path, *, fsdp: int = 0, kill_at: int = -1, **more: Any) -> OurTrainer:
+    torch.manual_seed(0)
+    numbers = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(0, 128, (8,), generator=numbers) for _ in range(64)]
+    data: Any = [{"input_ids": each, "labels": each} for each in tokens]
+    with fsdp_without_gpus(fsdp):
+        return OurTrainer(
+            model=llama(tied=not fsdp),
+            args=arguments_of(folder, fsdp=fsdp, **more),
+            train_dataset=data,
+            eval_dataset=data[:8],
+            callbacks=[Killer(kill_at)],
+        )
+
+
+def trains(rank: int, world: int, folder: Path, fsdp: int, kill_at: int, resumes: bool) -> dict[str, Any]:
+    """Trains to the end, or to where it is killed; returns weights of the best model, and what is left."""
+    trainer = trainer_of(folder, fsdp=fsdp, kill_at=kill_at)
+    began_at: list[int] = []
+
+    class Beginning(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            began_at.append(state.global_step)
+
+    trainer.add_callback(Beginning())
+    trainer.train(resume_from_checkpoint=resumes)
+    assert trainer.state.global_step == 6
+    weights = get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True))
+    best = Path(trainer.state.best_model_checkpoint)
+    if rank == 0 and fsdp:
+        # It is a directory of transformers, whoever saved it.
+        found = AutoModelForCausalLM.from_pretrained(best).state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+        assert (best / "training_args.bin").exists()
+    return {
+        "weights": {name: tensor.tolist() for name, tensor in weights.items()} if rank == 0 else {},
+        "best": best.name,
+        "kept": sorted(path.name for path in folder.iterdir()),
+        "began_at": began_at[0],
+    }
+
+
+def refuses_trainings(rank: int, world: int, tmp_path: Path) -> None:
+    with pytest.raises(fastload.OptionError, match=r"FSDP 1 \(set fsdp_version: 2\)"):
+        trainer_of(tmp_path, fsdp=1)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(fastload.OptionError, match=r"save_on_each_node"):
+        trainer_of(tmp_path, save_on_each_node=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+class Progress:
+    """Something that a program registers for checkpointing."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+def saves_states(rank: int, world: int, tmp_path: Path, fsdp: bool) -> None:
+    """What an Accelerator goes on from ends with the weights that it would have had."""
+    plugin = None
+    if fsdp:
+        wrapped = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Linear"]}
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrapped)
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    with fsdp_without_gpus():
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, project_config=project)
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
+    model._no_split_modules = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    progress = Progress()
+    accelerator.register_for_checkpointing(progress)
+
+    def train(num_steps: int) -> list[torch.Tensor]:
+        for _ in range(num_steps):
+            accelerator.backward(model(torch.ones(3, 8)).square().sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            progress.steps += 1
+        return [local(tensor).clone() for tensor in get_model_state_dict(model).values()]
+
+    if not fsdp:
+        train(1)
+        accelerator.save_state()  # its own, before
+        expected = train(2)
+    accelerate_door.attach(accelerator, in_background=not fsdp)
+    if not fsdp:
+        accelerator.load_state()
+        assert all(map(torch.equal, train(2), expected))
+    train(2)
+    for _ in range(3):
+        accelerator.save_state()
+    expected, steps = train(3), progress.steps
+    accelerator.load_state()  # the newest
+    assert progress.steps == steps - 3
+    assert all(map(torch.equal, train(3), expected))
+    folders = sorted((tmp_path / "checkpoints").iterdir())
+    assert len(folders) == 2
+    assert {path.suffix for path in (folders[-1] / "fastload").iterdir()} == {".json", ".safetensors"}
+    assert not list(folders[-1].glob("model*"))
+    assert not list(folders[-1].glob("optimizer*"))
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def runs_the_page(rank: int, world: int) -> None:
+    run_program("transformers.md")
