@@ -27,7 +27,7 @@ ENVIRONMENT = {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_P
 
 
 class Module(pl.LightningModule):
-    """Has weights, running statistics, a scheduler, and a metric that differs between the ranks."""
+    """Has weights, running statistics, and a scheduler."""
 
     def __init__(self, width: int = 8, where: Any = "") -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
         loss = (self.net(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
-        self.log("loss", loss, on_epoch=True, on_step=False)
+        self.log("loss", loss, on_epoch=True, on_step=False, sync_dist=True)
         return loss
 
     def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
@@ -62,6 +62,19 @@ class Killer(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == self.step:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Own(Callback):
+    """Has a state that differs between the ranks; that of rank 0 is saved, as Lightning does."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rank": self.rank, "tensor": torch.tensor(self.rank)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["rank"] == state["tensor"] == 0
 
 
 def strategy_of(kind: str, world: int, **keywords: Any) -> Any:
@@ -112,7 +125,7 @@ def trains(rank: int, world: int, folder: Path, kind: str, kill_at: int, resumes
         def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
             began_at.append(trainer.global_step)
 
-    trainer.callbacks.append(Beginning())
+    trainer.callbacks += [Beginning(), Own(rank)]
     trainer.fit(model, loader(), ckpt_path="last" if resumes else None)
     assert trainer.current_epoch == 4
     callback: Any = trainer.checkpoint_callback
