@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fastload.base.memory import PAGE_BYTES, allocate_staging, host_view, round_up
+from fastload.errors import OptionError
 from fastload.geometry.box import Runs
 from fastload.ranks.world import World
 from fastload.saving.assign import FileRange
@@ -19,15 +20,48 @@ from fastload.saving.shards import Shards
 from fastload.saving.snapshot import HasBytes, Snapshot
 from fastload.transfer.wire import Wire
 
-__all__ = ["Assembly", "num_staged"]
-
-_NUM_AHEAD = 2  # pieces that come in while an earlier one is hashed
-_NUM_LEAVING = 4  # packets that are on their way at once
+__all__ = ["Assembly", "Depths"]
 
 
-def num_staged(num_writes: int) -> int:
-    """Returns how many pieces an assembly has in memory, given how many are written at once."""
-    return (num_writes + 1 + _NUM_AHEAD) + (1 + _NUM_AHEAD) + _NUM_LEAVING
+class Depths(NamedTuple):
+    """How many pieces an assembly has in memory.
+
+    Attributes:
+        writing: That are written at once.
+        ahead: That come in while an earlier one is hashed.
+        leaving: Packets that are on their way at once.
+    """
+
+    writing: int
+    ahead: int
+    leaving: int
+
+    @property
+    def num_pieces(self) -> int:
+        """All of them together."""
+        return (self.writing + 1 + self.ahead) + (1 + self.ahead) + self.leaving
+
+    @classmethod
+    def within(cls, staging_bytes: int, unit_bytes: int, *, num_writes: int) -> Depths:
+        """Chooses them for pieces of at least so many bytes.
+
+        Args:
+            staging_bytes: Most memory of all.
+            unit_bytes: The shortest piece that may be written by itself.
+            num_writes: Pieces that may be written at once.
+
+        Raises:
+            OptionError: There is no room for the fewest.
+        """
+        least = cls(1, 0, 1)
+        for depths in (cls(num_writes, 2, 4), cls(1, 1, 2), least):
+            if depths.num_pieces * unit_bytes <= staging_bytes:
+                return depths
+        raise OptionError(
+            f"staging_bytes={staging_bytes}: to save shards there takes at least "
+            f"{least.num_pieces * unit_bytes}: {least.num_pieces} pieces of {unit_bytes} bytes, the shortest "
+            "that this storage takes"
+        )
 
 
 class _Part(NamedTuple):
@@ -56,7 +90,7 @@ class Assembly:
         packets: What they consist of, and what others need.
         shards: The tensors of this rank; not asked if there is a snapshot.
         snapshot: `Packets.own`, if that was copied before.
-        num_writes: Pieces that are written at once.
+        depths: How many pieces are in memory.
         wire: To other ranks; None if no rank needs anything from another one.
     """
 
@@ -69,7 +103,7 @@ class Assembly:
         shards: Shards,
         snapshot: Snapshot | None,
         *,
-        num_writes: int,
+        depths: Depths,
         wire: Wire | None,
     ) -> None:
         self._layout = layout
@@ -80,16 +114,17 @@ class Assembly:
         if snapshot is not None:
             places = [(packet.writer, packet.piece) for packet in packets.own]
             self._copied = {place: snapshot.tensor(index) for index, place in enumerate(places)}
-        self.depth = num_writes + 1
+        self.depth = depths.writing + 1
+        self._num_ahead = depths.ahead
         pinned = shards.on_device
-        self._slots = _Buffers(self.depth + _NUM_AHEAD, pieces, pinned=pinned)
-        self._scratch = _Buffers(1 + _NUM_AHEAD, pieces, pinned=pinned)
-        self._sent = _Buffers(_NUM_LEAVING, packets.leaving, pinned=pinned)
+        self._slots = _Buffers(self.depth + depths.ahead, pieces, pinned=pinned)
+        self._scratch = _Buffers(1 + depths.ahead, pieces, pinned=pinned)
+        self._sent = _Buffers(depths.leaving, packets.leaving, pinned=pinned)
         self._posted: list[tuple[list[_Part], threading.Event]] = []
         self._exchange: PacketExchange | None = None
         if wire is not None:
             self._exchange = PacketExchange(
-                world, wire, packets.leaving, self._pack, num_buffers=_NUM_LEAVING
+                world, wire, packets.leaving, self._pack, num_buffers=depths.leaving
             )
 
     @property
@@ -108,7 +143,7 @@ class Assembly:
         Raises:
             Interrupted: Another rank failed, or a connection, or what others hold did not come in time.
         """
-        for ahead in range(len(self._posted), min(index + _NUM_AHEAD + 1, len(self._pieces))):
+        for ahead in range(len(self._posted), min(index + self._num_ahead + 1, len(self._pieces))):
             self._post(ahead)
         piece, coming = self._pieces[index], self._packets.coming[index]
         parts, came = self._posted[index]

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastload.base.memory import uncollected
 from fastload.saving.agree import Agreed
-from fastload.saving.assembly import num_staged
+from fastload.saving.assembly import Depths
 from fastload.saving.assign import Share, assign, whole_units
 from fastload.saving.call import Call
 from fastload.saving.describe import Described
@@ -39,6 +39,7 @@ class Part:
         target: Where to.
         shards: What it contributes; None if it takes what it writes from the whole state.
         packets: To whom that goes, and what comes from others, likewise.
+        depths: How many pieces are in memory, likewise.
     """
 
     described: Described
@@ -47,13 +48,15 @@ class Part:
     target: Target
     shards: Shards | None = None
     packets: Packets | None = None
+    depths: Depths | None = None
 
 
 def take_part(call: Call, described: Described, agreed: Agreed) -> Part:
     """Finds this rank's part, without asking anyone.
 
     Raises:
-        OptionError: The URL cannot be written to, or what it needs is not installed.
+        OptionError: The URL cannot be written to, what it needs is not installed, or the pieces that the
+            storage takes are too long for `staging_bytes`.
     """
     options, layout, rank = call.options, described.layout, call.world.rank
     team = _team_of(call, agreed, rank)
@@ -82,7 +85,8 @@ def _take_of_shards(
 ) -> Part:
     """Finds this rank's part where ranks hold different bytes: each copy is made of what all of them hold."""
     options, layout, rank = call.options, described.layout, call.world.rank
-    staged = options.staging_bytes // num_staged(options.write_threads)
+    depths = Depths.within(options.staging_bytes, align_bytes or 1, num_writes=options.write_threads)
+    staged = options.staging_bytes // depths.num_pieces
     piece_bytes = whole_units(min(_GOOD_PIECE_BYTES, staged), align_bytes)
     key = (described.content.layout, holdings.digest, rank, tuple(teams), align_bytes, piece_bytes)
     plan = _last.get(key)
@@ -91,7 +95,7 @@ def _take_of_shards(
         _last.clear()
         _last[key] = plan
     [team] = [team for team in teams if rank in team.members]
-    return Part(described, team, plan[0], target, Shards(layout, described.source), plan[1])
+    return Part(described, team, plan[0], target, Shards(layout, described.source), plan[1], depths)
 
 
 @uncollected

@@ -98,8 +98,8 @@ def write(call: Call, part: Part, snapshot: Snapshot | None, wire: Wire | None) 
 
 def _slabs(call: Call, part: Part, snapshot: Snapshot | None, wire: Wire | None) -> Slabs:
     described, share, num_writes = part.described, part.share, call.options.write_threads
-    if part.shards is not None and part.packets is not None:
-        given: dict[str, Any] = {"num_writes": num_writes, "wire": wire}
+    if part.shards is not None and part.packets is not None and part.depths is not None:
+        given: dict[str, Any] = {"depths": part.depths, "wire": wire}
         layout = described.layout
         return Assembly(call.world, layout, share.pieces, part.packets, part.shards, snapshot, **given)
     if snapshot is not None:

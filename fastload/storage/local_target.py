@@ -19,7 +19,9 @@ from fastload.storage.target import Written
 
 __all__ = ["LocalTarget"]
 
-_ALIGN_BYTES = 1 << 20
+_ALIGN_BYTES = (
+    64 << 10
+)  # the longest pages there are, for O_DIRECT; more would have more of the shards travel
 
 
 class LocalTarget:
