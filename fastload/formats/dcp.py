@@ -13,11 +13,12 @@ from typing import Any
 
 import xxhash
 
+from fastload.base.memory import uncollected
 from fastload.errors import ManifestError
 from fastload.formats import torch_zip
-from fastload.formats.dcp_items import Layout, Wanted, lay_out, read_items
+from fastload.formats.dcp_items import Layout, Wanted, lay_out, lay_out_alike, read_items
 from fastload.formats.dcp_metadata import Described, SavedParts, describe_metadata, join_described
-from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry, in_order
+from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.names import METADATA_NAME, metadata_names
 from fastload.formats.nesting import nested
 from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
@@ -36,8 +37,14 @@ _COMMON_NAME = "common.pt"
 _MEGATRON_NAMES = {_COMMON_NAME, "metadata.json"}
 
 
-def read_folder(storage: Storage, listing: Sequence[str]) -> Manifest:
+@uncollected
+def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False) -> Manifest:
     """Reads what DCP saved.
+
+    Args:
+        storage: Where it is.
+        listing: The names of the files.
+        exact: Whether to look at each item of a tensor; else most are taken to be like others, with guards.
 
     Raises:
         ManifestError: The metadata are malformed, or they and the files contradict each other.
@@ -53,7 +60,14 @@ def read_folder(storage: Storage, listing: Sequence[str]) -> Manifest:
         stats = dict(sorted((stats | stat_all(storage, [_COMMON_NAME])).items()))
     numbers = {name: number for number, name in enumerate(stats)}
     nodes: dict[str, Any] = {}
-    tensors = _tensors(storage, described, numbers, nodes) + _values(storage, described, numbers, nodes)
+    wanted = [
+        Wanted(name, item, tensor.dtype, box.sizes)
+        for name, tensor in described.tensors.items()
+        for box, item in tensor.chunks
+    ]
+    layouts = (lay_out if exact else lay_out_alike)(storage, wanted)
+    tensors = _tensors(described, layouts, numbers, nodes) + _values(storage, described, numbers, nodes)
+    heads = {} if exact else {layout.head: None for layout in layouts if layout.entry is not None}
     common: list[Any] = []
     if is_megatron:
         part = torch_zip.read_file(storage, _COMMON_NAME, stats[_COMMON_NAME])
@@ -72,6 +86,8 @@ def read_folder(storage: Storage, listing: Sequence[str]) -> Manifest:
         structure=structure,
         record_digest=_digest(texts),
         format="dcp",
+        guards=tuple(_guards(wanted, layouts, numbers, tuple(heads))) if heads else (),
+        heads=tuple(heads),
     )
 
 
@@ -143,19 +159,26 @@ def _stat_files(storage: Storage, described: Described, where: str) -> dict[str,
     return stats
 
 
+def _guards(
+    wanted: Sequence[Wanted], layouts: Sequence[Layout], numbers: Mapping[str, int], heads: Sequence[bytes]
+) -> list[Guard]:
+    """Returns what has to stand before the data of items."""
+    places = {head: place for place, head in enumerate(heads)}
+    return sorted(
+        Guard(numbers[one.item.file], one.item.offset + len(layout.head), places[layout.head])
+        for one, layout in zip(wanted, layouts, strict=True)
+        if layout.entry is not None and layout.entry.nbytes
+    )
+
+
 def _tensors(
-    storage: Storage, described: Described, numbers: Mapping[str, int], nodes: dict[str, Any]
+    described: Described, layouts: Sequence[Layout], numbers: Mapping[str, int], nodes: dict[str, Any]
 ) -> list[TensorEntry]:
     """Finds the pieces of all tensors; adds what stands for them in the structure."""
-    wanted = [
-        Wanted(item, tensor.dtype, box.sizes)
-        for tensor in described.tensors.values()
-        for box, item in tensor.chunks
-    ]
-    layouts = iter(lay_out(storage, wanted))
+    next_layout = iter(layouts)
     found = []
     for name, tensor in described.tensors.items():
-        of_tensor = [next(layouts) for _ in tensor.chunks]
+        of_tensor = [next(next_layout) for _ in tensor.chunks]
         refused = next((layout.refused for layout in of_tensor if layout.entry is None), None)
         if refused is None and of_tensor:
             found.append(_entry(name, tensor, of_tensor, numbers))

@@ -2,11 +2,13 @@
 
 Each *item*, a box of a tensor, is a whole file of torch.save within its file: a *head* that says what it is,
 the data, and a directory of both. Items of one kind begin with the same bytes. So of each kind one is looked
-at as a whole, and of the others only whether their heads are the same.
+at as a whole. Whether the heads of the others are the same is found out when their data are read, without
+requests of its own (`Manifest.guards`); or at once, if it turned out that one is not.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,12 +21,13 @@ from fastload.formats.torch_zip import entries_of, open_archive
 from fastload.formats.untrusted import show
 from fastload.storage.base import Storage
 
-__all__ = ["Layout", "Wanted", "lay_out", "read_items"]
+__all__ = ["Layout", "Wanted", "lay_out", "lay_out_alike", "read_items"]
 
 _MAX_HEAD_BYTES = 1 << 20
 _MAX_GAP_BYTES = 16 << 10  # reading that much more takes less than another request
 _MAX_READ_BYTES = 4 << 20
 _MAX_LAYOUTS = 16  # of one kind: strides in another order
+_NUMBERS = re.compile("[0-9]+")
 _NEAR_BYTES = 4 << 10  # read of an item at first: more than most heads
 _FEW_REQUESTS, _MANY_REQUESTS = 8, 32
 
@@ -33,11 +36,13 @@ class Wanted(NamedTuple):
     """A box of a tensor, as the metadata have it.
 
     Attributes:
+        name: Of the tensor.
         item: Where it lies.
         dtype: What torch calls it, without ``torch.``.
         sizes: In elements.
     """
 
+    name: str
     item: Item
     dtype: str
     sizes: tuple[int, ...]
@@ -63,7 +68,7 @@ class Layout(NamedTuple):
 
 
 def lay_out(storage: Storage, wanted: Sequence[Wanted]) -> list[Layout]:
-    """Finds out how items are laid out.
+    """Finds out how items are laid out, from the head of each.
 
     Args:
         storage: Where they are.
@@ -101,6 +106,37 @@ def lay_out(storage: Storage, wanted: Sequence[Wanted]) -> list[Layout]:
             if len(known) < _MAX_LAYOUTS:
                 known.append(layout)
     return [layout for layout in result if layout is not None]
+
+
+def lay_out_alike(storage: Storage, wanted: Sequence[Wanted]) -> list[Layout]:
+    """Tells how items are laid out, from one of each kind, and of each name if numbers in it do not count.
+
+    In one model the tensors of all layers are alike, and so are the parts that ranks have of one tensor. Of
+    those that cannot be loaded each is looked at.
+
+    Args:
+        storage: Where they are.
+        wanted: The items; within their files.
+
+    Returns:
+        The layout of each, the same object for those that are laid out in the same way.
+
+    Raises:
+        ManifestError: One that was looked at is malformed, or is not what the metadata say.
+        StorageError: Storage failed.
+    """
+    roles = {one.name: _NUMBERS.sub("0", one.name) for one in wanted}
+    kinds = [(roles[one.name], one.kind) for one in wanted]
+    firsts = dict(zip(reversed(kinds), reversed(wanted), strict=True))
+    found = in_threads(lambda one: _look_at(storage, one), list(firsts.values()), _at_once(storage))
+    same: dict[Any, Layout] = {}
+    layouts = {
+        kind: same.setdefault((layout.head, layout.entry), layout) if layout.entry else layout
+        for kind, layout in zip(firsts, found, strict=True)
+    }
+    refused = [one for one, kind in zip(wanted, kinds, strict=True) if layouts[kind].entry is None]
+    looked_at = dict(zip(refused, in_threads(lambda one: _look_at(storage, one), refused), strict=True))
+    return [looked_at.get(one) or layouts[kind] for one, kind in zip(wanted, kinds, strict=True)]
 
 
 def read_items(storage: Storage, items: Sequence[Item], take: Callable[[int, bytes], None]) -> None:
@@ -173,7 +209,7 @@ def _look_at(storage: Storage, wanted: Wanted) -> Layout:
         raise ManifestError(f"{where}: no tensor, but {show(state.structure)}")
     found = str(tensor.dtype).removeprefix("torch."), tensor.shape
     if found != (wanted.dtype, wanted.sizes):
-        raise ManifestError(f"{where}: {show(found)}, where a tensor of {show(wanted[1:])} is to be")
+        raise ManifestError(f"{where}: {show(found)}, where a tensor of {show(wanted[2:])} is to be")
     if entries[0].offset > _MAX_HEAD_BYTES:
         raise ManifestError(f"{where}: its data begin only after {entries[0].offset} bytes")
     return Layout(read(0, entries[0].offset), entries[0])

@@ -214,7 +214,9 @@ def _fields(what: Any, names: Sequence[str], where: str) -> dict[str, Any]:
     """Returns the attributes of an object of one of some classes."""
     if type(what) is not Made or what.what.name not in names:
         raise ManifestError(f"{where}: {show(what)} where a {names[0]} is to be")
-    return _dict(what.state, f"{where}: {names[0]}")
+    return (
+        what.state.by_text(where) if type(what.state) is Pairs else _dict(what.state, f"{where}: {names[0]}")
+    )
 
 
 def _dict(what: Any, where: str) -> dict[str, Any]:
@@ -229,6 +231,8 @@ def _sizes(what: Any, where: str) -> tuple[int, ...]:
     sizes = what.args[0] if type(what) is Made and what.what.name == "Size" and what.args else what
     if type(sizes) is list:
         sizes = tuple(sizes)
-    if type(sizes) is not tuple or not all(type(size) is int and 0 <= size <= MAX_INT for size in sizes):
+    is_sized = type(sizes) is tuple and {int}.issuperset(map(type, sizes))
+    if not is_sized or (sizes and not (min(sizes) >= 0 and max(sizes) <= MAX_INT)):
         raise ManifestError(f"{where}: no sizes of a tensor: {show(sizes)}")
-    return sizes
+    found: tuple[int, ...] = sizes
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ import xxhash
 from fastload.base.memory import uncollected
 from fastload.geometry.box import Box
 
-__all__ = ["FileEntry", "Manifest", "Piece", "TensorEntry", "in_order"]
+__all__ = ["FileEntry", "Guard", "Manifest", "Piece", "TensorEntry", "in_order"]
 
 _LENGTH_BYTES = 8
 
@@ -59,6 +60,20 @@ class Piece(NamedTuple):
     strides: tuple[int, ...] = ()
 
 
+class Guard(NamedTuple):
+    """What has to stand before data for them to lie as the manifest says: to be checked when they are read.
+
+    Attributes:
+        file: Index into `Manifest.files`.
+        offset: First byte of the data in that file.
+        head: Index into `Manifest.heads`: the bytes that come right before.
+    """
+
+    file: int
+    offset: int
+    head: int
+
+
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor of a checkpoint.
@@ -97,6 +112,8 @@ class Manifest:
         structure: How the state was nested, as the commit record has it; None without one.
         record_digest: xxh3-128 of the commit record, or of DCP's metadata; empty without one.
         format: What kind of checkpoint it is: ``safetensors``, ``fastload``, …
+        guards: Where data lie as those of others do, which was not looked at; in the order of the bytes.
+        heads: What they have before them.
     """
 
     url: str
@@ -107,6 +124,8 @@ class Manifest:
     structure: Any = None
     record_digest: str = ""
     format: str = "safetensors"
+    guards: tuple[Guard, ...] = ()
+    heads: tuple[bytes, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:
@@ -163,6 +182,8 @@ class Manifest:
             structure=columns["structure"],
             record_digest=columns["record_digest"],
             format=columns["format"],
+            guards=tuple(map(Guard._make, columns["guards"])),
+            heads=tuple(map(base64.b64decode, columns["heads"])),
         )
 
     def _columns(self) -> dict[str, object]:
@@ -176,6 +197,8 @@ class Manifest:
             "structure": self.structure,
             "record_digest": self.record_digest,
             "format": self.format,
+            "guards": self.guards,
+            "heads": [base64.b64encode(head).decode() for head in self.heads],
         }
 
 

@@ -88,7 +88,7 @@ def look(storage: Storage) -> Sight:
     return Sight.CHECKPOINT if any(kind.is_in(names) for kind in _FOLDER_FORMATS) else Sight.DIRECTORY
 
 
-def read_manifest(storage: Storage) -> Manifest:
+def read_manifest(storage: Storage, *, exact: bool = False) -> Manifest:
     """Finds and reads the checkpoint at the root of a storage.
 
     A directory with a commit record holds the files that the record names, and no others: neither an
@@ -99,6 +99,7 @@ def read_manifest(storage: Storage) -> Manifest:
     Args:
         storage: Where to look; its methods are called from several threads. Of each file the header is
             read, nothing else.
+        exact: Whether to look at all that a manifest with guards took to be like something else.
 
     Raises:
         CheckpointNotFound: There is nothing, or a directory without safetensors files.
@@ -112,7 +113,8 @@ def read_manifest(storage: Storage) -> Manifest:
     if names is not None:
         for kind in _FOLDER_FORMATS:
             if kind.is_in(names):
-                return _module(kind.module).read_folder(storage, names)  # type: ignore[no-any-return]
+                more = {"exact": True} if exact else {}
+                return _module(kind.module).read_folder(storage, names, **more)  # type: ignore[no-any-return]
         raise CheckpointNotFound(_without_files(storage.url, names))
     stat = storage.stat("")
     if stat is None:

@@ -47,10 +47,11 @@ class Pairs(list[Any]):
         Raises:
             ManifestError: A key is something else.
         """
-        for key in self[::2]:
-            if type(key) is not str:
-                raise ManifestError(f"{where}: a key is no text but {show(key)}")
-        return dict(self.pairs())
+        keys = self[::2]
+        if not {str}.issuperset(map(type, keys)):  # in C: there may be very many
+            other = next(key for key in keys if type(key) is not str)
+            raise ManifestError(f"{where}: a key is no text but {show(other)}")
+        return dict(zip(keys, self[1::2], strict=True))
 
 
 class Elements(list[Any]):
@@ -75,6 +76,10 @@ class Persistent(NamedTuple):
         return "<persistent id>"
 
 
+_NO_ITEMS: list[Any] = []
+_NO_PAIRS = Pairs()
+
+
 class Made:
     """What a pickle would make by a call.
 
@@ -94,8 +99,20 @@ class Made:
         self.args = args
         self.kwargs = kwargs
         self.state: Any = None
-        self.items: list[Any] = []
-        self.pairs = Pairs()
+        self.items = _NO_ITEMS  # most have none
+        self.pairs = _NO_PAIRS
+
+    def append(self, items: list[Any]) -> None:
+        """Adds to its `items`."""
+        if self.items is _NO_ITEMS:
+            self.items = []
+        self.items += items
+
+    def set_items(self, pairs: list[Any]) -> None:
+        """Adds to its `pairs`."""
+        if self.pairs is _NO_PAIRS:
+            self.pairs = Pairs()
+        self.pairs += pairs
 
     def __repr__(self) -> str:
         return f"<{self.what}>"

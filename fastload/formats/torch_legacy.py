@@ -29,7 +29,7 @@ _START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # 0x1950a86a20f9469cfc6c
 _VERSION = 1001
 _NUM_PICKLES = 5
 _LENGTH_BYTES = 8
-_FIRST_BYTES, _MAX_BYTES = 1 << 20, 1 << 28
+_FIRST_BYTES, _MAX_BYTES = 1 << 20, 1 << 24
 
 
 def is_one(head: bytes) -> bool:

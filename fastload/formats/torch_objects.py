@@ -58,6 +58,7 @@ class Objects:
     def __init__(self, where: str) -> None:
         self._where = where
         self._known: dict[int, Any] = {}
+        self._storage_dtypes: dict[str, torch.dtype] = {}
         self._depth = 0
 
     def value(self, node: Any) -> Any:
@@ -208,7 +209,10 @@ class Objects:
     def _storage(self, node: Any) -> StorageRef:
         if type(node) is not Persistent:
             raise ValueError(f"{show(node)} where a storage is to be")
-        return StorageRef.of(node.id, self._where)
+        ref = StorageRef.of(node.id, self._where)
+        if self._storage_dtypes.setdefault(ref.key, ref.dtype) != ref.dtype:  # which torch never writes
+            raise ValueError(f"storage {show(ref.key)} is of {self._storage_dtypes[ref.key]} and {ref.dtype}")
+        return ref
 
     def _bare_storage(self, node: Persistent) -> Any:
         self._storage(node)

@@ -15,7 +15,7 @@ from fastload.ranks.door import machine
 from fastload.ranks.world import World, require_same
 from fastload.storage import PatientStorage, Storage
 
-__all__ = ["Access", "agree_on_access"]
+__all__ = ["Access", "agree_on_access", "look_closer"]
 
 _log = logging.getLogger(__name__)
 
@@ -174,6 +174,24 @@ def _share_manifest(
     if packed == _REPLACED:
         return None
     return own[0] if own else Manifest.from_bytes(packed)
+
+
+def look_closer(world: World, access: Access) -> Access:
+    """Reads once more what is where, now without taking anything to be like something else.
+
+    Raises:
+        FastloadError: As when it was opened.
+    """
+    storage, own = access.storage, list[Manifest]()
+    _log.info("%s: not all items that look alike are: it is opened once more", storage.url)
+
+    def read() -> bytes:
+        own.append(read_manifest(storage, exact=True))
+        return own[0].to_bytes()
+
+    what = f"looking closer at {storage.url}"
+    packed = world.share(what, access.readers[0], read) if world.size > 1 else read()
+    return replace(access, manifest=own[0] if own else Manifest.from_bytes(packed))
 
 
 def _is_outdated(storage: PatientStorage, connect: Callable[[], PatientStorage]) -> bool:

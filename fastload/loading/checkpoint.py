@@ -16,7 +16,7 @@ import torch
 from fastload.base.threads import ProcessLock
 from fastload.errors import FastloadError, IncompleteCheckpoint, WorldError
 from fastload.formats.names import RECORD_NAME
-from fastload.loading.access import Access
+from fastload.loading.access import Access, look_closer
 from fastload.loading.job import Job, LoadRequest, Opened, Request
 from fastload.loading.load import Before, Loaded, prepare, restore, run, sharded
 from fastload.options import LoadOptions
@@ -178,8 +178,11 @@ class Checkpoint:
         if boxes is not None:
             self._flow = self._box_flow(names, boxes, device)
             return TensorStream(self._flow)
-        began, opened = time.perf_counter(), self._opened
+        began = time.perf_counter()
         with self._at_most_one_failure():
+            if self.manifest.guards:
+                self._look_closer()  # what is handed out before all is over cannot be loaded again
+            opened = self._opened
             job = prepare(opened, StreamRequest(names, device))
         before = self._before(began)
         self._watch(job)
@@ -218,19 +221,36 @@ class Checkpoint:
             self._watch(job)
             job.pipeline.run()
 
-        before, opened = self._before(time.perf_counter()), self._opened
-        options = replace(opened.options, staging_bytes=staging_bytes)
-        return self._settle(prepare(replace(opened, options=options), request), before, moves)
+        while True:
+            before, opened = self._before(time.perf_counter()), self._opened
+            options = replace(opened.options, staging_bytes=staging_bytes)
+            job = prepare(replace(opened, options=options), request)
+            loaded = self._move(job, before, moves)
+            if not loaded.is_misread:
+                return self._finish(job, loaded)
+            self._look_closer()
 
     def _settle(self, job: Job, before: Before, moves: Callable[[Job], object]) -> tuple[LoadReport, Any]:
         """Ends a load on all ranks; see `run`."""
+        return self._finish(job, self._move(job, before, moves))
+
+    def _move(self, job: Job, before: Before, moves: Callable[[Job], object]) -> Loaded:
         opened = self._opened
         loaded = run(opened, job, self._tracing, before, moves=moves)
         self._reported_retries = opened.access.storage.num_retries
         self._opened = replace(opened, access=opened.access.without(loaded.broken))
+        return loaded
+
+    def _finish(self, job: Job, loaded: Loaded) -> tuple[LoadReport, Any]:
+        opened = self._opened
         _warn_of(loaded, opened.world)
         self.report = loaded.report
         return loaded.report, restore(opened, job.wish.matched, loaded)
+
+    def _look_closer(self) -> None:
+        """Finds out where data lie of which the manifest only says that they are like others."""
+        access = look_closer(self._opened.world, self._opened.access)
+        self._opened, self.manifest = replace(self._opened, access=access), access.manifest
 
     def _before(self, began: float) -> Before:
         # Retries of opening count with the first load; a later one counts its own.

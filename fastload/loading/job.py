@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from fastload.errors import OptionError
+from fastload.formats.manifest import Manifest
 from fastload.loading.access import Access
 from fastload.loading.match import Match, match
 from fastload.loading.place import Placer
 from fastload.options import LoadOptions
 from fastload.ranks.world import World, members_of
 from fastload.transfer.exchange import has_nccl, open_exchange
+from fastload.transfer.guards import Guards
 from fastload.transfer.pipeline import Pipeline, read_threads
 from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.read import ChunkReader
@@ -274,11 +276,16 @@ def open_job(
         verifier=opened.verifier,
         on_damage=refuse,
         via_cache=wish.decision.alone and opened.ranks_on_host > 1,
+        guards=_guards(access.manifest, in_parts=not isinstance(plan, TransferPlan)),
     )
     placer = wish.matched.outbox or Placer(wish.matched.destinations)
     slabs = lay_slabs(plan, opened.world.rank, exchange, placer)
     pipeline = Pipeline(opened.world, plan, reader, exchange, placer, slabs, options.progress)
     return Job(wish, plan, bytes_wanted, reader, exchange, pipeline)
+
+
+def _guards(manifest: Manifest, *, in_parts: bool) -> Guards | None:
+    return Guards(manifest, in_parts=in_parts) if manifest.guards else None
 
 
 @contextmanager

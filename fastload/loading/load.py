@@ -60,11 +60,13 @@ class Loaded:
         report: What it did.
         broken: Readers that dropped out.
         calls: Whether some rank has to call what is the caller's own before all have what they want.
+        is_misread: Whether data do not lie where the manifest says, which took them to be like others.
     """
 
     report: LoadReport
     broken: frozenset[int]
     calls: bool
+    is_misread: bool
 
 
 def prepare(opened: Opened, request: Request) -> Job:
@@ -141,7 +143,13 @@ def run(
         moves(last)
         report = asdict(_report_rank(opened, passes, before))
         calls = job.wish.matched.calls or opened.options.on_report is not None
-        return {"report": report, "unread_from": last.pipeline.unread_from, "calls": calls}
+        is_misread = any(one.reader.guards is not None and one.reader.guards.is_broken for one in passes)
+        return {
+            "report": report,
+            "unread_from": last.pipeline.unread_from,
+            "calls": calls,
+            "is_misread": is_misread,
+        }
 
     try:
         while True:
@@ -174,7 +182,8 @@ def run(
             ranks=tuple(RankReport(**answer["report"]) for answer in answers),
         )
         calls = any(answer["calls"] for answer in answers)
-        return Loaded(report, frozenset(broken | job.pipeline.broken), calls)
+        is_misread = any(answer["is_misread"] for answer in answers)
+        return Loaded(report, frozenset(broken | job.pipeline.broken), calls, is_misread)
     finally:
         passes[-1].close()
 

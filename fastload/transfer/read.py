@@ -17,6 +17,7 @@ from fastload.formats.manifest import FileEntry
 from fastload.geometry.extents import Span
 from fastload.storage import PatientStorage, take
 from fastload.storage.base import ByteCounter
+from fastload.transfer.guards import Guards
 from fastload.transfer.verify import Damage, Verifier
 
 __all__ = ["ChunkReader"]
@@ -36,11 +37,13 @@ class ChunkReader:
         verifier: Checks what was read; None if there is nothing to check it against.
         on_damage: Called with each block that is not as it was written; what it raises ends the read.
         via_cache: Whether others on this host read the same bytes, see `Storage.read_into`.
+        guards: What has to stand before data; None if there is nothing of the kind.
 
     Attributes:
         watch: Time with at least one read under way.
         verified: Bytes that were checked.
         rereads: Blocks read again because they had not.
+        guards: As given.
     """
 
     def __init__(
@@ -52,7 +55,9 @@ class ChunkReader:
         verifier: Verifier | None,
         on_damage: Callable[[Damage], object],
         via_cache: bool = False,
+        guards: Guards | None = None,
     ) -> None:
+        self.guards = guards
         self._storage = storage
         self._files = files
         self._via_cache = via_cache
@@ -60,8 +65,7 @@ class ChunkReader:
         self._lock = threading.Lock()
         self._num_unanswered = 0
         self._under_way: dict[int, tuple[float, Span]] = {}  # of each thread: since when, and what
-        self._verifier = verifier
-        self._on_damage = on_damage
+        self._check = partial(self._verify, verifier, on_damage) if verifier is not None else None
         self.watch = Stopwatch()
         self.verified = ByteCounter()
         self.rereads = ByteCounter()
@@ -114,13 +118,32 @@ class ChunkReader:
     def _read(self, spans: Sequence[Span], buffers: Sequence[memoryview]) -> None:
         try:
             for group in _requests(spans, buffers, 0 if self._storage.probes else _MOST_BETWEEN_BYTES):
-                self._read_span(*_joined(group))
-                if self._verifier is not None:
+                self._read_guarded(group)
+                if self._check is not None:
                     for span, taken in group:
-                        self._verify(self._verifier, span, taken)
+                        self._check(span, taken)
         finally:
             with self._lock:
                 self._num_unanswered -= 1
+
+    def _read_guarded(self, group: list[Part]) -> None:
+        """Reads a group with one request, what guards it included; only rarely is that somewhere else."""
+        parts: list[Part] = []
+        heads: list[tuple[memoryview, bytes]] = []
+        for span, taken in group:
+            guard = self.guards.before(span) if self.guards is not None else None
+            if guard is not None:
+                begin, head = guard
+                heads.append((memoryview(bytearray(len(head))), head))
+                before = span._replace(offset=begin, nbytes=len(head))
+                if begin + len(head) == span.offset and not (parts and begin < _end(parts[-1][0])):
+                    parts.append((before, [heads[-1][0]]))
+                else:
+                    self._read_span(before, [heads[-1][0]])
+            parts.append((span, taken))
+        self._read_span(*_joined(parts))
+        if self.guards is not None and any(found != head for found, head in heads):
+            self.guards.is_broken = True
 
     def _read_span(self, span: Span, buffers: Sequence[memoryview]) -> None:
         with self.watch.span(nbytes=span.nbytes), self._reading(span):
@@ -131,9 +154,15 @@ class ChunkReader:
         self.rereads.add(1)
         self._read_span(span, buffers)
 
-    def _verify(self, verifier: Verifier, span: Span, buffers: Sequence[memoryview]) -> None:
+    def _verify(
+        self,
+        verifier: Verifier,
+        on_damage: Callable[[Damage], object],
+        span: Span,
+        buffers: Sequence[memoryview],
+    ) -> None:
         for damage in verifier.damage(span, buffers, self._read_again):
-            self._on_damage(damage)
+            on_damage(damage)
         self.verified.add(span.nbytes)
 
     @contextlib.contextmanager
@@ -157,7 +186,7 @@ def _requests(
     for span in spans:
         if group:
             last, _ = group[-1]
-            between = span.offset - last.offset - last.nbytes if span.file == last.file else -1
+            between = span.offset - _end(last) if span.file == last.file else -1
             if not 0 <= between <= most_between:
                 yield group
                 group = []
@@ -165,6 +194,10 @@ def _requests(
         group.append((span, taken))
     if group:
         yield group
+
+
+def _end(span: Span) -> int:
+    return span.offset + span.nbytes
 
 
 def _joined(group: Sequence[Part]) -> Part:

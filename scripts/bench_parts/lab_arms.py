@@ -42,7 +42,7 @@ PEER_ENV = {
 
 @dataclass(frozen=True)
 class Places:
-    """Where a checkpoint is; each has ``safetensors/``, ``dcp/`` and ``state.flashpack`` below it.
+    """Where a checkpoint is; each has ``safetensors/``, ``dcp/``, ``state.pt``, ``state.flashpack`` below it.
 
     Attributes:
         http: URL.
@@ -86,6 +86,7 @@ def make_arms(tuned: Sequence[str]) -> list[Arm]:
         Arm(FLOOR, floor),
         Arm("every rank safetensors", every_rank_safetensors, reads="mount"),
         Arm("torch DCP", torch_dcp, reads="mount"),
+        Arm("every rank torch.load", every_rank_torch_load, reads="mount"),
         Arm("rank 0 + broadcast per tensor", first_rank_broadcasts, reads="mount"),
         Arm("fastsafetensors ParallelLoader", fastsafetensors_parallel, reads="mount"),
         Arm("fastsafetensors FileLoader", fastsafetensors_files, reads="mount"),
@@ -99,9 +100,10 @@ def make_arms(tuned: Sequence[str]) -> list[Arm]:
         arms.append(Arm(f"fastload {strategy}", partial(fastload_http, {"strategy": strategy})))
     arms.append(Arm(AS_IT_WAS, partial(fastload_http, {})))
     arms.append(Arm("fastload auto (s3)", fastload_s3, reads="S3"))
-    arms.append(Arm("fastload DCP", partial(_fastload_dcp, "http")))
-    arms.append(Arm("fastload DCP (s3)", partial(_fastload_dcp, "s3"), reads="S3"))
-    arms.append(Arm("fastload DCP (mount)", partial(_fastload_dcp, "folder"), reads="mount"))
+    for name, below in (("DCP", "dcp"), ("torch.save", "state.pt")):
+        arms.append(Arm(f"fastload {name}", partial(_fastload_other, "http", below)))
+        arms.append(Arm(f"fastload {name} (s3)", partial(_fastload_other, "s3", below), reads="S3"))
+        arms.append(Arm(f"fastload {name} (mount)", partial(_fastload_other, "folder", below), reads="mount"))
     for strategy in ("auto", "broadcast"):
         load = partial(fastload_mounted, {"strategy": strategy})
         arms.append(Arm(f"fastload {strategy} (mount)", load, reads="mount"))
@@ -161,6 +163,11 @@ def transformers_own(places: Places) -> State:
     from transformers import LlamaForCausalLM
 
     return _model(places, LlamaForCausalLM.from_pretrained)
+
+
+def every_rank_torch_load(places: Places) -> State:
+    state: State = torch.load(f"{places.folder}/state.pt", weights_only=True)
+    return state
 
 
 # ---- libraries that read once
@@ -265,8 +272,8 @@ def fastload_mounted(options: dict[str, Any], places: Places) -> State:
     return _fastload(places, str(places.folder), LoadOptions(**options))
 
 
-def _fastload_dcp(place: str, places: Places) -> State:
-    return _fastload(places, str(getattr(places, place)), LoadOptions(), "dcp")
+def _fastload_other(place: str, below: str, places: Places) -> State:
+    return _fastload(places, str(getattr(places, place)), LoadOptions(), below)
 
 
 def _fastload(places: Places, url: str, options: LoadOptions, below: str = "safetensors") -> State:

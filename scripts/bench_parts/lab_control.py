@@ -69,10 +69,11 @@ class Outcome:
 
 
 def make_checkpoint(folder: Path, nbytes: int, num_files: int) -> Checkpoint:
-    """Writes safetensors files with scripts/make_checkpoint.py, and the same state for DCP and flashpack.
+    """Writes safetensors files with scripts/make_checkpoint.py, and the same for DCP, torch, flashpack.
 
     With DCP it is saved by as many ranks as FSDP would have sharded it over.
     """
+    import torch
     from safetensors.torch import load_file
 
     from fastload.formats.state import state_digest
@@ -92,6 +93,7 @@ def make_checkpoint(folder: Path, nbytes: int, num_files: int) -> Checkpoint:
     ]
     saver += [str(SCRIPTS / "bench_parts" / "save_dcp.py"), str(folder / _SAFETENSORS), str(folder / "dcp")]
     subprocess.run(saver, check=True, capture_output=True)
+    torch.save(state, folder / "state.pt")
     try:
         from flashpack import pack_to_file
     except ImportError:

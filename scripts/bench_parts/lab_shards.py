@@ -73,6 +73,7 @@ def arms_of(layout: str, tuned: Sequence[str]) -> list[Arm]:
         Arm("fastload auto (mount)", fastload_mounted, reads="mount"),
         Arm("fastload DCP", fastload_dcp),
         Arm("fastload DCP (mount)", fastload_dcp_mounted, reads="mount"),
+        Arm("fastload DCP (s3)", fastload_dcp_s3, reads="S3"),
     ]
     arms += [Arm(f"fastload {text}", partial(fastload_http, **parse_tuned(text))) for text in tuned]
     return arms
@@ -92,6 +93,10 @@ def fastload_dcp(places: Places) -> State:
 
 def fastload_dcp_mounted(places: Places) -> State:
     return _fastload(str(places.folder), places, LoadOptions(), "dcp")
+
+
+def fastload_dcp_s3(places: Places) -> State:
+    return _fastload(places.s3, places, LoadOptions(), "dcp")
 
 
 def _peer(load: Callable[[Path, nn.Module], None], below: str, places: Places) -> State:

@@ -171,7 +171,7 @@ def test_files_of_older_torch_come_back(tmp_path: Path) -> None:
     for name, order in {"old": None, "repacked": b"little"}.items():
         (tmp_path / name).write_bytes(zipped(records["data.pkl"], storages, order=order))
         assert fastload.load(tmp_path / name)["a"].tolist() == value.tolist()
-    untyped = tensor((2, 2), (2, 1), storage=Stored("0", 400, torch.UntypedStorage),
+    untyped = tensor((2, 2), (2, 1), storage=Stored("1", 400, torch.UntypedStorage),
                      function=torch._utils._rebuild_tensor_v3, more=(torch.float8_e4m3fn,))  # fmt: skip
     parameter = Call(torch._utils._rebuild_parameter, untyped, False, OrderedDict())
     typed = Call(torch._tensor._rebuild_from_type_v2, torch._utils._rebuild_tensor_v2, torch.Tensor,
@@ -186,7 +186,7 @@ def test_files_of_older_torch_come_back(tmp_path: Path) -> None:
         "f": Call(complex, 1.0, 2.0),
     }
     for protocol in (2, 3, 4, 5):
-        (tmp_path / "b").write_bytes(zipped(pickled(state, protocol)))
+        (tmp_path / "b").write_bytes(zipped(pickled(state, protocol), {"data/1": bytes(400)}))
         found = fastload.load(tmp_path / "b")
         assert found["a"].dtype is torch.float8_e4m3fn
         assert type(found["b"]) is Parameter
@@ -222,7 +222,7 @@ def test_what_cannot_be_loaded_is_named_unless_it_is_not_wanted(tmp_path: Path) 
         "meta": Call(torch._utils._rebuild_meta_tensor_no_storage, torch.float32, (3,), (1,), False),
         "unfold": tensor((8, 3), (1, 1)),
         "conj": tensor((3,), (1,), more=({"conj": True},)),
-        "bits": tensor((2,), (1,), storage=Stored("0", 9, torch.QUInt8Storage)),
+        "bits": tensor((2,), (1,), storage=Stored("1", 9, torch.QUInt8Storage)),
         "class": OrderedDict,
         ("tuple",) * 101: 1,
     }
@@ -335,6 +335,10 @@ BAD_FILES = {
     "no dtype": (
         zipped(pickled({"a": tensor((1,), (1,), function=torch._utils._rebuild_tensor_v3, more=("x",))})),
         "is no dtype",
+    ),
+    "two dtypes": (
+        zipped(pickled([tensor((1,), (1,)), tensor((1,), (1,), storage=Stored("0", 50, torch.LongStorage))])),
+        "is of torch.float32 and torch.int64",
     ),
     "size of what": (zipped(pickled({"a": Call(torch.Size, "abc")})), "in place of sizes"),
     "device": (zipped(pickled({"a": Call(torch.device, "x" * 99)})), "no device"),

@@ -166,6 +166,32 @@ def test_bombs_take_no_more_memory_than_their_text() -> None:
     assert most < 30_000_000
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        b"]",
+        b"(",
+        b"}",
+        b"K\x07\x85",
+        b"K\x07\x85N\x94",
+        b"h\x00)R",
+        b"h\x00)RN",
+        b"N",
+        b"M\xff\xff",
+        b"\x94",
+        b"\x8f",
+    ],
+)
+def test_memory_is_some_thirty_times_the_bytes_at_most(pattern: bytes) -> None:
+    data = b"ccollections\nOrderedDict\nq\x00](N" + pattern * (900_000 // len(pattern)) + b"e."
+    tracemalloc.start()
+    with suppress(ManifestError):
+        unpickle(data, "it")
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 32 * len(data)
+
+
 @settings(max_examples=300)
 @given(st.data())
 def test_any_bytes_give_a_value_or_one_error(data: st.DataObject) -> None:

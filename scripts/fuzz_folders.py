@@ -1,15 +1,17 @@
-"""Mutates small directories of torch.distributed.checkpoint, and loads them: an error, or right values.
+"""Mutates small directories that torch or its peers saved, and loads them: an error, or right values.
 
-    .venv/bin/python scripts/fuzz_dcp.py --count 20000 --seed 1
+    .venv/bin/python scripts/fuzz_folders.py --kind dcp --count 20000 --seed 1
 
 Nothing but a `FastloadError` may come out, or what torch reads in the same bytes: where a load succeeds, each
-of its tensors is the one that was saved, or else what `torch.load(weights_only=True)` finds in its item.
-Bytes of tensors are left as they are. Whoever takes longer than some seconds, or asks for much memory, fails.
+of its tensors is the one that was saved, or else what `torch.load(weights_only=True)`, or the safetensors
+library, finds in that file. Bytes of tensors are left as they are. Whoever takes longer than some seconds, or
+asks for much memory, fails.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import random
 import resource
 import shutil
@@ -25,10 +27,12 @@ from typing import Any
 import click
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 import fastload
-from fastload.errors import FastloadError
+from fastload.errors import FastloadError, ManifestError
 from fastload.formats.state import describe
 
 _LOAD_S = 20
@@ -62,6 +66,51 @@ def make_directories(root: Path) -> list[Path]:
     shutil.copytree(root / "one", root / "alone")
     (root / "alone" / ".metadata").rename(root / "alone" / "__0.metadata")
     return [root / "one", root / "items", root / "alone"]
+
+
+def make_megatron(root: Path) -> list[Path]:
+    """Lays out what `megatron.core.dist_checkpointing` does: what ranks share beside what DCP saves."""
+    sharded = {"decoder.weight": torch.randn(2, 3, 4), "decoder.bias": torch.ones(3)}
+    objects = {"rng_state/shard_0_1": {"seed": 7, "cuda": torch.arange(4)}}
+    with warnings.catch_warnings(action="ignore"):
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+        dcp.save({**sharded, **objects}, checkpoint_id=root / "megatron", planner=planner, no_dist=True)
+    common = {"iteration": 9, "args": {"lr": 0.5}, "scale": torch.tensor(3.0), "more": [torch.randn(2, 3)]}
+    torch.save(common, root / "megatron" / "common.pt")
+    backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+    (root / "megatron" / "metadata.json").write_text(json.dumps(backends))
+    return [root / "megatron"]
+
+
+def make_bin(root: Path) -> list[Path]:
+    """Lays out what transformers once did: files of torch.save, and an index."""
+    (root / "bin").mkdir()
+    whole = torch.randn(4, 6)
+    parts = [
+        {"a.weight": whole, "a.turned": whole.t(), "a.bias": torch.ones(3).to(torch.bfloat16)},
+        {"b.weight": torch.randn(5, 2), "b.part": torch.randn(8, 3)[2:5], "b.count": torch.tensor(7)},
+    ]
+    names = [f"pytorch_model-{number:05d}-of-00002.bin" for number in (1, 2)]
+    for name, part in zip(names, parts, strict=True):
+        torch.save(part, root / "bin" / name)
+    weight_map = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+    index = {"metadata": {"total_size": 300}, "weight_map": weight_map}
+    (root / "bin" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return [root / "bin"]
+
+
+def make_shards(root: Path) -> list[Path]:
+    """Lays out what `HuggingFaceStorageWriter(save_distributed=True)` does on two ranks."""
+    (root / "shards").mkdir()
+    weight, bias = torch.randn(6, 4), torch.randn(5)
+    for rank in range(2):
+        part = {"w": weight[3 * rank : 3 * rank + 3].clone(), "v": bias[3 * rank : 3 * rank + 3].clone()}
+        part |= {"only": torch.arange(3)} if rank else {}
+        offsets = {"w": [3 * rank, 0], "v": [3 * rank], "only": [0]}
+        info = json.dumps({name: {"saved_offsets": offsets[name]} for name in part})
+        name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+        save_file(part, root / "shards" / name, metadata={"DCP_SHARDING_INFO": info, "format": "pt"})
+    return [root / "shards"]
 
 
 def data_ranges(folder: Path) -> dict[str, list[tuple[int, int]]]:
@@ -115,7 +164,7 @@ def run_one(folder: Path, expected: dict[str, Tensor]) -> str:
     try:
         state = fastload.load(folder)
     except FastloadError as error:
-        return type(error).__name__
+        return "refused" if isinstance(error, ManifestError) else type(error).__name__
     found = tensors_of(state)
     wrong = [
         name for name, tensor in found.items() if not any(is_same(tensor, one) for one in expected.values())
@@ -136,21 +185,46 @@ def is_same(one: Tensor, other: Tensor) -> bool:
 def is_as_torch_reads(folder: Path, manifest: fastload.Manifest, name: str, tensor: Tensor) -> bool:
     """Whether torch finds the same in the item that a tensor is in."""
     entry = manifest.by_name[name]
-    data = (folder / manifest.files[entry.file].name).read_bytes()
+    path = folder / manifest.files[entry.file].name
+    if path.suffix == ".safetensors":
+        return is_same(joined_shards(folder, name, tensor), tensor)
+    data = path.read_bytes()
     begin = data.rfind(b"PK\3\4", 0, data.rfind(b"data.pkl", 0, entry.offset))
     end = data.find(b"PK\5\6", entry.offset) + 22
     try:
         read = torch.load(io.BytesIO(data[begin:end]), weights_only=True)
     except Exception:  # torch does not read it
         return False
-    return isinstance(read, Tensor) and is_same(read, tensor)
+    return any(is_same(one, tensor) for one in tensors_of({"it": read}).values())
 
 
-def outcomes(count: int, seed: int) -> Iterator[str]:
+def joined_shards(folder: Path, name: str, like: Tensor) -> Tensor:
+    """Puts a tensor together from what the safetensors library reads."""
+    whole = torch.full_like(like, 99)
+    for path in sorted(folder.iterdir()):
+        try:
+            with safe_open(path, "pt") as file:
+                infos = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+                if name in file.keys():  # noqa: SIM118  (it is no dict)
+                    part = file.get_tensor(name)
+                    offsets = infos.get(name, {}).get("saved_offsets", [0] * part.dim())
+                    place = [slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True)]
+                    if part.dtype != like.dtype or whole[tuple(place)].shape != part.shape:
+                        return torch.empty(0)
+                    whole[tuple(place)] = part
+        except SafetensorError:
+            continue
+    return whole
+
+
+KINDS = {"dcp": make_directories, "megatron": make_megatron, "bin": make_bin, "shards": make_shards}
+
+
+def outcomes(kind: str, count: int, seed: int) -> Iterator[str]:
     choose = random.Random(seed)
-    with tempfile.TemporaryDirectory(prefix="fuzz-dcp-") as name:
+    with tempfile.TemporaryDirectory(prefix="fuzz-folders-") as name:
         root = Path(name)
-        folders = make_directories(root)
+        folders = KINDS[kind](root)
         expected = {folder: tensors_of(fastload.load(folder)) for folder in folders}
         places = {folder: spots(folder, data_ranges(folder)) for folder in folders}
         for number in range(count):
@@ -173,7 +247,7 @@ def outcomes(count: int, seed: int) -> Iterator[str]:
                     f"mutation {number} of seed {seed}, in {sorted(p.name for p in by_file)}: {error!r}",
                     file=sys.stderr,
                 )
-                keep = Path(tempfile.mkdtemp(prefix="fuzz-dcp-kept-"))
+                keep = Path(tempfile.mkdtemp(prefix="fuzz-folders-kept-"))
                 shutil.copytree(folder, keep / folder.name)
                 print(f"kept in {keep}", file=sys.stderr)
                 yield f"WRONG: {type(error).__name__}"
@@ -195,15 +269,16 @@ def too_long(number: int, frame: object) -> None:
 
 
 @click.command()
+@click.option("--kind", default="dcp", type=click.Choice([*KINDS]), show_default=True, help="Of directories.")
 @click.option("--count", default=20_000, show_default=True, help="Mutations.")
 @click.option("--seed", default=1, show_default=True, help="Of the choices.")
-def main(count: int, seed: int) -> None:
-    """Load directories of DCP with bytes changed, and count what comes of it."""
+def main(kind: str, count: int, seed: int) -> None:
+    """Load directories with bytes changed, and count what comes of it."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, too_long)
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + _ROOM_BYTES, now + _ROOM_BYTES))
-    tally = Counter(outcomes(count, seed))
+    tally = Counter(outcomes(kind, count, seed))
     for what, times in tally.most_common():
         print(f"{times:8} {what}")
     sys.exit(any(what.startswith("WRONG") for what in tally))
