@@ -3,6 +3,10 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fastload.base.installed import require_alone
+
+require_alone()  # before anything of a package whose files may be mixed
+
 from fastload.api import async_save, inspect, load, open, save, stage, verify
 from fastload.errors import (
     CheckpointError,

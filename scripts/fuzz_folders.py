@@ -55,13 +55,13 @@ def saved_state() -> dict[str, Any]:
 
 def make_directories(root: Path) -> list[Path]:
     """Saves as DCP does with one file, with several, and without collectives."""
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         state = saved_state()
-        dcp.save(state, checkpoint_id=root / "one", no_dist=True)
+        dcp.save(state, checkpoint_id=root / "one")
         dcp.save(
             state,
             storage_writer=dcp.FileSystemWriter(root / "items", single_file_per_rank=False),
-            no_dist=True,
         )
     shutil.copytree(root / "one", root / "alone")
     (root / "alone" / ".metadata").rename(root / "alone" / "__0.metadata")

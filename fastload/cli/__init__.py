@@ -5,15 +5,21 @@ from __future__ import annotations
 import logging
 import sys
 
+from fastload.base.installed import require_alone
+
 try:
+    require_alone()  # in case the other one's fastload/__init__.py is there instead of ours
     import click
     import rich  # noqa: F401
+except ModuleNotFoundError as error:
+    sys.exit(f"the command line needs {error.name}: pip install 'fastload-torch[cli]'")
 except ImportError as error:
-    sys.exit(f"the command line needs {error.name}: pip install click rich")
+    sys.exit(f"fastload: {error}")
 
 import fastload
 from fastload.cli.cadence import cadence
 from fastload.cli.convert import convert
+from fastload.cli.doctor import doctor
 from fastload.cli.load import inspect, load
 from fastload.cli.ls import ls, prune
 from fastload.cli.plan import plan
@@ -35,5 +41,18 @@ def main(verbose: bool) -> None:
         logging.getLogger("fastload").setLevel(logging.DEBUG)
 
 
-for _command in (inspect, load, stage, verify, ls, prune, convert, plan, timeline, size, cadence):
+for _command in (
+    inspect,
+    load,
+    stage,
+    verify,
+    ls,
+    prune,
+    convert,
+    plan,
+    timeline,
+    size,
+    cadence,
+    doctor,
+):
     main.add_command(_command)

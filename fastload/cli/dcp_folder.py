@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any
 
 import fastload
-from fastload.cli.shares import Shares, num_ranks
+from fastload.cli.shares import Shares
 from fastload.cli.torch_file import local_path
 from fastload.errors import CheckpointError, CheckpointExists, OptionError
 from fastload.formats.names import NAMES
@@ -43,10 +43,9 @@ def write_dcp_folder(shares: Shares, dst: str, *, overwrite: bool, timeout_s: fl
     what = f"looking whether {path} can be written"
     agree(None, what, lambda: _check(path, state, overwrite), timeout_s=timeout_s)
     try:
-        with warnings.catch_warnings(action="ignore"):  # of what torch deprecates of its own
-            dcp.save(
-                state, storage_writer=dcp.FileSystemWriter(path, overwrite=False), no_dist=num_ranks() == 1
-            )
+        with warnings.catch_warnings():  # of what torch deprecates of its own
+            warnings.simplefilter("ignore")
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(path, overwrite=False))
     except dcp.CheckpointException as error:
         failures = [f"rank {rank}: {wrapped[0]!r}" for rank, wrapped in sorted(error.failures.items())]
         raise CheckpointError(f"{path}: torch.distributed.checkpoint failed: {'; '.join(failures)}") from None

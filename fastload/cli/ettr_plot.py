@@ -54,7 +54,7 @@ def draw_ettr(
         from matplotlib.figure import Figure
         from matplotlib.ticker import NullLocator, PercentFormatter
     except ImportError:
-        raise OptionError("a drawing needs matplotlib: pip install matplotlib") from None
+        raise OptionError("a drawing needs matplotlib: pip install 'fastload-torch[plot]'") from None
 
     def value(interval_s: float) -> float:
         return ettr(interval_s, stall_s=stall_s, mtbf_s=mtbf_s, restart_s=restart_s + background_s)

@@ -34,7 +34,7 @@ def timeline(file: Any, png: str, floor_s: float | None) -> None:
         try:
             from fastload.cli.picture import draw
         except ImportError as error:
-            raise FastloadError(f"pictures need {error.name}: pip install matplotlib") from None
+            raise FastloadError(f"pictures need {error.name}: pip install 'fastload-torch[plot]'") from None
         try:
             draw(trace, png, *_floor(trace, floor_s), most_rows=_MOST_ROWS)
         except OSError as error:

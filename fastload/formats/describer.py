@@ -351,7 +351,7 @@ def _why_not_kept(value: Any) -> str:
         return "it has no shape yet: call its module once, with an example"
     if isinstance(value, Tensor):
         if hasattr(value, "to_local") or hasattr(value, "local_shards"):
-            how = 'see "DDP, FSDP and tensor parallelism" in README'
+            how = 'see "DDP, FSDP and tensor parallelism" in docs/loading.md'
             return f"of sharded tensors only DTensors are kept, as fully_shard (FSDP2) makes them; {how}"
         return "of the tensors only torch.Tensor and torch.nn.Parameter themselves are kept"
     if isinstance(value, (dict, list, tuple, set, frozenset, str, int, float)):

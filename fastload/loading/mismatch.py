@@ -26,7 +26,7 @@ __all__ = ["FOUND_LATE", "Renamed", "find_renamed", "misfit", "overlaps", "raise
 FOUND_LATE = "found after its tensors were loaded: into= is undefined"
 _HOW_TO_FILL = (
     "make such buffers before the load: model.to_empty(device=...), then the model's own initialization "
-    '(transformers: model.init_weights()); see "DDP, FSDP and tensor parallelism" in README.md'
+    '(transformers: model.init_weights()); see "DDP, FSDP and tensor parallelism" in docs/loading.md'
 )
 
 _PLAIN = (Tensor, nn.Parameter)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,8 +14,8 @@ __all__ = ["compare_clocks"]
 _NUM_PINGS = 8
 
 
-def compare_clocks(world: World, hosts: Sequence[str]) -> float | None:
-    """Returns what takes this rank's `time.perf_counter` to rank 0's; None if that cannot be said.
+def compare_clocks(world: World, hosts: Sequence[str], clock: Callable[[], float]) -> float | None:
+    """Returns what takes this rank's clock to rank 0's, in seconds; None if that cannot be said.
 
     Rank 0 asks one rank of each host for its time, again and again; the shortest round trip says it best.
     What one of them does not answer is not known for its host only.
@@ -24,6 +23,7 @@ def compare_clocks(world: World, hosts: Sequence[str]) -> float | None:
     Args:
         world: The ranks, all of which call this, once in each world.
         hosts: Host of each rank; on one host all clocks are the same.
+        clock: Tells the time, in seconds.
 
     Raises:
         PeerError: The rendezvous store is gone.
@@ -46,7 +46,7 @@ def compare_clocks(world: World, hosts: Sequence[str]) -> float | None:
                 continue
             offset = ""
             with contextlib.suppress(RuntimeError, ValueError):
-                offset = repr(min(_ping(store, other, n, await_value) for n in range(_NUM_PINGS))[1])
+                offset = repr(min(_ping(store, other, n, await_value, clock) for n in range(_NUM_PINGS))[1])
             store.set(_offset(other), offset)
         return 0.0
 
@@ -54,7 +54,7 @@ def compare_clocks(world: World, hosts: Sequence[str]) -> float | None:
         with contextlib.suppress(RuntimeError):
             for number in range(_NUM_PINGS if leader == rank else 0):
                 await_value(_ping_key(leader, number))
-                store.set(_pong_key(leader, number), repr(time.perf_counter()))
+                store.set(_pong_key(leader, number), repr(clock()))
             offset = await_value(_offset(leader)) if leader else "0.0"
             return float(offset) if offset else None
         return None
@@ -62,12 +62,14 @@ def compare_clocks(world: World, hosts: Sequence[str]) -> float | None:
     return world.rendezvous.ask("comparing clocks", world.patience_s, ask_all if rank == 0 else answer)
 
 
-def _ping(store: Any, other: int, number: int, await_value: Callable[[str], str]) -> tuple[float, float]:
+def _ping(
+    store: Any, other: int, number: int, await_value: Callable[[str], str], clock: Callable[[], float]
+) -> tuple[float, float]:
     """Returns a round trip to another rank, and what takes its clock to this one, in seconds."""
-    began = time.perf_counter()
+    began = clock()
     store.set(_ping_key(other, number), "")
     there = float(await_value(_pong_key(other, number)))
-    ended = time.perf_counter()
+    ended = clock()
     return ended - began, (began + ended) / 2 - there
 
 

@@ -57,7 +57,7 @@ class Tracing:
         """
         self._hosts = hosts
         if self._path is not None:
-            self._offset_s = compare_clocks(self._world, hosts)
+            self._offset_s = compare_clocks(self._world, hosts, time.perf_counter)
 
     def add(self, stage: str, began_s: float) -> None:
         """Records something that began then, by `time.perf_counter`, and ends now."""

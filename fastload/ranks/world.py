@@ -6,8 +6,8 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -31,6 +31,7 @@ __all__ = [
     "initialize",
     "join",
     "join_in",
+    "join_job",
     "meet",
     "members_of",
     "rank_in",
@@ -205,17 +206,59 @@ def initialize(device: str = "cpu") -> tuple[int, str]:
     return dist.get_rank(), device
 
 
-def _join_job(launch: Launch, *, backend: str) -> None:
+def join_job(launch: Launch, *calls: str, timeout_s: float) -> Iterator[World]:
+    """Forms worlds of a job's ranks by nothing but their store: no connections among them, no backend.
+
+    Args:
+        launch: This process's place.
+        calls: What they are to do together, one after the other, each in a world of its own.
+        timeout_s: As for `join`.
+
+    Raises:
+        WorldError: The ranks did not find each other.
+    """
     rank, size = launch.rank, launch.world_size
-    try:
-        store, _, _ = next(dist.rendezvous(launch.init_method, rank, size))
-        store = _of_this_life(store, rank, size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    if size == 1:
+        for _ in calls:
+            yield World(rank=0, size=1, group=None, store=None, timeout_s=timeout_s)
+        return
+    with _meeting(launch):
+        store = dist.PrefixStore("fastload/job", _store_of(launch))
+    for call in calls:
+        yield join_in(
+            store,
+            rank=rank,
+            size=size,
+            call=call,
+            timeout_s=timeout_s,
+            **_fate_of_store(list(range(size))),
+        )
+
+
+def _join_job(launch: Launch, *, backend: str) -> None:
+    with _meeting(launch):
+        store = _store_of(launch)
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
         _apart.add(dist.group.WORLD)
+
+
+def _store_of(launch: Launch) -> dist.Store:
+    """Connects to the store of a job."""
+    rank, size = launch.rank, launch.world_size
+    store, _, _ = next(dist.rendezvous(launch.init_method, rank, size))
+    return _of_this_life(store, rank, size)
+
+
+@contextmanager
+def _meeting(launch: Launch) -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:  # torch's DistError is one
         cause = str(error).partition("\n")[0]
         where = f"{launch.master_addr}:{launch.master_port}"
-        raise WorldError(f"rank {rank} of {size} did not meet the others at {where}: {cause}") from error
+        raise WorldError(
+            f"rank {launch.rank} of {launch.world_size} did not meet the others at {where}: {cause}"
+        ) from error
 
 
 def _of_this_life(store: dist.Store, rank: int, size: int) -> dist.Store:

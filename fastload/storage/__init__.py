@@ -70,7 +70,7 @@ def open_storage(
 
             return ObjectStorage(location, names, options or {}, attempt_s)
         _log.warning(
-            "reading %s:// through fsspec, the slower way; for the fast one: pip install obstore",
+            "reading %s:// through fsspec, the slow way; the fast one: pip install 'fastload-torch[remote]'",
             location.scheme,
         )
     from fastload.storage.remote import RemoteStorage
@@ -121,7 +121,7 @@ def open_target(
 
     root = locate(f"{scheme}://{parent}")
     if scheme in OBJECT_STORES and importlib.util.find_spec("obstore") is None:
-        raise OptionError(f"saving to {scheme}:// needs obstore: pip install obstore")
+        raise OptionError(f"saving to {scheme}:// needs obstore: pip install 'fastload-torch[remote]'")
     patience: dict[str, Any] = {"timeout_s": timeout_s, "attempt_s": attempt_s, "retries": retries}
     if scheme in _S3:
         from fastload.storage.multipart import Multipart

@@ -117,7 +117,7 @@ def make_client(url: str, store: Any, *, attempt_s: float) -> Any:
         import boto3  # noqa: F401
         import botocore.config
     except ImportError as error:
-        raise OptionError("saving to S3 needs boto3: pip install boto3") from error
+        raise OptionError("saving to S3 needs boto3: pip install 'fastload-torch[remote]'") from error
     # What obstore reads from the environment and boto3 does not, or by other names.
     known = s3_settings(store)
     is_on = {"1", "true", "yes", "on", "y"}

@@ -83,13 +83,15 @@ def _sharded_tensors(module: nn.Module) -> dict[str, DTensor]:
 
 def dcp_directory(folder: Path, module: nn.Module) -> None:
     """torch DCP, from what it saved itself."""
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         dcp.load(module.state_dict(), storage_reader=dcp.FileSystemReader(folder))
 
 
 def dcp_safetensors(folder: Path, module: nn.Module) -> None:
     """torch DCP, from safetensors files."""
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         dcp.load(module.state_dict(), storage_reader=HuggingFaceStorageReader(str(folder)))
 
 

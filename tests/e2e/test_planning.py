@@ -174,7 +174,7 @@ def test_the_drawing(tmp_path: Path, facts: str) -> None:
 
 def test_no_drawing_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    refused(1, "a drawing needs matplotlib: pip install matplotlib", *JOB, "--png", "ettr.png")
+    refused(1, "a drawing needs matplotlib: pip install 'fastload-torch[plot]'", *JOB, "--png", "ettr.png")
     assert fastload(*JOB).exit_code == 0
 
 

@@ -129,7 +129,7 @@ def mutated(kind: str, data: bytes, draw: random.Random) -> bytes:
         found = bytearray(data)
         mutate(found, draw)
         return bytes(found)
-    with tempfile.SpooledTemporaryFile() as file:
+    with tempfile.TemporaryFile() as file:
         file.write(data)
         with zipfile.ZipFile(file) as archive:
             records = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}

@@ -44,7 +44,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("dcp") / "saved"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state(), checkpoint_id=path, no_dist=True)
+        dcp.save(state(), checkpoint_id=path)
     return path
 
 
@@ -171,9 +171,10 @@ def test_megatron_directories(tmp_path: Path) -> None:
     """As `megatron.core.dist_checkpointing` lays them out: what ranks share beside what DCP saves."""
     sharded = {"decoder.layers.weight": torch.randn(2, 3, 4), "decoder.bias": torch.ones(3)}
     objects = {"rng_state/shard_0_1": {"seed": 7, "cuda": torch.arange(4)}}
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-        dcp.save({**sharded, **objects}, checkpoint_id=tmp_path / "m", planner=planner, no_dist=True)
+        dcp.save({**sharded, **objects}, checkpoint_id=tmp_path / "m", planner=planner)
     common = {"iteration": 9, "args": {"lr": 0.5}, "scale": torch.tensor(3.0)}
     torch.save(common, tmp_path / "m" / "common.pt")
     (tmp_path / "m" / "metadata.json").write_text(

@@ -18,6 +18,7 @@ DISTRIBUTED = {
     "cli/dcp_folder.py",
     "cli/shares.py",
     "cli/sharded.py",
+    "doctor/facts.py",
     "integrations/host.py",
     "ranks/agreement.py",
     "ranks/world.py",
@@ -27,9 +28,11 @@ DISTRIBUTED = {
     "transfer/links.py",
     "transfer/spreads.py",
 }
-ENVIRONMENT = {"ranks/launch.py", "options.py", "ranks/world.py", "transfer/links.py"}
+ENVIRONMENT = {"doctor/facts.py", "ranks/launch.py", "options.py", "ranks/world.py", "transfer/links.py"}
 FILES = {
+    "base/installed.py",  # what else is installed beside it
     "base/memory.py",  # what the kernel says of memory
+    "doctor/facts.py",  # what it says of limits, networks and paths
     "integrations/accelerate.py",  # where others save
     "integrations/assembled.py",
     "integrations/host.py",
@@ -54,6 +57,7 @@ PURE = {
     "geometry/extents.py",
     "geometry/placed.py",
     "transfer/demand.py",
+    "doctor/findings.py",
     "estimate/cadence.py",
     "formats/manifest.py",
     "formats/names.py",

@@ -1,0 +1,26 @@
+"""Whether this package is alone in its place: another distribution has a package of the same name."""
+
+from __future__ import annotations
+
+import glob
+import os
+
+__all__ = ["require_alone"]
+
+_REMEDY = "pip uninstall -y fastload fastload-torch && pip install fastload-torch"
+
+
+def require_alone() -> None:
+    """Refuses to go on where the distribution ``fastload``, a downloader of files, is installed, too.
+
+    Each of the two overwrites files of the other, and takes them along when it is uninstalled.
+
+    Raises:
+        ImportError: It is installed in the same directory.
+    """
+    site = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    if glob.glob(os.path.join(glob.escape(site), "fastload-*.dist-info")):
+        raise ImportError(
+            f"{site} has both fastload-torch and fastload, another project (a downloader of files), and "
+            f"each has overwritten files of the other. Install one of them alone: {_REMEDY}"
+        )

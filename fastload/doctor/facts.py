@@ -1,0 +1,272 @@
+"""What one rank finds on its host, by looking only: nothing is changed, and nothing is waited for long."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import resource
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fastload.base.threads import within
+from fastload.errors import DeadlineExceeded
+from fastload.ranks.door import machine
+from fastload.storage import Location
+from fastload.storage.mounts import bucket_client, file_system_type
+
+__all__ = ["Facts", "NameLookup", "PathFacts", "look_around"]
+
+LOOKUP_LIMIT_S = 6.0
+"""Longest wait for a name server, which resolvers ask again after 5 s."""
+_PATH_LIMIT_S = 10.0
+_LOOPBACK = "lo"
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_DISTRIBUTIONS = "safetensors fsspec xxhash numpy obstore boto3".split()
+
+
+@dataclass(frozen=True)
+class NameLookup:
+    """One question to whatever knows the names of hosts.
+
+    Attributes:
+        question: What was asked, such as ``name of 10.0.0.1``.
+        answer: Empty if there is none.
+        seconds: What it took; at most `LOOKUP_LIMIT_S`.
+    """
+
+    question: str
+    answer: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PathFacts:
+    """What a rank sees of a local path.
+
+    Attributes:
+        kind: Type of the file system.
+        client: The program that mounts a bucket there; empty if it is none.
+        exists: Whether anything is there.
+        is_folder: Whether that is a directory.
+        readable: Whether this process may read it.
+        writable: Whether this process may write there, or make it.
+        free_bytes: What the file system still takes.
+        problem: Why nothing could be found out; empty if it could.
+    """
+
+    kind: str = ""
+    client: str = ""
+    exists: bool = False
+    is_folder: bool = False
+    readable: bool = False
+    writable: bool = False
+    free_bytes: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one rank finds.
+
+    Attributes:
+        host: Name of the host.
+        machine: What the ranks of one host have in common, and no others.
+        versions: Of the software, by name; only of what is installed.
+        backends: Of torch.distributed, that this torch has.
+        gpus: Names of the GPUs that this process sees.
+        interface: Name of the network interface that Gloo takes, with its address.
+        speed_mbits: What the interface says of itself; 0 if nothing.
+        infiniband: Names of such devices.
+        lookups: What name servers say, and how soon.
+        open_files: Soft and hard limit; -1 is none.
+        locked_bytes: Soft limit of memory that may be locked; -1 is none.
+        memory_bytes: What this process may have, and what is free of it.
+        shm_bytes: Size of ``/dev/shm``, and what is free of it.
+        path: What it sees of the local path that was asked for; None if there is none.
+    """
+
+    host: str
+    machine: str
+    versions: dict[str, str]
+    backends: list[str]
+    gpus: list[str]
+    interface: str
+    speed_mbits: int
+    infiniband: list[str]
+    lookups: list[NameLookup]
+    open_files: tuple[int, int]
+    locked_bytes: int
+    memory_bytes: tuple[int, int]
+    shm_bytes: tuple[int, int]
+    path: PathFacts | None
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Facts:
+        """Takes what `dataclasses.asdict` made of one, by way of JSON."""
+        lookups = [NameLookup(**lookup) for lookup in fields["lookups"]]
+        path = PathFacts(**fields["path"]) if fields["path"] else None
+        pairs = {name: tuple(fields[name]) for name in ("open_files", "memory_bytes", "shm_bytes")}
+        return cls(**{**fields, **pairs, "lookups": lookups, "path": path})
+
+
+def look_around(rank: int, master: str, location: Location | None) -> Facts:
+    """Collects what can be known of this rank's process and host, within seconds.
+
+    Args:
+        rank: This one.
+        master: Name or address of the host where the ranks meet; empty without a launcher.
+        location: What the user asks for.
+    """
+    host = socket.gethostname()
+    own = _ask(f"address of {host}", lambda: socket.gethostbyname(host))
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0] or _interface_with(own.answer)
+    address = _address_of(interface)
+    addresses = dict.fromkeys(found for found in (address, _address(master)) if found)
+    return Facts(
+        host=host,
+        machine=machine(host, rank),
+        versions=_versions(),
+        backends=_backends(),
+        gpus=_gpus(),
+        interface=f"{interface} ({address or 'no address'})",
+        speed_mbits=_number_in(f"/sys/class/net/{interface}/speed"),
+        infiniband=sorted(entry.name for entry in _entries("/sys/class/infiniband")),
+        lookups=[own, *(_ask(f"name of {found}", _reversed(found)) for found in addresses)],
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
+        locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        memory_bytes=_memory(),
+        shm_bytes=_room("/dev/shm"),
+        path=_look_at(location) if location is not None and not location.scheme else None,
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"fastload-torch": sys.modules["fastload"].__version__, "torch": torch.__version__}
+    found |= {"cuda": torch.version.cuda, "python": platform.python_version()}
+    if dist.is_nccl_available() and torch.cuda.is_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    for name in _DISTRIBUTIONS:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return {name: text for name, text in found.items() if text}
+
+
+def _backends() -> list[str]:
+    known = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    return [name for name, is_there in known.items() if is_there()]
+
+
+def _gpus() -> list[str]:
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+
+
+def _ask(question: str, ask: Callable[[], str]) -> NameLookup:
+    began, answer = time.monotonic(), ""
+    with suppress(OSError, UnicodeError, DeadlineExceeded):
+        answer = within(LOOKUP_LIMIT_S, question, ask)
+    return NameLookup(question, answer, time.monotonic() - began)
+
+
+def _reversed(address: str) -> Callable[[], str]:
+    return lambda: socket.gethostbyaddr(address)[0]
+
+
+def _address(name: str) -> str:
+    """Returns the address that a name has; empty if there is none soon."""
+    return _ask(name, lambda: socket.gethostbyname(name)).answer if name else ""
+
+
+def _interface_with(address: str) -> str:
+    """Returns the interface that has an address; Gloo takes loopback where none has."""
+    for _, name in socket.if_nameindex():
+        if address and _address_of(name) == address:
+            return name
+    return _LOOPBACK
+
+
+def _address_of(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, suppress(OSError):
+        asked = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(any_socket, _GET_ADDRESS, asked)[20:24])
+    return ""
+
+
+def _memory() -> tuple[int, int]:
+    """Returns what this process may have, and what is free of it: of the host, or of its control group."""
+    found = {}
+    for line in _text("/proc/meminfo").splitlines():
+        name, _, rest = line.partition(":")
+        found[name] = int(rest.split()[0]) * 1024
+    total, free = found.get("MemTotal", 0), found.get("MemAvailable", 0)
+    limit = _number_in("/sys/fs/cgroup/memory.max")
+    if 0 < limit < total:
+        total, free = limit, min(free, limit - _number_in("/sys/fs/cgroup/memory.current"))
+    return total, free
+
+
+def _look_at(location: Location) -> PathFacts:
+    try:
+        return within(_PATH_LIMIT_S, f"looking at {location}", lambda: _seen(location.address))
+    except (OSError, DeadlineExceeded) as error:
+        return PathFacts(kind=file_system_type(location.address), problem=str(error))
+
+
+def _seen(path: str) -> PathFacts:
+    real = os.path.realpath(path)
+    place = real
+    while not os.path.lexists(place):
+        place = os.path.dirname(place)
+    is_folder, kind = os.path.isdir(real), file_system_type(real)
+    needed = os.R_OK | (os.X_OK if is_folder else 0)
+    return PathFacts(
+        kind=kind,
+        client=bucket_client(real),
+        exists=place == real,
+        is_folder=is_folder,
+        readable=os.access(real, needed),
+        writable=os.access(place, os.W_OK | os.X_OK),
+        free_bytes=_room(place)[1],
+    )
+
+
+def _room(path: str) -> tuple[int, int]:
+    """Returns the size of a file system and what is free of it, in bytes; zeros if there is none."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return 0, 0
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _number_in(path: str) -> int:
+    """Returns the number in a file; 0 if there is none, or it is below."""
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else 0
+
+
+def _entries(path: str) -> list[Path]:
+    try:
+        return list(Path(path).iterdir())
+    except OSError:
+        return []
