@@ -1,4 +1,4 @@
-"""Runs the python blocks of README.md on ranks such as torchrun starts: readme_program.py FOLDER
+"""Runs the python blocks of README and docs on ranks such as torchrun starts: readme_program.py FOLDER
 
 What cannot be here is replaced as REPLACED says, and nothing else. Each block has a case, which prepares the
 names that it needs and checks what it has done.
@@ -7,7 +7,6 @@ names that it needs and checks what it has done.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import warnings
@@ -26,8 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import fastload
-
-README = Path(__file__).resolve().parents[2] / "README.md"
+from tests.pages import python_blocks
 
 # What is written → what can be here; FOLDER holds the checkpoints of this test.
 REPLACED = {
@@ -48,19 +46,6 @@ REPLACED = {
 Names = dict[str, Any]
 
 
-def python_blocks() -> dict[str, str]:
-    """The python blocks by heading and number, such as ``Save 1``."""
-    found: dict[str, str] = {}
-    heading, counts = "", dict[str, int]()
-    pattern = re.compile(r"^#+ (?P<heading>[^\n]+)$|^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.M | re.S)
-    for match in pattern.finditer(README.read_text()):
-        heading = match["heading"] or heading
-        if match["language"] == "python":
-            counts[heading] = counts.get(heading, 0) + 1
-            found[f"{heading} {counts[heading]}"] = match["code"]
-    return found
-
-
 def adapted(code: str, folder: Path) -> str:
     for written, here in REPLACED.items():
         code = code.replace(written, here)
@@ -68,7 +53,7 @@ def adapted(code: str, folder: Path) -> str:
 
 
 class Readme:
-    """The cases, and what they share: a real model, and the folder of checkpoints that the README loads."""
+    """The cases, and what they share: a real model, and the folder of checkpoints that the pages load."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoConfig, AutoModel
@@ -221,15 +206,15 @@ def signal_all() -> None:
 
 CASES: dict[str, str] = {
     "Load 1": "loads",
-    "Load 2": "opens",
+    "Save 1": "saves",
+    "Train, stop, resume 1": "trains",
+    "More control 1": "opens",
     "DDP, FSDP and tensor parallelism 1": "wraps",
     "DDP, FSDP and tensor parallelism 2": "builds_on_meta",
     "DDP, FSDP and tensor parallelism 3": "shards",
     "DDP, FSDP and tensor parallelism 4": "cuts",
-    "Save 1": "saves",
-    "Save 2": "saves_shards",
-    "Train, stop, resume 1": "trains",
-    "Train, stop, resume 2": "keeps_what_differs",
+    "What is sharded 1": "saves_shards",
+    "What differs between ranks 1": "keeps_what_differs",
 }
 
 
@@ -238,7 +223,7 @@ def named(block: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        error.add_note(f"in README.md, block {block}")
+        error.add_note(f"in block {block}")
         raise
 
 
@@ -249,7 +234,7 @@ def main() -> None:
     names: Names = {}
     blocks = python_blocks()
     for block, case in CASES.items():
-        code = compile(adapted(blocks[block], folder), f"README.md, {block}", "exec")
+        code = compile(adapted(blocks[block], folder), block, "exec")
         with named(block):
             getattr(readme, case)(names, lambda code=code: exec(code, names))
         dist.barrier()

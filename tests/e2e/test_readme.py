@@ -1,4 +1,4 @@
-"""What README.md shows runs as it is written: its python blocks, on two ranks, with a real model."""
+"""What README and docs show runs as it is written: the python blocks on two ranks, with a real model."""
 
 from __future__ import annotations
 
@@ -16,32 +16,23 @@ from fastload.cli import main
 from tests.e2e import readme_program
 from tests.e2e.forked import run_forked
 from tests.e2e.test_real_model import FOLDER, reference
-
-_ROOT = Path(__file__).resolve().parents[2]
+from tests.pages import ROOT, commands, python_blocks
 
 pytestmark = pytest.mark.timeout(240)
-
-
-def commands(page: str) -> list[tuple[str, str]]:
-    """The lines with `fastload` in the console blocks of a page, and the output that follows each."""
-    text = (_ROOT / page).read_text()
-    blocks = re.findall(r"^```console\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    shown = [re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE) for block in blocks]
-    return [(line.partition(" #")[0].strip(), out) for block in shown for line, out in block]
 
 
 def run(command: str) -> list[str]:
     """Runs a line in this process, of torchrun's only the program; returns the lines that it prints."""
     arguments = re.sub(r"^(torchrun .*-m )?fastload ", "", command).split()
     done = CliRunner().invoke(main, arguments)
-    assert done.exit_code == 0, f"{command}: {done.output}"
+    may_fail = "doctor" in arguments  # it says what is the matter with this machine
+    assert done.exit_code in (0, may_fail), f"{command}: {done.output}"
     return [line.rstrip() for line in done.stdout.splitlines() if line.strip()]
 
 
 def test_what_commands_print_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with_output = [pair for page in ("README.md", "launch/README.md") for pair in commands(page) if pair[1]]
-    with_output = [(command, out) for command, out in with_output if command.startswith("fastload ")]
+    with_output = [(command, out) for command, out in commands() if command.startswith("fastload ") and out]
     assert len(with_output) >= 5
     for command, out in with_output:
         assert run(command) == [line.rstrip() for line in out.splitlines() if line.strip()], command
@@ -55,9 +46,9 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for step in (1000, 2000):
         fastload.save(state, tmp_path / "runs" / "7" / f"step_{step:08d}")
     torch.save(state, tmp_path / "old.pt")
-    lines = [command for command, out in commands("README.md") if "fastload " in command and not out]
-    lines = [line for line in lines if re.match(r"(torchrun .* -m )?fastload ", line)]
-    assert len(lines) == 7
+    shown = [command for command, out in commands() if not out]
+    lines = [line for line in shown if re.match(r"(torchrun .* -m )?fastload ", line)]
+    assert len(lines) == 8
     here = {
         "--device cuda": "--device cpu",
         "/checkpoints/": f"{tmp_path}/",
@@ -72,11 +63,11 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_every_python_block_has_a_case() -> None:
-    assert list(readme_program.python_blocks()) == list(readme_program.CASES)
+    assert list(python_blocks()) == list(readme_program.CASES)
 
 
 def test_what_is_replaced_is_there() -> None:
-    code = "".join(readme_program.python_blocks().values())
+    code = "".join(python_blocks().values())
     assert [written for written in readme_program.REPLACED if written not in code] == []
 
 
@@ -91,7 +82,7 @@ def test_the_python_blocks_run(tmp_path: Path) -> None:
     safetensors.torch.save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     program = str(Path(readme_program.__file__))
-    done = run_forked([program, str(tmp_path)], ranks=2, cwd=_ROOT, env=os.environ | environment, timeout=200)
+    done = run_forked([program, str(tmp_path)], ranks=2, cwd=ROOT, env=os.environ | environment, timeout=200)
     assert done.returncode == 0, done.stderr
     ran = re.findall(r"^rank (\d) (.*)$", done.stdout, re.MULTILINE)
     assert sorted(ran) == sorted((rank, block) for rank in "01" for block in readme_program.CASES)

@@ -15,7 +15,8 @@ import fastload
 from fastload.formats.state import state_digest
 from tests.checkpoints import assert_own_storage, assert_same_bits
 from tests.dist.harness import ranks
-from tests.e2e.readme_program import adapted, python_blocks
+from tests.e2e.readme_program import adapted
+from tests.pages import python_blocks
 
 SENTENCES = [
     "A man is playing a guitar on the street.",
@@ -165,7 +166,7 @@ def test_models_on_meta_are_told_of_their_buffers_and_work_as_readme_shows(tmp_p
             "AutoModel", kind
         )
         names = {"torch": torch, "fastload": fastload, kind: build, "config": config}
-        exec(compile(code, "README.md", "exec"), names)
+        exec(compile(code, "docs/loading.md", "exec"), names)
         model = names["model"].eval()
         assert_same_bits(model.state_dict(), state)
         text = torch.arange(12).reshape(2, 6)

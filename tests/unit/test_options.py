@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastload.errors import OptionError
-from fastload.options import SETTINGS, LoadOptions, SaveOptions, parse_bytes
+from fastload.options import SAVE_SETTINGS, SETTINGS, LoadOptions, SaveOptions, parse_bytes
+from tests.pages import page
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +148,6 @@ def test_options_do_not_change_and_callbacks_are_each_rank_s_own() -> None:
     assert set(options.shared_values()) == set(SETTINGS)
 
 
-def test_the_readme_lists_every_option() -> None:
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-    for name in SETTINGS:
-        assert f"| `{name}` | `FASTLOAD_{name.upper()}` |" in readme
+def test_the_page_lists_every_option() -> None:
+    for name in {**SETTINGS, **SAVE_SETTINGS}:
+        assert f"| `{name}` | `FASTLOAD_{name.upper()}` |" in page("docs/options.md")

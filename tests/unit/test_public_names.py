@@ -1,4 +1,4 @@
-"""What README and `help()` say is there: names of the package, kinds of values, defaults."""
+"""What README, docs and `help()` say is there: names of the package, kinds of values, defaults."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
 from fastload import options
 from fastload.options import SAVE_SETTINGS, SETTINGS, LoadOptions, SaveOptions, StageOptions
+from tests.pages import PAGES, page
 
-README = Path(__file__).resolve().parents[2] / "README.md"
 PROGRAM = """
 import fastload, json, sys
 early = [name for name in ("parameters", "sizing", "simulate") if f"fastload.estimate.{name}" in sys.modules]
@@ -24,8 +23,9 @@ print(json.dumps([early, missing, "estimate" in dir(fastload), fastload.estimate
 """
 
 
-def test_what_the_readme_names_is_there_and_costs_nothing_before_it_is_used() -> None:
-    names = {*re.findall(r"\bfastload\.([A-Za-z_]+)", README.read_text())} - {"json"}  # the record, a file
+def test_what_the_pages_name_is_there_and_costs_nothing_before_it_is_used() -> None:
+    text = "\n".join(map(page, PAGES))
+    names = {*re.findall(r"\bfastload\.([A-Za-z_]+)", text)} - {"json"}  # the record, a file
     assert {"estimate", "load", "CheckpointManager"} <= names
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *sorted(names)], capture_output=True, text=True, timeout=60

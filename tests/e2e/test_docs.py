@@ -1,0 +1,38 @@
+"""The pages as a site, built as strictly as the generator can; and the links of those that are none."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+import fastload
+from tests.e2e.forked import run_forked
+from tests.pages import ROOT, page
+
+needed = ("furo", "myst_parser", "sphinx")
+missing = [name for name in needed if importlib.util.find_spec(name) is None]
+
+
+@pytest.mark.skipif(bool(missing), reason=f"not installed: {missing}, of the extra docs")
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    words = "-m sphinx --quiet --fail-on-warning --keep-going --builder html docs".split()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = run_forked([*words, str(tmp_path)], cwd=ROOT, env=environment, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    start = (tmp_path / "index.html").read_text()
+    written = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")]
+    shown = {path for path in written if f'href="{path.with_suffix(".html")}"' in start}
+    assert {*written} - shown <= {Path("index.md")}  # all of them are in the navigation
+    reference = (tmp_path / "api.html").read_text()
+    modules = {"estimate", "world"}
+    assert [name for name in fastload.__all__ if f'id="fastload.{name}"' not in reference] == sorted(modules)
+
+
+@pytest.mark.parametrize("name", ["README.md", "launch/README.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(name: str) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page(name))
+    assert [link for link in links if not ((ROOT / name).parent / link).exists()] == []
