@@ -3,6 +3,7 @@
     python scripts/bench_save.py local --ranks 4 --size 1GiB
     python scripts/bench_save.py stall
     python scripts/bench_save.py training
+    python scripts/bench_save.py slow
 
 With `--shards fsdp` (or `hsdp`, `tp`) each rank has DTensors of the state instead of all of it.
 
@@ -14,6 +15,7 @@ system synced, outside of the timing.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import shutil
@@ -30,7 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
 import click
 import torch.distributed as dist
 from bench_parts import save_arms as arms_of
-from bench_parts import save_shards, save_tables
+from bench_parts import save_shards, save_slow, save_tables
 from bench_parts.job import (
     GIB,
     MIB,
@@ -151,6 +153,34 @@ def _as(shards: str | None) -> str:
     return f" as DTensors ({shards})" if shards else ""
 
 
+@main.command()
+@click.option("--ranks", default=2, show_default=True, help="Processes that train together.")
+@click.option("--width", default=1024, show_default=True, help="Of the model's layers.")
+@click.option("--batch", default=64, show_default=True, help="Samples per rank and step.")
+@click.option("--every", default=20, show_default=True, help="Steps between saves.")
+@click.option("--saves", default=6, show_default=True, help="Saves in a run.")
+@click.option("--takes", default=1.6, show_default=True, help="Intervals that storage takes for a save.")
+@repeats_option
+@folder_option
+@json_option
+def slow(
+    ranks: int,
+    width: int,
+    batch: int,
+    every: int,
+    saves: int,
+    takes: float,
+    repeats: int,
+    folder: str | None,
+    json_path: str | None,
+) -> None:
+    """Train, and save to storage that takes longer than an interval: how long training waits for it."""
+    model = {"width": width, "batch": batch, "every": every}
+    rows = measured("slow", ranks, folder, json_path, repeats=repeats, saves=saves, takes=takes, **model)
+    title = f"{ranks} ranks, a save every {every} steps to storage that takes {takes} intervals for each"
+    save_tables.print_slow(rows, title)
+
+
 def measured(
     part: str, ranks: int, folder: str | None, json_path: str | None, **settings: Any
 ) -> list[dict[str, Any]]:
@@ -175,7 +205,7 @@ def rank(settings: str) -> None:
     """Be one rank of the job."""
     given = json.loads(settings)
     dist.init_process_group("gloo")
-    parts = {"local": local_rows, "stall": stall_rows, "training": training_rows}
+    parts = {"local": local_rows, "stall": stall_rows, "training": training_rows, "slow": slow_rows}
     rows = parts[given.pop("part")](**given)
     if dist.get_rank() == 0:
         Path(given["folder"], "rows.json").write_text(json.dumps(rows))
@@ -283,6 +313,31 @@ def training_rows(
                 if which == name:
                     rows[name]["beside_s"].extend(beside_s)
     return [rows[name] for name in list(named)[1:]]
+
+
+def slow_rows(
+    folder: str, width: int, batch: int, every: int, saves: int, takes: float, repeats: int
+) -> list[dict[str, Any]]:
+    job = Training(width=width, batch=batch, fsdp=False)
+    job.steps(every)  # imports and first uses are over then
+    without = {"every": every, "num_saves": saves, "root": None}
+    dist.barrier()
+    interval_s = save_slow.agreed(save_slow.train(job, **without)["seconds"] / saves)
+    rows = [defaultdict(list, arm=f"in_flight={number}", number=number, asked=saves) for number in (1, 2)]
+    for row in rows:
+        row["save_s"] = takes * interval_s
+    with save_slow.storage_that_takes(takes * interval_s):
+        for turn, row in itertools.product(range(repeats), rows):
+            with fresh_path(folder) as path:
+                given = {**without, "root": path, "in_flight": row["number"]}
+                pair = [("base_", without), ("", given)]  # side by side, and not always the same one first
+                for field, which in pair if turn % 2 else reversed(pair):
+                    dist.barrier()
+                    found = save_slow.train(job, **which)
+                    row[f"{field}seconds"].append(max(all_ranks(found["seconds"])))
+                    if which is given:
+                        row["written"].append(found["written"])
+    return rows
 
 
 def chosen(named: dict[str, Any], only: str) -> dict[str, Any]:

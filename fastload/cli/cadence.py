@@ -9,6 +9,7 @@ import click
 from rich import box
 from rich.table import Table
 
+from fastload.cli.cadence_memory import Advice, Memory, memory_options
 from fastload.cli.console import stdout
 from fastload.cli.ettr_plot import draw_ettr
 from fastload.cli.model import Model, describe, model_as_json, model_options, world_options
@@ -26,6 +27,7 @@ from fastload.cli.quantities import (
 from fastload.errors import OptionError
 from fastload.estimate import cadence as theory
 from fastload.estimate.sizing import overhead, topology
+from fastload.estimate.tiers import Tier
 from fastload.estimate.units import format_duration
 
 __all__ = ["cadence"]
@@ -49,8 +51,10 @@ __all__ = ["cadence"]
 @click.option(
     "--budget", type=FRACTION, default="3.5%", show_default=True, help="Largest share of time in stalls."
 )
-@click.option("--in-flight", type=COUNT, default="1", show_default=True, help="Saves under way at once.")
-@click.option("--copies", type=COUNT, help="Copies in the memory of peers: how likely do they survive?")
+@click.option(
+    "--in-flight", type=COUNT, default="1", show_default=True, help="Saves that storage gains from at once."
+)
+@memory_options
 @click.option("--png", type=PNG, help="Draw the ETTR over the interval into this file.")
 @output_options
 def cadence(
@@ -67,14 +71,14 @@ def cadence(
     restart: float,
     budget: float,
     in_flight: int,
-    copies: int | None,
+    memory: Memory | None,
     png: str | None,
     output: str | None,
 ) -> None:
     """How often to save: intervals by the published rules, and one recommendation.
 
     The checkpoint (SOURCE as for `fastload size`) and --at give the time of a save, unless --stall and
-    --background do.
+    --background do. With --memory-copies, how often to save to the memory of hosts, and how often to storage.
     """
     world = topology(gpus_per_host=gpus_per_host, num_gpus=gpus, num_hosts=hosts)
     num_hosts = world.num_hosts if gpus or hosts else None
@@ -89,9 +93,18 @@ def cadence(
     facts = {"stall_s": stall_s, "background_s": background_s, "mtbf_s": mtbf, "restart_s": restart}
     best = theory.recommend(**facts, budget=budget, saves_in_flight=in_flight, step_s=step)
     rules = _rules(best, budget=budget, saves_in_flight=in_flight, step_s=step, **facts)
-    survival = _survival(num_hosts, copies)
     if png is not None:
         draw_ettr(png, rules, best, **facts)
+    advice = None
+    if memory is not None:
+        if num_hosts is None:
+            raise OptionError("--memory-copies needs --gpus or --hosts")
+        tier = memory.tier(num_hosts, model.nbytes, stall_s=stall, restart_s=restart)
+        storage = Tier(stall_s, background_s, restart)
+        advice = Advice.of(
+            memory, tier, storage, num_hosts=num_hosts, mtbf_s=mtbf, budget=budget, step_s=step
+        )
+        rules += advice.rows()
     if output == "json":
         print_json(
             {
@@ -102,13 +115,14 @@ def cadence(
                 "saves_in_flight": in_flight,
                 "recommendation": asdict(best),
                 "rules": rules,
-                "recoverable": survival,
+                "memory": advice.as_json() if advice is not None else None,
+                "recoverable": advice.survival if advice is not None else [],
             }
         )
     elif output == "csv":
         print_csv(rules)
     else:
-        _print_cadence(model, best, rules, why_mtbf, survival, **facts)
+        _print_cadence(model, best, rules, why_mtbf, advice, **facts)
 
 
 def _save_times(
@@ -192,30 +206,12 @@ def _room(
     return rule, num_steps * step_s, num_steps
 
 
-def _survival(num_hosts: int | None, copies: int | None) -> list[dict[str, Any]]:
-    if copies is None:
-        return []
-    if num_hosts is None:
-        raise OptionError("--copies needs --gpus or --hosts")
-    most = min(num_hosts, copies + 3)
-    return [
-        {
-            "copies": copies,
-            "failures": failures,
-            "probability": theory.recoverable_probability(
-                num_hosts=num_hosts, copies=copies, failures=failures
-            ),
-        }
-        for failures in range(min(copies, most), most + 1)
-    ]
-
-
 def _print_cadence(
     model: Model,
     best: theory.Recommendation,
     rules: list[dict[str, Any]],
     why_mtbf: str,
-    survival: list[dict[str, Any]],
+    advice: Advice | None,
     *,
     stall_s: float,
     background_s: float,
@@ -231,7 +227,7 @@ def _print_cadence(
         f"a save: training stands still for {format_duration(stall_s)}, {written}",
         f"a failure every {format_duration(mtbf_s)} ({why_mtbf}), {format_duration(restart_s)} to restart",
     )
-    for line in lines:
+    for line in lines if advice is None else (*lines, advice.facts):
         console.print(line, highlight=False)
     heads = ("rule", "", "interval", "steps", "overhead", "ETTR")
     table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False)
@@ -249,11 +245,12 @@ def _print_cadence(
         )
     console.print(table)
     steps = "" if best.interval_steps is None else f" ({best.interval_steps:,} steps)"
-    console.print(f"save every {format_duration(best.interval_s)}{steps}", style="bold", highlight=False)
+    alone, style = ("", "bold") if advice is None else ("with storage alone, ", None)
+    console.print(
+        f"{alone}save every {format_duration(best.interval_s)}{steps}", style=style, highlight=False
+    )
     console.print(f"why: {best.why}", highlight=False)
-    for row in survival:
-        console.print(
-            f"{row['copies']} copies in memory outlive {row['failures']} hosts that fail at once "
-            f"with a probability of at least {row['probability'] * 100:.2f} %",
-            highlight=False,
-        )
+    if advice is not None:
+        console.print(advice.headline, style="bold", highlight=False)
+        for line in advice.reasons:
+            console.print(line, highlight=False)

@@ -4,9 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastload.estimate import cadence, parameters, sizing
+    from fastload.estimate import cadence, parameters, sizing, tiers
 
-__all__ = ["cadence", "parameters", "sizing"]
+__all__ = ["cadence", "parameters", "sizing", "tiers"]
 
 
 def __getattr__(name: str) -> Any:

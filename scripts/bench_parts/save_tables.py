@@ -81,6 +81,20 @@ def print_training(rows: list[Row], title: str) -> None:
     print_table(table)
 
 
+def print_slow(rows: list[Row], title: str) -> None:
+    """Prints how much longer training took than without saves, run just before or after."""
+    table = _table(
+        title, "median s", "min-max", "without s", "% more", "a save takes, intervals", "saves", "written"
+    )
+    for row in rows:
+        more = 100 * (ratio(row, {**row, "seconds": row["base_seconds"]}) - 1)
+        without = f"{statistics.median(row['base_seconds']):.3f}"
+        takes = row["save_s"] * row["asked"] / statistics.median(row["base_seconds"])
+        counts = [f"{takes:.2f}", str(row["asked"]), f"{statistics.median(row['written']):.0f}"]
+        table.add_row(row["arm"], *_spread(row["seconds"]), without, f"{more:+.1f}", *counts)
+    print_table(table)
+
+
 def _named(rows: list[Row], start: str) -> Row | None:
     return next((row for row in rows if row["arm"].startswith(start)), None)
 

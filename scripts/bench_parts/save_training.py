@@ -66,6 +66,11 @@ class Training:
         wait()
         return steps_s, beside_s
 
+    def steps(self, num_steps: int) -> None:
+        """Does some steps."""
+        for _ in range(num_steps):
+            self._step()
+
     def _step(self) -> None:
         loss = (self._model(self._samples) - self._samples).square().mean()
         loss.backward()

@@ -67,7 +67,7 @@ def test_what_restoring_6_replicas_asks_of_storage() -> None:
 
 
 def test_how_often_should_1024_gpus_save() -> None:
-    text = output(*JOB, "--copies", "2")
+    text = output(*JOB, "--memory-copies", "2", "--host-link", "50GB/s")
     assert "save every 16.9 min (169 steps)" in text
     assert "a failure every 28.8 h (128 hosts, 6.5 failures per 1000 host-days)" in text
     assert "2 copies in memory outlive 2 hosts" in text
@@ -142,6 +142,23 @@ def test_cadence_as_json_and_csv() -> None:
     assert [row["rule"] for row in as_csv(*JOB)] == list(rules)
     both = as_json(*JOB, "--in-flight", "3")["rules"]
     assert "PCcheck, 3 in flight" in [row["rule"] for row in both]
+
+
+def test_cadence_of_memory_and_storage() -> None:
+    """980 GB on 128 hosts with links of 50 GB/s: 7.66 GB from each host to its partner take 0.153 s."""
+    options = "--memory-copies 2 --host-link 50GB/s --memory-stall 200ms".split()
+    whole = as_json(*JOB, *options)
+    found, mtbf_s = whole["memory"], whole["mtbf_s"]
+    assert found["background_s"] == pytest.approx(0.153, abs=0.001)
+    assert found["loss_probability"] == pytest.approx(0.01, rel=0.01)
+    assert found["memory"]["interval_s"] == pytest.approx((2 * 0.2 * mtbf_s / 0.99) ** 0.5, rel=0.02)
+    assert found["storage"]["interval_s"] == pytest.approx((2 * 5 * mtbf_s / 0.01) ** 0.5, rel=0.02)
+    assert found["ettr"] > found["ettr_storage"] == as_json(*JOB)["recommendation"]["ettr"]
+    first = whole["recoverable"][0]
+    assert (first["failures"], first["probability"]) == (2, pytest.approx(1 - 1 / 127))
+    assert [row["rule"] for row in as_csv(*JOB, *options)][-2:] == ["to memory", "to storage"]
+    text = output(*JOB, *options)
+    assert "save to memory every 3.4 min (34 steps), to storage every 2.83 h" in text
 
 
 def test_a_save_that_is_not_asynchronous() -> None:
@@ -222,8 +239,13 @@ def refused(code: int, words: str, *arguments: str) -> None:
         ("cadence --stall 5s --mtbf 1min", "the job never gets on"),
         ("cadence --stall 5s --mtbf 0s", "mtbf_s=0.0"),
         ("cadence --stall 5s --mtbf 1d --budget 0.035", "--budget: '0.035': it has no unit; known: %"),
-        ("cadence --stall 5s --mtbf 1d --copies 2", "--copies needs --gpus or --hosts"),
-        ("cadence --stall 5s --gpus 16 --copies 3", "3 copies need as many hosts, not 2"),
+        ("cadence --stall 5s --mtbf 1d --memory-copies 2", "--memory-copies needs --gpus or --hosts"),
+        ("cadence --stall 5s --gpus 16 --memory-copies 3 --memory-background 1s", "3 copies need as many"),
+        ("cadence --stall 5s --gpus 16 --hosts-lost 3 --memory-copies 1", "3 lost hosts need as many hosts"),
+        ("cadence --stall 5s --gpus 16 --memory-copies 1", "no failure is got over from memory"),
+        ("cadence --stall 5s --gpus 16 --memory-copies 2", "how long until all copies are there?"),
+        ("cadence 1B --at 1GB/s --gpus 16 --memory-copies 2", "how long does training wait for a copy"),
+        ("cadence --stall 5s --gpus 16 --memory-stall 1s", "Give --memory-copies"),
         ("cadence --stall 5s --gpus 12", "12 GPUs do not fill hosts of 8"),
         ("cadence --stall 5s --gpus 8 --failures-per-1000-host-days=-6", "is negative"),
         ("cadence --stall 5s --mtbf 1d --png /no/where/ettr.png", "cannot write the drawing"),

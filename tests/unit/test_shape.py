@@ -59,6 +59,7 @@ PURE = {
     "transfer/demand.py",
     "doctor/findings.py",
     "estimate/cadence.py",
+    "estimate/tiers.py",
     "formats/manifest.py",
     "formats/names.py",
     "formats/record.py",
