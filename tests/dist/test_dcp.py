@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import fastload
 from fastload.cli.dcp_folder import write_dcp_folder
 from fastload.cli.shares import load_shares
-from fastload.errors import CheckpointExists
+from fastload.errors import CheckpointExists, IncompleteCheckpoint
 from tests.dist.harness import ranks
 from tests.dist.test_sharded_failures import break_reads
 from tests.dist.test_sharded_states import assert_equal, options, read, reference, sharded, train, whole
@@ -99,6 +99,10 @@ def test_a_training_comes_back(rank: int, world: int, tmp_path: Path) -> None:
         other = empty_model(mesh)
         fastload.load(path, into={"model": other}, strict=False, options=options())
         assert_equal(whole(other.state_dict()), expected["model"], str(mesh))
+    fastload.stage(path, tmp_path / "staged", options=fastload.StageOptions(timeout_s=20))
+    assert_equal(fastload.load(tmp_path / "staged", options=options()), expected)
+    with pytest.raises(IncompleteCheckpoint, match="no checksums to verify"):
+        fastload.verify(path)
     with fastload.open(path, options=options()) as checkpoint:
         shares = load_shares(checkpoint, rank, world)
     made = write_dcp_folder(shares, str(tmp_path / "again"), overwrite=False, timeout_s=20)

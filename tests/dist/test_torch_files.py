@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fastload
 from fastload.cli.shares import load_shares
 from fastload.cli.torch_file import write_torch_file
-from fastload.errors import CheckpointExists, FastloadError, ManifestError, OptionError
+from fastload.errors import CheckpointExists, FastloadError, IncompleteCheckpoint, ManifestError, OptionError
 from tests.dist.flaky_server import serve
 from tests.dist.harness import ranks, run_ranks
 from tests.unit.test_torch_files import assert_same
@@ -108,6 +108,17 @@ def test_all_ranks_convert_and_none_holds_the_whole(rank: int, world: int, tmp_p
         with pytest.raises(error):
             write_torch_file(shares, path, overwrite=overwrite, timeout_s=TIMEOUT_S)
     write_torch_file(shares, new, overwrite=True, timeout_s=TIMEOUT_S)
+    if rank == 0:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "a.pt").rename(tmp_path / "bin" / "pytorch_model.bin")
+    torch.distributed.barrier()
+    options = fastload.StageOptions(timeout_s=TIMEOUT_S)
+    fastload.stage(tmp_path / "bin", tmp_path / "staged", options=options)
+    assert_same(fastload.load(tmp_path / "staged"), state)
+    with pytest.raises(OptionError, match="pytorch_model.bin"):
+        fastload.stage(tmp_path / "bin" / "pytorch_model.bin", tmp_path / "other", options=options)
+    with pytest.raises(IncompleteCheckpoint, match="no checksums to verify"):
+        fastload.verify(tmp_path / "staged")
     torch.distributed.barrier()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "new", "new.pt"]
 
