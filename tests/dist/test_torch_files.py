@@ -108,6 +108,8 @@ def test_all_ranks_convert_and_none_holds_the_whole(rank: int, world: int, tmp_p
         with pytest.raises(error):
             write_torch_file(shares, path, overwrite=overwrite, timeout_s=TIMEOUT_S)
     write_torch_file(shares, new, overwrite=True, timeout_s=TIMEOUT_S)
+    torch.distributed.barrier()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "new", "new.pt"]
     if rank == 0:
         (tmp_path / "bin").mkdir()
         (tmp_path / "a.pt").rename(tmp_path / "bin" / "pytorch_model.bin")
@@ -119,8 +121,6 @@ def test_all_ranks_convert_and_none_holds_the_whole(rank: int, world: int, tmp_p
         fastload.stage(tmp_path / "bin" / "pytorch_model.bin", tmp_path / "other", options=options)
     with pytest.raises(IncompleteCheckpoint, match="no checksums to verify"):
         fastload.verify(tmp_path / "staged")
-    torch.distributed.barrier()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "new", "new.pt"]
 
 
 def load_over_http(rank: int, world: int, url: str, path: Path) -> int:
