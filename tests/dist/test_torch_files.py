@@ -110,6 +110,7 @@ def test_all_ranks_convert_and_none_holds_the_whole(rank: int, world: int, tmp_p
     write_torch_file(shares, new, overwrite=True, timeout_s=TIMEOUT_S)
     torch.distributed.barrier()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "new", "new.pt"]
+    torch.distributed.barrier()
     if rank == 0:
         (tmp_path / "bin").mkdir()
         (tmp_path / "a.pt").rename(tmp_path / "bin" / "pytorch_model.bin")
