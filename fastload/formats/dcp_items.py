@@ -134,6 +134,8 @@ def lay_out_alike(storage: Storage, wanted: Sequence[Wanted]) -> list[Layout]:
         kind: same.setdefault((layout.head, layout.entry), layout) if layout.entry else layout
         for kind, layout in zip(firsts, found, strict=True)
     }
+    if all(layout.entry for layout in layouts.values()):
+        return [layouts[kind] for kind in kinds]
     refused = [one for one, kind in zip(wanted, kinds, strict=True) if layouts[kind].entry is None]
     looked_at = dict(zip(refused, in_threads(lambda one: _look_at(storage, one), refused), strict=True))
     return [looked_at.get(one) or layouts[kind] for one, kind in zip(wanted, kinds, strict=True)]
