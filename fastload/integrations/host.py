@@ -16,7 +16,20 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fastload import LoadOptions, OptionError, world
 
-__all__ = ["is_ours", "live_state", "require_layout", "state_to_save"]
+__all__ = ["is_ours", "live_state", "require_layout", "state_to_save", "unknown"]
+
+
+def unknown(library: ModuleType, tested: str, why: object) -> OptionError:
+    """Returns what to raise where a library is not the one that a door opens into.
+
+    Args:
+        library: What is installed.
+        tested: The version that the door is tested with.
+        why: What is not as it is there.
+    """
+    return OptionError(
+        f"fastload does not know {library.__name__} {library.__version__}: {why}; it is tested with {tested}"
+    )
 
 
 def require_layout(library: ModuleType, tested: str, seams: Mapping[str, tuple[Any, str]]) -> None:
@@ -36,10 +49,7 @@ def require_layout(library: ModuleType, tested: str, seams: Mapping[str, tuple[A
         names = list(inspect.signature(found).parameters) if callable(found) else None
         if names != parameters.split():
             what = "is not there" if names is None else f"takes ({', '.join(names)})"
-            raise OptionError(
-                f"fastload does not know {library.__name__} {library.__version__}: {name} {what}; "
-                f"it is tested with {tested}"
-            )
+            raise unknown(library, tested, f"{name} {what}")
 
 
 def is_ours(folder: str) -> bool:

@@ -15,20 +15,24 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedModel, Trainer
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from fastload import LoadOptions, OptionError, PerRank, SaveOptions, load, world
 from fastload.integrations.assembled import Assembly, clear_pending
-from fastload.integrations.host import is_ours, live_state, require_layout, state_to_save
+from fastload.integrations.host import is_ours, live_state, require_layout, state_to_save, unknown
+
+TESTED = "5.23"
+try:
+    from transformers import PreTrainedModel, Trainer
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.trainer_callback import ExportableState
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+except ImportError as error:
+    raise unknown(transformers, TESTED, error) from None
 
 __all__ = ["TrainerMixin", "named_weights"]
 
 _log = logging.getLogger(__name__)
 
-TESTED = "5.23"
 TRAINING_STATE = "training_state"
 """The checkpoint, below that of the weights, of all else that a training needs to go on."""
 

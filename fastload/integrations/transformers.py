@@ -20,10 +20,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import core_model_loading, modeling_utils
-from transformers.distributed import checkpoint as distributed_checkpoint
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.utils import logging as bars
 
 from fastload import (
     Box,
@@ -37,11 +33,18 @@ from fastload import (
 )
 from fastload import open as open_checkpoint
 from fastload.formats.dtypes import torch_spec
-from fastload.integrations.host import require_layout
-
-__all__ = ["from_pretrained"]
+from fastload.integrations.host import require_layout, unknown
 
 TESTED = "5.23"
+try:
+    from transformers import core_model_loading, modeling_utils
+    from transformers.distributed import checkpoint as distributed_checkpoint
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+    from transformers.utils import logging as bars
+except ImportError as error:
+    raise unknown(transformers, TESTED, error) from None
+
+__all__ = ["from_pretrained"]
 
 _ADVICE = "use transformers' own from_pretrained"
 _BY_NAME = ("safetensors", "fastload")  # formats in which tensors have the names that transformers looks for
