@@ -45,7 +45,8 @@ def _layer(index: int, nbytes: int, generator: torch.Generator) -> dict[str, tor
     hidden = max(8, int((nbytes / 2 / 12) ** 0.5) // 8 * 8)
     wide = (nbytes // 2 - 4 * hidden * hidden - 2 * hidden) // (3 * hidden)
     shapes = {f"self_attn.{part}_proj.weight": (hidden, hidden) for part in "qkvo"}
-    shapes |= {f"mlp.{part}_proj.weight": (wide, hidden) for part in ("gate", "up", "down")}
+    shapes |= {f"mlp.{part}_proj.weight": (wide, hidden) for part in ("gate", "up")}
+    shapes["mlp.down_proj.weight"] = (hidden, wide)
     shapes |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
     return {f"model.layers.{index}.{name}": _random(shape, generator) for name, shape in shapes.items()}
 
