@@ -35,7 +35,7 @@ def doctor(path: str | None, as_json: bool) -> None:
 
     torchrun … -m fastload doctor PATH
 
-    Exits with 1 if there is a problem.
+    Rank 0 exits with 1 if there is a problem.
     """
     with errors_to_exit_code(rank=0):
         launch = from_env()
@@ -48,7 +48,8 @@ def doctor(path: str | None, as_json: bool) -> None:
         click.echo(json.dumps({"findings": [asdict(one) for one in found], **asdict(site)}))
     elif launch.rank == 0:
         _print(found)
-    sys.exit(int(any(one.level == "problem" for one in found)))
+    # Of rank 0 only: torchrun tells at length of each host where a rank does.
+    sys.exit(int(launch.rank == 0 and any(one.level == "problem" for one in found)))
 
 
 def _print(found: Sequence[Finding]) -> None:
