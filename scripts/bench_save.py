@@ -32,7 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
 import click
 import torch.distributed as dist
 from bench_parts import save_arms as arms_of
-from bench_parts import save_shards, save_slow, save_tables
+from bench_parts import save_planning, save_shards, save_slow, save_tables
 from bench_parts.job import (
     GIB,
     MIB,
@@ -147,6 +147,18 @@ def training(
     rows = measured("training", ranks, folder, json_path, repeats=repeats, arms=arms, **model)
     how = "FSDP2" if fsdp else "DDP"
     save_tables.print_training(rows, f"{ranks} ranks with {how}, a save every {every} steps")
+
+
+@main.command()
+@click.option("--tensors", default="10000,100000", show_default=True, help="How many DTensors.")
+@click.option("--ranks", default=1024, show_default=True, help="Ranks that shard them.")
+@click.option("--repeats", default=3, show_default=True, help="Runs of each.")
+@json_option
+def plan(tensors: str, ranks: int, repeats: int, json_path: str | None) -> None:
+    """Plan a save of DTensors on one of many ranks: what training waits for before the copy."""
+    rows = [save_planning.measure_save_plan(int(n), ranks, repeats=repeats) for n in tensors.split(",")]
+    write_json(json_path, rows)
+    save_tables.print_plans(rows)
 
 
 def _as(shards: str | None) -> str:

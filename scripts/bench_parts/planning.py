@@ -135,7 +135,7 @@ def _plan_once(model: Model, packed: Sequence[bytes]) -> dict[str, float]:
     for process, _ in helpers:
         process.join()
         assert process.exitcode == 0
-    world = _world(store, 0, len(packed))
+    world = world_of(store, 0, len(packed))
     before = forget_peak()
     times = [time.perf_counter()]
     heard = world.gather_bytes(_TELLING, lambda: packed[0])
@@ -166,13 +166,14 @@ def _leave_answers(pipe: Connection, packed: Sequence[bytes], ranks: Sequence[in
     """Leaves what other ranks say in each of the steps that rank 0 takes."""
     store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False)
     for rank in ranks:
-        _world(store, rank, len(packed)).show_bytes(_TELLING, "gathered/0", packed[rank])
+        world_of(store, rank, len(packed)).show_bytes(_TELLING, "gathered/0", packed[rank])
         digest = xxhash.xxh3_128_hexdigest(packed[rank])
         for step, value in enumerate(({"value": digest, "call": ""}, {"value": 0}, {"value": "0" * 32})):
             answer = {"host": f"host{rank // 8}", "error": None, **value}
             Step(store, str(step), len(packed)).answer(rank, json.dumps(answer))
 
 
-def _world(store: dist.Store, rank: int, size: int) -> World:
+def world_of(store: dist.Store, rank: int, size: int, group: dist.ProcessGroup | None = None) -> World:
+    """Returns the world of a rank, whether or not there are others."""
     rendezvous = Rendezvous(store, rank=rank, size=size, host=0, if_lost="its host is gone")
-    return World(rank=rank, size=size, group=None, store=store, timeout_s=300.0, rendezvous=rendezvous)
+    return World(rank=rank, size=size, group=group, store=store, timeout_s=300.0, rendezvous=rendezvous)

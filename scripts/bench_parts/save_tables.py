@@ -95,6 +95,15 @@ def print_slow(rows: list[Row], title: str) -> None:
     print_table(table)
 
 
+def print_plans(rows: list[Row]) -> None:
+    """Prints how long a rank takes to find out what it contributes, and what it writes."""
+    table = _table("A save planned on one rank", "ranks", "first s", "later s")
+    for row in rows:
+        cells = [f"{row['ranks']:,}", *(f"{row[name]:.2f}" for name in ("first", "later"))]
+        table.add_row(f"{row['tensors']:,} DTensors", *cells)
+    print_table(table)
+
+
 def _named(rows: list[Row], start: str) -> Row | None:
     return next((row for row in rows if row["arm"].startswith(start)), None)
 
