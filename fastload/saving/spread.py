@@ -21,6 +21,8 @@ __all__ = ["spread"]
 
 _MAX_HOLDERS = 8  # of a unit that several hold parts of: with more of them it matters little who writes it
 
+_MOST_UNEVEN = 1 / 32, 1 << 20  # a writer with more than the mean and the larger of these hands units on
+
 _Holders = tuple[int, ...] | None
 """Writers that hold something of a stretch; none if there are too many, None if nobody has to."""
 
@@ -67,7 +69,29 @@ def spread(
         for index, start, stop in space.cut(first, last - first):
             file, offset, _ = space.extents[index]
             found[writer].append(FileRange(file, offset + start, offset + stop))
+    _even_out(found, align_bytes)
     return {writer: _joined(ranges) for writer, ranges in found.items()}
+
+
+def _even_out(found: dict[int, list[FileRange]], align_bytes: int) -> None:
+    """Moves units from who has most to who has least: each cut of a lane was up to a unit off."""
+    loads = {writer: sum(end - begin for _, begin, end in ranges) for writer, ranges in found.items()}
+    mean, (part, few_bytes) = sum(loads.values()) / len(loads), _MOST_UNEVEN
+    bound = mean + max(mean * part, few_bytes)
+    while True:
+        most, least = max(loads, key=loads.__getitem__), min(loads, key=loads.__getitem__)
+        if loads[most] <= bound:
+            return
+        file, begin, end = found[most].pop()
+        cut = max(begin, (end - 1) // align_bytes * align_bytes)
+        if begin < cut:
+            found[most].append(FileRange(file, begin, cut))
+        if loads[least] + end - cut >= loads[most]:
+            found[most].append(FileRange(file, cut, end))
+            return
+        found[least].insert(0, FileRange(file, cut, end))
+        loads[most] -= end - cut
+        loads[least] += end - cut
 
 
 def _floor(space: Space[Extent], position: int, align_bytes: int) -> int:

@@ -148,6 +148,18 @@ def test_every_byte_is_written_once_and_every_block_hashed_once(
         assert sums == all_sums(layout, files)
 
 
+def test_writers_of_few_parts_write_about_as_much() -> None:
+    shape = (4400, 512)
+    specs = [TensorSpec(f"t{number}", "BF16", shape, 2 * 4400 * 512) for number in range(29)]
+    layout = lay_out(specs, max_shard_bytes=1 << 30, block_bytes=None, metadata={})
+    halves = tuple(((Box((first, 0), (2200, 512)),), ranks) for first, ranks in ((0, (0, 2)), (2200, (1, 3))))
+    holdings = Holdings(layout, {spec.name: halves for spec in specs})
+    ranges = spread(layout, holdings, range(4), 8 << 20)
+    most = max(sum(end - begin for _, begin, end in of_writer) for of_writer in ranges.values())
+    assert 15 < layout.nbytes / (8 << 20) < 16
+    assert most == 4 * 8 << 20
+
+
 def check_both_ends(packets: Sequence[Packets]) -> None:
     """Between two ranks the same packets leave and come, in the same order."""
     for supplier, writer in product(range(len(packets)), repeat=2):
