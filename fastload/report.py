@@ -99,6 +99,8 @@ class LoadReport(_Report):
         depth: Rounds in flight at once.
         left_out: What was not loaded, with ``strict=False``: what was saved for another number of ranks, and
             what is not read.
+        source: ``storage``, or ``memory`` if a `CheckpointManager` restored it from there.
+        source_why: Of a manager with a memory tier, why not from the other.
         ranks: One entry per rank.
     """
 
@@ -112,6 +114,8 @@ class LoadReport(_Report):
     num_rounds: int
     depth: int
     left_out: tuple[str, ...] = ()
+    source: str = "storage"
+    source_why: str = ""
     ranks: Sequence[RankReport] = field(default_factory=tuple)
 
     @property

@@ -20,6 +20,7 @@ __all__ = [
     "advise_huge_pages",
     "allocate",
     "allocate_staging",
+    "available_bytes",
     "byte_view",
     "host_bytes",
     "host_view",
@@ -151,6 +152,43 @@ def _huge_pages_pay(reporting: str) -> bool:
         return int(Path(reporting).read_text()) < 0
     except (OSError, ValueError):
         return True
+
+
+def available_bytes() -> int | None:
+    """Returns how much memory this process may still ask for; None if the system does not say.
+
+    What the system has available, or what is left of the limit of the container, if that is less.
+    """
+    found = [value for value in (_available_of_system(), _available_of_container()) if value is not None]
+    return min(found, default=None)
+
+
+def _available_of_system() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return None
+
+
+def _available_of_container() -> int | None:
+    """Returns what is left of the limit of the whole container; control groups of both versions."""
+    for root, most, now in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            values = {}
+            for line in Path(root, "memory.stat").read_text().splitlines():
+                name, _, value = line.partition(" ")
+                values[name] = value
+            # The page cache of files on disks goes when memory is wanted; that of a tmpfs does not.
+            cached = int(values.get("inactive_file", 0)) + int(values.get("active_file", 0))
+            limit, used = (Path(root, name).read_text().strip() for name in (most, now))
+            return max(0, int(limit) - int(used) + cached)
+        except (OSError, ValueError):  # there is no limit, or it is called "max"
+            continue
+    return None
 
 
 def _first_line(error: BaseException) -> str:

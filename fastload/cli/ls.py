@@ -11,6 +11,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from fastload.cli.console import errors_to_exit_code, progress, shown, stdout
+from fastload.cli.memory import list_memory, prune_memory
 from fastload.errors import CheckpointNotFound
 from fastload.options import LoadOptions
 from fastload.training.catalog import Catalog, Entry
@@ -20,16 +21,19 @@ __all__ = ["ls", "prune"]
 
 
 @click.command()
-@click.argument("root")
+@click.argument("root", required=False)
+@click.option("--memory", is_flag=True, help="What jobs have in the memory of this host; ROOT is the place.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def ls(root: str, as_json: bool) -> None:
+def ls(root: str | None, memory: bool, as_json: bool) -> None:
     """List the checkpoints below ROOT that a CheckpointManager has saved: step, size, age, metrics.
 
     They come in the order in which they were saved, the newest last. Whether one is complete is judged by its
     commit record, and the names and sizes of its files; the data are not read: see `fastload verify`.
     """
     with errors_to_exit_code(rank=0):
-        catalog = _catalog(root)
+        if memory:
+            return list_memory(root, as_json=as_json)
+        catalog = _catalog(_required(root))
         rows = _entries(catalog)
         if as_json:
             found = [_as_json(row) for row in rows]
@@ -39,18 +43,25 @@ def ls(root: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("root")
-@click.option("--keep-last", type=click.IntRange(1), required=True, help="Newest ones to keep.")
+@click.argument("root", required=False)
+@click.option("--keep-last", type=click.IntRange(1), help="Newest ones to keep.")
 @click.option("--keep-every", type=click.IntRange(1), help="Keep multiples of this step, too.")
+@click.option("--memory", is_flag=True, help="What dead jobs left in this host's memory; ROOT is the place.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
-def prune(root: str, keep_last: int, keep_every: int | None, dry_run: bool) -> None:
+def prune(
+    root: str | None, keep_last: int | None, keep_every: int | None, memory: bool, dry_run: bool
+) -> None:
     """Delete old checkpoints below ROOT, and what dead saves left there.
 
     What is incomplete, damaged or unreadable counts for nothing and is left alone, as `fastload ls` shows it;
     so are links, and what they lead to. The newest complete one always stays.
     """
     with errors_to_exit_code(rank=0):
-        catalog = _catalog(root)
+        if memory:
+            return prune_memory(root, dry_run=dry_run)
+        if keep_last is None:
+            raise click.UsageError("Missing option '--keep-last'.")
+        catalog = _catalog(_required(root))
         entries = {entry.step: entry for entry in _entries(catalog)}
         retention = Retention(keep_last=keep_last, keep_every=keep_every)
         steps = catalog.expendable(list(entries.values()), retention)
@@ -65,6 +76,12 @@ def prune(root: str, keep_last: int, keep_every: int | None, dry_run: bool) -> N
         click.echo(
             f"{len(steps)} checkpoints, {decimal(nbytes)}{' to delete' if dry_run else ''}; {left} stay"
         )
+
+
+def _required(root: str | None) -> str:
+    if root is None:
+        raise click.UsageError("Missing argument 'ROOT'.")
+    return root
 
 
 def _remove(catalog: Catalog, entries: list[Entry]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError
 from fastload.formats.manifest import Manifest
@@ -14,6 +14,9 @@ from fastload.formats.open import Sight, header_digest, look, read_manifest, rec
 from fastload.ranks.door import machine
 from fastload.ranks.world import World, require_same
 from fastload.storage import PatientStorage, Storage
+
+if TYPE_CHECKING:  # what few loads need
+    from fastload.transfer.holders import Holders
 
 __all__ = ["Access", "agree_on_access", "look_closer"]
 
@@ -34,6 +37,7 @@ class Access:
         readers: Ranks that can read, ascending.
         notes: For each rank that cannot read, why.
         shared: Whether all ranks read through one link (object store, network file system).
+        holders: Which of the readers have which bytes; None if each has all.
     """
 
     storage: PatientStorage
@@ -43,6 +47,7 @@ class Access:
     readers: tuple[int, ...]
     notes: Mapping[int, str]
     shared: bool
+    holders: Holders | None = None
 
     @property
     def is_mounted(self) -> bool:

@@ -175,6 +175,8 @@ class Wish:
 
 def _decide(opened: Opened, *, fast_links: bool) -> Decision:
     access = opened.access
+    if access.holders is not None:
+        return Decision("allgather", "each host has a part, which no other rank reads", access.readers)
     return choose_strategy(
         opened.options.strategy,
         world_size=opened.world.size,

@@ -82,7 +82,8 @@ def prepare(opened: Opened, request: Request) -> Job:
     def make() -> dict[str, Any]:
         wish = Wish.of(opened, request)
         wishes.append(wish)
-        if wish.is_whole:
+        is_plain = wish.is_whole and opened.access.holders is None
+        if is_plain:
             jobs.append(open_whole(wish))
         wanted = [
             one.entry.name if one.piece is None else f"{one.entry.name} {one.piece.box.offsets}"
@@ -95,7 +96,7 @@ def prepare(opened: Opened, request: Request) -> Job:
             "dtype": str(wish.dtype),
             "transport": jobs[0].exchange.transport if jobs else "",
             "names": f"{wish.matched.num_tensors} tensors ({_digest(wanted)})",
-            "plan": jobs[0].plan.digest() if wish.is_whole else "",
+            "plan": jobs[0].plan.digest() if is_plain else "",
             "surplus": _digest(wish.matched.surplus) if wish.matched.surplus else "",
             "offer": jobs[0].exchange.offer() if jobs else None,
         }

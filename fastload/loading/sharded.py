@@ -124,6 +124,7 @@ def _open(wish: Wish, lanes: Lanes, bytes_wanted: int) -> Job:
         order=ring_order(opened.access.hosts),
         staging_bytes=opened.options.staging_bytes,
         chunk_bytes=opened.options.chunk_bytes,
+        holders=opened.access.holders,
     )
     return _open_plan(wish, plan, bytes_wanted)
 

@@ -121,7 +121,7 @@ class Assembly:
         self._scratch = _Buffers(1 + depths.ahead, pieces, pinned=pinned)
         self._sent = _Buffers(depths.leaving, packets.leaving, pinned=pinned)
         self._posted: list[tuple[list[_Part], threading.Event]] = []
-        self._exchange: PacketExchange | None = None
+        self._exchange: PacketExchange[Packet] | None = None
         if wire is not None:
             self._exchange = PacketExchange(
                 world, wire, packets.leaving, self._pack, num_buffers=depths.leaving

@@ -13,6 +13,7 @@ from fastload.options import SAVE_SETTINGS, SaveOptions
 from fastload.ranks.traces import Tracing
 from fastload.ranks.world import World, meet
 from fastload.report import SaveReport
+from fastload.saving.spares import Spares, spares
 from fastload.saving.turn import Turn
 from fastload.storage import Location, Target, locate, name_of, open_target
 
@@ -48,6 +49,11 @@ class Call:
     tracing: Tracing
     began: float
     turn: Turn | None = None
+
+    @property
+    def memory(self) -> Spares:
+        """Where the memory of its copy comes from."""
+        return self.turn.memory if self.turn is not None else spares
 
     @property
     def url(self) -> str:

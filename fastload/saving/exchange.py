@@ -7,14 +7,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from fastload.base.threads import background
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.ranks.world import World
-from fastload.saving.packets import Packet
 from fastload.transfer.rounds import TICK_S, wait_for
 from fastload.transfer.wire import Wire
 
@@ -24,7 +23,24 @@ _TAG = 0  # packets for a rank come in the order of its pieces at both ends
 _FOR_EVER = timedelta(days=1)  # a packet waits for its writer, who may write for hours before
 
 
-class PacketExchange:
+class Sendable(Protocol):
+    """What goes from one rank to another: a packet, or a copy of what is written already."""
+
+    @property
+    def supplier(self) -> int:
+        """The rank that it comes from."""
+        ...
+
+    @property
+    def writer(self) -> int:
+        """The rank that it goes to."""
+        ...
+
+
+ItemT = TypeVar("ItemT", bound=Sendable)
+
+
+class PacketExchange(Generic[ItemT]):
     """Sends what others need as they come to need it, and receives what this rank needs.
 
     Both in threads of their own: a wait of Gloo's cannot look out for alarms. Packets leave in the order of
@@ -43,8 +59,8 @@ class PacketExchange:
         self,
         world: World,
         wire: Wire,
-        leaving: Sequence[Packet],
-        pack: Callable[[Packet, int], Tensor],
+        leaving: Sequence[ItemT],
+        pack: Callable[[ItemT, int], Tensor],
         *,
         num_buffers: int,
     ) -> None:
@@ -73,7 +89,7 @@ class PacketExchange:
         for thread in self._threads:
             thread.start()
 
-    def expect(self, parts: Sequence[tuple[Packet, Tensor]]) -> threading.Event:
+    def expect(self, parts: Sequence[tuple[ItemT, Tensor]]) -> threading.Event:
         """Makes ready to receive packets; returns what is set once all of them are here."""
         came = threading.Event()
         try:

@@ -23,7 +23,7 @@ from fastload.saving.part import Part, take_part
 from fastload.saving.pending import open_pending
 from fastload.saving.per_rank import OwnFiles
 from fastload.saving.snapshot import Snapshot
-from fastload.saving.spares import Spares, spares
+from fastload.saving.spares import Spares
 from fastload.saving.turn import Turn
 from fastload.saving.write import Written, write
 from fastload.saving.writers import tuner
@@ -83,7 +83,7 @@ def begin(call: Call, state: Any) -> Begun:
             described, agreed = agree(call, lambda: described)
         with _or_leave(call, met=agreed is not None):
             part = take_part(call, described, agreed if agreed is not None else foresee(call, described))
-            snapshot = _copy(part, call.turn.memory if call.turn is not None else spares)
+            snapshot = _copy(part, call.memory)
             described.source.forget()
     return Begun(part, agreed, snapshot, time.perf_counter() - call.began)
 

@@ -26,6 +26,7 @@ __all__ = [
     "open_folder",
     "require_trusted_links",
     "reserve",
+    "reserve_range",
     "sync",
 ]
 
@@ -147,6 +148,18 @@ def reserve(name: str, nbytes: int, folder: int) -> None:
             os.ftruncate(file, nbytes)
     finally:
         os.close(file)
+
+
+def reserve_range(file: int, offset: int, nbytes: int) -> None:
+    """Asks for the blocks of a range of an open file, where the file system can tell; it is long enough.
+
+    Raises:
+        OSError: ``ENOSPC`` if there is no room.
+    """
+    if nbytes and _libc.fallocate(file, 0, ctypes.c_int64(offset), ctypes.c_int64(nbytes)):
+        number = ctypes.get_errno()
+        if number not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise OSError(number, os.strerror(number))
 
 
 def make_folders(path: str) -> None:

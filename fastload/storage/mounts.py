@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-__all__ = ["IN_MEMORY_TYPES", "bucket_client", "file_system_type", "is_fuse", "is_network"]
+__all__ = [
+    "IN_MEMORY_TYPES",
+    "bucket_client",
+    "file_system_type",
+    "is_fuse",
+    "is_network",
+    "memory_mounts",
+]
 
 IN_MEMORY_TYPES = frozenset("tmpfs ramfs hugetlbfs".split())
 _NETWORK_TYPES = frozenset(
     "nfs nfs4 lustre gpfs beegfs ceph cifs smb3 9p glusterfs wekafs pvfs2 orangefs afs virtiofs".split()
 )
+_OF_THE_SYSTEM = ("/run/", "/var/run/", "/sys/", "/proc/", "/etc/", "/dev/")
 _BUCKET_CLIENTS = frozenset(
     "blobfuse blobfuse2 gcsfuse geesefs goofys mountpoint-s3 rclone riofs s3fs yas3fs".split()
 )
@@ -33,6 +41,21 @@ def bucket_client(path: str) -> str:
     kind, source = _mount_of(path)
     name = source if kind == "fuse" else kind.removeprefix("fuse.")
     return name if is_fuse(kind) and name in _BUCKET_CLIENTS else ""
+
+
+def memory_mounts() -> list[str]:
+    """Returns where file systems in memory are mounted, but for those of the system itself."""
+    found = []
+    try:
+        with open("/proc/self/mountinfo") as mounts:
+            for line in mounts:
+                fields = line.split()
+                point, after = fields[4], fields[fields.index("-") + 1 :]
+                if after[0] == "tmpfs" and not f"{point}/".startswith(_OF_THE_SYSTEM):
+                    found.append(point)
+    except OSError:
+        return []
+    return found
 
 
 def _mount_of(path: str) -> tuple[str, str]:

@@ -50,7 +50,8 @@ class History:
         self._group = process_group
         self._catalog = catalog
         self._lists = lists
-        self._newest: Point | None = None
+        self._newest: Point | None = None  # see `newest`
+        self._in_memory: Point | None = None
         self._links: frozenset[int] | None = None  # None until there was a listing
         self._warned: set[int] = set()
 
@@ -78,8 +79,24 @@ class History:
             links=frozenset(step for _, step, _, is_link in found if is_link),
         )
         self._newest = max(listing.recorded, default=None)
+        if self._in_memory is not None:
+            self.note(self._in_memory)
         self._links = listing.links
         return listing
+
+    @property
+    def newest(self) -> Point | None:
+        """The newest of all that was listed, noted, or about to be saved."""
+        return self._newest
+
+    def is_durable(self, saved: Point | None) -> bool:
+        """Whether what is in memory is not newer than a checkpoint that was saved to storage."""
+        return saved is not None and (self._in_memory is None or self._in_memory <= saved)
+
+    def note(self, point: Point) -> None:
+        """Notes what is in memory, which is none of the checkpoints that can be listed."""
+        self._in_memory = point
+        self._newest = point if self._newest is None else max(self._newest, point)
 
     def branch_for(self, step: int) -> int:
         """Returns the branch of a checkpoint that is about to be saved; on all ranks together.

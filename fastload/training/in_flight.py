@@ -16,7 +16,7 @@ from fastload.saving.spares import Spares
 from fastload.saving.turn import Turn
 from fastload.training.flight import Flight, Planned, Shared
 from fastload.training.orders import Order, Orders
-from fastload.training.retention import Retention, Saved
+from fastload.training.retention import Point, Retention, Saved
 
 __all__ = ["InFlight"]
 
@@ -34,6 +34,9 @@ class InFlight:
             before is over; with more, until there is room, which those make that wait to be written: of
             them only the newest is.
         retention: Says which saves are written in any case.
+
+    Attributes:
+        newest: The newest that is known to be written, or None.
     """
 
     def __init__(self, world: World, num_slots: int, retention: Retention) -> None:
@@ -46,6 +49,7 @@ class InFlight:
         self._number = 0
         self._num_heard = 0
         self._best: Saved | None = None
+        self.newest: Point | None = None
 
     @property
     def failed(self) -> int:
@@ -92,6 +96,7 @@ class InFlight:
         flight.handle = handle = save(flight if self._num_slots > 1 else None)
         if handle is not None:
             self._flights.append(flight)
+        self._note(flight)
 
         def has_succeeded() -> bool:
             if handle is not None:
@@ -111,7 +116,14 @@ class InFlight:
                         planned.saved.step,
                     )
                 flight.handle.settle()
+            self._note(flight)
         self._flights.clear()
+
+    def _note(self, flight: Flight) -> None:
+        """Notes a save that has ended, if it has ended well."""
+        if flight.handle is None or flight.handle.report is not None:
+            point = flight.planned.saved.point
+            self.newest = point if self.newest is None else max(self.newest, point)
 
     def _decide(self, planned: Planned) -> Order:
         with self._shared.changed:
@@ -153,6 +165,7 @@ class InFlight:
         for flight in list(self._flights):
             if flight.handle is not None and flight.handle.done() and not flight.handle.failed():
                 self._flights.remove(flight)
+                self._note(flight)
                 self._num_heard = max(self._num_heard, flight.number)
                 if flight.handle.report is not None:
                     self._best = self._retention.best_of(flight.planned.saved, self._best)
@@ -166,14 +179,16 @@ class InFlight:
             FastloadError: One has failed; another one is told at the next call.
         """
         while self._flights and (number is None or self._flights[0].number <= number):
-            handle = self._flights.pop(0).handle
+            flight = self._flights.pop(0)
+            handle = flight.handle
             try:
                 if handle is not None:
                     handle.settle()
+                    self._note(flight)
                     if handle.failed() or handle.report is not None:
                         handle.wait()
             finally:
-                del handle  # else error → traceback → frame → handle → error would keep it all alive
+                del handle, flight  # else error → traceback → frame → handle → error would keep it all alive
 
     def close(self) -> None:
         """Lets go of the memory."""

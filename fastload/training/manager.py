@@ -10,11 +10,13 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from fastload.errors import CheckpointNotFound, FastloadError, OptionError, WorldError, blames_checkpoint
+from fastload.errors import FastloadError, OptionError, WorldError
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import SAVE_SETTINGS, SaveOptions
 from fastload.ranks.world import meet, require_same
 from fastload.storage import locate, name_of
+from fastload.storage.target import new_token
+from fastload.tier.wanted import Wanted, open_keeper
 from fastload.training.calls import Calls
 from fastload.training.catalog import MAX_STEP, Catalog, metadata_of, metrics_of
 from fastload.training.flight import Planned
@@ -23,7 +25,9 @@ from fastload.training.housekeeping import Housekeeper
 from fastload.training.in_flight import InFlight
 from fastload.training.pacing import Rhythm
 from fastload.training.policy import Policy
-from fastload.training.retention import Retention, Saved
+from fastload.training.restoring import Restorer
+from fastload.training.retention import Point, Retention, Saved
+from fastload.training.schedule import Answer
 from fastload.training.timing import Timing
 
 __all__ = ["CheckpointManager"]
@@ -74,14 +78,17 @@ class CheckpointManager:
         async_: Whether `save` returns as soon as each rank has copied its share of the state.
         in_flight: Copies of the state that there may be at once, being written or waiting for it. The first
             save takes the memory of all.
+        memory: Keeps recent checkpoints in the memory of the hosts, besides: a directory on each host, such
+            as one of a tmpfs or of a fast local disk, or ``auto`` for ``/dev/shm`` (or a larger tmpfs).
+        memory_every_steps: Steps between those.
+        memory_every_seconds: Seconds between those.
+        memory_copies: How many hosts keep each host's share of one: so many less one may be lost.
         process_group: As for `fastload.load`.
         storage_options: As for `fastload.load`.
         options: How to save. A checkpoint of the same step is replaced, whatever `overwrite` says.
 
-    Attributes:
-        restored_step: Step of the checkpoint that was last restored, or None.
-
     Raises:
+        StorageError: There is no place for the memory tier on a host.
         OptionError: An argument cannot be used.
         PlanMismatch: The ranks did not give the same arguments.
     """
@@ -102,6 +109,10 @@ class CheckpointManager:
         best: tuple[str, str] | None = None,
         async_: bool = True,
         in_flight: int = 1,
+        memory: str | os.PathLike[str] | None = None,
+        memory_every_steps: int | None = None,
+        memory_every_seconds: float | None = None,
+        memory_copies: int = 2,
         process_group: Any = None,
         storage_options: Mapping[str, Any] | None = None,
         options: SaveOptions | None = None,
@@ -120,6 +131,9 @@ class CheckpointManager:
                 async_,
                 replace(options if options is not None else SaveOptions(), overwrite=True),
                 in_flight,
+                Wanted.of(memory, memory_copies),
+                memory_every_steps,
+                memory_every_seconds,
             )
 
         self._world, policy = meet(
@@ -137,10 +151,12 @@ class CheckpointManager:
             timeout_s=self._world.patience_s / 2,
             retries=policy.options.retries,
         )
-        lists, keeps_house = self._meet(policy)
+        lists, keeps_house, life = self._meet(policy)
         self._history = History(self._world, self._catalog, lists=lists, process_group=process_group)
-        self.restored_step: int | None = None
-        self._damaged: set[int] = set()
+        self._keeper = open_keeper(
+            self._world, process_group, policy.root, policy.memory, policy.options, life
+        )
+        self._restorer = Restorer(self._world, self._calls, self._catalog, self._history, self._keeper)
         self._in_flight = InFlight(self._world, policy.in_flight, policy.retention)
         self._timing = Timing(self._world, policy, lambda: self._in_flight.failed)
         self._housekeeper: Housekeeper | None = None
@@ -148,19 +164,21 @@ class CheckpointManager:
             self._housekeeper = Housekeeper(self._catalog, policy.retention, Checkpoint.urls_in_use)
             self._housekeeper.clean()
 
-    def _meet(self, policy: Policy) -> tuple[bool, bool]:
-        """Compares the arguments; returns whether this rank lists and whether it deletes."""
+    def _meet(self, policy: Policy) -> tuple[bool, bool, str]:
+        """Compares the arguments; returns whether this rank lists, whether it deletes, and a name of all."""
         world = self._world
 
         def compare() -> dict[str, Any]:
-            return {"host": world.host, "same": policy.shared_values(), "shared": self._catalog.shared}
+            seen = {"host": world.host, "shared": self._catalog.shared, "life": new_token()}
+            return {**seen, "same": policy.shared_values()}
 
         views = world.agree(f"managing the checkpoints in {self._catalog.root}", compare)
         world.heard()
         require_same([each["same"] for each in views])
         hosts = [each["host"] for each in views]
         first = hosts.index(world.host) if policy.options.shared is False else 0
-        return world.rank == 0 or not views[world.rank]["shared"], world.rank == first
+        lists = world.rank == 0 or not views[world.rank]["shared"]
+        return lists, world.rank == first, views[0]["life"]
 
     # When
 
@@ -181,7 +199,10 @@ class CheckpointManager:
         answer = self._timing.ask(step)
         if answer.failed and self._in_flight.holds(answer.failed):
             self._raise_failed(answer.failed)
-        return answer.save
+        return answer.save or self._goes_to_memory(answer, step)
+
+    def _goes_to_memory(self, answer: Answer, step: int) -> bool:
+        return self._keeper is not None and answer.memory and self._keeper.admits(step)
 
     @property
     def stop_requested(self) -> bool:
@@ -191,9 +212,11 @@ class CheckpointManager:
     # Save
 
     def save(self, step: int, state: Any, metrics: Mapping[str, Any] | None = None) -> None:
-        """Saves a state as the checkpoint of a step.
+        """Saves a state as the checkpoint of a step: to storage, to memory or both.
 
-        If as many saves as may be are in flight, waits for one of them first.
+        To where the last `should_save` has said that it is due; to storage, if that was not asked for this
+        step. If as many saves as may be are in flight, waits for one of them first. What goes wrong with
+        memory is a warning, and the next step that is due there is tried again.
 
         Args:
             step: Its number, from 0 on.
@@ -210,8 +233,14 @@ class CheckpointManager:
             metadata_of(step, metrics)
         except (TypeError, ValueError) as error:
             raise OptionError(f"metrics={metrics!r}: must be numbers by name ({error})") from None
+        answer = self._timing.answer_for(step)
         branch, path = self._history.branch_for(step), self.path(step)
         metadata = metadata_of(step, metrics, branch)
+        if self._keeper is not None and self._goes_to_memory(answer, step):
+            self._keeper.save(step, branch, state, metadata)
+            self._history.note(Point(branch, step))
+            if not answer.save:
+                return
         planned = Planned(Saved(step, 0.0, metrics_of(metadata), branch), path, self._timing.stop_requested)
         if failed := self._in_flight.make_room(planned):
             self._raise_failed(failed)
@@ -219,9 +248,9 @@ class CheckpointManager:
         has_succeeded = self._in_flight.make(
             planned, lambda turn: self._timing.saving(partial(save, turn=turn))
         )
-        self._damaged.discard(step)
+        self._restorer.damaged.discard(step)
         if self._housekeeper is not None:
-            self._housekeeper.prune(has_succeeded, step, damaged=set(self._damaged))
+            self._housekeeper.prune(has_succeeded, step, damaged=set(self._restorer.damaged))
             if not self._calls.async_:
                 self._finish()
 
@@ -246,13 +275,14 @@ class CheckpointManager:
         return sorted(point.step for point in self._look().complete)
 
     def latest(self) -> int | None:
-        """Returns the step of the newest complete checkpoint, or None; see `all_steps`.
+        """Returns the step of the newest complete checkpoint, in memory or on storage, or None.
 
         The newest is the one that was saved last. If the run has gone back to an earlier step, that is one of
         those that it has saved since, although there may be higher steps.
         """
-        complete = self._look().complete
-        return complete[-1].step if complete else None
+        points = [Point(found.branch, found.step) for found in self._restorer.in_memory()]
+        newest = max([*self._look().complete, *points], default=None)
+        return newest.step if newest is not None else None
 
     def _look(self) -> Listing:
         self._life.require()
@@ -260,10 +290,12 @@ class CheckpointManager:
         return self._history.look(self._finish)
 
     def restore(self, into: Any = None, step: int | None = None, **arguments: Any) -> Any:
-        """Loads the newest checkpoint that is whole; `restored_step` says which.
+        """Loads the newest checkpoint that is whole; `restored_step` and `restored_from` say which.
 
-        One that turns out to be damaged or incomplete is left out, with a warning, for the one that was saved
-        before it. If another process deletes old checkpoints meanwhile, what it has saved instead is found.
+        It comes from the memory of the hosts, if what those that are here have of it is whole, else from
+        storage. One that turns out to be damaged or incomplete is left out, with a warning, for the one that
+        was saved before it. If another process deletes old checkpoints meanwhile, what it has saved instead
+        is found.
 
         Args:
             into: As for `fastload.load`.
@@ -277,31 +309,18 @@ class CheckpointManager:
             CheckpointNotFound: There is none.
             FastloadError: As for `fastload.load`; if all are damaged, what is wrong with the oldest.
         """
-        listed = [point.step for point in self._look().recorded]
-        is_given, left = step is not None, listed if step is None else [step]
-        if not left:
-            raise CheckpointNotFound(f"{self._catalog.root}: no checkpoint to restore")
-        tried: set[int] = set()
-        while True:
-            step = left.pop()
-            try:
-                state = self._calls.load(self.path(step), {"into": into, **arguments})
-            except FastloadError as error:
-                if not blames_checkpoint(error):
-                    raise
-                tried.add(step)
-                # Listed anew: it may have been deleted meanwhile, for newer ones that another process saved.
-                listed = [point.step for point in self._look().recorded]
-                if step in listed:
-                    self._damaged.add(step)
-                left = [other for other in listed if other not in tried]
-                if is_given or not left:
-                    raise
-                if self._world.rank == 0:
-                    _log.warning("step %d cannot be restored, falling back to %d: %s", step, left[-1], error)
-            else:
-                self.restored_step = step
-                return state
+        self._life.require()
+        return self._restorer.restore(step, {"into": into, **arguments}, self._finish)
+
+    @property
+    def restored_step(self) -> int | None:
+        """Step of the checkpoint that was last restored, or None."""
+        return self._restorer.restored.step if self._restorer.restored is not None else None
+
+    @property
+    def restored_from(self) -> str | None:
+        """Where that was: ``memory`` or ``storage``; None if nothing was restored."""
+        return self._restorer.restored.source if self._restorer.restored is not None else None
 
     # The end
 
@@ -315,7 +334,13 @@ class CheckpointManager:
         self._finish()
 
     def close(self) -> None:
-        """Waits as `wait` does, and puts back the signal handlers that were there before."""
+        """Waits as `wait` does, and puts back the signal handlers that were there before.
+
+        What is in memory is removed if the newest of it is on storage, too.
+        """
+        self._end(goes_well=True)
+
+    def _end(self, *, goes_well: bool) -> None:
         if not self._life.end():
             return
         try:
@@ -323,6 +348,8 @@ class CheckpointManager:
         finally:
             self._in_flight.close()
             self._timing.close()
+            if self._keeper is not None:
+                self._keeper.close(remove=goes_well and self._history.is_durable(self._in_flight.newest))
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -331,7 +358,7 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            self._end(goes_well=kind is None)
         except FastloadError:
             if kind is None:
                 raise  # else it was logged when it happened, and must not hide what ended the training

@@ -8,6 +8,7 @@ from typing import Any
 from fastload.errors import OptionError
 from fastload.options import SaveOptions
 from fastload.storage import Location
+from fastload.tier.wanted import Wanted
 from fastload.training.pacing import Rhythm
 from fastload.training.retention import Retention
 
@@ -26,6 +27,9 @@ class Policy:
         async_: Whether saves go on in the background.
         options: How to save.
         in_flight: Copies of the state, to be written or being written, that there may be at once.
+        memory: Where recent checkpoints are kept in memory; None for nowhere.
+        memory_every_steps: Steps between those.
+        memory_every_seconds: Seconds between those.
 
     Raises:
         OptionError: One cannot be used.
@@ -38,22 +42,36 @@ class Policy:
     async_: bool
     options: SaveOptions
     in_flight: int = 1
+    memory: Wanted | None = None
+    memory_every_steps: int | None = None
+    memory_every_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        steps = self.every_steps
-        if steps is not None and (type(steps) is not int or steps < 1):
-            raise OptionError(f"every_steps={steps!r}: must be a number of at least 1")
+        for name in ("every_steps", "memory_every_steps"):
+            steps = getattr(self, name)
+            if steps is not None and (type(steps) is not int or steps < 1):
+                raise OptionError(f"{name}={steps!r}: must be a number of at least 1")
+        seconds = self.memory_every_seconds
+        if seconds is not None and not (type(seconds) in (int, float) and seconds > 0):
+            raise OptionError(f"memory_every_seconds={seconds!r}: must be a number of seconds above 0")
         if type(self.in_flight) is not int or self.in_flight < 1:
             raise OptionError(f"in_flight={self.in_flight!r}: must be a number of at least 1")
         if self.in_flight > 1 and not self.async_:
             raise OptionError(
                 f"in_flight={self.in_flight}: saves with async_=False are over when they return"
             )
+        has_interval = (self.memory_every_steps, seconds) != (None, None)
+        if has_interval != (self.memory is not None):
+            raise OptionError(
+                "memory= and memory_every_steps= or memory_every_seconds= go together: where to keep recent "
+                "checkpoints, and how often"
+            )
 
     @property
     def has_interval(self) -> bool:
         """Whether anything but a signal can make a save due."""
-        return (self.every_steps, self.rhythm.every, self.rhythm.every_seconds) != (None, None, None)
+        by_time = (self.rhythm.every, self.rhythm.every_seconds, self.memory) != (None, None, None)
+        return by_time or self.every_steps is not None
 
     def shared_values(self) -> dict[str, Any]:
         """Returns the values that must be the same on every rank."""
@@ -67,5 +85,9 @@ class Policy:
             "best": list(best) if best is not None else None,
             "async_": self.async_,
             "in_flight": self.in_flight,
+            # Where it is may differ between hosts.
+            "memory_copies": self.memory.num_copies if self.memory is not None else None,
+            "memory_every_steps": self.memory_every_steps,
+            "memory_every_seconds": self.memory_every_seconds,
             **self.options.shared_values(),
         }

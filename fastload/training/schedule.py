@@ -30,11 +30,13 @@ class Answer:
         save: Whether to save.
         stop: Whether a signal has asked the job to stop; from then on for good.
         failed: Number of a save in the background that has failed; 0 if there is none.
+        memory: Whether to keep the state in memory.
     """
 
     save: bool = False
     stop: bool = False
     failed: int = 0
+    memory: bool = False
 
 
 class Schedule:
@@ -46,6 +48,7 @@ class Schedule:
         world: The ranks.
         every_steps: Steps between saves; None for none by steps.
         interval_s: Returns the seconds between saves, by the clock of rank 0; None for none by time.
+        memory: Steps, and seconds, after which the state is kept in memory; None likewise.
         signalled: Whether this rank has got a signal to stop.
         failed: Returns the number of a save of this rank's that has failed, or 0.
     """
@@ -58,10 +61,12 @@ class Schedule:
         interval_s: Callable[[], float | None],
         signalled: Callable[[], bool],
         failed: Callable[[], int],
+        memory: tuple[int | None, float | None] = (None, None),
     ) -> None:
         self._world = world
         self._every_steps = every_steps
-        self._judge = _Judge(world, interval_s=interval_s, signalled=signalled, failed=failed)
+        self._memory_steps, memory_s = memory
+        self._judge = _Judge(world, interval_s, memory_s, signalled, failed)
         self._step: int | None = None
         self._answer = Answer()
         self._num_calls = 0
@@ -74,10 +79,17 @@ class Schedule:
         if step == self._step:
             return self._answer
         decided = self._judge.decide() if self._world.size == 1 else self._turn()
-        by_steps = self._every_steps is not None and step > 0 and step % self._every_steps == 0
+        by_steps, in_memory = _is_due(step, self._every_steps), _is_due(step, self._memory_steps)
         stop = self._answer.stop or decided.stop
-        self._step, self._answer = step, Answer(by_steps or decided.save, stop, decided.failed)
+        self._step = step
+        self._answer = Answer(
+            by_steps or decided.save, stop, decided.failed, (in_memory or decided.memory) and not stop
+        )
         return self._answer
+
+    def answer_for(self, step: int) -> Answer:
+        """Returns the answer that was given for a step; that it is to be saved, if nobody has asked."""
+        return self._answer if step == self._step else Answer(save=True)
 
     @property
     def stop_requested(self) -> bool:
@@ -114,14 +126,18 @@ class Schedule:
         return decision.pop("until"), Answer(**decision)
 
 
+def _is_due(step: int, every_steps: int | None) -> bool:
+    return every_steps is not None and step > 0 and step % every_steps == 0
+
+
 class _Judge:
     """Decides, on rank 0, by its clock, its own signals and those that the others tell it of."""
 
     def __init__(
         self,
         world: World,
-        *,
         interval_s: Callable[[], float | None],
+        memory_s: float | None,
         signalled: Callable[[], bool],
         failed: Callable[[], int],
     ) -> None:
@@ -129,7 +145,8 @@ class _Judge:
         self._interval_s = interval_s
         self._signalled = signalled
         self._failed = failed
-        self._since = time.monotonic()
+        self._memory_s = memory_s
+        self._since = self._memory_since = time.monotonic()
         self._stopping = False  # decided, though the window may not have begun
 
     def saved(self) -> None:
@@ -145,7 +162,10 @@ class _Judge:
         due = interval_s is not None and now >= self._since + interval_s
         if stop or due:
             self._since = now
-        return Answer(stop or due, stop, self._failed())
+        in_memory = self._memory_s is not None and now >= self._memory_since + self._memory_s
+        if in_memory:
+            self._memory_since = now
+        return Answer(stop or due, stop, self._failed(), in_memory)
 
     def _is_signalled(self) -> bool:
         world = self._world

@@ -33,6 +33,7 @@ class Timing:
             interval_s=lambda: self._pace.interval_s,
             signalled=lambda: self._signals.received,
             failed=failed,
+            memory=(policy.memory_every_steps, policy.memory_every_seconds),
         )
         self._signals = StopSignals(self._schedule.tell)
         self._root = policy.root
@@ -49,6 +50,10 @@ class Timing:
             )
         self._pace.stepped()
         return self._schedule.ask(step)
+
+    def answer_for(self, step: int) -> Answer:
+        """Returns the answer that was given for a step; see `Schedule.answer_for`."""
+        return self._schedule.answer_for(step)
 
     @property
     def stop_requested(self) -> bool:

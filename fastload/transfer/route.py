@@ -19,10 +19,11 @@ from typing import ClassVar, NamedTuple
 import xxhash
 
 from fastload.base.memory import PAGE_BYTES, round_up
-from fastload.errors import OptionError
+from fastload.errors import IncompleteCheckpoint, OptionError
 from fastload.geometry.extents import Extent
 from fastload.transfer.claims import Part
 from fastload.transfer.demand import Supply
+from fastload.transfer.holders import Holders
 from fastload.transfer.lanes import Density, Lanes, Ranks, Stretch
 from fastload.transfer.parcel import Parcel
 from fastload.transfer.plan import Chunk
@@ -50,6 +51,7 @@ class RoutedPlan:
         depth: Rounds that may be in flight at once.
         slab_bytes: Most bytes that a rank needs for a round.
         staging_bytes: Most bytes for all slabs of one rank together.
+        holders: Who of those that read can deliver what; None if each can deliver all.
         in_lockstep, ahead: See `TransferPlan`.
     """
 
@@ -61,6 +63,7 @@ class RoutedPlan:
     depth: int
     slab_bytes: int
     staging_bytes: int
+    holders: Holders | None = None
     in_lockstep: ClassVar[bool] = False
     ahead: ClassVar[int] = 0
 
@@ -133,18 +136,20 @@ class RoutedPlan:
         for index, rank in (*lacking, *later):
             for share in self.window(self.shares_of[rank], index):
                 left[share.lane].append((share.begin, share.end))
-        shares = deal([sorted(ranges) for ranges in left], self.lanes.wanters, supply.ranks)
+        shares = _deal(self.lanes, [sorted(ranges) for ranges in left], supply, self.holders)
+        if shares is None:
+            return None
         # Who reads no more gets from the others what it has read itself.
         room = _Need(self.lanes, shares)
         chunk_bytes = room.fitting(self.chunk_bytes, self.staging_bytes)
-        return RoutedPlan(
-            self.lanes, supply, tuple(shares), self.order, *room.sizes(chunk_bytes, self.staging_bytes)
-        )
+        sizes = room.sizes(chunk_bytes, self.staging_bytes)
+        return RoutedPlan(self.lanes, supply, tuple(shares), self.order, *sizes, self.holders)
 
     def digest(self) -> str:
         """xxh3-128 of all that the plan follows from, for comparison between ranks."""
         inputs = [self.lanes.claims.digest, self.lanes.block_bytes, self.readers, self.order]
-        text = json.dumps([*inputs, self.total_bytes, self.chunk_bytes, self.depth])
+        holders = self.holders.digest if self.holders is not None else ""
+        text = json.dumps([*inputs, self.total_bytes, self.chunk_bytes, self.depth, holders])
         return xxhash.xxh3_128_hexdigest(text.encode())
 
 
@@ -155,6 +160,7 @@ def plan_routes(
     order: Sequence[int],
     staging_bytes: int,
     chunk_bytes: int | None,
+    holders: Holders | None = None,
 ) -> RoutedPlan:
     """Deals the wanted bytes to the ranks that can deliver them.
 
@@ -164,17 +170,38 @@ def plan_routes(
         order: All ranks, those of a host next to each other.
         staging_bytes: Most bytes for all slabs of one rank together.
         chunk_bytes: Unit of reading and of exchange; None chooses it.
+        holders: Who of those that can deliver has what; None if each has all.
 
     Raises:
         OptionError: `chunk_bytes`, or a checksum block, does not fit into `staging_bytes`.
+        IncompleteCheckpoint: Some of it nobody has.
     """
-    shares = deal([[(0, nbytes)] for nbytes in lanes.nbytes], lanes.wanters, supply.ranks)
+    shares = _deal(lanes, [[(0, nbytes)] for nbytes in lanes.nbytes], supply, holders)
+    if shares is None:
+        raise IncompleteCheckpoint("none of the ranks has all that is wanted of the checkpoint")
     need = _Need(lanes, shares)
     if chunk_bytes is None:
         for_overlap = round_up(lanes.total_bytes // len(supply.ranks) // _GOOD_NUM_ROUNDS, PAGE_BYTES)
         good = min(max(for_overlap, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
         chunk_bytes = need.fitting(good, staging_bytes)
-    return RoutedPlan(lanes, supply, tuple(shares), tuple(order), *need.sizes(chunk_bytes, staging_bytes))
+    sizes = need.sizes(chunk_bytes, staging_bytes)
+    return RoutedPlan(lanes, supply, tuple(shares), tuple(order), *sizes, holders)
+
+
+def _deal(
+    lanes: Lanes, wanted: Sequence[Sequence[tuple[int, int]]], supply: Supply, holders: Holders | None
+) -> list[Share] | None:
+    """Deals what is wanted of each lane to those who can deliver it; None if nobody can."""
+    if holders is None:
+        return deal(wanted, lanes.wanters, supply.ranks)
+    pools = holders.pools(lanes, wanted, supply.ranks)
+    if pools is None:
+        return None
+    wanters = [lanes.wanters[pool.lane] for pool in pools]
+    shares = deal(
+        [pool.ranges for pool in pools], wanters, supply.ranks, holders=[pool.ranks for pool in pools]
+    )
+    return [replace(share, lane=pools[share.lane].lane) for share in shares]
 
 
 class _Need:

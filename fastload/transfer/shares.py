@@ -31,7 +31,10 @@ class Share:
 
 
 def deal(
-    ranges: Sequence[Sequence[tuple[int, int]]], wanters: Sequence[Sequence[int]], readers: Sequence[int]
+    ranges: Sequence[Sequence[tuple[int, int]]],
+    wanters: Sequence[Sequence[int]],
+    readers: Sequence[int],
+    holders: Sequence[Sequence[int]] | None = None,
 ) -> list[Share]:
     """Deals the bytes of lanes to readers.
 
@@ -39,6 +42,7 @@ def deal(
         ranges: Of each lane, (begin, end) of what is to be read.
         wanters: Of each lane, the ranks that want it, ascending.
         readers: The ranks that can read, ascending; at least one.
+        holders: Of each lane, those of them that can read it, ascending; None if each can read all.
 
     Returns:
         In the order in which each reader reads, lane by lane.
@@ -47,13 +51,17 @@ def deal(
     cap = -(-sum(totals) // len(readers)) + _SLACK_BYTES
     loads = dict.fromkeys(readers, 0)
     quotas: list[dict[int, int]] = [{} for _ in totals]
-    able = [[rank for rank in ranks if rank in loads] for ranks in wanters]
+    can_read = [readers] * len(totals) if holders is None else holders
+    able = [
+        [rank for rank in ranks if rank in loads and (holders is None or rank in can_read[lane])]
+        for lane, ranks in enumerate(wanters)
+    ]
     # Those whom few want first: the others can make up for them.
     for lane in sorted(range(len(totals)), key=lambda lane: (len(able[lane]), lane)):
         _raise_level(loads, able[lane], totals[lane], cap, quotas[lane])
-    for lane, total in enumerate(totals):
-        left = total - sum(quotas[lane].values())
-        _raise_level(loads, readers, left, sum(totals) + cap, quotas[lane])
+    for lane in sorted(range(len(totals)), key=lambda lane: (len(can_read[lane]), lane)):
+        left = totals[lane] - sum(quotas[lane].values())
+        _raise_level(loads, can_read[lane], left, sum(totals) + cap, quotas[lane])
     reads = dict.fromkeys(readers, 0)
     shares = []
     for lane, quota in enumerate(quotas):

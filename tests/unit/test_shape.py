@@ -49,6 +49,10 @@ FILES = {
     "storage/owner.py",
     "storage/pending.py",
     "storage/site.py",
+    "storage/tier.py",
+    "storage/tier_leftovers.py",
+    "storage/tier_place.py",
+    "storage/tier_target.py",
 }
 PROCESS_STATE = "storage/process.py"  # what of storage a process has once
 PURE = {
@@ -68,6 +72,7 @@ PURE = {
     "transfer/plan.py",
     "transfer/claims.py",
     "transfer/grid.py",
+    "transfer/holders.py",
     "transfer/lanes.py",
     "transfer/partners.py",
     "transfer/room.py",
@@ -85,6 +90,8 @@ PURE = {
     "saving/packets.py",
     "saving/spread.py",
     "estimate/sizing.py",
+    "tier/groups.py",
+    "tier/record.py",
     "estimate/units.py",
 }
 

@@ -1,0 +1,79 @@
+"""``fastload ls --memory`` and ``fastload prune --memory``: what jobs have in the memory of this host."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import click
+from rich.filesize import decimal
+from rich.table import Table
+
+from fastload.cli.console import shown, stdout
+from fastload.storage.tier_leftovers import Leftover, find_jobs, remove_dead
+from fastload.storage.tier_place import find_memory
+from fastload.tier.record import Generation
+
+__all__ = ["list_memory", "prune_memory"]
+
+
+def list_memory(place: str | None, *, as_json: bool) -> None:
+    """Prints what jobs of this user have in memory.
+
+    Args:
+        place: Where; None for where `CheckpointManager` has it with ``memory="auto"``.
+        as_json: Prints one JSON object.
+    """
+    place = place or find_memory()
+    jobs = find_jobs(place)
+    if as_json:
+        click.echo(json.dumps({"memory": place, "jobs": [_as_json(job) for job in jobs]}))
+        return
+    table = Table("root", "step", "shares", "size", "used", "")
+    for job in jobs:
+        steps = [f"{each.step}" for each in _generations(job)]
+        shares = [f"{len(each.held)} of {len(each.shares)}" for each in _generations(job)]
+        state = "in use" if job.is_alive else "left behind"
+        used = f"{max(0.0, time.time() - job.used_s):.0f} s ago"
+        row = (", ".join(steps) or "–", ", ".join(shares) or "–", decimal(job.nbytes), used, state)
+        table.add_row(shown(job.root), *row)
+    console = stdout()
+    console.print(table)
+    total = f"{len(jobs)} jobs in {place}, {decimal(sum(job.nbytes for job in jobs))}"
+    console.print(total, style="bold", highlight=False)
+
+
+def prune_memory(place: str | None, *, dry_run: bool) -> None:
+    """Removes what jobs of which no process lives on this host have left in memory.
+
+    Args:
+        place: As for `list_memory`.
+        dry_run: Only says what would be removed.
+    """
+    place = place or find_memory()
+    dead = [job for job in find_jobs(place) if not job.is_alive]
+    removed = dead if dry_run else remove_dead(place, older_s=0.0)
+    for job in removed:
+        click.echo(f"{'would delete' if dry_run else 'deleted'} {job.path}, which is of {shown(job.root)}")
+    nbytes = sum(job.nbytes for job in removed)
+    click.echo(f"{len(removed)} jobs, {decimal(nbytes)}{' to delete' if dry_run else ''}")
+
+
+def _generations(job: Leftover) -> list[Generation]:
+    found = [Generation.parse(text) for _, text in job.records]
+    return sorted((each for each in found if each is not None), key=lambda each: (each.branch, each.step))
+
+
+def _as_json(job: Leftover) -> dict[str, Any]:
+    return {
+        "path": job.path,
+        "root": job.root,
+        "in_use": job.is_alive,
+        "used_s": job.used_s,
+        "nbytes": job.nbytes,
+        "generations": [
+            {"step": each.step, "branch": each.branch, "held": each.held, "num_shares": len(each.shares)}
+            for each in _generations(job)
+        ],
+    }

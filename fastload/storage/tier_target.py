@@ -1,0 +1,186 @@
+"""One generation of a checkpoint in the memory of several hosts, as one rank writes its host's part of it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastload.errors import FastloadError, StorageError
+from fastload.storage import folders
+from fastload.storage.descriptors import Descriptor, DescriptorPool
+from fastload.storage.local_files import os_errors
+from fastload.storage.target import Written, check_written
+from fastload.storage.tier import JobFolder
+
+__all__ = ["ALIGN_BYTES", "Published", "Room", "TierTarget"]
+
+ALIGN_BYTES = 1 << 20
+"""Where a file may be cut between two shares."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What is to be on a host.
+
+    Attributes:
+        plan: Says which ranges of which files; see `JobFolder.make`.
+        heads: First bytes of each file, by its name.
+        nbytes: Memory for all ranks of the host together.
+        ranges: What this rank writes: (name, begin, end).
+    """
+
+    plan: str
+    heads: Mapping[str, bytes]
+    nbytes: int
+    ranges: Sequence[tuple[str, int, int]]
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the leader has to tell all hosts.
+
+    Attributes:
+        written: For each rank, name of a file → ranges of it.
+        small_files: Name and content of whole files; the last one is the commit record.
+    """
+
+    written: Sequence[Mapping[str, Sequence[Sequence[int]]]]
+    small_files: Sequence[tuple[str, bytes]]
+
+
+class TierTarget:
+    """Write access to this host's part of a generation; see `target.Target`.
+
+    Every rank prepares its own host. What the leader publishes is only kept: each host has to have it.
+
+    Args:
+        folder: What the job has on this host.
+        name: Of the generation.
+        url: What it is a generation of, for messages.
+
+    Attributes:
+        published: What the leader has published.
+    """
+
+    ordered = False
+    shared = True
+
+    def __init__(self, folder: JobFolder, name: str, url: str) -> None:
+        self.url = url
+        self.published: Published | None = None
+        self._job = folder
+        self._name = name
+        self._room: Room | None = None
+        self._sizes: dict[str, int] = {}
+        self._written = Written()
+        self._files: dict[str, Descriptor] = {}
+        self._pool = DescriptorPool()
+        self._lock = threading.Lock()
+        self._folder = -1
+
+    def expect(self, room: Room) -> None:
+        """Says what is to be here, before it is prepared or joined."""
+        self._room = room
+
+    def align_bytes(self, largest_bytes: int) -> int | None:
+        return ALIGN_BYTES
+
+    def prepare(self, files: Sequence[tuple[str, int]], *, overwrite: bool) -> dict[str, Any]:
+        self.join({"files": files})
+        return {"files": files}
+
+    def join(self, ticket: Mapping[str, Any]) -> None:
+        assert self._room is not None
+        self._sizes = dict(ticket["files"])
+        files = [(name, nbytes, self._room.heads[name]) for name, nbytes in ticket["files"]]
+        self._job.make(self._name, self._room.plan, files, self._room.nbytes)
+        self._folder = self._job.open(self._name)
+        self.reserve(self._room.ranges)
+
+    def reserve(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Takes the memory for ranges of files.
+
+        Raises:
+            StorageError: There is no room.
+        """
+        for name, begin, end in ranges:
+            with os_errors(self._place(name), begin, end - begin), self._file(name).use() as file:
+                folders.reserve_range(file, begin, end - begin)
+
+    def write(self, name: str, offset: int, data: memoryview) -> None:
+        assert offset + len(data) <= self._sizes[name], (name, offset, len(data))
+        with (
+            self._written.noted(),
+            os_errors(self._place(name), offset, len(data)),
+            self._file(name).use() as file,
+        ):
+            position, left = offset, data
+            while len(left):
+                count = os.pwrite(file, left, position)
+                position, left = position + count, left[count:]
+        self._written.add(name, offset, offset + len(data))
+
+    def read(self, name: str, offset: int, data: memoryview) -> None:
+        """Reads a range of one file that this host has.
+
+        Raises:
+            StorageError: It failed.
+        """
+        with os_errors(self._place(name), offset, len(data)), self._file(name).use() as file:
+            position, left = offset, data
+            while len(left):
+                count = os.preadv(file, [left], position)
+                if not count:
+                    raise StorageError("it is shorter than it was made", self._place(name), offset, len(data))
+                position, left = position + count, left[count:]
+
+    def flush(self) -> dict[str, Any]:
+        self._written.check()
+        return {"written": self._written.to_json()}
+
+    def publish(
+        self,
+        receipts: Sequence[Mapping[str, Any]],
+        small_files: Sequence[tuple[str, bytes]],
+        *,
+        overwrite: bool,
+    ) -> None:
+        check_written(self._sizes, receipts, self.url)
+        self.published = Published([receipt["written"] for receipt in receipts], list(small_files))
+
+    def abort(self) -> None:
+        self._written.fail(StorageError("the generation was given up", url=self.url))
+        with suppress(FastloadError):  # whoever makes the next one tries again
+            self._job.discard(self._name)
+        self.close()
+
+    def clean_abandoned(self) -> list[str]:
+        return []
+
+    def remove(self) -> None:
+        self._job.discard(self._name)
+
+    def close(self) -> None:
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+            folder, self._folder = self._folder, -1
+        if folder >= 0:
+            os.close(folder)
+
+    def _place(self, name: str) -> str:
+        return os.path.join(self._job.place(self._name), name)
+
+    def _file(self, name: str) -> Descriptor:
+        with self._lock:
+            if self._folder < 0:
+                raise StorageError("the generation has ended", url=self._place(name))
+            if name not in self._files:
+                flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                self._files[name] = Descriptor(self._pool, partial(os.open, name, flags, dir_fd=self._folder))
+            return self._files[name]

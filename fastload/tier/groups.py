@@ -1,0 +1,81 @@
+"""Which hosts keep which shares. Pure: the same on every rank.
+
+As in Gemini (Wang et al., SOSP 2023): groups of as many hosts as there are to be copies, each of which keeps
+what all of its group have; if the hosts do not divide into such groups, the rest are one ring, in which each
+keeps what those before it have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Copies", "keepers", "plan_copies"]
+
+
+def keepers(num_hosts: int, num_copies: int) -> list[tuple[int, ...]]:
+    """Returns for each host which hosts keep its share, itself first.
+
+    Args:
+        num_hosts: How many hosts there are.
+        num_copies: How many are to keep each share; all hosts, if there are fewer.
+    """
+    copies = min(num_copies, num_hosts)
+    num_groups = num_hosts // copies
+    in_groups = num_hosts if num_hosts % copies == 0 else (num_groups - 1) * copies
+    found = []
+    for host in range(num_hosts):
+        first, size = (
+            (host // copies * copies, copies) if host < in_groups else (in_groups, num_hosts - in_groups)
+        )
+        found.append(tuple(first + (host - first + ahead) % size for ahead in range(copies)))
+    return found
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What one rank has to do with the copies of a generation.
+
+    Attributes:
+        targets: The ranks on other hosts that get its share.
+        sources: The ranks on other hosts of which it gets the share, ascending.
+        held: The ranks of which its host keeps the shares, ascending.
+        leads: Whether it is the first rank of its host.
+        num_on_host: Ranks of its host.
+    """
+
+    targets: tuple[int, ...]
+    sources: tuple[int, ...]
+    held: tuple[int, ...]
+    leads: bool
+    num_on_host: int
+
+
+def plan_copies(hosts: Sequence[str], rank: int, num_copies: int) -> Copies:
+    """Says what a rank has to do with copies: each rank gives its share to one of each host that keeps it.
+
+    Args:
+        hosts: Host of each rank.
+        rank: The rank.
+        num_copies: As for `keepers`.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for member, host in enumerate(hosts):
+        ranks_of.setdefault(host, []).append(member)
+    names = list(ranks_of)
+    kept_by = keepers(len(names), num_copies)
+    sends: dict[int, tuple[int, ...]] = {}
+    held: list[int] = []
+    for number, name in enumerate(names):
+        others = [ranks_of[names[keeper]] for keeper in kept_by[number][1:]]
+        for local, member in enumerate(ranks_of[name]):
+            sends[member] = tuple(ranks[local % len(ranks)] for ranks in others)
+        if names.index(hosts[rank]) in kept_by[number]:
+            held += ranks_of[name]
+    return Copies(
+        targets=sends[rank],
+        sources=tuple(member for member, targets in sorted(sends.items()) if rank in targets),
+        held=tuple(sorted(held)),
+        leads=ranks_of[hosts[rank]][0] == rank,
+        num_on_host=len(ranks_of[hosts[rank]]),
+    )

@@ -1,0 +1,281 @@
+"""The memory tier of one training: makes generations beside it, and gives back the newest that is whole."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import xxhash
+
+from fastload.base.threads import background
+from fastload.errors import FastloadError, OptionError
+from fastload.options import LoadOptions, SaveOptions
+from fastload.ranks.traces import Tracing
+from fastload.ranks.world import World, join
+from fastload.saving.save import begin
+from fastload.saving.spares import Spares
+from fastload.storage import Location
+from fastload.storage.tier import JobFolder
+from fastload.storage.tier_leftovers import remove_dead
+from fastload.storage.tier_place import find_memory
+from fastload.storage.tier_target import TierTarget
+from fastload.tier.restore import Found, load, survey
+from fastload.tier.save import GenerationCall, GenerationReport, finish
+from fastload.tier.wanted import Wanted
+
+__all__ = ["LEFT_S", "Keeper", "Making"]
+
+_log = logging.getLogger(__name__)
+
+LEFT_S = 24 * 3600.0
+"""Seconds after which what a dead job has left on a host is removed by another one."""
+
+_YES = "yes"
+_ELEMENT_BYTES = 16  # blocks of shares end between elements
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What has been asked of `Keeper.admits`.
+
+    Attributes:
+        number: How often.
+        step: For which step the last time.
+        answer: The last answer.
+        heard: All ranks have heard the answers to those before this one.
+        forgotten: Answers to those before this one are not in the store any more.
+    """
+
+    number: int = 0
+    step: int = -1
+    answer: bool = False
+    heard: int = 0
+    forgotten: int = 0
+
+
+class Making:
+    """A generation that is being made in the background.
+
+    Attributes:
+        step: Its step.
+        report: What was done, once it counts; else None.
+        error: Why it does not count, if it failed; as text.
+    """
+
+    def __init__(self, step: int, work: Callable[[], GenerationReport]) -> None:
+        self.step = step
+        self.report: GenerationReport | None = None
+        self.error = ""
+        self._ended = threading.Event()
+        self._thread = background(lambda: self._run(work), "fastload-generation")
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Waits until it has ended, well or not, which it does by itself."""
+        self._ended.wait()
+
+    def _run(self, work: Callable[[], GenerationReport]) -> None:
+        try:
+            self.report = work()
+        except BaseException as error:
+            self.error = f"{type(error).__name__}: {error}"
+        finally:
+            del work
+            self._ended.set()
+
+
+class Keeper:
+    """What one rank does for the memory tier of its job.
+
+    Args:
+        world: The ranks, as long as the training lasts.
+        group: The same, as for `fastload.load`.
+        root: Of which checkpoints.
+        wanted: What was asked for.
+        options: How the checkpoints are saved.
+        life: A name that rank 0 has drawn for this life of the job.
+
+    Attributes:
+        last: The generation that was begun last, or None.
+
+    Raises:
+        StorageError: There is no place for it on this host.
+    """
+
+    def __init__(
+        self, world: World, group: Any, root: Location, wanted: Wanted, options: SaveOptions, life: str
+    ) -> None:
+        self.last: Making | None = None
+        self._world = world
+        self._group = group
+        self._root = root
+        self._num_copies = wanted.num_copies
+        self._options = _how_to_keep(options)
+        self._life = life
+        self._num_begun = 0
+        self._spares = Spares(1)
+        self._asked = _Asked()
+        memory = find_memory() if wanted.memory == "auto" else wanted.memory
+        job = xxhash.xxh3_64_hexdigest(root.url.encode())
+        for left in remove_dead(memory, older_s=LEFT_S, but=job):
+            _log.info("removed %s, which a job that died left behind: %d bytes", left.path, left.nbytes)
+        self._folder = JobFolder(memory, job, root.url)
+
+    def admits(self, step: int) -> bool:
+        """Whether a generation can begin at a step: the one before has ended on rank 0. Same on all ranks.
+
+        To be called at the same steps on all ranks; to ask again for the same step changes nothing.
+        """
+        asked = self._asked
+        if step != asked.step:
+            answer = self._answer(asked)
+            self._asked = replace(
+                asked,
+                number=asked.number + 1,
+                step=step,
+                answer=answer,
+                forgotten=asked.heard if answer else asked.forgotten,
+            )
+        return self._asked.answer
+
+    def _answer(self, asked: _Asked) -> bool:
+        """Finds the answer on rank 0, which tells the others."""
+        rendezvous, limit_s = self._world.rendezvous, self._world.patience_s
+        key, what = f"memory/{asked.number}", "asking whether the last generation has ended"
+        if self._world.rank:
+            grace_s = self._world.grace_s
+            return rendezvous.await_text(what, key, 0, wait_s=limit_s, grace_s=grace_s) == _YES
+        answer = self.last is None or self.last.done()
+        if self._world.size > 1:
+            # All ranks have made the last generation, so they have heard the answers before it.
+            heard = range(asked.forgotten, asked.heard) if answer else ()
+            text = _YES if answer else "no"
+            rendezvous.post(what, key, text, forget=[f"memory/{each}" for each in heard], limit_s=limit_s)
+        return answer
+
+    def save(self, step: int, branch: int, state: Any, metadata: Mapping[str, str]) -> None:
+        """Copies this rank's share of a state; after that the state may change. The rest is done beside it.
+
+        Args:
+            step: Of the training.
+            branch: With `step` its place in the history of the run.
+            state: As for `fastload.save`.
+            metadata: Text to keep with it.
+
+        Raises:
+            FastloadError: The state cannot be saved.
+        """
+        began = time.perf_counter()
+        self.settle()
+        self._asked = replace(self._asked, heard=self._asked.number)
+        self._num_begun += 1
+        name = xxhash.xxh3_64_hexdigest(f"{self._life} {self._num_begun}".encode())
+        what = f"keeping step {step} in memory"
+        world = join(self._group, call=what, timeout_s=self._options.timeout_s)
+        location = self._root / f"step_{step:08d}"
+        call = GenerationCall(
+            world,
+            location,
+            metadata=metadata,
+            storage_options=None,
+            options=self._options,
+            in_background=True,
+            raise_earlier=None,
+            tracing=Tracing(world, None),
+            began=began,
+            name=name,
+            branch=branch,
+            step=step,
+            num_copies=self._num_copies,
+            job=self._folder,
+            target=TierTarget(self._folder, name, self._folder.place(name)),
+            spares=self._spares,
+        )
+        begun = begin(call, state)
+        self.last = Making(step, lambda: self._finish(call, begun))
+
+    def _finish(self, call: GenerationCall, begun: Any) -> GenerationReport:
+        try:
+            return finish(call, begun)
+        except Exception as error:
+            level = logging.WARNING if self._world.rank == 0 else logging.DEBUG
+            _log.log(level, "step %d is not kept in memory: %s", call.step, error)
+            raise
+
+    def settle(self) -> None:
+        """Waits until the last generation counts, or has failed."""
+        if self.last is not None:
+            self.last.wait()
+
+    def survey(self) -> list[Found]:
+        """Finds which generations the hosts have together; the oldest first.
+
+        Raises:
+            FastloadError: Some rank could not look.
+        """
+        self.settle()
+        what = f"looking what is in memory of {self._root}"
+        world = join(self._group, call=what, timeout_s=self._options.timeout_s)
+        with world.together():
+            found = survey(world, what, self._folder)
+        world.heard()
+        return found
+
+    def load(self, found: Found, arguments: Mapping[str, Any]) -> Any:
+        """Loads a generation; errors are those of `restore.load`."""
+        given = dict(arguments)
+        options = given.pop("options", None) or LoadOptions(
+            timeout_s=self._options.timeout_s, retries=self._options.retries
+        )
+        given.pop("storage_options", None)
+        return load(given.pop("process_group", self._group), self._folder, found, options, given)
+
+    def keep_only(self, name: str) -> None:
+        """Has no other generation count on this host; an empty name is that of none."""
+        try:
+            self._folder.retire(name)
+        except FastloadError as error:
+            _log.warning("what is in memory and old stays there: %s", error)
+
+    def close(self, *, remove: bool) -> None:
+        """Ends it.
+
+        Args:
+            remove: Removes all that the job has on this host; else it stays for the next life of the job.
+        """
+        self.settle()
+        try:
+            self._folder.close(remove=remove)
+        except FastloadError as error:
+            _log.warning("what is in memory stays there: %s", error)
+
+
+def _how_to_keep(options: SaveOptions) -> SaveOptions:
+    """Returns how a generation is saved: like a checkpoint, but that all ranks write, and training goes on.
+
+    Raises:
+        OptionError: Checksum blocks do not end between elements.
+    """
+    if options.block_bytes is not None and options.block_bytes % _ELEMENT_BYTES:
+        raise OptionError(
+            f"block_bytes={options.block_bytes!r}: must be a multiple of {_ELEMENT_BYTES} with memory="
+        )
+    thorough = options.check_replicas in ("sample", "full")
+    return replace(
+        options,
+        writers="all",
+        shared=True,
+        overwrite=True,
+        check_replicas="small" if thorough else options.check_replicas,
+        trace=None,
+        on_report=None,
+        progress=None,
+    )

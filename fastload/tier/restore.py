@@ -1,0 +1,375 @@
+"""What the hosts that are here have together, and a load of it: each byte from a rank that has it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from fastload.base.memory import allocate_staging, host_view
+from fastload.errors import (
+    CheckpointError,
+    FastloadError,
+    IncompleteCheckpoint,
+    PeerError,
+    StorageError,
+    blames_checkpoint,
+)
+from fastload.formats.manifest import Manifest, TensorEntry
+from fastload.formats.open import read_manifest
+from fastload.formats.record import CHECKSUM_BYTES, checksum
+from fastload.geometry.blocks import Blocks
+from fastload.geometry.extents import Space
+from fastload.loading.access import Access, agree_on_access
+from fastload.loading.checkpoint import Checkpoint
+from fastload.options import LoadOptions
+from fastload.ranks.world import World, join
+from fastload.storage import PatientStorage
+from fastload.storage.local import LocalStorage
+from fastload.storage.tier import JobFolder
+from fastload.tier.record import TABLE_NAME, Generation, Table
+from fastload.transfer.holders import Held, Holders
+
+__all__ = ["Found", "load", "survey"]
+
+_log = logging.getLogger(__name__)
+
+_PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Found:
+    """A generation, as far as the hosts that are here have it; the same on all ranks.
+
+    Attributes:
+        name: Of the generation.
+        branch: With `step` its place in the history of the run.
+        step: Its step.
+        nbytes: Length of all files.
+        num_shares: Shares that it consists of.
+        table: xxh3-128 of what each of them has.
+        missing: Numbers of those that no host has.
+        holders: For each rank, the shares that its host has.
+    """
+
+    name: str
+    branch: int
+    step: int
+    nbytes: int
+    num_shares: int
+    table: str
+    missing: tuple[int, ...]
+    holders: Mapping[int, tuple[int, ...]]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each share is on some host."""
+        return not self.missing
+
+    @property
+    def lack(self) -> str:
+        """Says what is missing; empty if nothing is."""
+        if self.is_whole:
+            return ""
+        return f"{len(self.missing)} of the {self.num_shares} shares of step {self.step} are on no host"
+
+
+def survey(world: World, what: str, folder: JobFolder) -> list[Found]:
+    """Finds which generations the hosts have together, on all ranks; the oldest first.
+
+    Raises:
+        FastloadError: Some rank could not look.
+    """
+
+    def look() -> dict[str, Any]:
+        found = {name: Generation.parse(text) for name, text in folder.records().items()}
+        return {name: asdict(each) for name, each in found.items() if each is not None}
+
+    of_rank = world.agree(what, look)
+    names = sorted({name for each in of_rank for name in each})
+    found = []
+    for name in names:
+        first = next(each[name] for each in of_rank if name in each)
+        shares = first["shares"]
+        holders = {rank: tuple(each[name]["held"]) for rank, each in enumerate(of_rank) if name in each}
+        here = {share for held in holders.values() for share in held}
+        missing = tuple(share for share in shares if share not in here)
+        facts = (first["branch"], first["step"], first["nbytes"], len(shares), first["table"])
+        found.append(Found(name, *facts, missing, holders))
+    return sorted(found, key=lambda each: (each.branch, each.step, each.name))
+
+
+def load(
+    group: Any, folder: JobFolder, found: Found, options: LoadOptions, arguments: Mapping[str, Any]
+) -> Any:
+    """Loads a generation on all ranks, from the hosts that have it.
+
+    If a byte is not as it was written, each host looks at all that it has of the generation, and what is
+    damaged comes from another one.
+
+    Args:
+        group: The ranks, as for `fastload.load`.
+        folder: What the job has on this host.
+        found: The generation.
+        options: How to load; all is verified.
+        arguments: Further ones of `Checkpoint.load`.
+
+    Raises:
+        CheckpointError: It cannot be loaded: some of it is damaged in all copies.
+        FastloadError: As for `fastload.load`.
+    """
+    options = replace(options, verify=True, io="buffered", strategy="auto")
+    try:
+        return _load(group, folder, found, options, arguments, _Damage({}))
+    except FastloadError as error:
+        if not _blames_copies(error):
+            raise
+        _log.warning("step %d in memory: a copy is damaged, looking for another one: %s", found.step, error)
+    damage = _look_for_damage(group, folder, found, options)
+    return _load(group, folder, found, options, arguments, damage)
+
+
+def _blames_copies(error: BaseException) -> bool:
+    """Whether an error says that some host has not what it should have."""
+    if isinstance(error, PeerError):
+        return any(map(_blames_copies, error.failures.values()))
+    return blames_checkpoint(error) or isinstance(error, StorageError)
+
+
+@dataclass(frozen=True)
+class _Damage:
+    """What hosts have that is not as it was written.
+
+    Attributes:
+        ranges: By rank of such a host, (file, begin, end); None: all of it.
+    """
+
+    ranges: Mapping[int, Sequence[tuple[int, int, int]] | None]
+
+    def has_nothing(self, rank: int) -> bool:
+        """Whether nothing that a rank's host has is any good."""
+        return rank in self.ranges and self.ranges[rank] is None
+
+
+def _load(
+    group: Any,
+    folder: JobFolder,
+    found: Found,
+    options: LoadOptions,
+    arguments: Mapping[str, Any],
+    damage: _Damage,
+) -> Any:
+    world = join(group, call=_what(found), timeout_s=options.timeout_s)
+    with world.together():
+        access = _open(world, folder, found, options, damage)
+    with Checkpoint(world, access, options) as checkpoint:
+        return checkpoint.load(**arguments)
+
+
+def _what(found: Found) -> str:
+    return f"restoring step {found.step} from memory"
+
+
+def _open(world: World, folder: JobFolder, found: Found, options: LoadOptions, damage: _Damage) -> Access:
+    """Opens a generation on all ranks; whoever has something of it reads that, and nothing else.
+
+    Raises:
+        IncompleteCheckpoint: Some of it nobody has.
+        FastloadError: Some rank cannot go on.
+    """
+
+    def connect() -> PatientStorage:
+        place = folder.place(found.name)
+        if world.rank not in found.holders or damage.has_nothing(world.rank):
+            place = os.path.join(place, "nothing")
+        return _connect(place, world, options)
+
+    same = {"call": "restore", "generation": found.name, **options.shared_values()}
+    access = agree_on_access(world, _what(found), connect, same)
+    try:
+        manifest = access.manifest
+
+        packed = world.share(
+            f"{_what(found)}: telling who has what",
+            access.readers[0],
+            lambda: _read_table(access.storage, found)[0],
+        )
+        table = Table.parse(packed, found.table, manifest.url)
+        holders = _holders(manifest, table, found, access.readers, damage)
+        if lacking := holders.lacking(manifest.extents):
+            raise IncompleteCheckpoint(
+                f"{lacking} bytes of step {found.step} are on no host as they were written"
+            )
+        readers = tuple(rank for rank in access.readers if rank in holders.ranks)
+        return replace(access, holders=holders, readers=readers or access.readers[:1], shared=False)
+    except BaseException:
+        access.storage.close()
+        raise
+
+
+def _connect(place: str, world: World, options: LoadOptions) -> PatientStorage:
+    storage = LocalStorage(place, options.io)
+    return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s / 2)
+
+
+def _read_table(storage: PatientStorage, found: Found) -> tuple[bytes, Table]:
+    """Reads what each share has, from this host.
+
+    Raises:
+        CheckpointError: It is not here, or damaged.
+    """
+    stat = storage.stat(TABLE_NAME)
+    if stat is None:
+        raise IncompleteCheckpoint(f"{storage.url}: it has no {TABLE_NAME}")
+    text = storage.read_all(TABLE_NAME, stat)
+    return text, Table.parse(text, found.table, f"{storage.url}/{TABLE_NAME}")
+
+
+def _holders(
+    manifest: Manifest, table: Table, found: Found, readers: Sequence[int], damage: _Damage
+) -> Holders:
+    """Says which ranks can deliver which bytes: whole checksum blocks only, of what is not damaged."""
+    numbers = {file.name: number for number, file in enumerate(manifest.files)}
+    entries = _entries_by_file(manifest)
+    held: list[Held] = []
+    for share, files in sorted(table.shares.items()):
+        ranks = tuple(rank for rank in readers if share in found.holders.get(rank, ()))
+        for name, ranges in files.items() if ranks else ():
+            number = numbers.get(name, -1)
+            for begin, end in _whole_blocks(entries.get(number, ()), ranges, manifest.block_bytes):
+                held.append(Held(number, begin, end, ranks))
+    for name in table.whole:
+        if name in numbers:
+            number = numbers[name]
+            held.append(Held(number, 0, manifest.files[number].nbytes, tuple(readers)))
+    bad = [
+        (file, begin, end, rank)
+        for rank, ranges in damage.ranges.items()
+        for file, begin, end in ranges or ()
+    ]
+    return Holders(tuple(_without(sorted(held), sorted(bad))))
+
+
+def _entries_by_file(manifest: Manifest) -> dict[int, list[TensorEntry]]:
+    entries: dict[int, list[TensorEntry]] = {}
+    for entry in sorted(manifest.tensors, key=lambda entry: (entry.file, entry.offset)):
+        if entry.nbytes:
+            entries.setdefault(entry.file, []).append(entry)
+    return entries
+
+
+def _whole_blocks(
+    entries: Sequence[TensorEntry], ranges: Iterable[tuple[int, int]], block_bytes: int
+) -> Iterable[tuple[int, int]]:
+    """Yields what of ranges of a file is whole blocks of its tensors; neighbours are joined."""
+    space = Space(entries)
+    for begin, end in sorted(ranges):
+        last: tuple[int, int] | None = None
+        for index in range(max(0, space.find(entries[0].file, begin)) if entries else 0, len(entries)):
+            start, nbytes = entries[index].offset, entries[index].nbytes
+            if start >= end:
+                break
+            first = start + max(0, -(-(begin - start) // block_bytes) * block_bytes)
+            stop = start + nbytes
+            if end < stop:
+                stop = start + (end - start) // block_bytes * block_bytes
+            if first >= stop:
+                continue
+            if last is not None and last[1] == first:
+                last = last[0], stop
+                continue
+            if last is not None:
+                yield last
+            last = first, stop
+        if last is not None:
+            yield last
+
+
+def _without(held: Sequence[Held], bad: Sequence[tuple[int, int, int, int]]) -> Iterable[Held]:
+    """Yields what is held, less what is damaged on some ranks."""
+    for each in held:
+        cuts = [one for one in bad if one[0] == each.file and one[1] < each.end and one[2] > each.begin]
+        if not cuts:
+            yield each
+            continue
+        bounds = {each.begin, each.end}
+        bounds |= {bound for one in cuts for bound in one[1:3] if each.begin < bound < each.end}
+        ordered = sorted(bounds)
+        for begin, end in pairwise(ordered):
+            damaged = {rank for _, first, last, rank in cuts if first < end and last > begin}
+            ranks = tuple(rank for rank in each.ranks if rank not in damaged)
+            if ranks:
+                yield Held(each.file, begin, end, ranks)
+
+
+def _look_for_damage(group: Any, folder: JobFolder, found: Found, options: LoadOptions) -> _Damage:
+    """Has each host look at all that it has of a generation; the ranks of a host share the work.
+
+    Raises:
+        FastloadError: Some rank could not tell.
+    """
+    what = f"{_what(found)}: looking for damage"
+    world = join(group, call=what, timeout_s=options.timeout_s)
+    with world.together():
+        hosts = world.agree(what, lambda: world.host)
+
+        def look() -> list[tuple[int, int, int]] | None:
+            if world.rank not in found.holders:
+                return None
+            mates = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
+            try:
+                with closing(_connect(folder.place(found.name), world, options)) as storage:
+                    place = mates.index(world.rank), len(mates)
+                    return list(_damaged(storage, found, world, *place))
+            except (CheckpointError, StorageError) as error:
+                _log.warning("%s", error)
+                return None
+
+        answers = world.settle(what, look)
+        world.heard()
+    ranges: dict[int, Sequence[tuple[int, int, int]] | None] = {}
+    for rank, host in enumerate(hosts):
+        of_host = [answers[mate] for mate, other in enumerate(hosts) if other == host]
+        known = [answer for answer in of_host if answer is not None]
+        bad = [(file, begin, end) for answer in known for file, begin, end in answer]
+        ranges[rank] = bad if len(known) == len(of_host) else None
+    return _Damage(ranges)
+
+
+def _damaged(
+    storage: PatientStorage, found: Found, world: World, place: int, num_places: int
+) -> Iterable[tuple[int, int, int]]:
+    """Yields the blocks that this host has and that are not as they were written.
+
+    Args:
+        storage: This host's part of the generation.
+        found: The generation.
+        world: The ranks, which hear that this one gets on.
+        place: Which part of the work is this rank's.
+        num_places: In how many parts it is cut.
+
+    Raises:
+        CheckpointError: Nothing of it can be told.
+        StorageError: Storage failed.
+    """
+    manifest = read_manifest(storage)
+    _, table = _read_table(storage, found)
+    own = {world.rank: found.holders[world.rank]}
+    holders = _holders(manifest, table, replace(found, holders=own), (world.rank,), _Damage({}))
+    blocks = Blocks(Space([entry for entry in manifest.extents if entry.nbytes]), manifest.block_bytes)
+    firsts = [blocks.firsts[blocks.space.find(file, -1) + 1] for file in range(len(manifest.files))]
+    memory = allocate_staging(max(manifest.block_bytes, _PIECE_BYTES), pinned=False)
+    for held in holders.stretches[place::num_places]:
+        file = manifest.files[held.file]
+        for _, block in blocks.between(held.file, held.begin, held.end):
+            data = host_view(memory[: block.nbytes])
+            storage.read_into(file.name, block.offset, [data], file.version)
+            at = (block.number - firsts[held.file]) * CHECKSUM_BYTES
+            if checksum(data) != file.checksums[at : at + CHECKSUM_BYTES]:
+                yield held.file, block.offset, block.offset + block.nbytes
+        world.moved()
+        world.alarmed()  # which tells the others

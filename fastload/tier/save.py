@@ -1,0 +1,189 @@
+"""One generation: a save like any other, but each host keeps what its ranks write, and copies of others'."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import xxhash
+
+from fastload.formats.names import RECORD_NAME
+from fastload.saving.agree import agree
+from fastload.saving.call import Call
+from fastload.saving.commit import commit
+from fastload.saving.part import Part
+from fastload.saving.pending import open_pending
+from fastload.saving.save import Begun
+from fastload.saving.spares import Spares
+from fastload.saving.write import write
+from fastload.storage import Target
+from fastload.storage.tier import JobFolder
+from fastload.storage.tier_target import Published, Room, TierTarget
+from fastload.tier.copies import send_copies
+from fastload.tier.groups import Copies, plan_copies
+from fastload.tier.record import TABLE_NAME, Generation, Table
+
+__all__ = ["GenerationCall", "GenerationReport", "finish"]
+
+
+@dataclass(frozen=True)
+class GenerationReport:
+    """What one rank has done for a generation.
+
+    Attributes:
+        step: Its step.
+        nbytes: Length of all files.
+        share_bytes: What this rank has written of them.
+        copied_bytes: What has come from other hosts.
+        num_hosts: Hosts that keep it.
+        stall_s: Seconds that training stood still.
+        total_s: Seconds from the call until it counted.
+    """
+
+    step: int
+    nbytes: int
+    share_bytes: int
+    copied_bytes: int
+    num_hosts: int
+    stall_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationCall(Call):
+    """A call to make a generation.
+
+    Attributes:
+        name: Of the generation.
+        branch: With `step` its place in the history of the run.
+        step: Its step.
+        num_copies: How many hosts are to keep each share.
+        job: What the job has on this host.
+        target: This host's part of the generation.
+        spares: Where the memory of its copy comes from.
+    """
+
+    name: str
+    branch: int
+    step: int
+    num_copies: int
+    job: JobFolder
+    target: TierTarget
+    spares: Spares
+
+    @property
+    def what(self) -> str:
+        """Name of the save, for messages."""
+        return f"keeping step {self.step} in memory"
+
+    @property
+    def memory(self) -> Spares:
+        """Where the memory of its copy comes from."""
+        return self.spares
+
+    def open_target(self) -> Target:
+        """Returns write access to this host's part."""
+        return self.target
+
+
+def finish(call: GenerationCall, begun: Begun) -> GenerationReport:
+    """Does all that training need not wait for.
+
+    Raises:
+        FastloadError: The generation does not count on any host; the same error on all ranks.
+    """
+    world, target, agreed = call.world, call.target, begun.agreed
+    try:
+        with world.together():
+            if agreed is None:
+                _, agreed = agree(call, lambda: begun.part.described, went_on=True)
+            # The rest of a block that this rank has begun is written, too: whoever reads it can verify it.
+            share = replace(begun.part.share, tails=frozenset())
+            part = replace(begun.part, share=share)
+            copies = plan_copies(agreed.hosts, world.rank, call.num_copies)
+            names = [file.name for file in part.described.layout.files]
+            target.expect(_room(call, part, agreed.hosts, copies, names))
+            wire = open_pending(call, part)
+            written = write(call, part, begun.snapshot, wire)
+            copied_bytes = 0
+            if len(set(agreed.hosts)) > 1 and call.num_copies > 1:
+                copied_bytes = send_copies(world, call.what, target, copies, share.pieces, names)
+
+            def publish() -> bytes:
+                commit(call, part, written.receipt, agreed.metadata)
+                assert target.published is not None
+                return _pack(target.published)
+
+            published = _unpack(world.share(f"{call.what}: recording", part.team.leader, publish))
+            nbytes = part.described.layout.nbytes
+            record = _record(call, nbytes, published, copies)
+            keep = (published.small_files, record.to_bytes()) if copies.leads else None
+            world.agree(
+                f"{call.what}: recording", lambda: call.job.record(call.name, *keep) if keep else None
+            )
+            world.heard()
+    except BaseException:
+        target.abort()
+        raise
+    finally:
+        target.close()
+    if copies.leads:
+        call.job.retire(call.name)
+    stall_s = begun.stall_s if begun.stall_s is not None else 0.0
+    return GenerationReport(
+        call.step,
+        nbytes,
+        sum(piece.nbytes for piece in share.pieces),
+        copied_bytes,
+        len(set(agreed.hosts)),
+        stall_s,
+        time.perf_counter() - call.began,
+    )
+
+
+def _room(
+    call: GenerationCall, part: Part, hosts: Sequence[str], copies: Copies, names: Sequence[str]
+) -> Room:
+    """Says what is to be on this host: what its ranks write, and as much for each further copy."""
+    layout, pieces = part.described.layout, part.share.pieces
+    own_bytes = sum(piece.nbytes for piece in pieces)
+    facts = [part.described.content.layout, list(hosts), call.num_copies]
+    if part.packets is not None:
+        facts.append([sum(piece.nbytes for piece in pieces), len(pieces)])
+    return Room(
+        plan=xxhash.xxh3_128_hexdigest(json.dumps(facts).encode()),
+        heads={file.name: file.header for file in layout.files},
+        nbytes=own_bytes * len(copies.held) + sum(len(file.header) for file in layout.files),
+        ranges=[(names[file], begin, end) for file, begin, end in pieces],
+    )
+
+
+def _record(call: GenerationCall, nbytes: int, published: Published, copies: Copies) -> Generation:
+    shares = tuple(number for number, files in enumerate(published.written) if files)
+    held = tuple(number for number in copies.held if number in shares)
+    [table] = [content for name, content in published.small_files if name == TABLE_NAME]
+    return Generation(call.branch, call.step, nbytes, shares, held, xxhash.xxh3_128_hexdigest(table))
+
+
+def _pack(published: Published) -> bytes:
+    """Packs what all hosts are to have: the commit record, other small files, and what each share has."""
+    shares = {
+        number: {name: [(begin, end) for begin, end in ranges] for name, ranges in files.items()}
+        for number, files in enumerate(published.written)
+    }
+    whole = tuple(name for name, _ in published.small_files if name != RECORD_NAME)
+    files = [*published.small_files, (TABLE_NAME, Table(shares, whole).to_bytes())]
+    head = json.dumps([published.written, [(name, len(content)) for name, content in files]]).encode()
+    return b"".join([head, b"\n", *(content for _, content in files)])
+
+
+def _unpack(packed: bytes) -> Published:
+    head, _, contents = packed.partition(b"\n")
+    written, lengths = json.loads(head)
+    files, position = [], 0
+    for name, nbytes in lengths:
+        files.append((name, contents[position : position + nbytes]))
+        position += nbytes
+    return Published(written, files)

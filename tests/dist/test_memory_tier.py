@@ -1,0 +1,464 @@
+"""The memory tier on several ranks that look like hosts of their own: what is kept, and what comes back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import fastload
+from fastload import CheckpointManager, LoadOptions, SaveOptions
+from fastload.errors import CheckpointNotFound, OptionError
+from fastload.report import LoadReport
+from fastload.storage.tier import JobFolder
+from fastload.storage.tier_target import TierTarget
+from fastload.tier import copies
+from fastload.tier import save as tier_save
+from tests.checkpoints import flip
+from tests.dist.harness import ranks, run_ranks
+from tests.dist.hosts import can_mount, mount_memory
+
+OPTIONS = SaveOptions(timeout_s=20, block_bytes=1 << 16)
+RANKS_IMPORT = ("fastload.tier.keeper", "torch.distributed.tensor")
+needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs mounts of its own")
+ROOT = "root"
+MODEL, SHARES, GENERATION = "model.safetensors", "shares.json", "generation.json"
+
+
+def state_of(step: int) -> dict[str, Any]:
+    values = torch.arange(2_400_000, dtype=torch.float32) + step
+    return {"weight": values.view(-1, 8), "bias": torch.full((13,), float(step)), "step": step}
+
+
+def is_state(found: Any, step: int) -> bool:
+    wanted = state_of(step)
+    return (
+        all(torch.equal(found[name], wanted[name]) for name in ("weight", "bias")) and found["step"] == step
+    )
+
+
+def manage(folder: Path, memory: Path, **arguments: Any) -> CheckpointManager:
+    """Opens the manager of a rank, whose host has its memory in a directory with its name."""
+    own = memory / socket.gethostname()
+    own.mkdir(exist_ok=True, parents=True)
+    given = {"memory": own, "memory_every_steps": 1, "options": OPTIONS, **arguments}
+    return CheckpointManager(folder / ROOT, **given)
+
+
+def keep(manager: CheckpointManager, *steps: int, state: Callable[[int], Any] = state_of) -> None:
+    """Keeps steps in memory only."""
+    for step in steps:
+        assert manager.should_save(step)
+        manager.save(step, state(step))
+        assert manager._keeper is not None
+        assert manager._keeper.last is not None
+        manager._keeper.settle()
+        assert not manager._keeper.last.error
+
+
+def job_in(memory: Path, host: int) -> Path:
+    """The folder of the one job that a host has something of."""
+    [job] = (memory / f"host{host}" / f"fastload-{os.geteuid()}").iterdir()
+    return job
+
+
+def generation_in(memory: Path, host: int, name: str = GENERATION) -> Path:
+    """A file of the one generation that counts on a host."""
+    [record] = job_in(memory, host).glob(f"*/{GENERATION}")
+    return record.with_name(name)
+
+
+def place_of(memory: Path, host: int, share: float) -> int:
+    """A place in the model's file: that part of it has been written."""
+    return int(share * generation_in(memory, host, MODEL).stat().st_size)
+
+
+# What may have become of the hosts: 0 and 1 keep each other's shares, and 2 and 3 do. Each returns the step
+# that is to come back, whence, and a part of what is told.
+
+
+def all_are_here(memory: Path) -> tuple[int, str, str]:
+    return 3, "memory", "the newest on storage is step 1"
+
+
+def one_is_gone(memory: Path) -> tuple[int, str, str]:
+    shutil.rmtree(memory / "host1")
+    return 3, "memory", ""
+
+
+def two_of_different_groups_are_gone(memory: Path) -> tuple[int, str, str]:
+    shutil.rmtree(memory / "host0")
+    shutil.rmtree(memory / "host3")
+    return 3, "memory", ""
+
+
+def two_partners_are_gone(memory: Path) -> tuple[int, str, str]:
+    shutil.rmtree(memory / "host2")
+    shutil.rmtree(memory / "host3")
+    return 1, "storage", "2 of the 4 shares of step 3 are on no host"
+
+
+def all_are_gone(memory: Path) -> tuple[int, str, str]:
+    shutil.rmtree(memory)
+    return 1, "storage", "nothing is in memory"
+
+
+def a_byte_of_one_copy_is_damaged(memory: Path) -> tuple[int, str, str]:
+    flip(generation_in(memory, 2, MODEL), place_of(memory, 2, 0.6))
+    return 3, "memory", ""
+
+
+def other_bytes_of_both_copies_are_damaged(memory: Path) -> tuple[int, str, str]:
+    flip(generation_in(memory, 0, MODEL), place_of(memory, 0, 0.1))
+    flip(generation_in(memory, 1, MODEL), place_of(memory, 1, 0.2))
+    flip(generation_in(memory, 2, MODEL), place_of(memory, 2, 0.6))
+    flip(generation_in(memory, 3, MODEL), place_of(memory, 3, 0.9))
+    return 3, "memory", ""
+
+
+def a_byte_of_both_copies_is_damaged(memory: Path) -> tuple[int, str, str]:
+    for host in (0, 1):
+        flip(generation_in(memory, host, MODEL), place_of(memory, host, 0.3))
+    return 1, "storage", "65536 bytes of step 3 are on no host"
+
+
+def a_header_is_damaged(memory: Path) -> tuple[int, str, str]:
+    flip(generation_in(memory, 0, MODEL), 40)
+    return 3, "memory", ""
+
+
+def what_a_host_says_of_shares_is_damaged(memory: Path) -> tuple[int, str, str]:
+    flip(generation_in(memory, 0, SHARES), 20)
+    return 3, "memory", ""
+
+
+def what_hosts_say_they_have_is_damaged(memory: Path) -> tuple[int, str, str]:
+    flip(generation_in(memory, 0), 60)
+    flip(generation_in(memory, 3), 5)
+    return 3, "memory", ""
+
+
+def it_was_not_recorded_everywhere(memory: Path) -> tuple[int, str, str]:
+    """The ranks were killed while they recorded it: all its bytes were on their hosts."""
+    for host in (1, 2):
+        generation_in(memory, host).unlink()
+    return 3, "memory", ""
+
+
+def it_was_recorded_on_too_few_hosts(memory: Path) -> tuple[int, str, str]:
+    for host in (0, 1):
+        generation_in(memory, host).unlink()
+    return 1, "storage", "2 of the 4 shares of step 3 are on no host"
+
+
+def a_host_returns_with_an_old_generation(memory: Path) -> tuple[int, str, str]:
+    shutil.rmtree(memory / "host1")
+    shutil.copytree(memory / "old" / "host1", memory / "host1")
+    return 3, "memory", ""
+
+
+def hosts_have_different_newest_steps(memory: Path) -> tuple[int, str, str]:
+    """Some had recorded step 3, and lost it together; all have still had step 2."""
+    for host in range(4):
+        [old] = job_in(memory / "old", host).glob(f"*/{GENERATION}")
+        shutil.copytree(old.parent, job_in(memory, host) / old.parent.name, dirs_exist_ok=True)
+    for host in (2, 3):
+        for record in job_in(memory, host).glob(f"*/{GENERATION}"):
+            if b'"step": 3' in record.read_bytes():
+                shutil.rmtree(record.parent)
+    return 2, "memory", "the newest on storage is step 1"
+
+
+def storage_has_a_newer_step(memory: Path) -> tuple[int, str, str]:
+    return 4, "storage", "memory has step 3 only"
+
+
+VARIANTS = [
+    all_are_here,
+    one_is_gone,
+    two_of_different_groups_are_gone,
+    two_partners_are_gone,
+    all_are_gone,
+    a_byte_of_one_copy_is_damaged,
+    other_bytes_of_both_copies_are_damaged,
+    a_byte_of_both_copies_is_damaged,
+    a_header_is_damaged,
+    what_a_host_says_of_shares_is_damaged,
+    what_hosts_say_they_have_is_damaged,
+    it_was_not_recorded_everywhere,
+    it_was_recorded_on_too_few_hosts,
+    a_host_returns_with_an_old_generation,
+    hosts_have_different_newest_steps,
+    storage_has_a_newer_step,
+]
+
+
+@ranks(4, ranks_per_host=1, deadline_s=120)
+def test_what_comes_back(rank: int, world: int, tmp_path: Path) -> None:
+    """A job is killed, and its hosts come back as they may: with the right bytes, whencesoever."""
+    logging.getLogger("fastload").setLevel(logging.ERROR)
+    first, base = tmp_path / "base", tmp_path / "variants"
+    manager = manage(tmp_path, first)
+    manager.save(1, state_of(1))
+    manager.wait()
+    keep(manager, 2)
+    own = f"host{rank}"
+    shutil.copytree(first / own, first / "old" / own)
+    keep(manager, 3)
+    with CheckpointManager(tmp_path / "other", options=OPTIONS) as other:
+        other.save(4, state_of(4))
+    for variant in VARIANTS:
+        memory = base / variant.__name__
+        wanted: list[Any] = [None]
+        if rank == 0:
+            shutil.copytree(first, memory)
+            wanted = [variant(memory)]
+            if variant is storage_has_a_newer_step:
+                (tmp_path / "other" / "step_00000004").rename(tmp_path / ROOT / "step_00000004")
+        dist.broadcast_object_list(wanted)
+        step, source, why = wanted[0]
+        reports: list[LoadReport] = []
+        again = manage(tmp_path, memory)
+        options = LoadOptions(timeout_s=20, on_report=reports.append)
+        if variant is all_are_here:
+            assert again.latest() == 3
+        state = again.restore(options=options)
+        assert is_state(state, step), variant
+        found = (again.restored_step, again.restored_from, reports[0].source)
+        assert found == (step, source, source), (variant, found, reports[0].source_why)
+        assert why in reports[0].source_why, (variant, reports[0].source_why)
+        if variant in (all_are_here, one_is_gone):
+            assert reports[0].read_amplification == 1.0
+            shares = [each.bytes_read for each in reports[0].ranks]
+            assert max(shares) <= sum(shares) / 4 + (1 << 20) or variant is one_is_gone
+            assert (shares[1] == 0) == (variant is one_is_gone)
+        again._end(goes_well=False)
+        dist.barrier()
+
+
+# Ranks die
+
+
+STAGES = {
+    "copying": (TierTarget, "write"),
+    "sending": (copies._Sending, "_keep"),
+    "before recording": (JobFolder, "record"),
+    "after recording": (JobFolder, "touch"),
+}
+
+
+def die_in(stage: str) -> None:
+    """Has this rank killed when it comes to a stage of its next generation."""
+    place, name = STAGES[stage]
+    real = getattr(place, name)
+
+    def struck(*given: Any) -> None:
+        if stage == "after recording":
+            real(*given)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(place, name, struck)
+
+
+def keep_and_die(rank: int, world: int, folder: Path, stage: str, victims: list[int]) -> str:
+    logging.getLogger("fastload").setLevel(logging.ERROR)
+    manager = manage(folder, folder / "memory", options=replace(OPTIONS, timeout_s=3))
+    keep(manager, 1, 2)
+    if rank in victims:
+        die_in(stage)
+    assert manager.should_save(3)
+    manager.save(3, state_of(3))
+    assert manager._keeper is not None
+    manager._keeper.settle()
+    assert manager._keeper.last is not None
+    return manager._keeper.last.error
+
+
+def restore_after(rank: int, world: int, folder: Path) -> int | None:
+    manager = manage(folder, folder / "memory")
+    assert manager.latest() == manager.latest()
+    state = manager.restore()
+    assert manager.restored_from == "memory"
+    assert is_state(state, state["step"])
+    return manager.restored_step
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_generation_before_is_whole_when_ranks_are_killed(stage: str, tmp_path: Path) -> None:
+    everyone = "recording" in stage
+    victims = list(range(4)) if everyone else [1]
+    dies = dict.fromkeys(victims, signal.SIGKILL)
+    how: dict[str, Any] = {"ranks_per_host": 1, "folder": tmp_path}
+    ends = run_ranks(keep_and_die, 4, dies=dies, stage=stage, victims=victims, **how)
+    assert all(end for rank, end in enumerate(ends) if rank not in victims), "it counts nowhere"
+    if not everyone:
+        shutil.rmtree(tmp_path / "memory" / "host1")  # the machine is gone, too
+    found = run_ranks(restore_after, 4, **how)
+    assert set(found) == {3 if stage == "after recording" else 2}
+
+
+# Who saved and who loads
+
+
+@ranks(4, ranks_per_host=1)
+def test_shards_come_back_into_any_mesh_and_any_world(rank: int, world: int, tmp_path: Path) -> None:
+    whole = {"a": torch.randn(1031, 1021), "b": torch.randn(7, 3), "c": torch.randn(4000, 512)}
+    for tensor in whole.values():
+        dist.broadcast(tensor, 0)
+    mesh = init_device_mesh("cpu", (4,))
+    parts = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
+    state = {**parts, "rng": fastload.PerRank(torch.tensor([rank])), "step": 5}
+    manager = manage(tmp_path, tmp_path / "memory")
+    keep(manager, 5, state=lambda _: state)
+    grid = init_device_mesh("cpu", (2, 2))
+    # Each of these is what a job with that many ranks and hosts would do.
+    for placements in ([Replicate(), Shard(0)], [Shard(1), Shard(0)]):
+        again = manage(tmp_path, tmp_path / "memory")
+        into = {name: distribute_tensor(torch.zeros_like(t), grid, placements) for name, t in whole.items()}
+        found = {**into, "rng": None, "step": 0}
+        again.restore(into=found)
+        assert again.restored_from == "memory"
+        assert found["step"] == 5
+        for name, tensor in whole.items():
+            assert torch.equal(into[name].full_tensor(), tensor), (placements, name)
+        again._end(goes_well=False)
+    for members in ([0, 2], [1, 2, 3], [0, 1], [3]):
+        group = dist.new_group(members)
+        if rank not in members:
+            continue
+        again = manage(tmp_path, tmp_path / "memory", process_group=group)
+        if {0, 1} >= set(members) or {2, 3} >= set(members):
+            with pytest.raises(CheckpointNotFound, match="2 of the 4 shares of step 5 are on no host"):
+                again.restore(strict=False)
+        else:
+            found = again.restore(strict=False)
+            assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+            assert found["rng"] is None
+        again._end(goes_well=False)
+    dist.barrier()
+
+
+@ranks(4, ranks_per_host=2)
+def test_ranks_of_a_host_and_jobs_on_it_share_the_place(rank: int, world: int, tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    ours, other = manage(tmp_path / "a", memory), manage(tmp_path / "b", memory)
+    keep(ours, 1)
+    keep(other, 7)
+    keep(ours, 2)
+    dist.barrier()
+    shutil.rmtree(memory / "host0", ignore_errors=True)  # one machine is replaced
+    dist.barrier()
+    for folder, step in ((tmp_path / "a", 2), (tmp_path / "b", 7)):
+        manager = manage(folder, memory)
+        assert is_state(manager.restore(), step)
+        assert manager.restored_from == "memory"
+    # All ranks on one host: what it has is one copy, of all.
+    group = [dist.new_group([each]) for each in range(world)][rank]
+    root = tmp_path / f"of rank {rank}"
+    keep(manage(root, memory, process_group=group), 3)
+    assert is_state(manage(root, memory, process_group=group).restore(), 3)
+    dist.barrier()
+
+
+# Beside a training
+
+
+@ranks(3, ranks_per_host=1)
+def test_training_does_not_wait_and_nothing_stays_behind(rank: int, world: int, tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    jobs = memory / f"host{rank}" / f"fastload-{os.geteuid()}"
+    go_on = threading.Event()
+    real = copies.send_copies
+
+    def held_up(*given: Any, **more: Any) -> int:
+        assert rank != 1 or go_on.wait(20)
+        return real(*given, **more)
+
+    tier_save.send_copies = held_up  # type: ignore[attr-defined]
+    with manage(tmp_path, memory, every_steps=4, memory_every_steps=2) as manager:
+        answers = [step for step in range(1, 8) if manager.should_save(step)]
+        assert answers == [2, 4, 6], "nothing was kept"
+        assert manager.should_save(10)
+        manager.save(10, state_of(10))
+        assert not manager.should_save(14), "the last one is still on its way, on one host"
+        assert not manager.should_save(14)
+        assert manager.should_save(16)
+        manager.save(16, state_of(16))
+        manager.wait()
+        assert sorted(path.name for path in (tmp_path / ROOT).glob("step_*")) == ["step_00000016"]
+        go_on.set()
+        dist.barrier()
+        assert manager._keeper is not None
+        manager._keeper.settle()
+        keep(manager, 18)
+        assert manager.latest() == 18
+        assert manager.all_steps() == [16]
+    dist.barrier()
+    assert len(list(jobs.iterdir())) == 1, "the newest is in memory only"
+    with suppress(ZeroDivisionError), manage(tmp_path, memory) as manager:
+        assert is_state(manager.restore(), 18)
+        manager.save(19, state_of(19))
+        manager.wait()
+        raise ZeroDivisionError
+    dist.barrier()
+    assert len(list(jobs.iterdir())) == 1, "whoever crashed is to be restarted"
+    with manage(tmp_path, memory) as manager:
+        assert is_state(manager.restore(), 19)
+        assert manager.restored_from == "storage"
+        keep(manager, 20)
+        manager.save(21, state_of(21))
+    dist.barrier()
+    assert list(jobs.iterdir()) == []
+
+
+@needs_mounts
+@ranks(2, ranks_per_host=1)
+def test_a_tier_that_is_full(rank: int, world: int, tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir(exist_ok=True)
+    mount_memory(memory, rank, (24 << 20) if rank == 1 else 1 << 30)
+
+    def large(step: int) -> dict[str, Any]:
+        return {**state_of(step), "more": torch.ones(5_000_000)}
+
+    with manage(tmp_path, memory) as manager:
+        keep(manager, 1)
+        for step, state in ((2, large(2)), (3, large(3))):
+            assert manager.should_save(step)
+            manager.save(step, state)
+            assert manager._keeper is not None
+            assert manager._keeper.last is not None
+            manager._keeper.settle()
+            assert "a generation needs" in manager._keeper.last.error
+            assert manager.latest() == 1
+        again = manage(tmp_path, memory)
+        assert is_state(again.restore(), 1)
+        manager.save(4, large(4))
+
+
+def test_options_that_do_not_go_together(tmp_path: Path) -> None:
+    for wrong in (
+        {"memory": tmp_path},
+        {"memory_every_steps": 3},
+        {"memory": tmp_path, "memory_every_steps": 0},
+        {"memory": tmp_path, "memory_every_seconds": -1.0},
+        {"memory": tmp_path, "memory_every_steps": 3, "memory_copies": 0},
+        {"memory": "", "memory_every_steps": 3},
+        {"memory": tmp_path, "memory_every_steps": 1, "options": SaveOptions(block_bytes=5000)},
+    ):
+        with pytest.raises(OptionError):
+            CheckpointManager(tmp_path / ROOT, **wrong)

@@ -1,0 +1,166 @@
+"""What jobs have in the memory of a host: nobody else's, and removed once it is dead and old."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastload.errors import StorageError
+from fastload.storage.tier import JobFolder
+from fastload.storage.tier_leftovers import find_jobs, remove_dead
+from fastload.storage.tier_place import RECORD_NAME, find_memory
+from fastload.storage.tier_target import Room, TierTarget
+
+JOB, OTHER = "0" * 16, "f" * 16
+ONE, TWO = "1" * 16, "2" * 16
+NBYTES = 3 << 20
+
+
+def room(plan: str = "p", nbytes: int = NBYTES) -> Room:
+    return Room(plan, {"a": b"head"}, nbytes, [("a", 1 << 20, NBYTES)])
+
+
+def make(job: JobFolder, name: str, plan: str = "p", nbytes: int = NBYTES) -> TierTarget:
+    target = TierTarget(job, name, "memory")
+    target.expect(room(plan, nbytes))
+    target.prepare([("a", NBYTES)], overwrite=True)
+    return target
+
+
+def names(job: JobFolder) -> set[str]:
+    return {name for name in os.listdir(job.path) if len(name) == 16}
+
+
+def test_only_this_user_gets_in(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        job = JobFolder(str(tmp_path), JOB, "root")
+        target = make(job, ONE)
+        job.record(ONE, [("small", b"x")], b"record")
+    finally:
+        os.umask(before)
+    for folder, folders, files in os.walk(tmp_path):
+        modes = {stat.S_IMODE(os.stat(os.path.join(folder, name)).st_mode) for name in folders}
+        assert modes <= {0o700}
+        assert {stat.S_IMODE(os.stat(os.path.join(folder, name)).st_mode) for name in files} <= {0o600}
+    target.close()
+    job.close()
+
+
+@pytest.mark.parametrize("how", ["mode", "owner", "link", "place", "place of another"])
+def test_what_another_user_could_have_planted_is_refused(tmp_path: Path, how: str) -> None:
+    own = tmp_path / f"fastload-{os.geteuid()}"
+    if how == "mode":
+        own.mkdir(mode=0o750)
+    elif how == "owner":
+        own.mkdir(mode=0o700)
+        os.chown(own, 4242, 4242)
+    elif how == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        own.symlink_to(tmp_path / "elsewhere")
+    elif how == "place":
+        tmp_path.chmod(0o777)
+    else:
+        os.chown(tmp_path, 4242, 4242)
+    with pytest.raises(StorageError):
+        JobFolder(str(tmp_path), JOB, "root")
+    if how != "link":
+        with pytest.raises(StorageError):
+            find_jobs(str(tmp_path)) if how != "place" else JobFolder(str(tmp_path), JOB, "root")
+
+
+def test_a_sticky_place_of_everybody_will_do(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    JobFolder(str(tmp_path), JOB, "root").close()
+    assert find_memory()  # as /dev/shm is
+
+
+def test_a_generation_counts_once_it_is_recorded_and_the_one_before_makes_room(tmp_path: Path) -> None:
+    job = JobFolder(str(tmp_path), JOB, "root")
+    make(job, ONE).close()
+    assert job.records() == {}
+    job.record(ONE, [], b"first")
+    assert job.records() == {ONE: b"first"}
+    inode = os.stat(os.path.join(job.place(ONE), "a")).st_ino
+    make(job, TWO).close()
+    assert names(job) == {ONE, TWO}
+    job.record(TWO, [], b"second")
+    job.retire(TWO)
+    assert job.records() == {TWO: b"second"}
+    third = make(job, "3" * 16)
+    assert names(job) == {TWO, "3" * 16}
+    assert os.stat(os.path.join(job.place("3" * 16), "a")).st_ino == inode, "its memory is used again"
+    third.abort()
+    assert names(job) == {TWO}
+    make(job, "4" * 16, plan="another").close()
+    make(job, "5" * 16, plan="yet another").close()
+    assert names(job) == {TWO, "5" * 16}, "what is no use for what comes is removed first"
+    job.close(remove=True)
+    assert not os.path.exists(job.path)
+
+
+def test_holes_take_no_memory_and_what_is_reserved_does(tmp_path: Path) -> None:
+    job = JobFolder(str(tmp_path), JOB, "root")
+    target = make(job, ONE)
+    found = os.stat(os.path.join(job.place(ONE), "a"))
+    assert found.st_size == NBYTES
+    assert 2 << 20 <= 512 * found.st_blocks < NBYTES
+    with pytest.raises(StorageError, match="a generation needs"):
+        make(job, TWO, plan="large", nbytes=1 << 50)
+    assert names(job) == set(), "that would have made room for it, and may have been the trouble"
+    target.close()
+    job.close()
+
+
+LIVING = """
+import sys
+from fastload.storage.tier import JobFolder
+job = JobFolder(*sys.argv[1:])
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_dead_jobs_left_goes_and_never_what_living_ones_have(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LIVING, str(tmp_path), OTHER, "other root"]
+    living = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert living.stdout is not None
+        assert living.stdout.readline() == b"ready\n"
+        own = JobFolder(str(tmp_path), JOB, "root")
+        make(own, ONE).close()
+        own.record(ONE, [], b"record")
+        own.close()
+        [dead, other] = find_jobs(str(tmp_path))
+        assert (dead.root, dead.is_alive, dead.records) == ("root", False, ((ONE, b"record"),))
+        assert dead.nbytes >= 2 << 20
+        assert (other.root, other.is_alive) == ("other root", True)
+        assert remove_dead(str(tmp_path), older_s=3600) == [], "it may still be restarted"
+        assert remove_dead(str(tmp_path), older_s=0, but=JOB) == []
+        os.utime(os.path.join(other.path, "job"), (0, 0))
+        assert [left.root for left in remove_dead(str(tmp_path), older_s=0)] == ["root"]
+        assert [left.root for left in find_jobs(str(tmp_path))] == ["other root"]
+        living.send_signal(signal.SIGKILL)
+        living.wait(10)
+        assert [left.root for left in remove_dead(str(tmp_path), older_s=3600)] == ["other root"]
+    finally:
+        living.kill()
+        living.communicate()
+    assert find_jobs(str(tmp_path)) == []
+    assert find_jobs(str(tmp_path / "nothing")) == []
+
+
+def test_the_last_rank_of_a_host_removes_it(tmp_path: Path) -> None:
+    first, second = (JobFolder(str(tmp_path), JOB, "root") for _ in range(2))
+    make(first, ONE).close()
+    second.record(ONE, [], b"record")
+    first.close(remove=True)
+    assert os.path.exists(os.path.join(second.place(ONE), RECORD_NAME))
+    second.close(remove=True)
+    assert not os.path.exists(first.path)

@@ -1,0 +1,88 @@
+"""Plans where readers have different bytes: each byte is read once, by a rank that has it."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastload.geometry.extents import Extent
+from fastload.transfer.claims import Claim, Claims
+from fastload.transfer.demand import Supply
+from fastload.transfer.holders import Held, Holders
+from fastload.transfer.lanes import Lanes
+from fastload.transfer.route import RoutedPlan, Routes, plan_routes
+from tests.unit.test_routes import Want, everything, jobs, run
+
+BLOCK_BYTES = 16
+
+
+def drawn_holders(data: st.DataObject, tensors: list[Extent], num_ranks: int) -> Holders:
+    """Of each block some ranks, at least one."""
+    some = st.sets(st.integers(0, num_ranks - 1), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
+    kinds = data.draw(st.lists(some, min_size=1, max_size=3))
+    held = []
+    for extent in tensors:
+        for begin in range(0, extent.nbytes, BLOCK_BYTES):
+            end = min(begin + BLOCK_BYTES, extent.nbytes)
+            ranks = data.draw(st.sampled_from(kinds))
+            held.append(Held(extent.file, extent.offset + begin, extent.offset + end, ranks))
+    return Holders(tuple(sorted(held)))
+
+
+def read_by_holders(plan: RoutedPlan, num_ranks: int) -> None:
+    assert plan.holders is not None
+    for rank in range(num_ranks):
+        routes = Routes(plan, rank)
+        for index in range(plan.num_rounds):
+            for file, offset, nbytes in routes.extents(routes.reads(index)):
+                held = list(plan.holders.within(file, offset, offset + nbytes))
+                assert sum(one.end - one.begin for one in held) == nbytes
+                assert all(rank in one.ranks for one in held)
+
+
+@settings(max_examples=60)
+@given(jobs(), st.integers(16, 60), st.data())
+def test_each_byte_is_read_once_by_a_rank_that_has_it(
+    job: tuple[list[Extent], list[Want], int], chunk_bytes: int, data: st.DataObject
+) -> None:
+    tensors, wants, _ = job
+    num_ranks = len(wants)
+    lanes = Lanes(tensors, Claims.join([Claim.of(want) for want in wants]), BLOCK_BYTES)
+    holders = drawn_holders(data, tensors, num_ranks)
+    assert holders.lacking(tensors) == 0
+    plan = plan_routes(
+        lanes,
+        Supply(holders.ranks or (0,)),
+        order=range(num_ranks),
+        staging_bytes=1 << 24,
+        chunk_bytes=chunk_bytes,
+        holders=holders,
+    )
+    read_by_holders(plan, num_ranks)
+    read, arrived = run(plan, num_ranks, {})
+    assert set(read.values()) <= {1}
+    assert sum(read.values()) == lanes.total_bytes
+    for want, got in zip(wants, arrived, strict=True):
+        assert sorted(got) == everything(want)
+    # A reader drops out: the others read what they have of the rest, if they have all of it.
+    broken = data.draw(st.sampled_from(plan.readers))
+    if not plan.chunk(0, broken).nbytes:
+        return
+    lacking = [(index, broken) for index in range(plan.num_rounds)]
+    rest = plan.without({broken}, lacking, plan.num_rounds)
+    if rest is None:
+        assert any(held.ranks == (broken,) for held in holders.stretches)
+        return
+    read_by_holders(rest, num_ranks)
+    _, first = run(plan, num_ranks, {broken: 0})
+    _, more = run(rest, num_ranks, {})
+    for want, one, other in zip(wants, first, more, strict=True):
+        assert sorted([*one, *other]) == everything(want)
+
+
+def test_what_nobody_has_is_told() -> None:
+    tensors = [Extent(0, 0, 64), Extent(1, 10, 32)]
+    holders = Holders((Held(0, 0, 32, (0,)), Held(1, 10, 42, (1,))))
+    assert holders.lacking(tensors) == 32
+    assert holders.lacking(tensors[1:]) == 0
+    assert holders.ranks == (0, 1)
