@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -62,6 +62,7 @@ class TierTarget:
         folder: What the job has on this host.
         name: Of the generation.
         url: What it is a generation of, for messages.
+        unit: Where storage may cut files as large as the largest, so that what is here can go there.
 
     Attributes:
         published: What the leader has published.
@@ -70,10 +71,13 @@ class TierTarget:
     ordered = False
     shared = True
 
-    def __init__(self, folder: JobFolder, name: str, url: str) -> None:
+    def __init__(
+        self, folder: JobFolder, name: str, url: str, unit: Callable[[int], int | None] = lambda _: None
+    ) -> None:
         self.url = url
         self.published: Published | None = None
         self._job = folder
+        self._unit = unit
         self._name = name
         self._room: Room | None = None
         self._sizes: dict[str, int] = {}
@@ -88,7 +92,7 @@ class TierTarget:
         self._room = room
 
     def align_bytes(self, largest_bytes: int) -> int | None:
-        return ALIGN_BYTES
+        return self._unit(largest_bytes) or ALIGN_BYTES
 
     def prepare(self, files: Sequence[tuple[str, int]], *, overwrite: bool) -> dict[str, Any]:
         self.join({"files": files})

@@ -6,28 +6,31 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
 from fastload.base.threads import background
-from fastload.errors import FastloadError, OptionError
+from fastload.errors import FastloadError, OptionError, StorageError
 from fastload.options import LoadOptions, SaveOptions
 from fastload.ranks.traces import Tracing
 from fastload.ranks.world import World, join
 from fastload.saving.save import begin
 from fastload.saving.spares import Spares
-from fastload.storage import Location
+from fastload.storage import Location, Target
 from fastload.storage.tier import JobFolder
 from fastload.storage.tier_leftovers import remove_dead
 from fastload.storage.tier_place import find_memory
 from fastload.storage.tier_target import TierTarget
+from fastload.tier.flush import flush
+from fastload.tier.last_words import LastWords
 from fastload.tier.restore import Found, load, survey
 from fastload.tier.save import GenerationCall, GenerationReport, finish
 from fastload.tier.wanted import Wanted
 
-__all__ = ["LEFT_S", "Keeper", "Making"]
+__all__ = ["LEFT_S", "Keeper", "Making", "Places", "Terms"]
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +60,41 @@ class _Asked:
     forgotten: int = 0
 
 
+class Places(Protocol):
+    """Where the checkpoints of a job are on storage."""
+
+    def target(self, step: int) -> Target:
+        """Opens write access to the checkpoint of a step."""
+        ...
+
+    def newest(self) -> tuple[int, int] | None:
+        """Returns branch and step of the newest that is whole, or None."""
+        ...
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the memory tier of a job follows from.
+
+    Attributes:
+        world: The ranks, as long as the training lasts.
+        group: The same, as for `fastload.load`.
+        root: Of which checkpoints.
+        wanted: What was asked for.
+        options: How the checkpoints are saved.
+        life: A name that rank 0 has drawn for this life of the job.
+        places: Where they are on storage.
+    """
+
+    world: World
+    group: Any
+    root: Location
+    wanted: Wanted
+    options: SaveOptions
+    life: str
+    places: Places
+
+
 class Making:
     """A generation that is being made in the background.
 
@@ -78,9 +116,9 @@ class Making:
         """Whether it has ended, well or not."""
         return self._ended.is_set()
 
-    def wait(self) -> None:
-        """Waits until it has ended, well or not, which it does by itself."""
-        self._ended.wait()
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until it has ended, well or not, which it does by itself; returns whether it has."""
+        return self._ended.wait(timeout_s)
 
     def _run(self, work: Callable[[], GenerationReport]) -> None:
         try:
@@ -96,38 +134,36 @@ class Keeper:
     """What one rank does for the memory tier of its job.
 
     Args:
-        world: The ranks, as long as the training lasts.
-        group: The same, as for `fastload.load`.
-        root: Of which checkpoints.
-        wanted: What was asked for.
-        options: How the checkpoints are saved.
-        life: A name that rank 0 has drawn for this life of the job.
+        terms: Of the job.
 
     Attributes:
         last: The generation that was begun last, or None.
+        flushed: Branch and step of what was written from memory to storage, or None.
+        last_words: Writes that, after a signal.
 
     Raises:
         StorageError: There is no place for it on this host.
     """
 
-    def __init__(
-        self, world: World, group: Any, root: Location, wanted: Wanted, options: SaveOptions, life: str
-    ) -> None:
+    def __init__(self, terms: Terms) -> None:
         self.last: Making | None = None
-        self._world = world
-        self._group = group
-        self._root = root
-        self._num_copies = wanted.num_copies
-        self._options = _how_to_keep(options)
-        self._life = life
+        self.flushed: tuple[int, int] | None = None
+        self._terms = terms
+        self._world = terms.world
+        self._options = _how_to_keep(terms.options)
         self._num_begun = 0
         self._spares = Spares(1)
         self._asked = _Asked()
-        memory = find_memory() if wanted.memory == "auto" else wanted.memory
-        job = xxhash.xxh3_64_hexdigest(root.url.encode())
+        self._units: dict[int, int | None] = {}
+        memory = find_memory() if terms.wanted.memory == "auto" else terms.wanted.memory
+        job = xxhash.xxh3_64_hexdigest(terms.root.url.encode())
         for left in remove_dead(memory, older_s=LEFT_S, but=job):
             _log.info("removed %s, which a job that died left behind: %d bytes", left.path, left.nbytes)
-        self._folder = JobFolder(memory, job, root.url)
+        self._folder = JobFolder(memory, job, terms.root.url)
+        self.last_words = LastWords(self._meet("writing what is in memory to storage"), self._flush)
+
+    def _meet(self, what: str) -> World:
+        return join(self._terms.group, call=what, timeout_s=self._options.timeout_s)
 
     def admits(self, step: int) -> bool:
         """Whether a generation can begin at a step: the one before has ended on rank 0. Same on all ranks.
@@ -177,10 +213,9 @@ class Keeper:
         self.settle()
         self._asked = replace(self._asked, heard=self._asked.number)
         self._num_begun += 1
-        name = xxhash.xxh3_64_hexdigest(f"{self._life} {self._num_begun}".encode())
-        what = f"keeping step {step} in memory"
-        world = join(self._group, call=what, timeout_s=self._options.timeout_s)
-        location = self._root / f"step_{step:08d}"
+        name = xxhash.xxh3_64_hexdigest(f"{self._terms.life} {self._num_begun}".encode())
+        world = self._meet(f"keeping step {step} in memory")
+        location = self._terms.root / f"step_{step:08d}"
         call = GenerationCall(
             world,
             location,
@@ -194,9 +229,9 @@ class Keeper:
             name=name,
             branch=branch,
             step=step,
-            num_copies=self._num_copies,
+            num_copies=self._terms.wanted.num_copies,
             job=self._folder,
-            target=TierTarget(self._folder, name, self._folder.place(name)),
+            target=TierTarget(self._folder, name, self._folder.place(name), self._unit),
             spares=self._spares,
         )
         begun = begin(call, state)
@@ -222,8 +257,8 @@ class Keeper:
             FastloadError: Some rank could not look.
         """
         self.settle()
-        what = f"looking what is in memory of {self._root}"
-        world = join(self._group, call=what, timeout_s=self._options.timeout_s)
+        what = f"looking what is in memory of {self._terms.root}"
+        world = self._meet(what)
         with world.together():
             found = survey(world, what, self._folder)
         world.heard()
@@ -236,7 +271,7 @@ class Keeper:
             timeout_s=self._options.timeout_s, retries=self._options.retries
         )
         given.pop("storage_options", None)
-        return load(given.pop("process_group", self._group), self._folder, found, options, given)
+        return load(given.pop("process_group", self._terms.group), self._folder, found, options, given)
 
     def keep_only(self, name: str) -> None:
         """Has no other generation count on this host; an empty name is that of none."""
@@ -245,13 +280,59 @@ class Keeper:
         except FastloadError as error:
             _log.warning("what is in memory and old stays there: %s", error)
 
-    def close(self, *, remove: bool) -> None:
+    def _unit(self, largest_bytes: int) -> int | None:
+        """Returns where storage may cut files; None if it cannot be asked."""
+        if largest_bytes not in self._units:
+            self._units[largest_bytes] = None
+            with suppress(FastloadError), closing(self._terms.places.target(0)) as target:
+                self._units[largest_bytes] = target.align_bytes(largest_bytes)
+        return self._units[largest_bytes]
+
+    def _flush(self, world: World) -> None:
+        """Writes the newest generation to storage, if it is newer than what is there; on all ranks.
+
+        Raises:
+            FastloadError: It could not be written.
+        """
+        self.settle()
+        places, what = self._terms.places, "writing what is in memory to storage"
+        whole = [found for found in survey(world, what, self._folder) if found.is_whole]
+        [newest, *_] = world.agree(what, lambda: places.newest() if world.rank == 0 else None)
+        if not whole or (newest is not None and tuple(newest) >= (whole[-1].branch, whole[-1].step)):
+            return
+        found = whole[-1]
+        if self._terms.options.shared is False:
+            raise StorageError("each host has a copy of its own there", url=self._terms.root.url)
+        flush(world, self._folder, found, lambda: places.target(found.step), self._terms.options)
+        self.flushed = found.branch, found.step
+        level = logging.WARNING if world.rank == 0 else logging.DEBUG
+        _log.log(level, "step %d was written from memory to storage", found.step)
+
+    def end(
+        self, *, goes_well: bool, stops: bool, is_durable: Callable[[tuple[int, int] | None], bool]
+    ) -> None:
+        """Ends it with the training: all is removed once it is on storage, and stays if it is not.
+
+        Args:
+            goes_well: Whether the training has come to its end.
+            stops: Whether after a signal: then what is newer in memory is written to storage.
+            is_durable: Whether nothing in memory is newer than what was saved, or written from memory.
+        """
+        if not goes_well:
+            return self.close(remove=False, wait_s=self._world.grace_s)
+        if stops and not is_durable(self.flushed):
+            self.last_words.write_now()
+        self.close(remove=is_durable(self.flushed))
+
+    def close(self, *, remove: bool, wait_s: float | None = None) -> None:
         """Ends it.
 
         Args:
             remove: Removes all that the job has on this host; else it stays for the next life of the job.
+            wait_s: How long to wait for the last generation; None waits until it has ended.
         """
-        self.settle()
+        if self.last is not None and not self.last.wait(wait_s):
+            return  # what is still at work ends with the process
         try:
             self._folder.close(remove=remove)
         except FastloadError as error:

@@ -34,7 +34,7 @@ from fastload.storage.tier import JobFolder
 from fastload.tier.record import TABLE_NAME, Generation, Table
 from fastload.transfer.holders import Held, Holders
 
-__all__ = ["Found", "load", "survey"]
+__all__ = ["Found", "connect", "load", "read_table", "survey"]
 
 _log = logging.getLogger(__name__)
 
@@ -182,21 +182,21 @@ def _open(world: World, folder: JobFolder, found: Found, options: LoadOptions, d
         FastloadError: Some rank cannot go on.
     """
 
-    def connect() -> PatientStorage:
+    def connect_here() -> PatientStorage:
         place = folder.place(found.name)
         if world.rank not in found.holders or damage.has_nothing(world.rank):
             place = os.path.join(place, "nothing")
-        return _connect(place, world, options)
+        return connect(place, world, options)
 
     same = {"call": "restore", "generation": found.name, **options.shared_values()}
-    access = agree_on_access(world, _what(found), connect, same)
+    access = agree_on_access(world, _what(found), connect_here, same)
     try:
         manifest = access.manifest
 
         packed = world.share(
             f"{_what(found)}: telling who has what",
             access.readers[0],
-            lambda: _read_table(access.storage, found)[0],
+            lambda: read_table(access.storage, found)[0],
         )
         table = Table.parse(packed, found.table, manifest.url)
         holders = _holders(manifest, table, found, access.readers, damage)
@@ -211,12 +211,13 @@ def _open(world: World, folder: JobFolder, found: Found, options: LoadOptions, d
         raise
 
 
-def _connect(place: str, world: World, options: LoadOptions) -> PatientStorage:
+def connect(place: str, world: World, options: LoadOptions) -> PatientStorage:
+    """Opens a host's part of a generation."""
     storage = LocalStorage(place, options.io)
     return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s / 2)
 
 
-def _read_table(storage: PatientStorage, found: Found) -> tuple[bytes, Table]:
+def read_table(storage: PatientStorage, found: Found) -> tuple[bytes, Table]:
     """Reads what each share has, from this host.
 
     Raises:
@@ -322,7 +323,7 @@ def _look_for_damage(group: Any, folder: JobFolder, found: Found, options: LoadO
                 return None
             mates = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
             try:
-                with closing(_connect(folder.place(found.name), world, options)) as storage:
+                with closing(connect(folder.place(found.name), world, options)) as storage:
                     place = mates.index(world.rank), len(mates)
                     return list(_damaged(storage, found, world, *place))
             except (CheckpointError, StorageError) as error:
@@ -357,7 +358,7 @@ def _damaged(
         StorageError: Storage failed.
     """
     manifest = read_manifest(storage)
-    _, table = _read_table(storage, found)
+    _, table = read_table(storage, found)
     own = {world.rank: found.holders[world.rank]}
     holders = _holders(manifest, table, replace(found, holders=own), (world.rank,), _Damage({}))
     blocks = Blocks(Space([entry for entry in manifest.extents if entry.nbytes]), manifest.block_bytes)

@@ -12,7 +12,7 @@ from fastload.ranks.world import World
 from fastload.storage import Location
 
 if TYPE_CHECKING:  # for those who ask for it
-    from fastload.tier.keeper import Keeper
+    from fastload.tier.keeper import Keeper, Places
 
 __all__ = ["Wanted", "open_keeper"]
 
@@ -52,21 +52,27 @@ class Wanted:
 
 
 def open_keeper(
-    world: World, group: Any, root: Location, wanted: Wanted | None, options: SaveOptions, life: str
+    world: World,
+    group: Any,
+    root: Location,
+    wanted: Wanted | None,
+    options: SaveOptions,
+    life: str,
+    places: Places,
 ) -> Keeper | None:
-    """Opens the memory tier of a job on all ranks, if there is to be one; arguments are those of `Keeper`.
+    """Opens the memory tier of a job on all ranks, if there is to be one; arguments are those of `Terms`.
 
     Raises:
         FastloadError: There is no place for it on some host, or an option cannot be used with it.
     """
     if wanted is None:
         return None
-    from fastload.tier.keeper import Keeper
+    from fastload.tier.keeper import Keeper, Terms
 
     keepers: list[Keeper] = []
 
     def open_it() -> None:
-        keepers.append(Keeper(world, group, root, wanted, options, life))
+        keepers.append(Keeper(Terms(world, group, root, wanted, options, life, places)))
 
     try:
         world.agree(f"making room in memory for {root}", open_it)

@@ -227,6 +227,15 @@ class Catalog:
             return _Reading(record, "unreadable", str(error.args[0]))
         return _Reading(record, summary=Summary({f.name: f.nbytes for f in found.files}, found.metadata))
 
+    def newest(self) -> tuple[int, int] | None:
+        """Returns branch and step of the newest checkpoint that is whole, or None.
+
+        Raises:
+            StorageError: As for `entries`.
+        """
+        points = [(one.point.branch, one.step) for one in self.entries() if one.is_complete]
+        return max(points, default=None)
+
     def expendable(
         self,
         entries: Sequence[Entry],
@@ -255,15 +264,16 @@ class Catalog:
 
     def remove(self, step: int) -> None:
         """Deletes a checkpoint; no reader sees half of it as a whole one."""
-        with closing(self._target(step)) as target:
+        with closing(self.target(step)) as target:
             target.remove()
 
     def clean_abandoned(self) -> list[str]:
         """Removes what dead saves left below the root, never what living ones need; returns it."""
-        with closing(self._target(0)) as target:
+        with closing(self.target(0)) as target:
             return target.clean_abandoned()
 
-    def _target(self, step: int) -> Target:
+    def target(self, step: int) -> Target:
+        """Opens write access to the checkpoint of a step."""
         return open_target(
             self.path(step), NAMES, self._storage_options, timeout_s=self._timeout_s, retries=self._retries
         )

@@ -89,9 +89,10 @@ class History:
         """The newest of all that was listed, noted, or about to be saved."""
         return self._newest
 
-    def is_durable(self, saved: Point | None) -> bool:
-        """Whether what is in memory is not newer than a checkpoint that was saved to storage."""
-        return saved is not None and (self._in_memory is None or self._in_memory <= saved)
+    def is_durable(self, saved: Point | None, flushed: tuple[int, int] | None) -> bool:
+        """Whether nothing in memory is newer than what was saved, or written to storage from memory."""
+        points = [point for point in (saved, Point(*flushed) if flushed is not None else None) if point]
+        return bool(points) and (self._in_memory is None or self._in_memory <= max(points))
 
     def note(self, point: Point) -> None:
         """Notes what is in memory, which is none of the checkpoints that can be listed."""

@@ -10,7 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from fastload.errors import FastloadError, OptionError, WorldError
+from fastload.errors import FastloadError, OptionError
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import SAVE_SETTINGS, SaveOptions
 from fastload.ranks.world import meet, require_same
@@ -23,6 +23,7 @@ from fastload.training.flight import Planned
 from fastload.training.history import History, Listing
 from fastload.training.housekeeping import Housekeeper
 from fastload.training.in_flight import InFlight
+from fastload.training.life import Life
 from fastload.training.pacing import Rhythm
 from fastload.training.policy import Policy
 from fastload.training.restoring import Restorer
@@ -143,7 +144,7 @@ class CheckpointManager:
             timeout_s=lambda policy: policy.options.timeout_s,
             default_s=getattr(options, "timeout_s", SAVE_SETTINGS["timeout_s"].default),
         )
-        self._life = _Life()
+        self._life = Life()
         self._calls = Calls(process_group, storage_options, policy.options, policy.async_)
         self._catalog = Catalog(
             policy.root,
@@ -154,11 +155,12 @@ class CheckpointManager:
         lists, keeps_house, life = self._meet(policy)
         self._history = History(self._world, self._catalog, lists=lists, process_group=process_group)
         self._keeper = open_keeper(
-            self._world, process_group, policy.root, policy.memory, policy.options, life
+            self._world, process_group, policy.root, policy.memory, policy.options, life, self._catalog
         )
         self._restorer = Restorer(self._world, self._calls, self._catalog, self._history, self._keeper)
         self._in_flight = InFlight(self._world, policy.in_flight, policy.retention)
-        self._timing = Timing(self._world, policy, lambda: self._in_flight.failed)
+        signalled = self._keeper.last_words.expect if self._keeper is not None else lambda: None
+        self._timing = Timing(self._world, policy, lambda: self._in_flight.failed, signalled)
         self._housekeeper: Housekeeper | None = None
         if keeps_house:
             self._housekeeper = Housekeeper(self._catalog, policy.retention, Checkpoint.urls_in_use)
@@ -241,6 +243,8 @@ class CheckpointManager:
             self._history.note(Point(branch, step))
             if not answer.save:
                 return
+        if self._keeper is not None and self._timing.stop_requested:
+            self._keeper.last_words.come_to_save()
         planned = Planned(Saved(step, 0.0, metrics_of(metadata), branch), path, self._timing.stop_requested)
         if failed := self._in_flight.make_room(planned):
             self._raise_failed(failed)
@@ -349,7 +353,12 @@ class CheckpointManager:
             self._in_flight.close()
             self._timing.close()
             if self._keeper is not None:
-                self._keeper.close(remove=goes_well and self._history.is_durable(self._in_flight.newest))
+                saved = self._in_flight.newest
+                self._keeper.end(
+                    goes_well=goes_well,
+                    stops=self.stop_requested,
+                    is_durable=lambda flushed: self._history.is_durable(saved, flushed),
+                )
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -369,25 +378,3 @@ class CheckpointManager:
         finally:
             if self._housekeeper is not None:
                 self._housekeeper.wait(self._world.patience_s / 2)
-
-
-class _Life:
-    """Whether a manager can be used: until it is closed, and in the process that made it."""
-
-    def __init__(self) -> None:
-        self._closed = False
-        self._pid = os.getpid()
-
-    def require(self) -> None:
-        """Raises `WorldError` if it cannot."""
-        if self._pid != os.getpid():
-            raise WorldError("this CheckpointManager is that of another process, which has forked this one")
-        if self._closed:
-            raise WorldError("this CheckpointManager is closed")
-
-    def end(self) -> bool:
-        """Ends it; returns whether it was still to be ended, and here."""
-        if self._closed or self._pid != os.getpid():
-            return False
-        self._closed = True
-        return True

@@ -23,9 +23,12 @@ class Timing:
         world: The ranks.
         policy: What was asked for.
         failed: Returns the number of a save of this rank's that has failed, or 0.
+        signalled: Called, in a thread, when this rank has got a signal to stop.
     """
 
-    def __init__(self, world: World, policy: Policy, failed: Callable[[], int]) -> None:
+    def __init__(
+        self, world: World, policy: Policy, failed: Callable[[], int], signalled: Callable[[], object]
+    ) -> None:
         self._pace = policy.rhythm.start()
         self._schedule = Schedule(
             world,
@@ -35,7 +38,12 @@ class Timing:
             failed=failed,
             memory=(policy.memory_every_steps, policy.memory_every_seconds),
         )
-        self._signals = StopSignals(self._schedule.tell)
+
+        def tell() -> None:
+            signalled()
+            self._schedule.tell()
+
+        self._signals = StopSignals(tell)
         self._root = policy.root
         self._warns = world.rank == 0 and not policy.has_interval
 
