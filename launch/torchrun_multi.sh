@@ -23,6 +23,10 @@ if [[ ${INTERFACE:-} ]]; then
     export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
 fi
 
+# Where programs keep recent steps in memory, besides (launch/train.py --memory): auto, or a directory on each
+# machine; empty for nowhere. See docs/memory.md.
+export MEMORY=${MEMORY-auto}
+
 # Seconds that the ranks have to save when torchrun is told to end (TERM, or Ctrl-C); its default is 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
 # Each time the ranks start, they meet in a new store, at rank 0. The one that the launchers would share by

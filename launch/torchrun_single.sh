@@ -7,6 +7,9 @@
 set -euo pipefail
 
 (($#)) || set -- launch/train.py
+# Where programs keep recent steps in memory, besides (launch/train.py --memory): auto, or a directory on each
+# machine; empty for nowhere. See docs/memory.md.
+export MEMORY=${MEMORY-auto}
 # Seconds that the ranks have to save when torchrun is told to end (TERM, or Ctrl-C); its default is 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
 # Each time the ranks start, they meet in a new store, at rank 0. The one that the launcher would share by

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import os
 import sys
 import time
 from typing import Any
@@ -192,6 +193,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, metavar="STEPS")
     parser.add_argument("--save-seconds", type=float, default=900.0, metavar="S")
     parser.add_argument("--keep-last", type=int, default=3)
+    parser.add_argument(
+        "--memory",
+        metavar="DIR",
+        default=os.environ.get("MEMORY"),  # as the launch scripts say
+        help="keeps recent steps in the memory of the hosts: auto, or a directory on each",
+    )
+    parser.add_argument("--memory-every", type=int, default=10, metavar="STEPS")
+    parser.add_argument("--memory-copies", type=int, default=2, metavar="N")
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--parallel", choices=["ddp", "fsdp", "hsdp"], default="ddp")
     parser.add_argument("--replicas", type=int, default=2, metavar="N", help="of the model, with hsdp")
@@ -215,13 +224,17 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     rank, device = fastload.world.initialize(args.device)  # torchrun, srun, or alone
     every = {"every_steps": args.save_every, "every_seconds": args.save_seconds}
+    if args.memory:
+        every |= {"memory": args.memory, "memory_every_steps": args.memory_every}
+        every["memory_copies"] = args.memory_copies
     # First of all: from here on the signals of Slurm do not end the process.
     with fastload.CheckpointManager(args.root, keep_last=args.keep_last, **every) as manager:
         training = Training(args, rank, device)
         if manager.latest() is not None:
             training.restore(manager)
         if rank == 0:
-            print(f"begins at step {training.step} of {args.steps}", flush=True)
+            source = f", from {manager.restored_from}" if manager.restored_from else ""
+            print(f"begins at step {training.step} of {args.steps}{source}", flush=True)
         training.run(manager)
     # Here the last save is committed, on all ranks.
     if rank == 0:

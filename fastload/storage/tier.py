@@ -14,12 +14,14 @@ import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 from fastload.base.memory import available_bytes
 from fastload.errors import StorageError
 from fastload.storage import folders
 from fastload.storage.local_files import os_errors
 from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type
+from fastload.storage.owner import Owner
 from fastload.storage.tier_place import (
     GENERATION,
     JOB_NAME,
@@ -33,11 +35,23 @@ from fastload.storage.tier_place import (
     write,
 )
 
-__all__ = ["JobFolder"]
+__all__ = ["Home", "JobFolder"]
 
 _PLAN_NAME = "plan"  # which ranges of the files are to be here: a folder with equal ones can be used again
 _MAKING_NAME = "making"
 _SPARE_PART = 20  # one part of what is free stays free
+
+
+class Home(NamedTuple):
+    """Where what a rank keeps is, whatever the host is called.
+
+    Attributes:
+        machine: What is lost together: all that has the same kernel.
+        folder: A folder there.
+    """
+
+    machine: str
+    folder: str
 
 
 class JobFolder:
@@ -85,6 +99,12 @@ class JobFolder:
             finally:
                 if folder >= 0:
                     os.close(folder)
+
+    @property
+    def home(self) -> Home:
+        """Where it is: the same for all ranks that see this very folder."""
+        found = os.fstat(self._folder)
+        return Home(Owner.here().kernel, f"{found.st_dev}:{found.st_ino}")
 
     def touch(self) -> None:
         """Notes that the job still uses it."""

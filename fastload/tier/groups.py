@@ -41,41 +41,54 @@ class Copies:
         sources: The ranks on other hosts of which it gets the share, ascending.
         held: The ranks of which its host keeps the shares, ascending.
         leads: Whether it is the first rank of its host.
-        num_on_host: Ranks of its host.
+        num_hosts: Hosts that there are.
     """
 
     targets: tuple[int, ...]
     sources: tuple[int, ...]
     held: tuple[int, ...]
     leads: bool
-    num_on_host: int
+    num_hosts: int
 
 
-def plan_copies(hosts: Sequence[str], rank: int, num_copies: int) -> Copies:
+def plan_copies(homes: Sequence[tuple[str, str]], rank: int, num_copies: int) -> Copies:
     """Says what a rank has to do with copies: each rank gives its share to one of each host that keeps it.
 
+    A host is whoever keeps things in one place. Those of one machine, such as containers with memory of their
+    own, are lost together, so they are not next to each other as long as there are other machines.
+
     Args:
-        hosts: Host of each rank.
+        homes: Of each rank, its machine, and the place there.
         rank: The rank.
         num_copies: As for `keepers`.
     """
-    ranks_of: dict[str, list[int]] = {}
-    for member, host in enumerate(hosts):
-        ranks_of.setdefault(host, []).append(member)
-    names = list(ranks_of)
-    kept_by = keepers(len(names), num_copies)
+    ranks_of: dict[tuple[str, str], list[int]] = {}
+    for member, home in enumerate(homes):
+        ranks_of.setdefault(home, []).append(member)
+    hosts = _apart(list(ranks_of))
+    kept_by = keepers(len(hosts), num_copies)
     sends: dict[int, tuple[int, ...]] = {}
     held: list[int] = []
-    for number, name in enumerate(names):
-        others = [ranks_of[names[keeper]] for keeper in kept_by[number][1:]]
-        for local, member in enumerate(ranks_of[name]):
+    for number, host in enumerate(hosts):
+        others = [ranks_of[hosts[keeper]] for keeper in kept_by[number][1:]]
+        for local, member in enumerate(ranks_of[host]):
             sends[member] = tuple(ranks[local % len(ranks)] for ranks in others)
-        if names.index(hosts[rank]) in kept_by[number]:
-            held += ranks_of[name]
+        if hosts.index(homes[rank]) in kept_by[number]:
+            held += ranks_of[host]
     return Copies(
         targets=sends[rank],
         sources=tuple(member for member, targets in sorted(sends.items()) if rank in targets),
         held=tuple(sorted(held)),
-        leads=ranks_of[hosts[rank]][0] == rank,
-        num_on_host=len(ranks_of[hosts[rank]]),
+        leads=ranks_of[homes[rank]][0] == rank,
+        num_hosts=len(hosts),
     )
+
+
+def _apart(hosts: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Orders hosts so that those that follow each other are on different machines, as far as possible."""
+    on_machine: dict[str, int] = {}
+    turns = []
+    for number, (machine, _) in enumerate(hosts):
+        turns.append((on_machine.setdefault(machine, 0), number))
+        on_machine[machine] += 1
+    return [hosts[number] for _, number in sorted(turns)]

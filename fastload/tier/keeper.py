@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from fastload.ranks.world import World, join
 from fastload.saving.save import begin
 from fastload.saving.spares import Spares
 from fastload.storage import Location, Target
-from fastload.storage.tier import JobFolder
+from fastload.storage.tier import Home, JobFolder
 from fastload.storage.tier_leftovers import remove_dead
 from fastload.storage.tier_place import find_memory
 from fastload.storage.tier_target import TierTarget
@@ -138,6 +138,7 @@ class Keeper:
 
     Attributes:
         last: The generation that was begun last, or None.
+        homes: Of each rank, where it keeps what it has; to be told once all ranks have theirs.
         flushed: Branch and step of what was written from memory to storage, or None.
         last_words: Writes that, after a signal.
 
@@ -147,11 +148,12 @@ class Keeper:
 
     def __init__(self, terms: Terms) -> None:
         self.last: Making | None = None
+        self.homes: Sequence[Home] = ()
         self.flushed: tuple[int, int] | None = None
         self._terms = terms
-        self._world = terms.world
         self._options = _how_to_keep(terms.options)
         self._num_begun = 0
+        self._has_failed = False  # which is said once
         self._spares = Spares(1)
         self._asked = _Asked()
         self._units: dict[int, int | None] = {}
@@ -161,6 +163,11 @@ class Keeper:
             _log.info("removed %s, which a job that died left behind: %d bytes", left.path, left.nbytes)
         self._folder = JobFolder(memory, job, terms.root.url)
         self.last_words = LastWords(self._meet("writing what is in memory to storage"), self._flush)
+
+    @property
+    def home(self) -> Home:
+        """Where this rank keeps what it has."""
+        return self._folder.home
 
     def _meet(self, what: str) -> World:
         return join(self._terms.group, call=what, timeout_s=self._options.timeout_s)
@@ -184,13 +191,13 @@ class Keeper:
 
     def _answer(self, asked: _Asked) -> bool:
         """Finds the answer on rank 0, which tells the others."""
-        rendezvous, limit_s = self._world.rendezvous, self._world.patience_s
+        rendezvous, limit_s = self._terms.world.rendezvous, self._terms.world.patience_s
         key, what = f"memory/{asked.number}", "asking whether the last generation has ended"
-        if self._world.rank:
-            grace_s = self._world.grace_s
+        if self._terms.world.rank:
+            grace_s = self._terms.world.grace_s
             return rendezvous.await_text(what, key, 0, wait_s=limit_s, grace_s=grace_s) == _YES
         answer = self.last is None or self.last.done()
-        if self._world.size > 1:
+        if self._terms.world.size > 1:
             # All ranks have made the last generation, so they have heard the answers before it.
             heard = range(asked.forgotten, asked.heard) if answer else ()
             text = _YES if answer else "no"
@@ -230,6 +237,7 @@ class Keeper:
             branch=branch,
             step=step,
             num_copies=self._terms.wanted.num_copies,
+            homes=self.homes,
             job=self._folder,
             target=TierTarget(self._folder, name, self._folder.place(name), self._unit),
             spares=self._spares,
@@ -239,11 +247,14 @@ class Keeper:
 
     def _finish(self, call: GenerationCall, begun: Any) -> GenerationReport:
         try:
-            return finish(call, begun)
+            report = finish(call, begun)
         except Exception as error:
-            level = logging.WARNING if self._world.rank == 0 else logging.DEBUG
+            is_news, self._has_failed = not self._has_failed, True
+            level = logging.WARNING if self._terms.world.rank == 0 and is_news else logging.DEBUG
             _log.log(level, "step %d is not kept in memory: %s", call.step, error)
             raise
+        self._has_failed = False
+        return report
 
     def settle(self) -> None:
         """Waits until the last generation counts, or has failed."""
@@ -319,7 +330,7 @@ class Keeper:
             is_durable: Whether nothing in memory is newer than what was saved, or written from memory.
         """
         if not goes_well:
-            return self.close(remove=False, wait_s=self._world.grace_s)
+            return self.close(remove=False, wait_s=self._terms.world.grace_s)
         if stops and not is_durable(self.flushed):
             self.last_words.write_now()
         self.close(remove=is_durable(self.flushed))

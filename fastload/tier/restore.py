@@ -316,7 +316,7 @@ def _look_for_damage(group: Any, folder: JobFolder, found: Found, options: LoadO
     what = f"{_what(found)}: looking for damage"
     world = join(group, call=what, timeout_s=options.timeout_s)
     with world.together():
-        hosts = world.agree(what, lambda: world.host)
+        hosts = [tuple(home) for home in world.agree(what, lambda: folder.home)]
 
         def look() -> list[tuple[int, int, int]] | None:
             if world.rank not in found.holders:

@@ -19,7 +19,7 @@ from fastload.saving.save import Begun
 from fastload.saving.spares import Spares
 from fastload.saving.write import write
 from fastload.storage import Target
-from fastload.storage.tier import JobFolder
+from fastload.storage.tier import Home, JobFolder
 from fastload.storage.tier_target import Published, Room, TierTarget
 from fastload.tier.copies import send_copies
 from fastload.tier.groups import Copies, plan_copies
@@ -60,6 +60,7 @@ class GenerationCall(Call):
         branch: With `step` its place in the history of the run.
         step: Its step.
         num_copies: How many hosts are to keep each share.
+        homes: Of each rank, where it keeps what it has.
         job: What the job has on this host.
         target: This host's part of the generation.
         spares: Where the memory of its copy comes from.
@@ -69,6 +70,7 @@ class GenerationCall(Call):
     branch: int
     step: int
     num_copies: int
+    homes: Sequence[Home]
     job: JobFolder
     target: TierTarget
     spares: Spares
@@ -102,13 +104,13 @@ def finish(call: GenerationCall, begun: Begun) -> GenerationReport:
             # The rest of a block that this rank has begun is written, too: whoever reads it can verify it.
             share = replace(begun.part.share, tails=frozenset())
             part = replace(begun.part, share=share)
-            copies = plan_copies(agreed.hosts, world.rank, call.num_copies)
+            copies = plan_copies(call.homes, world.rank, call.num_copies)
             names = [file.name for file in part.described.layout.files]
-            target.expect(_room(call, part, agreed.hosts, copies, names))
+            target.expect(_room(call, part, copies, names))
             wire = open_pending(call, part)
             written = write(call, part, begun.snapshot, wire)
             copied_bytes = 0
-            if len(set(agreed.hosts)) > 1 and call.num_copies > 1:
+            if copies.num_hosts > 1 and call.num_copies > 1:
                 copied_bytes = send_copies(world, call.what, target, copies, share.pieces, names)
 
             def publish() -> bytes:
@@ -137,19 +139,17 @@ def finish(call: GenerationCall, begun: Begun) -> GenerationReport:
         nbytes,
         sum(piece.nbytes for piece in share.pieces),
         copied_bytes,
-        len(set(agreed.hosts)),
+        copies.num_hosts,
         stall_s,
         time.perf_counter() - call.began,
     )
 
 
-def _room(
-    call: GenerationCall, part: Part, hosts: Sequence[str], copies: Copies, names: Sequence[str]
-) -> Room:
+def _room(call: GenerationCall, part: Part, copies: Copies, names: Sequence[str]) -> Room:
     """Says what is to be on this host: what its ranks write, and as much for each further copy."""
     layout, pieces = part.described.layout, part.share.pieces
     own_bytes = sum(piece.nbytes for piece in pieces)
-    facts = [part.described.content.layout, list(hosts), call.num_copies]
+    facts = [part.described.content.layout, call.homes, call.num_copies]
     if part.packets is not None:
         facts.append([sum(piece.nbytes for piece in pieces), len(pieces)])
     return Room(

@@ -10,6 +10,7 @@ from fastload.errors import OptionError
 from fastload.options import SaveOptions
 from fastload.ranks.world import World
 from fastload.storage import Location
+from fastload.storage.tier import Home
 
 if TYPE_CHECKING:  # for those who ask for it
     from fastload.tier.keeper import Keeper, Places
@@ -71,11 +72,13 @@ def open_keeper(
 
     keepers: list[Keeper] = []
 
-    def open_it() -> None:
-        keepers.append(Keeper(Terms(world, group, root, wanted, options, life, places)))
+    def open_it() -> Home:
+        keepers.append(keeper := Keeper(Terms(world, group, root, wanted, options, life, places)))
+        return keeper.home
 
     try:
-        world.agree(f"making room in memory for {root}", open_it)
+        homes = world.agree(f"making room in memory for {root}", open_it)
+        keepers[0].homes = [Home(*home) for home in homes]
     except BaseException:
         for keeper in keepers:
             keeper.close(remove=False)

@@ -191,7 +191,7 @@ def test_restore_falls_back_past_what_is_damaged_and_what_is_incomplete(
             (tmp_path / "step_00000003/model.safetensors").unlink()
             (tmp_path / "step_00000009").mkdir()
         dist.barrier()
-        with warned("fastload.training.manager") as lines:
+        with warned("fastload.training.restoring") as lines:
             assert manager.restore()["step"] == 2
         assert len(lines) == (3 if rank == 0 else 0)
         assert all("falling back" in line for line in lines)

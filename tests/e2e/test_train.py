@@ -29,7 +29,8 @@ def command_of(root: Path, *arguments: str) -> list[str]:
 
 
 def environ() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(_ROOT)}
+    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(_ROOT), "MEMORY": ""}
+    return os.environ | own
 
 
 class Run:

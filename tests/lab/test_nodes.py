@@ -37,12 +37,14 @@ _TRAINING = [_TRAIN, *_TRAINING, "--steps", str(_NUM_STEPS)]
 _SITE = {
     "INTERFACE": "eth0",
     "RANKS_PER_NODE": "1",
+    "MEMORY": "",
     "PET_RDZV_CONF": "keep_alive_interval=1,keep_alive_max_attempt=3",
 }
 
-# The folder named first is /mnt on this host. The rest is what a user types on each machine.
+# The folder named first is /mnt on this host, and /media is memory, which goes with its last process. The
+# rest is what a user types on each machine.
 _ON_A_HOST = """
-mount --make-rprivate / && mount --bind "$1" /mnt || exit 1
+mount --make-rprivate / && mount --bind "$1" /mnt && mount -t tmpfs -o size=256m none /media || exit 1
 shift && export LOCAL_ADDR=$(hostname) && exec "$@"
 """
 
@@ -61,9 +63,11 @@ def _lab() -> Iterator[None]:
 class Job:
     """What launch/torchrun_multi.sh starts: the same line on each of three nodes."""
 
-    def __init__(self, folder: Path, meets_on: str, program: list[str], **environment: str) -> None:
+    def __init__(
+        self, folder: Path, meets_on: str, program: list[str], num_nodes: int = _NUM_NODES, **environment: str
+    ) -> None:
         multi = str(_ROOT / "launch" / "torchrun_multi.sh")
-        self._line = [multi, meets_on, _PORT, str(_NUM_NODES), *program]
+        self._line = [multi, meets_on, _PORT, str(num_nodes), *program]
         self._folder = folder
         self._environment = _SITE | environment
         self._nodes: list[subprocess.Popen[bytes]] = []
@@ -233,3 +237,24 @@ def test_the_launchers_end_with_the_host_where_they_meet(trained: set[str], tmp_
         assert job.end() == [0, 0, 0], job.output()
     assert job.begins() in ([0, 8], [0, 16]), job.output()
     assert job.weights() == trained
+
+
+def test_a_node_is_lost_with_its_memory_and_nothing_is_on_storage(tmp_path: Path) -> None:
+    """Each step is in the memory of two hosts: the newest comes back from there, and no save is needed."""
+    hosts = (HOST_1, HOST_2, HOST_3, HOST_4)
+    program = [*_TRAINING, "--save-every", "1000", "--memory-every", "1"]
+    disk = tmp_path / "disk"
+    with Job(tmp_path, HOST_1, program, len(hosts), MEMORY="/media") as job:
+        for host in hosts:
+            job.start(host, disk)
+        job.until(lambda: "step 12:" in job.output(), within_s=60)
+        lose(HOST_3)
+        assert not list((disk / "run").glob("step_*"))
+        job.start(HOST_3, disk)
+        ends = job.end()
+    assert sorted(ends) == [0, 0, 0, 0, 137], job.output()
+    assert f"of {_NUM_STEPS}, from memory" in job.output(), job.output()
+    assert job.begins()[1] >= 8, job.output()
+    assert job.weights() == weights_of_a_training(
+        len(hosts), tmp_path / "alone", *program[1:], "--pause", "0"
+    )

@@ -82,7 +82,7 @@ def slurm(*command: str, cwd: Path = _ROOT, **environment: str) -> str:
         check=False,
         timeout=30,
         cwd=cwd,
-        env=os.environ | {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(_ROOT)} | environment,
+        env=os.environ | {"VIRTUAL_ENV": sys.prefix, "PYTHONPATH": str(_ROOT), "MEMORY": ""} | environment,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr

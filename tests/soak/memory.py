@@ -1,0 +1,52 @@
+"""Random faults of a memory tier: jobs that are killed at any moment, on hosts that come back as they may.
+
+    python -m tests.soak.memory --iterations 200 --seed 1
+
+Each iteration trains a few steps, kills all ranks, some of them first, loses or damages what is in memory
+of some hosts, and restores with other ranks and hosts. It has to be one step as it was saved, from memory if
+that was whole. It stops at the first wrong end and says how to repeat it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import click
+import pytest
+
+from tests.soak.memory_cases import draw, run
+
+
+@click.command()
+@click.option("--iterations", default=200, show_default=True)
+@click.option("--first", default=0, show_default=True, help="Iteration to begin with.")
+@click.option("--seed", default=1, show_default=True)
+def main(iterations: int, first: int, seed: int) -> None:
+    """Run the soak."""
+    tally: Counter[str] = Counter()
+    began = time.monotonic()
+    for number in range(first, first + iterations):
+        case = draw(random.Random(f"{seed}/{number}"))
+        with tempfile.TemporaryDirectory(prefix="fastload-soak-") as name:
+            try:
+                with contextlib.redirect_stdout(io.StringIO()):
+                    tally[run(case, Path(name))] += 1
+            except (Exception, pytest.fail.Exception) as error:
+                raise SystemExit(
+                    f"seed {seed}, iteration {number}: {case}\n{type(error).__name__}: {error}"
+                ) from None
+        if number % 20 == 19:
+            click.echo(f"{number + 1} done, {time.monotonic() - began:.0f} s", err=True)
+    for line, count in sorted(tally.items()):
+        click.echo(f"{count:5d}  {line}")
+    click.echo(f"{iterations} iterations, seed {seed}: every one ended as it may")
+
+
+if __name__ == "__main__":
+    main()
