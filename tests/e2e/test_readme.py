@@ -48,7 +48,7 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     torch.save(state, tmp_path / "old.pt")
     shown = [command for command, out in commands() if not out]
     lines = [line for line in shown if re.match(r"(torchrun .* -m )?fastload ", line)]
-    assert len(lines) == 8
+    assert len(lines) == 10
     here = {
         "--device cuda": "--device cpu",
         "/checkpoints/": f"{tmp_path}/",
