@@ -28,6 +28,7 @@ from fastload.transfer.verify import Verifier
 
 if TYPE_CHECKING:
     from fastload.loading.boxes import BoxesByName
+    from fastload.loading.outline import Outline
     from fastload.loading.stream import Flow, TensorStream
     from fastload.loading.windows import BoxFlow, WantedBoxes
 
@@ -82,6 +83,8 @@ class Checkpoint:
     ) -> None:
         if self._flow is not None:
             self._flow.leave(error)
+        elif error is not None and not (self._failed or self._closed):
+            self._opened.world.leave(error)  # the others need not wait for what this rank will not do
         self.close()
 
     def close(self) -> None:
@@ -266,6 +269,19 @@ class Checkpoint:
             self._flow.leave()
             self._flow.wait()
             self._flow = None
+
+    def outline(self) -> Outline:
+        """Puts the state together without the data of its tensors: what plugins are built on.
+
+        A call of all ranks. Only what arrays and long plain values are made of is read.
+        """
+        from fastload.loading.outline import outline
+
+        def load(names: Sequence[str]) -> Any:
+            return self.load(names=names) if names else {}
+
+        world = self._opened.world
+        return outline(self.manifest, world.rank, world.size, load)
 
     def verify(self) -> VerifyReport:
         """Checks every byte, whatever `LoadOptions.verify` says; see `fastload.verify` for errors."""

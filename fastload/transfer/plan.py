@@ -38,6 +38,7 @@ __all__ = ["Chunk", "TransferPlan", "plan_transfer"]
 _LEAST_CHUNK_BYTES = 256 << 10
 _MAX_DEPTH = 4
 _FEW_READERS = 8
+_MOST_AHEAD = 64
 
 
 class Chunk(NamedTuple):
@@ -272,13 +273,13 @@ class TransferPlan:
         return [Chunk(begin, end - begin) for begin, end in bounds]
 
     def deeper(self, staging_bytes: int) -> TransferPlan:
-        """Returns the same plan with as many reads ahead as fit, if nothing is exchanged.
+        """Returns the same plan with as many reads ahead as fit, and are of use, if nothing is exchanged.
 
         Args:
             staging_bytes: Most bytes for all slabs.
         """
         fitting = staging_bytes // self._room.part_bytes(self.chunk_bytes)
-        return self if self.exchanges else replace(self, depth=max(self.depth, fitting))
+        return self if self.exchanges else replace(self, depth=max(self.depth, min(fitting, _MOST_AHEAD)))
 
     def digest(self) -> str:
         """xxh3-128 of the plan, for comparison between ranks."""

@@ -47,6 +47,24 @@ def nccl(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("strategy", ["direct", "allgather"])
+@pytest.mark.usefixtures("nccl")
+def test_tensors_are_handed_out_on_the_device(checkpoint: Path, strategy: str) -> None:
+    expected = load_file(checkpoint)
+    options = fastload.LoadOptions(strategy=strategy, staging_bytes=4 << 20)  # type: ignore[arg-type]
+    with fastload.open(checkpoint, options=options) as opened:
+        opened.load(names="w0", device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        for name, tensor in opened.tensors(device="cuda"):
+            assert tensor.is_cuda
+            assert torch.equal(tensor.cpu(), expected.pop(name))
+        largest_bytes = 307 * 1000 * 4
+        # What was taken last is held while the next one comes.
+        assert torch.cuda.max_memory_allocated() - before <= (4 << 20) + 2 * largest_bytes + (1 << 20)
+    assert not expected
+
+
 @pytest.mark.parametrize("strategy", ["auto", "direct", "allgather", "broadcast"])
 @pytest.mark.parametrize("chunk_bytes", [None, 4097, 1 << 20])
 @pytest.mark.usefixtures("nccl")

@@ -19,6 +19,8 @@ DISTRIBUTED = {
     "cli/shares.py",
     "cli/sharded.py",
     "doctor/facts.py",
+    "integrations/dcp.py",
+    "integrations/dcp_planners.py",
     "integrations/host.py",
     "ranks/agreement.py",
     "ranks/world.py",
@@ -35,6 +37,7 @@ FILES = {
     "doctor/facts.py",  # what it says of limits, networks and paths
     "integrations/accelerate.py",  # where others save
     "integrations/assembled.py",
+    "integrations/engines.py",  # what is a path, and not a name
     "integrations/host.py",
     "integrations/trainer.py",
     "ranks/door.py",  # what it says of itself

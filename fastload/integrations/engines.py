@@ -1,0 +1,123 @@
+"""What the loaders of inference engines have in common: where weights are, and how they come to a model."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fastload
+from fastload.errors import OptionError
+from fastload.options import LoadOptions
+
+__all__ = ["Source", "Weights", "options_of", "path_of", "sources_of"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where weights are.
+
+    Attributes:
+        path: A directory, a file or a URL.
+        prefix: Put before each name.
+    """
+
+    path: str
+    prefix: str = ""
+
+
+def options_of(extra: Any) -> LoadOptions:
+    """Returns how to load, from what an engine calls the extra config of its loader.
+
+    Args:
+        extra: A dict with fields of `LoadOptions`, such as ``{"staging_bytes": "1GiB"}``; None for none.
+
+    Raises:
+        OptionError: It has something else.
+    """
+    given = dict(extra or {}) if isinstance(extra or {}, Mapping) else {str(extra): None}
+    known = {field.name for field in fields(LoadOptions)} - {"on_report", "progress"}
+    if unknown := sorted(given.keys() - known):
+        raise OptionError(
+            f"model_loader_extra_config has {', '.join(unknown)}: fastload knows {', '.join(sorted(known))}"
+        )
+    return LoadOptions(**given)
+
+
+def path_of(model: str, download: Callable[[], str]) -> str:
+    """Returns where a model is: its name, if that is a path or a URL, else where it was downloaded."""
+    return model if "://" in model or os.path.exists(model) else download()
+
+
+def sources_of(model: nn.Module, path: Callable[[str, str | None], str], first: str) -> list[Source]:
+    """Returns where the weights of a model are, those that it names besides its own included.
+
+    Args:
+        model: Its ``secondary_weights`` have a ``model_or_path``, a ``revision`` and a ``prefix`` each.
+        path: Finds what is of a name and a revision.
+        first: Where its own are.
+    """
+    sources = [Source(first)]
+    for one in getattr(model, "secondary_weights", ()):
+        found, folder = path(one.model_or_path, one.revision), getattr(one, "subfolder", None)
+        sources.append(Source(f"{found.rstrip('/')}/{folder}" if folder else found, one.prefix))
+    return sources
+
+
+class Weights(Iterator[tuple[str, Tensor]]):
+    """The weights of all sources, on all ranks of a group; each byte is read once.
+
+    As a context manager it takes what ends it on one rank to the others.
+
+    Args:
+        sources: Where they are; opened one after the other.
+        model: What they are for: they live where its parameters do, in host memory if those do, or have none.
+        group: Its ``cpu_group`` and ``device_group`` have the ranks that call.
+        options: How to load.
+    """
+
+    def __init__(self, sources: Sequence[Source], model: nn.Module, group: Any, options: LoadOptions) -> None:
+        devices = {parameter.device for parameter in model.parameters() if parameter.device.type != "meta"}
+        self._device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+        self._group = group.cpu_group if self._device.type == "cpu" else group.device_group
+        self._sources = deque(sources)
+        self._options = options
+        self._open = ExitStack()
+        self._prefix = ""
+        self._tensors: Iterator[tuple[str, Tensor]] = iter(())
+
+    def __next__(self) -> tuple[str, Tensor]:
+        while True:
+            try:
+                name, tensor = next(self._tensors)
+            except StopIteration:
+                self._open_next()
+            else:
+                return self._prefix + name, tensor
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._sources.clear()
+        self._open.__exit__(kind, error, trace)
+
+    def _open_next(self) -> None:
+        self._open.close()
+        if not self._sources:
+            raise StopIteration
+        source = self._sources.popleft()
+        checkpoint = self._open.enter_context(
+            fastload.open(source.path, process_group=self._group, options=self._options)
+        )
+        self._prefix = source.prefix
+        self._tensors = self._open.enter_context(checkpoint.tensors(device=self._device))

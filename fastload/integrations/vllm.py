@@ -1,0 +1,69 @@
+"""vLLM: ``load_format="fastload"`` has all workers of an engine read a model once, together.
+
+vLLM finds this by itself where fastload is installed, through the entry point group ``vllm.general_plugins``.
+Written against the interfaces that vLLM publishes (`register_model_loader`, `BaseModelLoader`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fastload.integrations.engines import Weights, options_of, path_of, sources_of
+
+__all__ = ["register"]
+
+_PATTERNS = ["*.safetensors"]
+
+
+def register() -> None:
+    """Makes ``load_format="fastload"`` known to vLLM; to be called once in each process, as plugins are.
+
+    Raises:
+        ImportError: This vLLM has not got what the loader is made of; the message says what.
+    """
+    try:
+        from vllm.distributed.parallel_state import get_world_group
+        from vllm.model_executor.model_loader import register_model_loader
+        from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+        from vllm.model_executor.model_loader.weight_utils import download_weights_from_hf
+    except ImportError as error:
+        raise ImportError(f"load_format='fastload': this vLLM has another interface: {error}") from error
+
+    @register_model_loader("fastload")  # type: ignore[untyped-decorator,unused-ignore]
+    class FastloadModelLoader(BaseModelLoader):  # type: ignore[misc]
+        """Loads weights with fastload; ``model_loader_extra_config`` has fields of `fastload.LoadOptions`."""
+
+        def __init__(self, load_config: Any) -> None:
+            super().__init__(load_config)
+            self._options = options_of(load_config.model_loader_extra_config)
+
+        def download_model(self, model_config: Any) -> None:
+            """Downloads what is neither a directory nor a URL."""
+            self._path(_model(model_config), model_config.revision)
+
+        def load_weights(self, model: nn.Module, model_config: Any) -> None:
+            """Has the model take its weights."""
+            first = self._path(_model(model_config), model_config.revision)
+            sources = sources_of(model, self._path, first)
+            with Weights(sources, model, get_world_group(), self._options) as weights:
+                model.load_weights(weights)  # type: ignore[operator]
+
+        def _path(self, model: str, revision: str | None) -> str:
+            def download() -> str:
+                folder: str = download_weights_from_hf(
+                    model,
+                    self.load_config.download_dir,
+                    _PATTERNS,
+                    revision,
+                    ignore_patterns=self.load_config.ignore_patterns,
+                )
+                return folder
+
+            return path_of(model, download)
+
+
+def _model(model_config: Any) -> str:
+    """Returns where the weights are: not with the config, if that was copied out of an object store."""
+    return getattr(model_config, "model_weights", "") or model_config.model
