@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -95,12 +96,17 @@ class Assembly:
             self._error = error
 
 
-def clear_pending(folder: str) -> None:
-    """Deletes what saves that were cut off have left below a directory."""
-    if os.path.isdir(folder):
-        for name in os.listdir(folder):
-            if name.startswith(_PENDING):
-                shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+def clear_pending(folder: str, prefix: str) -> None:
+    """Deletes what saves that were cut off have left below a directory.
+
+    Args:
+        folder: The directory.
+        prefix: How what is assembled there is called: this, a hyphen and a number.
+    """
+    pending = re.compile(rf"{_PENDING}{re.escape(prefix)}-\d+(-\w+)?")
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+        if pending.fullmatch(name):
+            shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
 
 def _pending(path: str, name: str) -> str:

@@ -126,7 +126,11 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         """Deletes, once in the life of this process, what saves have left that were cut off."""
         if folder not in self._cleared:
             self._cleared.add(folder)
-            work = partial(clear_pending, folder) if world.rank_in(None) == 0 else lambda: None
+            work = (
+                partial(clear_pending, folder, PREFIX_CHECKPOINT_DIR)
+                if world.rank_in(None) == 0
+                else lambda: None
+            )
             world.agree(None, f"clearing {folder}", work, timeout_s=SaveOptions().timeout_s)
 
     def _note_best(self, folder: str) -> None:

@@ -44,7 +44,10 @@ def test_a_training_that_was_killed_ends_as_if_it_had_not_been(world: int, fsdp:
     assert whole["kept"] == sorted({"checkpoint-6", whole["best"], *whole["kept"]})
     assert len(whole["kept"]) == 2
     run("killed", kill_at=5)
+    (tmp_path / "killed" / "pending-checkpoint-99-training_state").mkdir()  # of a save that was cut off
+    (tmp_path / "killed" / "pending-of-mine").mkdir()
     resumed = run("killed", resumes=True)
+    resumed["kept"].remove("pending-of-mine")
     assert resumed["began_at"] in (2, 4)
     del whole["began_at"], resumed["began_at"]
     assert resumed == whole
