@@ -160,9 +160,9 @@ def torch_dcp(places: Places) -> State:
 
 
 def transformers_own(places: Places) -> State:
-    from transformers import LlamaForCausalLM
+    from transformers import LlamaModel
 
-    return _model(places, LlamaForCausalLM.from_pretrained)
+    return _model(places, LlamaModel.from_pretrained)
 
 
 def every_rank_torch_load(places: Places) -> State:
@@ -229,12 +229,12 @@ def flashpack_sharded(places: Places) -> State:
 
 
 def transformers_together(places: Places) -> State:
-    from transformers import LlamaForCausalLM
+    from transformers import LlamaModel
 
     from fastload.integrations.transformers import from_pretrained
 
     options = LoadOptions(on_report=lambda report: places.reports.append(report.to_dict()))
-    return _model(places, partial(from_pretrained, LlamaForCausalLM, options=options))
+    return _model(places, partial(from_pretrained, LlamaModel, options=options))
 
 
 def _model(places: Places, make: Callable[..., Any]) -> State:
@@ -257,7 +257,8 @@ def _model(places: Places, make: Callable[..., Any]) -> State:
         num_attention_heads=1,
     )
     model = make(f"{places.folder}/safetensors", config=config, dtype=torch.bfloat16)
-    return {name: tensor for name, tensor in model.state_dict().items() if name in shapes[0]}
+    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    return {name: tensor for name, tensor in state.items() if name in shapes[0]}
 
 
 def fastload_http(options: dict[str, Any], places: Places) -> State:
