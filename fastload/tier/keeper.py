@@ -138,9 +138,9 @@ class Keeper:
 
     Attributes:
         last: The generation that was begun last, or None.
-        homes: Of each rank, where it keeps what it has; to be told once all ranks have theirs.
         flushed: Branch and step of what was written from memory to storage, or None.
-        last_words: Writes that, after a signal.
+        homes: Of each rank, where it keeps what it has; set by `meet`.
+        last_words: Writes what is in memory to storage after a signal; likewise.
 
     Raises:
         StorageError: There is no place for it on this host.
@@ -162,6 +162,11 @@ class Keeper:
         for left in remove_dead(memory, older_s=LEFT_S, but=job):
             _log.info("removed %s, which a job that died left behind: %d bytes", left.path, left.nbytes)
         self._folder = JobFolder(memory, job, terms.root.url)
+        self.last_words: LastWords
+
+    def meet(self, homes: Sequence[Home]) -> None:
+        """Learns where the ranks keep what they have, once all of them have a place for it."""
+        self.homes = homes
         self.last_words = LastWords(self._meet("writing what is in memory to storage"), self._flush)
 
     @property

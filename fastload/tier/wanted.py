@@ -78,10 +78,10 @@ def open_keeper(
 
     try:
         homes = world.agree(f"making room in memory for {root}", open_it)
-        keepers[0].homes = [Home(*home) for home in homes]
     except BaseException:
         for keeper in keepers:
             keeper.close(remove=False)
         raise
     world.heard()
+    keepers[0].meet([Home(*home) for home in homes])
     return keepers[0]
