@@ -31,12 +31,12 @@ def main() -> None:
     assert keeper is not None
     with (folder / f"{dist.get_rank()}.lines").open("w", buffering=1) as lines:
         for step in itertools.count(1):
-            if manager.should_save(step):
-                manager.save(step, {"weight": torch.full((3_000_000,), float(step))})
             last = keeper.last
             if last is not None and last.done():
                 counted = last.report.step if last.report is not None else 0
                 lines.write(json.dumps({"step": step, "counted": counted, "error": last.error}) + "\n")
+            if manager.should_save(step):
+                manager.save(step, {"weight": torch.full((3_000_000,), float(step))})
             time.sleep(0.05)
 
 
