@@ -48,12 +48,13 @@ def main(door: str, model: str, ranks: int, folder: str | None, json_path: str |
             given = {"door": door, "model": model, "arm": arm}
             saved = run_on_ranks(__file__, ranks, below, **given, resumes=False)
             loaded = run_on_ranks(__file__, ranks, below, **given, resumes=True)
-            rows[arm] = {**saved, "load_s": loaded["load_s"]}
+            rows[arm] = row = {**saved, "load_s": loaded["load_s"]}
+        if len(rows) == 1:
+            print(f"{door}, {model}, {ranks} ranks: {row['nbytes'] / 1e6:.0f} MB a checkpoint")
+            print(f"{'':30}{'training stands still':>24}{'load':>10}")
+        stall_ms, load_ms = median(row["stalls_s"]) * 1e3, row["load_s"] * 1e3
+        print(f"{arm:30}{stall_ms:21.0f} ms{load_ms:7.0f} ms", flush=True)
     write_json(json_path, rows)
-    print(f"{door}, {model}, {ranks} ranks: {rows['theirs']['nbytes'] / 1e6:.0f} MB a checkpoint")
-    print(f"{'':30}{'training stands still':>24}{'load':>10}")
-    for arm, row in rows.items():
-        print(f"{arm:30}{median(row['stalls_s']) * 1e3:21.0f} ms{row['load_s'] * 1e3:7.0f} ms")
 
 
 # ---- what its ranks do
