@@ -84,8 +84,8 @@ def run(phase: str, given: dict[str, Any]) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile("r") as results:
         settings = json.dumps({**given, "phase": phase, "results": results.name})
         before = counters()
-        command = [LAB / "run", "--timeout", "280", "--", "-m", "bench_memory", settings]
-        root = os.pathsep.join([str(LAB.parents[1]), str(LAB.parent)])
+        command = [LAB / "run", "--timeout", "280", "--", "python", __file__, settings]
+        root = str(LAB.parents[1])
         subprocess.run(
             command, check=phase != "save", env=os.environ | {"PYTHONPATH": root}, stdout=sys.stderr
         )
