@@ -104,7 +104,8 @@ def show(rows: dict[str, Any], hosts: int, nbytes: int, storage: float, link: fl
         f"{saved['copy_s'] * 1e3:.0f} ms; it counts after {saved['total_s']:.2f} s"
     )
     for name, row in rows.items():
-        need_s = nbytes * (1 - 1 / hosts) / link  # each byte is read by one host, and goes to the others
+        # Each byte is read by one host, and goes to the others; an empty host needs all.
+        need_s = nbytes * (1 if name == "one host replaced" else 1 - 1 / hosts) / link
         print(
             f"restore, {name:18} {row['restore_s']:6.2f} s = {row['restore_s'] / floor_s:.2f} x storage's, "
             f"{row['restore_s'] / need_s:.2f} x what the links need; from {row['source']}; "
