@@ -20,7 +20,7 @@ from fastload.loading.place import Destination, Placer
 
 __all__ = ["Outbox", "Wanted"]
 
-_LEAST_MAPPED_BYTES = 1 << 20
+_SMALL_PART = 4  # of the room for tensors on their way
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,10 @@ class Outbox:
 
     def _allocate(self, entry: TensorEntry) -> Tensor:
         dtype, shape = torch_spec(entry)
-        if self._device.type != "cpu" or entry.nbytes < _LEAST_MAPPED_BYTES:
+        # An allocator keeps what is small for the next tensor, which saves touching new pages. What is large
+        # goes back to the system with the tensor: kept, it would be more than this rank may use.
+        if self._device.type != "cpu" or entry.nbytes <= self._room_bytes // _SMALL_PART:
             return allocate(shape, dtype, self._device)
-        # Memory that goes back to the system with the tensor; an allocator would keep it for the next one.
         return allocate_staging(entry.nbytes, pinned=False).view(dtype).view(shape)
 
     def _cut(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
