@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections import deque
 from typing import Any, Protocol
 
 from fastload.base.threads import ProcessLock
-from fastload.ranks.bonds import Bonds
 
 __all__ = ["Keepsake", "Kept", "kept_of"]
 
 
-_NUM_OUTDATED = 8  # steps: about two calls
 _lock = ProcessLock()
 
 
@@ -46,33 +43,6 @@ class Kept:
     def __init__(self) -> None:
         self._things: dict[str, Keepsake] = {}
         self._num_drops = 0
-        self._outdated: deque[str] = deque()
-        self._num_old = 0
-        self.bonds: Bonds | None = None
-        self.num_tries = 0
-
-    def bond(self, bonds: Bonds | None) -> None:
-        """Has another tree from now on, or none."""
-        old, self.bonds = self.bonds, bonds
-        if old is not None and old is not bonds:
-            old.drop()
-
-    def outdate(self, *keys: str) -> None:
-        """Notes keys in the store of the group that some rank may yet look at, or has to leave there."""
-        with _lock:
-            self._outdated += keys
-
-    def age(self) -> None:
-        """Notes that all ranks have come to a new tree: nobody looks any more at what was noted so far."""
-        with _lock:
-            self._num_old = len(self._outdated)
-
-    def take_old(self) -> list[str]:
-        """Returns keys that nobody looks at any more: all ranks are in a newer tree, or several steps on."""
-        with _lock:
-            num_old = max(self._num_old, len(self._outdated) - _NUM_OUTDATED)
-            self._num_old = 0
-            return [self._outdated.popleft() for _ in range(num_old)]
 
     def take(self, name: str) -> Any:
         """Returns what was put back under a name, which is there no longer; None if nothing was."""
@@ -107,16 +77,8 @@ class Kept:
         for thing in going:
             thing.drop()
 
-    def end(self) -> None:
-        """Lets go of all, for good: the group is gone, or the process ends."""
-        self.bond(None)
-        self.drop()
-
     def disown(self) -> None:
         """Forgets all in a forked child."""
-        if self.bonds is not None:
-            self.bonds.disown()
-            self.bonds = None
         going, self._things = list(self._things.values()), {}
         for thing in going:
             thing.disown()
@@ -131,7 +93,7 @@ def kept_of(group: Any) -> Kept:
         kept = _of_groups.get(group)
         if kept is None:
             kept = _of_groups[group] = Kept()
-            weakref.finalize(group, kept.end)
+            weakref.finalize(group, kept.drop)
         return kept
 
 
