@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -155,7 +156,7 @@ class Restorer:
             step = left.pop()
             made = Restored(step, "storage", reason)
             try:
-                state = self._calls.load(str(self._catalog.path(step)), _telling(arguments, made))
+                state = self._calls.load(os.fspath(self._catalog.path(step)), _telling(arguments, made))
             except FastloadError as error:
                 if not blames_checkpoint(error):
                     raise

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from operator import itemgetter
+from typing import NamedTuple
 
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers
@@ -65,7 +66,7 @@ class ChunkReader:
         self._lock = threading.Lock()
         self._num_unanswered = 0
         self._under_way: dict[int, tuple[float, Span]] = {}  # of each thread: since when, and what
-        self._check = partial(self._verify, verifier, on_damage) if verifier is not None else None
+        self._check = _Check(verifier, on_damage) if verifier is not None else None
         self.watch = Stopwatch()
         self.verified = ByteCounter()
         self.rereads = ByteCounter()
@@ -121,7 +122,7 @@ class ChunkReader:
                 self._read_guarded(group)
                 if self._check is not None:
                     for span, taken in group:
-                        self._check(span, taken)
+                        self._verify(self._check, span, taken)
         finally:
             with self._lock:
                 self._num_unanswered -= 1
@@ -154,15 +155,9 @@ class ChunkReader:
         self.rereads.add(1)
         self._read_span(span, buffers)
 
-    def _verify(
-        self,
-        verifier: Verifier,
-        on_damage: Callable[[Damage], object],
-        span: Span,
-        buffers: Sequence[memoryview],
-    ) -> None:
-        for damage in verifier.damage(span, buffers, self._read_again):
-            on_damage(damage)
+    def _verify(self, check: _Check, span: Span, buffers: Sequence[memoryview]) -> None:
+        for damage in check.verifier.damage(span, buffers, self._read_again):
+            check.on_damage(damage)
         self.verified.add(span.nbytes)
 
     @contextlib.contextmanager
@@ -175,6 +170,13 @@ class ChunkReader:
         finally:
             with self._lock:
                 del self._under_way[me]
+
+
+class _Check(NamedTuple):
+    """How bytes are checked."""
+
+    verifier: Verifier
+    on_damage: Callable[[Damage], object]
 
 
 def _requests(
