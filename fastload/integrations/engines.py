@@ -19,6 +19,8 @@ from fastload.options import LoadOptions
 
 __all__ = ["Source", "Weights", "options_of", "path_of", "sources_of"]
 
+_PATTERNS = ["*.safetensors"]
+
 
 @dataclass(frozen=True)
 class Source:
@@ -51,9 +53,19 @@ def options_of(extra: Any) -> LoadOptions:
     return LoadOptions(**given)
 
 
-def path_of(model: str, download: Callable[[], str]) -> str:
-    """Returns where a model is: its name, if that is a path or a URL, else where it was downloaded."""
-    return model if "://" in model or os.path.exists(model) else download()
+def path_of(model: str, revision: str | None, load_config: Any, download: Callable[..., str]) -> str:
+    """Returns where a model is: its name, if that is a path or a URL, else where it was downloaded.
+
+    Args:
+        model: Its name.
+        revision: Of a model that has to be downloaded.
+        load_config: The engine's, which says where to.
+        download: The engine's ``download_weights_from_hf``.
+    """
+    if "://" in model or os.path.exists(model):
+        return model
+    ignored = load_config.ignore_patterns
+    return download(model, load_config.download_dir, _PATTERNS, revision, ignore_patterns=ignored)
 
 
 def sources_of(model: nn.Module, path: Callable[[str, str | None], str], first: str) -> list[Source]:

@@ -23,8 +23,6 @@ except ImportError as error:
 
 __all__ = ["FastloadModelLoader"]
 
-_PATTERNS = ["*.safetensors"]
-
 
 class FastloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """Loads weights with fastload; ``model_loader_extra_config`` has fields of `fastload.LoadOptions`.
@@ -64,14 +62,4 @@ class FastloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
             self._weights = None
 
     def _path(self, model: str, revision: str | None) -> str:
-        def download() -> str:
-            folder: str = download_weights_from_hf(
-                model,
-                self.load_config.download_dir,
-                _PATTERNS,
-                revision,
-                ignore_patterns=self.load_config.ignore_patterns,
-            )
-            return folder
-
-        return path_of(model, download)
+        return path_of(model, revision, self.load_config, download_weights_from_hf)

@@ -14,8 +14,6 @@ from fastload.integrations.engines import Weights, options_of, path_of, sources_
 
 __all__ = ["register"]
 
-_PATTERNS = ["*.safetensors"]
-
 
 def register() -> None:
     """Makes ``load_format="fastload"`` known to vLLM; to be called once in each process, as plugins are.
@@ -51,17 +49,7 @@ def register() -> None:
                 model.load_weights(weights)  # type: ignore[operator]
 
         def _path(self, model: str, revision: str | None) -> str:
-            def download() -> str:
-                folder: str = download_weights_from_hf(
-                    model,
-                    self.load_config.download_dir,
-                    _PATTERNS,
-                    revision,
-                    ignore_patterns=self.load_config.ignore_patterns,
-                )
-                return folder
-
-            return path_of(model, download)
+            return path_of(model, revision, self.load_config, download_weights_from_hf)
 
 
 def _model(model_config: Any) -> str:
