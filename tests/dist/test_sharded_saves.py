@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import random
@@ -384,7 +385,8 @@ def manage(rank: int, world: int, path: Path) -> None:
     with fastload.CheckpointManager(run, every_steps=100, keep_last=9, options=options()) as manager:
         if rank == 2:
             os.kill(os.getpid(), signal.SIGUSR1)  # one rank is told, all of them save
-        while not manager.should_save(4):
+        asked = itertools.count(4)
+        while not manager.should_save(next(asked)):
             time.sleep(0.01)
         assert manager.stop_requested
         manager.save(4, {**state_of(again, step=4), "own": fastload.PerRank(rank)})

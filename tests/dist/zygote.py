@@ -44,7 +44,7 @@ import fastload.saving.save
 import fastload.staging.stage
 import fastload.training.manager  # noqa: F401  (so that no rank has to import it)
 
-DUMP_SIGNAL = signal.SIGUSR1
+DUMP_SIGNAL = signal.SIGUSR2  # a manager listens to SIGUSR1
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _FIRST_OWN, _MOST_DESCRIPTORS = 3, 1 << 16  # after the standard ones
 _libc = ctypes.CDLL(None)
