@@ -233,6 +233,11 @@ class SaveReport(_Report):
         """Seconds that the slowest rank's caller waited."""
         return max((rank.stall_s for rank in self.ranks), default=0.0)
 
+    @property
+    def background_s(self) -> float:
+        """Seconds that it took to write it once the callers went on, without waiting for its turn."""
+        return max(0.0, self.total_s - self.stall_s - self.waited_s)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageRankReport:

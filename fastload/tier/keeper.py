@@ -170,6 +170,11 @@ class Keeper:
         self.last_words = LastWords(self._meet("writing what is in memory to storage"), self._flush)
 
     @property
+    def num_hosts(self) -> int:
+        """How many hosts keep something, as far as one can be lost without another."""
+        return len({home.machine for home in self.homes})
+
+    @property
     def home(self) -> Home:
         """Where this rank keeps what it has."""
         return self._folder.home
@@ -209,7 +214,7 @@ class Keeper:
             rendezvous.post(what, key, text, forget=[f"memory/{each}" for each in heard], limit_s=limit_s)
         return answer
 
-    def save(self, step: int, branch: int, state: Any, metadata: Mapping[str, str]) -> None:
+    def save(self, step: int, branch: int, state: Any, metadata: Mapping[str, str]) -> Making:
         """Copies this rank's share of a state; after that the state may change. The rest is done beside it.
 
         Args:
@@ -217,6 +222,9 @@ class Keeper:
             branch: With `step` its place in the history of the run.
             state: As for `fastload.save`.
             metadata: Text to keep with it.
+
+        Returns:
+            What goes on in the background.
 
         Raises:
             FastloadError: The state cannot be saved.
@@ -248,7 +256,8 @@ class Keeper:
             spares=self._spares,
         )
         begun = begin(call, state)
-        self.last = Making(step, lambda: self._finish(call, begun))
+        self.last = making = Making(step, lambda: self._finish(call, begun))
+        return making
 
     def _finish(self, call: GenerationCall, begun: Any) -> GenerationReport:
         try:

@@ -50,6 +50,11 @@ class GenerationReport:
     stall_s: float
     total_s: float
 
+    @property
+    def background_s(self) -> float:
+        """Seconds until it counted, once training went on."""
+        return max(0.0, self.total_s - self.stall_s)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationCall(Call):

@@ -67,7 +67,9 @@ class CheckpointManager:
         root: A directory or URL; its checkpoints are ``step_00001234`` and so on.
         every_steps: Steps between saves.
         every_seconds: Seconds between saves.
-        every: ``auto`` works the interval out, from what steps and saves take and the three that follow:
+        every: ``auto`` works the interval out, from what steps and saves take and the three that follow. With
+            `memory` storage's is for the failures that memory does not survive, and memory's for the others,
+            if it was given none. They are:
         mtbf_s: Mean time between failures of the job, in seconds; ``auto`` needs it.
         restart_s: Seconds from a failure until training goes on.
         budget: Largest part of the time that training may stand still to save.
@@ -160,7 +162,8 @@ class CheckpointManager:
         self._restorer = Restorer(self._world, self._calls, self._catalog, self._history, self._keeper)
         self._in_flight = InFlight(self._world, policy.in_flight, policy.retention)
         signalled = self._keeper.last_words.expect if self._keeper is not None else lambda: None
-        self._timing = Timing(self._world, policy, lambda: self._in_flight.failed, signalled)
+        num_hosts = self._keeper.num_hosts if self._keeper is not None else 0
+        self._timing = Timing(self._world, policy, num_hosts, lambda: self._in_flight.failed, signalled)
         self._housekeeper: Housekeeper | None = None
         if keeps_house:
             self._housekeeper = Housekeeper(self._catalog, policy.retention, Checkpoint.urls_in_use)
@@ -239,7 +242,7 @@ class CheckpointManager:
         branch, path = self._history.branch_for(step), self.path(step)
         metadata = metadata_of(step, metrics, branch)
         if self._keeper is not None and self._goes_to_memory(answer, step):
-            self._keeper.save(step, branch, state, metadata)
+            self._timing.keeping(partial(self._keeper.save, step, branch, state, metadata))
             self._history.note(Point(branch, step))
             if not answer.save:
                 return

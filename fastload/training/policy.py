@@ -9,7 +9,7 @@ from fastload.errors import OptionError
 from fastload.options import SaveOptions
 from fastload.storage import Location
 from fastload.tier.wanted import Wanted
-from fastload.training.pacing import Rhythm
+from fastload.training.pacing import Keepers, Rhythm
 from fastload.training.retention import Retention
 
 __all__ = ["Policy"]
@@ -61,11 +61,19 @@ class Policy:
                 f"in_flight={self.in_flight}: saves with async_=False are over when they return"
             )
         has_interval = (self.memory_every_steps, seconds) != (None, None)
-        if has_interval != (self.memory is not None):
+        needs_one = self.memory is not None and self.rhythm.every != "auto"
+        if has_interval < needs_one or has_interval > (self.memory is not None):
             raise OptionError(
-                "memory= and memory_every_steps= or memory_every_seconds= go together: where to keep recent "
-                "checkpoints, and how often"
+                "memory= and memory_every_steps= or memory_every_seconds= go together (or memory= and "
+                "every='auto'): where to keep recent checkpoints, and how often"
             )
+
+    def keepers(self, num_hosts: int) -> Keepers | None:
+        """Returns who keeps recent checkpoints in memory, of so many hosts, and how often."""
+        if self.memory is None:
+            return None
+        is_paced = (self.memory_every_steps, self.memory_every_seconds) == (None, None)
+        return Keepers(num_hosts, self.memory.num_copies, self.memory_every_seconds, is_paced)
 
     @property
     def has_interval(self) -> bool:

@@ -48,7 +48,8 @@ class Schedule:
         world: The ranks.
         every_steps: Steps between saves; None for none by steps.
         interval_s: Returns the seconds between saves, by the clock of rank 0; None for none by time.
-        memory: Steps, and seconds, after which the state is kept in memory; None likewise.
+        memory_every_steps: Steps between saves to memory; None likewise.
+        memory_interval_s: Returns the seconds between those, likewise.
         signalled: Whether this rank has got a signal to stop.
         failed: Returns the number of a save of this rank's that has failed, or 0.
     """
@@ -61,12 +62,13 @@ class Schedule:
         interval_s: Callable[[], float | None],
         signalled: Callable[[], bool],
         failed: Callable[[], int],
-        memory: tuple[int | None, float | None] = (None, None),
+        memory_every_steps: int | None = None,
+        memory_interval_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._world = world
         self._every_steps = every_steps
-        self._memory_steps, memory_s = memory
-        self._judge = _Judge(world, interval_s, memory_s, signalled, failed)
+        self._memory_steps = memory_every_steps
+        self._judge = _Judge(world, interval_s, memory_interval_s, signalled, failed)
         self._step: int | None = None
         self._answer = Answer()
         self._num_calls = 0
@@ -137,7 +139,7 @@ class _Judge:
         self,
         world: World,
         interval_s: Callable[[], float | None],
-        memory_s: float | None,
+        memory_interval_s: Callable[[], float | None],
         signalled: Callable[[], bool],
         failed: Callable[[], int],
     ) -> None:
@@ -145,7 +147,7 @@ class _Judge:
         self._interval_s = interval_s
         self._signalled = signalled
         self._failed = failed
-        self._memory_s = memory_s
+        self._memory_interval_s = memory_interval_s
         self._since = self._memory_since = time.monotonic()
         self._stopping = False  # decided, though the window may not have begun
 
@@ -158,11 +160,11 @@ class _Judge:
         now = time.monotonic()
         stop = not self._stopping and self._is_signalled()
         self._stopping = self._stopping or stop
-        interval_s = self._interval_s()
+        interval_s, memory_s = self._interval_s(), self._memory_interval_s()
         due = interval_s is not None and now >= self._since + interval_s
         if stop or due:
             self._since = now
-        in_memory = self._memory_s is not None and now >= self._memory_since + self._memory_s
+        in_memory = memory_s is not None and now >= self._memory_since + memory_s
         if in_memory:
             self._memory_since = now
         return Answer(stop or due, stop, self._failed(), in_memory)

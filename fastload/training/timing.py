@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from fastload.ranks.world import World
 from fastload.saving.handle import SaveHandle
+from fastload.training.pacing import UnderWay
 from fastload.training.policy import Policy
 from fastload.training.schedule import Answer, Schedule
 from fastload.training.signals import StopSignals
@@ -22,21 +23,28 @@ class Timing:
     Args:
         world: The ranks.
         policy: What was asked for.
+        num_hosts: Hosts that keep what is in memory; 0 for none.
         failed: Returns the number of a save of this rank's that has failed, or 0.
         signalled: Called, in a thread, when this rank has got a signal to stop.
     """
 
     def __init__(
-        self, world: World, policy: Policy, failed: Callable[[], int], signalled: Callable[[], object]
+        self,
+        world: World,
+        policy: Policy,
+        num_hosts: int,
+        failed: Callable[[], int],
+        signalled: Callable[[], object],
     ) -> None:
-        self._pace = policy.rhythm.start()
+        self._pace = policy.rhythm.start(policy.keepers(num_hosts))
         self._schedule = Schedule(
             world,
             every_steps=policy.every_steps,
             interval_s=lambda: self._pace.interval_s,
             signalled=lambda: self._signals.received,
             failed=failed,
-            memory=(policy.memory_every_steps, policy.memory_every_seconds),
+            memory_every_steps=policy.memory_every_steps,
+            memory_interval_s=lambda: self._pace.memory_interval_s,
         )
 
         def tell() -> None:
@@ -72,6 +80,10 @@ class Timing:
         """Saves; from now on the interval counts anew."""
         self._schedule.saved()
         return self._pace.saving(save)
+
+    def keeping(self, keep: Callable[[], UnderWay]) -> None:
+        """Saves to memory."""
+        self._pace.keeping(keep)
 
     def close(self) -> None:
         """Puts back the signal handlers that were there before."""

@@ -6,10 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fastload.errors import OptionError
+from fastload.estimate.cadence import young_s
+from fastload.estimate.tiers import Tier, loss_probability, recommend_tiers
 from fastload.training import pacing
-from fastload.training.pacing import Pace, Rhythm, Steady
+from fastload.training.pacing import Keepers, Pace, Rhythm, Steady
 
 
 class Clock:
@@ -24,13 +28,12 @@ class Clock:
             self.now += step_s
             pace.stepped()
 
-    def save(self, pace: Pace, stall_s: float, background_s: float) -> None:
+    def save(self, pace: Pace, stall_s: float, background_s: float, *, memory: bool = False) -> None:
         def save() -> Any:
             self.now += stall_s
-            report = SimpleNamespace(total_s=stall_s + background_s + 3.0, stall_s=stall_s, waited_s=3.0)
-            return SimpleNamespace(done=lambda: True, report=report)
+            return SimpleNamespace(done=lambda: True, report=SimpleNamespace(background_s=background_s))
 
-        pace.saving(save)
+        (pace.keeping if memory else pace.saving)(save)
         pace.stepped()
 
 
@@ -75,6 +78,67 @@ def test_the_interval_follows_a_drift_but_not_one_odd_save(clock: Clock) -> None
         clock.save(pace, 9.0, 5.0)
     assert steady is not None
     assert pace.interval_s == pytest.approx(3 * steady, rel=0.2)
+
+
+def test_each_tier_is_for_the_failures_that_it_is_there_for(clock: Clock) -> None:
+    """16 hosts with 2 copies: memory gets over all but 1 in 100 failures, and the odd pair of partners."""
+    pace = Pace(mtbf_s=100_000, restart_s=300, budget=0.035, keepers=Keepers(16, 2, is_paced=True))
+    assert (pace.interval_s, pace.memory_interval_s) == (None, None)
+    clock.train(pace, 12, 2.0)
+    assert (pace.interval_s, pace.memory_interval_s) == pytest.approx((20.0, 20.0))
+    clock.save(pace, 0.5, 10.0, memory=True)
+    clock.save(pace, 5.0, 30.0)
+    advice = recommend_tiers(
+        memory=Tier(0.5, 10.0, 300.0),
+        storage=Tier(5.0, 30.0, 300.0),
+        mtbf_s=100_000,
+        loss_probability=loss_probability(num_hosts=16, copies=2, mtbf_s=100_000, window_s=310.0),
+        step_s=2.0,
+    )
+    assert pace.memory_interval_s == pytest.approx(advice.memory.interval_s)
+    assert pace.interval_s == pytest.approx(advice.storage.interval_s)
+    assert pace.interval_s > 9 * young_s(5.0, 100_000), "storage is for 1 in 100 failures"
+
+
+@given(
+    st.floats(0.001, 5.0), st.floats(0.0, 60.0), st.floats(0.001, 20.0), st.floats(0.0, 600.0),
+    st.integers(1, 64), st.integers(1, 4), st.floats(0.01, 0.2),
+)  # fmt: skip
+def test_the_budget_is_that_of_both_tiers(
+    stall: float, background: float, stall_storage: float, written: float, num_hosts: int, copies: int,
+    budget: float,
+) -> None:  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Clock(patch)
+        keepers = Keepers(num_hosts, copies, is_paced=True)
+        pace = Pace(mtbf_s=20_000, restart_s=300, budget=budget, keepers=keepers)
+        clock.train(pace, 12, 1.0)
+        for _ in range(2):
+            clock.save(pace, stall_storage, written)
+            clock.save(pace, stall, background, memory=True)
+        assert pace.interval_s is not None
+        assert pace.memory_interval_s is not None
+        assert stall / pace.memory_interval_s + stall_storage / pace.interval_s <= budget * (1 + 1e-9)
+        assert pace.memory_interval_s >= background * (1 - 1e-9), "one generation is in progress at most"
+
+
+def test_memory_with_one_copy_and_memory_with_an_interval_of_its_own(clock: Clock) -> None:
+    """Nobody knows how many failures leave the hosts alone: both tiers are there for all of them."""
+    for keepers in (Keepers(1, 2, is_paced=True), Keepers(16, 1, is_paced=True)):
+        pace = Pace(mtbf_s=100_000, restart_s=300, budget=0.035, keepers=keepers)
+        clock.train(pace, 12, 2.0)
+        clock.save(pace, 5.0, 30.0)
+        clock.save(pace, 5.0, 30.0, memory=True)
+        assert pace.interval_s == pytest.approx(1000.0, rel=0.1)
+        assert pace.memory_interval_s == pytest.approx(1000.0, rel=0.1)
+    for seconds in (None, 7.0):
+        pace = Pace(mtbf_s=100_000, restart_s=300, budget=0.035, keepers=Keepers(16, 2, seconds))
+        clock.train(pace, 12, 2.0)
+        clock.save(pace, 5.0, 30.0, memory=True)
+        clock.save(pace, 5.0, 30.0)
+        assert pace.memory_interval_s == seconds
+        assert pace.interval_s is not None
+        assert pace.interval_s > 9 * young_s(5.0, 100_000), "the failures it is for are as rare"
 
 
 def test_what_was_asked_for_is_checked() -> None:
