@@ -8,8 +8,8 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ from fastload.tier import copies
 from fastload.tier import save as tier_save
 from tests.checkpoints import flip
 from tests.dist.harness import ranks, run_ranks
-from tests.dist.hosts import can_mount, mount_memory
+from tests.dist.hosts import can_mount, mount_memory, set_clock
+from tests.dist.test_manager import warned
 
 OPTIONS = SaveOptions(timeout_s=20, block_bytes=1 << 16)
 RANKS_IMPORT = ("fastload.tier.keeper", "torch.distributed.tensor")
@@ -209,8 +210,12 @@ VARIANTS = [
 
 @ranks(4, ranks_per_host=1, deadline_s=120)
 def test_what_comes_back(rank: int, world: int, tmp_path: Path) -> None:
-    """A job is killed, and its hosts come back as they may: with the right bytes, whencesoever."""
+    """A job is killed, and its hosts come back as they may: with the right bytes, whencesoever.
+
+    Their clocks differ by days.
+    """
     logging.getLogger("fastload").setLevel(logging.ERROR)
+    set_clock((0.0, 3 * 86400.0, -3 * 86400.0, 0.0)[rank])
     first, base = tmp_path / "base", tmp_path / "variants"
     manager = manage(tmp_path, first)
     manager.save(1, state_of(1))
@@ -425,29 +430,63 @@ def test_training_does_not_wait_and_nothing_stays_behind(rank: int, world: int, 
     assert list(jobs.iterdir()) == []
 
 
+@contextmanager
+def filled(folder: Path, stage: str) -> Iterator[None]:
+    """Has somebody else fill a file system when this rank first comes to a stage of a generation."""
+    place, name = STAGES[stage]
+    real, rest = getattr(place, name), folder / "of somebody else"
+
+    def fill() -> None:
+        with suppress(OSError), rest.open("xb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+
+    def after(*given: Any) -> Any:
+        fill()
+        return real(*given)
+
+    setattr(place, name, after)
+    try:
+        yield
+    finally:
+        setattr(place, name, real)
+        rest.unlink(missing_ok=True)
+
+
 @needs_mounts
 @ranks(2, ranks_per_host=1)
 def test_a_tier_that_is_full(rank: int, world: int, tmp_path: Path) -> None:
+    """A file system of the one host has no room from the first, or has none any more while it is written."""
     memory = tmp_path / "memory"
     memory.mkdir(exist_ok=True)
     mount_memory(memory, rank, (24 << 20) if rank == 1 else 1 << 30)
 
-    def large(step: int) -> dict[str, Any]:
-        return {**state_of(step), "more": torch.ones(5_000_000)}
-
-    with manage(tmp_path, memory) as manager:
-        keep(manager, 1)
-        for step, state in ((2, large(2)), (3, large(3))):
+    def try_to_keep(manager: CheckpointManager, step: int, state: Any, why: str, *, is_news: bool) -> None:
+        with warned("fastload.tier.keeper") as lines:
             assert manager.should_save(step)
             manager.save(step, state)
             assert manager._keeper is not None
             assert manager._keeper.last is not None
             manager._keeper.settle()
-            assert "a generation needs" in manager._keeper.last.error
-            assert manager.latest() == 1
-        again = manage(tmp_path, memory)
-        assert is_state(again.restore(), 1)
-        manager.save(4, large(4))
+        assert why in manager._keeper.last.error
+        assert len(lines) == (is_news and rank == 0)
+        assert all(f"step {step} is not kept in memory" in line for line in lines)
+
+    def large(step: int) -> dict[str, Any]:
+        return {**state_of(step), "more": torch.ones(5_000_000)}
+
+    with manage(tmp_path, memory) as manager:
+        for step, stage in ((1, "copying"), (4, "sending"), (7, "before recording")):
+            keep(manager, step)
+            try_to_keep(manager, step + 1, large(step + 1), "a generation needs", is_news=True)
+            with filled(memory, stage) if rank == 1 else nullcontext():
+                try_to_keep(manager, step + 2, state_of(step + 2), "No space left", is_news=False)
+                assert manager.latest() == step
+                again = manage(tmp_path, memory)
+                assert is_state(again.restore(), step)
+                again._end(goes_well=False)
+        keep(manager, 10)
+        manager.save(11, large(11))
 
 
 def test_options_that_do_not_go_together(tmp_path: Path) -> None:
