@@ -22,6 +22,7 @@ DISTRIBUTED = {
     "integrations/dcp.py",
     "integrations/dcp_planners.py",
     "integrations/host.py",
+    "integrations/torchtitan.py",
     "ranks/agreement.py",
     "ranks/world.py",
     "transfer/communicators.py",

@@ -1,0 +1,182 @@
+"""torchtitan: a checkpoint manager whose checkpoints all ranks save and load together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torchtitan
+from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
+
+from fastload import LoadOptions, OptionError, SaveHandle, SaveOptions, SaveReport, async_save, save, world
+from fastload.formats.names import RECORD_NAME
+from fastload.formats.state import describe
+from fastload.integrations.dcp import Reader
+from fastload.integrations.host import require_layout, unknown
+
+TESTED = "0.3"
+try:
+    from torchtitan.components.checkpointer import DATALOADER, MODEL, OPTIMIZER, AsyncMode
+    from torchtitan.components.checkpointer import CheckpointManager as _CheckpointManager
+    from torchtitan.tools import filesystem
+    from torchtitan.tools.utils import GarbageCollection
+except ImportError as error:
+    raise unknown(torchtitan, TESTED, error) from None
+
+__all__ = ["CheckpointManager"]
+
+_SEAMS = {
+    "CheckpointManager.dcp_save": (
+        _CheckpointManager,
+        "self state_dict checkpoint_id async_mode enable_garbage_collection to_hf",
+    ),
+    "CheckpointManager.dcp_load": (
+        _CheckpointManager,
+        "self state_dict checkpoint_id from_hf from_quantized",
+    ),
+    "CheckpointManager._find_load_step": (_CheckpointManager, "self folder"),
+    "CheckpointManager._create_checkpoint_id": (_CheckpointManager, "self step folder"),
+}
+
+
+_EACH_ITS_OWN = (MODEL, OPTIMIZER, DATALOADER)
+
+
+class CheckpointManager(_CheckpointManager):  # type: ignore[misc]
+    """torchtitan's ``CheckpointManager``, with checkpoints that all ranks save and load together.
+
+    Its ``Config`` takes the place of torchtitan's in the config of a training::
+
+        config.checkpoint = CheckpointManager.Config(enable=True, interval=500, async_mode="async")
+
+    Fields, folders, retention and what is saved when are torchtitan's. A checkpoint is a directory of
+    safetensors; those that torchtitan wrote are loaded, too.
+
+    Args:
+        config: As for torchtitan's.
+        parts: As for torchtitan's.
+
+    Raises:
+        OptionError: This torchtitan is laid out in another way, the config asks for what fastload does in
+            another one, or the state holds what fastload cannot keep.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_CheckpointManager.Config):  # type: ignore[misc]
+        """That of torchtitan's, by which this manager is made."""
+
+    def __init__(self, config: Config, **parts: Any) -> None:
+        if config.enable:
+            _require_known(config)
+        super().__init__(config, **parts)
+        if config.enable:  # before the training, not in the middle of it
+            describe({name: _state(self.states[name]) for name in self.states.keys() - set(_EACH_ITS_OWN)})
+
+    @torch.no_grad()
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Future[Any] | None:
+        """Saves a state on all ranks; returns what tells of its end, if that is in the background."""
+        state = _part(self.sd_adapter.to_hf(state_dict) if to_hf else state_dict)
+        options = SaveOptions(overwrite=True, parts=True)
+        future = None
+        if async_mode == AsyncMode.DISABLED:
+            save(state, checkpoint_id, options=options)
+        else:
+            future = _Saved(async_save(state, checkpoint_id, options=options))
+        if enable_garbage_collection:
+            GarbageCollection.collect("after a checkpoint")
+        return future
+
+    def dcp_load(
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
+        """Loads into a state on all ranks; quantized weights are for torchtitan itself."""
+        if from_quantized:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        state = self.sd_adapter.to_hf(state_dict) if from_hf else state_dict
+        dcp.load(state, storage_reader=Reader(checkpoint_id))
+        if MODEL in self.states:
+            self.states[MODEL].load_state_dict(self.sd_adapter.from_hf(state) if from_hf else state)
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """Returns the highest step of which there is a checkpoint, as rank 0 sees it; -1 if there is none."""
+        whole = folder or self.folder
+
+        def newest() -> int:
+            theirs: int = super(CheckpointManager, self)._find_load_step(folder)
+            return max([theirs, *_steps(whole)])
+
+        what = f"looking for checkpoints in {whole}"
+        steps = world.agree(None, what, newest, timeout_s=LoadOptions().timeout_s)
+        return int(steps[0])
+
+
+class _Saved(Future[Any]):
+    """What torchtitan waits for: the end of a save in the background."""
+
+    def __init__(self, handle: SaveHandle) -> None:
+        super().__init__()
+        self._handle = handle
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._handle.done()
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Waits until the checkpoint exists.
+
+        Raises:
+            FastloadError: It failed; on all ranks.
+        """
+        return self._handle.wait(timeout)
+
+
+def _require_known(config: Any) -> None:
+    require_layout(torchtitan, TESTED, _SEAMS)
+    if config.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+        raise OptionError(
+            "async_mode='async_with_pinned_mem': fastload makes the copy itself, in pinned memory where the "
+            "state is on GPUs; say async_mode='async'"
+        )
+
+
+def _part(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what this rank contributes to a state; the ranks' parts are merged by key.
+
+    Of models, optimizers and data loaders each rank has its own part; all else is as rank 0 has it.
+    """
+    is_first = world.rank_in(None) == 0
+    return {
+        name: _state(value)
+        for name, value in states.items()
+        if is_first or isinstance(value, Tensor) or name in _EACH_ITS_OWN
+    }
+
+
+def _state(value: Any) -> Any:
+    return value.state_dict() if isinstance(value, Stateful) else value
+
+
+def _steps(folder: str) -> list[int]:
+    """Returns the steps of which a directory has a checkpoint that fastload saved."""
+    if not filesystem.isdir(folder):
+        return []
+    found = [(re.fullmatch(r"step-(\d+)", name), name) for name in filesystem.listdir(folder)]
+    return [
+        int(match[1])
+        for match, name in found
+        if match and filesystem.isfile(filesystem.join(filesystem.join(folder, name), RECORD_NAME))
+    ]
