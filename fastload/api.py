@@ -168,7 +168,7 @@ def stage(
     none. After a failure, or a kill, the next call goes on where the last one ended.
 
     Args:
-        src: A directory; a local path or a URL.
+        src: A directory, or one file, such as one of torch.save; a local path or a URL.
         dst: The directory to make, on a file system that each host has for itself; ``/dev/shm`` will do.
         process_group: As for `load`.
         storage_options: As for `load`; for `src`.

@@ -288,7 +288,7 @@ class StageReport(_Report):
 
     Attributes:
         url: Where the checkpoint comes from.
-        path: Where each host has its copy.
+        path: Where each host has its copy: what to load. Of one file, it is in the directory that was made.
         nbytes: Bytes of its files.
         num_files: Its files.
         num_hosts: Hosts, each with a copy.

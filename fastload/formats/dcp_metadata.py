@@ -228,7 +228,8 @@ def _dict(what: Any, where: str) -> dict[str, Any]:
 
 def _sizes(what: Any, where: str) -> tuple[int, ...]:
     """Returns the numbers of a ``torch.Size``."""
-    sizes = what.args[0] if type(what) is Made and what.what.name == "Size" and what.args else what
+    is_made = type(what) is Made and what.what.name == "Size" and type(what.args) is tuple and what.args
+    sizes = what.args[0] if is_made else what
     if type(sizes) is list:
         sizes = tuple(sizes)
     is_sized = type(sizes) is tuple and {int}.issuperset(map(type, sizes))

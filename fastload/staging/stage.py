@@ -17,7 +17,7 @@ import xxhash
 
 from fastload.base.threads import Workers
 from fastload.errors import ChecksumError, ManifestError, StorageError
-from fastload.formats.manifest import FileEntry
+from fastload.formats.manifest import FileEntry, Manifest
 from fastload.formats.names import STAGED_NAME
 from fastload.formats.open import read_manifest
 from fastload.geometry.blocks import Block
@@ -27,7 +27,7 @@ from fastload.ranks.world import World, require_same
 from fastload.report import StageRankReport, StageReport
 from fastload.staging.inventory import Inventory, Run, as_ranges, held_by_all, take_inventory
 from fastload.staging.place_files import BlockCheck, FilePlacer
-from fastload.staging.source import changed, essence, list_others, require_folder
+from fastload.staging.source import as_folder, at_source, changed, copied_to, essence, list_others
 from fastload.staging.stock import Stock, receipt_of, take_stock
 from fastload.storage import PatientStorage
 from fastload.storage.local import LocalStorage
@@ -131,8 +131,7 @@ class Stage:
         """
         try:
             with self._world.together():
-                require_folder(self._access.manifest)
-                inventory = self._list()
+                inventory = self._list(as_folder(self._access.manifest))
                 leaders = self._elect(inventory)
                 lack = self._prepare(inventory, leaders)
                 moved = self._move(inventory, leaders, lack)
@@ -140,9 +139,9 @@ class Stage:
         finally:
             self._let_go()
 
-    def _list(self) -> Inventory:
+    def _list(self, manifest: Manifest) -> Inventory:
         """Settles what there is to copy, which the first rank that sees it says."""
-        storage, manifest = self._access.storage, self._access.manifest
+        storage = self._access.storage
 
         def look() -> bytes:
             others = list_others(storage, manifest)
@@ -160,8 +159,8 @@ class Stage:
     def _elect(self, inventory: Inventory) -> _Leaders:
         """Chooses the leader of each host: one that can read, if there is one."""
         access, world = self._access, self._world
-        known = {file.name for file in access.manifest.files}
-        others = [file for file in inventory.files if file.name not in known]
+        known = set(access.manifest.files)
+        others = [file for file in at_source(self._access.manifest, inventory.files) if file not in known]
 
         def look() -> str:
             if world.rank in (*access.notes, access.readers[0]) or not access.storage.probes:
@@ -271,7 +270,8 @@ class Stage:
             ranks_on_host=1,
             in_order=storage.in_order,
         )
-        reader = ChunkReader(storage, inventory.files, threads=threads, verifier=None, on_damage=refuse)
+        files = inventory.files if lack.wholes else at_source(self._access.manifest, inventory.files)
+        reader = ChunkReader(storage, files, threads=threads, verifier=None, on_damage=refuse)
         check = BlockCheck(inventory, partial(self._read_again, inventory), verify=options.verify)
         placer = FilePlacer(
             world,
@@ -288,16 +288,16 @@ class Stage:
         return _Job(storage, reader, check, placer, exchange, pipeline)
 
     def _read_again(self, inventory: Inventory, block: Block, buffer: memoryview) -> None:
-        file = inventory.files[block.file]
+        file = at_source(self._access.manifest, inventory.files)[block.file]
         self._access.storage.read_into(file.name, block.offset, [buffer], file.version)
 
     def _finish(self, copy: LocalCopy, inventory: Inventory, *, probing: bool) -> Mapping[str, Any]:
         """Makes the copy durable, and looks at it and its original once more; returns the copy's receipt."""
         receipt = copy.flush()
         probing = probing and self._access.storage.probes
-        if probing and (change := changed(self._access, inventory.files)):
+        if probing and (change := changed(self._access, at_source(self._access.manifest, inventory.files))):
             raise StorageError(f"{change}: it changed while it was read", url=self._access.storage.url)
-        staged = LocalStorage(copy.data_path)
+        staged = LocalStorage(copied_to(self._access.manifest, copy.data_path))
         try:
             found = read_manifest(staged)
         finally:
@@ -354,7 +354,7 @@ class Stage:
         self._world.heard()
         return StageReport(
             url=self._access.manifest.url,
-            path=self._path,
+            path=copied_to(self._access.manifest, self._path),
             nbytes=inventory.nbytes,
             num_files=len(inventory.files),
             num_hosts=len(leaders.all),

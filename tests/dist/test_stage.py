@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import fastload
 from fastload.formats.state import state_digest
@@ -321,10 +324,32 @@ def test_a_staged_copy_can_be_staged(rank: int, world: int, tmp_path: Path, disk
     return state_digest(fastload.load(disk / "two" / "copy", names="*"))
 
 
+@ranks(3)
+def test_one_file(rank: int, world: int, tmp_path: Path, disks: Path, url: str, served: Path) -> None:
+    disk = mount_disk(tmp_path, disks, rank)
+    if rank == 0:
+        torch.save({"model": {"w": torch.arange(9_000)}, "step": 3}, served / "last.pt")
+        torch.save({"w": torch.zeros(5)}, tmp_path / "other.pt")
+    dist.barrier()
+    options = fastload.StageOptions(timeout_s=20, chunk_bytes=4096)
+    for src, wanted in ((f"{url}/last.pt", 1), (f"{url}/last.pt", 0), (served / "a.safetensors", 1)):
+        copy = disk / Path(src).suffix
+        report = fastload.stage(src, copy, options=options)
+        assert (report.num_files, report.bytes_read > 0) == (1, bool(wanted))
+        assert sorted(path.name for path in copy.iterdir()) == [RECEIPT, Path(report.path).name]
+        assert Path(report.path).parent == copy
+    shutil.rmtree(disk / ".pt") if rank == 2 else None
+    found = fastload.load(fastload.stage(f"{url}/last.pt", disk / ".pt", options=options).path)
+    assert found["step"] == 3
+    assert found["model"]["w"].equal(torch.arange(9_000))
+    with pytest.raises(fastload.CheckpointExists):
+        fastload.stage(tmp_path / "other.pt", disk / ".pt", options=options)
+    stage(tmp_path / "other.pt", disk / ".pt", overwrite=True)
+    assert sorted(path.name for path in (disk / ".pt").iterdir()) == [RECEIPT, "other.pt"]
+
+
 @ranks(1)
 def test_what_cannot_be_staged(rank: int, world: int, tmp_path: Path, source: Path) -> None:
-    with pytest.raises(fastload.OptionError, match=r"one file: stage takes the directory"):
-        stage(source / "a.safetensors", tmp_path / "copy")
     with pytest.raises(fastload.OptionError, match=r"cannot stage to s3://bucket/copy"):
         stage(source, "s3://bucket/copy")  # type: ignore[arg-type]
     with pytest.raises(fastload.CheckpointNotFound):
