@@ -44,6 +44,7 @@ from bench_parts.job import (
     run_on_ranks,
     write_json,
 )
+from bench_parts.save_memory import Generations
 from bench_parts.save_training import Training
 
 from fastload.options import SaveOptions
@@ -142,7 +143,10 @@ def training(
     folder: str | None,
     json_path: str | None,
 ) -> None:
-    """Train with DDP or FSDP2 on CPUs, save every few steps: what that costs in wall-clock time."""
+    """Train with DDP or FSDP2 on CPUs, save every few steps: what that costs in wall-clock time.
+
+    To storage, or to memory, where each rank is as if it were a host of its own.
+    """
     model = {"width": width, "batch": batch, "fsdp": fsdp, "every": every}
     rows = measured("training", ranks, folder, json_path, repeats=repeats, arms=arms, **model)
     how = "FSDP2" if fsdp else "DDP"
@@ -305,7 +309,8 @@ def training_rows(
         "fastload.save": arms_of.blocking(arms_of.FastloadSave()),
         "fastload.async_save": arms_of.fastload_async_save,
     }
-    named = {"no saves": arms_of.nothing, **chosen(named, arms)}
+    kept = {f"in memory, copies: {copies}": Generations(Path(folder), copies) for copies in (1, 2)}
+    named = {"no saves": arms_of.nothing, **chosen({**named, **kept}, arms)}
     for arm in named.values():  # imports and first uses are over then
         with fresh_path(folder) as path:
             job.run(2, arm, path)
@@ -324,6 +329,8 @@ def training_rows(
                 rows[name][f"{field}steps_s"].extend(steps_s)
                 if which == name:
                     rows[name]["beside_s"].extend(beside_s)
+    for generations in kept.values():
+        generations.close()
     return [rows[name] for name in list(named)[1:]]
 
 
