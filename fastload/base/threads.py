@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
 import threading
@@ -13,24 +12,20 @@ from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
-from weakref import WeakSet
 
+from fastload.base.errands import Errand
 from fastload.errors import DeadlineExceeded, Interrupted
 
 __all__ = ["ProcessLock", "Workers", "await_done", "background", "each", "within"]
 
 T = TypeVar("T")
 
-_LEAVING_S = 1.0
 _TICK_S = 0.05
-_threads: WeakSet[threading.Thread] = WeakSet()
 
 
-def background(target: Callable[[], object], name: str) -> threading.Thread:
-    """Makes a thread, to be started by the caller, that does not keep the process from ending."""
-    thread = threading.Thread(target=target, name=name, daemon=True)
-    _threads.add(thread)
-    return thread
+def background(target: Callable[[], object], name: str) -> Errand:
+    """Makes an errand, to be started by the caller: a thread that does not keep the process from ending."""
+    return Errand(target, name)
 
 
 class ProcessLock:
@@ -58,32 +53,22 @@ class ProcessLock:
         self.release()
 
 
-@atexit.register
-def _await_threads() -> None:
-    """Gives the threads that are about to end the time for it.
-
-    A thread that returns from C++ when the interpreter is already gone takes the process down
-    (`terminate called without an active exception`). One that hangs for good does no harm.
-    """
-    deadline = time.monotonic() + _LEAVING_S
-    for thread in list(_threads):
-        if thread.is_alive():
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-
 class Workers:
     """Threads that make calls; unlike an executor's, they hold up no exit.
 
     Args:
         num_threads: Calls at once; they begin in the order in which they are submitted.
-        name: Of the threads, which start with the first call.
+        name: Of the threads, each of which starts once there is a call for it.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        self._threads = [background(self._serve, f"{name}-{number}") for number in range(num_threads)]
+        self._most = num_threads
+        self._name = name
+        self._threads: list[Errand] = []
         self._lock = threading.Lock()
-        self._num_serving: int | None = None
+        self._num_calls = 0
+        self._num_serving = 0
         self._at_end: list[Callable[[], object]] = []
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
@@ -94,21 +79,24 @@ class Workers:
         """
         future: Future[T] = Future()
         with self._lock:
-            if self._num_serving is None:
-                self._num_serving = self._start()
+            if self._num_calls >= len(self._threads) < self._most:
+                self._start()
+            self._num_calls += 1
         self._calls.put((call, future))
         return future
 
-    def _start(self) -> int:
-        """Starts the threads; returns how many there are, fewer where the system lets no more begin."""
-        for number, thread in enumerate(self._threads):
-            try:
-                thread.start()
-            except RuntimeError:
-                if not number:
-                    raise
-                return number
-        return len(self._threads)
+    def _start(self) -> None:
+        """Starts one more thread; where the system lets no more begin, those that there are have to do."""
+        thread = background(self._serve, f"{self._name}-{len(self._threads)}")
+        try:
+            thread.start()
+        except RuntimeError:
+            if not self._threads:
+                raise
+            self._most = len(self._threads)
+        else:
+            self._threads.append(thread)
+            self._num_serving += 1
 
     def close(self, *, wait_s: float) -> bool:
         """Ends the threads after the calls submitted so far; returns whether they have ended in time."""
@@ -116,8 +104,7 @@ class Workers:
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:
-            if thread.is_alive():
-                thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def at_end(self, call: Callable[[], object]) -> None:
@@ -133,7 +120,7 @@ class Workers:
             self._serve_all()
         finally:
             with self._lock:
-                self._num_serving = (self._num_serving or 0) - 1
+                self._num_serving -= 1
                 calls = self._at_end if not self._num_serving else []
             for call in calls:
                 call()
@@ -145,11 +132,18 @@ class Workers:
             try:
                 result = call()
             except BaseException as error:
+                self._free()
                 future.set_exception(error)
             else:
+                self._free()
                 future.set_result(result)
                 del result
             del call, future  # a thread that waits for more keeps no memory
+
+    def _free(self) -> None:
+        """Notes that a thread is free, before whoever hears of what it did wants the next call made."""
+        with self._lock:
+            self._num_calls -= 1
 
 
 def within(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fastload.base.errands import Errand
 from fastload.base.threads import background
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
@@ -152,7 +152,7 @@ class Flow:
         self._settle = settle
         self._tensors = self._hand_out()
         self._departure = Departure(world, ahead=job.plan.depth)
-        self._rest: threading.Thread | None = None
+        self._rest: Errand | None = None
         self._is_over = False
         self._error: BaseException | None = None
         job.pipeline.ends_before = self._ends_before

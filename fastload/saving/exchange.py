@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from fastload.base.errands import Errand
 from fastload.base.threads import background
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.ranks.world import World
@@ -73,7 +74,7 @@ class PacketExchange(Generic[ItemT]):
         self._all_sent = threading.Event()
         self._error: Exception | None = None
         self._closed = False
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Errand] = []
 
     def open(self) -> None:
         """Meets the other ranks, and begins to send.

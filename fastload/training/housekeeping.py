@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 
+from fastload.base.errands import Errand
 from fastload.base.threads import background
 from fastload.errors import FastloadError
 from fastload.training.catalog import Catalog
@@ -29,7 +29,7 @@ class Housekeeper:
         self._catalog = catalog
         self._retention = retention
         self._in_use = in_use
-        self._last: threading.Thread | None = None
+        self._last: Errand | None = None
 
     def clean(self) -> None:
         """Begins to remove what dead saves left behind."""

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
+import weakref
+from functools import partial
 
 import pytest
 
+from fastload.base.errands import Errand
 from fastload.base.threads import Workers
 
 
 def refuse_after(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Lets the system refuse to start any thread but the first few."""
-    honest, started = threading.Thread.start, []
+    honest, started = Errand.start, []
 
-    def start(self: threading.Thread) -> None:
+    def start(self: Errand) -> None:
         if len(started) == number:
             raise RuntimeError("can't start new thread")
         started.append(self)
         honest(self)
 
-    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(Errand, "start", start)
 
 
 def test_calls_are_made_by_the_threads_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,3 +58,61 @@ def test_what_is_to_be_done_at_the_end_is_all_done() -> None:
     assert work.result(30)
     assert workers.close(wait_s=30)
     assert ends == ["first", "second"]
+
+
+def test_calls_one_after_the_other_take_one_thread() -> None:
+    workers = Workers(4, "test")
+    names = {workers.submit(lambda: threading.current_thread().name).result(30) for _ in range(20)}
+    assert workers.close(wait_s=30)
+    assert names == {"test-0"}
+
+
+def test_a_thread_that_has_ended_its_errand_begins_the_next_one() -> None:
+    idents = []
+    for _ in range(50):
+        errand = Errand(lambda: idents.append(threading.get_ident()), "test")
+        errand.start()
+        errand.join(30)
+        assert not errand.is_alive()
+    assert len(set(idents)) < 10
+
+
+def test_errands_at_once_have_threads_of_their_own() -> None:
+    all_here = threading.Barrier(5)
+    errands = [Errand(lambda: all_here.wait(30), "test") for _ in range(5)]
+    for errand in errands:
+        errand.start()
+    for errand in errands:
+        errand.join(30)
+    assert not any(errand.is_alive() for errand in errands)
+
+
+def test_a_thread_without_an_errand_keeps_no_memory_and_ends() -> None:
+    class Thing:
+        pass
+
+    thing, names = Thing(), []
+    there = weakref.ref(thing)
+    errand = Errand(partial(lambda thing: names.append(threading.current_thread().name), thing), "test")
+    del thing
+    errand.start()
+    errand.join(30)
+    assert names == ["test"]
+    assert there() is None
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and any(one.name == "idle" for one in threading.enumerate()):
+        time.sleep(0.05)
+    assert not any(one.name == "idle" for one in threading.enumerate())
+
+
+def test_in_a_forked_child_errands_are_done_by_threads_of_its_own() -> None:
+    first = Errand(lambda: None, "test")
+    first.start()
+    first.join(30)
+    child = os.fork()
+    if child == 0:
+        errand = Errand(lambda: None, "test")
+        errand.start()
+        errand.join(20)
+        os._exit(errand.is_alive())
+    assert os.waitpid(child, 0)[1] == 0
