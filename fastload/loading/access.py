@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError
 from fastload.formats.manifest import Manifest
-from fastload.formats.names import METADATA_NAME, RECORD_NAME
+from fastload.formats.names import METADATA_NAME, RECORD_NAME, SUFFIX
 from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest
 from fastload.ranks.door import machine
 from fastload.ranks.world import World, require_same
@@ -23,6 +27,7 @@ __all__ = ["Access", "agree_on_access", "look_closer"]
 _log = logging.getLogger(__name__)
 
 _REPLACED = b"replaced"  # instead of a packed manifest
+_SHORT_BYTES = 16 << 10  # of a packed manifest that goes with an answer
 
 
 @dataclass(frozen=True)
@@ -107,17 +112,22 @@ def _agree(
     last: bool,
 ) -> Access | None:
     """Returns None if what was there was replaced while it was looked at, unless this is the last try."""
+    own: list[Manifest] = []
 
     def hello() -> dict[str, Any]:
         storage = connect()
         opened.append(storage)
         # Where looking costs a request, rank 0 finds out when it reads the manifest.
         sees = look(storage) if storage.probes else Sight.CHECKPOINT * (world.rank == 0)
+        has_it = sees == Sight.CHECKPOINT
         return {
             "host": world.host,
             "machine": machine(world.host, world.rank),
             "same": dict(same),
             "sees": sees,
+            "shared": storage.shared,
+            "manifest": _read_ahead(world, storage, own) if has_it and world.rank == 0 else None,
+            "files": _files_seen(storage) if has_it and storage.probes and world.size > 1 else "",
         }
 
     hellos = world.agree(f"opening {path}", hello)
@@ -129,20 +139,26 @@ def _agree(
         where = "any of the hosts" if world.size > 1 else world.host
         raise CheckpointNotFound(f"{storage.url}: no such checkpoint on {where}")
 
-    manifest = _share_manifest(world, source, storage, connect, last=last)
-    if manifest is None:
-        return None
+    read_ahead = hellos[source]["manifest"]
+    if read_ahead is not None:
+        manifest = own[0] if own else Manifest.from_bytes(base64.b64decode(read_ahead))
+    else:
+        found = _share_manifest(world, source, storage, connect, own, last=last)
+        if found is None:
+            return None
+        manifest = found
 
-    def compare() -> dict[str, Any]:
+    def compare() -> str:
         sees = views[world.rank] == Sight.CHECKPOINT or not storage.probes
         if sees and storage.probes and world.rank != source:
-            note = _difference(storage, manifest, source)
-        else:
-            note = "" if sees else f"does not see {storage.url}"
-        return {"note": note, "shared": storage.shared}
+            return _difference(storage, manifest, source)
+        return "" if sees else f"does not see {storage.url}"
 
-    looks = world.agree(f"comparing what the ranks see of {storage.url}", compare)
-    notes = {rank: look["note"] for rank, look in enumerate(looks) if look["note"]}
+    notes: dict[int, str] = {}
+    files = _digest((file.name, file.nbytes, file.version) for file in manifest.files)
+    if storage.probes and any(hello["files"] != files for hello in hellos):
+        looks = world.agree(f"comparing what the ranks see of {storage.url}", compare)
+        notes = {rank: note for rank, note in enumerate(looks) if note}
     return Access(
         storage=storage,
         manifest=manifest,
@@ -150,8 +166,38 @@ def _agree(
         machines=tuple(hello["machine"] for hello in hellos),
         readers=tuple(rank for rank in range(world.size) if rank not in notes),
         notes=notes,
-        shared=any(look["shared"] for look in looks),
+        shared=any(hello["shared"] for hello in hellos),
     )
+
+
+def _read_ahead(world: World, storage: PatientStorage, own: list[Manifest]) -> str | None:
+    """Reads the headers on a rank that sees a checkpoint, before it is known that nobody else is to.
+
+    Returns:
+        The manifest, to be told to the others; None if it is long, or there is something wrong with it,
+        which is found once more when it is shared.
+    """
+    if world.size == 1:
+        return None
+    try:
+        manifest = read_manifest(storage)
+    except (IncompleteCheckpoint, ManifestError):
+        return None
+    own.append(manifest)
+    packed = manifest.to_bytes()
+    return str(base64.b64encode(packed), "ascii") if len(packed) <= _SHORT_BYTES else None
+
+
+def _files_seen(storage: Storage) -> str:
+    """Returns a digest of the files that a checkpoint has here, if it is one of safetensors files."""
+    names = storage.list()
+    names = [""] if names is None else [name for name in names if name.endswith(SUFFIX)]
+    about = [(name, storage.stat(name)) for name in sorted(names)]
+    return _digest((name, one.nbytes, one.version) for name, one in about if one is not None)
+
+
+def _digest(files: Iterable[tuple[str, int, str]]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(sorted(files)).encode())
 
 
 def _share_manifest(
@@ -159,15 +205,16 @@ def _share_manifest(
     source: int,
     storage: PatientStorage,
     connect: Callable[[], PatientStorage],
+    own: list[Manifest],
     *,
     last: bool,
 ) -> Manifest | None:
     """Reads the headers on one rank, for all; None if what they are of was replaced meanwhile."""
-    own: list[Manifest] = []
 
     def read() -> bytes:
         try:
-            own.append(read_manifest(storage))
+            if not own:
+                own.append(read_manifest(storage))
         except (IncompleteCheckpoint, ManifestError) as error:
             if last or not _is_outdated(storage, connect):
                 raise
