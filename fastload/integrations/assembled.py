@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastload import FastloadError, SaveHandle, SaveOptions, async_save, world
+from fastload import FastloadError, SaveHandle, SaveOptions, world
+from fastload.saving.background import save_all_in_background
 
 __all__ = ["Assembly", "clear_pending"]
 
@@ -43,11 +44,13 @@ class Assembly:
     ) -> None:
         self.path = path
         self._group, self._options = process_group, options
-        self._handles: dict[str, SaveHandle] = {}
+        self._names = [name for name in states if name]
         self._error: BaseException | None = None
-        for name, state in states.items():
-            where = _pending(path, name)
-            self._handles[name] = async_save(state, where, process_group=process_group, options=options)
+        self._handles = save_all_in_background(
+            {_pending(path, name): state for name, state in states.items()},
+            process_group=process_group,
+            options=options,
+        )
         self._thread: threading.Thread | None = None
         if world.rank_in(process_group) == 0:
             work = (add_files, published)
@@ -60,7 +63,7 @@ class Assembly:
         Raises:
             FastloadError: A save failed, or rank 0 could not make the directory appear.
         """
-        failures = [error for handle in self._handles.values() if (error := _failure(handle)) is not None]
+        failures = [error for handle in self._handles if (error := _failure(handle)) is not None]
         if failures:
             raise failures[0]
 
@@ -77,17 +80,17 @@ class Assembly:
     def goes_on(self) -> bool:
         """Whether some of it is still to be done, as far as this rank knows."""
         is_publishing = self._thread is not None and self._thread.is_alive()
-        return is_publishing or not all(handle.done() for handle in self._handles.values())
+        return is_publishing or not all(handle.done() for handle in self._handles)
 
     def _publish(self, add_files: Callable[[str], object], published: Callable[[], object]) -> None:
-        for handle in self._handles.values():
+        for handle in self._handles:
             handle.settle()
-        if any(handle.failed() for handle in self._handles.values()):
+        if any(handle.failed() for handle in self._handles):
             return  # which all ranks hear of
         try:
             whole = _pending(self.path, "")
             add_files(whole)
-            for name in filter(None, self._handles):
+            for name in self._names:
                 os.replace(_pending(self.path, name), os.path.join(whole, name))
             _sync(whole)
             _replace(whole, self.path)

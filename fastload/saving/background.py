@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from fastload.options import SaveOptions
-from fastload.saving.call import make_call
+from fastload.saving.call import Call, make_call
 from fastload.saving.handle import SaveHandle
-from fastload.saving.save import begin, finish
+from fastload.saving.save import Begun, begin, finish
 from fastload.saving.turn import Turn
 
-__all__ = ["save_in_background"]
+__all__ = ["save_all_in_background", "save_in_background"]
 
 
 def save_in_background(
@@ -52,3 +52,37 @@ def save_in_background(
     assert begun.snapshot is not None
     turn.hold(begun.snapshot.keep)
     return SaveHandle(call.url, partial(turn.run, write), call.tell, apart=True)
+
+
+def save_all_in_background(
+    states: Mapping[str, Any], *, process_group: Any, options: SaveOptions
+) -> list[SaveHandle]:
+    """Copies this rank's share of several states, and goes on in the background.
+
+    None is written before all are copied: writing would hold up the copies. The ranks do not meet for one
+    save because another one goes on, so whoever calls has to wait for all of them, on all ranks.
+
+    Args:
+        states: Path → state.
+        process_group: As for `fastload.save`.
+        options: As for `fastload.save`.
+
+    Returns:
+        A handle for each.
+
+    Raises:
+        FastloadError: As for `fastload.async_save`.
+    """
+    begun: list[tuple[Call, Begun]] = []
+    handles: list[SaveHandle] = []
+    raise_earlier = SaveHandle.raise_unseen if SaveHandle.in_doubt() else None
+    try:
+        for path, state in states.items():
+            call = make_call(
+                path, process_group, None, None, options, in_background=True, raise_earlier=raise_earlier
+            )
+            begun.append((call, begin(call, state)))
+    finally:  # also if one cannot be saved here, for the other ranks may go on with those before it
+        for call, each in begun:
+            handles.append(SaveHandle(call.url, partial(finish, call, each), call.tell, apart=True))
+    return handles

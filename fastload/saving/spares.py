@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -10,6 +11,8 @@ from fastload.base.memory import allocate_staging
 from fastload.base.threads import ProcessLock
 
 __all__ = ["Spares", "spares"]
+
+Kind = tuple[tuple[int, ...], bool]  # lengths of the slabs in bytes, and whether they are pinned
 
 _lock = ProcessLock()
 
@@ -21,12 +24,13 @@ class Spares:
 
     Args:
         num_snapshots: How many snapshots there may be at once. The first one takes the memory of all.
+        num_kinds: How many states may be saved in turn, such as a model and what else a training needs.
     """
 
-    def __init__(self, num_snapshots: int) -> None:
+    def __init__(self, num_snapshots: int, *, num_kinds: int = 1) -> None:
         self._num_snapshots = num_snapshots
-        self._kind: tuple[tuple[int, ...], bool] | None = None
-        self._free: list[list[Tensor]] = []
+        self._last: deque[Kind] = deque(maxlen=num_kinds)
+        self._free: dict[Kind, list[list[Tensor]]] = {}
 
     def take(self, lengths: Sequence[int], *, pinned: bool) -> list[Tensor]:
         """Returns slabs of these lengths, in bytes.
@@ -36,10 +40,10 @@ class Spares:
         """
         kind = (tuple(lengths), pinned)
         with _lock:
-            is_first, self._kind = kind != self._kind, kind
-            if is_first:
-                self._free.clear()
-            slabs = self._free.pop() if self._free else None
+            is_first = kind not in self._last
+            self._last.append(kind)
+            self._free = {each: self._free.get(each, []) for each in self._last}
+            slabs = self._free[kind].pop() if self._free[kind] else None
         if slabs is None:
             slabs = [allocate_staging(nbytes, pinned=pinned) for nbytes in lengths]
         for _ in range(self._num_snapshots - 1 if is_first else 0):
@@ -48,18 +52,18 @@ class Spares:
         return slabs
 
     def keep(self, slabs: list[Tensor]) -> None:
-        """Takes slabs back, if they are such as were taken last."""
+        """Takes slabs back, if they are such as were taken last, of as many kinds as there may be."""
         kind = (tuple(slab.numel() for slab in slabs), slabs[0].is_pinned())
         with _lock:
-            if kind == self._kind and len(self._free) < self._num_snapshots:
-                self._free.append(slabs)
+            if kind in self._last and len(self._free[kind]) < self._num_snapshots:
+                self._free[kind].append(slabs)
 
     def clear(self) -> None:
         """Lets go of what is kept."""
         with _lock:
-            self._kind = None
+            self._last.clear()
             self._free.clear()
 
 
-spares = Spares(1)
+spares = Spares(1, num_kinds=2)
 """Those of a process, for saves that are not of one training."""

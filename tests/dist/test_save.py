@@ -20,6 +20,7 @@ from torch import nn
 import fastload
 from fastload import SaveOptions
 from fastload.saving import replicas
+from fastload.saving.background import save_all_in_background
 from tests.dist.harness import ranks, run_ranks
 
 SMALL = SaveOptions(max_shard_bytes=300_000, block_bytes=4096, writers="all", timeout_s=20)
@@ -354,3 +355,19 @@ class Training:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["rng"])
+
+
+@ranks(2)
+def test_several_states_are_copied_at_once_and_without_a_meeting(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    states = {str(tmp_path / name): {"tensor": torch.full((9,), value)} for name, value in (("a", 1), ("b", 2))}
+    while rank == 1 and not (tmp_path / "copied").exists():
+        time.sleep(0.01)
+    handles = save_all_in_background(states, process_group=None, options=SMALL)
+    (tmp_path / "copied").touch()
+    for state in states.values():
+        state["tensor"].zero_()
+    reports = [handle.wait(20) for handle in handles]
+    assert [report.url for report in reports] == list(states)
+    assert [fastload.load(path)["tensor"].tolist() for path in states] == [[1] * 9, [2] * 9]

@@ -69,3 +69,18 @@ def test_memory_for_all_that_may_be_in_flight_is_taken_by_the_first_and_kept() -
     assert [slab.numel() for slab in grown] == [4096, 16384]
     spares.keep(again[0])  # of a state that has another size now
     assert [slab.numel() for slab in spares.take([4096, 16384], pinned=False)] == [4096, 16384]
+
+
+def test_memory_of_states_that_are_saved_in_turn_is_kept_for_each() -> None:
+    spares = Spares(1, num_kinds=2)
+
+    def saved(*lengths: int) -> set[int]:
+        slabs = spares.take(lengths, pinned=False)
+        spares.keep(slabs)
+        return {slab.data_ptr() for slab in slabs}
+
+    of_model, of_optimizer = saved(4096, 8192), saved(16384)
+    assert (saved(4096, 8192), saved(16384)) == (of_model, of_optimizer)
+    for _ in range(2):
+        saved(32768)  # from here on
+    assert list(spares._free) == [((32768,), False)], "what is saved no more is let go of"
