@@ -16,9 +16,11 @@ import random
 import resource
 import shutil
 import signal
+import struct
 import sys
 import tempfile
 import warnings
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -191,11 +193,29 @@ def is_as_torch_reads(folder: Path, manifest: fastload.Manifest, name: str, tens
     data = path.read_bytes()
     begin = data.rfind(b"PK\3\4", 0, data.rfind(b"data.pkl", 0, entry.offset))
     end = data.find(b"PK\5\6", entry.offset) + 22
-    try:
-        read = torch.load(io.BytesIO(data[begin:end]), weights_only=True)
-    except Exception:  # torch does not read it
-        return False
-    return any(is_same(one, tensor) for one in tensors_of({"it": read}).values())
+    archive = data[begin:end]
+    for readable in (lambda: archive, lambda: repacked(archive)):
+        try:
+            read = torch.load(io.BytesIO(readable()), weights_only=True)
+        except Exception:  # torch does not read it
+            continue
+        return any(is_same(one, tensor) for one in tensors_of({"it": read}).values())
+    return False
+
+
+def repacked(archive: bytes) -> bytes:
+    """Returns an archive with the same pickle and storages, and without what torch reads beside them."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(archive)) as found, zipfile.ZipFile(packed, "w") as made:
+        for record in found.infolist():
+            _, _, name = record.filename.partition("/")
+            if name == "data.pkl" or name.startswith("data/"):
+                at = record.header_offset + 30
+                at += sum(struct.unpack_from("<HH", archive, at - 4))  # the name, and what pads
+                made.writestr(f"it/{name}", archive[at : at + record.file_size])
+        made.writestr("it/version", "3")
+        made.writestr("it/byteorder", "little")
+    return packed.getvalue()
 
 
 def joined_shards(folder: Path, name: str, like: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     heads = {} if exact else {layout.head: None for layout in layouts if layout.entry is not None}
     common: list[Any] = []
     if is_megatron:
-        part = torch_zip.read_file(storage, _COMMON_NAME, stats[_COMMON_NAME])
+        part = torch_zip.read_file(storage, _COMMON_NAME, stats[_COMMON_NAME], exact=True)
         tensors += [moved(entry, numbers[_COMMON_NAME]) for entry in part.tensors]
         common = _keys_of(part.structure, url_of(storage, _COMMON_NAME))
     stored = [entry.name for entry in tensors]

@@ -36,10 +36,12 @@ class FolderFormat(NamedTuple):
     Attributes:
         is_in: Whether a directory with files of these names is one.
         module: Of this room; its ``read_folder(storage, names)`` reads what is in it.
+        guarded: Whether it takes ``exact``; see `read_manifest`.
     """
 
     is_in: Callable[[Sequence[str]], bool]
     module: str
+    guarded: bool = False
 
 
 class FileFormat(NamedTuple):
@@ -49,20 +51,22 @@ class FileFormat(NamedTuple):
         starts: How they begin.
         module: Of this room; its ``read_file(storage, name, stat)`` reads what is in one, and its
             ``header_digest(storage, name, nbytes)`` returns its `FileEntry.header_digest`.
+        guarded: As for `FolderFormat`.
     """
 
     starts: tuple[bytes, ...]
     module: str
+    guarded: bool = False
 
 
 _FOLDER_FORMATS = (  # the first that knows a directory reads it
     FolderFormat(recorded.is_recorded, "recorded"),
-    FolderFormat(lambda names: bool(metadata_names(names)), "dcp"),
+    FolderFormat(lambda names: bool(metadata_names(names)), "dcp", True),
     FolderFormat(safetensors.has_files, "safetensors"),
-    FolderFormat(lambda names: BIN_NAME in names or BIN_INDEX_NAME in names, "torch_folder"),
+    FolderFormat(lambda names: BIN_NAME in names or BIN_INDEX_NAME in names, "torch_folder", True),
 )
 _FILE_FORMATS = (
-    FileFormat((b"PK\3\4", b"PK\5\6"), "torch_zip"),
+    FileFormat((b"PK\3\4", b"PK\5\6"), "torch_zip", True),
     FileFormat((b"\x80\x02\x8a\nl\xfc\x9cF",), "torch_legacy"),
     FileFormat((b"",), "safetensors"),
 )
@@ -113,14 +117,13 @@ def read_manifest(storage: Storage, *, exact: bool = False) -> Manifest:
     if names is not None:
         for kind in _FOLDER_FORMATS:
             if kind.is_in(names):
-                more = {"exact": True} if exact else {}
-                return _module(kind.module).read_folder(storage, names, **more)  # type: ignore[no-any-return]
+                return _module(kind.module).read_folder(storage, names, **_more(kind, exact))  # type: ignore[no-any-return]
         raise CheckpointNotFound(_without_files(storage.url, names))
     stat = storage.stat("")
     if stat is None:
         raise CheckpointNotFound(f"{storage.url}: no such checkpoint")
-    kind = _file_format(storage, "", stat.nbytes)
-    return kind.read_file(storage, "", stat)  # type: ignore[no-any-return]
+    single = _file_format(storage, "", stat.nbytes)
+    return _module(single.module).read_file(storage, "", stat, **_more(single, exact))  # type: ignore[no-any-return]
 
 
 def record_digest(storage: Storage, manifest: Manifest) -> str:
@@ -139,15 +142,19 @@ def header_digest(storage: Storage, name: str, nbytes: int) -> str:
     Raises:
         StorageError: Storage failed.
     """
-    return _file_format(storage, name, nbytes).header_digest(storage, name, nbytes)  # type: ignore[no-any-return]
+    kind = _file_format(storage, name, nbytes)
+    return _module(kind.module).header_digest(storage, name, nbytes)  # type: ignore[no-any-return]
 
 
-def _file_format(storage: Storage, name: str, nbytes: int) -> Any:
-    """Returns the module that reads a file."""
+def _file_format(storage: Storage, name: str, nbytes: int) -> FileFormat:
     if (name or storage.url).endswith(SUFFIX):  # nothing else is called so, and a request is saved
-        return safetensors
+        return _FILE_FORMATS[-1]
     head = read_bytes(storage, name, 0, min(nbytes, _HEAD_BYTES))
-    return _module(next(kind.module for kind in _FILE_FORMATS if head.startswith(kind.starts)))
+    return next(kind for kind in _FILE_FORMATS if head.startswith(kind.starts))
+
+
+def _more(kind: FolderFormat | FileFormat, exact: bool) -> dict[str, bool]:
+    return {"exact": exact} if kind.guarded else {}
 
 
 def _module(name: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from fastload.errors import ManifestError
 from fastload.formats import torch_legacy, torch_zip
 from fastload.formats.index import read_index
-from fastload.formats.manifest import Manifest, TensorEntry
+from fastload.formats.manifest import Guard, Manifest, TensorEntry
 from fastload.formats.names import BIN_INDEX_NAME, BIN_NAME
 from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
 from fastload.formats.state import children, leaves
@@ -21,8 +21,13 @@ __all__ = ["moved", "read_folder"]
 _LONGEST_START = 32
 
 
-def read_folder(storage: Storage, listing: Sequence[str]) -> Manifest:
+def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False) -> Manifest:
     """Reads what the index names, or else the one file.
+
+    Args:
+        storage: Where it is.
+        listing: The names of the files.
+        exact: As for `torch_zip.read_file`.
 
     Raises:
         ManifestError: A file or the index is malformed, they contradict each other, or a file is missing.
@@ -31,14 +36,14 @@ def read_folder(storage: Storage, listing: Sequence[str]) -> Manifest:
     weight_map = read_index(storage, BIN_INDEX_NAME) if BIN_INDEX_NAME in listing else {}
     names = sorted({*weight_map.values()}) or [BIN_NAME]
     stats = stat_all(storage, names)
-    parts = in_threads(lambda name: _read(storage, name, stats[name]), names)
+    parts = in_threads(lambda name: _read(storage, name, stats[name], exact=exact), names)
     return _join(storage.url, parts, weight_map) if weight_map else parts[0]
 
 
-def _read(storage: Storage, name: str, stat: FileStat) -> Manifest:
+def _read(storage: Storage, name: str, stat: FileStat, *, exact: bool) -> Manifest:
     head = read_bytes(storage, name, 0, min(stat.nbytes, _LONGEST_START))
     if torch_zip.is_one(head):
-        return torch_zip.read_file(storage, name, stat)
+        return torch_zip.read_file(storage, name, stat, exact=exact)
     if torch_legacy.is_one(head):
         return torch_legacy.read_file(storage, name, stat)
     raise ManifestError(f"{url_of(storage, name)}: no file of torch.save: it starts with {head[:8]!r}")
@@ -64,7 +69,19 @@ def _join(url: str, parts: Sequence[Manifest], weight_map: Mapping[str, str]) ->
     structure = {"dict": [each for key, (_, node) in entries.items() for each in (key, node)]}
     tensors = list(_tensors(url, parts, entries))
     files = tuple(part.files[0] for part in parts)
-    return replace(parts[0], files=files, tensors=tuple(tensors), structure=structure)
+    guards, heads = _guards(parts)
+    return replace(
+        parts[0], files=files, tensors=tuple(tensors), structure=structure, guards=guards, heads=heads
+    )
+
+
+def _guards(parts: Sequence[Manifest]) -> tuple[tuple[Guard, ...], tuple[bytes, ...]]:
+    guards: list[Guard] = []
+    heads: list[bytes] = []
+    for number, part in enumerate(parts):
+        guards += (Guard(number, guard.offset, len(heads) + guard.head) for guard in part.guards)
+        heads += part.heads
+    return tuple(guards), tuple(heads)
 
 
 def _tensors(

@@ -5,7 +5,7 @@ A tensor's bytes lie in a record ``data/N``, stored as they are, so that each te
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import xxhash
 
 from fastload.errors import ManifestError
 from fastload.formats.dtypes import NAMES
-from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
+from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry
 from fastload.formats.reading import read_bytes, url_of
 from fastload.formats.stored_tensor import StoredTensor
 from fastload.formats.torch_state import read_state
@@ -50,48 +50,75 @@ def is_one(head: bytes) -> bool:
     return head.startswith((b"PK\3\4", b"PK\5\6"))  # the latter if nothing is in it
 
 
-def read_file(storage: Storage, name: str, stat: FileStat) -> Manifest:
+def read_file(storage: Storage, name: str, stat: FileStat, *, exact: bool = False) -> Manifest:
     """Reads a file as if it were all there is; of its tensors nothing.
+
+    Args:
+        storage: Where it is.
+        name: What it is called there.
+        stat: Its size and version.
+        exact: Whether to look at what is before each storage; else guards say what has to be there.
 
     Raises:
         ManifestError: It is malformed.
         StorageError: Storage failed.
     """
     where = url_of(storage, name)
-    archive = _open(storage, name, stat.nbytes)
+    archive = _open(storage, name, stat.nbytes, exact=exact)
     structure, tensors = read_state(archive.pickle, f"{where}: data.pkl")
     entries = entries_of(tensors, archive.storages, where, stat.nbytes)
     files = (FileEntry(name, stat.nbytes, stat.version, archive.digest),)
-    return Manifest(storage.url, files, tuple(entries), structure=structure, format="torch")
+    guards, heads = _guards(archive.storages.values())
+    return Manifest(
+        storage.url,
+        files,
+        tuple(entries),
+        structure=structure,
+        format="torch",
+        guards=guards,
+        heads=heads,
+    )
+
+
+def _guards(storages: Iterable[Record]) -> tuple[tuple[Guard, ...], tuple[bytes, ...]]:
+    """Returns what has to stand before storages that were not looked at."""
+    guarded = sorted((record for record in storages if record.head and record.nbytes), key=_begin)
+    heads = tuple(record.head for record in guarded)
+    return tuple(Guard(0, record.offset, number) for number, record in enumerate(guarded)), heads
+
+
+def _begin(record: Record) -> int:
+    return record.offset
 
 
 def header_digest(storage: Storage, name: str, nbytes: int) -> str:
     """Returns the `FileEntry.header_digest` of a file as it is here; empty if it is malformed."""
     try:
-        return _open(storage, name, nbytes).digest
+        return _open(storage, name, nbytes, exact=False).digest
     except ManifestError:
         return ""
 
 
-def _open(storage: Storage, name: str, nbytes: int) -> Archive:
+def _open(storage: Storage, name: str, nbytes: int, *, exact: bool) -> Archive:
     def read(offset: int, length: int) -> bytes:
         return read_bytes(storage, name, offset, length)
 
-    return open_archive(read, nbytes, url_of(storage, name))
+    return open_archive(read, nbytes, url_of(storage, name), exact=exact)
 
 
-def open_archive(read: ReadRange, nbytes: int, where: str) -> Archive:
+def open_archive(read: ReadRange, nbytes: int, where: str, *, exact: bool = True) -> Archive:
     """Finds pickle and storages in an archive.
 
     Args:
         read: Reads from it.
         nbytes: Its length.
         where: What it is, for messages.
+        exact: As for `read_file`.
 
     Raises:
         ManifestError: It is no file of torch.save, or big-endian.
     """
-    directory = read_directory(read, nbytes, where)
+    directory = read_directory(read, nbytes, where, exact=exact)
     prefix = _prefix(directory, where)
     inner = {
         name[len(prefix) :]: record for name, record in directory.records.items() if name.startswith(prefix)

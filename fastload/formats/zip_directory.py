@@ -40,11 +40,13 @@ class Record(NamedTuple):
         header: Its local header.
         offset: Its data.
         nbytes: Length of its data, as they are there.
+        head: What has to stand right before its data, which was not looked at; empty if it was.
     """
 
     header: int
     offset: int
     nbytes: int
+    head: bytes = b""
 
 
 class Directory(NamedTuple):
@@ -69,13 +71,14 @@ class _Entry(NamedTuple):
     is_compressed: bool
 
 
-def read_directory(read: ReadRange, nbytes: int, where: str) -> Directory:
+def read_directory(read: ReadRange, nbytes: int, where: str, *, exact: bool) -> Directory:
     """Reads where the records of an archive are.
 
     Args:
         read: Reads from the archive.
         nbytes: Its length.
         where: What it is, for messages.
+        exact: Whether to look at the header of each; else most are taken to be as torch writes them.
 
     Raises:
         ManifestError: It is no archive, or not one of plain records.
@@ -95,7 +98,7 @@ def read_directory(read: ReadRange, nbytes: int, where: str) -> Directory:
         text = read_new(start, length)
         entries = sorted(_entries(text, count), key=lambda entry: entry.header)
         compressed = tuple(entry.name for entry in entries if entry.is_compressed)
-        return Directory(_locate(read_new, entries, start), text, compressed)
+        return Directory(_locate(read_new, entries, start, exact=exact), text, compressed)
     except struct.error:
         raise ManifestError(f"{where}: the directory of the zip archive is cut off") from None
     except ValueError as error:
@@ -179,26 +182,49 @@ def _wide(extra: bytes, *fields: int) -> tuple[int, ...]:
     raise ValueError("sizes of 64 bits are missing in its directory")
 
 
-def _locate(read: ReadRange, entries: list[_Entry], end: int) -> dict[str, Record]:
-    """Finds the data of each record: by what follows it, and only if that does not fit, by its header."""
+def _locate(read: ReadRange, entries: list[_Entry], end: int, *, exact: bool) -> dict[str, Record]:
+    """Finds the data of each record: by what follows it, or by its header where that does not fit."""
     records = {}
     for entry, after in zip(entries, [*(entry.header for entry in entries[1:]), end], strict=False):
         least = entry.header + _LOCAL.size + len(entry.name.encode())
         if least + entry.nbytes > after:
             raise ValueError(f"{show(entry.name)} overlaps what is after it")
-        is_wide = entry.nbytes >= _FULL_4
+        is_wide = max(entry.nbytes, entry.header) >= _FULL_4
         described = (24 if is_wide else 16) if entry.is_described_after else 0
         offset = after - described - entry.nbytes
-        if offset % _ALIGNMENT or not least <= offset < least + 2 * _ALIGNMENT:
+        aligned = offset % _ALIGNMENT == 0 and least <= offset < least + 2 * _ALIGNMENT
+        head = _head(entry, offset - least) if aligned and not exact else b""
+        if not head:
             offset = _data_after(read, entry, least)
             if offset + entry.nbytes > after:
                 raise ValueError(f"{show(entry.name)} overlaps what is after it")
-        records[entry.name] = Record(entry.header, offset, entry.nbytes)
+        records[entry.name] = Record(entry.header, offset, entry.nbytes, head)
     return records
 
 
+def _head(entry: _Entry, nbytes: int) -> bytes:
+    """Returns what torch writes between the header of a record and its data: name, long sizes, and filling.
+
+    Args:
+        entry: What the directory says of the record.
+        nbytes: How much there is behind the name.
+
+    Returns:
+        Nothing if that cannot be.
+    """
+    wide = [entry.nbytes, 0] if entry.nbytes >= _FULL_4 else []  # the other length comes after the data
+    wide += [entry.header] if entry.header >= _FULL_4 else []
+    sizes = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+    filling = nbytes - len(sizes) - 4
+    if filling < 0:
+        return b""
+    return entry.name.encode() + sizes + struct.pack("<2sH", b"FB", filling) + b"Z" * filling
+
+
 def _data_after(read: ReadRange, entry: _Entry, least: int) -> int:
-    sign, *_, name_length, extra_length = _LOCAL.unpack(read(entry.header, _LOCAL.size))
-    if sign != b"PK\3\4" or name_length != len(entry.name.encode()):
+    name = entry.name.encode()
+    header = read(entry.header, _LOCAL.size + len(name))
+    sign, *_, name_length, extra_length = _LOCAL.unpack_from(header)
+    if sign != b"PK\3\4" or name_length != len(name) or header[_LOCAL.size :] != name:
         raise ValueError(f"{show(entry.name)} is not where the directory says")
     return least + int(extra_length)

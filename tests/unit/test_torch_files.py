@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 import os
 import struct
 import tracemalloc
@@ -155,6 +156,36 @@ def test_opening_reads_no_tensors(tmp_path: Path) -> None:
         assert report is not None
         assert report.bytes_wanted == 4 << 20
         assert report.ranks[0].header_bytes_read < 150_000
+
+
+def test_what_stands_before_data_is_checked_as_they_are_read(tmp_path: Path) -> None:
+    path, folder = tmp_path / "a.pt", tmp_path / "folder"
+    storage = torch.randn(50)
+    state = {"a": torch.randn(30), "part": storage[5:25], "b": [torch.randn(30)] * 2, "none": torch.zeros(0)}
+    torch.save(state, path)
+    folder.mkdir()
+    for number in (1, 2):
+        torch.save({f"{number}.{key}": state[key] for key in "ab"}, folder / f"pytorch_model-{number}.bin")
+    weight_map = {f"{number}.{key}": f"pytorch_model-{number}.bin" for number in (1, 2) for key in "ab"}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for place in (path, folder):
+        manifest = fastload.inspect(place)
+        assert len(manifest.guards) == (3 if place == path else 4)
+        for file, offset, head in manifest.guards:
+            data = (place / manifest.files[file].name if place == folder else path).read_bytes()
+            assert data[:offset].endswith(manifest.heads[head])
+    good, entries = path.read_bytes(), fastload.inspect(path).by_name
+    with zipfile.ZipFile(path) as archive:
+        headers = [record.header_offset for record in archive.infolist()]
+    for name in ("a", "part", "b.0"):
+        begin = max(header for header in headers if header < entries[name].offset)
+        end = entries[name].offset + entries[name].nbytes
+        moved = good[: begin - 8] + good[begin - 4 : end] + bytes(4) + good[end:]  # all of this record
+        path.write_bytes(moved)
+        with pytest.raises(ManifestError, match="where the directory says"):
+            fastload.load(path, names=name)
+    path.write_bytes(good.replace(b"FB", b"XX"))  # as some other program may fill
+    assert_same(fastload.load(path), state)
 
 
 def records_of(path: Path) -> dict[str, bytes]:
