@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor
 
 from fastload import LoadOptions, OptionError, PerRank, SaveOptions, load, world
+from fastload import open as open_checkpoint
 from fastload.integrations.assembled import Assembly, clear_pending
 from fastload.integrations.host import is_ours, live_state, require_layout, state_to_save, unknown
 
@@ -235,7 +236,11 @@ class TrainerMixin(_Base):  # type: ignore[misc]
             _set_random_states(self._own_random_states)
 
     def _load_weights(self, path: str, model: Any) -> None:
-        self._load(path, named_weights(model, live_state(model)))
+        weights = _once(model, live_state(model))
+        with open_checkpoint(path, options=self.load_options) as checkpoint:
+            # transformers takes a second to make its table of names; it is of no use where they are the same.
+            is_alike = weights.keys() <= checkpoint.manifest.by_name.keys()
+            checkpoint.load(into=weights if is_alike else _renamed(model, weights))
 
     def _load(self, path: str, into: Any, *, strict: bool = True) -> None:
         load(path, into=into, strict=strict, options=self.load_options)
@@ -267,14 +272,24 @@ def named_weights(model: Any, state: Mapping[str, Any]) -> dict[str, Tensor]:
     Where it would not only rename but split or merge them, they have the names that they have in the model,
     which ``from_pretrained`` knows as well. Of tied ones there is one.
     """
+    return _renamed(model, _once(model, state))
+
+
+def _once(model: Any, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the weights that are saved, of tied ones one, by the names that they have in the model."""
     weights = dict(state)
+    if isinstance(model, PreTrainedModel):
+        for name in model._keys_to_ignore_on_save or ():
+            weights.pop(name, None)
+        for tied, source in model.all_tied_weights_keys.items():
+            if tied in weights and source in weights and _is_same(weights[tied], weights[source]):
+                del weights[tied]
+    return weights
+
+
+def _renamed(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not isinstance(model, PreTrainedModel):
-        return weights
-    for name in model._keys_to_ignore_on_save or ():
-        weights.pop(name, None)
-    for tied, source in model.all_tied_weights_keys.items():
-        if tied in weights and source in weights and _is_same(weights[tied], weights[source]):
-            del weights[tied]
+        return dict(weights)
     return {renamed: weights[name] for name, renamed in _saved_names(model, weights).items()}
 
 
