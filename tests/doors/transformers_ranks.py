@@ -100,7 +100,9 @@ def loads_as_transformers_does(rank: int, world: int, tmp_path: Path) -> None:
         assert info == expected_info
         assert len(reports) == 1, (name, keywords, [report.num_tensors for report in reports])
         (report,) = reports
-        assert sum(each.bytes_read for each in report.ranks) == report.bytes_wanted
+        heads = sum(each.bytes_read for each in report.ranks) - report.bytes_wanted
+        # A file of torch.save has a head before each tensor, which is checked.
+        assert 0 < heads <= 512 * report.num_tensors if name == "bin" else heads == 0
         assert max(each.bytes_read for each in report.ranks) < report.bytes_wanted
 
     if world == 2:
