@@ -2,44 +2,49 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from fastload.base.memory import PAGE_BYTES, allocate_staging, host_view, round_up
+from fastload.base.memory import host_view
 from fastload.errors import OptionError
 from fastload.geometry.box import Runs
 from fastload.ranks.world import World
 from fastload.saving.assign import FileRange
 from fastload.saving.exchange import PacketExchange
+from fastload.saving.incoming import Buffers, Incoming
 from fastload.saving.layout import Layout
 from fastload.saving.packets import Packet, Packets, places_of
 from fastload.saving.shards import Shards
-from fastload.saving.snapshot import HasBytes, Snapshot
+from fastload.saving.snapshot import Snapshot
 from fastload.transfer.wire import Wire
 
 __all__ = ["Assembly", "Depths"]
 
 
 class Depths(NamedTuple):
-    """How many pieces an assembly has in memory.
+    """How much of a save an assembly has in memory.
 
     Attributes:
-        writing: That are written at once.
-        ahead: That come in while an earlier one is hashed.
-        leaving: Packets that are on their way at once.
+        slots: Pieces that are put together, or written, at once.
+        coming: Batches that come in.
+        leaving: Packets that are on their way.
     """
 
-    writing: int
-    ahead: int
+    slots: int
+    coming: int
     leaving: int
 
     @property
+    def num_batches(self) -> int:
+        """Those that come and those that leave, of which a packet may be all."""
+        return self.coming + self.leaving
+
+    @property
     def num_pieces(self) -> int:
-        """All of them together."""
-        return (self.writing + 1 + self.ahead) + (1 + self.ahead) + self.leaving
+        """All of them together, if a batch is one piece; and a scratch."""
+        return self.slots + 1 + self.num_batches
 
     @classmethod
     def within(cls, staging_bytes: int, unit_bytes: int, *, num_writes: int) -> Depths:
@@ -53,8 +58,8 @@ class Depths(NamedTuple):
         Raises:
             OptionError: There is no room for the fewest.
         """
-        least = cls(1, 0, 1)
-        for depths in (cls(num_writes, 2, 4), cls(1, 1, 2), least):
+        least = cls(1, 1, 1)
+        for depths in (cls(num_writes + 1, 2, 4), cls(2, 2, 2), least):
             if depths.num_pieces * unit_bytes <= staging_bytes:
                 return depths
         raise OptionError(
@@ -63,25 +68,15 @@ class Depths(NamedTuple):
             "that this storage takes"
         )
 
-
-class _Part(NamedTuple):
-    """A packet of a piece, in memory.
-
-    Attributes:
-        packet: The packet.
-        data: Its bytes.
-        places: Where in the piece they belong; none if they are there.
-    """
-
-    packet: Packet
-    data: Tensor
-    places: Sequence[Runs]
+    def batch_bytes(self, staging_bytes: int, piece_bytes: int) -> int:
+        """Returns how many bytes of pieces may come together."""
+        return max(piece_bytes, (staging_bytes - (self.slots + 1) * piece_bytes) // self.num_batches)
 
 
 class Assembly:
     """The pieces of this rank, and what it sends for those of others; see `snapshot.Slabs`.
 
-    A packet that is one range of its piece is copied or received right there; others are scattered.
+    What this rank holds itself is copied where it belongs; what others hold comes for some pieces at a time.
 
     Args:
         world: The ranks.
@@ -90,7 +85,7 @@ class Assembly:
         packets: What they consist of, and what others need.
         shards: The tensors of this rank; not asked if there is a snapshot.
         snapshot: `Packets.own`, if that was copied before.
-        depths: How many pieces are in memory.
+        depths: How much is in memory.
         wire: To other ranks; None if no rank needs anything from another one.
     """
 
@@ -112,25 +107,26 @@ class Assembly:
         self._shards = shards
         self._copied = {}
         if snapshot is not None:
-            places = [(packet.writer, packet.piece) for packet in packets.own]
+            places = [(packet.writer, packet.number) for packet in packets.own]
             self._copied = {place: snapshot.tensor(index) for index, place in enumerate(places)}
-        self.depth = depths.writing + 1
-        self._num_ahead = depths.ahead
+        self.depth = depths.slots
         pinned = shards.on_device
-        self._slots = _Buffers(self.depth + depths.ahead, pieces, pinned=pinned)
-        self._scratch = _Buffers(1 + depths.ahead, pieces, pinned=pinned)
-        self._sent = _Buffers(depths.leaving, packets.leaving, pinned=pinned)
-        self._posted: list[tuple[list[_Part], threading.Event]] = []
+        self._slots = Buffers(depths.slots, [piece.nbytes for piece in pieces], pinned=pinned)
+        self._scratch = Buffers(1, [packet.nbytes for packet in packets.kept], pinned=pinned)
+        self._leaving = Buffers(depths.leaving, [packet.nbytes for packet in packets.leaving], pinned=pinned)
+        self._incoming: Incoming | None = None
         self._exchange: PacketExchange[Packet] | None = None
         if wire is not None:
             self._exchange = PacketExchange(
                 world, wire, packets.leaving, self._pack, num_buffers=depths.leaving
             )
+            self._incoming = Incoming(packets, self._exchange, num_batches=depths.coming, pinned=pinned)
 
     @property
     def nbytes(self) -> int:
         """Host memory that it takes, in bytes."""
-        return sum(buffers.nbytes for buffers in (self._slots, self._scratch, self._sent))
+        coming_bytes = self._incoming.nbytes if self._incoming is not None else 0
+        return coming_bytes + sum(memory.nbytes for memory in (self._slots, self._scratch, self._leaving))
 
     def open(self) -> None:
         """Meets the other ranks, if any of them needs something from another; errors are those of `piece`."""
@@ -143,27 +139,30 @@ class Assembly:
         Raises:
             Interrupted: Another rank failed, or a connection, or what others hold did not come in time.
         """
-        for ahead in range(len(self._posted), min(index + self._num_ahead + 1, len(self._pieces))):
-            self._post(ahead)
         piece, coming = self._pieces[index], self._packets.coming[index]
-        parts, came = self._posted[index]
-        self._posted[index] = [], came
-        copied = self._copied.get((coming[0].writer, index)) if len(coming) == 1 else None
-        if copied is not None and coming[0].nbytes == piece.nbytes:
-            places = places_of(self._layout, coming[0], piece)
-            if len(places) == 1 and not places[0].steps:
-                return host_view(copied)
+        if self._incoming is not None:
+            self._incoming.reach(index)
+        whole = coming[0] if len(coming) == 1 and coming[0].nbytes == piece.nbytes else None
+        copied = self._copied.get((whole.writer, index)) if whole is not None else None
+        if whole is not None and copied is not None and _is_one_run(places_of(self._layout, whole, piece)):
+            return host_view(copied)
         slot = self._slots.get(index)[: piece.nbytes]
         header = self._layout.files[piece.file].header[piece.begin : piece.end]
         if header:
             host_view(slot[: len(header)])[:] = header
-        for part in parts:
-            if part.packet.supplier == part.packet.writer:
-                self._fill(part)
-        if self._exchange is not None and any(part.packet.supplier != part.packet.writer for part in parts):
-            self._exchange.wait(came, f"piece {index} of this rank")
-        for part in parts:
-            _scatter(part, slot)
+        for packet in coming:
+            places = places_of(self._layout, packet, piece)
+            if packet.supplier != packet.writer:
+                assert self._incoming is not None
+                _scatter(self._incoming.take(packet), places, slot)
+            elif (packet.writer, index) in self._copied:
+                _scatter(self._copied[packet.writer, index], places, slot)
+            elif _is_one_run(places):
+                self._fill(packet, slot[places[0].start : places[0].end])
+            else:
+                data = self._scratch.get(0)[: packet.nbytes]
+                self._fill(packet, data)
+                _scatter(data, places, slot)
         return host_view(slot)
 
     def finish(self) -> None:
@@ -176,87 +175,39 @@ class Assembly:
         exchange, self._exchange = self._exchange, None  # which refers to this
         if exchange is not None:
             exchange.close()
-        self._posted.clear()
+        incoming, self._incoming = self._incoming, None  # which refers to that
+        if incoming is not None:
+            incoming.free()
         self._copied.clear()
-        for buffers in (self._slots, self._scratch, self._sent):
-            buffers.free()
+        for memory in (self._slots, self._scratch, self._leaving):
+            memory.free()
 
-    def _post(self, index: int) -> None:
-        """Finds the memory for the packets of a piece, and makes ready to receive those of others."""
-        piece = self._pieces[index]
-        parts: list[_Part] = []
-        used_bytes = 0
-        for packet in self._packets.coming[index]:
-            places = places_of(self._layout, packet, piece)
-            if len(places) == 1 and not places[0].steps:
-                into = self._slots.get(index)[places[0].start : places[0].end]
-                parts.append(_Part(packet, into, ()))
-            else:
-                into = self._scratch.get(index)[used_bytes : used_bytes + packet.nbytes]
-                parts.append(_Part(packet, into, places))
-                used_bytes += packet.nbytes
-        came = threading.Event()
-        others = [(part.packet, part.data) for part in parts if part.packet.supplier != part.packet.writer]
-        if others and self._exchange is not None:
-            came = self._exchange.expect(others)
-        self._posted.append((parts, came))
-
-    def _fill(self, part: _Part) -> None:
-        """Gets this rank's own packet."""
-        copied = self._copied.get((part.packet.writer, part.packet.piece))
-        if copied is not None:
-            part.data.copy_(copied)
-        else:
-            self._shards.copy(part.packet, part.data)
-            self._shards.settle()
+    def _fill(self, packet: Packet, out: Tensor) -> None:
+        self._shards.copy(packet, out)
+        self._shards.settle()
 
     def _pack(self, packet: Packet, number: int) -> Tensor:
-        copied = self._copied.get((packet.writer, packet.piece))
+        copied = self._copied.get((packet.writer, packet.number))
         if copied is not None:
             return copied
-        data = self._sent.get(number)[: packet.nbytes]
-        self._shards.copy(packet, data)
-        self._shards.settle()
+        data = self._leaving.get(number)[: packet.nbytes]
+        self._fill(packet, data)
         return data
 
 
-class _Buffers:
-    """Some buffers of the same length, used in turn; they take no memory before.
-
-    Args:
-        count: How many.
-        items: What goes into them, one at a time; the longest one fits.
-        pinned: Page-locks them, for copies from a CUDA device.
-    """
-
-    def __init__(self, count: int, items: Sequence[HasBytes], *, pinned: bool) -> None:
-        self._count = min(count, len(items))
-        self._largest = max((round_up(item.nbytes, PAGE_BYTES) for item in items), default=0)
-        self._pinned = pinned
-        self._buffers: dict[int, Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Length of those that were used, in bytes."""
-        return len(self._buffers) * self._largest
-
-    def free(self) -> None:
-        """Lets go of them."""
-        self._buffers.clear()
-
-    def get(self, index: int) -> Tensor:
-        """Returns the buffer whose turn it is, which whatever used it before has to have left."""
-        turn = index % self._count
-        if turn not in self._buffers:
-            self._buffers[turn] = allocate_staging(self._largest, pinned=self._pinned)
-        return self._buffers[turn]
+def _is_one_run(places: Sequence[Runs]) -> bool:
+    return len(places) == 1 and not places[0].steps
 
 
-def _scatter(part: _Part, slot: Tensor) -> None:
+def _scatter(data: Tensor, places: Sequence[Runs], slot: Tensor) -> None:
     """Takes a packet to where it belongs in its piece."""
     position = 0
-    for runs in part.places:
-        sizes, strides = zip(*runs.steps, (runs.length, 1), strict=True)
-        target = slot.as_strided(sizes, strides, slot.storage_offset() + runs.start)
-        target.copy_(part.data[position : position + runs.total].view(sizes))
+    for runs in places:
+        part = data[position : position + runs.total]
+        if runs.steps:
+            sizes, strides = zip(*runs.steps, (runs.length, 1), strict=True)
+            target = slot.as_strided(sizes, strides, slot.storage_offset() + runs.start)
+            target.copy_(part.view(sizes))
+        else:
+            slot[runs.start : runs.end].copy_(part)
         position += runs.total

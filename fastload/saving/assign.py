@@ -146,14 +146,12 @@ def blocks_of(layout: Layout, ranges: Sequence[FileRange]) -> Iterator[Block]:
 
 
 def cut(ranges: Sequence[FileRange], piece_bytes: int) -> list[FileRange]:
-    """Cuts ranges at the multiples of a length in each file, into what is copied and written at once."""
-    pieces = []
-    for file, begin, end in ranges:
-        while begin < end:
-            stop = min(end, (begin // piece_bytes + 1) * piece_bytes)
-            pieces.append(FileRange(file, begin, stop))
-            begin = stop
-    return pieces
+    """Cuts ranges into what is copied and written at once: each of them every so many bytes."""
+    return [
+        FileRange(file, at, min(end, at + piece_bytes))
+        for file, begin, end in ranges
+        for at in range(begin, end, piece_bytes)
+    ]
 
 
 def tail_of(layout: Layout, written: FileRange) -> FileRange | None:

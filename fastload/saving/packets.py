@@ -2,7 +2,9 @@
 
 What one rank contributes to one *piece* of a writer's is a *packet*: the bytes of the cells it has there,
 cell by cell, each in row-major order. A writer that holds a cell takes it from itself; for others the holders
-take turns. Both ends make a packet of the same stretches, in the same order.
+take turns. Where rows are sharded, most of what travels are blocks that cross from one rank's rows to the
+next one's: many, and short. So what is for several pieces of a writer's, a *batch*, travels as one packet.
+Both ends make a packet of the same stretches, in the same order.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, groupby, pairwise
 from typing import NamedTuple
 
 from fastload.geometry.box import Runs
@@ -38,18 +40,18 @@ class Stretch(NamedTuple):
 
 
 class Packet(NamedTuple):
-    """What one rank contributes to a piece.
+    """What one rank contributes to a piece, or to a batch of them.
 
     Attributes:
         supplier: That rank.
         writer: The rank whose piece it is.
-        piece: Which of its pieces.
+        number: Which of its pieces, or batches.
         stretches: What it consists of.
     """
 
     supplier: int
     writer: int
-    piece: int
+    number: int
     stretches: tuple[Stretch, ...]
 
     @property
@@ -64,11 +66,22 @@ class Packets:
 
     Attributes:
         coming: For each of its pieces, what it consists of but for headers; its own packet, if any, first.
-        leaving: What others get from it, in the order in which it goes.
+        batches: Its pieces, a few at a time.
+        leaving: What others get from it for a batch of theirs, in the order in which it goes.
     """
 
     coming: Sequence[Sequence[Packet]]
+    batches: Sequence[range]
     leaving: Sequence[Packet]
+
+    def travelling(self, batch: int) -> list[Packet]:
+        """Returns what comes from others for a batch, as they have it among their `leaving`."""
+        found: dict[int, list[Packet]] = {}
+        for piece in self.batches[batch]:
+            for packet in self.coming[piece]:
+                if packet.supplier != packet.writer:
+                    found.setdefault(packet.supplier, []).append(packet)
+        return [_together(packets, batch) for packets in found.values()]
 
     @property
     def partners(self) -> set[int]:
@@ -80,8 +93,12 @@ class Packets:
     @property
     def own(self) -> list[Packet]:
         """All that the rank contributes: to its own pieces, and to those of others."""
-        kept = [packet for of_piece in self.coming for packet in of_piece if packet.supplier == packet.writer]
-        return [*kept, *self.leaving]
+        return [*self.kept, *self.leaving]
+
+    @property
+    def kept(self) -> list[Packet]:
+        """What the rank contributes to its own pieces."""
+        return [packet for of_piece in self.coming for packet in of_piece if packet.supplier == packet.writer]
 
 
 def make_packets(
@@ -90,6 +107,7 @@ def make_packets(
     pieces: Sequence[Mapping[int, Sequence[FileRange]]],
     rank: int,
     teams: Sequence[Sequence[int]],
+    batch_bytes: int,
 ) -> Packets:
     """Returns the packets that a rank has to do with.
 
@@ -99,8 +117,10 @@ def make_packets(
         pieces: For each team, what its writers write or hash, piece by piece.
         rank: The rank.
         teams: For each team, the ranks in it, which give to each other before others do.
+        batch_bytes: Most bytes of a batch of several pieces.
     """
     coming: list[list[Packet]] = []
+    batches: list[range] = []
     leaving: list[Packet] = []
     for of_team, members in zip(pieces, map(frozenset, teams), strict=True):
         if rank in of_team:
@@ -108,11 +128,12 @@ def make_packets(
                 _coming(layout, holdings, FileRange(*piece), rank, index, members)
                 for index, piece in enumerate(of_team[rank])
             ]
-        leaving += _leaving(layout, holdings, of_team, rank, members)
+            batches = _batches(of_team[rank], batch_bytes)
+        leaving += _leaving(layout, holdings, of_team, rank, members, batch_bytes)
     num_ranks = 1 + max(rank, *(packet.writer for packet in leaving)) if leaving else 1
     # Not all to the same writer at once.
-    leaving.sort(key=lambda packet: (packet.piece, (packet.writer - rank) % num_ranks))
-    return Packets(coming, leaving)
+    leaving.sort(key=lambda packet: (packet.number, (packet.writer - rank) % num_ranks))
+    return Packets(coming, batches, leaving)
 
 
 def places_of(layout: Layout, packet: Packet, piece: FileRange) -> list[Runs]:
@@ -153,6 +174,7 @@ def _leaving(
     pieces: Mapping[int, Sequence[FileRange]],
     rank: int,
     members: Collection[int],
+    batch_bytes: int,
 ) -> list[Packet]:
     known = _Pieces(pieces)
     found: dict[tuple[int, int], list[Stretch]] = {}
@@ -170,7 +192,44 @@ def _leaving(
                 end = cell.runs.before(piece.end - entry.offset)
                 if begin < end:
                     found.setdefault((writer, index), []).append(Stretch(number, cell, begin, end))
-    return [Packet(rank, writer, index, tuple(of)) for (writer, index), of in found.items()]
+    of_writer: dict[int, list[Packet]] = {}
+    for (writer, index), of in sorted(found.items()):
+        of_writer.setdefault(writer, []).append(Packet(rank, writer, index, tuple(of)))
+    return [
+        packet
+        for writer, packets in of_writer.items()
+        for packet in _batched(packets, _batches(pieces[writer], batch_bytes))
+    ]
+
+
+def _batches(pieces: Sequence[FileRange], batch_bytes: int) -> list[range]:
+    """Returns the pieces of a writer in batches."""
+    firsts, nbytes = [0], 0
+    for index, (_, begin, end) in enumerate(pieces):
+        if nbytes and nbytes + end - begin > batch_bytes:
+            firsts.append(index)
+            nbytes = 0
+        nbytes += end - begin
+    return [range(first, end) for first, end in pairwise([*firsts, len(pieces)])]
+
+
+def _batched(packets: Sequence[Packet], batches: Sequence[range]) -> Iterator[Packet]:
+    """Yields packets for pieces of one writer, in order, as packets for its batches."""
+    ends = [batch.stop for batch in batches]
+    for number, of_batch in groupby(packets, lambda packet: bisect_right(ends, packet.number)):
+        yield _together(list(of_batch), number)
+
+
+def _together(packets: Sequence[Packet], batch: int) -> Packet:
+    """Returns packets of the same ranks, in order, as one; stretches that meet become one."""
+    stretches: list[Stretch] = []
+    for stretch in chain.from_iterable(packet.stretches for packet in packets):
+        last = stretches[-1] if stretches else None
+        if last is not None and last[:2] == stretch[:2] and last.end == stretch.begin:
+            stretches[-1] = last._replace(end=stretch.end)
+        else:
+            stretches.append(stretch)
+    return Packet(packets[0].supplier, packets[0].writer, batch, tuple(stretches))
 
 
 class _Pieces:

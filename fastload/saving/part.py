@@ -23,6 +23,7 @@ from fastload.storage import Target
 __all__ = ["Part", "take_part"]
 
 _GOOD_PIECE_BYTES = 4 << 20  # more would leave the cache before it is hashed, and touch more new memory
+_GOOD_BATCH_BYTES = 16 << 20  # of pieces whose packets come together: several pieces, a part of a share
 
 # The plan of the last save, by all that it follows from: a training saves the same again and again.
 _last: dict[tuple[Any, ...], tuple[Share, Packets]] = {}
@@ -88,10 +89,12 @@ def _take_of_shards(
     depths = Depths.within(options.staging_bytes, align_bytes or 1, num_writes=options.write_threads)
     staged = options.staging_bytes // depths.num_pieces
     piece_bytes = whole_units(min(_GOOD_PIECE_BYTES, staged), align_bytes)
-    key = (described.content.layout, holdings.digest, rank, tuple(teams), align_bytes, piece_bytes)
+    batch_bytes = min(_GOOD_BATCH_BYTES, depths.batch_bytes(options.staging_bytes, piece_bytes))
+    lengths = align_bytes, piece_bytes, batch_bytes
+    key = (described.content.layout, holdings.digest, rank, tuple(teams), *lengths)
     plan = _last.get(key)
     if plan is None:
-        plan = _plan(layout, holdings, rank, teams, align_bytes, piece_bytes)
+        plan = _plan(layout, holdings, rank, teams, *lengths)
         _last.clear()
         _last[key] = plan
     [team] = [team for team in teams if rank in team.members]
@@ -106,6 +109,7 @@ def _plan(
     teams: Sequence[Team],
     align_bytes: int | None,
     piece_bytes: int,
+    batch_bytes: int,
 ) -> tuple[Share, Packets]:
     """Returns what a rank writes, and the packets that it has to do with."""
     shares = [
@@ -121,6 +125,7 @@ def _plan(
         [{writer: share.pieces for writer, share in of_team.items()} for of_team in shares],
         rank,
         [team.members for team in teams],
+        batch_bytes,
     )
     own = [of_team[rank] for of_team in shares if rank in of_team]
     return own[0] if own else Share((), (), frozenset()), packets

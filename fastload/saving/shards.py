@@ -24,6 +24,7 @@ class Shards:
     def __init__(self, layout: Layout, source: Source) -> None:
         self._layout = layout
         self._source = source
+        self._views: dict[tuple[int, Box], Tensor] = {}
 
     @property
     def on_device(self) -> bool:
@@ -39,18 +40,27 @@ class Shards:
         position = 0
         with self._source.watch.span(nbytes=wanted.nbytes):
             for number, cell, begin, end in wanted.stretches:
-                tensor = self._source.tensor(self._layout.space.extents[number].name)
                 out = slab[position : position + end - begin]
-                copy_bytes(_view(tensor, cell.box), begin, end, out)
+                copy_bytes(self._view(number, cell.box), begin, end, out)
                 position += end - begin
 
     def settle(self) -> None:
         """Returns once all copies that were started are done."""
         self._source.settle()
 
+    def forget(self) -> None:
+        """Lets go of the state."""
+        self._views.clear()
 
-def _view(tensor: Tensor, box: Box) -> Tensor:
-    """Returns a box of a tensor that this rank holds."""
+    def _view(self, number: int, box: Box) -> Tensor:
+        """Returns a box of a tensor that this rank holds; to ask a DTensor takes longer than to copy."""
+        if (number, box) not in self._views:
+            tensor = self._source.tensor(self._layout.space.extents[number].name)
+            self._views[number, box] = _find(tensor, box)
+        return self._views[number, box]
+
+
+def _find(tensor: Tensor, box: Box) -> Tensor:
     for held, view in local_parts(tensor):
         if held.intersect(box) == box:
             return narrowed(view, box.relative_to(held))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastload.base.memory import PAGE_BYTES, allocate_staging, byte_view, host_view, round_up, runs
 from fastload.base.stopwatch import Stopwatch
+from fastload.formats.dtensors import is_dtensor
 from fastload.saving.assign import FileRange, tensors_within
 from fastload.saving.layout import Layout
 from fastload.saving.spares import Spares, spares
@@ -90,8 +91,9 @@ class Source:
                 copy_bytes(self.tensor(entry.name), begin - entry.offset, end - entry.offset, out)
 
     def tensor(self, name: str) -> Tensor:
-        """Returns a tensor of the state."""
-        return self._tensors[name].detach()
+        """Returns a tensor of the state, detached unless it is a DTensor, which takes a while."""
+        tensor = self._tensors[name]
+        return tensor if is_dtensor(tensor) else tensor.detach()
 
     def forget(self) -> None:
         """Lets go of the state."""

@@ -19,7 +19,7 @@ from fastload.storage.target import Written
 
 __all__ = ["LocalFiles", "os_errors"]
 
-_MIN_DIRECT_BYTES = 1 << 20
+_MIN_DIRECT_BYTES = 256 << 10
 _BOUNCE_BYTES = 4 << 20
 
 

@@ -125,8 +125,12 @@ def test_every_byte_is_written_once_and_every_block_hashed_once(
         ranges = spread(layout, holdings, writers, align_bytes)
         shares.append({writer: Share.of(layout, each, piece_bytes) for writer, each in ranges.items()})
     pieces = [{writer: share.pieces for writer, share in of_team.items()} for of_team in shares]
-    packets = [make_packets(layout, holdings, pieces, rank, teams) for rank in range(num_ranks)]
+    batch_bytes = data.draw(st.integers(1, 3)) * piece_bytes
+    packets = [make_packets(layout, holdings, pieces, rank, teams, batch_bytes) for rank in range(num_ranks)]
     check_both_ends(packets)
+    for of_team in shares:
+        for writer, share in of_team.items():
+            check_batches(share.pieces, packets[writer], batch_bytes)
     for of_team in shares:
         written = [bytearray(b"?" * len(content)) for content in files]
         sums: dict[tuple[int, int], bytes] = {}
@@ -166,11 +170,26 @@ def check_both_ends(packets: Sequence[Packets]) -> None:
         leaving = [packet for packet in packets[supplier].leaving if packet.writer == writer]
         coming = [
             packet
-            for of_piece in packets[writer].coming
-            for packet in of_piece
+            for number in range(len(packets[writer].batches))
+            for packet in packets[writer].travelling(number)
             if packet.supplier == supplier
         ]
-        assert leaving == ([] if supplier == writer else coming)
+        assert leaving == coming
+
+
+def check_batches(pieces: Sequence[FileRange], packets: Packets, batch_bytes: int) -> None:
+    """They are the pieces in order, and what comes for one is what its pieces consist of, one by one."""
+    assert [piece for batch in packets.batches for piece in batch] == list(range(len(pieces)))
+    for number, batch in enumerate(packets.batches):
+        assert len(batch) == 1 or sum(pieces[piece].nbytes for piece in batch) <= batch_bytes
+        for packet in packets.travelling(number):
+            of_pieces = [each for piece in batch for each in packets.coming[piece]]
+            parts = [each for each in of_pieces if each.supplier == packet.supplier]
+            assert bytewise(packet) == [one for each in parts for one in bytewise(each)]
+
+
+def bytewise(packet: Packet) -> list[tuple[int, Box, int]]:
+    return [(s.tensor, s.cell.box, at) for s in packet.stretches for at in range(s.begin, s.end)]
 
 
 def all_sums(layout: Layout, files: Sequence[bytes]) -> dict[tuple[int, int], bytes]:
@@ -207,7 +226,7 @@ def test_who_holds_long_ranges_writes_them_and_all_write_as_much(
     assert sum(sizes) == layout.nbytes
     assert max(sizes) <= layout.nbytes / 4 + 2.5 * MIB
     pieces = {writer: Share.of(layout, each, 4 * MIB).pieces for writer, each in ranges.items()}
-    packets = [make_packets(layout, holdings, [pieces], rank, [range(4)]) for rank in range(4)]
+    packets = [make_packets(layout, holdings, [pieces], rank, [range(4)], 16 * MIB) for rank in range(4)]
     sent = [sum(packet.nbytes for packet in of_rank.leaving) for of_rank in packets]
     assert sum(sent) <= most_sent * layout.nbytes
     assert max(sent) <= sum(sent) / 4 + 0.02 * layout.nbytes

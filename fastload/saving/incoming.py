@@ -1,0 +1,117 @@
+"""What other ranks contribute to the pieces of this one, received ahead of when it is needed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from threading import Event
+
+from torch import Tensor
+
+from fastload.base.memory import PAGE_BYTES, allocate_staging, round_up
+from fastload.saving.exchange import PacketExchange
+from fastload.saving.packets import Packet, Packets
+
+__all__ = ["Buffers", "Incoming"]
+
+
+class Incoming:
+    """What others contribute to the pieces of this rank, which are put together in order.
+
+    Args:
+        packets: What the pieces consist of.
+        exchange: Brings it, once it is open.
+        num_batches: For how many batches of pieces there is memory.
+        pinned: Page-locks it, as all of the save's.
+    """
+
+    def __init__(
+        self, packets: Packets, exchange: PacketExchange[Packet], *, num_batches: int, pinned: bool
+    ) -> None:
+        self._exchange = exchange
+        self._ends = [batch.stop for batch in packets.batches]
+        self._packets = [packets.travelling(number) for number in range(len(self._ends))]
+        lengths = [sum(packet.nbytes for packet in of_batch) for of_batch in self._packets]
+        self._memory = Buffers(num_batches, lengths, pinned=pinned)
+        self._num_batches = num_batches
+        self._posted: deque[tuple[dict[int, Tensor], Event]] = deque()
+        self._number = -1
+        self._left: dict[int, Tensor] = {}
+        self._came = Event()
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that it takes, in bytes."""
+        return self._memory.nbytes
+
+    def reach(self, piece: int) -> None:
+        """Makes ready to receive what is for a piece, and for later ones; what earlier ones got may go.
+
+        Raises:
+            Interrupted: A connection broke.
+        """
+        while self._number < 0 or self._ends[self._number] <= piece:
+            self._number += 1
+            last = min(self._number + self._num_batches, len(self._ends))
+            for number in range(self._number + len(self._posted), last):
+                self._post(number)
+            self._left, self._came = self._posted.popleft()
+
+    def take(self, packet: Packet) -> Tensor:
+        """Waits for what a rank contributes to the piece that was reached; its packets are taken in order.
+
+        Raises:
+            Interrupted: Another rank failed, or a connection, or it did not come in time.
+        """
+        if not self._came.is_set():
+            self._exchange.wait(self._came, f"piece {packet.number} of this rank")
+        data = self._left[packet.supplier]
+        self._left[packet.supplier] = data[packet.nbytes :]
+        return data[: packet.nbytes]
+
+    def free(self) -> None:
+        """Lets go of the memory."""
+        self._posted.clear()
+        self._left.clear()
+        self._memory.free()
+
+    def _post(self, number: int) -> None:
+        packets, memory, position = self._packets[number], self._memory, 0
+        parts: list[tuple[Packet, Tensor]] = []
+        for packet in packets:
+            parts.append((packet, memory.get(number)[position : position + packet.nbytes]))
+            position += packet.nbytes
+        came = self._exchange.expect(parts)
+        self._posted.append(({packet.supplier: data for packet, data in parts}, came))
+
+
+class Buffers:
+    """Some buffers of the same length, used in turn; they take no memory before.
+
+    Args:
+        count: How many.
+        lengths: Of what goes into them, one at a time, in bytes; the longest one fits.
+        pinned: Page-locks them, for copies from a CUDA device.
+    """
+
+    def __init__(self, count: int, lengths: Sequence[int], *, pinned: bool) -> None:
+        self._count = min(count, len(lengths))
+        self._largest = round_up(max(lengths, default=0), PAGE_BYTES)
+        self._pinned = pinned
+        self._buffers: dict[int, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Length of those that were used, in bytes."""
+        return len(self._buffers) * self._largest
+
+    def free(self) -> None:
+        """Lets go of them."""
+        self._buffers.clear()
+
+    def get(self, index: int) -> Tensor:
+        """Returns the buffer whose turn it is, which whatever used it before has to have left."""
+        turn = index % self._count
+        if turn not in self._buffers:
+            self._buffers[turn] = allocate_staging(self._largest, pinned=self._pinned)
+        return self._buffers[turn]
