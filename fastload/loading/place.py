@@ -97,9 +97,10 @@ class Placer:
             data: The bytes, flat uint8, on any device.
         """
         source, starts = data.data_ptr() if data.is_cpu else 0, self._wanted.starts
+        by_bytes = _SMALL_BYTES if torch.get_num_threads() > 1 else data.numel() + 1  # as `copy_flat`
         for index, begin, end in self._wanted.cut(start, data.numel()):
             offset = starts[index] + begin - start
-            if source and self._addresses[index] and end - begin < _SMALL_BYTES:
+            if source and self._addresses[index] and end - begin < by_bytes:
                 memmove(self._addresses[index] + begin, source + offset, end - begin)
             else:
                 destination = self._destinations[index]

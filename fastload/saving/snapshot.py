@@ -8,7 +8,15 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fastload.base.memory import PAGE_BYTES, allocate_staging, byte_view, host_view, round_up, runs
+from fastload.base.memory import (
+    PAGE_BYTES,
+    allocate_staging,
+    byte_view,
+    copy_flat,
+    host_view,
+    round_up,
+    runs,
+)
 from fastload.base.stopwatch import Stopwatch
 from fastload.formats.dtensors import is_dtensor
 from fastload.saving.assign import FileRange, tensors_within
@@ -116,7 +124,7 @@ def copy_bytes(tensor: Tensor, begin: int, end: int, out: Tensor) -> None:
         out: Flat uint8 host tensor of that length.
     """
     if tensor.is_contiguous():
-        out.copy_(byte_view(tensor)[begin:end], non_blocking=True)
+        copy_flat(byte_view(tensor)[begin:end], out)
         return
     size = tensor.element_size()
     first, last = begin // size, -(-end // size)
@@ -125,7 +133,7 @@ def copy_bytes(tensor: Tensor, begin: int, end: int, out: Tensor) -> None:
     for run in runs(tensor, first, last - first):
         dense[position : position + run.numel()].view(run.shape).copy_(run)
         position += run.numel()
-    out.copy_(byte_view(dense)[begin - first * size : end - first * size])
+    copy_flat(byte_view(dense)[begin - first * size : end - first * size], out)
 
 
 class Slabs(Protocol):

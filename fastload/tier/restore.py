@@ -130,6 +130,8 @@ def load(
             raise
         _log.warning("step %d in memory: a copy is damaged, looking for another one: %s", found.step, error)
     damage = _look_for_damage(group, folder, found, options)
+    if all(map(damage.has_nothing, found.holders)):
+        raise IncompleteCheckpoint(f"no host has anything of step {found.step} as it was written")
     return _load(group, folder, found, options, arguments, damage)
 
 

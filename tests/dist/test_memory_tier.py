@@ -147,6 +147,12 @@ def what_a_host_says_of_shares_is_damaged(memory: Path) -> tuple[int, str, str]:
     return 3, "memory", ""
 
 
+def what_all_hosts_say_of_shares_is_damaged(memory: Path) -> tuple[int, str, str]:
+    for host in range(4):
+        flip(generation_in(memory, host, SHARES), 20)
+    return 1, "storage", "cannot be restored: no host has anything of step 3 as it was written"
+
+
 def what_hosts_say_they_have_is_damaged(memory: Path) -> tuple[int, str, str]:
     flip(generation_in(memory, 0), 60)
     flip(generation_in(memory, 3), 5)
@@ -199,6 +205,7 @@ VARIANTS = [
     a_byte_of_both_copies_is_damaged,
     a_header_is_damaged,
     what_a_host_says_of_shares_is_damaged,
+    what_all_hosts_say_of_shares_is_damaged,
     what_hosts_say_they_have_is_damaged,
     it_was_not_recorded_everywhere,
     it_was_recorded_on_too_few_hosts,

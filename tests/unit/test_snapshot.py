@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -21,6 +23,16 @@ def power_of_two(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
+@pytest.fixture(params=[1, 2])
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With one thread, and with several, bytes are copied in different ways."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("nbytes", [0, 1, PAGE_BYTES, 9 * PAGE_BYTES, 33 * PAGE_BYTES, 257 * PAGE_BYTES + 17])
 def test_a_share_takes_little_more_memory_than_it_has_even_rounded_to_powers_of_two(
     monkeypatch: pytest.MonkeyPatch, nbytes: int
