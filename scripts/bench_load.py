@@ -6,6 +6,7 @@
     python scripts/bench_load.py first
     python scripts/bench_load.py tiny --tensors 300000
     python scripts/bench_load.py small --ranks 16
+    python scripts/bench_load.py agree
     python scripts/bench_load.py memory
     python scripts/bench_load.py memory --fsdp
     python scripts/bench_load.py fsdp
@@ -34,6 +35,7 @@ import click
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from bench_parts import agree as agreements
 from bench_parts import baselines, cold, fresh, fsdp, small
 from bench_parts.job import (
     GIB,
@@ -182,6 +184,17 @@ def small_states(ranks: int, size: int, repeats: int, json_path: str | None) -> 
     with tempfile.TemporaryDirectory(prefix="bench-load-") as folder:
         rows = run_on_ranks(__file__, ranks, folder, part="small", nbytes=size, repeats=repeats)
     small.print_small(rows, f"{size / MIB:.1f} MiB, local and warm, {ranks} ranks of one host")
+    write_json(json_path, rows)
+
+
+@main.command()
+@click.option("--ranks", "sizes", default="8,64,256", show_default=True, help="Numbers of ranks.")
+@click.option("--repeats", default=10, show_default=True, help="Calls of each number.")
+@json_option
+def agree(sizes: str, repeats: int, json_path: str | None) -> None:
+    """Have ranks agree that are threads of one process: what that costs the more there are."""
+    rows = agreements.measure([int(size) for size in sizes.split(",")], repeats)
+    agreements.print_agreements(rows)
     write_json(json_path, rows)
 
 

@@ -185,7 +185,10 @@ def within(
         return max(began, since()) + limit_s - time.monotonic()
 
     began = time.monotonic()
-    background(run, "fastload-call").start()
+    try:
+        background(run, "fastload-call").start()
+    except RuntimeError:
+        run()  # there is no memory for a thread: rather without an end than not at all, since others wait
     longest_s = limit_s if give_up is None else _TICK_S
     while not ended.wait(min(longest_s, max(0.0, left_s()))):
         if give_up is not None and give_up():

@@ -1,8 +1,8 @@
 """Ranks and their agreement: who is here, what they agree on, and how they learn of a failure.
 
-Everything here goes through the rendezvous store of torch.distributed, not through collectives: a
-store can say which rank is missing, works the same under every backend, and stays usable when a
-peer has died in the middle of a collective.
+What is agreed on is in the rendezvous store of torch.distributed, not in collectives: a store can say
+which rank is missing, works the same under every backend, and stays usable when a peer has died in the
+middle of a collective. While nothing is wrong, answers come together along a tree (see `bonded`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import torch.distributed as dist
 import xxhash
 
 from fastload.base.threads import await_done
-from fastload.errors import WorldError, to_wire
+from fastload.errors import to_wire
 from fastload.ranks.alarm import Alarm
+from fastload.ranks.answers import write_answer
 from fastload.ranks.course import Course, LastStep
-from fastload.ranks.failures import Outcome, late, raise_failures, require_same_call
+from fastload.ranks.failures import Outcome, outcomes_of, raise_failures, require_left, require_same_call
 from fastload.ranks.kept import Kept, kept_of
 from fastload.ranks.meeting import Verdict
-from fastload.ranks.rendezvous import Rendezvous, Solo
+from fastload.ranks.rendezvous import Rendezvous
 
 __all__ = ["World", "grace_of"]
 
@@ -68,7 +69,6 @@ class World:
         size: Number of ranks in the group.
         host: Name of this host.
         group: The caller's process group, or None for a world of 1.
-        store: A corner of the rendezvous store that is this world's own, or None for a world of 1.
         rendezvous: The same with deadlines, for what is no agreement of all ranks.
         kept: What the group keeps for its next calls, and drops when one fails.
         timeout_s: Longest wait without progress, in seconds.
@@ -80,22 +80,31 @@ class World:
         rank: int,
         size: int,
         group: dist.ProcessGroup | None,
-        store: dist.Store | None,
         timeout_s: float,
         rendezvous: Rendezvous | None = None,
+        kept: Kept | None = None,
         call: str = "",
     ) -> None:
         self.rank = rank
         self.size = size
         self.host = socket.gethostname()
         self.group = group
-        self.store = store
-        self.kept = kept_of(group) if group is not None else Kept()
+        self.kept = kept if kept is not None else kept_of(group) if group is not None else Kept()
         self.timeout_s = timeout_s
         self._course = Course(call)
         self._hosts = {rank: self.host}
-        self.rendezvous = rendezvous if rendezvous is not None else Solo()
+        if rendezvous is None:
+            from fastload.ranks.solo import Solo  # not where there are others
+
+            rendezvous = Solo()
+        self.rendezvous = rendezvous
         self._alarm = Alarm(self.rendezvous, rank, grace_s=self.grace_s, patience_s=self.patience_s)
+
+    @property
+    def store(self) -> dist.Store | None:
+        """A corner of the rendezvous store that is this world's own, or None for a world of 1."""
+        store: dist.Store | None = self.rendezvous.store
+        return store
 
     @property
     def grace_s(self) -> float:
@@ -110,7 +119,13 @@ class World:
     # Agreement
 
     def gather(
-        self, what: str, value: Any = None, error: BaseException | None = None, *, wait_s: float
+        self,
+        what: str,
+        value: Any = None,
+        error: BaseException | None = None,
+        *,
+        wait_s: float,
+        along: bytes = b"",
     ) -> list[Outcome]:
         """Collects one JSON value, or one error, from every rank; all ranks return the same list.
 
@@ -120,6 +135,7 @@ class World:
             error: What stopped this rank, instead of a value.
             wait_s: How long to wait for the others. A rank that has not answered by then is given a
                 `DeadlineExceeded` as its error.
+            along: What it brings along; see `share`.
         """
         course = self._course
         step, call = course.take_step()
@@ -128,23 +144,27 @@ class World:
             what,
             step,
             answer,
+            along=along,
             wait_s=wait_s,
             grace_s=self.grace_s,
             forget=course.last.step if course.last is not None else None,
         )
         outcomes = self._outcomes(verdict)
         failed = any(outcome.error is not None for outcome in outcomes)
-        course.last = LastStep(step, len(verdict.answers.keys() - {self.rank}), failed)
+        course.bytes_along = verdict.bytes_along
+        if not verdict.missed:
+            course.last = LastStep(step, len(verdict.answers.keys() - {self.rank}), failed)
         if step == 0 and not failed:
             require_same_call([verdict.answers[rank]["call"] for rank in range(self.size)])
         return outcomes
 
-    def agree(self, what: str, work: Callable[[], T]) -> list[T]:
+    def agree(self, what: str, work: Callable[[], T], *, along: Sequence[bytes] = ()) -> list[T]:
         """Does work on every rank and returns what each of them made of it, or raises on all ranks.
 
         Args:
             what: Name of the step, for messages.
             work: Returns a JSON value; an exception it raises is raised on all ranks.
+            along: Has, after the work, what this rank brings along, if anything; see `share`.
 
         Raises:
             FastloadError: Work failed on a rank (see `raise_failures`), or a rank did not answer.
@@ -155,7 +175,7 @@ class World:
         except Exception as caught:
             error = caught
         try:
-            outcomes = self.gather(what, value, error, wait_s=self.patience_s)
+            outcomes = self.gather(what, value, error, wait_s=self.patience_s, along=b"".join(along))
             self.raise_failures(what, outcomes, error)
         finally:
             error = None  # else error → traceback → frame → error would keep all their memory alive
@@ -209,15 +229,20 @@ class World:
             CheckpointError: Making them raised it; the same on all ranks.
             PeerError: Making them raised something else, or a rank did not answer.
         """
-        step, rendezvous = self._course.step, self.rendezvous
+        step, along = self._course.step, []
+        place = f"shared/{step}"
 
         def publish() -> int:
             if self.rank != source:
                 return 0
-            return rendezvous.put_bytes(what, step, make(), limit_s=self.patience_s)
+            along.append(make())
+            return len(self.rendezvous.leave(what, place, along[0], limit_s=self.patience_s))
 
-        pieces = self.agree(what, publish)[source]
-        return rendezvous.get_bytes(what, step, pieces, limit_s=self.patience_s)
+        num_keys = self.agree(what, publish, along=along)[source]
+        self.rendezvous.note_shared(step, place, num_keys)
+        if (data := self._course.bytes_along) is None:
+            data = self.rendezvous.take(what, place, keep=True, limit_s=self.patience_s)
+        return require_left(what, data, source)
 
     def gather_bytes(self, what: str, make: Callable[[], bytes]) -> list[bytes]:
         """Makes bytes on every rank and brings them to all ranks; those that are equal are carried once.
@@ -237,7 +262,10 @@ class World:
         sources = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
 
         def join() -> bytes:
-            found = [self._shown(what, place, rank) for rank in sources.values()]
+            found = [
+                require_left(what, self.take_bytes(what, place, rank, keep=True), rank)
+                for rank in sources.values()
+            ]
             return b"".join([json.dumps([len(data) for data in found]).encode(), b"\n", *found])
 
         lengths, _, joined = self.share(what, 0, join).partition(b"\n")
@@ -246,12 +274,6 @@ class World:
             digest: joined[begin:end] for digest, (begin, end) in zip(sources, pairwise(ends), strict=True)
         }
         return [found[digest] for digest in digests]
-
-    def _shown(self, what: str, place: str, rank: int) -> bytes:
-        data = self.take_bytes(what, place, rank, keep=True)
-        if data is None:
-            raise WorldError(f"{what}: what rank {rank} has left is gone")
-        return data
 
     def leave_bytes(self, what: str, place: str, data: bytes) -> None:
         """Leaves bytes for another rank, which takes them with `take_bytes`, from the same place, once."""
@@ -326,6 +348,7 @@ class World:
     def raise_alarm(self) -> None:
         """Tells the other ranks, wherever they are, that this one has failed."""
         self._alarm.ring()
+        self.rendezvous.part()
 
     def leave(self, error: BaseException) -> None:
         """Answers whatever comes next with an error, since this rank will not be there; never raises."""
@@ -368,22 +391,10 @@ class World:
 
     def _answer(self, value: Any, error: BaseException | None, call: str | None) -> str:
         wire = to_wire(error, _ERROR_BYTES // self.size) if error is not None else None
-        answer = {"host": self.host, "value": value, "error": wire}
-        return json.dumps(answer if call is None else {**answer, "call": call})
+        answer = {"value": value, "error": wire}
+        return write_answer(
+            self.rank, answer if call is None else {**answer, "host": self.host, "call": call}
+        )
 
     def _outcomes(self, verdict: Verdict) -> list[Outcome]:
-        outcomes = []
-        for rank in range(self.size):
-            answer = verdict.answers.get(rank)
-            if answer is None:
-                outcomes.append(
-                    Outcome(
-                        self._hosts.get(rank, ""),
-                        None,
-                        to_wire(late(verdict.waited_s, own=rank == self.rank)),
-                    )
-                )
-            else:
-                self._hosts[rank] = answer["host"]
-                outcomes.append(Outcome(answer["host"], answer["value"], answer["error"]))
-        return outcomes
+        return outcomes_of(verdict, self.rank, self.size, self._hosts)

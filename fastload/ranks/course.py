@@ -24,6 +24,7 @@ class Course:
         call: What the ranks have met for, which each tells the others in the first step.
         step: Number of the next step.
         last: The step before it, while there is one of which the verdict has not been heard.
+        bytes_along: What came along with the last verdict; None if it was read from the store.
         leavings: What this rank has left for others in the store, and takes away once it has heard.
         has_left: Whether it has told the others that it takes no more steps.
     """
@@ -31,6 +32,7 @@ class Course:
     call: str
     step: int = 0
     last: LastStep | None = None
+    bytes_along: bytes | None = None
     leavings: list[str] = field(default_factory=list)
     has_left: bool = False
 

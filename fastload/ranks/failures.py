@@ -13,11 +13,22 @@ from fastload.errors import (
     Interrupted,
     PeerError,
     PlanMismatch,
+    WorldError,
     blames_checkpoint,
     from_wire,
+    to_wire,
 )
+from fastload.ranks.meeting import Verdict
 
-__all__ = ["Outcome", "late", "raise_failures", "require_same", "require_same_call"]
+__all__ = [
+    "Outcome",
+    "late",
+    "outcomes_of",
+    "raise_failures",
+    "require_left",
+    "require_same",
+    "require_same_call",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +81,30 @@ def raise_failures(
     ) from own
 
 
+def outcomes_of(verdict: Verdict, rank: int, size: int, hosts: dict[int, str]) -> list[Outcome]:
+    """Returns what each rank brought; the same object for ranks of a host that brought the same.
+
+    Args:
+        verdict: What was decided.
+        rank: This one.
+        size: Number of ranks.
+        hosts: Host of each rank as far as it is known, which becomes more.
+    """
+    outcomes: list[Outcome] = []
+    made: dict[tuple[int, str], Outcome] = {}  # of thousands of ranks most say the same
+    for each in range(size):
+        answer = verdict.answers.get(each)
+        if answer is None:
+            error = to_wire(late(verdict.waited_s, own=each == rank))
+            outcomes.append(Outcome(hosts.get(each, ""), None, error))
+            continue
+        host = hosts[each] = answer.get("host") or hosts.get(each, "")
+        if (outcome := made.get((id(answer), host))) is None:
+            outcome = made[id(answer), host] = Outcome(host, answer["value"], answer["error"])
+        outcomes.append(outcome)
+    return outcomes
+
+
 def late(waited_s: float, *, own: bool) -> DeadlineExceeded:
     """Says of a rank, perhaps this one, that it has not answered in time."""
     if own:
@@ -78,6 +113,17 @@ def late(waited_s: float, *, own: bool) -> DeadlineExceeded:
         f"did not answer within {waited_s:.1f} s: killed, stopped, stuck or cut off, "
         "or did not make this call (as inside of `if rank == 0:`)"
     )
+
+
+def require_left(what: str, data: bytes | None, rank: int) -> bytes:
+    """Returns bytes that a rank has left.
+
+    Raises:
+        WorldError: They are not there.
+    """
+    if data is None:
+        raise WorldError(f"{what}: what rank {rank} has left is gone")
+    return data
 
 
 def require_same_call(calls: Sequence[str]) -> None:

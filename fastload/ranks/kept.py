@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from fastload.base.threads import ProcessLock
 
 __all__ = ["Keepsake", "Kept", "kept_of"]
 
+T = TypeVar("T")
 
 _lock = ProcessLock()
 
@@ -43,6 +45,15 @@ class Kept:
     def __init__(self) -> None:
         self._things: dict[str, Keepsake] = {}
         self._num_drops = 0
+        self._lasting: Any = None
+
+    def lasting(self, make: Callable[[], T]) -> T:
+        """Returns what stays when a call fails, until the group goes: one thing, made the first time."""
+        with _lock:
+            if self._lasting is None:
+                self._lasting = make()
+            found: T = self._lasting
+        return found
 
     def take(self, name: str) -> Any:
         """Returns what was put back under a name, which is there no longer; None if nothing was."""
@@ -77,8 +88,17 @@ class Kept:
         for thing in going:
             thing.drop()
 
+    def end(self) -> None:
+        """Lets go of all, for good: the group is gone, or the process ends."""
+        if self._lasting is not None:
+            self._lasting.drop()
+        self.drop()
+
     def disown(self) -> None:
         """Forgets all in a forked child."""
+        if self._lasting is not None:
+            self._lasting.disown()
+            self._lasting = None
         going, self._things = list(self._things.values()), {}
         for thing in going:
             thing.disown()
@@ -93,7 +113,7 @@ def kept_of(group: Any) -> Kept:
         kept = _of_groups.get(group)
         if kept is None:
             kept = _of_groups[group] = Kept()
-            weakref.finalize(group, kept.drop)
+            weakref.finalize(group, kept.end)
         return kept
 
 

@@ -23,11 +23,10 @@ Ranks that meet in calls of different names are told so at once.
 
 from __future__ import annotations
 
-import base64
-import json
-import zlib
 from dataclasses import dataclass
 from typing import Any
+
+from fastload.ranks.answers import join_answers, read_answers
 
 __all__ = ["Step", "Verdict"]
 
@@ -43,20 +42,34 @@ class Verdict:
     Attributes:
         waited_s: Patience of the rank that decided, in seconds.
         answers: Rank → its answer, for the ranks that came in time.
+        along_tree: Whether all came along the tree of the group, not to the store.
+        bytes_along: What came along with it; None if it was read from the store.
+        missed: Whether the call is over, and this rank came too late for it.
     """
 
     waited_s: float
     answers: dict[int, dict[str, Any]]
+    along_tree: bool = False
+    bytes_along: bytes | None = None
+    missed: bool = False
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Verdict:
-        """Reads what `Step.decide` left."""
-        waited_s, _, packed = str(data, "ascii").partition("\n")
-        return cls(float(waited_s), _read_log(str(zlib.decompress(base64.b64decode(packed)), "ascii")))
+    def from_text(cls, text: str, size: int, bytes_along: bytes | None = None) -> Verdict:
+        """Reads what `write` wrote."""
+        head, _, table = text.partition("\n")
+        waited_s, along_tree = head.split()
+        found = enumerate(read_answers(table, size))
+        answers = {rank: answer for rank, answer in found if answer is not None}
+        return cls(float(waited_s), answers, along_tree == "tree", bytes_along)
+
+    @staticmethod
+    def write(waited_s: float, table: str, *, along_tree: bool = False) -> str:
+        """Returns it as text; see `answers` for the table."""
+        return f"{waited_s} {'tree' if along_tree else 'store'}\n{table}"
 
     def is_of(self, call: str) -> bool:
         """Whether some rank brought an answer to a call of that name."""
-        return _has_call(self.answers, call)
+        return any(answer.get("call") == call for answer in self.answers.values())
 
 
 class Step:
@@ -72,15 +85,17 @@ class Step:
         self._store = store
         self._size = size
         self.log, self.count, self.verdict = f"{name}/answers", f"{name}/count", f"{name}/verdict"
+        self.called = f"{name}/called"
 
     @property
     def keys(self) -> list[str]:
         """All that it leaves in the store."""
-        return [self.log, self.count, self.verdict]
+        first = self.called.endswith("0/called")  # of the steps of a call
+        return [self.log, self.count, self.verdict, *([self.called] if first else [])]
 
-    def answer(self, rank: int, answer: str) -> bool:
-        """Brings the answer of a rank, a JSON object; returns whether it was the last one."""
-        self._store.append(self.log, f"{rank} {answer}\n")
+    def answer(self, answer: str) -> bool:
+        """Brings the answer of a rank, a table; returns whether it was the last one."""
+        self._store.append(self.log, answer)
         return bool(self._store.add(self.count, 1) % _HEARD == self._size)
 
     def lose_patience(self) -> bool:
@@ -89,10 +104,12 @@ class Step:
 
     def decide(self, waited_s: float) -> Verdict:
         """Returns the verdict: that of whoever decided first. This rank must have answered."""
-        # Packed, since all ranks get it through one store, and answers are much alike; a store takes text.
-        packed = base64.b64encode(zlib.compress(self._store.get(self.log), 1))
-        verdict = f"{waited_s}\n{str(packed, 'ascii')}"
-        return Verdict.from_bytes(self._store.compare_set(self.verdict, "", verdict))
+        table = join_answers([str(self._store.get(self.log), "ascii")])
+        return Verdict.from_text(self.settle(Verdict.write(waited_s, table)), self._size)
+
+    def settle(self, verdict: str) -> str:
+        """Leaves a verdict unless there is one; returns which one is there then."""
+        return str(self._store.compare_set(self.verdict, "", verdict), "ascii")
 
     def is_decided(self) -> bool:
         """Whether there is a verdict."""
@@ -100,11 +117,24 @@ class Step:
 
     def read(self) -> Verdict:
         """Returns the verdict, which has to be there."""
-        return Verdict.from_bytes(self._store.get(self.verdict))
+        return Verdict.from_text(str(self._store.get(self.verdict), "ascii"), self._size)
+
+    def call(self, call: str) -> None:
+        """Says which call is being made, by ranks that do not answer here yet."""
+        self._store.set(self.called, call)
+
+    def is_begun(self) -> bool:
+        """Whether some rank has answered, or has said which call it makes."""
+        return bool(self._store.check([self.log]) or self._store.check([self.called]))
 
     def is_being_made(self, call: str) -> bool:
-        """Whether some rank has answered, and to a call of that name; the log has to be there."""
-        return _has_call(_read_log(str(self._store.get(self.log), "ascii")), call)
+        """Whether it `is_begun` for a call of that name."""
+        if self._store.check([self.called]) and str(self._store.get(self.called), "utf-8") == call:
+            return True
+        if not self._store.check([self.log]):
+            return False
+        answers = read_answers(str(self._store.get(self.log), "ascii"), self._size)
+        return any(answer is not None and answer.get("call") == call for answer in answers)
 
     def hear(self) -> bool:
         """Notes that this rank has heard the verdict; returns whether all have, and its keys may go."""
@@ -113,15 +143,3 @@ class Step:
     def num_heard(self) -> int:
         """Returns how many ranks have heard the verdict."""
         return int(self._store.add(self.count, 0) // _HEARD % _HEARD)
-
-
-def _read_log(log: str) -> dict[int, dict[str, Any]]:
-    answers: dict[int, dict[str, Any]] = {}
-    for line in log.splitlines():
-        rank, _, answer = line.partition(" ")
-        answers.setdefault(int(rank), json.loads(answer))
-    return answers
-
-
-def _has_call(answers: dict[int, dict[str, Any]], call: str) -> bool:
-    return any(answer.get("call") == call for answer in answers.values())

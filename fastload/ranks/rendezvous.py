@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastload.base.threads import within
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError
 from fastload.ranks.meeting import Step, Verdict
 
-__all__ = ["Rendezvous", "Solo"]
+__all__ = ["Rendezvous"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -43,12 +43,17 @@ class Rendezvous:
         self._first_poll_s = max(_FIRST_POLL_S, size * _POLL_OF_A_RANK_S)
         self._host = host
         self._if_lost = if_lost
-        self._num_pieces: dict[int, int] = {}
+        self._shared: dict[int, list[str]] = {}
         self._lost: str | None = None
         self._given_up = False
         self._pulse = 0
         self._heard_at = 0.0
         self._next_listening = 0.0
+
+    @property
+    def store(self) -> Any:
+        """The corner, without deadlines; None for a world of 1."""
+        return self._store
 
     def ask(self, what: str, limit_s: float, ask: Callable[[], T]) -> T:
         """Asks the store: a store whose host is stopped or cut off would keep the caller for ever."""
@@ -133,40 +138,78 @@ class Rendezvous:
             while True:
                 # Counted in the store, since a process may initialize torch.distributed anew.
                 number = self._store.add(f"{self._rank}/turns", 1)
-                step = self._step(f"{number}/0")
-                if not step.is_decided():
-                    return number, None
-                verdict = step.read()
-                if step.hear():
-                    self._delete([*step.keys, f"{number}/alarm", f"{number}/pulse"])
-                if verdict.is_of(call) and not self._is_made_again(number + 1, call, wait_s):
+                verdict = self.passed(number, call, wait_s)
+                if verdict is None or verdict.missed:
                     return number, verdict
 
         return self.ask("joining the other ranks", limit_s, draw)
 
+    def passed(self, number: int, call: str, wait_s: float) -> Verdict | None:
+        """Returns what was decided without this rank where it is about to make a call, which may be `missed`.
+
+        Args:
+            number: Of the call, in the corner of a group.
+            call: Its name.
+            wait_s: As for `take_turn`.
+
+        Returns:
+            None if this rank is in time.
+        """
+        step = self._step(f"{number}/0")
+        if not step.is_decided():
+            return None
+        verdict = step.read()
+        if self._rank in verdict.answers:
+            return None
+        if step.hear():
+            self._delete([*step.keys, f"{number}/alarm", f"{number}/pulse"])
+        missed = verdict.is_of(call) and not self._is_made_again(number + 1, call, wait_s)
+        return replace(verdict, missed=missed)
+
     def collect(
-        self, what: str, step: int, answer: str, *, wait_s: float, grace_s: float, forget: int | None
+        self,
+        what: str,
+        step: int,
+        answer: str,
+        *,
+        along: bytes = b"",
+        wait_s: float,
+        grace_s: float,
+        forget: int | None,
+        since: float | None = None,
     ) -> Verdict:
         """Brings this rank's answer and returns the verdict.
 
         Args:
             what: Name of the step, for messages.
             step: Its number.
-            answer: This rank's answer, a JSON object.
+            answer: This rank's answer, a table; perhaps with those of others that this one knows.
+            along: What one rank brings along, which the others get with the verdict or, where that comes
+                without, have to get elsewhere.
             wait_s: How long to wait for the others, from when one of them was last known to get on.
             grace_s: How long to wait, then, for the rank that decides.
             forget: Number of a step that nobody needs any more once all have answered this one.
+            since: When the wait began, if this rank has waited in another way; those that still do so are
+                waited for a moment in any case.
         """
 
         def collect() -> Verdict:
             place = self._step(step)
-            if place.answer(self._rank, answer):
+            if since is not None and place.is_decided():
+                return place.read()
+            began = time.monotonic()
+            if since is not None:
+                began = max(since, began - wait_s + min(wait_s, grace_s) / 2)
+            if place.answer(answer):
                 verdict = place.decide(wait_s)
                 if forget is not None:
                     self._forget(forget)
                 return verdict
-            if self._poll([place.verdict], wait_s, listen=True):
-                return place.read()
+            if self._poll([place.verdict], wait_s, listen=True, began=began):
+                verdict = place.read()
+                if verdict.along_tree:  # decided meanwhile, and nobody counts who hears it
+                    self._delete([place.log, place.count])
+                return verdict
             # Whoever is to decide may die of it: then all others do.
             if not place.lose_patience() and self._poll([place.verdict], grace_s, listen=False):
                 return place.read()
@@ -206,7 +249,7 @@ class Rendezvous:
         Args:
             heard: Number of the step whose verdict this rank has heard last, if it has not said so.
             step: Number of the next one.
-            answer: This rank's answer, a JSON object.
+            answer: This rank's answer, a table (see `answers`).
             limit_s: Longest wait.
         """
 
@@ -215,30 +258,12 @@ class Rendezvous:
             if heard is not None:
                 self._hear(heard, failed=True)
             place = self._step(step)
-            if place.answer(self._rank, answer):
+            if place.answer(answer):
                 place.decide(0.0)
             self._hear(step, failed=True)
 
         with contextlib.suppress(FastloadError):
             self.ask("telling the other ranks", limit_s, resign)
-
-    def put_bytes(self, what: str, step: int, data: bytes, *, limit_s: float) -> int:
-        """Leaves bytes for the others; returns in how many pieces."""
-        pieces = [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]
-        keys = self._piece_keys(step, len(pieces))
-
-        def put() -> int:
-            for key, piece in zip(keys, pieces, strict=True):
-                self._store.set(key, piece)
-            return len(pieces)
-
-        return self.ask(what, limit_s, put)
-
-    def get_bytes(self, what: str, step: int, num_pieces: int, *, limit_s: float) -> bytes:
-        """Returns what one rank has left in so many pieces."""
-        self._num_pieces[step] = num_pieces
-        keys = self._piece_keys(step, num_pieces)
-        return self.ask(what, limit_s, lambda: b"".join(self._store.get(key) for key in keys))
 
     def leave(self, what: str, place: str, data: bytes, *, limit_s: float) -> list[str]:
         """Leaves bytes at a place that nobody else uses; returns the keys that they take."""
@@ -270,7 +295,14 @@ class Rendezvous:
 
         return self.ask(what, limit_s, take)
 
-    def _piece_keys(self, place: int | str, num_pieces: int) -> list[str]:
+    def part(self) -> None:
+        """Notes that something has failed; see `Bonded`."""
+
+    def note_shared(self, step: int, place: str, num_keys: int) -> None:
+        """Notes what goes with a step: the bytes that a rank has left."""
+        self._shared[step] = [f"{place}/count", *self._piece_keys(place, num_keys - 1)]
+
+    def _piece_keys(self, place: str, num_pieces: int) -> list[str]:
         return [f"{place}/piece{index}" for index in range(num_pieces)]
 
     def _explain(self, what: str, error: str) -> PeerError:
@@ -285,43 +317,50 @@ class Rendezvous:
             if step.read().is_of(call):
                 return True
             number += 1
-        return self._poll([step.log], wait_s, listen=False) and step.is_being_made(call)
+        return self._wait_until(step.is_begun, wait_s, listen=False) and step.is_being_made(call)
 
     def _step(self, name: int | str) -> Step:
         return Step(self._store, str(name), self._size)
 
-    def _poll(self, keys: list[str], wait_s: float, *, listen: bool) -> bool:
+    def _poll(self, keys: list[str], wait_s: float, *, listen: bool, began: float | None = None) -> bool:
         """Waits until all keys exist; see `_wait_until`."""
-        return self._wait_until(lambda: bool(self._store.check(keys)), wait_s, listen=listen)
+        return self._wait_until(lambda: bool(self._store.check(keys)), wait_s, listen=listen, began=began)
 
-    def _wait_until(self, condition: Callable[[], bool], wait_s: float, *, listen: bool) -> bool:
+    def _wait_until(
+        self, condition: Callable[[], bool], wait_s: float, *, listen: bool, began: float | None = None
+    ) -> bool:
         """Waits for a condition. Polls, since a blocking wait would lock the store for other threads.
 
         Args:
             condition: Asks the store.
             wait_s: For how long.
             listen: Whether to count from when some rank was last known to get on.
+            began: When the wait has begun, if not now.
         """
-        began = time.monotonic()
+        first_look = time.monotonic()
+        began = began if began is not None else first_look
         while not condition():
             now = time.monotonic()
-            if listen:
-                self._listen(now, min(_LISTENING_S, wait_s / 32))
+            if listen and now >= self._next_listening:
+                self._next_listening = now + self._period_s(wait_s)
+                self._hear_pulse(now)
             if now >= (max(began, self._heard_at) if listen else began) + wait_s:
                 return False
             if self._given_up:
                 raise Interrupted("nobody waits for this any more")
             # In proportion to the time waited so far, so that polling adds a few percent to any wait.
-            time.sleep(min(max(self._first_poll_s, (now - began) / 16), _LAST_POLL_S))
+            time.sleep(min(max(self._first_poll_s, (now - first_look) / 16), _LAST_POLL_S))
         return True
 
-    def _listen(self, now: float, period_s: float) -> None:
-        """Looks for signs of life now and then: ranks that need not keep step may be far apart."""
-        if now >= self._next_listening:
-            self._next_listening = now + period_s
-            pulse = self._store.add("pulse", 0)
-            if pulse != self._pulse:
-                self._pulse, self._heard_at = pulse, now
+    def _period_s(self, wait_s: float) -> float:
+        """Returns how long to leave the store alone between looks for signs of life."""
+        return max(min(_LISTENING_S, wait_s / 32), self._size * _POLL_OF_A_RANK_S)
+
+    def _hear_pulse(self, now: float) -> None:
+        """Looks for a sign of life: ranks that need not keep step may be far apart."""
+        pulse = self._store.add("pulse", 0)
+        if pulse != self._pulse:
+            self._pulse, self._heard_at = pulse, now
 
     def _hear(self, step: int, failed: bool) -> None:
         if self._step(step).hear():
@@ -329,7 +368,7 @@ class Rendezvous:
             self._delete(["pulse", "alarm"] if failed else ["pulse"])
 
     def _forget(self, step: int) -> None:
-        self._delete(self._step(step).keys + self._piece_keys(step, self._num_pieces.pop(step, 0)))
+        self._delete(self._step(step).keys + self._shared.pop(step, []))
 
     def _delete(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -337,52 +376,3 @@ class Rendezvous:
                 self._store.delete_key(key)
             except (RuntimeError, NotImplementedError):
                 return  # a FileStore keeps its keys; they are small
-
-
-class Solo(Rendezvous):
-    """That of a world of 1, which has nobody to ask."""
-
-    def __init__(self) -> None:
-        super().__init__(None, rank=0, size=1, host=None, if_lost="")
-        self._left: dict[str, bytes] = {}
-
-    def tell(self, values: dict[str, str], *, limit_s: float) -> None:
-        """Does nothing: there is nobody to be told."""
-
-    def watch(self, key: str, *, alive: bool, limit_s: float) -> bool:
-        """Returns False: nobody else fails."""
-        return False
-
-    def collect(
-        self, what: str, step: int, answer: str, *, wait_s: float, grace_s: float, forget: int | None
-    ) -> Verdict:
-        """Returns the one answer."""
-        return Verdict(wait_s, {0: json.loads(answer)})
-
-    def hear(
-        self, step: int, *, num_others: int, failed: bool, leavings: Sequence[str], grace_s: float
-    ) -> None:
-        """Forgets what was left."""
-        for place in leavings:
-            self._left.pop(place, None)
-
-    def resign(self, heard: int | None, step: int, answer: str, *, limit_s: float) -> None:
-        """Does nothing."""
-
-    def put_bytes(self, what: str, step: int, data: bytes, *, limit_s: float) -> int:
-        """Keeps bytes for `get_bytes`."""
-        self._left[str(step)] = data
-        return 1
-
-    def get_bytes(self, what: str, step: int, num_pieces: int, *, limit_s: float) -> bytes:
-        """Returns what `put_bytes` has kept."""
-        return self._left.pop(str(step))
-
-    def leave(self, what: str, place: str, data: bytes, *, limit_s: float) -> list[str]:
-        """Keeps bytes for `take`."""
-        self._left[place] = data
-        return [place]
-
-    def take(self, what: str, place: str, *, keep: bool, limit_s: float) -> bytes | None:
-        """Returns what `leave` has kept; None if it has nothing."""
-        return self._left.get(place) if keep else self._left.pop(place, None)

@@ -12,7 +12,6 @@ from typing import Any
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.trace import RankTrace, Recorder, chrome_events, to_json
 from fastload.errors import FastloadError, OptionError
-from fastload.ranks.clocks import compare_clocks
 from fastload.ranks.world import World
 from fastload.storage import locate
 from fastload.storage.own_files import write_text
@@ -57,6 +56,8 @@ class Tracing:
         """
         self._hosts = hosts
         if self._path is not None:
+            from fastload.ranks.clocks import compare_clocks  # few calls are traced
+
             self._offset_s = compare_clocks(self._world, hosts, time.perf_counter)
 
     def add(self, stage: str, began_s: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +20,9 @@ import xxhash
 
 from fastload.errors import WorldError
 from fastload.ranks.agreement import World, grace_of
+from fastload.ranks.door import machine
 from fastload.ranks.failures import require_same
+from fastload.ranks.kept import Kept, kept_of
 from fastload.ranks.launch import Launch, from_env
 from fastload.ranks.rendezvous import Rendezvous
 
@@ -72,7 +75,7 @@ def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:
     """
     group = _as_group(process_group)
     if group is None or dist.get_world_size(group) == 1:
-        return World(rank=0, size=1, group=group, store=None, timeout_s=timeout_s)
+        return World(rank=0, size=1, group=group, timeout_s=timeout_s)
     members = dist.get_process_group_ranks(group)
     root = dist.distributed_c10d._get_default_store()
     # Groups with the same members are different all the same: their calls have no order between them.
@@ -100,6 +103,7 @@ def join_in(
     group: dist.ProcessGroup | None = None,
     host: int | None = None,
     if_lost: str = "",
+    kept: Kept | None = None,
 ) -> World:
     """Forms the world of the ranks that have a corner of a store to themselves.
 
@@ -112,20 +116,24 @@ def join_in(
         group: Their process group.
         host: The rank that hosts the store, if one of them does.
         if_lost: What it means that the store is gone.
+        kept: What the ranks keep from call to call; None for what the group keeps, or nothing.
     """
     knows: dict[str, Any] = {"rank": rank, "size": size, "host": host, "if_lost": if_lost}
+    if kept is None and group is not None:
+        kept = kept_of(group)
+    rendezvous: Rendezvous
+    if kept is not None:
+        from fastload.ranks.bonded import Bonded  # only where there are several ranks
+        from fastload.ranks.turns import Standing
 
-    turns = Rendezvous(corner, **knows)
-    number, missed = turns.take_turn(call, wait_s=grace_of(timeout_s), limit_s=timeout_s)
-    store = dist.PrefixStore(str(number), corner)
+        rendezvous = Bonded(corner, kept.lasting(Standing), machine(socket.gethostname(), rank), **knows)
+        missed = rendezvous.begin(call, grace_s=grace_of(timeout_s), limit_s=timeout_s)
+    else:
+        turns = Rendezvous(corner, **knows)
+        number, missed = turns.take_turn(call, wait_s=grace_of(timeout_s), limit_s=timeout_s)
+        rendezvous = Rendezvous(dist.PrefixStore(str(number), corner), **knows)
     world = World(
-        rank=rank,
-        size=size,
-        group=group,
-        store=store,
-        timeout_s=timeout_s,
-        rendezvous=Rendezvous(store, **knows),
-        call=call,
+        rank=rank, size=size, group=group, timeout_s=timeout_s, rendezvous=rendezvous, kept=kept, call=call
     )
     if missed is not None:
         world.raise_missed(call, missed)
@@ -220,7 +228,7 @@ def join_job(launch: Launch, *calls: str, timeout_s: float) -> Iterator[World]:
     rank, size = launch.rank, launch.world_size
     if size == 1:
         for _ in calls:
-            yield World(rank=0, size=1, group=None, store=None, timeout_s=timeout_s)
+            yield World(rank=0, size=1, group=None, timeout_s=timeout_s)
         return
     with _meeting(launch):
         store = dist.PrefixStore("fastload/job", _store_of(launch))

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 
 from fastload.base.threads import background, within
 from fastload.errors import DeadlineExceeded, Interrupted
@@ -45,7 +44,8 @@ class Communicators:
 
     def offer(self) -> Any:
         """Says which ones this rank has; see `Exchange.offer`."""
-        return {"token": self._made.token if self._made is not None else "", "draw": secrets.token_hex(8)}
+        draw = secrets.token_hex(8) if self._world.rank == 0 else ""
+        return {"token": self._made.token if self._made is not None else "", "draw": draw}
 
     def renew(self) -> None:
         """Drops those that were kept; see `Exchange.renew`."""
@@ -56,8 +56,7 @@ class Communicators:
     def accept(self, offers: Sequence[Any]) -> None:
         """Learns what the others have offered; see `Exchange.accept`."""
         if self._made is None:
-            token = xxhash.xxh3_64_hexdigest(repr([offer["draw"] for offer in offers]).encode())
-            self._made = _Made(token)
+            self._made = _Made(offers[0]["draw"])
 
     def meet(self, give_up: Callable[[], bool]) -> Mapping[int, Any]:
         """Returns them by number; the first time all ranks of each have to come.

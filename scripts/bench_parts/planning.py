@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import statistics
 import time
@@ -19,6 +18,7 @@ from bench_parts.job import MIB, forget_peak, peak_bytes
 from fastload.base.memory import uncollected
 from fastload.estimate.parallel import Cut, Model, Parallel, claims_of
 from fastload.formats.manifest import TensorEntry
+from fastload.ranks.answers import write_answer
 from fastload.ranks.meeting import Step
 from fastload.ranks.rendezvous import Rendezvous
 from fastload.ranks.world import World
@@ -170,10 +170,10 @@ def _leave_answers(pipe: Connection, packed: Sequence[bytes], ranks: Sequence[in
         digest = xxhash.xxh3_128_hexdigest(packed[rank])
         for step, value in enumerate(({"value": digest, "call": ""}, {"value": 0}, {"value": "0" * 32})):
             answer = {"host": f"host{rank // 8}", "error": None, **value}
-            Step(store, str(step), len(packed)).answer(rank, json.dumps(answer))
+            Step(store, str(step), len(packed)).answer(write_answer(rank, answer))
 
 
 def world_of(store: dist.Store, rank: int, size: int, group: dist.ProcessGroup | None = None) -> World:
     """Returns the world of a rank, whether or not there are others."""
     rendezvous = Rendezvous(store, rank=rank, size=size, host=0, if_lost="its host is gone")
-    return World(rank=rank, size=size, group=group, store=store, timeout_s=300.0, rendezvous=rendezvous)
+    return World(rank=rank, size=size, group=group, timeout_s=300.0, rendezvous=rendezvous)

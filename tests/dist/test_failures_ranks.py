@@ -44,6 +44,7 @@ class Case:
     stage: str
     victims: Mapping[int, signal.Signals]
     strategy: str = "allgather"
+    num_before: int = 0  # loads that go well
 
 
 def load_and_fail(rank: int, world: int, path: Path, cases: Sequence[Case]) -> Outcome:
@@ -53,9 +54,11 @@ def load_and_fail(rank: int, world: int, path: Path, cases: Sequence[Case]) -> O
     group = groups[rank // size] if len(cases) > 1 else None
     dist.barrier()  # else one may be gone while others still connect
     case = cases[rank // size]
+    given = options(strategy=case.strategy)
+    for _ in range(case.num_before):
+        fastload.load(path, process_group=group, options=options(timeout_s=PATIENT_S))
     if (victim := rank % size) in case.victims:
         faults.strike(pytest.MonkeyPatch(), case.stage, lambda: die_together(path, case, victim))
-    given = options(strategy=case.strategy)
     return outcome_of(lambda: fastload.load(path, process_group=group, options=given))
 
 
@@ -132,6 +135,13 @@ def test_rank_that_ends_between_agreements_is_named(tmp_path: Path, signum: sign
 )
 def test_stopped_rank_is_named(tmp_path: Path, places: list[tuple[str, int]]) -> None:
     run_cases(tmp_path / "x.safetensors", *(Case(stage, {victim: STOP}) for stage, victim in places))
+
+
+def test_rank_that_ends_in_the_tree_of_a_group_is_named(tmp_path: Path) -> None:
+    """The first one, and one that has others above and below itself."""
+    places = [("open", 8, KILL), ("prepare", 8, STOP), ("gather", 0, KILL)]
+    cases = [Case(stage, {victim: signum}, num_before=1) for stage, victim, signum in places]
+    run_cases(tmp_path / "x.safetensors", *cases, size=10)
 
 
 def test_stopped_rank_is_named_with_other_strategies(tmp_path: Path) -> None:

@@ -108,6 +108,12 @@ def require_whole(manager: CheckpointManager, *steps: int) -> None:
         assert torch.equal(state["weight"], torch.full((1200, 7), float(step)))
 
 
+def addresses(manager: CheckpointManager) -> list[int]:
+    """Where the memory is that waits for the next save."""
+    free = manager._in_flight._shared.memory._free
+    return [slab.data_ptr() for snapshots in free.values() for slabs in snapshots for slab in slabs]
+
+
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 @ranks(1, 3)
 def test_the_newest_that_waits_is_written_and_nobody_waits_for_that(
@@ -121,7 +127,7 @@ def test_the_newest_that_waits_is_written_and_nobody_waits_for_that(
     ):
         manager.save(1, training.at(1))
         storage.await_begun(1)
-        memory = [slab.data_ptr() for slabs in manager._in_flight._shared.memory._free for slab in slabs]
+        memory = addresses(manager)
         for step in (2, 3, 4):
             manager.save(step, training.at(step))
         training.at(99)
@@ -134,7 +140,7 @@ def test_the_newest_that_waits_is_written_and_nobody_waits_for_that(
         for step in (5, 6, 7):
             manager.save(step, training.at(step))
             manager.wait()
-        kept = [slab.data_ptr() for slabs in manager._in_flight._shared.memory._free for slab in slabs]
+        kept = addresses(manager)
         assert len(kept) == 2 * len(memory)
         assert set(memory) < set(kept), "what the first save has taken is what all the others use"
     assert [int(report.url[-8:]) for report in reports] == [1, 4, 5, 6, 7]

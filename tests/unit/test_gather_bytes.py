@@ -36,7 +36,7 @@ def gather(contents: list[bytes | Exception]) -> tuple[list[Any], list[int]]:
     def run(rank: int) -> tuple[Any, int]:
         store = CountedStore(server.port)
         rendezvous = Rendezvous(store, rank=rank, size=size, host=None, if_lost="gone")
-        world = World(rank=rank, size=size, group=None, store=store, timeout_s=60.0, rendezvous=rendezvous)  # type: ignore[arg-type]
+        world = World(rank=rank, size=size, group=None, timeout_s=60.0, rendezvous=rendezvous)
 
         def make() -> bytes:
             content = contents[rank]

@@ -65,7 +65,7 @@ def test_no_collective_of_the_callers_group_is_left_half_entered() -> None:
     plan = plan_for_all([entry], world_size=1, readers=[0], staging_bytes=1 << 20, chunk_bytes=4096)
     exchange, reader = SharedExchange(), DamagedReader()
     placer = Placer([Destination(entry, torch.uint8, torch.zeros(_NBYTES, dtype=torch.uint8))])
-    world = World(rank=0, size=1, group=None, store=None, timeout_s=30)
+    world = World(rank=0, size=1, group=None, timeout_s=30)
     slabs = Slabs(plan, 0, exchange, placer)
     pipeline = Pipeline(world, plan, reader, exchange, placer, slabs, None)  # type: ignore[arg-type]
     with pytest.raises(ChecksumError):

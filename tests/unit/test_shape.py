@@ -24,6 +24,7 @@ DISTRIBUTED = {
     "integrations/host.py",
     "integrations/torchtitan.py",
     "ranks/agreement.py",
+    "ranks/bonded.py",
     "ranks/world.py",
     "transfer/communicators.py",
     "transfer/exchange.py",
@@ -31,7 +32,14 @@ DISTRIBUTED = {
     "transfer/links.py",
     "transfer/spreads.py",
 }
-ENVIRONMENT = {"doctor/facts.py", "ranks/launch.py", "options.py", "ranks/world.py", "transfer/links.py"}
+ENVIRONMENT = {
+    "doctor/facts.py",
+    "options.py",
+    "ranks/entrance.py",
+    "ranks/launch.py",
+    "ranks/world.py",
+    "transfer/links.py",
+}
 FILES = {
     "base/installed.py",  # what else is installed beside it
     "base/memory.py",  # what the kernel says of memory
