@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastload.geometry.box import Box
-from fastload.geometry.placed import Held, local_shape, placed_boxes, placed_intervals
+from fastload.geometry.placed import local_shape, placed_boxes, placed_intervals
 
 __all__ = [
     "BoxesByRank",
@@ -45,8 +45,10 @@ def local_of(tensor: Tensor) -> Tensor:
     """Returns the memory that this rank has of a tensor: of a plain one, itself."""
     if type(tensor) in _PLAIN or not is_dtensor(tensor):
         return tensor
-    with torch.no_grad():
-        return tensor.to_local().detach()  # type: ignore[attr-defined,no-any-return]
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return local_of(tensor)
+    return tensor.to_local().detach()  # type: ignore[attr-defined,no-any-return]
 
 
 def local_parts(tensor: Tensor) -> list[tuple[Box, Tensor]]:
@@ -57,20 +59,18 @@ def local_parts(tensor: Tensor) -> list[tuple[Box, Tensor]]:
     if not is_dtensor(tensor):
         return [(Box.whole(tensor.shape), tensor)]
     local = local_of(tensor)
-    return [
-        (box, narrowed(local, within)) for held in _readings(tensor)[:1] for box, within in placed_boxes(held)
-    ]
+    return [(box, narrowed(local, within)) for parts in _readings(tensor)[:1] for box, within in parts]
 
 
 def local_boxes(tensor: Tensor) -> tuple[Box, ...]:
     """Returns which boxes of a tensor this rank holds; see `local_parts`."""
     if not is_dtensor(tensor):
         return (Box.whole(tensor.shape),)
-    return tuple(box for held in _readings(tensor)[:1] for box, _ in placed_boxes(held))
+    return tuple(box for parts in _readings(tensor)[:1] for box, _ in parts)
 
 
-def _readings(tensor: Any) -> list[Held]:
-    """Returns what this rank may hold of a DTensor, given the shape of its local one.
+def _readings(tensor: Any) -> list[list[tuple[Box, Box]]]:
+    """Returns what this rank may hold of a DTensor, given the shape of its local one; see `placed_boxes`.
 
     One answer, if it can be told; none if this rank has no place in the mesh.
     """
@@ -89,12 +89,14 @@ def _fitting(
     coordinate: tuple[int, ...],
     placements: tuple[Any, ...],
     local: tuple[int, ...],
-) -> list[Held]:
-    """Returns those of `placed_intervals` that fit the shape of a local tensor."""
+) -> list[list[tuple[Box, Box]]]:
+    """Returns those of `placed_intervals` that fit the shape of a local tensor, as boxes."""
     found = placed_intervals(shape, mesh_shape, coordinate, placements)
     if not prod(local):
-        return [held for held in found if not prod(local_shape(held))][:1]
-    return [held for held in found if local_shape(held) == local]
+        fitting = [held for held in found if not prod(local_shape(held))][:1]
+    else:
+        fitting = [held for held in found if local_shape(held) == local]
+    return [placed_boxes(held) for held in fitting]
 
 
 def narrowed(tensor: Tensor, box: Box) -> Tensor:

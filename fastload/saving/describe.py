@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fastload.base.memory import uncollected
 from fastload.errors import OptionError
 from fastload.formats import state as states
 from fastload.formats.dtensors import BoxesByRank, Group, is_dtensor, local_boxes
@@ -64,6 +66,8 @@ class Described:
     held: Held | None
 
 
+@uncollected
+@torch.no_grad()  # else each look at a DTensor turns it off and on
 def describe(call: Call, state: Any) -> Described:
     """Takes the state apart, and lays its tensors out.
 
