@@ -163,7 +163,9 @@ def torch_reads_other_bytes(path: Path) -> bool:
     It believes the local headers, and attributes that make a record a folder, of which it returns anything.
     """
     data = path.read_bytes()
-    records = read_directory(lambda at, length: data[at : at + length], len(data), str(path)).records
+    records = read_directory(
+        lambda at, length: data[at : at + length], len(data), str(path), exact=False
+    ).records
     reader = torch._C.PyTorchFileReader(str(path))
     return any(
         reader.get_record_offset(name.partition("/")[2]) != record.offset
