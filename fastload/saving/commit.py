@@ -13,17 +13,18 @@ from fastload.saving.layout import Layout, LayoutFile
 from fastload.saving.part import Part
 from fastload.saving.per_rank import OwnFiles
 from fastload.saving.receipts import Receipt, collect
+from fastload.saving.write import Written
 
 __all__ = ["commit"]
 
 
-def commit(call: Call, part: Part, receipt: Receipt, metadata: Mapping[str, str]) -> OwnFiles:
+def commit(call: Call, part: Part, written: Written, metadata: Mapping[str, str]) -> OwnFiles:
     """Writes index, the ranks' own values and commit record, and makes the checkpoint exist.
 
     Args:
         call: The leader's call; all ranks have written.
         part: Its part.
-        receipt: What it has written.
+        written: What they have.
         metadata: Text of the user's.
 
     Returns:
@@ -35,7 +36,7 @@ def commit(call: Call, part: Part, receipt: Receipt, metadata: Mapping[str, str]
     """
     described, layout, target = part.described, part.described.layout, part.target
     structure, own = described.own.gather(described.content.structure, block_bytes=layout.block_bytes)
-    receipts = collect(call.world, part.team, receipt, what=call.what)
+    receipts = collect(call.world, part.team, written.receipt, written.handed_in, what=call.what)
     record = Record(
         block_bytes=layout.block_bytes,
         files=(

@@ -1,8 +1,10 @@
-"""What a save writes before its commit: prepared by the leaders, seen by all, before a byte is written."""
+"""What a save writes before its commit: prepared by the leaders, seen by each rank before it writes a byte."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastload.errors import OptionError, StorageError
@@ -11,14 +13,24 @@ from fastload.saving.part import Part
 from fastload.storage import Target
 from fastload.transfer.wire import Wire, accept_offers
 
-__all__ = ["open_pending"]
+__all__ = ["Pending", "open_pending"]
 
 
-def open_pending(call: Call, part: Part) -> Wire | None:
-    """Has the leaders prepare the place, and the others join them.
+@dataclass(frozen=True)
+class Pending:
+    """What is prepared.
 
-    Returns:
-        What connects this rank to others, if any rank needs something from another one.
+    Attributes:
+        wire: What connects this rank to others, if any rank needs something from another one.
+        join: To be called before this rank writes.
+    """
+
+    wire: Wire | None
+    join: Callable[[], object]
+
+
+def open_pending(call: Call, part: Part) -> Pending:
+    """Has the leaders prepare the place; where there is more than that to tell each other, all join them.
 
     Raises:
         OptionError: The hosts see one place although each was to have its own.
@@ -36,26 +48,35 @@ def open_pending(call: Call, part: Part) -> Wire | None:
 
     ranks = world.agree(f"preparing to save to {target.url}", prepare)
     tickets = [each["ticket"] for each in ranks]
+    join = (
+        partial(_join, target, tickets[team.leader], team.leader) if world.rank != team.leader else _nothing
+    )
+    exchanges = any(each["exchanges"] for each in ranks)
+    if not exchanges and team.num_copies == 1:
+        return Pending(None, join)
     wire: Wire | None = None
-    if any(each["exchanges"] for each in ranks):
+    if exchanges:
         wire = Wire(world, range(world.size), part.packets.partners if part.packets is not None else ())
 
-    def join() -> Any:
-        if world.rank != team.leader:
-            _join(target, tickets[team.leader], team.leader)
-        elif team.num_copies > 1:
+    def meet() -> Any:
+        join()
+        if world.rank == team.leader and team.num_copies > 1:
             others = [tickets[leader] for leader in team.leaders if leader != team.leader]
             _look_for_others(call.open_target, others)
         return wire.offer() if wire is not None else None
 
     what = f"joining the save to {target.url}"
     try:
-        accept_offers(world, what, wire, world.agree(what, join))
+        accept_offers(world, what, wire, world.agree(what, meet))
     except BaseException:
         if wire is not None:
             wire.close(keep=False)
         raise
-    return wire
+    return Pending(wire, _nothing)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _join(target: Target, ticket: Any, leader: int) -> None:

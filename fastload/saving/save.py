@@ -164,8 +164,7 @@ def _write(call: Call, begun: Begun, agreed: Agreed, waited_s: float) -> SaveRep
     """Writes and publishes."""
     world, part = call.world, begun.part
     call.tracing.synchronize(agreed.hosts)
-    wire = open_pending(call, part)
-    written = write(call, part, begun.snapshot, wire)
+    written = write(call, part, begun.snapshot, open_pending(call, part))
     publishing = partial(_publish, call, begun, written, agreed.metadata, waited_s)
     published = world.agree(f"{call.what}: publishing", publishing)
     call.tracing.write({"what": call.what, "nbytes": part.described.layout.nbytes})
@@ -181,7 +180,7 @@ def _publish(
     began = time.perf_counter()
     own = OwnFiles()
     if world.rank == part.team.leader:
-        own = commit(call, part, written.receipt, metadata)
+        own = commit(call, part, written, metadata)
         call.tracing.add("commit", began)
     call.tracing.leave("save", call.began, None)
     sizes, now = own.sizes(), time.perf_counter()

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from fastload.saving.assign import FileRange, Share, blocks_of
 from fastload.saving.call import Call
 from fastload.saving.hashing import BlockHasher
 from fastload.saving.part import Part
+from fastload.saving.pending import Pending
 from fastload.saving.receipts import Receipt, hand_in
 from fastload.saving.snapshot import ReusedSlabs, Slabs, Snapshot
 from fastload.storage import Target
@@ -35,25 +36,27 @@ class Written:
 
     Attributes:
         receipt: What its leader is to know of it.
+        handed_in: What each rank has told of its own; see `receipts.hand_in`.
         write_s: Seconds with at least one write under way.
         flush_s: Seconds until what was written was durable.
         slab_bytes: Memory that the bytes went through.
     """
 
     receipt: Receipt
+    handed_in: tuple[str | None, ...]
     write_s: float
     flush_s: float
     slab_bytes: int
 
 
-def write(call: Call, part: Part, snapshot: Snapshot | None, wire: Wire | None) -> Written:
+def write(call: Call, part: Part, snapshot: Snapshot | None, pending: Pending) -> Written:
     """Writes this rank's share, and settles on all ranks whether all of them have.
 
     Args:
         call: This rank's call.
-        part: Its part; what is pending is open.
+        part: Its part.
         snapshot: What it contributes; None takes it from the state. Its memory is left to the next snapshot.
-        wire: To other ranks, if any of them needs something from another one; closed in the end.
+        pending: What it writes to; its wire is closed in the end.
 
     Raises:
         FastloadError: Some rank has not written.
@@ -67,9 +70,11 @@ def write(call: Call, part: Part, snapshot: Snapshot | None, wire: Wire | None) 
         progress=options.progress,
     )
     call.tracing.follow({"write": writing.watch})
+    wire = pending.wire
     found: list[Written] = []
 
-    def work() -> None:
+    def work() -> str | None:
+        pending.join()
         slabs = _slabs(call, part, snapshot, wire)
         if isinstance(slabs, Assembly):
             assemblies.append(slabs)
@@ -78,14 +83,15 @@ def write(call: Call, part: Part, snapshot: Snapshot | None, wire: Wire | None) 
         receipt = Receipt(writing.write(part.share, slabs, hasher), hasher.checksums())
         if isinstance(slabs, Assembly):
             slabs.finish()
-        hand_in(world, part.team, receipt, what=call.what)
+        to_tell = hand_in(world, part.team, receipt, what=call.what)
         described.own.show()
         nbytes = slabs.nbytes + (snapshot.nbytes if snapshot is not None and snapshot is not slabs else 0)
-        found.append(Written(receipt, writing.watch.seconds, writing.flush_s, nbytes))
+        found.append(Written(receipt, (), writing.watch.seconds, writing.flush_s, nbytes))
+        return to_tell
 
     assemblies: list[Assembly] = []
     try:
-        world.settle(call.what, work)
+        handed_in = world.settle(call.what, work)
     finally:
         for assembly in assemblies:
             assembly.close()
@@ -93,7 +99,7 @@ def write(call: Call, part: Part, snapshot: Snapshot | None, wire: Wire | None) 
             wire.close(keep=False)
         if writing.close() and snapshot is not None:
             snapshot.keep()
-    return found[0]
+    return replace(found[0], handed_in=tuple(handed_in))
 
 
 def _slabs(call: Call, part: Part, snapshot: Snapshot | None, wire: Wire | None) -> Slabs:

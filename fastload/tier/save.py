@@ -112,14 +112,13 @@ def finish(call: GenerationCall, begun: Begun) -> GenerationReport:
             copies = plan_copies(call.homes, world.rank, call.num_copies)
             names = [file.name for file in part.described.layout.files]
             target.expect(_room(call, part, copies, names))
-            wire = open_pending(call, part)
-            written = write(call, part, begun.snapshot, wire)
+            written = write(call, part, begun.snapshot, open_pending(call, part))
             copied_bytes = 0
             if copies.num_hosts > 1 and call.num_copies > 1:
                 copied_bytes = send_copies(world, call.what, target, copies, share.pieces, names)
 
             def publish() -> bytes:
-                commit(call, part, written.receipt, agreed.metadata)
+                commit(call, part, written, agreed.metadata)
                 assert target.published is not None
                 return _pack(target.published)
 
