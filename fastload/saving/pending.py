@@ -1,4 +1,4 @@
-"""What a save writes before its commit: prepared by the leaders, seen by each rank before it writes a byte."""
+"""What a save writes before its commit: prepared by leaders, seen by each rank before it writes."""
 
 from __future__ import annotations
 
@@ -38,19 +38,18 @@ def open_pending(call: Call, part: Part) -> Pending:
         CheckpointExists: There is a checkpoint already.
     """
     world, team, target = call.world, part.team, part.target
+    leads = world.rank == team.leader
     files = [(file.name, file.nbytes) for file in part.described.layout.files]
 
     def prepare() -> dict[str, Any]:
         ticket = None
-        if world.rank == team.leader:
+        if leads:
             ticket = target.prepare(files, overwrite=call.options.overwrite)
         return {"ticket": ticket, "exchanges": part.packets is not None and bool(part.packets.leaving)}
 
     ranks = world.agree(f"preparing to save to {target.url}", prepare)
     tickets = [each["ticket"] for each in ranks]
-    join = (
-        partial(_join, target, tickets[team.leader], team.leader) if world.rank != team.leader else _nothing
-    )
+    join = _nothing if leads else partial(_join, target, tickets[team.leader], team.leader)
     exchanges = any(each["exchanges"] for each in ranks)
     if not exchanges and team.num_copies == 1:
         return Pending(None, join)
@@ -60,7 +59,7 @@ def open_pending(call: Call, part: Part) -> Pending:
 
     def meet() -> Any:
         join()
-        if world.rank == team.leader and team.num_copies > 1:
+        if leads and team.num_copies > 1:
             others = [tickets[leader] for leader in team.leaders if leader != team.leader]
             _look_for_others(call.open_target, others)
         return wire.offer() if wire is not None else None
