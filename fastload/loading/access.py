@@ -61,6 +61,8 @@ class Access:
 
     def without(self, broken: Collection[int]) -> Access:
         """Returns the same, but for ranks that turned out not to be able to read."""
+        if not broken:
+            return self
         readers = tuple(rank for rank in self.readers if rank not in broken)
         return replace(
             self, readers=readers, notes={**self.notes, **dict.fromkeys(broken, "stopped reading")}

@@ -226,8 +226,9 @@ class Checkpoint:
 
         while True:
             before, opened = self._before(time.perf_counter()), self._opened
-            options = replace(opened.options, staging_bytes=staging_bytes)
-            job = prepare(replace(opened, options=options), request)
+            if staging_bytes != opened.options.staging_bytes:
+                opened = replace(opened, options=replace(opened.options, staging_bytes=staging_bytes))
+            job = prepare(opened, request)
             loaded = self._move(job, before, moves)
             if not loaded.is_misread:
                 return self._finish(job, loaded)

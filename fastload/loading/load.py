@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -142,7 +142,7 @@ def run(
     def move() -> dict[str, Any]:
         last = passes[-1]
         moves(last)
-        report = asdict(_report_rank(opened, passes, before))
+        report = dict(vars(_report_rank(opened, passes, before)))
         calls = job.wish.matched.calls or opened.options.on_report is not None
         is_misread = any(one.reader.guards is not None and one.reader.guards.is_broken for one in passes)
         return {

@@ -292,6 +292,8 @@ def _spans_in_place(plan: _Plan, index: int, work: Round) -> list[Span]:
     """Returns what of a round came right to where it belongs, in bytes of what is wanted."""
     if not isinstance(plan, TransferPlan):
         return []
+    if not work.placed:
+        return []
     here = [rank for rank in plan.readers_in(index) if rank in work.placed and rank not in work.statuses]
     return [span for rank in here for span in plan.spans(plan.chunk(index, rank))]
 

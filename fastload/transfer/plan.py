@@ -23,6 +23,7 @@ from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 import xxhash
@@ -108,7 +109,7 @@ class TransferPlan:
     def _space(self) -> Space[Span]:
         return Space(self.extents)
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         """Bytes to be read, by all readers together."""
         return self._space.nbytes
@@ -162,6 +163,15 @@ class TransferPlan:
         start, end = self._bound(lap, place), self._bound(*after)
         return Chunk(start, end - start)
 
+    def chunks(self, round_index: int) -> dict[int, Chunk]:
+        """Returns what each reader that has its turn in a round reads."""
+        readers = self.readers_in(round_index)
+        if self.contiguous:
+            return {rank: self.chunk(round_index, rank) for rank in readers}
+        lap, turn = divmod(round_index, self.num_turns)
+        bounds = [self._bound(lap, self.windows.first(turn) + place) for place in range(len(readers) + 1)]
+        return {rank: Chunk(a, b - a) for rank, (a, b) in zip(readers, pairwise(bounds), strict=True)}
+
     def whole(self, round_index: int) -> Chunk | None:
         """Returns all chunks of a round as one, if they follow each other and fill their slots."""
         chunk_bytes = self.chunk_bytes_of(round_index)
@@ -197,8 +207,8 @@ class TransferPlan:
         if self.blocks is None:
             lengths = [self.chunk_bytes_of(round_index)] * len(readers)
         else:
-            lengths = [self.chunk(round_index, rank).nbytes for rank in readers]
-            lengths = [max(lengths)] * len(lengths) if self.even_slots else lengths
+            lengths = [chunk.nbytes for chunk in self.chunks(round_index).values()]
+            lengths = [max(lengths)] * len(readers) if self.even_slots else lengths
         return {rank: slot_bytes(length) for rank, length in zip(readers, lengths, strict=True)}
 
     def largest_slot_bytes(self, rank: int) -> int:
@@ -223,7 +233,7 @@ class TransferPlan:
         num_slots = self.windows.most_readers if self.exchanges else 1
         return Room(num_slots, self.exchanges, self._longest_block_bytes, apart, self.num_sharing)
 
-    @property
+    @cached_property
     def _longest_block_bytes(self) -> int:
         return _longest_bytes(self.blocks)
 

@@ -171,7 +171,8 @@ class Slabs:
         """
         turn = number % len(self._slabs)
         slab, own_slot = self._slabs[turn]
-        slots, chunk = self._cut(plan.slot_sizes(index), turn, slab), plan.chunk(index, self._rank)
+        slots, chunks = self._cut(plan.slot_sizes(index), turn, slab), plan.chunks(index)
+        chunk = chunks.get(self._rank, Chunk(plan.total_bytes, 0))
         spans = plan.spans(chunk)
         if self._on_device:  # all chunks go through the slots
             self._used = True
@@ -182,7 +183,7 @@ class Slabs:
             return Round(number, slots, slots.each, spans, [whole[: chunk.nbytes]], whole)
         parts, placed = {}, set()
         for rank, slot in slots.each.items():
-            coming = plan.chunk(index, rank)
+            coming = chunks[rank]
             if not coming.nbytes:
                 continue
             if rank == self._rank and own is not None and self._in_place:
@@ -213,9 +214,8 @@ class Slabs:
             yield Arrival(self._rank, own.nbytes, [])
             yield Arrival(None, whole.nbytes - own.nbytes, _pieces(plan, whole, work.slots.whole))
             return
-        for rank in plan.readers_in(index):
+        for rank, chunk in plan.chunks(index).items():
             if rank not in work.statuses:
-                chunk = plan.chunk(index, rank)
                 is_placed = rank in work.placed or not chunk.nbytes
                 yield Arrival(rank, chunk.nbytes, [] if is_placed else _pieces(plan, chunk, work.parts[rank]))
 
