@@ -28,7 +28,8 @@ class Alarm:
         self._grace_s = grace_s
         self._patience_s = patience_s
         self._rings = False
-        self._next_look = 0.0
+        self._period_s = min(_ALARM_PERIOD_S, grace_s / 4)
+        self._next_look = time.monotonic() + self._period_s  # what is short needs no look
         self._moved = False
         self._next_pulse = 0.0
 
@@ -49,7 +50,7 @@ class Alarm:
         """Whether some rank has failed. Cheap: asks the store a few times a second at most."""
         now = time.monotonic()
         if not self._rings and now >= self._next_look:
-            self._next_look = now + min(_ALARM_PERIOD_S, self._grace_s / 4)
+            self._next_look = now + self._period_s
             alive = self._moved and now >= self._next_pulse
             if alive:
                 self._moved, self._next_pulse = False, now + min(_PULSE_PERIOD_S, self._grace_s / 4)

@@ -34,9 +34,17 @@ class Neighbours:
         """Returns what the others have to know to meet this rank; from then on it is to be closed."""
         self._link = self._kept.take(self._name)
         if self._link is not None and not self._link.is_alive:
-            self._forget()
-        self._door = Door()
-        return {"token": self._link.token if self._link is not None else "", "door": self._door.name}
+            self.renew()
+        if self._link is not None:
+            return {"leader": str(self.ranks[0]), "token": self._link.token}
+        self._door = self._door or Door()
+        return {"leader": str(self.ranks[0]), "token": "", "door": self._door.name}
+
+    def renew(self) -> None:
+        """Lets go of what connected the ranks: others of them have it no more."""
+        if self._link is not None:
+            self._link.drop()
+            self._link = None
 
     def accept(self, offers: Sequence[Mapping[str, str]]) -> None:
         """Learns what each rank of the world has offered."""
@@ -54,15 +62,13 @@ class Neighbours:
             Interrupted: Some rank did not come, or `give_up` said so.
             MemoryError: The system does not give that much memory.
         """
-        if {offer["token"] for offer in self._offers.values()} != {self._link.token if self._link else ""}:
-            self._forget()
-        assert self._door is not None, "offered"
         if self._link is None:
+            assert self._door is not None, "offered"
             doors = {rank: offer["door"] for rank, offer in self._offers.items()}
             self._link = HostLink(
                 self._rank, self.ranks, self._door, doors, until_s=self._patience_s, give_up=give_up
             )
-        self._door.close()
+            self._door.close()
         return self._link.begin(nbytes, listener, until_s=self._patience_s, give_up=give_up)
 
     def close(self) -> None:
@@ -74,8 +80,3 @@ class Neighbours:
             self._kept.put(self._name, link, self._era)
         elif link is not None:
             link.drop()
-
-    def _forget(self) -> None:
-        if self._link is not None:
-            self._link.drop()
-            self._link = None

@@ -81,6 +81,8 @@ class GlooExchange:
         return {**wire, "host": self._shared.offer() if self._shared is not None else None}
 
     def renew(self) -> None:
+        if self._shared is not None:
+            self._shared.renew()
         if self._wire is not None:
             self._wire.renew()
 

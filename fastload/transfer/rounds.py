@@ -212,8 +212,7 @@ class Exchange(Protocol):
     def offer(self) -> Any:
         """Returns what the others have to know to connect to this rank, a JSON object; None for nothing.
 
-        Its ``token`` is that of the connections to other hosts which this rank has kept from an earlier
-        load; empty if it has none.
+        See `wire.Offering`.
         """
         ...
 

@@ -68,6 +68,10 @@ class SharedSlabs:
         """Returns what the others have to know to connect to this rank."""
         return self._neighbours.offer()
 
+    def renew(self) -> None:
+        """Drops what was kept."""
+        self._neighbours.renew()
+
     def accept(self, offers: Sequence[Mapping[str, str]]) -> None:
         """Learns what each rank of the world has offered."""
         self._neighbours.accept(offers)

@@ -28,7 +28,8 @@ class Offering(Protocol):
         """Returns what the others have to know to connect to this rank, a JSON object; None for nothing.
 
         Its ``token`` is that of the connections to other hosts which this rank has kept from an earlier
-        load; empty if it has none.
+        load; empty if it has none. Its ``host``, if there is one, names the first rank of this host and the
+        ``token`` of what this rank has kept that connects it with the others of the host.
         """
         ...
 
@@ -53,12 +54,21 @@ def accept_offers(world: World, what: str, exchange: Offering | None, offers: Se
     Raises:
         FastloadError: A rank did not answer.
     """
-    if len({offer["token"] for offer in offers if offer is not None}) > 1:
+    if not _go_together([offer for offer in offers if offer is not None]):
         if exchange is not None:
             exchange.renew()
         offers = world.agree(what, lambda: exchange.offer() if exchange is not None else None)
     if exchange is not None:
         exchange.accept(offers)
+
+
+def _go_together(offers: Sequence[dict[str, Any]]) -> bool:
+    """Whether all ranks name the same connections, and those of each host the same link."""
+    hosts = [offer["host"] for offer in offers if offer.get("host") is not None]
+    links = {(host["leader"], host["token"]) for host in hosts}
+    return len({offer["token"] for offer in offers}) <= 1 and len(links) == len(
+        {leader for leader, _ in links}
+    )
 
 
 class Wire:

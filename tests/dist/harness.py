@@ -187,7 +187,7 @@ def _judge(job: Job, ends: dict[int, str | int], dies: dict[int, signal.Signals]
             if not ok:
                 problem = f"raised\n{value}"
             elif wanted:
-                problem = f"returned, but was to be ended by {wanted.name}"
+                problem = f"returned {value!r}, but was to be ended by {wanted.name}"
             else:
                 values[rank] = value
         if problem:

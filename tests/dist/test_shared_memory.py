@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fastload
 from fastload.ranks import door, hostlink, neighbours
+from fastload.ranks.kept import kept_of
 from tests.dist import faults
 from tests.dist.faults import NUM_BYTES, checkpoint, fastload_threads, is_intact, options, outcome_of
 from tests.dist.harness import ranks, run_ranks
@@ -66,6 +68,18 @@ def test_on_one_host_nothing_goes_through_sockets(rank: int, world: int, path: P
         assert is_intact(loaded)
         require_once_into_each_host(report, "shared memory")
     assert len(made) == 1  # the others use what was kept
+
+
+@ranks(4, ranks_per_host=2)
+def test_a_rank_that_has_kept_nothing_meets_the_others_anew(rank: int, world: int, path: Path) -> None:
+    doors = []
+    real = neighbours.Door
+    pytest.MonkeyPatch().setattr(neighbours, "Door", lambda: doors.append(1) or real())
+    for victim in (None, None, 0, 3):
+        if rank == victim:
+            kept_of(dist.group.WORLD).drop()
+        assert is_intact(load(path)[0])
+    assert len(doors) == 3  # none where all have kept what connects them
 
 
 @ranks(18, ranks_per_host=1)
