@@ -17,7 +17,7 @@ from fastload.geometry.extents import Extent, Space
 
 __all__ = ["Destination", "Placer"]
 
-_SMALL_BYTES = 256 << 10  # below, to make two tensors takes as long as to copy the one into the other
+_SMALL_BYTES = 16 << 10  # below, to make two tensors takes longer than to copy the one into the other
 
 
 @dataclass(frozen=True, slots=True)
