@@ -20,7 +20,6 @@ __all__ = [
     "Group",
     "empty_like",
     "is_dtensor",
-    "local_boxes",
     "local_of",
     "local_parts",
     "narrowed",
@@ -60,13 +59,6 @@ def local_parts(tensor: Tensor) -> list[tuple[Box, Tensor]]:
         return [(Box.whole(tensor.shape), tensor)]
     local = local_of(tensor)
     return [(box, narrowed(local, within)) for parts in _readings(tensor)[:1] for box, within in parts]
-
-
-def local_boxes(tensor: Tensor) -> tuple[Box, ...]:
-    """Returns which boxes of a tensor this rank holds; see `local_parts`."""
-    if not is_dtensor(tensor):
-        return (Box.whole(tensor.shape),)
-    return tuple(box for parts in _readings(tensor)[:1] for box, _ in parts)
 
 
 def _readings(tensor: Any) -> list[list[tuple[Box, Box]]]:

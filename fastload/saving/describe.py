@@ -12,7 +12,7 @@ from torch import Tensor
 from fastload.base.memory import uncollected
 from fastload.errors import OptionError
 from fastload.formats import state as states
-from fastload.formats.dtensors import BoxesByRank, Group, is_dtensor, local_boxes
+from fastload.formats.dtensors import BoxesByRank, Group, is_dtensor
 from fastload.formats.dtypes import safetensors_spec
 from fastload.geometry.box import Box
 from fastload.options import SaveOptions
@@ -122,7 +122,7 @@ def _hold(
     boxes: dict[str, tuple[Box, ...]] = {}
     foreseen: dict[str, BoxesByRank | None] = {}
     for name, tensor in tensors.items():
-        boxes[name] = local_boxes(tensor)
+        boxes[name] = tuple(box for box, _ in source.parts(name))
         is_sharded = name in sharded
         foreseen[name] = group.boxes_of_all(tensor) if is_sharded else ((boxes[name], everyone),)
     known = {name: of_all for name, of_all in foreseen.items() if of_all is not None}

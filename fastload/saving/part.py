@@ -23,7 +23,7 @@ from fastload.storage import Target
 __all__ = ["Part", "take_part"]
 
 _GOOD_PIECE_BYTES = 4 << 20  # more would leave the cache before it is hashed, and touch more new memory
-_GOOD_BATCH_BYTES = 16 << 20  # of pieces whose packets come together: several pieces, a part of a share
+_GOOD_BATCH_BYTES = 32 << 20  # of pieces whose packets come together: several pieces, a part of a share
 
 # The plan of the last save, by all that it follows from: a training saves the same again and again.
 _last: dict[tuple[Any, ...], tuple[Share, Packets]] = {}

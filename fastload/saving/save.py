@@ -84,15 +84,8 @@ def begin(call: Call, state: Any) -> Begun:
         with _or_leave(call, met=agreed is not None):
             part = take_part(call, described, agreed if agreed is not None else foresee(call, described))
             snapshot = _copy(part, call.memory)
-            _forget(part)
+            described.source.forget()
     return Begun(part, agreed, snapshot, time.perf_counter() - call.began)
-
-
-def _forget(part: Part) -> None:
-    """Lets go of the state, which may change now, or end."""
-    part.described.source.forget()
-    if part.shards is not None:
-        part.shards.forget()
 
 
 def _copy(part: Part, memory: Spares) -> Snapshot:

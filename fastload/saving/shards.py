@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastload.formats.dtensors import local_parts, narrowed
+from fastload.formats.dtensors import narrowed
 from fastload.geometry.box import Box
 from fastload.saving.layout import Layout
 from fastload.saving.packets import Packet
@@ -24,7 +24,6 @@ class Shards:
     def __init__(self, layout: Layout, source: Source) -> None:
         self._layout = layout
         self._source = source
-        self._views: dict[tuple[int, Box], Tensor] = {}
 
     @property
     def on_device(self) -> bool:
@@ -48,20 +47,11 @@ class Shards:
         """Returns once all copies that were started are done."""
         self._source.settle()
 
-    def forget(self) -> None:
-        """Lets go of the state."""
-        self._views.clear()
-
     def _view(self, number: int, box: Box) -> Tensor:
-        """Returns a box of a tensor that this rank holds; to ask a DTensor takes longer than to copy."""
-        if (number, box) not in self._views:
-            tensor = self._source.tensor(self._layout.space.extents[number].name)
-            self._views[number, box] = _find(tensor, box)
-        return self._views[number, box]
-
-
-def _find(tensor: Tensor, box: Box) -> Tensor:
-    for held, view in local_parts(tensor):
-        if held.intersect(box) == box:
-            return narrowed(view, box.relative_to(held))
-    raise AssertionError(f"this rank does not hold {box}")
+        """Returns a box of a tensor that this rank holds."""
+        for held, view in self._source.parts(self._layout.space.extents[number].name):
+            if held == box:
+                return view
+            if held.intersect(box) == box:
+                return narrowed(view, box.relative_to(held))
+        raise AssertionError(f"this rank does not hold {box}")

@@ -18,7 +18,8 @@ from fastload.base.memory import (
     runs,
 )
 from fastload.base.stopwatch import Stopwatch
-from fastload.formats.dtensors import is_dtensor
+from fastload.formats.dtensors import local_parts
+from fastload.geometry.box import Box
 from fastload.saving.assign import FileRange, tensors_within
 from fastload.saving.layout import Layout
 from fastload.saving.spares import Spares, spares
@@ -74,12 +75,15 @@ class Source:
     def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], watch: Stopwatch | None = None) -> None:
         self._layout = layout
         self._tensors = tensors
+        self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
         self._devices = {t.device for t in tensors.values() if t.device.type == "cuda"}
         self.watch = watch if watch is not None else Stopwatch()
 
     def laid_out(self, layout: Layout) -> Source:
         """Returns the same tensors as parts of other files."""
-        return Source(layout, self._tensors, self.watch)
+        source = Source(layout, self._tensors, self.watch)
+        source._parts = self._parts
+        return source
 
     @property
     def on_device(self) -> bool:
@@ -99,13 +103,22 @@ class Source:
                 copy_bytes(self.tensor(entry.name), begin - entry.offset, end - entry.offset, out)
 
     def tensor(self, name: str) -> Tensor:
-        """Returns a tensor of the state, detached unless it is a DTensor, which takes a while."""
-        tensor = self._tensors[name]
-        return tensor if is_dtensor(tensor) else tensor.detach()
+        """Returns a tensor of the state, detached."""
+        return self._tensors[name].detach()
+
+    def parts(self, name: str) -> list[tuple[Box, Tensor]]:
+        """Returns what this rank holds of a tensor, detached; see `dtensors.local_parts`.
+
+        Found once: to ask a DTensor takes longer than to copy a little of it.
+        """
+        if name not in self._parts:
+            self._parts[name] = [(box, view.detach()) for box, view in local_parts(self._tensors[name])]
+        return self._parts[name]
 
     def forget(self) -> None:
         """Lets go of the state."""
         self._tensors = {}
+        self._parts.clear()
 
     def settle(self) -> None:
         """Returns once all copies that were started are done."""
