@@ -188,7 +188,7 @@ class Pace:
         return self._seconds(self._memory)
 
     def _seconds(self, tier: _Tier) -> float | None:
-        if len(self._steps_s) < 2:
+        if len(self._steps_s) < 2 or tier.is_first_under_way:
             return None
         return tier.cadence.interval_steps * median(self._steps_s)
 
@@ -251,6 +251,11 @@ class _Tier:
         self.cadence = cadence
         self._doing = doing
         self._under_way: list[tuple[UnderWay, float]] = []
+
+    @property
+    def is_first_under_way(self) -> bool:
+        """Whether a save goes on, and none has been measured: nobody knows how long it takes."""
+        return bool(self._under_way) and not self.cadence.saves
 
     @property
     def background_s(self) -> float:

@@ -49,6 +49,21 @@ def test_the_first_saves_come_after_a_few_steps_to_be_measured(clock: Clock) -> 
     assert pace.interval_s == pytest.approx(20.0)
 
 
+def test_nothing_is_due_while_the_first_save_is_written(clock: Clock) -> None:
+    """It may take longer than a few steps, and the next one would wait for it."""
+    for memory in (False, True):
+        pace = Pace(mtbf_s=100_000, restart_s=300, budget=0.035, keepers=Keepers(16, 2, is_paced=True))
+        first = SimpleNamespace(done=lambda: False, report=None)
+        clock.train(pace, 12, 2.0)
+        (pace.keeping if memory else pace.saving)(lambda first=first: first)
+        clock.train(pace, 12, 2.0)
+        found = [pace.interval_s, pace.memory_interval_s]
+        assert found == pytest.approx([20.0, None] if memory else [None, 20.0])
+        first.done = lambda: True  # it has failed: the next one is tried
+        clock.train(pace, 1, 2.0)
+        assert (pace.interval_s, pace.memory_interval_s) == pytest.approx((20.0, 20.0))
+
+
 def test_young_s_interval_once_a_save_was_measured(clock: Clock) -> None:
     pace = Pace(mtbf_s=100_000, restart_s=300, budget=0.035)
     clock.train(pace, 12, 2.0)
