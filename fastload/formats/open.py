@@ -67,7 +67,7 @@ _FOLDER_FORMATS = (  # the first that knows a directory reads it
 )
 _FILE_FORMATS = (
     FileFormat((b"PK\3\4", b"PK\5\6"), "torch_zip", True),
-    FileFormat((b"\x80\x02\x8a\nl\xfc\x9cF",), "torch_legacy"),
+    FileFormat((b"\x80\x02\x8a\nl\xfc\x9cF",), "torch_legacy", True),
     FileFormat((b"",), "safetensors"),
 )
 _HEAD_BYTES = 8

@@ -45,7 +45,7 @@ def _read(storage: Storage, name: str, stat: FileStat, *, exact: bool) -> Manife
     if torch_zip.is_one(head):
         return torch_zip.read_file(storage, name, stat, exact=exact)
     if torch_legacy.is_one(head):
-        return torch_legacy.read_file(storage, name, stat)
+        return torch_legacy.read_file(storage, name, stat, exact=exact)
     raise ManifestError(f"{url_of(storage, name)}: no file of torch.save: it starts with {head[:8]!r}")
 
 

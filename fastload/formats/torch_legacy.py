@@ -17,7 +17,7 @@ from fastload.formats.reading import read_bytes, url_of
 from fastload.formats.stored_tensor import StorageRef
 from fastload.formats.torch_objects import Objects
 from fastload.formats.torch_state import describe_objects
-from fastload.formats.torch_zip import entries_of
+from fastload.formats.torch_zip import entries_of, guards_of
 from fastload.formats.unpickle import Truncated, unpickle_first
 from fastload.formats.untrusted import show
 from fastload.formats.zip_directory import Record
@@ -37,8 +37,14 @@ def is_one(head: bytes) -> bool:
     return head.startswith(_START)
 
 
-def read_file(storage: Storage, name: str, stat: FileStat) -> Manifest:
+def read_file(storage: Storage, name: str, stat: FileStat, *, exact: bool = False) -> Manifest:
     """Reads a file as if it were all there is; of its tensors nothing.
+
+    Args:
+        storage: Where it is.
+        name: What it is called there.
+        stat: Its size and version.
+        exact: Whether to look at the number before each storage; else guards say what it has to be.
 
     Raises:
         ManifestError: It is malformed, or big-endian.
@@ -51,10 +57,23 @@ def read_file(storage: Storage, name: str, stat: FileStat) -> Manifest:
     if about.by_text(where).get("little_endian") is not True:
         raise ManifestError(f"{where}: a big-endian file: only little-endian ones are read")
     storages = _locate(state, keys, len(head), stat.nbytes, where)
+    if exact:
+        for key, record in storages.items():
+            if read_bytes(storage, name, record.header, _LENGTH_BYTES) != record.head:
+                raise ManifestError(f"{where}: storage {show(key)} is not as long as its state says")
     structure, tensors = describe_objects(Objects(where).value(state), where, len(head))
     entries = entries_of(tensors, storages, where, stat.nbytes)
     files = (FileEntry(name, stat.nbytes, stat.version, xxhash.xxh3_128_hexdigest(head)),)
-    return Manifest(storage.url, files, tuple(entries), structure=structure, format="torch")
+    guards, heads = ((), ()) if exact else guards_of(storages.values())
+    return Manifest(
+        storage.url,
+        files,
+        tuple(entries),
+        structure=structure,
+        format="torch",
+        guards=guards,
+        heads=heads,
+    )
 
 
 def header_digest(storage: Storage, name: str, nbytes: int) -> str:
@@ -93,7 +112,7 @@ def _locate(state: Any, keys: Any, begin: int, nbytes: int, where: str) -> dict[
     found, at = {}, begin
     for key in keys:
         length = counts[key] * lengths[key]
-        found[key] = Record(at, at + _LENGTH_BYTES, length)
+        found[key] = Record(at, at + _LENGTH_BYTES, length, counts[key].to_bytes(_LENGTH_BYTES, "little"))
         at += _LENGTH_BYTES + length
     if at != nbytes or len(found) < len(keys):
         there = nbytes - begin

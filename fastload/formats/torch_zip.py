@@ -23,7 +23,7 @@ from fastload.formats.zip_directory import Directory, ReadRange, Record, read_di
 from fastload.geometry.box import Box
 from fastload.storage.base import FileStat, Storage
 
-__all__ = ["Archive", "entries_of", "header_digest", "is_one", "open_archive", "read_file"]
+__all__ = ["Archive", "entries_of", "guards_of", "header_digest", "is_one", "open_archive", "read_file"]
 
 _MAX_PICKLE_BYTES = 1 << 26  # a hundred times what a large model has; as objects it takes far more
 _NEAR_BYTES = 4096  # of the small records behind the pickle
@@ -68,7 +68,7 @@ def read_file(storage: Storage, name: str, stat: FileStat, *, exact: bool = Fals
     structure, tensors = read_state(archive.pickle, f"{where}: data.pkl")
     entries = entries_of(tensors, archive.storages, where, stat.nbytes)
     files = (FileEntry(name, stat.nbytes, stat.version, archive.digest),)
-    guards, heads = _guards(archive.storages.values())
+    guards, heads = guards_of(archive.storages.values())
     return Manifest(
         storage.url,
         files,
@@ -80,7 +80,7 @@ def read_file(storage: Storage, name: str, stat: FileStat, *, exact: bool = Fals
     )
 
 
-def _guards(storages: Iterable[Record]) -> tuple[tuple[Guard, ...], tuple[bytes, ...]]:
+def guards_of(storages: Iterable[Record]) -> tuple[tuple[Guard, ...], tuple[bytes, ...]]:
     """Returns what has to stand before storages that were not looked at."""
     guarded = sorted((record for record in storages if record.head and record.nbytes), key=_begin)
     heads = tuple(record.head for record in guarded)

@@ -435,6 +435,10 @@ def test_legacy_files_that_lie_are_refused(tmp_path: Path) -> None:
         "cut in the pickles": (good[:200], "the pickle is cut off"),
         "big-endian": (good.replace(b"little_endianq\x02\x88", b"little_endianq\x02\x89"), "big-endian"),
         "version": (good.replace(struct.pack("<H", 1001), b"\1\0", 1), "of version 1"),
+        "length": (
+            good.replace(struct.pack("<3q", 9, 0, 1), struct.pack("<3q", 8, 0, 1)),
+            "storage '[0-9]+' is not as",
+        ),
         "numel": (good.replace(b"K\x09N", b"K\x08N", 1), "beyond its storage|storages take"),
     }
     for case, (data, says) in spoiled.items():
