@@ -20,14 +20,12 @@ import torch.distributed.checkpoint as dcp
 import fastload
 from bench_parts.save_shards import local_parts
 from fastload import SaveOptions, SaveReport
-from fastload.base.memory import allocate_staging, byte_view, host_view
+from fastload.base.memory import PAGE_BYTES, allocate_staging, byte_view, host_view, round_up
 
 State = dict[str, torch.Tensor]
 Wait = Callable[[], object]
 Save = Callable[[Any, Path], None]
 Begin = Callable[[Any, Path], Wait]
-
-SLACK_BYTES = 64 << 20  # the plain write leaves out what fills no write of its own
 
 _WRITE_BYTES = 8 << 20
 _LAYER = [("qkv", 3.0), ("out", 1.0), ("up", 4.0), ("down", 4.0), ("moment", 3.0)]
@@ -106,7 +104,7 @@ class PlainWrite:
     """
 
     def __init__(self, state: State) -> None:
-        part = nbytes_of(state) // dist.get_world_size() // _WRITE_BYTES * _WRITE_BYTES
+        part = round_up(-(-nbytes_of(state) // dist.get_world_size()), PAGE_BYTES)
         self._data = host_view(allocate_staging(part, pinned=False).random_())
         self._begin = dist.get_rank() * part
         self._nbytes = part * dist.get_world_size()
