@@ -5,7 +5,9 @@
 
 Each arm is a training with DDP on one machine, of a job of its own: some steps, a save after each, and a long
 step after each save, so that a save in the background has ended before the next. Then another training
-resumes, from files that are not in the page cache. Seconds are those of the slowest rank.
+resumes, from files that are not in the page cache, with each arm in turn, several times. Seconds are those of
+the slowest rank: how long training stands still for a save, and how long a resume waits for the state of
+model and optimizer. As root, for the page cache is dropped.
 """
 
 from __future__ import annotations
@@ -31,29 +33,38 @@ MODELS = {  # hidden size, layers, words: of a Llama, in float32
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512},
 }
 ARMS = ("theirs", "fastload", "fastload, in the background")
-NUM_SAVES = 3
+NUM_SAVES = 4
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("door", type=click.Choice(["trainer", "lightning"]))
 @click.option("--model", type=click.Choice(list(MODELS)), default="minilm", show_default=True)
 @click.option("--ranks", default=4, show_default=True, help="Processes that train together.")
+@click.option("--loads", default=3, show_default=True, help="How often each arm resumes.")
 @click.option("--folder", type=click.Path(file_okay=False), help="On the file system to save to.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write all numbers there.")
-def main(door: str, model: str, ranks: int, folder: str | None, json_path: str | None) -> None:
-    """Trains, saves and resumes with each arm, and prints a table."""
-    rows = {}
-    for arm in ARMS:
-        with tempfile.TemporaryDirectory(dir=folder) as below:
-            given = {"door": door, "model": model, "arm": arm}
-            saved = run_on_ranks(__file__, ranks, below, **given, resumes=False)
-            loaded = run_on_ranks(__file__, ranks, below, **given, resumes=True)
-            rows[arm] = row = {**saved, "load_s": loaded["load_s"]}
-        if len(rows) == 1:
-            print(f"{door}, {model}, {ranks} ranks: {row['nbytes'] / 1e6:.0f} MB a checkpoint")
-            print(f"{'':30}{'training stands still':>24}{'load':>10}")
-        stall_ms, load_ms = median(row["stalls_s"]) * 1e3, row["load_s"] * 1e3
-        print(f"{arm:30}{stall_ms:21.0f} ms{load_ms:7.0f} ms", flush=True)
+def main(door: str, model: str, ranks: int, loads: int, folder: str | None, json_path: str | None) -> None:
+    """Trains and saves with each arm, resumes with each in turn, and prints a table."""
+    rows: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=folder) as whole:
+
+        def measured(arm: str, **given: Any) -> Any:
+            below = Path(whole, str(ARMS.index(arm)))
+            below.mkdir(exist_ok=True)
+            return run_on_ranks(__file__, ranks, str(below), door=door, model=model, arm=arm, **given)
+
+        for arm in ARMS:
+            rows[arm] = measured(arm, resumes=False) | {"loads_s": []}
+        for _ in range(loads):
+            for arm in ARMS:
+                rows[arm]["loads_s"].append(measured(arm, resumes=True)["load_s"])
+    nbytes = rows["theirs"]["nbytes"]
+    print(f"{door}, {model}, {ranks} ranks, {nbytes / 1e6:.0f} MB a checkpoint; medians, in seconds")
+    print("| | the first save | each later save | load | min\u2013max |\n|---|---|---|---|---|")
+    for arm, row in rows.items():
+        (first, *later), loaded = row["stalls_s"], row["loads_s"]
+        numbers = f"{first:.2f} | {median(later):.2f} | {median(loaded):.2f}"
+        print(f"| {arm} | {numbers} | {min(loaded):.2f}\u2013{max(loaded):.2f} |", flush=True)
     write_json(json_path, rows)
 
 
