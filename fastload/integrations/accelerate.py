@@ -10,15 +10,19 @@ from dataclasses import replace
 from typing import Any
 
 import accelerate
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 
 from fastload import LoadOptions, OptionError, SaveHandle, SaveOptions, async_save, load, save
-from fastload.integrations.host import is_ours, live_state, require_layout, state_to_save
+from fastload.integrations.host import is_ours, live_state, require_layout, state_to_save, unknown
+
+TESTED = "1.15"
+try:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+except ImportError as error:
+    raise unknown(accelerate, TESTED, error) from None
 
 __all__ = ["attach"]
 
-TESTED = "1.15"
 FOLDER = "fastload"
 """The checkpoint of models and optimizers, in the directory of a state."""
 

@@ -27,8 +27,9 @@ def unknown(library: ModuleType, tested: str, why: object) -> OptionError:
         tested: The version that the door is tested with.
         why: What is not as it is there.
     """
+    version = getattr(library, "__version__", "of no version")
     return OptionError(
-        f"fastload does not know {library.__name__} {library.__version__}: {why}; it is tested with {tested}"
+        f"fastload does not know {library.__name__} {version}: {why}; it is tested with {tested}"
     )
 
 

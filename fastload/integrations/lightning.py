@@ -7,27 +7,31 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
-from lightning.pytorch.strategies import ModelParallelStrategy as _ModelParallelStrategy
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.apply_func import apply_to_collection
 
 from fastload import LoadOptions, OptionError, SaveOptions, load
 from fastload import open as open_checkpoint
 from fastload.formats.state import describe
 from fastload.integrations.background import BackgroundSave
-from fastload.integrations.host import is_ours, live_state, require_layout, state_to_save
+from fastload.integrations.host import is_ours, live_state, require_layout, state_to_save, unknown
+
+TESTED = "2.6"
+try:
+    import lightning.pytorch as pl
+    from lightning.fabric.plugins import TorchCheckpointIO
+    from lightning.fabric.utilities.cloud_io import get_filesystem
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
+    from lightning.pytorch.strategies import ModelParallelStrategy as _ModelParallelStrategy
+    from lightning.pytorch.strategies import Strategy
+    from lightning.pytorch.trainer import call
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning_utilities.core.apply_func import apply_to_collection
+except ImportError as error:
+    raise unknown(lightning, TESTED, error) from None
 
 __all__ = ["DDPStrategy", "ModelParallelStrategy"]
 
-TESTED = "2.6"
 _SEAMS = {
     "Strategy.save_checkpoint": (Strategy, "self checkpoint filepath storage_options"),
     "Strategy.remove_checkpoint": (Strategy, "self filepath"),

@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy as TheirDDPStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import fastload
 from fastload.integrations.lightning import DDPStrategy, ModelParallelStrategy
@@ -168,6 +169,11 @@ class Odd(Callback):
         return {"it": object()}
 
 
+class Sharding(Module):
+    def configure_optimizers(self) -> Any:
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=0.1)
+
+
 def refuses(rank: int, world: int, folder: Path) -> None:
     def fit(model: Module, *callbacks: Callback, plugins: Any = None) -> None:
         trainer = trainer_of(folder, "ddp", world, plugins=plugins)
@@ -180,6 +186,8 @@ def refuses(rank: int, world: int, folder: Path) -> None:
         fit(Module(), Odd())
     with pytest.raises(fastload.OptionError, match=r"AsyncCheckpointIO: fastload takes the place"):
         fit(Module(), plugins=[AsyncCheckpointIO()])
+    with pytest.raises(fastload.OptionError, match=r"optimizers that shard their states themselves"):
+        fit(Sharding())
     with pytest.raises(fastload.OptionError, match=r"save_distributed_checkpoint"):
         ModelParallelStrategy(save_distributed_checkpoint=False)
 

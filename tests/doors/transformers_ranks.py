@@ -116,6 +116,11 @@ def refuses(rank: int, tmp_path: Path, options: fastload.LoadOptions) -> None:
         load(AutoModelForCausalLM, tmp_path / ("tied" if rank == 0 else "gone"), options=options)
     with pytest.raises(fastload.OptionError, match=r"quantization_config"):
         load(AutoModelForCausalLM, tmp_path / "tied", options=options, quantization_config={"a": 1})
+    with pytest.raises(fastload.OptionError, match=r"gguf_file"):
+        load(AutoModelForCausalLM, tmp_path / "tied", options=options, gguf_file="a.gguf")
+    keywords: dict[str, Any] = {"device_map": {"": "disk"}, "offload_folder": str(tmp_path / "offload")}
+    with pytest.raises(fastload.OptionError, match=r"to stay on disk"):
+        load(AutoModelForCausalLM, tmp_path / "tied", options=options, **keywords)
     with pytest.raises(fastload.OptionError, match=r"fastload\.stage"):
         load(AutoModelForCausalLM, "s3://bucket/llama", options=options)
     # As if one rank ran out of memory where the model is made.
@@ -230,6 +235,21 @@ def refuses_trainings(rank: int, world: int, tmp_path: Path) -> None:
     with pytest.raises(fastload.OptionError, match=r"save_on_each_node"):
         trainer_of(tmp_path, save_on_each_node=True)
     AcceleratorState._reset_state(reset_partial_state=True)
+    model = llama(tied=True)
+    model._hf_peft_config_loaded = True  # as transformers marks it
+    with pytest.raises(fastload.OptionError, match=r"cannot save a training with adapters \(PEFT\)"):
+        OurTrainer(model=model, args=arguments_of(tmp_path, fsdp=0), eval_dataset=[])  # type: ignore[arg-type]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for version, each_node, what in ((1, False, r"FSDP 1 \(set"), (2, True, "save_on_each_node")):
+        configuration = ProjectConfiguration(str(tmp_path), save_on_each_node=each_node)
+        with fsdp_without_gpus(version):
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+            accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, project_config=configuration)
+        with pytest.raises(
+            fastload.OptionError, match=f"cannot save the state of an Accelerator with {what}"
+        ):
+            accelerate_door.attach(accelerator)
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class Progress:

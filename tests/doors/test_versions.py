@@ -1,0 +1,34 @@
+"""Versions of libraries that are laid out in another way than those that the doors are made for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastload
+from tests.dist.harness import ranks
+
+DOORS = {
+    "accelerate": "accelerate",
+    "lightning": "lightning",
+    "torchtitan": "torchtitan",
+    "trainer": "transformers",
+    "transformers": "transformers",
+}
+
+
+@ranks(1)
+def test_one_clear_error_says_which_version_there_is(rank: int, world: int, tmp_path: Path) -> None:
+    for library in set(DOORS.values()):
+        assert library not in sys.modules, "a fork of the zygote has none of them"
+        (tmp_path / library).mkdir()
+        (tmp_path / library / "__init__.py").write_text("__version__ = '0.1'")
+    sys.path.insert(0, str(tmp_path))
+    for door, library in DOORS.items():
+        with pytest.raises(
+            fastload.OptionError, match=rf"does not know {library} 0\.1: .+; it is tested with \d"
+        ):
+            importlib.import_module(f"fastload.integrations.{door}")
