@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
 
 __all__ = [
     "LoadReport",
@@ -15,6 +15,8 @@ __all__ = [
     "StageReport",
     "VerifyReport",
 ]
+
+R = TypeVar("R", bound="_RankReport")
 
 
 class _Report:
@@ -37,8 +39,21 @@ class _Report:
         return {**own, **totals, "ranks": [asdict(rank) for rank in self.ranks]}
 
 
+class _RankReport:
+    """What the reports of a rank have: the ranks tell them each other, and of thousands every byte counts."""
+
+    def pack(self) -> list[Any]:
+        """Returns its values in order, of seconds those that mean something."""
+        return [round(value, 6) if isinstance(value, float) else value for value in vars(self).values()]
+
+    @classmethod
+    def unpack(cls: type[R], values: Sequence[Any]) -> R:
+        """Returns what was packed."""
+        return cls(**dict(zip((one.name for one in fields(cls)), values, strict=True)))  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True, kw_only=True)
-class RankReport:
+class RankReport(_RankReport):
     """What one rank did.
 
     Attributes:
@@ -159,7 +174,7 @@ class VerifyReport(_Report):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveRankReport:
+class SaveRankReport(_RankReport):
     """What one rank did in a save.
 
     Attributes:

@@ -142,7 +142,7 @@ def run(
     def move() -> dict[str, Any]:
         last = passes[-1]
         moves(last)
-        report = dict(vars(_report_rank(opened, passes, before)))
+        report = _report_rank(opened, passes, before).pack()
         calls = job.wish.matched.calls or opened.options.on_report is not None
         is_misread = any(one.reader.guards is not None and one.reader.guards.is_broken for one in passes)
         return {
@@ -180,7 +180,7 @@ def run(
             num_rounds=job.plan.num_rounds,
             depth=job.plan.depth,
             left_out=job.wish.matched.left_out,
-            ranks=tuple(RankReport(**answer["report"]) for answer in answers),
+            ranks=tuple(RankReport.unpack(answer["report"]) for answer in answers),
         )
         calls = any(answer["calls"] for answer in answers)
         is_misread = any(answer["is_misread"] for answer in answers)

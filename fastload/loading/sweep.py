@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -82,7 +81,7 @@ class Sweep:
                 self.reader.stop()
                 raise
             report = self._rank_report(time.perf_counter() - began, already_read)
-            return {"report": asdict(report), "num": self._damage.num, "damage": self._damage.first()}
+            return {"report": report.pack(), "num": self._damage.num, "damage": self._damage.first()}
 
         try:
             found = world.settle(what, look)
@@ -171,7 +170,7 @@ class Sweep:
             num_files=len(manifest.files),
             num_blocks=num_blocks,
             nbytes=manifest.nbytes,
-            ranks=tuple(RankReport(**part["report"]) for part in found),
+            ranks=tuple(RankReport.unpack(part["report"]) for part in found),
         )
 
 

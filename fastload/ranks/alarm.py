@@ -28,7 +28,7 @@ class Alarm:
         self._grace_s = grace_s
         self._patience_s = patience_s
         self._rings = False
-        self._period_s = min(_ALARM_PERIOD_S, grace_s / 4)
+        self._period_s = min(max(_ALARM_PERIOD_S, rendezvous.turn_s), grace_s / 4)
         self._next_look = time.monotonic() + self._period_s  # what is short needs no look
         self._moved = False
         self._next_pulse = 0.0

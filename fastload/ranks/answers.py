@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
+from fastload.base.memory import uncollected
+
 __all__ = ["join_answers", "read_answers", "write_answer"]
 
 _VALUE = "value"
@@ -38,6 +40,7 @@ def join_answers(tables: Iterable[str]) -> str:
     return "".join(f"{_join_ranks(ranks)}\t{said}\n" for said, ranks in found.items())
 
 
+@uncollected
 def read_answers(table: str, size: int) -> list[dict[str, Any] | None]:
     """Returns the answer of each rank; None where there is none. Ranks that say the same share theirs.
 

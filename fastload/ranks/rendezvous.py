@@ -40,7 +40,7 @@ class Rendezvous:
         self._store = store
         self._rank = rank
         self._size = size
-        self._first_poll_s = max(_FIRST_POLL_S, size * _POLL_OF_A_RANK_S)
+        self._first_poll_s = max(_FIRST_POLL_S, self.turn_s)
         self._host = host
         self._if_lost = if_lost
         self._shared: dict[int, list[str]] = {}
@@ -54,6 +54,11 @@ class Rendezvous:
     def store(self) -> Any:
         """The corner, without deadlines; None for a world of 1."""
         return self._store
+
+    @property
+    def turn_s(self) -> float:
+        """How long to leave the store alone between two looks, such that it has time for all ranks."""
+        return self._size * _POLL_OF_A_RANK_S
 
     def ask(self, what: str, limit_s: float, ask: Callable[[], T]) -> T:
         """Asks the store: a store whose host is stopped or cut off would keep the caller for ever."""
@@ -354,7 +359,7 @@ class Rendezvous:
 
     def _period_s(self, wait_s: float) -> float:
         """Returns how long to leave the store alone between looks for signs of life."""
-        return max(min(_LISTENING_S, wait_s / 32), self._size * _POLL_OF_A_RANK_S)
+        return max(min(_LISTENING_S, wait_s / 32), self.turn_s)
 
     def _hear_pulse(self, now: float) -> None:
         """Looks for a sign of life: ranks that need not keep step may be far apart."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -191,7 +191,7 @@ def _publish(
         total_s=now - call.began,
         peak_staging_bytes=written.slab_bytes,
     )
-    return {"rank": asdict(rank), "own": sizes}
+    return {"rank": rank.pack(), "own": sizes}
 
 
 def _report(call: Call, part: Part, published: Sequence[dict[str, Any]]) -> SaveReport:
@@ -206,5 +206,5 @@ def _report(call: Call, part: Part, published: Sequence[dict[str, Any]]) -> Save
         num_writers=len(part.team.writers),
         num_copies=part.team.num_copies,
         came_instead_of=call.turn.came_instead_of() if call.turn is not None else (),
-        ranks=tuple(SaveRankReport(**each["rank"]) for each in published),
+        ranks=tuple(SaveRankReport.unpack(each["rank"]) for each in published),
     )
