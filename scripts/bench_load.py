@@ -195,7 +195,9 @@ def agree(sizes: str, repeats: int, json_path: str | None) -> None:
     """Have ranks agree that are threads of one process: what that costs the more there are."""
     rows = agreements.measure([int(size) for size in sizes.split(",")], repeats)
     agreements.print_agreements(rows)
-    write_json(json_path, rows)
+    parts = agreements.measure_parts(16384, 200 * repeats)
+    agreements.print_parts(parts)
+    write_json(json_path, {"agreements": rows, "parts": parts})
 
 
 @main.command("fsdp")

@@ -22,9 +22,11 @@ The model is the pipeline of `transfer/pipeline.py`, seen from one rank that sta
   that calls it `call_s`. The last dimension are the devices of a host, which get `inner_bytes_per_s`.
 - A rank passes on at most `rank_bytes_per_s` (its cores), and one thread of it places `copy_bytes_per_s`,
   as if no chunk came to where it belongs at once.
-- `opening_s` comes before the data: listing, headers, connecting, the agreements of a few ranks. In each
-  of `_NUM_AGREEMENTS` every rank asks the rendezvous store some times, which one thread answers, and gets
-  the answers of all ranks from it: that grows with the square of the ranks. Measured on one machine.
+- `opening_s` comes before the data: listing, headers, connecting. The ranks agree `_NUM_AGREEMENTS` times,
+  along the tree of `ranks/bonds.py`, in which each handles seven others on every level, one after the other.
+  What each rank reports is told to all, which all read. The first load of a group makes the tree: for that
+  each rank asks the rendezvous store `_NUM_REQUESTS` times, which one thread answers. What these take was
+  measured on one machine (docs/benchmarks.md), but for the network between two ranks.
 
 What it leaves out: page caches, storage that slows down under load, stragglers, and switches between
 hosts with less than full bandwidth. Rates are goodput: TCP over Ethernet delivers some 95 % of the line.
@@ -58,12 +60,15 @@ LATENCY_SHOWS = 1.1
 _GLOO = {"rank_bytes_per_s": 1.6e9, "copy_bytes_per_s": 2e9, "message_s": 80e-6}
 _NCCL = {"rank_bytes_per_s": math.inf, "copy_bytes_per_s": math.inf, "message_s": 10e-6}  # assumptions
 
-# Of a load: counted, and measured with the store's server on the same machine.
-_NUM_AGREEMENTS = 5
-_ANSWERS_BYTES = 150  # of one rank, in all of them, as they are packed
-_NUM_REQUESTS = 6  # of a rank in each
-_REQUEST_S = 12e-6
-_STORE_BYTES_PER_S = 2.1e9
+# Of the first load of a group: counted, and measured with `scripts/bench_load.py agree` (docs/benchmarks.md).
+_NUM_AGREEMENTS = 3
+_BASE = 8  # of the tree
+_HOP_S = 16e-6 + 50e-6  # from rank to rank; the network is an assumption
+_ANSWER_S = 8e-6  # to take the answer of a rank below, or to send it the verdict
+_VERDICT_S = 40e-6  # until the store has it
+_TOLD_S, _TOLD_BYTES = 8.5e-6, 190  # to read what a rank tells all others, and its bytes; in all agreements
+_NUM_REQUESTS = 2.4  # two of each rank, three more of one in eight
+_REQUEST_S = 5.6e-6
 
 STORAGE, SHARE, LINKS = "storage", "each host's share of storage", "host links"
 CORES, MESSAGES, PLACING = "the cores of a rank", "messages", "placing"
@@ -89,7 +94,7 @@ class Cluster:
         call_s: What a collective costs the rank that calls it: an assumption.
         request_s: Time to the first byte of a read.
         opening_s: Time before the first read, but for what more ranks take to agree.
-        agreeing_s: That; None for what one store takes that all of them ask.
+        agreeing_s: That; None for what it takes along a tree of them, in the first load of a group.
 
     Raises:
         OptionError: A number makes no sense.
@@ -131,10 +136,7 @@ class Cluster:
     @property
     def before_s(self) -> float:
         """Time before the first read."""
-        if self.agreeing_s is not None:
-            return self.opening_s + self.agreeing_s
-        requests_s = _NUM_AGREEMENTS * _NUM_REQUESTS * self.num_ranks * _REQUEST_S
-        return self.opening_s + requests_s + self.num_ranks**2 * _ANSWERS_BYTES / _STORE_BYTES_PER_S
+        return self.opening_s + (_agreeing_s(self.num_ranks) if self.agreeing_s is None else self.agreeing_s)
 
     @property
     def num_ranks(self) -> int:
@@ -294,6 +296,17 @@ class _Costs:
         if pace_s > LATENCY_SHOWS * self.limits[name] and self.stages.transit_s > self.stages.exchange_s:
             return WAY
         return name
+
+
+def _agreeing_s(num_ranks: int) -> float:
+    """Returns what ranks take to meet for the first time, and to agree in one load."""
+    levels, least = 0, 1
+    while least < num_ranks:
+        levels, least = levels + 1, least * _BASE
+    step_s = 2 * levels * (_HOP_S + (_BASE - 1) * _ANSWER_S) + _VERDICT_S
+    told_bytes = num_ranks * _TOLD_BYTES * (1 + levels * (_BASE - 1))  # on its way up, and down
+    telling_s = num_ranks * _TOLD_S + told_bytes / _GLOO["rank_bytes_per_s"]
+    return _NUM_AGREEMENTS * step_s + telling_s + num_ranks * _NUM_REQUESTS * _REQUEST_S
 
 
 def num_reads(depth: int, *, alone: bool) -> int:

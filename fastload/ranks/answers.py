@@ -48,15 +48,17 @@ def read_answers(table: str, size: int) -> list[dict[str, Any] | None]:
         table: What `write_answer` and `join_answers` have made.
         size: Number of ranks.
     """
-    values: list[Any] = []
+    lines = [line.split("\t") for line in reversed(table.splitlines())]  # so that of two the first one stays
+    values = json.loads(f"[{','.join(value for _, _, value in lines)}]")
     places: dict[str, list[int | None]] = {}  # name → for each rank where its value is
-    for line in reversed(table.splitlines()):  # so that of two the first one stays
-        ranks, name, value = line.split("\t")
+    for index, (ranks, name, _) in enumerate(lines):
         if (at := places.get(name)) is None:
             at = places[name] = [None] * size
-        for first, last in _ranges(ranks):
-            at[first : last + 1] = [len(values)] * (last + 1 - first)
-        values.append(json.loads(value))
+        if ranks.isdecimal():
+            at[int(ranks)] = index
+        else:
+            for first, last in _ranges(ranks):
+                at[first : last + 1] = [index] * (last + 1 - first)
     names = [json.loads(name) for name in reversed(places)]
     answers: list[dict[str, Any] | None] = []
     for indices, run in groupby(zip(*reversed(places.values()), strict=True)):

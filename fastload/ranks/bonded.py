@@ -112,7 +112,8 @@ class Bonded(Rendezvous):
             return None
         if bonds is not None:
             self._standing.forget(bonds)
-        return self._look_back(_JOINING)
+        # In the first call most ranks need not ask: who looks for the one above finds out as it does so.
+        return None if self._number == 1 and not self._children else self._look_back(_JOINING)
 
     def collect(
         self,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,12 @@ from typing import Any
 import torch.distributed as dist
 from rich.table import Table
 
+from fastload.base.threads import within
+from fastload.ranks.answers import join_answers, read_answers, write_answer
+from fastload.ranks.bonds import Bonds
 from fastload.ranks.kept import Kept
 from fastload.ranks.world import join_in
+from fastload.report import RankReport
 
 from .tables import print_table
 
@@ -27,6 +34,8 @@ store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
 sys.stdin.read()
 """
+_ANSWER = {"value": {"plan": "fc89f712c219374e6cb510905f7f6283"}}
+_TABLE = write_answer(0, _ANSWER)
 _PLACES = {"tree": True, "store": False}
 
 
@@ -37,17 +46,129 @@ def measure(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
         For each number of ranks and way: seconds of the call that makes the tree, and of one agreement in the
         calls after it, CPU seconds of the server for it, and bytes of a rank's answer.
     """
+    server, port = _serve()
+    try:
+        return [_measure(port, server.pid, size, way, repeats) for size in sizes for way in _PLACES]
+    finally:
+        _end(server)
+
+
+def measure_parts(num_ranks: int, repeats: int) -> dict[str, float]:
+    """Measures of what `fastload plan` takes the agreements of many ranks to be made, in microseconds.
+
+    Returns:
+        CPU time of the store for one of the requests that a rank makes in its first call, and of a rank for
+        the answer of one below it, with the verdict to that one; time until the store has a verdict, and from
+        one process through a socket to another; CPU time to read the report of one rank, of so many.
+    """
+    server, port = _serve()
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        for _ in range(2):  # the first time to warm up
+            began_s = _cpu_s(server.pid)
+            for _ in range(repeats):
+                store.add("0/lives", 1)
+                store.compare_set("1/at/0", "?", "?")
+        request_s = (_cpu_s(server.pid) - began_s) / repeats / 2
+        verdict_s = _median_s(
+            lambda step: within(60, "it", lambda: store.compare_set(f"{step}", "", _TABLE)), repeats
+        )
+    finally:
+        _end(server)
+    parts = {
+        "request": request_s,
+        "verdict": verdict_s,
+        "hop": _measure_hop(repeats),
+        "answer": _measure_answer(repeats),
+        "report": _measure_report(num_ranks),
+    }
+    return {name: 1e6 * seconds for name, seconds in parts.items()}
+
+
+def _measure_hop(repeats: int) -> float:
+    near, far = _connected()
+    if not (child := os.fork()):
+        bonds = Bonds(1, {0: far})
+        for step in range(repeats):
+            bonds.receive([0], (1, step), lambda: 1.0)
+            bonds.send([0], (1, step), _TABLE, b"")
+        os._exit(0)
+    bonds = Bonds(0, {1: near})
+
+    def go(step: int) -> None:
+        bonds.send([1], (1, step), _TABLE, b"")
+        bonds.receive([1], (1, step), lambda: 1.0)
+
+    there_and_back_s = _median_s(go, repeats)
+    os.waitpid(child, 0)
+    bonds.drop()
+    far.close()
+    return there_and_back_s / 2
+
+
+def _measure_answer(repeats: int) -> float:
+    pairs = dict(enumerate((_connected() for _ in range(7)), 1))
+    above = Bonds(0, {rank: near for rank, (near, _) in pairs.items()})
+    below = {rank: Bonds(rank, {0: far}) for rank, (_, far) in pairs.items()}
+    spent_s = 0.0
+    for step in range(repeats):
+        for rank, bonds in below.items():
+            bonds.send([0], (1, step), write_answer(rank, _ANSWER), b"")
+        began_s = time.thread_time()
+        tables = [table for table, _ in above.receive(pairs, (1, step), lambda: 1.0)]
+        above.send(pairs, (1, step), join_answers([write_answer(0, _ANSWER), *tables]), b"")
+        spent_s += time.thread_time() - began_s
+        for bonds in below.values():
+            bonds.receive([0], (1, step), lambda: 1.0)
+    for bonds in (above, *below.values()):
+        bonds.drop()
+    return spent_s / repeats / len(pairs)
+
+
+def _measure_report(num_ranks: int) -> float:
+    def report(rank: int) -> RankReport:
+        read_s, nbytes = 2 + rank / 1e6, 10**9 + rank
+        return RankReport(
+            rank=rank, host=f"host{rank // 8}", reader=True, bytes_read=nbytes, bytes_received=nbytes,
+            read_s=read_s, exchange_s=read_s, place_s=read_s, exposed_s=read_s, total_s=read_s,
+        )  # fmt: skip
+
+    answers = ({"value": {"report": report(rank).pack()}} for rank in range(num_ranks))
+    table = join_answers([write_answer(rank, answer) for rank, answer in enumerate(answers)])
+    began_s = time.thread_time()
+    for answer in read_answers(table, num_ranks):
+        assert answer is not None
+        RankReport.unpack(answer["value"]["report"])
+    return (time.thread_time() - began_s) / num_ranks
+
+
+def _connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        near = socket.create_connection(door.getsockname())
+        return near, door.accept()[0]
+
+
+def _median_s(call: Callable[[int], object], repeats: int) -> float:
+    taken_s = []
+    for step in range(repeats):
+        began_s = time.perf_counter()
+        call(step)
+        taken_s.append(time.perf_counter() - began_s)
+    return statistics.median(taken_s)
+
+
+def _serve() -> tuple[subprocess.Popen[str], int]:
     server = subprocess.Popen(
         [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert server.stdin is not None
     assert server.stdout is not None
-    try:
-        port = int(server.stdout.readline())
-        return [_measure(port, server.pid, size, way, repeats) for size in sizes for way in _PLACES]
-    finally:
-        server.stdin.close()
-        server.wait()
+    return server, int(server.stdout.readline())
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    assert server.stdin is not None
+    server.stdin.close()
+    server.wait()
 
 
 def _measure(port: int, server: int, size: int, way: str, repeats: int) -> dict[str, Any]:
@@ -114,4 +235,13 @@ def print_agreements(rows: list[dict[str, Any]]) -> None:
         )
         cells = [*(f"{value:,.1f}" for value in milliseconds), f"{row['rank_s'] * 1e6:,.0f}"]
         table.add_row(f"{row['ranks']:,}", row["way"], *cells)
+    print_table(table)
+
+
+def print_parts(parts: dict[str, float]) -> None:
+    """Prints what agreements are made of; see `measure_parts`."""
+    table = Table(title="What agreements are made of, µs")
+    for name in parts:
+        table.add_column(name, justify="right")
+    table.add_row(*(f"{value:.1f}" for value in parts.values()))
     print_table(table)
