@@ -25,6 +25,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
 
 import click
+import torch.distributed as dist
 from bench_parts.job import all_ranks, run_on_ranks, write_json
 
 MODELS = {  # hidden size, layers, words: of a Llama, in float32
@@ -82,8 +83,6 @@ class Clock:
         own = getattr(owner, name)
 
         def timed(*arguments: Any, **keywords: Any) -> Any:
-            import torch.distributed as dist
-
             dist.barrier()
             began = time.perf_counter()
             result = own(*arguments, **keywords)
@@ -106,6 +105,9 @@ def rank(settings: dict[str, Any]) -> None:
         nbytes = sum(path.stat().st_size for path in (folder / "run").rglob("*")) / NUM_SAVES
         rows = {"stalls_s": clock.seconds, "load_s": sum(clock.seconds), "nbytes": nbytes}
         (folder / "rows.json").write_text(json.dumps(rows))
+    if dist.is_initialized():  # else threads of Gloo may abort a process that ends
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def llama(sizes: dict[str, int]) -> Any:
