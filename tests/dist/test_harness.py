@@ -119,7 +119,7 @@ def test_values_come_back_and_can_be_compared() -> None:
 
 @pytest.mark.parametrize("wanted", [signal.SIGKILL, signal.SIGSTOP], ids=lambda wanted: wanted.name)
 def test_a_rank_that_was_to_die_may_not_return(wanted: signal.Signals) -> None:
-    with pytest.raises(pytest.fail.Exception, match=f"rank 0 of 2 returned, but .* {wanted.name}"):
+    with pytest.raises(pytest.fail.Exception, match=f"rank 0 of 2 returned 0, but .* {wanted.name}"):
         run_ranks(_returns_rank, 2, dies={0: wanted})
 
 

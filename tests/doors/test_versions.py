@@ -22,8 +22,11 @@ DOORS = {
 
 @ranks(1)
 def test_one_clear_error_says_which_version_there_is(rank: int, world: int, tmp_path: Path) -> None:
-    for library in set(DOORS.values()):
-        assert library not in sys.modules, "a fork of the zygote has none of them"
+    libraries = set(DOORS.values())
+    for name in [*sys.modules]:  # another test may have had the ranks import them
+        if name.partition(".")[0] in libraries or name.startswith("fastload.integrations."):
+            del sys.modules[name]
+    for library in libraries:
         (tmp_path / library).mkdir()
         (tmp_path / library / "__init__.py").write_text("__version__ = '0.1'")
     sys.path.insert(0, str(tmp_path))
