@@ -62,8 +62,9 @@ def save(call: Call, state: Any) -> SaveReport:
             part = take_part(call, described, agreed)
     with _open_until_the_end(part.target), world.together():
         report = _write(call, Begun(part, agreed, None, None), agreed, 0.0)
-    taken_s = max(rank.write_s + rank.flush_s for rank in report.ranks)
-    tuner.learn(call.folder, world.size, report.nbytes, report.num_writers, taken_s)
+    if part.shards is None:
+        taken_s = max(rank.write_s + rank.flush_s for rank in report.ranks)
+        tuner.learn(call.folder, world.size, report.nbytes, report.num_writers, taken_s)
     return report
 
 

@@ -16,7 +16,8 @@ class WriterTuner:
     """Finds out how many writers a place can use. May be used by several threads.
 
     The first save uses all ranks, the next one half of them, and so on as long as fewer are clearly
-    faster: more writers than the storage can use only get in each other's way.
+    faster: more writers than the storage can use only get in each other's way. Where each rank holds its own
+    part of the bytes, that many have to write: what the others hold would have to get to another rank.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class WriterTuner:
             is_sharded: Whether each rank holds its own part of them.
         """
         most = self.most(num_ranks, nbytes, is_sharded=is_sharded)
-        if nbytes < _MIN_TUNED_BYTES:
+        if is_sharded or nbytes < _MIN_TUNED_BYTES:
             return most
         with self._lock:
             rates = self._rates.get((place, num_ranks), {})

@@ -41,3 +41,9 @@ def test_places_and_groups_are_told_apart() -> None:
     assert tuner.choose("root", 8, GIB) == 4
     assert tuner.choose("other", 8, GIB) == 8
     assert tuner.choose("root", 4, GIB) == 4
+
+
+def test_who_holds_bytes_of_its_own_writes_them() -> None:
+    tuner = WriterTuner()
+    tuner.learn("root", 8, GIB, 8, 1.0)
+    assert tuner.choose("root", 8, GIB, is_sharded=True) == 8
