@@ -37,6 +37,7 @@ from torch.futures import Future
 import fastload
 from fastload.errors import OptionError, WorldError
 from fastload.integrations.dcp_planners import Wanted, bytes_of, kept_of, state_of, unwrapped
+from fastload.integrations.dcp_plans import packed
 from fastload.options import LoadOptions, SaveOptions
 
 __all__ = ["Reader", "Writer"]
@@ -117,8 +118,8 @@ class Reader(StorageReader):
         """Does nothing: it is open."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leaves the plan as it is."""
-        return plan
+        """Packs what dcp sends to the coordinator and back."""
+        return packed(plan)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Leaves the plans as they are.
@@ -136,14 +137,15 @@ class Reader(StorageReader):
             FastloadError: As for `fastload.load`.
         """
         assert self._checkpoint is not None, "read_metadata comes before"
+        items = plan.items
         with self._checkpoint as checkpoint:
             wanted = Wanted(checkpoint.manifest, self._stored)
-            for item in plan.items:
+            for item in items:
                 if item.type == LoadItemType.TENSOR:
                     wanted.add(item, planner)
             checkpoint.read(wanted.boxes)
             wanted.commit(planner)
-        for item in plan.items:
+        for item in items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, bytes_of(self._values[item.storage_index.fqn]))
         return _done(None)
