@@ -33,7 +33,7 @@ from fastload.estimate.units import format_duration
 __all__ = ["cadence"]
 
 
-@click.command()
+@click.command(short_help="How often to save a training.")
 @model_options
 @world_options
 @click.option("--at", "rate", type=RATE, help="Bandwidth that a save is written with.")

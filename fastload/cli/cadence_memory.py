@@ -216,7 +216,8 @@ class Advice:
             f"with a probability of at least {row['probability'] * 100:.2f} %"
             for row in self.survival
         ]
-        return [f"why, memory: {often.why}", f"why, storage: {rare.why}", *outlived]
+        whys = [f"why, memory: {often.why}", f"why, storage: {rare.why}"]
+        return [*([f"why, both: {often.why}"] if often.why == rare.why else whys), *outlived]
 
 
 def _steps(steps: int | None) -> str:

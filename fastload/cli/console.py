@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import click
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
 
 from fastload.errors import FastloadError, PeerError
 
-__all__ = ["errors_to_exit_code", "progress", "shown", "stdout"]
+__all__ = ["age", "errors_to_exit_code", "progress", "shown", "stdout", "table_of"]
 
 
 @contextmanager
@@ -52,3 +55,22 @@ def stdout() -> Console:
 def shown(text: str) -> str:
     """A text of the checkpoint, with what a terminal would obey spelled out."""
     return text if text.isprintable() else repr(text)
+
+
+def table_of(*heads: str, right: tuple[str, ...] = ()) -> Table:
+    """A table with these heads; the columns of some are numbers, which end at the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for head in heads:
+        table.add_column(head, justify="right" if head in right else "left")
+    return table
+
+
+def age(since_s: float) -> str:
+    """How long ago a time of the clock was; a dash for none."""
+    if not since_s:
+        return "–"
+    age_s = max(0.0, time.time() - since_s)
+    for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60)):
+        if age_s >= 2 * seconds:
+            return f"{age_s / seconds:.0f} {unit}"
+    return f"{age_s:.0f} s"

@@ -19,7 +19,7 @@ from fastload.ranks.world import initialize
 __all__ = ["convert"]
 
 
-@click.command()
+@click.command(short_help="Save a checkpoint again: as fastload's, torch's or dcp's.")
 @click.argument("src")
 @click.argument("dst")
 @click.option(

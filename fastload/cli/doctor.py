@@ -23,7 +23,7 @@ __all__ = ["doctor"]
 _MARKS = {"ok": ("✓", "green"), "note": ("i", "yellow"), "problem": ("✗", "bold red")}
 
 
-@click.command()
+@click.command(short_help="Look at the hosts of a job, and say what to mend.")
 @click.argument("path", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, from rank 0.")
 def doctor(path: str | None, as_json: bool) -> None:

@@ -13,8 +13,9 @@ from rich.table import Table
 from torch import Tensor
 
 import fastload
-from fastload.cli.console import errors_to_exit_code, progress, shown, stdout
+from fastload.cli.console import errors_to_exit_code, progress, shown, stdout, table_of
 from fastload.cli.sharded import sharding_of
+from fastload.doctor.wording import count
 from fastload.errors import FastloadError
 from fastload.formats.manifest import TensorEntry
 from fastload.formats.per_rank import OWN_PREFIX
@@ -29,7 +30,7 @@ from fastload.storage.own_files import require_writable
 __all__ = ["inspect", "load"]
 
 
-@click.command()
+@click.command(short_help="Show what a checkpoint holds, without its data.")
 @click.argument("path")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(path: str, as_json: bool) -> None:
@@ -42,7 +43,7 @@ def inspect(path: str, as_json: bool) -> None:
             _print_manifest(manifest)
 
 
-@click.command()
+@click.command(short_help="Load a checkpoint on all ranks; report how it went.")
 @click.argument("path")
 @click.option("--device", default="cpu", show_default=True, help="Where the tensors go: cpu, cuda, cuda:1.")
 @click.option("--strategy", type=click.Choice(STRATEGIES), help=f"How to load: {SETTINGS['strategy'].help}.")
@@ -138,14 +139,15 @@ def _look_where_the_trace_goes(rank: int, options: fastload.LoadOptions) -> None
 
 def _print_manifest(manifest: fastload.Manifest) -> None:
     console = stdout()
-    table = Table("tensor", "dtype", "shape", "size", "file")
+    table = table_of("tensor", "dtype", "shape", "size", "file", right=("size",))
     for entry in manifest.tensors:
         where = _place_of(entry, manifest)
         table.add_row(shown(entry.name), entry.dtype, str(list(entry.shape)), decimal(entry.nbytes), where)
     console.print(table)
-    for dtype, (count, nbytes) in _by_dtype(manifest).items():
-        console.print(f"{dtype}: {count} tensors, {decimal(nbytes)}")
-    total = f"{len(manifest.tensors)} tensors, {decimal(manifest.nbytes)} in {len(manifest.files)} files"
+    for dtype, (number, nbytes) in _by_dtype(manifest).items():
+        console.print(f"{dtype}: {count(number, 'tensor')}, {decimal(nbytes)}")
+    whole = f"{count(len(manifest.tensors), 'tensor')}, {decimal(manifest.nbytes)}"
+    total = f"{whole} in {count(len(manifest.files), 'file')}"
     console.print(f"{total} ({manifest.format})", style="bold")
     for line in _refused(manifest):
         console.print(f"cannot be loaded: {shown(line)}", highlight=False)

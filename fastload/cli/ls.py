@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import click
 from rich.filesize import decimal
-from rich.table import Table
 
-from fastload.cli.console import errors_to_exit_code, progress, shown, stdout
+from fastload.cli.console import age, errors_to_exit_code, progress, shown, stdout, table_of
 from fastload.cli.memory import list_memory, prune_memory
+from fastload.doctor.wording import count
 from fastload.errors import CheckpointNotFound
 from fastload.options import LoadOptions
 from fastload.training.catalog import Catalog, Entry
@@ -20,7 +19,7 @@ from fastload.training.retention import Retention
 __all__ = ["ls", "prune"]
 
 
-@click.command()
+@click.command(short_help="List the checkpoints of a run, or of memory.")
 @click.argument("root", required=False)
 @click.option("--memory", is_flag=True, help="What jobs have in the memory of this host; ROOT is the place.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -42,7 +41,7 @@ def ls(root: str | None, memory: bool, as_json: bool) -> None:
             _print(rows)
 
 
-@click.command()
+@click.command(short_help="Delete old checkpoints, and what dead saves left.")
 @click.argument("root", required=False)
 @click.option("--keep-last", type=click.IntRange(1), help="Newest ones to keep.")
 @click.option("--keep-every", type=click.IntRange(1), help="Keep multiples of this step, too.")
@@ -73,9 +72,8 @@ def prune(
             click.echo(f"left alone: {note}")
         nbytes = sum(_nbytes(entries[step]) for step in steps)
         left = sum(entry.is_complete for entry in entries.values()) - len(steps)
-        click.echo(
-            f"{len(steps)} checkpoints, {decimal(nbytes)}{' to delete' if dry_run else ''}; {left} stay"
-        )
+        verb = " to delete" if dry_run else ""
+        click.echo(f"{count(len(steps), 'checkpoint')}, {decimal(nbytes)}{verb}; {left} stay")
 
 
 def _required(root: str | None) -> str:
@@ -125,19 +123,21 @@ def _as_json(entry: Entry) -> dict[str, Any]:
 def _print(entries: list[Entry]) -> None:
     names = sorted({name for entry in entries for name in entry.saved.metrics})
     branched = ("branch",) if any(entry.point.branch for entry in entries) else ()
-    table = Table("step", *branched, "", "size", "files", "age", *map(shown, names))
+    measures = tuple(map(shown, names))
+    numbers = ("step", *branched, "size", "files", "age", *measures)
+    table = table_of("step", *branched, "", "size", "files", "age", *measures, right=numbers)
     for entry in entries:
         size = decimal(entry.summary.nbytes) if entry.summary is not None else "–"
         files = str(len(entry.summary.files)) if entry.summary is not None else "–"
         measured = entry.saved.metrics
         metrics = (f"{measured[name]:g}" if name in measured else "–" for name in names)
         branch = (str(entry.point.branch),) if branched else ()
-        table.add_row(str(entry.step), *branch, entry.state, size, files, _age(entry.saved_s), *metrics)
+        table.add_row(str(entry.step), *branch, entry.state, size, files, age(entry.saved_s), *metrics)
     console = stdout()
     console.print(table)
     for note in filter(None, map(_note, entries)):
         console.print(note, highlight=False)
-    total = f"{len(entries)} checkpoints, {decimal(sum(map(_nbytes, entries)))}"
+    total = f"{count(len(entries), 'checkpoint')}, {decimal(sum(map(_nbytes, entries)))}"
     console.print(total, style="bold", highlight=False)
 
 
@@ -151,13 +151,3 @@ def _note(entry: Entry) -> str:
 
 def _nbytes(entry: Entry) -> int:
     return entry.summary.nbytes if entry.summary is not None else 0
-
-
-def _age(saved_s: float) -> str:
-    if not saved_s:
-        return "–"
-    age_s = max(0.0, time.time() - saved_s)
-    for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60)):
-        if age_s >= 2 * seconds:
-            return f"{age_s / seconds:.0f} {unit}"
-    return f"{age_s:.0f} s"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import click
 from rich.filesize import decimal
-from rich.table import Table
 
-from fastload.cli.console import shown, stdout
+from fastload.cli.console import age, shown, stdout, table_of
+from fastload.doctor.wording import count
 from fastload.storage.tier_leftovers import Leftover, find_jobs, remove_dead
 from fastload.storage.tier_place import find_memory
 from fastload.tier.record import Generation
@@ -30,17 +29,20 @@ def list_memory(place: str | None, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"memory": place, "jobs": [_as_json(job) for job in jobs]}))
         return
-    table = Table("root", "step", "shares", "size", "used", "")
+    if not jobs:
+        click.echo(f"no job has checkpoints in {place}")
+        return
+    table = table_of("root", "step", "shares", "size", "used", "", right=("size", "used"))
     for job in jobs:
         steps = [f"{each.step}" for each in _generations(job)]
         shares = [f"{len(each.held)} of {len(each.shares)}" for each in _generations(job)]
         state = "in use" if job.is_alive else "left behind"
-        used = f"{max(0.0, time.time() - job.used_s):.0f} s ago"
+        used = f"{age(job.used_s)} ago"
         row = (", ".join(steps) or "–", ", ".join(shares) or "–", decimal(job.nbytes), used, state)
         table.add_row(shown(job.root), *row)
     console = stdout()
     console.print(table)
-    total = f"{len(jobs)} jobs in {place}, {decimal(sum(job.nbytes for job in jobs))}"
+    total = f"{count(len(jobs), 'job')} in {place}, {decimal(sum(job.nbytes for job in jobs))}"
     console.print(total, style="bold", highlight=False)
 
 
@@ -57,7 +59,7 @@ def prune_memory(place: str | None, *, dry_run: bool) -> None:
     for job in removed:
         click.echo(f"{'would delete' if dry_run else 'deleted'} {job.path}, which is of {shown(job.root)}")
     nbytes = sum(job.nbytes for job in removed)
-    click.echo(f"{len(removed)} jobs, {decimal(nbytes)}{' to delete' if dry_run else ''}")
+    click.echo(f"{count(len(removed), 'job')}, {decimal(nbytes)}{' to delete' if dry_run else ''}")
 
 
 def _generations(job: Leftover) -> list[Generation]:

@@ -38,7 +38,7 @@ _MOST_TRACED = 64
 _SHORT_S = 0.25  # what opening a checkpoint takes, with few ranks
 
 
-@click.command()
+@click.command(short_help="Who would read what, and how long it would take.")
 @click.argument("path", required=False)
 @click.option("--size", type=SIZE, help="Instead of PATH: bytes of a checkpoint, such as 13.8TB or 512GiB.")
 @click.option("--hosts", required=True, type=COUNT, help="Hosts.")

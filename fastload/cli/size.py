@@ -27,7 +27,7 @@ from fastload.estimate.units import format_bytes, format_duration, format_rate
 __all__ = ["size"]
 
 
-@click.command()
+@click.command(short_help="How large a checkpoint is, and what it asks of storage.")
 @model_options
 @click.option("--tp", type=COUNT, default="1", show_default=True, help="Tensor-parallel ranks.")
 @click.option("--pp", type=COUNT, default="1", show_default=True, help="Pipeline stages.")

@@ -18,7 +18,7 @@ from fastload.ranks.world import initialize
 __all__ = ["stage"]
 
 
-@click.command()
+@click.command(short_help="Copy a checkpoint to every host of a job.")
 @click.argument("src")
 @click.argument("dst")
 @click.option("--overwrite", is_flag=True, help="Replace another checkpoint that is at DST.")

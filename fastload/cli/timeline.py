@@ -16,7 +16,7 @@ __all__ = ["timeline"]
 _MOST_ROWS = 32
 
 
-@click.command()
+@click.command(short_help="Draw where the time of a load or a save went.")
 @click.argument("file", type=click.File("r", encoding="utf-8"))
 @click.option("--png", required=True, type=PNG, help="Draw it into this file.")
 @click.option(

@@ -14,7 +14,7 @@ from fastload.ranks.world import initialize
 __all__ = ["verify"]
 
 
-@click.command()
+@click.command(short_help="Check every byte of a checkpoint.")
 @click.argument("path")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, from rank 0.")
 def verify(path: str, as_json: bool) -> None:
