@@ -161,7 +161,7 @@ def test_convert_what_only_ends_as_a_file_of_torch(tmp_path: Path) -> None:
 def test_inspect_says_what_cannot_be_loaded(tmp_path: Path) -> None:
     torch.save({"good": torch.ones(3), "odd": [Unwelcome()]}, tmp_path / "a.pt")
     shown = run_here("inspect", str(tmp_path / "a.pt")).stdout
-    assert "1 tensors, 12 bytes in 1 files (torch)" in shown
+    assert "1 tensor, 12 bytes in 1 file (torch)" in shown
     line = "state['odd'][0] is tests.e2e.test_cli_manager.Unwelcome: it is not on the list"
     assert f"cannot be loaded: {line}" in shown
     found = one_object(run_here("inspect", str(tmp_path / "a.pt"), "--json").stdout)

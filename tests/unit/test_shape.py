@@ -21,6 +21,7 @@ DISTRIBUTED = {
     "doctor/facts.py",
     "integrations/dcp.py",
     "integrations/dcp_planners.py",
+    "integrations/dcp_plans.py",
     "integrations/host.py",
     "integrations/torchtitan.py",
     "ranks/agreement.py",
