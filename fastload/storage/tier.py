@@ -32,6 +32,7 @@ from fastload.storage.tier_place import (
     read_record,
     read_small,
     remove_job,
+    unlock,
     write,
 )
 
@@ -86,19 +87,20 @@ class JobFolder:
             os.mkdir(self._name, 0o700, dir_fd=self._own)
         with suppress(FileNotFoundError):
             folder = folders.open_folder(self._name, self._own)
+            job = -1
             try:
                 job = os.open(JOB_NAME, NEW_FLAGS, 0o600, dir_fd=folder)
                 fcntl.flock(job, fcntl.LOCK_SH)
                 now, there = os.fstat(job), os.stat(JOB_NAME, dir_fd=folder, follow_symlinks=False)
-                if (now.st_dev, now.st_ino) != (there.st_dev, there.st_ino):
-                    os.close(job)
+                if not os.path.samestat(now, there):
                     return
                 os.pwrite(job, root.encode(), 0)
                 os.ftruncate(job, len(root.encode()))
-                self._folder, self._job, folder = folder, job, -1
+                self._folder, self._job, folder, job = folder, job, -1, -1
             finally:
-                if folder >= 0:
-                    os.close(folder)
+                for number in (folder, job):
+                    if number >= 0:
+                        os.close(number)
 
     @property
     def home(self) -> Home:
@@ -229,9 +231,10 @@ class JobFolder:
         Args:
             remove: Removes all of it, if this is the last rank of the host to close it.
         """
-        for number in (self._job, self._folder):
-            if number >= 0:
-                os.close(number)
+        if self._job >= 0:
+            unlock(self._job)
+        if self._folder >= 0:
+            os.close(self._folder)
         self._job = self._folder = -1
         if remove and self._own >= 0:
             with os_errors(self.path), suppress(FileNotFoundError):
@@ -248,7 +251,7 @@ class JobFolder:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
         finally:
-            os.close(lock)
+            unlock(lock)
 
 
 def _exists(name: str, folder: int) -> bool:

@@ -19,6 +19,7 @@ from fastload.storage.tier_place import (
     read_record,
     read_small,
     remove_job,
+    unlock,
 )
 
 __all__ = ["Leftover", "find_jobs", "remove_dead"]
@@ -77,7 +78,7 @@ def _look(name: str, own: int, path: str) -> Leftover:
         held = lock(folder)
         is_alive = held is None
         if held is not None:
-            os.close(held)
+            unlock(held)
         found = os.stat(JOB_NAME, dir_fd=folder, follow_symlinks=False)
         root = read_small(JOB_NAME, folder).decode(errors="replace")
         names = sorted(each for each in os.listdir(folder) if GENERATION.fullmatch(each))

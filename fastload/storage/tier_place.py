@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -24,6 +25,7 @@ __all__ = [
     "read_record",
     "read_small",
     "remove_job",
+    "unlock",
     "write",
 ]
 
@@ -99,24 +101,39 @@ def remove_job(name: str, own: int) -> bool:
         if held is None:
             return False
         try:
-            folders.empty(folder)
+            folders.empty(folder, last=JOB_NAME)
             os.rmdir(name, dir_fd=own)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:  # else the job has just begun anew, in an empty folder
+                raise
         finally:
-            os.close(held)
+            unlock(held)
     finally:
         os.close(folder)
     return True
 
 
 def lock(folder: int) -> int | None:
-    """Keeps processes from taking part in a job; None if one that does lives."""
-    job = os.open(JOB_NAME, NEW_FLAGS, 0o600, dir_fd=folder)
+    """Keeps processes from taking part in a job; None if one that does lives.
+
+    Raises:
+        FileNotFoundError: It is being removed.
+    """
+    job = os.open(JOB_NAME, NEW_FLAGS & ~os.O_CREAT, dir_fd=folder)
     try:
         fcntl.flock(job, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(job)
         return None
     return job
+
+
+def unlock(file: int) -> None:
+    """Lets go of a lock, and of the file: a child that was forked meanwhile has the same lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_UN)
+    finally:
+        os.close(file)
 
 
 def read_record(name: str, folder: int) -> bytes:

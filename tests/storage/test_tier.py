@@ -7,6 +7,9 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -164,3 +167,56 @@ def test_the_last_rank_of_a_host_removes_it(tmp_path: Path) -> None:
     assert os.path.exists(os.path.join(second.place(ONE), RECORD_NAME))
     second.close(remove=True)
     assert not os.path.exists(first.path)
+
+
+@contextmanager
+def forked() -> Iterator[None]:
+    """Has a child live meanwhile that has all descriptors, such as a worker of a data loader."""
+    waits, ends = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(ends)
+        os.read(waits, 1)
+        os._exit(0)
+    os.close(waits)
+    try:
+        yield
+    finally:
+        os.close(ends)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.timeout(20)
+def test_what_a_child_has_inherited_holds_nobody_up(tmp_path: Path) -> None:
+    job, other = (JobFolder(str(tmp_path), name, "root") for name in (JOB, OTHER))
+    with ExitStack() as children:
+        with job._making():
+            children.enter_context(forked())
+        job.retire("")  # which would wait for a lock that the child has
+        job.close(remove=True)
+        assert not os.path.exists(job.path)
+        other.close()
+        assert [left.is_alive for left in find_jobs(str(tmp_path))] == [False]
+
+
+def test_ranks_that_begin_at_once_remove_what_is_left(tmp_path: Path) -> None:
+    """All ranks of a host do, and the job that has left it may begin anew meanwhile."""
+
+    def begin(number: int) -> None:
+        if number % 4:
+            remove_dead(str(tmp_path), older_s=0)
+            return
+        job = JobFolder(str(tmp_path), JOB, "root")
+        assert os.path.samestat(os.stat(job.path), os.fstat(job._folder)), "others can find it"
+        job.close()
+
+    with ThreadPoolExecutor(8) as ranks:
+        for turn in range(20):
+            job = JobFolder(str(tmp_path), JOB, "root")
+            generation = f"{turn:016x}"  # some come before other files when the folder is deleted, some after
+            make(job, generation).close()
+            job.record(generation, [(f"small-{number}", b"x") for number in range(50)], b"record")
+            job.close()
+            list(ranks.map(begin, range(8)))
+    remove_dead(str(tmp_path), older_s=0)
+    assert find_jobs(str(tmp_path)) == []
