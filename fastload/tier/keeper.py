@@ -17,7 +17,7 @@ from fastload.errors import FastloadError, OptionError, StorageError
 from fastload.options import LoadOptions, SaveOptions
 from fastload.ranks.traces import Tracing
 from fastload.ranks.world import World, join
-from fastload.saving.save import begin
+from fastload.saving.save import Begun, begin
 from fastload.saving.spares import Spares
 from fastload.storage import Location, Target
 from fastload.storage.tier import Home, JobFolder
@@ -255,12 +255,18 @@ class Keeper:
             target=TierTarget(self._folder, name, self._folder.place(name), self._unit),
             spares=self._spares,
         )
-        begun = begin(call, state)
+        begun: Begun | MemoryError
+        try:
+            begun = begin(call, state)
+        except MemoryError as error:  # of which the others have heard: no reason for a training to end
+            begun = error
         self.last = making = Making(step, lambda: self._finish(call, begun))
         return making
 
-    def _finish(self, call: GenerationCall, begun: Any) -> GenerationReport:
+    def _finish(self, call: GenerationCall, begun: Begun | MemoryError) -> GenerationReport:
         try:
+            if isinstance(begun, MemoryError):
+                raise begun
             report = finish(call, begun)
         except Exception as error:
             is_news, self._has_failed = not self._has_failed, True
@@ -344,9 +350,11 @@ class Keeper:
             is_durable: Whether nothing in memory is newer than what was saved, or written from memory.
         """
         if not goes_well:
+            self.last_words.cancel()
             return self.close(remove=False, wait_s=self._terms.world.grace_s)
         if stops and not is_durable(self.flushed):
             self.last_words.write_now()
+        self.last_words.come_to_save()
         self.close(remove=is_durable(self.flushed))
 
     def close(self, *, remove: bool, wait_s: float | None = None) -> None:

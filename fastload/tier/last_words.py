@@ -51,16 +51,20 @@ class LastWords:
             background(self._wait, "fastload-last-words").start()
 
     def come_to_save(self) -> None:
-        """Notes that the training has come to save by itself; waits for what has begun."""
-        self._comes.set()
+        """Notes that the training has come to save by itself, or to its end; waits for what has begun."""
+        self.cancel()
         if self._becomes(_State.OVER, _State.IDLE, _State.WAITING):
-            self._world.leave(Interrupted("the training has come to save"))
+            self._world.leave(Interrupted("the training has come to save, or to its end"))
         elif self._state is _State.WRITING:
             self._has_ended.wait()
 
+    def cancel(self) -> None:
+        """Has nothing begin any more after some time."""
+        self._comes.set()
+
     def write_now(self) -> None:
         """Writes it, unless that is done or left; all ranks together."""
-        self._comes.set()
+        self.cancel()
         if self._becomes(_State.WRITING, _State.IDLE, _State.WAITING):
             self._run()
         elif self._state is _State.WRITING:

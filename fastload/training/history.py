@@ -52,6 +52,7 @@ class History:
         self._lists = lists
         self._newest: Point | None = None  # see `newest`
         self._in_memory: Point | None = None
+        self._memory_is_void = False
         self._links: frozenset[int] | None = None  # None until there was a listing
         self._warned: set[int] = set()
 
@@ -91,13 +92,19 @@ class History:
 
     def is_durable(self, saved: Point | None, flushed: tuple[int, int] | None) -> bool:
         """Whether nothing in memory is newer than what was saved, or written to storage from memory."""
+        if self._memory_is_void:
+            return True
         points = [point for point in (saved, Point(*flushed) if flushed is not None else None) if point]
         return bool(points) and (self._in_memory is None or self._in_memory <= max(points))
 
     def note(self, point: Point) -> None:
         """Notes what is in memory, which is none of the checkpoints that can be listed."""
-        self._in_memory = point
+        self._in_memory, self._memory_is_void = point, False
         self._newest = point if self._newest is None else max(self._newest, point)
+
+    def note_void(self) -> None:
+        """Notes that nothing in memory is of use: what is on storage is newer, or whole."""
+        self._in_memory, self._memory_is_void = None, True
 
     def branch_for(self, step: int) -> int:
         """Returns the branch of a checkpoint that is about to be saved; on all ranks together.

@@ -369,10 +369,11 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        goes_well = kind is None or (isinstance(error, SystemExit) and not error.code)
         try:
-            self._end(goes_well=kind is None)
+            self._end(goes_well=goes_well)
         except FastloadError:
-            if kind is None:
+            if goes_well:
                 raise  # else it was logged when it happened, and must not hide what ended the training
 
     def _finish(self) -> None:

@@ -106,6 +106,7 @@ class Restorer:
         state = self._restore_from_storage(step, arguments, [point.step for point in recorded], reason)
         if self._keeper is not None and step is None:
             self._keeper.keep_only("")  # all of it is older than what was restored, or not whole
+            self._history.note_void()
         return state
 
     def _restore_from_memory(

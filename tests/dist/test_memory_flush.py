@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,6 +19,7 @@ import fastload
 from fastload import SaveOptions
 from fastload.tier import last_words
 from tests.dist.harness import ranks
+from tests.dist.test_manager import warned
 from tests.dist.test_memory_tier import ROOT, keep, manage
 
 RANKS_IMPORT = ("fastload.tier.keeper", "torch.distributed.tensor")
@@ -91,3 +94,29 @@ def test_a_training_that_stops_without_a_save_loses_nothing(rank: int, world: in
             manager.should_save(4)
         manager.save(5, parts(5, rank))
     assert steps_in(tmp_path / "other") == [5]
+
+
+@ranks(2, ranks_per_host=1)
+def test_a_training_that_ends_in_its_own_way_after_a_signal(rank: int, world: int, tmp_path: Path) -> None:
+    """By `sys.exit(0)`, or before it has heard of the signal at all."""
+    last_words.AFTER_S = 60.0
+    memory = tmp_path / "memory"
+    own = memory / f"host{rank}" / f"fastload-{os.geteuid()}"
+    for code, steps in ((0, [2]), (3, [])):
+        with pytest.raises(SystemExit), manage(tmp_path / str(code), memory) as manager:
+            keep(manager, 2)
+            os.kill(os.getpid(), signal.SIGTERM)
+            step = 2
+            while not manager.stop_requested:
+                step += 1
+                manager.should_save(step)
+            sys.exit(code)
+        assert steps_in(tmp_path / str(code)) == steps
+        assert len(list(own.iterdir())) == (code != 0), "whoever crashed is to be restarted"
+    last_words.AFTER_S = 0.1
+    with warned("fastload.tier.last_words") as lines:
+        with manage(tmp_path / "late", memory) as manager:
+            keep(manager, 2)
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+    assert lines == []

@@ -25,6 +25,8 @@ from fastload import CheckpointManager, LoadOptions, SaveOptions
 from fastload.errors import CheckpointNotFound, OptionError
 from fastload.report import LoadReport
 from fastload.storage.tier import JobFolder
+from fastload.storage.tier_leftovers import find_jobs
+from fastload.storage.tier_place import find_memory
 from fastload.storage.tier_target import TierTarget
 from fastload.tier import copies
 from fastload.tier import save as tier_save
@@ -37,7 +39,7 @@ OPTIONS = SaveOptions(timeout_s=20, block_bytes=1 << 16)
 RANKS_IMPORT = ("fastload.tier.keeper", "torch.distributed.tensor")
 needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs mounts of its own")
 ROOT = "root"
-MODEL, SHARES, GENERATION = "model.safetensors", "shares.json", "generation.json"
+MODEL, SHARES, GENERATION, COMMIT = "model.safetensors", "shares.json", "generation.json", "fastload.json"
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -142,6 +144,18 @@ def a_header_is_damaged(memory: Path) -> tuple[int, str, str]:
     return 3, "memory", ""
 
 
+def a_commit_record_is_damaged(memory: Path) -> tuple[int, str, str]:
+    flip(generation_in(memory, 0, COMMIT), 200)
+    flip(generation_in(memory, 2, COMMIT), 20)
+    return 3, "memory", ""
+
+
+def a_file_is_cut_off_and_another_one_gone(memory: Path) -> tuple[int, str, str]:
+    os.truncate(generation_in(memory, 1, MODEL), place_of(memory, 1, 0.3))
+    generation_in(memory, 2, MODEL).unlink()
+    return 3, "memory", ""
+
+
 def what_a_host_says_of_shares_is_damaged(memory: Path) -> tuple[int, str, str]:
     flip(generation_in(memory, 0, SHARES), 20)
     return 3, "memory", ""
@@ -204,6 +218,8 @@ VARIANTS = [
     other_bytes_of_both_copies_are_damaged,
     a_byte_of_both_copies_is_damaged,
     a_header_is_damaged,
+    a_commit_record_is_damaged,
+    a_file_is_cut_off_and_another_one_gone,
     what_a_host_says_of_shares_is_damaged,
     what_all_hosts_say_of_shares_is_damaged,
     what_hosts_say_they_have_is_damaged,
@@ -231,6 +247,9 @@ def test_what_comes_back(rank: int, world: int, tmp_path: Path) -> None:
     own = f"host{rank}"
     shutil.copytree(first / own, first / "old" / own)
     keep(manager, 3)
+    model_bytes = generation_in(first, rank, MODEL).stat().st_size
+    [taken] = find_jobs(str(first / own))
+    assert 1.9 * 2 * model_bytes / 4 < taken.nbytes < 2.1 * 2 * model_bytes / 4, "two copies, two generations"
     with CheckpointManager(tmp_path / "other", options=OPTIONS) as other:
         other.save(4, state_of(4))
     for variant in VARIANTS:
@@ -384,6 +403,11 @@ def test_ranks_of_a_host_and_jobs_on_it_share_the_place(rank: int, world: int, t
     keep(manage(root, memory, process_group=group), 3)
     assert is_state(manage(root, memory, process_group=group).restore(), 3)
     dist.barrier()
+    # And then it has more ranks, and more hosts.
+    grown = manage(tmp_path / "of rank 2", memory)
+    assert is_state(grown.restore(), 3)
+    assert grown.restored_from == "memory"
+    dist.barrier()
 
 
 # Beside a training
@@ -431,6 +455,10 @@ def test_training_does_not_wait_and_nothing_stays_behind(rank: int, world: int, 
     with manage(tmp_path, memory) as manager:
         assert is_state(manager.restore(), 19)
         assert manager.restored_from == "storage"
+    dist.barrier()
+    assert list(jobs.iterdir()) == [], "all that was there is older than what is on storage"
+    with manage(tmp_path, memory) as manager:
+        assert is_state(manager.restore(), 19)
         keep(manager, 20)
         manager.save(21, state_of(21))
     dist.barrier()
@@ -466,7 +494,9 @@ def test_a_tier_that_is_full(rank: int, world: int, tmp_path: Path) -> None:
     """A file system of the one host has no room from the first, or has none any more while it is written."""
     memory = tmp_path / "memory"
     memory.mkdir(exist_ok=True)
-    mount_memory(memory, rank, (24 << 20) if rank == 1 else 1 << 30)
+    mount_memory(memory, rank, (24 << 20) if rank == 1 else 1 << 50)
+    mount_memory(Path("/dev/shm"), rank, 64 << 20)  # as containers have it
+    assert rank == 1 or find_memory() == str(memory)
 
     def try_to_keep(manager: CheckpointManager, step: int, state: Any, why: str, *, is_news: bool) -> None:
         with warned("fastload.tier.keeper") as lines:
@@ -494,6 +524,32 @@ def test_a_tier_that_is_full(rank: int, world: int, tmp_path: Path) -> None:
                 again._end(goes_well=False)
         keep(manager, 10)
         manager.save(11, large(11))
+
+
+@ranks(2, ranks_per_host=1)
+def test_a_rank_without_memory_for_its_copy(rank: int, world: int, tmp_path: Path) -> None:
+    def take(*given: Any, **more: Any) -> Any:
+        raise MemoryError("page-locked memory of 9.6 MB refused")
+
+    for victim in (0, 1):
+        with manage(tmp_path / str(victim), tmp_path / "memory", every_steps=5) as manager:
+            keep(manager, 1)
+            assert manager._keeper is not None
+            spares = manager._keeper._spares
+            with warned("fastload.tier.keeper") as lines:
+                if rank == victim:
+                    spares.take = take  # type: ignore[method-assign]
+                assert manager.should_save(2)
+                manager.save(2, state_of(2))
+                manager._keeper.settle()
+                vars(spares).pop("take", None)
+            assert manager._keeper.last is not None
+            assert "refused" in manager._keeper.last.error
+            assert [line for line in lines if "refused" not in line] == []
+            assert len(lines) == (rank == 0)
+            keep(manager, 3)
+            assert is_state(manager.restore(), 3)
+            manager.save(4, state_of(4))
 
 
 def test_options_that_do_not_go_together(tmp_path: Path) -> None:
