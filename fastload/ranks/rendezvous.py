@@ -279,6 +279,8 @@ class Rendezvous:
             for key, start in zip(keys, starts, strict=True):
                 self._store.set(key, data[start : start + _PIECE_BYTES])
             self._store.set(f"{place}/count", str(len(starts)))
+            # Answered once the store has all of that: a set does not wait, and others may hear of it first.
+            self._store.check([f"{place}/count"])
 
         self.ask(what, limit_s, leave)
         return [f"{place}/count", *keys]

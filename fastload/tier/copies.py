@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fastload.base.memory import allocate_staging, host_view
+from fastload.ranks.failures import require_left
 from fastload.ranks.world import World
 from fastload.saving.assign import FileRange
 from fastload.saving.exchange import PacketExchange
@@ -140,8 +141,7 @@ class _Sending:
         self._exchange.close()
 
     def _coming(self, what: str, source: int, names: Sequence[str]) -> list[_Piece]:
-        packed = self._world.take_bytes(what, _PLACE, source, keep=True)
-        assert packed is not None
+        packed = require_left(what, self._world.take_bytes(what, _PLACE, source, keep=True), source)
         ranges = json.loads(zlib.decompress(packed))
         return [_Piece(source, self._world.rank, names[file], begin, end) for file, begin, end in ranges]
 

@@ -78,3 +78,21 @@ def test_a_rank_that_cannot_make_them_fails_all(failing: int) -> None:
     contents[failing] = ValueError("no such thing")
     got, _ = gather(contents)
     assert all("no such thing" in str(error) for error in got), got
+
+
+def test_what_a_rank_has_left_is_there_for_whoever_hears_of_it() -> None:
+    """However they hear of it: not through the store, perhaps, where that would come later."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    one, other = (
+        Rendezvous(
+            dist.TCPStore("127.0.0.1", server.port, is_master=False),
+            rank=rank,
+            size=2,
+            host=None,
+            if_lost="gone",
+        )
+        for rank in range(2)
+    )
+    for number in range(25):
+        one.leave("leaving", f"place/{number}", bytes(4 << 20), limit_s=20)
+        assert other.take("taking", f"place/{number}", keep=False, limit_s=20) is not None
