@@ -315,20 +315,20 @@ def training_rows(
         with fresh_path(folder) as path:
             job.run(2, arm, path)
     rows = new_rows(named, wanted=job.nbytes)
-    for turn in range(repeats):
-        for name in list(named)[1:]:
-            pair = ["no saves", name]  # side by side, and not always the same one first
-            for which in pair if turn % 2 else reversed(pair):
-                with fresh_path(folder) as path:
-                    cpu, began = sum(os.times()[:2]), time.perf_counter()
-                    steps_s, beside_s = job.run(every, named[which], path)
-                    everyone = all_ranks((time.perf_counter() - began, sum(os.times()[:2]) - cpu))
-                field = "" if which == name else "base_"
-                rows[name][f"{field}seconds"].append(max(one for one, _ in everyone))
-                rows[name][f"{field}cpu_s"].append(sum(one for _, one in everyone))
-                rows[name][f"{field}steps_s"].extend(steps_s)
-                if which == name:
-                    rows[name]["beside_s"].extend(beside_s)
+    order = list(named)
+    for _ in range(repeats):
+        for name in order:
+            with fresh_path(folder) as path:
+                cpu, began = sum(os.times()[:2]), time.perf_counter()
+                steps_s, beside_s = job.run(every, named[name], path)
+                everyone = all_ranks((time.perf_counter() - began, sum(os.times()[:2]) - cpu))
+            rows[name]["seconds"].append(max(one for one, _ in everyone))
+            rows[name]["cpu_s"].append(sum(one for _, one in everyone))
+            rows[name]["steps_s"].append(steps_s)
+            rows[name]["beside_s"].extend(beside_s)
+        order.append(order.pop(0))  # side by side, and not always the same one first
+    for name, field in itertools.product(list(named)[1:], ("seconds", "cpu_s", "steps_s")):
+        rows[name][f"base_{field}"] = rows["no saves"][field]
     for generations in kept.values():
         generations.close()
     return [rows[name] for name in list(named)[1:]]

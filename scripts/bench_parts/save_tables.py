@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from typing import Any
 
@@ -54,31 +55,51 @@ def print_stalls(rows: list[Row], title: str) -> None:
 
 
 def print_training(rows: list[Row], title: str) -> None:
-    """Prints what saving adds: in time and CPU, to the same steps without, run just before or after."""
-    steps_s = statistics.median(step for row in rows for step in row["base_steps_s"])
+    """Prints what saving adds: in time and CPU, to the same steps without, run in the same round.
+
+    Rounds differ by more than that: beside the median of their ratios are the quartiles, and what follows
+    from intervals of which each step, and the rest, takes its median.
+    """
+    steps_s = statistics.median(itertools.chain.from_iterable(rows[0]["base_steps_s"]))
     title = f"{title}; state of {rows[0]['wanted'] / MIB:.0f} MiB; {steps_s:.3f} s a step without"
     heads = [
         "median s",
         "min-max",
         "without s",
-        "% more",
-        "% more CPU",
+        "% more (quartiles)",
+        "% more, by steps",
+        "% more CPU (quartiles)",
         "a step beside a save, % more",
         "such",
     ]
     table = _table(title, *heads)
     for row in rows:
+        base = {name: row[f"base_{name}"] for name in ("seconds", "cpu_s", "steps_s")}
         more = [
-            100 * (statistics.median(a / b for a, b in zip(row[x], row[f"base_{x}"], strict=True)) - 1)
+            _quartiles([100 * (a / b - 1) for a, b in zip(row[x], base[x], strict=True)])
             for x in ("seconds", "cpu_s")
         ]
+        by_steps = f"{100 * (_interval_s(row) / _interval_s(base) - 1):+.1f}"
         beside = row["beside_s"]
-        base_s = statistics.median(row["base_steps_s"])
-        slower = f"{100 * (statistics.median(beside) / base_s - 1):+.1f}" if beside else ""
-        without = f"{statistics.median(row['base_seconds']):.3f}"
-        cells = [f"{value:+.1f}" for value in more]
-        table.add_row(row["arm"], *_spread(row["seconds"]), without, *cells, slower, f"{len(beside)}")
+        slower = f"{100 * (statistics.median(beside) / steps_s - 1):+.1f}" if beside else ""
+        without = f"{statistics.median(base['seconds']):.3f}"
+        cells = [more[0], by_steps, more[1], slower, f"{len(beside)}"]
+        table.add_row(row["arm"], *_spread(row["seconds"]), without, *cells)
     print_table(table)
+
+
+def _interval_s(row: Row) -> float:
+    """Returns how long steps take of which each, and what is not in steps, takes its median over rounds."""
+    rest = [whole - sum(steps) for whole, steps in zip(row["seconds"], row["steps_s"], strict=True)]
+    steps = zip(*row["steps_s"], strict=True)
+    return statistics.median(rest) + sum(statistics.median(each) for each in steps)
+
+
+def _quartiles(values: list[float]) -> str:
+    if len(values) < 2:
+        return f"{values[0]:+.1f}"
+    first, middle, last = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{middle:+.1f} ({first:+.1f}, {last:+.1f})"
 
 
 def print_slow(rows: list[Row], title: str) -> None:
