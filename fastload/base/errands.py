@@ -123,7 +123,9 @@ class _Crew:
         (`terminate called without an active exception`). One that hangs for good does no harm.
         """
         deadline = time.monotonic() + _LEAVING_S
-        for errand in list(self._under_way):
+        with self._lock:  # else one that begins meanwhile would end the walk over them
+            under_way = list(self._under_way)
+        for errand in under_way:
             if errand.is_alive():
                 errand.join(max(0.0, deadline - time.monotonic()))
         with self._lock:

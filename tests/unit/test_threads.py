@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import weakref
@@ -10,6 +11,7 @@ from functools import partial
 
 import pytest
 
+from fastload.base import errands
 from fastload.base.errands import Errand
 from fastload.base.threads import Workers
 
@@ -103,6 +105,32 @@ def test_a_thread_without_an_errand_keeps_no_memory_and_ends() -> None:
     while time.monotonic() < deadline and any(one.name == "idle" for one in threading.enumerate()):
         time.sleep(0.05)
     assert not any(one.name == "idle" for one in threading.enumerate())
+
+
+def test_threads_are_dismissed_while_errands_begin() -> None:
+    """As at the end of a process of which a save in the background goes on."""
+    going_on = [True]
+
+    def begin_many() -> None:
+        kept: list[Errand] = []
+        while going_on:
+            kept = [*kept[-300:], Errand(lambda: None, "test")]
+            kept[-1].start()
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=begin_many) for _ in range(2)]
+    try:
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            errands._crew.dismiss()
+    finally:
+        sys.setswitchinterval(interval_s)
+        going_on.clear()
+        for thread in threads:
+            thread.join(30)
 
 
 def test_in_a_forked_child_errands_are_done_by_threads_of_its_own() -> None:
