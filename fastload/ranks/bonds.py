@@ -188,14 +188,14 @@ class Bonds:
             for number, event in found:
                 rank, link = by_number[number]
                 try:
-                    if event & select.POLLOUT:
-                        link.flush()
-                    if event & ~select.POLLOUT:
+                    if event & ~select.POLLOUT:  # first, for an end that has gone takes nothing more
                         for tag, table, along in link.take():
                             if tag[1] & _HEARD:
                                 self.tell_heard((tag[0], tag[1] ^ _HEARD))
                             else:
                                 self._inbox[rank, tag] = table, along
+                    if event & select.POLLOUT:
+                        link.flush()
                 except OSError:
                     is_gone = True
             if is_gone:
