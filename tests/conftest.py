@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 class Scheduling(LoadScopeScheduling):
     """Deals files to workers in order; those of the lab are one worker's, as there is one lab.
 
-    That worker mostly waits: so there may be one more of them than cores.
+    That worker mostly waits, and others wait now and then: so there may be two more of them than cores.
     """
 
     def _split_scope(self, nodeid: str) -> str:

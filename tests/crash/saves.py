@@ -22,6 +22,7 @@ from fastload.formats.dtensors import local_of
 from tests.crash.tracer import Fault, striking
 from tests.dist.faults import SLACK_S, fastload_threads
 from tests.dist.harness import run_ranks
+from tests.dist.patience import patient
 from tests.dist.test_sharded import placed
 
 __all__ = [
@@ -67,7 +68,7 @@ def shards(value: Any, mesh: DeviceMesh) -> Any:
 
 def options(**changes: Any) -> fastload.SaveOptions:
     """One thread, pieces of 1 MiB and one kind of descriptor: system calls come in a known order."""
-    given: dict[str, Any] = {"timeout_s": TIMEOUT_S, "writers": "all", "io": "buffered"}
+    given: dict[str, Any] = {"timeout_s": patient(TIMEOUT_S), "writers": "all", "io": "buffered"}
     given |= {"write_threads": 1, "staging_bytes": 2 * _MIB}
     return fastload.SaveOptions(**{**given, **changes})
 

@@ -26,6 +26,7 @@ from fastload.transfer.read import ChunkReader
 from fastload.transfer.routed import RoutedExchange
 from fastload.transfer.rounds import LocalExchange
 from fastload.storage.local import LocalStorage
+from tests.dist.patience import patient
 
 TIMEOUT_S = 1.6
 SLACK_S = 30.0  # for two cores that others keep busy
@@ -67,7 +68,8 @@ def _pattern(nbytes: int, fill: int) -> torch.Tensor:
 
 
 def options(**changes: Any) -> fastload.LoadOptions:
-    given: dict[str, Any] = {"timeout_s": TIMEOUT_S, "chunk_bytes": CHUNK_BYTES, "strategy": "allgather"}
+    given: dict[str, Any] = {"timeout_s": patient(TIMEOUT_S), "chunk_bytes": CHUNK_BYTES}
+    given |= {"strategy": "allgather"}
     return fastload.LoadOptions(**{**given, **changes})
 
 

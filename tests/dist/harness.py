@@ -36,6 +36,7 @@ from typing import Any, Literal
 import pytest
 import torch.distributed as dist
 
+from tests.dist.patience import CROWD, crowd
 from tests.dist.zygote import DUMP_SIGNAL, Job, serve_store
 from tests.e2e.forked import forking_python
 
@@ -141,7 +142,7 @@ def run_ranks(
             ranks_per_host=ranks_per_host,
             deadline_s=deadline_s,
             cwd=os.getcwd(),
-            environ=dict(os.environ),
+            environ={**os.environ, CROWD: f"{crowd():.2f}"},
             sys_path=list(sys.path),
             warning_filters=list(warnings.filters),
         )

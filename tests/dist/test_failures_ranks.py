@@ -33,6 +33,7 @@ from tests.dist.faults import (
     outcome_of,
 )  # fmt: skip
 from tests.dist.harness import run_ranks
+from tests.dist.patience import patient
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
@@ -418,8 +419,8 @@ def short_deadline(rank: int, world: int, path: Path) -> Outcome:
         # A little later than the others have looked for an alarm.
         faults.strike(patch, "first", lambda: time.sleep(0.07) or fail(RuntimeError("no")))
     else:  # busy for far longer than the others wait for its answer
-        slow_down(patch, 0.05)
-    return outcome_of(lambda: fastload.load(path, options=options(timeout_s=0.6, strategy="direct")))
+        slow_down(patch, patient(0.05))
+    return outcome_of(lambda: fastload.load(path, options=options(timeout_s=patient(0.6), strategy="direct")))
 
 
 def slow_down(patch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -436,8 +437,8 @@ def fall_behind(rank: int, world: int, path: Path) -> None:
     """Rank 1 takes far longer than the timeout, but it gets on."""
     patch = pytest.MonkeyPatch()
     if rank == 1:
-        slow_down(patch, 0.25)
-    given = options(timeout_s=1, strategy="direct", read_threads=2)
+        slow_down(patch, patient(0.25))
+    given = options(timeout_s=patient(1.0), strategy="direct", read_threads=2)
     assert is_intact(fastload.load(path, options=given))
 
 

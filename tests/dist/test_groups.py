@@ -154,7 +154,7 @@ def test_another_group_goes_on_while_this_one_loads(rank: int, world: int, folde
 @ranks(3)
 def test_nothing_stays_behind(rank: int, world: int, folder: Path) -> None:
     load(folder / "a.safetensors", None)
-    _settle(set())
+    _settle({thread for thread in threading.enumerate() if thread.name == "fastload-host"})  # kept for the next
     threads = set(threading.enumerate())
     descriptors = len(os.listdir("/proc/self/fd"))
     tasks = len(os.listdir("/proc/self/task"))

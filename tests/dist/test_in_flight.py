@@ -26,6 +26,7 @@ from fastload.storage.local_target import LocalTarget
 from fastload.training.flight import Flight
 from tests.dist.faults import fastload_threads
 from tests.dist.harness import ranks, run_ranks
+from tests.dist.patience import patient
 from tests.dist.test_manager import steps_in, warned
 
 PATIENCE_S = 20.0
@@ -344,7 +345,7 @@ def killed(rank: int, world: int, cases: list[tuple[Any, ...]], tmp_path: Path) 
     die = partial(os.kill, os.getpid(), signal.SIGKILL)
     training, storage = Training(sharded=False), Storage()
     with storage.in_place():
-        manager = manage(root, timeout_s=3.0, process_group=group)
+        manager = manage(root, timeout_s=patient(3.0), process_group=group)
         manager.save(1, training.at(1))
         storage.await_begun(1)
         if rank % 3 == victim:

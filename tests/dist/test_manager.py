@@ -23,6 +23,7 @@ from fastload.errors import CheckpointNotFound, FastloadError, OptionError, Plan
 from fastload.storage.local_target import LocalTarget
 from tests.checkpoints import flip
 from tests.dist.harness import ranks
+from tests.dist.patience import patient
 from tests.dist.test_readers import own_disk
 from tests.dist.test_readers import pytestmark as needs_mounts
 
@@ -369,7 +370,7 @@ def ask_until_told(manager: CheckpointManager) -> None:
 
 @ranks(3, dies={2: signal.SIGKILL})
 def test_a_rank_killed_in_the_middle_of_a_save(rank: int, world: int, tmp_path: Path) -> None:
-    manager = manage(tmp_path, keep_last=1, options=SaveOptions(timeout_s=3, writers="all"))
+    manager = manage(tmp_path, keep_last=1, options=SaveOptions(timeout_s=patient(3.0), writers="all"))
     manager.save(1, state_of(1))
     manager.wait()
     if rank == 2:

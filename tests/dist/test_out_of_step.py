@@ -18,11 +18,11 @@ import torch.distributed as dist
 import fastload
 from fastload.errors import FastloadError, PeerError, PlanMismatch
 from tests.dist.harness import ranks, run_ranks
+from tests.dist.patience import patient
 
 STATE = {"weights": torch.arange(1000), "step": 3}
 LOADING = fastload.LoadOptions(timeout_s=20, strategy="allgather")
 SAVING = fastload.SaveOptions(timeout_s=20, overwrite=True)
-BRIEFLY = {"timeout_s": 0.6}
 
 
 def loads(path: Path) -> bool:
@@ -34,12 +34,13 @@ def loads(path: Path) -> bool:
 def test_ranks_meet_again_after_a_call_that_one_of_them_made(rank: int, world: int, tmp_path: Path) -> None:
     path = tmp_path / "step_00000001"
     fastload.save(STATE, path, metadata={"step": "1"}, options=SAVING)
-    manager = fastload.CheckpointManager(tmp_path, options=fastload.SaveOptions(**BRIEFLY))
+    briefly = {"timeout_s": patient(0.6)}
+    manager = fastload.CheckpointManager(tmp_path, options=fastload.SaveOptions(**briefly))
     alone: list[Callable[[], Any]] = [
-        lambda: fastload.save(STATE, tmp_path / "alone", options=replace(SAVING, **BRIEFLY)),
-        lambda: fastload.async_save(STATE, tmp_path / "alone", options=replace(SAVING, **BRIEFLY)).wait(20),
-        lambda: fastload.load(path, options=replace(LOADING, **BRIEFLY)),  # the others make it later
-        lambda: fastload.verify(path, options=replace(LOADING, **BRIEFLY)),
+        lambda: fastload.save(STATE, tmp_path / "alone", options=replace(SAVING, **briefly)),
+        lambda: fastload.async_save(STATE, tmp_path / "alone", options=replace(SAVING, **briefly)).wait(20),
+        lambda: fastload.load(path, options=replace(LOADING, **briefly)),  # the others make it later
+        lambda: fastload.verify(path, options=replace(LOADING, **briefly)),
         manager.latest,
     ]
     for number, call in enumerate(alone):

@@ -34,6 +34,7 @@ from tests.checkpoints import assert_same_bits
 from tests.dist import faults
 from tests.dist.faults import PATIENT_S, TOLD_S, Outcome, die, fastload_threads, options, outcome_of
 from tests.dist.harness import ranks, run_ranks
+from tests.dist.patience import patient
 from tests.dist.test_failures_ranks import RAISES, fail, require_named
 from tests.dist.test_sharded import emptied, locals_of, placed
 
@@ -468,7 +469,7 @@ def test_storage_stays_open_while_a_read_of_the_second_pass_is_under_way(
     monkeypatch.setattr(sharded, "prepare_rest", prepared)
     monkeypatch.setattr(LocalStorage, "close", closing)
     before_reads(monkeypatch, read)
-    opened = fastload.open(path, options=options(timeout_s=3))
+    opened = fastload.open(path, options=options(timeout_s=patient(3.0)))
     with pytest.raises(fastload.FastloadError):
         opened.load(into=emptied(shards(init_device_mesh("cpu", (world,)))))
     opened.close()

@@ -17,6 +17,7 @@ from fastload.storage.local import LocalStorage
 from tests.checkpoints import flip, record_by_hand, write_sharded
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.hosts import can_mount, mount_disk, mount_memory
+from tests.dist.patience import patient
 from tests.dist.test_stage import assert_copy, size_of, stage
 
 pytestmark = pytest.mark.skipif(
@@ -61,7 +62,7 @@ def at(share: float, act: Callable[[], object]) -> Callable[[int, int], None]:
 def killed_body(rank: int, world: int, tmp_path: Path, disks: Path, folder: Path, victim: int) -> None:
     disk = mount_disk(tmp_path, disks, rank)
     kill = at(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    options = {"timeout_s": 4, "chunk_bytes": CHUNK_BYTES}
+    options = {"timeout_s": patient(4.0), "chunk_bytes": CHUNK_BYTES}
     with pytest.raises(fastload.PeerError) as caught:
         stage(folder, disk / "copy", progress=kill if rank == victim else None, **options)
     assert victim in caught.value.failures

@@ -21,6 +21,7 @@ from fastload.storage.local import LocalStorage
 from tests.checkpoints import assert_same_bits, load_reference, raw, record_by_hand, write_file, write_sharded
 from tests.dist.faults import fastload_threads
 from tests.dist.harness import ranks
+from tests.dist.patience import patient
 
 MIB = 1 << 20
 ROWS = [(f"t{number:02}", "F32", (1000 + 17 * number, 5)) for number in range(40)]
@@ -199,7 +200,7 @@ def consume(stream: Iterator[tuple[str, Tensor]], rank: int) -> None:
 
 @ranks(3, dies={1: signal.SIGKILL})
 def test_a_rank_that_is_killed_ends_it_on_all(rank: int, world: int, saved: Path) -> None:
-    with fastload.open(saved, options=fastload.LoadOptions(**{**SMALL, "timeout_s": 3})) as checkpoint:
+    with fastload.open(saved, options=fastload.LoadOptions(**{**SMALL, "timeout_s": patient(3.0)})) as checkpoint:
         with pytest.raises(PeerError, match="rank 1"):  # noqa: PT012
             for name, _ in checkpoint.tensors():
                 if rank == 1 and name == "t05":
