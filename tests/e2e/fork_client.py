@@ -37,7 +37,7 @@ def main(server: str, real: str, words: list[str]) -> None:
     connection.sendall(message)
     answers = connection.makefile("r")
     pid = int(answers.readline())
-    for signum in set(_SIGNALS) - set(ignored):
+    for signum in _SIGNALS:  # also what is ignored in the beginning, as the program may do otherwise later
         signal.signal(signum, lambda signum, _: os.kill(pid, signum))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     status = int(answers.readline() or signal.SIGKILL)  # the server has died, and the program with it

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.forked import forking_variables
+
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(60)]
 
 LAB = Path(__file__).resolve().parents[2] / "scripts" / "lab"
@@ -179,7 +181,7 @@ def test_run_gives_each_host_a_rank_a_name_and_a_way_to_the_others(two_hosts: Pa
         dist.destroy_process_group()
         """)
     )
-    done = lab("run", "--timeout", "40", "--", "python", str(script))
+    done = lab("run", "--timeout", "40", "--", "python", str(script), **forking_variables())
     assert json.loads(done.stdout) == {"total": 2.0, "names": [HOST_1, HOST_2]}
 
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.e2e.forked import forking_python
+
 _ADDRESS = ("127.0.7.53", 53)
 
 _PROGRAM = """
@@ -81,9 +83,10 @@ def test_loads_ask_nobody_for_names(tmp_path: Path, marks: dict[bytes, int]) -> 
     (tmp_path / "resolv.conf").write_text(f"nameserver {_ADDRESS[0]}\n")
     (tmp_path / "nsswitch.conf").write_text("hosts: files dns\n")
     mounts = [f"mount --bind {tmp_path}/{name} /etc/{name}" for name in ("resolv.conf", "nsswitch.conf")]
-    launcher = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 4"
+    launcher = f"{forking_python()} -m torch.distributed.run --standalone --nproc-per-node 4"
     program = f"{launcher} {tmp_path}/program.py {tmp_path}/x.safetensors {_ADDRESS[0]} {_ADDRESS[1]}"
-    command = " && ".join(["touch /etc/resolv.conf /etc/nsswitch.conf", *mounts, f"exec {program}"])
+    ranks = f"export PYTHON_EXEC={sys.executable}"  # real ones: a fork has names from its parent
+    command = " && ".join([ranks, "touch /etc/resolv.conf /etc/nsswitch.conf", *mounts, f"exec {program}"])
     ran = subprocess.run(
         ["unshare", "--mount", "sh", "-c", command], capture_output=True, text=True, timeout=110
     )

@@ -226,15 +226,16 @@ def weights(output: str, num_ranks: int) -> set[str]:
 @pytest.mark.timeout(240)  # two trainings, one of them in two parts
 @pytest.mark.parametrize(
     ("template", "how", "parallel", "ranks_per_node"),
-    [("torchrun", "time-limit", "fsdp", 1), ("srun", "requeue", "hsdp", 2)],
+    [("torchrun", "time-limit", "hsdp", 2), ("srun", "requeue", "fsdp", 1)],
 )
 def test_a_training_that_is_stopped_ends_with_the_same_weights(
     template: str, how: str, parallel: str, ranks_per_node: int, tmp_path: Path
 ) -> None:
     training, num_ranks = [*_TRAINING, "--parallel", parallel], 2 * ranks_per_node
-    # Slurm's signals reach the workers that prepare the data as well.
+    # With srun they are real processes: Slurm's signals reach the workers that prepare the data as well.
     program = ["launch/train.py", *training, "--pause", "0.2", "--workers", "1"]
-    job = Job(template, program, nodes=2, ranks_per_node=ranks_per_node, folder=tmp_path)
+    given = forking_variables() if template == "torchrun" else {}
+    job = Job(template, program, nodes=2, ranks_per_node=ranks_per_node, folder=tmp_path, **given)
     job.until(lambda: "step 10:" in job.output())
     if how == "requeue":
         slurm("scontrol", "requeue", job.id)
