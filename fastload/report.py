@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 __all__ = [
@@ -43,16 +44,20 @@ class _RankReport:
     """What the reports of a rank have: the ranks tell them each other, and of thousands every byte counts."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
+    _follows: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}  # what is told with the rest, and how
 
     def pack(self) -> list[Any]:
-        """Returns its values in order, of seconds those that mean something."""
-        return [round(value, 6) if isinstance(value, float) else value for value in vars(self).values()]
+        """Returns its values but for the rank, in order; of seconds four digits."""
+        values = [value for name, value in vars(self).items() if name not in ("rank", *self._follows)]
+        return [float(f"{value:.4g}") if isinstance(value, float) else value for value in values]
 
     @classmethod
-    def unpack(cls: type[R], values: Sequence[Any]) -> R:
-        """Returns what was packed."""
+    def unpack(cls: type[R], rank: int, values: Sequence[Any]) -> R:
+        """Returns what a rank has packed."""
         report = cls.__new__(cls)  # a frozen one is made one attribute after the other, in ten times as long
-        vars(report).update(zip(cls.__dataclass_fields__, values, strict=True))
+        names = [name for name in cls.__dataclass_fields__ if name not in cls._follows]
+        vars(report).update(zip(names, (rank, *values), strict=True))
+        vars(report).update({name: follow(report) for name, follow in cls._follows.items()})
         return report
 
 
@@ -100,6 +105,15 @@ class RankReport(_RankReport):
     overlapped_s: float = 0.0
     peak_staging_bytes: int = 0
     retries: int = 0
+
+    _follows = MappingProxyType(
+        {
+            "exposed_s": lambda told: max(0.0, told.total_s - told.read_s),
+            "overlapped_s": lambda told: max(
+                0.0, told.read_s + told.exchange_s + told.place_s - told.total_s
+            ),
+        }
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,9 +24,9 @@ The model is the pipeline of `transfer/pipeline.py`, seen from one rank that sta
   as if no chunk came to where it belongs at once.
 - `opening_s` comes before the data: listing, headers, connecting. The ranks agree `_NUM_AGREEMENTS` times,
   along the tree of `ranks/bonds.py`, in which each handles seven others on every level, one after the other.
-  What each rank reports is told to all, which all read. The first load of a group makes the tree: for that
-  each rank asks the rendezvous store `_NUM_REQUESTS` times, which one thread answers. What these take was
-  measured on one machine (docs/benchmarks.md), but for the network between two ranks.
+  What each rank tells of itself is told to all. The first load of a group makes the tree: for that each rank
+  asks the rendezvous store `_NUM_REQUESTS` times, which one thread answers while the first one reads headers.
+  What these take was measured on one machine (docs/benchmarks.md), but for the network between two ranks.
 
 What it leaves out: page caches, storage that slows down under load, stragglers, and switches between
 hosts with less than full bandwidth. Rates are goodput: TCP over Ethernet delivers some 95 % of the line.
@@ -66,8 +66,8 @@ _BASE = 8  # of the tree
 _HOP_S = 16e-6 + 50e-6  # from rank to rank; the network is an assumption
 _ANSWER_S = 8e-6  # to take the answer of a rank below, or to send it the verdict
 _VERDICT_S = 40e-6  # until the store has it
-_TOLD_S, _TOLD_BYTES = 8.5e-6, 190  # to read what a rank tells all others, and its bytes; in all agreements
-_NUM_REQUESTS = 2.4  # two of each rank, three more of one in eight
+_TOLD_S, _TOLD_BYTES = 1e-6, 35  # to pass on what a rank tells all others, and its bytes; in all agreements
+_NUM_REQUESTS = 1.125  # one of each rank, one more of one in eight
 _REQUEST_S = 5.6e-6
 
 STORAGE, SHARE, LINKS = "storage", "each host's share of storage", "host links"
@@ -94,7 +94,8 @@ class Cluster:
         call_s: What a collective costs the rank that calls it: an assumption.
         request_s: Time to the first byte of a read.
         opening_s: Time before the first read, but for what more ranks take to agree.
-        agreeing_s: That; None for what it takes along a tree of them, in the first load of a group.
+        agreeing_s: That; None for what it takes along a tree of them, in the first load of a group, whose
+            ranks look for each other while the first one reads the headers.
 
     Raises:
         OptionError: A number makes no sense.
@@ -136,7 +137,10 @@ class Cluster:
     @property
     def before_s(self) -> float:
         """Time before the first read."""
-        return self.opening_s + (_agreeing_s(self.num_ranks) if self.agreeing_s is None else self.agreeing_s)
+        if self.agreeing_s is not None:
+            return self.opening_s + self.agreeing_s
+        meeting_s = self.num_ranks * _NUM_REQUESTS * _REQUEST_S
+        return max(self.opening_s, meeting_s) + _agreeing_s(self.num_ranks)
 
     @property
     def num_ranks(self) -> int:
@@ -299,14 +303,15 @@ class _Costs:
 
 
 def _agreeing_s(num_ranks: int) -> float:
-    """Returns what ranks take to meet for the first time, and to agree in one load."""
+    """Returns what ranks take to agree in one load."""
     levels, least = 0, 1
     while least < num_ranks:
         levels, least = levels + 1, least * _BASE
     step_s = 2 * levels * (_HOP_S + (_BASE - 1) * _ANSWER_S) + _VERDICT_S
-    told_bytes = num_ranks * _TOLD_BYTES * (1 + levels * (_BASE - 1))  # on its way up, and down
+    # On its way up, to the store and back, and down.
+    told_bytes = num_ranks * _TOLD_BYTES * (1 + 2 + levels * (_BASE - 1))
     telling_s = num_ranks * _TOLD_S + told_bytes / _GLOO["rank_bytes_per_s"]
-    return _NUM_AGREEMENTS * step_s + telling_s + num_ranks * _NUM_REQUESTS * _REQUEST_S
+    return _NUM_AGREEMENTS * step_s + telling_s
 
 
 def num_reads(depth: int, *, alone: bool) -> int:

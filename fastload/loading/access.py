@@ -15,8 +15,9 @@ from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestEr
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import METADATA_NAME, RECORD_NAME, SUFFIX
 from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest
+from fastload.ranks.answers import Each
 from fastload.ranks.door import machine
-from fastload.ranks.world import World, require_same
+from fastload.ranks.world import World, kinds_of, require_same
 from fastload.storage import PatientStorage, Storage
 
 if TYPE_CHECKING:  # what few loads need
@@ -123,8 +124,7 @@ def _agree(
         sees = look(storage) if storage.probes else Sight.CHECKPOINT * (world.rank == 0)
         has_it = sees == Sight.CHECKPOINT
         return {
-            "host": world.host,
-            "machine": machine(world.host, world.rank),
+            "machine": Each([xxhash.xxh3_64_hexdigest(machine(world.host, world.rank).encode())]),
             "same": dict(same),
             "sees": sees,
             "shared": storage.shared,
@@ -134,6 +134,7 @@ def _agree(
 
     hellos = world.agree(f"opening {path}", hello)
     storage = opened[0]
+    kinds = kinds_of(hellos)
     require_same([hello["same"] for hello in hellos])
     views = [hello["sees"] for hello in hellos]
     source = views.index(max(views))  # an empty mount point must not hide the files from the others
@@ -158,17 +159,18 @@ def _agree(
 
     notes: dict[int, str] = {}
     files = _digest((file.name, file.nbytes, file.version) for file in manifest.files)
-    if storage.probes and any(hello["files"] != files for hello in hellos):
+    if storage.probes and any(hello["files"] != files for hello in kinds):
         looks = world.agree(f"comparing what the ranks see of {storage.url}", compare)
         notes = {rank: note for rank, note in enumerate(looks) if note}
+    (machines,) = hellos[0]["machine"]
     return Access(
         storage=storage,
         manifest=manifest,
-        hosts=tuple(hello["host"] for hello in hellos),
-        machines=tuple(hello["machine"] for hello in hellos),
-        readers=tuple(rank for rank in range(world.size) if rank not in notes),
+        hosts=tuple(world.hosts.values()),
+        machines=tuple(machines.values()),
+        readers=tuple(sorted(set(range(world.size)) - notes.keys())),
         notes=notes,
-        shared=any(hello["shared"] for hello in hellos),
+        shared=any(hello["shared"] for hello in kinds),
     )
 
 

@@ -15,8 +15,9 @@ import xxhash
 from fastload.base.memory import uncollected
 from fastload.loading.job import Job, Opened, Request, Wish, closing_unused, open_whole
 from fastload.loading.match import Match
+from fastload.ranks.answers import Each, Reports
 from fastload.ranks.traces import Tracing
-from fastload.ranks.world import require_same
+from fastload.ranks.world import kinds_of, require_same
 from fastload.report import LoadReport, RankReport
 from fastload.storage import PatientStorage
 from fastload.transfer.wire import accept_offers
@@ -105,15 +106,16 @@ def prepare(opened: Opened, request: Request) -> Job:
     with closing_unused(jobs):
         answers = opened.world.agree(what, make)
         wish = wishes[0]
-        _require_same(answers, "into", "dtype")
+        require_same(answers, "into", "dtype")
         if request.is_same:
-            _require_same(answers, "strategy", "names", "transport", "plan")
-        _raise_unexpected(wish, [answer["surplus"] for answer in answers])
-        if all(answer["plan"] for answer in answers) and _is_same(answers, "names", "strategy"):
-            _require_same(answers, "transport", "plan")
+            require_same(answers, "strategy", "names", "transport", "plan")
+        kinds = kinds_of(answers)
+        _raise_unexpected(wish, [answer["surplus"] for answer in kinds])
+        if all(answer["plan"] for answer in kinds) and _is_same(kinds, "names", "strategy"):
+            require_same(answers, "transport", "plan")
             accept_offers(opened.world, what, jobs[0].exchange, [answer["offer"] for answer in answers])
             return jobs.pop()
-    if not all(answer["fast_links"] for answer in answers):
+    if not all(answer["fast_links"] for answer in kinds):
         wish = wish.through_hosts()  # where tensors are differs between ranks, and with it what each decides
     job: Job = sharded().prepare(wish)
     return job
@@ -146,7 +148,7 @@ def run(
         calls = job.wish.matched.calls or opened.options.on_report is not None
         is_misread = any(one.reader.guards is not None and one.reader.guards.is_broken for one in passes)
         return {
-            "report": report,
+            "report": Each(report),
             "unread_from": last.pipeline.unread_from,
             "calls": calls,
             "is_misread": is_misread,
@@ -160,13 +162,14 @@ def run(
                 ended=lambda error: tracing.leave("load", before.began, error),
                 met=lambda: tracing.write({"what": what, "bytes_wanted": job.bytes_wanted}),
             )
+            kinds = kinds_of(answers)
+            if all(answer["unread_from"] is None for answer in kinds):
+                break
             unread = {
                 rank: answer["unread_from"]
                 for rank, answer in enumerate(answers)
                 if answer["unread_from"] is not None
             }
-            if not unread:
-                break
             broken |= unread.keys()
             passes.append(sharded().prepare_rest(passes[-1], unread))
         report = LoadReport(
@@ -180,10 +183,10 @@ def run(
             num_rounds=job.plan.num_rounds,
             depth=job.plan.depth,
             left_out=job.wish.matched.left_out,
-            ranks=tuple(RankReport.unpack(answer["report"]) for answer in answers),
+            ranks=Reports(RankReport, answers[0]["report"]),
         )
-        calls = any(answer["calls"] for answer in answers)
-        is_misread = any(answer["is_misread"] for answer in answers)
+        calls = any(answer["calls"] for answer in kinds)
+        is_misread = any(answer["is_misread"] for answer in kinds)
         return Loaded(report, frozenset(broken | job.pipeline.broken), calls, is_misread)
     finally:
         passes[-1].close()
@@ -238,10 +241,6 @@ def _is_same(answers: Sequence[dict[str, Any]], *keys: str) -> bool:
     return len({tuple(answer[key] for key in keys) for answer in answers}) == 1
 
 
-def _require_same(answers: Sequence[dict[str, Any]], *keys: str) -> None:
-    require_same([{key: answer.get(key) for key in keys} for answer in answers])
-
-
 def _digest(names: Sequence[str]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(names).encode())
 
@@ -269,9 +268,7 @@ def _report_rank(opened: Opened, passes: Sequence[Job], before: Before) -> RankR
         read_s=read_s,
         exchange_s=exchange_s,
         place_s=place_s,
-        exposed_s=max(0.0, total_s - read_s),
         total_s=total_s,
-        overlapped_s=max(0.0, read_s + exchange_s + place_s - total_s),
         peak_staging_bytes=max(pipeline.slab_bytes for pipeline in pipelines),
         retries=access.storage.num_retries - before.retries + sum(job.reader.rereads.total for job in passes),
     )

@@ -93,7 +93,7 @@ def _agree(wish: Wish, open_it: Callable[[], Job]) -> Job:
     world, what = wish.opened.world, f"planning to load {wish.opened.access.manifest.url}"
     with closing_unused(jobs):
         answers = world.agree(what, make)
-        require_same([{key: answer[key] for key in ("plan", "transport")} for answer in answers])
+        require_same(answers, "plan", "transport")
         accept_offers(world, what, jobs[0].exchange, [answer["offer"] for answer in answers])
         return jobs.pop()
 

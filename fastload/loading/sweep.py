@@ -15,6 +15,7 @@ from fastload.errors import ChecksumError
 from fastload.formats.record import CHECKSUM_BYTES
 from fastload.loading.access import Access
 from fastload.options import LoadOptions
+from fastload.ranks.answers import Each, Reports
 from fastload.ranks.world import World, require_same
 from fastload.report import RankReport, VerifyReport
 from fastload.transfer.demand import Demand, Supply
@@ -81,7 +82,7 @@ class Sweep:
                 self.reader.stop()
                 raise
             report = self._rank_report(time.perf_counter() - began, already_read)
-            return {"report": report.pack(), "num": self._damage.num, "damage": self._damage.first()}
+            return {"report": Each(report.pack()), "num": self._damage.num, "damage": self._damage.first()}
 
         try:
             found = world.settle(what, look)
@@ -170,7 +171,7 @@ class Sweep:
             num_files=len(manifest.files),
             num_blocks=num_blocks,
             nbytes=manifest.nbytes,
-            ranks=tuple(RankReport.unpack(part["report"]) for part in found),
+            ranks=Reports(RankReport, found[0]["report"]),
         )
 
 

@@ -8,7 +8,6 @@ middle of a collective. While nothing is wrong, answers come together along a tr
 from __future__ import annotations
 
 import json
-import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -22,40 +21,30 @@ import xxhash
 from fastload.base.threads import await_done
 from fastload.errors import to_wire
 from fastload.ranks.alarm import Alarm
-from fastload.ranks.answers import write_answer
+from fastload.ranks.answers import Column, Each, write_answer
 from fastload.ranks.course import Course, LastStep
-from fastload.ranks.failures import Outcome, outcomes_of, raise_failures, require_left, require_same_call
+from fastload.ranks.failures import (
+    Outcome,
+    grace_of,
+    logged,
+    outcomes_of,
+    raise_failures,
+    require_left,
+    require_same_call,
+)
 from fastload.ranks.kept import Kept, kept_of
 from fastload.ranks.meeting import Verdict
 from fastload.ranks.rendezvous import Rendezvous
 
-__all__ = ["World", "grace_of"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["World"]
 
 T = TypeVar("T")
 
-_MIN_GRACE_S = 0.5
-_MAX_GRACE_S = 5.0
 _ERROR_BYTES = 2 << 20  # of all ranks together, which one value has to hold
-
-
-def grace_of(timeout_s: float) -> float:
-    """How long, after a failure, the others get to say what they know, in seconds."""
-    return min(_MAX_GRACE_S, max(0.25 * timeout_s, min(0.5 * timeout_s, _MIN_GRACE_S)))
 
 
 def _ignore(*_: object) -> None:
     pass
-
-
-@contextmanager
-def _logged() -> Iterator[None]:
-    """Lets nothing out that would keep this rank from the others, who wait for it."""
-    try:
-        yield
-    except Exception:
-        _log.exception("beside a call of all ranks")
 
 
 class World:
@@ -92,7 +81,7 @@ class World:
         self.kept = kept if kept is not None else kept_of(group) if group is not None else Kept()
         self.timeout_s = timeout_s
         self._course = Course(call)
-        self._hosts = {rank: self.host}
+        self._hosts: Column | None = None
         if rendezvous is None:
             from fastload.ranks.solo import Solo  # not where there are others
 
@@ -105,6 +94,12 @@ class World:
         """A corner of the rendezvous store that is this world's own, or None for a world of 1."""
         store: dist.Store | None = self.rendezvous.store
         return store
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """Host of each rank, ascending, as far as it is known: of all of them once they have met."""
+        known = self._hosts.by_rank() if self._hosts is not None else {}
+        return known | {self.rank: self.host}
 
     @property
     def grace_s(self) -> float:
@@ -150,12 +145,12 @@ class World:
             forget=course.last.step if course.last is not None else None,
         )
         outcomes = self._outcomes(verdict)
-        failed = any(outcome.error is not None for outcome in outcomes)
+        failed = verdict.num_well < self.size
         course.bytes_along = verdict.bytes_along
         if not verdict.missed:
-            course.last = LastStep(step, len(verdict.answers.keys() - {self.rank}), failed)
+            course.last = LastStep(step, verdict.num_others(self.rank), failed)
         if step == 0 and not failed:
-            require_same_call([verdict.answers[rank]["call"] for rank in range(self.size)])
+            require_same_call(verdict)
         return outcomes
 
     def agree(self, what: str, work: Callable[[], T], *, along: Sequence[bytes] = ()) -> list[T]:
@@ -210,12 +205,12 @@ class World:
             except Exception as caught:
                 error = caught
                 self.raise_alarm()
-            with _logged():
+            with logged():
                 ended(error)
             # One that is stuck says so itself after its patience: the others wait a little longer than that.
             wait_s = self.grace_s if error is not None else self.timeout_s - self.grace_s / 4
             outcomes = self.gather(what, value, error, wait_s=wait_s)
-            with _logged():
+            with logged():
                 met()
             self.raise_failures(what, outcomes, error)
         finally:
@@ -301,7 +296,7 @@ class World:
         if any(outcome.error is not None for outcome in outcomes):
             self.heard()
             try:
-                raise_failures(what, outcomes, self.rank, own)
+                raise_failures(what, outcomes, self.rank, own, hosts=self.hosts)
             finally:
                 del own  # else error → traceback → frame → error would keep all their memory alive
 
@@ -393,8 +388,9 @@ class World:
         wire = to_wire(error, _ERROR_BYTES // self.size) if error is not None else None
         answer = {"value": value, "error": wire}
         return write_answer(
-            self.rank, answer if call is None else {**answer, "host": self.host, "call": call}
+            self.rank, answer if call is None else {**answer, "host": Each([self.host]), "call": call}
         )
 
     def _outcomes(self, verdict: Verdict) -> list[Outcome]:
-        return outcomes_of(verdict, self.rank, self.size, self._hosts)
+        self._hosts = verdict.hosts or self._hosts
+        return outcomes_of(verdict, self.rank)

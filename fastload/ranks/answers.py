@@ -2,21 +2,66 @@
 
 A table is text, of lines ``ranks <tab> name <tab> value``: the ranks as ``0-7,9``, name and value in JSON. An
 answer has a line for each of its values, and what it has as its ``value`` is taken apart once more: of
-thousands of ranks most say the same of most things.
+thousands of ranks most say the same of most things. What each rank says of itself (`Each`) is in columns: the
+values of all ranks are in one line, one after the other, and nobody reads them but who wants to know.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any, Protocol, TypeVar, overload
 
 from fastload.base.memory import uncollected
 
-__all__ = ["join_answers", "read_answers", "write_answer"]
+__all__ = ["Column", "Each", "Reports", "join_answers", "read_answers", "write_answer"]
 
 _VALUE = "value"
+_COLUMN = "="  # before what a column has, in place of JSON
+_NEXT, _TIMES = "\x01", "\x02"  # between its values, and how often one comes: JSON has neither
+
+Name = str | list[str | int]
+
+
+class _Report(Protocol):
+    @classmethod
+    def unpack(cls, rank: int, values: Sequence[Any]) -> Any: ...
+
+
+R = TypeVar("R", bound=_Report)
+
+
+@dataclass(frozen=True, slots=True)
+class Each:
+    """What a rank says of itself, which differs from rank to rank: some JSON values.
+
+    Who reads the answer of any rank finds a list of `Column` in its place; beside the ``value``, one.
+    """
+
+    values: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One value of each of some ranks, ascending."""
+
+    ranks: str
+    text: str
+
+    def values(self) -> list[Any]:
+        """Returns them."""
+        runs = list(_runs(self.text))
+        values = json.loads(f"[{','.join(value for value, _ in runs)}]")
+        return list(
+            chain.from_iterable([value] * count for value, (_, count) in zip(values, runs, strict=True))
+        )
+
+    def by_rank(self) -> dict[int, Any]:
+        """Returns the value of each rank."""
+        ranks = (range(first, last + 1) for first, last in _ranges(self.ranks))
+        return dict(zip(chain.from_iterable(ranks), self.values(), strict=True))
 
 
 def write_answer(rank: int, answer: Mapping[str, Any]) -> str:
@@ -24,65 +69,145 @@ def write_answer(rank: int, answer: Mapping[str, Any]) -> str:
 
     Args:
         rank: This one.
-        answer: Of values that JSON can hold.
+        answer: Of values that JSON can hold, or `Each`, also in a ``value`` that is a dictionary.
     """
-    return "".join(f"{rank}\t{json.dumps(name)}\t{json.dumps(value)}\n" for name, value in _apart(answer))
+    return "".join(f"{rank}\t{json.dumps(name)}\t{text}\n" for name, text in _apart(answer))
 
 
 def join_answers(tables: Iterable[str]) -> str:
     """Returns one table with what is in several; of what a rank has said twice the first counts."""
     found: dict[str, list[str]] = {}
+    columns: dict[str, list[tuple[str, str]]] = {}
     for table in tables:
         for line in table.split("\n"):
             if line:
                 ranks, _, said = line.partition("\t")
-                found.setdefault(said, []).append(ranks)
-    return "".join(f"{_join_ranks(ranks)}\t{said}\n" for said, ranks in found.items())
+                name, _, value = said.partition("\t")
+                if value.startswith(_COLUMN):
+                    columns.setdefault(name, []).append((ranks, value[1:]))
+                else:
+                    found.setdefault(said, []).append(ranks)
+    lines = [f"{_join_ranks(ranks)}\t{said}\n" for said, ranks in found.items()]
+    for name, parts in columns.items():
+        ranks, text = _join_columns(parts)
+        lines.append(f"{ranks}\t{name}\t{_COLUMN}{text}\n")
+    return "".join(lines)
 
 
 @uncollected
-def read_answers(table: str, size: int) -> list[dict[str, Any] | None]:
-    """Returns the answer of each rank; None where there is none. Ranks that say the same share theirs.
+def read_answers(table: str, size: int) -> list[tuple[dict[str, Any] | None, int]]:
+    """Returns the answers, each with the number of ranks, one after the other, that gave it; None for none.
 
     Args:
         table: What `write_answer` and `join_answers` have made.
         size: Number of ranks.
     """
-    lines = [line.split("\t") for line in reversed(table.splitlines())]  # so that of two the first one stays
-    values = json.loads(f"[{','.join(value for _, _, value in lines)}]")
-    places: dict[str, list[int | None]] = {}  # name → for each rank where its value is
-    for index, (ranks, name, _) in enumerate(lines):
+    lines = [line.split("\t") for line in reversed(table.split("\n")) if line]  # of two the first one stays
+    plain = iter(json.loads(f"[{','.join(text for *_, text in lines if not text.startswith(_COLUMN))}]"))
+    values = [
+        Column(ranks, text[1:]) if text.startswith(_COLUMN) else next(plain) for ranks, _, text in lines
+    ]
+    ranges = [list(_ranges(ranks)) for ranks, *_ in lines]
+    edges = sorted(
+        {0, size, *(edge for each in ranges for first, last in each for edge in (first, last + 1))}
+    )
+    number = {edge: number for number, edge in enumerate(edges)}  # of the run that begins there
+    places: dict[str, list[int | None]] = {}  # name → for each run where its value is
+    for index, (_, name, _) in enumerate(lines):
         if (at := places.get(name)) is None:
-            at = places[name] = [None] * size
-        if ranks.isdecimal():
-            at[int(ranks)] = index
-        else:
-            for first, last in _ranges(ranks):
-                at[first : last + 1] = [index] * (last + 1 - first)
-    names = [json.loads(name) for name in reversed(places)]
-    answers: list[dict[str, Any] | None] = []
-    for indices, run in groupby(zip(*reversed(places.values()), strict=True)):
-        found = [(name, values[at]) for name, at in zip(names, indices, strict=True) if at is not None]
-        answers += [_together(found) if found else None] * sum(1 for _ in run)
-    return answers or [None] * size
+            at = places[name] = [None] * (len(edges) - 1)
+        for first, last in ranges[index]:
+            begin, end = number[first], number[last + 1]
+            at[begin:end] = [index] * (end - begin)
+    names = json.loads(f"[{','.join(reversed(places))}]")
+    made: dict[tuple[int | None, ...], dict[str, Any] | None] = {}
+    answers: list[tuple[dict[str, Any] | None, int]] = []
+    for run, (begin, end) in enumerate(pairwise(edges)):
+        indices = tuple(at[run] for at in reversed(places.values()))
+        if indices not in made:
+            said = [(name, values[at]) for name, at in zip(names, indices, strict=True) if at is not None]
+            made[indices] = _together(said) if said else None
+        answers.append((made[indices], end - begin))
+    return answers
 
 
-def _apart(answer: Mapping[str, Any]) -> Iterator[tuple[str | list[str], Any]]:
+def _apart(answer: Mapping[str, Any]) -> Iterator[tuple[Name, str]]:
     for name, value in answer.items():
         if name == _VALUE and isinstance(value, dict) and value and all(type(key) is str for key in value):
-            yield from (([key], each) for key, each in value.items())
+            for key, part in value.items():
+                if isinstance(part, Each):
+                    yield from (([key, at], _COLUMN + json.dumps(one)) for at, one in enumerate(part.values))
+                else:
+                    yield [key], json.dumps(part)
+        elif isinstance(value, Each):
+            (one,) = value.values
+            yield name, _COLUMN + json.dumps(one)
         else:
-            yield name, value
+            yield name, json.dumps(value)
 
 
-def _together(found: Iterable[tuple[str | list[str], Any]]) -> dict[str, Any]:
+def _together(said: Iterable[tuple[Name, Any]]) -> dict[str, Any]:
     answer: dict[str, Any] = {}
-    for name, value in found:
+    for name, value in said:
         if isinstance(name, str):
             answer[name] = value
-        else:
+        elif len(name) == 1:
             answer.setdefault(_VALUE, {})[name[0]] = value
+        else:
+            answer.setdefault(_VALUE, {}).setdefault(name[0], []).append(value)
     return answer
+
+
+def _join_columns(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """Returns the ranks and the values of several parts of a column."""
+    if len(parts) == 1:
+        return parts[0]
+    ordered = sorted((list(_ranges(ranks)), text) for ranks, text in parts)
+    if any(ranks[-1][1] >= others[0][0] for (ranks, _), (others, _) in pairwise(ordered)):
+        ordered = _in_order(parts)
+    ranks = _join_ranks([f"{first}-{last}" for ranges, _ in ordered for first, last in ranges])
+    return ranks, _join_texts(text for _, text in ordered)
+
+
+def _in_order(parts: Iterable[tuple[str, str]]) -> list[tuple[list[tuple[int, int]], str]]:
+    """Returns the values of single ranks; of what a rank has said twice the first one."""
+    found: dict[int, str] = {}
+    for ranks, text in parts:
+        each = (rank for first, last in _ranges(ranks) for rank in range(first, last + 1))
+        said = chain.from_iterable([value] * count for value, count in _runs(text))
+        for rank, value in zip(each, said, strict=True):
+            found.setdefault(rank, value)
+    return [([(rank, rank)], found[rank]) for rank in sorted(found)]
+
+
+def _join_texts(texts: Iterable[str]) -> str:
+    """Joins the values of a column; looks at the ends only, of which two may be the same."""
+    done: list[str] = []
+    value, count = "", 0
+    for text in texts:
+        first, _, rest = text.partition(_NEXT)
+        ((begun, more),) = _runs(first)
+        if begun == value:
+            count += more
+        else:
+            if count:
+                done.append(_run(value, count))
+            value, count = begun, more
+        if rest:
+            middle, _, last = rest.rpartition(_NEXT)
+            done += [_run(value, count), middle] if middle else [_run(value, count)]
+            ((value, count),) = _runs(last)
+    return _NEXT.join([*done, _run(value, count)])
+
+
+def _run(value: str, count: int) -> str:
+    return f"{value}{_TIMES}{count}" if count > 1 else value
+
+
+def _runs(text: str) -> Iterator[tuple[str, int]]:
+    for run in text.split(_NEXT):
+        value, _, count = run.partition(_TIMES)
+        yield value, int(count or 1)
 
 
 def _join_ranks(parts: list[str]) -> str:
@@ -101,3 +226,45 @@ def _ranges(ranks: str) -> Iterator[tuple[int, int]]:
     for part in ranks.split(","):
         first, _, last = part.partition("-")
         yield int(first), int(last or first)
+
+
+class Reports(Sequence[R]):
+    """The reports of all ranks, which may be thousands: taken apart when somebody looks at them.
+
+    Args:
+        kind: Of the reports.
+        columns: What the ranks have packed.
+    """
+
+    def __init__(self, kind: type[R], columns: Sequence[Column]) -> None:
+        self._kind = kind
+        self._columns = columns
+        self._all: tuple[R, ...] | None = None
+
+    def _reports(self) -> tuple[R, ...]:
+        if self._all is None:
+            rows = zip(*(column.values() for column in self._columns), strict=True)
+            self._all = tuple(self._kind.unpack(rank, row) for rank, row in enumerate(rows))
+        return self._all
+
+    @overload
+    def __getitem__(self, rank: int) -> R: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[R, ...]: ...
+    def __getitem__(self, rank: int | slice) -> R | tuple[R, ...]:
+        return self._reports()[rank]
+
+    def __len__(self) -> int:
+        return len(self._reports())
+
+    def __iter__(self) -> Iterator[R]:
+        return iter(self._reports())
+
+    def __eq__(self, other: object) -> bool:
+        return self._reports() == (tuple(other) if isinstance(other, Reports) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._reports())
+
+    def __repr__(self) -> str:
+        return repr(self._reports())

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -84,7 +84,8 @@ class Bonded(Rendezvous):
         self._terms = _Terms("", 0.0, 0.0)
         self._thread = threading.get_ident()
         self._turn = Turn("", 0)
-        self._number, self._life = 0, ""
+        self._number = 0
+        self._entrance: Entrance | None = None
         self._bonds: Bonds | None = None
         self._was_along = False  # whether the last verdict came along the tree
         self._leftovers = _Leftovers()
@@ -100,20 +101,22 @@ class Bonded(Rendezvous):
     def begin(self, call: str, *, grace_s: float, limit_s: float) -> Verdict | None:
         """Finds out the number of this call; see `Rendezvous.take_turn`."""
         self._terms = _Terms(call, grace_s, limit_s)
-        turns, bonds = self._standing.turns, self._standing.bonds
-        draw = partial(self._corner.add, f"{self._rank}/lives", 1)
-        is_whole = bonds is not None and bonds.are_whole()
-        # Counted in the store, since a process may initialize torch.distributed anew.
-        life = turns.life(draw) if is_whole else self.ask(_JOINING, limit_s, partial(turns.life, draw))
-        self._life, self._turn = str(life), turns.begin(call)
+        bonds = self._standing.bonds
+        self._turn = self._standing.turns.begin(call)
         self._move()
-        if is_whole:
+        if bonds is not None and bonds.are_whole():
             self._bonds = bonds
             return None
         if bonds is not None:
             self._standing.forget(bonds)
+        missed = None
         # In the first call most ranks need not ask: who looks for the one above finds out as it does so.
-        return None if self._number == 1 and not self._children else self._look_back(_JOINING)
+        if self._number > 1 or self._parent is None:
+            missed = self._look_back(_JOINING)
+        if self._number == 1 and self._children and missed is None:
+            with suppress(OSError):
+                self._open(_JOINING, limit_s)  # those below come in while this one is busy with its part
+        return missed
 
     def collect(
         self,
@@ -134,6 +137,7 @@ class Bonded(Rendezvous):
         try:
             if tries:
                 self._bonds = self._bond(what, look, wait_s, wait_s + grace_s)
+            self._shut(None if self._bonds is not None else what, wait_s + grace_s)
             if (bonds := self._bonds) is not None:
                 try:
                     verdict = self._collect_along(bonds, what, step, answer, along, wait_s, look)
@@ -156,8 +160,7 @@ class Bonded(Rendezvous):
             what, step, answer, wait_s=wait_s, grace_s=grace_s, forget=forget, since=since
         )
         self._was_along = verdict.along_tree
-        came = [answer for answer in verdict.answers.values() if answer["error"] is None]
-        if tries and not verdict.along_tree and len(came) == self._size:
+        if tries and not verdict.along_tree and verdict.num_well == self._size:
             self._standing.num_tries += 1  # all ranks were there, and could not connect
         return verdict
 
@@ -192,6 +195,7 @@ class Bonded(Rendezvous):
 
     def part(self) -> None:
         """Lets go of the tree: something has failed, and whatever comes now is told in the store."""
+        self._shut(None, 0.0)
         if self._bonds is not None:
             self._bonds.drop()
 
@@ -211,8 +215,9 @@ class Bonded(Rendezvous):
     @property
     def _past(self) -> Rendezvous:
         """Where all calls of the group are."""
-        store = dist.PrefixStore(self._life, self._corner)
-        return Rendezvous(store, rank=self._rank, size=self._size, host=self._host, if_lost=self._if_lost)
+        return Rendezvous(
+            self._corner, rank=self._rank, size=self._size, host=self._host, if_lost=self._if_lost
+        )
 
     def _look_back(self, what: str) -> Verdict | None:
         """Makes sure of the number of this call; returns a verdict if this rank is too late for it."""
@@ -228,7 +233,7 @@ class Bonded(Rendezvous):
 
     def _move(self) -> None:
         self._number = self._turn.number
-        self._store = dist.PrefixStore(f"{self._life}/{self._number}", self._corner)
+        self._store = dist.PrefixStore(str(self._number), self._corner)
 
     def _whole(self, keys: Sequence[str]) -> list[str]:
         """Returns keys of this call as they are called among those of all."""
@@ -316,33 +321,46 @@ class Bonded(Rendezvous):
     def _bond(self, what: str, look: Callable[[], float], wait_s: float, limit_s: float) -> Bonds | None:
         """Connects to the neighbours; returns None if they are to be met in the store."""
         links: dict[int, socket.socket] = {}
-        own = f"at/{self._rank}"
-        with ExitStack() as after:
-            try:
-                if self._children:
-                    entrance = Entrance(self._here, _host_of(self._corner))
-                    after.callback(self._forget_entrance, what, entrance, own, limit_s)
-                    self.ask(what, limit_s, partial(self._store.set, own, entrance.address))
-                if self._parent is not None:
-                    address = self._find(what, f"at/{self._parent}", wait_s, limit_s)
-                    links[self._parent] = come_in(address, self._here, self._rank, look)
-                if self._children:
-                    for child, link in entrance.admit(self._children, look):
-                        links[child] = link
-                if self._parent is None:
-                    self._leftovers.last += self._whole([self._step(0).called])
-                return Bonds(self._rank, links)
-            except BaseException as error:
-                for link in links.values():
-                    link.close()
-                if isinstance(error, BondsBroken | Unreachable | OSError | MemoryError):
-                    return None
-                raise
+        try:
+            if self._children:
+                self._open(what, limit_s)
+            if self._parent is not None:
+                address = self._find(what, f"at/{self._parent}", wait_s, limit_s)
+                links[self._parent] = come_in(address, self._here, self._rank, look)
+            if self._entrance is not None:
+                for child, link in self._entrance.admit(self._children, look):
+                    links[child] = link
+            if self._parent is None:
+                self._leftovers.last += self._whole([self._step(0).called])
+            return Bonds(self._rank, links)
+        except BaseException as error:
+            for link in links.values():
+                link.close()
+            if isinstance(error, BondsBroken | Unreachable | OSError | MemoryError):
+                return None
+            raise
 
-    def _forget_entrance(self, what: str, entrance: Entrance, own: str, limit_s: float) -> None:
+    def _open(self, what: str, limit_s: float) -> None:
+        """Lets those below come in.
+
+        Raises:
+            OSError: The system gives nothing to listen at.
+        """
+        if self._entrance is None:
+            self._entrance = Entrance(self._here, _host_of(self._corner))
+            self.ask(what, limit_s, partial(self._store.set, f"at/{self._rank}", self._entrance.address))
+
+    def _shut(self, what: str | None, limit_s: float) -> None:
+        """Lets nobody in any more; says so in the store for some step, or else as the call ends."""
+        entrance, self._entrance = self._entrance, None
+        if entrance is None:
+            return
         entrance.close()
+        if what is None:
+            self._leftovers.over += self._whole([f"at/{self._rank}"])
+            return
         with suppress(FastloadError):
-            self.ask(what, limit_s, partial(self._delete, [own]))
+            self.ask(what, limit_s, partial(self._delete, [f"at/{self._rank}"]))
 
     def _find(self, what: str, key: str, wait_s: float, limit_s: float) -> str:
         """Returns where a rank is, once it has said so.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 from fastload.errors import (
     DeadlineExceeded,
@@ -22,7 +24,10 @@ from fastload.ranks.meeting import Verdict
 
 __all__ = [
     "Outcome",
+    "grace_of",
+    "kinds_of",
     "late",
+    "logged",
     "outcomes_of",
     "raise_failures",
     "require_left",
@@ -30,18 +35,43 @@ __all__ = [
     "require_same_call",
 ]
 
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_MIN_GRACE_S = 0.5
+_MAX_GRACE_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What one rank brought to an agreement: a value, or the error that stopped it."""
 
-    host: str
     value: Any
     error: dict[str, Any] | None
 
 
+def grace_of(timeout_s: float) -> float:
+    """How long, after a failure, the others get to say what they know, in seconds."""
+    return min(_MAX_GRACE_S, max(0.25 * timeout_s, min(0.5 * timeout_s, _MIN_GRACE_S)))
+
+
+@contextmanager
+def logged() -> Iterator[None]:
+    """Lets nothing out that would keep this rank from the others, who wait for it."""
+    try:
+        yield
+    except Exception:
+        _log.exception("beside a call of all ranks")
+
+
 def raise_failures(
-    what: str, outcomes: Sequence[Outcome], rank: int, own: BaseException | None = None
+    what: str,
+    outcomes: Sequence[Outcome],
+    rank: int,
+    own: BaseException | None = None,
+    *,
+    hosts: Mapping[int, str],
 ) -> None:
     """Raises on every rank if an outcome is an error.
 
@@ -54,6 +84,7 @@ def raise_failures(
         outcomes: What each of them brought.
         rank: This one.
         own: Its error, if it has one.
+        hosts: Host of each rank as far as it is known.
     """
     failures = {rank: from_wire(o.error) for rank, o in enumerate(outcomes) if o.error is not None}
     if not failures:
@@ -73,35 +104,36 @@ def raise_failures(
             # Else error → traceback → frame → error would keep all their memory alive.
             del own, first
             failures.clear()
-    causes = "; ".join(f"{_label(rank, outcomes)}: {_described(error)}" for rank, error in failures.items())
+    causes = "; ".join(f"{_label(rank, hosts)}: {_described(error)}" for rank, error in failures.items())
     raise PeerError(
         f"{what} failed on {len(failures)} of {len(outcomes)} ranks "
-        f"(this is {_label(rank, outcomes)}): {causes}",
+        f"(this is {_label(rank, hosts)}): {causes}",
         failures,
     ) from own
 
 
-def outcomes_of(verdict: Verdict, rank: int, size: int, hosts: dict[int, str]) -> list[Outcome]:
-    """Returns what each rank brought; the same object for ranks of a host that brought the same.
+def outcomes_of(verdict: Verdict, rank: int) -> list[Outcome]:
+    """Returns what each rank brought; the same object for ranks that brought the same.
 
     Args:
         verdict: What was decided.
         rank: This one.
-        size: Number of ranks.
-        hosts: Host of each rank as far as it is known, which becomes more.
     """
     outcomes: list[Outcome] = []
-    made: dict[tuple[int, str], Outcome] = {}  # of thousands of ranks most say the same
-    for each in range(size):
-        answer = verdict.answers.get(each)
+    made: dict[tuple[int, int], Outcome] = {}  # of thousands of ranks most say the same
+    for answer, count in verdict.runs:
+        begin = len(outcomes)
         if answer is None:
-            error = to_wire(late(verdict.waited_s, own=each == rank))
-            outcomes.append(Outcome(hosts.get(each, ""), None, error))
+            outcomes += [
+                Outcome(None, to_wire(late(verdict.waited_s, own=each == rank)))
+                for each in range(begin, begin + count)
+            ]
             continue
-        host = hosts[each] = answer.get("host") or hosts.get(each, "")
-        if (outcome := made.get((id(answer), host))) is None:
-            outcome = made[id(answer), host] = Outcome(host, answer["value"], answer["error"])
-        outcomes.append(outcome)
+        value, error = answer["value"], answer["error"]
+        key = id(value), id(error)
+        if key not in made:
+            made[key] = Outcome(value, error)
+        outcomes += [made[key]] * count
     return outcomes
 
 
@@ -126,8 +158,11 @@ def require_left(what: str, data: bytes | None, rank: int) -> bytes:
     return data
 
 
-def require_same_call(calls: Sequence[str]) -> None:
-    """Raises on all ranks if they have met in different calls."""
+def require_same_call(verdict: Verdict) -> None:
+    """Raises on all ranks if they, who all came, have met in different calls."""
+    if len({answer["call"] for answer, _ in verdict.came}) == 1:
+        return
+    calls = [call for answer, count in verdict.came for call in [answer["call"]] * count]
     if len({call.partition(" ")[0] for call in calls}) == 1:
         words = [call.split(" ") for call in calls]
         num_same = len(list(takewhile(lambda alike: len(set(alike)) == 1, zip(*words, strict=False))))
@@ -141,25 +176,36 @@ def require_same_call(calls: Sequence[str]) -> None:
     raise PlanMismatch(f"the ranks are out of step: {_some(places)}")
 
 
-def require_same(values: Sequence[Mapping[str, Any]]) -> None:
+def kinds_of(values: Iterable[T]) -> list[T]:
+    """Returns what some of the ranks said, each once: of thousands most say the same, which is one object."""
+    return list({id(value): value for value in values}.values())
+
+
+def require_same(values: Sequence[Mapping[str, Any]], *names: str) -> None:
     """Checks that all ranks asked for the same.
+
+    Args:
+        values: What each of them asked for.
+        names: What of that has to be the same; all of it if none are given.
 
     Raises:
         PlanMismatch: They did not; it names what differs and on which ranks.
     """
-    lines = []
-    for name, first in values[0].items():
+    lines, kinds = [], kinds_of(values)
+    for name in names or values[0]:
+        first = values[0].get(name)
+        if all(own.get(name) == first for own in kinds):
+            continue
         others = [
             f"rank {rank} {own.get(name)!r}" for rank, own in enumerate(values) if own.get(name) != first
         ]
-        if others:
-            lines.append(f"{name}: rank 0 {first!r}, {_some(others)}")
+        lines.append(f"{name}: rank 0 {first!r}, {_some(others)}")
     if lines:
         raise PlanMismatch("the ranks did not ask for the same: " + "; ".join(lines))
 
 
-def _label(rank: int, outcomes: Sequence[Outcome]) -> str:
-    host = outcomes[rank].host
+def _label(rank: int, hosts: Mapping[int, str]) -> str:
+    host = hosts.get(rank)
     return f"rank {rank} on {host}" if host else f"rank {rank}"
 
 

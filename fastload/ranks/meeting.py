@@ -23,10 +23,12 @@ Ranks that meet in calls of different names are told so at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-from fastload.ranks.answers import join_answers, read_answers
+from fastload.ranks.answers import Column, join_answers, read_answers
 
 __all__ = ["Step", "Verdict"]
 
@@ -41,14 +43,15 @@ class Verdict:
 
     Attributes:
         waited_s: Patience of the rank that decided, in seconds.
-        answers: Rank → its answer, for the ranks that came in time.
+        runs: The answers of the ranks that came in time, None of others; each with the number of ranks, one
+            after the other, that gave it.
         along_tree: Whether all came along the tree of the group, not to the store.
         bytes_along: What came along with it; None if it was read from the store.
         missed: Whether the call is over, and this rank came too late for it.
     """
 
     waited_s: float
-    answers: dict[int, dict[str, Any]]
+    runs: Sequence[tuple[dict[str, Any] | None, int]]
     along_tree: bool = False
     bytes_along: bytes | None = None
     missed: bool = False
@@ -58,18 +61,40 @@ class Verdict:
         """Reads what `write` wrote."""
         head, _, table = text.partition("\n")
         waited_s, along_tree = head.split()
-        found = enumerate(read_answers(table, size))
-        answers = {rank: answer for rank, answer in found if answer is not None}
-        return cls(float(waited_s), answers, along_tree == "tree", bytes_along)
+        return cls(float(waited_s), read_answers(table, size), along_tree == "tree", bytes_along)
 
     @staticmethod
     def write(waited_s: float, table: str, *, along_tree: bool = False) -> str:
         """Returns it as text; see `answers` for the table."""
         return f"{waited_s} {'tree' if along_tree else 'store'}\n{table}"
 
+    def answer_of(self, rank: int) -> dict[str, Any] | None:
+        """Returns the answer of a rank; None if it did not come in time."""
+        ends = accumulate(count for _, count in self.runs)
+        return next(answer for (answer, _), end in zip(self.runs, ends, strict=True) if rank < end)
+
+    @property
+    def came(self) -> list[tuple[dict[str, Any], int]]:
+        """`runs` of the ranks that came in time."""
+        return [(answer, count) for answer, count in self.runs if answer is not None]
+
+    def num_others(self, rank: int) -> int:
+        """Returns how many ranks but one came in time."""
+        return sum(count for _, count in self.came) - (self.answer_of(rank) is not None)
+
+    @property
+    def hosts(self) -> Column | None:
+        """Host of each of them, where they have told that."""
+        return next((answer["host"] for answer, _ in self.came if "host" in answer), None)
+
+    @property
+    def num_well(self) -> int:
+        """How many of them brought no error."""
+        return sum(count for answer, count in self.came if answer["error"] is None)
+
     def is_of(self, call: str) -> bool:
         """Whether some rank brought an answer to a call of that name."""
-        return any(answer.get("call") == call for answer in self.answers.values())
+        return any(answer.get("call") == call for answer, _ in self.came)
 
 
 class Step:
@@ -134,7 +159,7 @@ class Step:
         if not self._store.check([self.log]):
             return False
         answers = read_answers(str(self._store.get(self.log), "ascii"), self._size)
-        return any(answer is not None and answer.get("call") == call for answer in answers)
+        return any(answer is not None and answer.get("call") == call for answer, _ in answers)
 
     def hear(self) -> bool:
         """Notes that this rank has heard the verdict; returns whether all have, and its keys may go."""

@@ -164,7 +164,7 @@ class Rendezvous:
         if not step.is_decided():
             return None
         verdict = step.read()
-        if self._rank in verdict.answers:
+        if verdict.answer_of(self._rank) is not None:
             return None
         if step.hear():
             self._delete([*step.keys, f"{number}/alarm", f"{number}/pulse"])

@@ -39,19 +39,8 @@ class Turns:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._looking = threading.Lock()
-        self._life = 0
         self._num_begun = 0
         self._open: list[Turn] = []
-
-    def life(self, draw: Callable[[], int]) -> int:
-        """Returns what tells these numbers from those of an earlier group in the same store.
-
-        Args:
-            draw: Returns it, the first time.
-        """
-        with self._looking:
-            self._life = self._life or draw()
-        return self._life
 
     def begin(self, call: str) -> Turn:
         """Returns the turn of a call that this rank begins."""
@@ -92,13 +81,18 @@ class Turns:
 class Standing:
     """What one rank has of the tree of its group, from call to call.
 
+    Args:
+        life: As below.
+
     Attributes:
+        life: What tells the group from those of the same name and members that this process had before.
         turns: The numbers of the calls.
         bonds: Its connections; None if there is no tree.
         num_tries: How many calls have tried to make a tree in vain, since the last one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, life: int = 1) -> None:
+        self.life = life
         self.turns = Turns()
         self.bonds: Bonds | None = None
         self.num_tries = 0

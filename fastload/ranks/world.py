@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -19,9 +20,9 @@ import torch.distributed as dist
 import xxhash
 
 from fastload.errors import WorldError
-from fastload.ranks.agreement import World, grace_of
+from fastload.ranks.agreement import World
 from fastload.ranks.door import machine
-from fastload.ranks.failures import require_same
+from fastload.ranks.failures import grace_of, kinds_of, require_same
 from fastload.ranks.kept import Kept, kept_of
 from fastload.ranks.launch import Launch, from_env
 from fastload.ranks.rendezvous import Rendezvous
@@ -35,6 +36,7 @@ __all__ = [
     "join",
     "join_in",
     "join_job",
+    "kinds_of",
     "meet",
     "members_of",
     "rank_in",
@@ -45,6 +47,9 @@ T = TypeVar("T")
 
 _POLL_S = 0.01
 _MEETING_S = 300.0  # hosts of a large job do not start in the same minute
+
+# How many groups of one name and the same members there were: torch.distributed may be initialized anew.
+_num_lives: Counter[str] = Counter()
 
 # Default groups that met in a part of the store which no other ranks ever use.
 _apart: WeakSet[Any] = WeakSet()
@@ -81,7 +86,8 @@ def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:
     # Groups with the same members are different all the same: their calls have no order between them.
     identity = json.dumps([group.group_name, members])
     name = f"{_life()}/{xxhash.xxh3_64_hexdigest(identity.encode())}"
-    corner = dist.PrefixStore(f"fastload/{name}", root)
+    life = kept_of(group).lasting(partial(_begin_life, name)).life
+    corner = dist.PrefixStore(f"fastload/{name}/{life}", root)
     return join_in(
         corner,
         rank=dist.get_rank(group),
@@ -91,6 +97,13 @@ def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:
         group=group,
         **_fate_of_store(members),
     )
+
+
+def _begin_life(name: str) -> Any:
+    from fastload.ranks.turns import Standing  # only where there are several ranks
+
+    _num_lives[name] += 1
+    return Standing(_num_lives[name])
 
 
 def join_in(

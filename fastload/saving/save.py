@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from fastload.errors import FastloadError
+from fastload.ranks.answers import Each, Reports
 from fastload.report import SaveRankReport, SaveReport
 from fastload.saving.agree import Agreed, agree, foresee, has_to_meet
 from fastload.saving.call import Call
@@ -192,7 +193,7 @@ def _publish(
         total_s=now - call.began,
         peak_staging_bytes=written.slab_bytes,
     )
-    return {"rank": rank.pack(), "own": sizes}
+    return {"rank": Each(rank.pack()), "own": sizes}
 
 
 def _report(call: Call, part: Part, published: Sequence[dict[str, Any]]) -> SaveReport:
@@ -207,5 +208,5 @@ def _report(call: Call, part: Part, published: Sequence[dict[str, Any]]) -> Save
         num_writers=len(part.team.writers),
         num_copies=part.team.num_copies,
         came_instead_of=call.turn.came_instead_of() if call.turn is not None else (),
-        ranks=tuple(SaveRankReport.unpack(each["rank"]) for each in published),
+        ranks=Reports(SaveRankReport, published[0]["rank"]),
     )

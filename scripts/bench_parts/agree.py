@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import xxhash
 from rich.table import Table
 
 from fastload.base.threads import within
-from fastload.ranks.answers import join_answers, read_answers, write_answer
+from fastload.ranks.answers import Each, join_answers, write_answer
 from fastload.ranks.bonds import Bonds
+from fastload.ranks.failures import outcomes_of, require_same
 from fastload.ranks.kept import Kept
+from fastload.ranks.meeting import Verdict
 from fastload.ranks.world import join_in
 from fastload.report import RankReport
 
@@ -59,7 +63,8 @@ def measure_parts(num_ranks: int, repeats: int) -> dict[str, float]:
     Returns:
         CPU time of the store for one of the requests that a rank makes in its first call, and of a rank for
         the answer of one below it, with the verdict to that one; time until the store has a verdict, and from
-        one process through a socket to another; CPU time to read the report of one rank, of so many.
+        one process through a socket to another; CPU time for what one rank, of so many, tells of itself in a
+        load, on its way up and read; and, instead of microseconds, its bytes.
     """
     server, port = _serve()
     try:
@@ -80,9 +85,11 @@ def measure_parts(num_ranks: int, repeats: int) -> dict[str, float]:
         "verdict": verdict_s,
         "hop": _measure_hop(repeats),
         "answer": _measure_answer(repeats),
-        "report": _measure_report(num_ranks),
     }
-    return {name: 1e6 * seconds for name, seconds in parts.items()}
+    told_s, told_bytes = _measure_told(num_ranks)
+    return {name: 1e6 * seconds for name, seconds in {**parts, "told": told_s}.items()} | {
+        "bytes": told_bytes
+    }
 
 
 def _measure_hop(repeats: int) -> float:
@@ -125,21 +132,41 @@ def _measure_answer(repeats: int) -> float:
     return spent_s / repeats / len(pairs)
 
 
-def _measure_report(num_ranks: int) -> float:
+def _measure_told(num_ranks: int) -> tuple[float, float]:
+    """Returns CPU seconds and bytes of each rank, for what it tells: joined on each level, read by one."""
+    draw = random.Random(0)
+
     def report(rank: int) -> RankReport:
-        read_s, nbytes = 2 + rank / 1e6, 10**9 + rank
+        read_s, exchange_s, total_s = (draw.uniform(2, 3) for _ in range(3))
         return RankReport(
-            rank=rank, host=f"host{rank // 8}", reader=True, bytes_read=nbytes, bytes_received=nbytes,
-            read_s=read_s, exchange_s=read_s, place_s=read_s, exposed_s=read_s, total_s=read_s,
+            rank=rank, host=f"host{rank // 8}", reader=True, bytes_read=10**9 + rank % 2, read_s=read_s,
+            exchange_s=exchange_s, total_s=total_s,
         )  # fmt: skip
 
-    answers = ({"value": {"report": report(rank).pack()}} for rank in range(num_ranks))
-    table = join_answers([write_answer(rank, answer) for rank, answer in enumerate(answers)])
-    began_s = time.thread_time()
-    for answer in read_answers(table, num_ranks):
-        assert answer is not None
-        RankReport.unpack(answer["value"]["report"])
-    return (time.thread_time() - began_s) / num_ranks
+    def steps(rank: int) -> Iterator[dict[str, Any]]:
+        same = {"files": _TABLE, "plan": _TABLE}
+        machine = xxhash.xxh3_64_hexdigest(str(rank // 8).encode())
+        yield {"host": Each([f"host{rank // 8}"]), "value": {**same, "machine": Each([machine])}}
+        yield {"value": same}
+        yield {"value": {**same, "report": Each(report(rank).pack())}}
+
+    spent_s, num_bytes = 0.0, 0
+    for answers in zip(*map(steps, range(num_ranks)), strict=True):
+        tables = [write_answer(rank, {"error": None, **answer}) for rank, answer in enumerate(answers)]
+        while len(tables) > 1:
+            began_s = time.thread_time()
+            tables = [join_answers(tables[begin : begin + 8]) for begin in range(0, len(tables), 8)]
+            spent_s += (time.thread_time() - began_s) / len(tables)
+        num_bytes += len(tables[0])
+        text = Verdict.write(1.0, tables[0], along_tree=True)
+        began_s = time.thread_time()
+        verdict = Verdict.from_text(text, num_ranks)
+        values = [outcome.value for outcome in outcomes_of(verdict, 0)]
+        require_same(values, "files", "plan")
+        if verdict.hosts is not None:
+            assert len(verdict.hosts.by_rank()) == len(values[0]["machine"][0].values())
+        spent_s += time.thread_time() - began_s
+    return spent_s / num_ranks, num_bytes / num_ranks
 
 
 def _connected() -> tuple[socket.socket, socket.socket]:

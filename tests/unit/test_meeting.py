@@ -61,5 +61,5 @@ def test_a_verdict_of_many_ranks_is_short() -> None:
     last = [step.answer(write_answer(rank, answers[rank])) for rank, step in enumerate(steps)]
     assert last == [False] * (num_ranks - 1) + [True]
     steps[-1].decide(1.0)
-    assert steps[0].read().answers == dict(enumerate(answers))
+    assert [answer for answer, _ in steps[0].read().runs] == answers[::8]
     assert 8 * len(store.get(steps[0].verdict)) < len(store.get(steps[0].log))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError, PlanMismatch
 from fastload.ranks import bonds
 from fastload.ranks.agreement import World
-from fastload.ranks.answers import write_answer
+from fastload.ranks.answers import Each, write_answer
 from fastload.ranks.kept import Kept
 from fastload.ranks.turns import Standing
 from fastload.ranks.world import join_in
@@ -210,7 +210,9 @@ def test_a_rank_that_dies_after_losing_patience_keeps_nobody() -> None:
     """It was to decide, and others wait for what it says; when it comes back it hears what they decided."""
     store = dist.HashStore()
     dead, other, _ = join_all(store, 3, SHORT_S)
-    store.append("1/0/answers", write_answer(0, {"value": 0, "error": None, "host": "x", "call": "A"}))
+    store.append(
+        "1/0/answers", write_answer(0, {"value": 0, "error": None, "host": Each(["x"]), "call": "A"})
+    )
     store.add("1/0/count", (1 << 40) + 1)
     with pytest.raises(PeerError) as raised:
         other.agree("A", lambda: 1)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
 import threading
 
 import pytest
 
 from fastload.base import stopwatch
 from fastload.base.stopwatch import Stopwatch
+from fastload.ranks.answers import Each, Reports, join_answers, read_answers, write_answer
 from fastload.report import LoadReport, RankReport
 
 
@@ -100,3 +102,23 @@ def test_totals() -> None:
     text = json.loads(json.dumps(whole.to_dict()))
     assert (text["bytes_read"], text["read_amplification"], text["strategy"]) == (10, 1.25, "allgather")
     assert [rank["header_bytes_read"] for rank in text["ranks"]] == [100, 0]
+
+
+def test_reports_of_all_ranks_are_read_as_they_were_told() -> None:
+    """Of seconds four digits, and what follows from others is not told."""
+    own = [
+        RankReport(
+            rank=rank, host=f"h{rank // 2}", reader=True, read_s=1.23456, exchange_s=1.0, total_s=2.0 + rank
+        )
+        for rank in range(4)
+    ]
+    tables = [write_answer(one.rank, {"value": {"report": Each(one.pack())}}) for one in own]
+    ((answer, _),) = read_answers(join_answers(tables), len(own))
+    assert answer is not None
+    reports = Reports(RankReport, answer["value"]["report"])
+    assert [(one.rank, one.host, one.read_s, one.total_s) for one in reports] == [
+        (0, "h0", 1.235, 2.0), (1, "h0", 1.235, 3.0), (2, "h1", 1.235, 4.0), (3, "h1", 1.235, 5.0),
+    ]  # fmt: skip
+    assert (reports[0].exposed_s, reports[0].overlapped_s) == pytest.approx((0.765, 0.235))
+    assert (reports[3].exposed_s, reports[3].overlapped_s, len(reports)) == (pytest.approx(3.765), 0.0, 4)
+    assert reports == pickle.loads(pickle.dumps(reports)) == tuple(reports) != own[:1]

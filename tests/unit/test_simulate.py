@@ -179,10 +179,13 @@ def test_a_large_world_takes_little_memory() -> None:
     ],
 )
 def test_it_does_not_matter_how_many_ranks_there_are(hosts: int, nbytes: int, storage: int) -> None:
-    """With default options, the time of the links and of storage, which are as fast, and 10 % at most."""
+    """With default options, the time of the links and of storage, which are as fast, and 10 % at most.
+
+    What the ranks take to agree is in it.
+    """
     done = run(
         nbytes, "allgather", num_hosts=hosts, ranks_per_host=8, nccl=True, opening_s=0.15,
-        host_bytes_per_s=50 * GB,
+        agreeing_s=None, host_bytes_per_s=50 * GB,
         storage_bytes_per_s=storage, rank_bytes_per_s=None, copy_bytes_per_s=None, message_s=None,
     )  # fmt: skip
     least_s = nbytes / (50 * GB)
@@ -197,7 +200,7 @@ def test_what_ranks_take_to_agree_grows_no_faster_than_they_do() -> None:
     ]
     assert 0.15 < before_s[0] < 0.16
     assert before_s[1] < 0.17
-    assert before_s[2] < 0.35
+    assert before_s[2] < 0.17
     assert before_s[3] - 0.15 < 4.5 * (before_s[2] - 0.15)
 
 

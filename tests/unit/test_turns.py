@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fastload.ranks.meeting import Verdict
 from fastload.ranks.turns import Turn, Turns
 
-ELSEWHERE = Verdict(1.0, {})
+ELSEWHERE = Verdict(1.0, ())
 
 
 @settings(deadline=None)
@@ -58,7 +58,7 @@ def test_a_call_that_is_over_keeps_its_number() -> None:
 
 
 def test_a_rank_that_is_too_late_for_a_call_goes_on_with_the_next() -> None:
-    turns, late = Turns(), Verdict(1.0, {}, missed=True)
+    turns, late = Turns(), Verdict(1.0, (), missed=True)
     first, second = turns.begin("A"), turns.begin("B")
     turns.look_back(second, lambda turn: late if turn.number == 1 else None)
     assert (first.missed, second.missed) == (late, None)
