@@ -12,7 +12,14 @@ from typing import Any
 import accelerate
 
 from fastload import LoadOptions, OptionError, SaveHandle, SaveOptions, async_save, load, save
-from fastload.integrations.host import is_ours, live_state, require_layout, state_to_save, unknown
+from fastload.integrations.host import (
+    is_ours,
+    live_state,
+    odd_tensors,
+    require_layout,
+    state_to_save,
+    unknown,
+)
 
 TESTED = "1.15"
 try:
@@ -57,15 +64,17 @@ def attach(
 
     Raises:
         OptionError: This accelerate is laid out in another way, or uses what fastload cannot save: FSDP 1,
-            DeepSpeed, Megatron-LM, XLA, ``save_on_each_node``.
+            DeepSpeed, Megatron-LM, XLA, quantized weights, ``save_on_each_node``.
     """
     require_layout(accelerate, TESTED, _SEAMS)
     state = accelerator.state
     plugin: Any = getattr(state, "fsdp_plugin", None)
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
+    odd = ", ".join(filter(None, map(odd_tensors, accelerator._models)))
     refused = {
         str(accelerator.distributed_type.value): accelerator.distributed_type in _REFUSED,
         "FSDP 1 (set fsdp_version=2)": is_fsdp and plugin.fsdp_version != 2,
+        f"weights of {odd}": bool(odd),
         "save_on_each_node": accelerator.project_configuration.save_on_each_node,
     }
     if found := [name for name, is_there in refused.items() if is_there]:

@@ -13,10 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.nn.parameter import is_lazy
 
 from fastload import LoadOptions, OptionError, world
+from fastload.formats.dtensors import is_dtensor
 
-__all__ = ["is_ours", "live_state", "require_layout", "state_to_save", "unknown"]
+__all__ = ["is_ours", "live_state", "odd_tensors", "require_layout", "state_to_save", "unknown"]
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def unknown(library: ModuleType, tested: str, why: object) -> OptionError:
@@ -58,6 +62,16 @@ def is_ours(folder: str) -> bool:
     seen = partial(os.path.isfile, os.path.join(folder, "fastload.json"))
     answers = world.agree(None, f"looking at {folder}", seen, timeout_s=LoadOptions().timeout_s)
     return bool(answers[0])
+
+
+def odd_tensors(model: nn.Module) -> str:
+    """Says of which classes those tensors of a model are that cannot be saved, such as quantized weights.
+
+    Empty if there are none. What is not materialized yet may become one that can be saved.
+    """
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor)]
+    odd = {type(tensor) for tensor in tensors if type(tensor) not in _PLAIN and not is_dtensor(tensor)}
+    return ", ".join(sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in odd))
 
 
 def live_state(model: nn.Module) -> dict[str, Any]:

@@ -13,7 +13,14 @@ from fastload import LoadOptions, OptionError, SaveOptions, load
 from fastload import open as open_checkpoint
 from fastload.formats.state import describe
 from fastload.integrations.background import BackgroundSave
-from fastload.integrations.host import is_ours, live_state, require_layout, state_to_save, unknown
+from fastload.integrations.host import (
+    is_ours,
+    live_state,
+    odd_tensors,
+    require_layout,
+    state_to_save,
+    unknown,
+)
 
 TESTED = "2.6"
 try:
@@ -77,6 +84,7 @@ class _Together(_Base):  # type: ignore[misc]
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Does as Lightning's strategy, and refuses what could not be saved later."""
+        _require_plain(self, trainer)
         super().setup(trainer)
         _require_known(self, trainer)
 
@@ -174,20 +182,29 @@ def _remove(path: str) -> None:
         files.rm(path, recursive=True)
 
 
-def _require_known(strategy: Any, trainer: pl.Trainer) -> None:
-    io, optimizers = strategy._checkpoint_io, [_bare(optimizer) for optimizer in strategy.optimizers]
+def _require_plain(strategy: Any, trainer: pl.Trainer) -> None:
+    """Refuses what is known before the model is wrapped and the optimizers are made."""
+    io = strategy._checkpoint_io
+    odd = odd_tensors(strategy.lightning_module)
     refused = {
         f"{type(io).__name__}: fastload takes the place of a CheckpointIO": type(io)
         not in (type(None), TorchCheckpointIO),
-        "optimizers that shard their states themselves": any(
-            hasattr(optimizer, "consolidate_state_dict") for optimizer in optimizers
-        ),
+        f"weights of {odd}": bool(odd),
         "quantized weights": "Bitsandbytes" in type(trainer.precision_plugin).__name__,
     }
     if found := [name for name, is_there in refused.items() if is_there]:
-        raise OptionError(f"fastload's strategies cannot save a training with {', '.join(found)}")
+        raise _cannot_save(found)
+
+
+def _require_known(strategy: Any, trainer: pl.Trainer) -> None:
+    if any(hasattr(_bare(optimizer), "consolidate_state_dict") for optimizer in strategy.optimizers):
+        raise _cannot_save(["optimizers that shard their states themselves"])
     if trainer.state.fn == TrainerFn.FITTING:
         _describe_rest(trainer)
+
+
+def _cannot_save(what: list[str]) -> OptionError:
+    return OptionError(f"fastload's strategies cannot save a training with {', '.join(what)}")
 
 
 def _describe_rest(trainer: pl.Trainer) -> None:

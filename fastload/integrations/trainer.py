@@ -19,7 +19,14 @@ from torch import Tensor
 from fastload import LoadOptions, OptionError, PerRank, SaveOptions, load, world
 from fastload import open as open_checkpoint
 from fastload.integrations.assembled import Assembly, clear_pending
-from fastload.integrations.host import is_ours, live_state, require_layout, state_to_save, unknown
+from fastload.integrations.host import (
+    is_ours,
+    live_state,
+    odd_tensors,
+    require_layout,
+    state_to_save,
+    unknown,
+)
 
 TESTED = "5.23"
 try:
@@ -254,11 +261,13 @@ class TrainerMixin(_Base):  # type: ignore[misc]
 def _require_known(trainer: Any) -> None:
     require_layout(transformers, TESTED, _SEAMS)
     model, plugin = trainer.model, getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    odd = odd_tensors(model)
     refused = {
         "FSDP 1 (set fsdp_version: 2)": plugin is not None and plugin.fsdp_version != 2,
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "adapters (PEFT)": hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False),
         "quantized models": getattr(model, "is_quantized", False),
+        f"weights of {odd}": bool(odd),
         "save_on_each_node": trainer.args.save_on_each_node,
         f"devices of type {trainer.args.device.type}": trainer.args.device.type not in ("cpu", "cuda"),
     }

@@ -12,12 +12,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO, BitsandbytesPrecision
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy as TheirDDPStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fastload
 from fastload.integrations.lightning import DDPStrategy, ModelParallelStrategy
@@ -174,6 +175,16 @@ class Sharding(Module):
         return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=0.1)
 
 
+class Quantized(Module):
+    """With a weight of several tensors, as those of torchao are, by a class that torch has itself."""
+
+    def configure_model(self) -> None:
+        name, weight = next(iter(self.named_parameters()))
+        owner, _, last = name.rpartition(".")
+        odd = TwoTensor(weight.detach(), weight.detach())
+        setattr(self.get_submodule(owner), last, torch.nn.Parameter(odd))
+
+
 def refuses(rank: int, world: int, folder: Path) -> None:
     def fit(model: Module, *callbacks: Callback, plugins: Any = None) -> None:
         trainer = trainer_of(folder, "ddp", world, plugins=plugins)
@@ -188,6 +199,11 @@ def refuses(rank: int, world: int, folder: Path) -> None:
         fit(Module(), plugins=[AsyncCheckpointIO()])
     with pytest.raises(fastload.OptionError, match=r"optimizers that shard their states themselves"):
         fit(Sharding())
+    with pytest.raises(fastload.OptionError, match=r"cannot save a training with weights of .*TwoTensor$"):
+        fit(Quantized())
+    with pytest.raises(fastload.OptionError, match=r"cannot save a training with quantized weights$"):
+        # As it is where bitsandbytes is installed, which it asks for when it is made.
+        fit(Module(), plugins=[object.__new__(BitsandbytesPrecision)])
     with pytest.raises(fastload.OptionError, match=r"save_distributed_checkpoint"):
         ModelParallelStrategy(save_distributed_checkpoint=False)
 

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import (
     AutoModelForCausalLM,
     DistributedConfig,
@@ -156,6 +157,19 @@ class OurTrainer(TrainerMixin, Trainer):
     pass
 
 
+class WithDeepSpeed(OurTrainer):
+    """Takes itself for one, as a Trainer does that finds a plugin of DeepSpeed."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.is_deepspeed_enabled = True
+
+
+def quantized(weight: torch.Tensor) -> torch.Tensor:
+    """A tensor of several, as those of torchao are, by a class that torch has itself."""
+    return TwoTensor(weight.detach(), weight.detach())
+
+
 class Killer(TrainerCallback):
     def __init__(self, step: int) -> None:
         self.step = step
@@ -239,6 +253,25 @@ def refuses_trainings(rank: int, world: int, tmp_path: Path) -> None:
     model._hf_peft_config_loaded = True  # as transformers marks it
     with pytest.raises(fastload.OptionError, match=r"cannot save a training with adapters \(PEFT\)"):
         OurTrainer(model=model, args=arguments_of(tmp_path, fsdp=0), eval_dataset=[])  # type: ignore[arg-type]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model = llama(tied=True)
+    model.lm_head.weight = torch.nn.Parameter(quantized(model.lm_head.weight))
+    with pytest.raises(fastload.OptionError, match=r"cannot save a training with weights of .*TwoTensor$"):
+        OurTrainer(model=model, args=arguments_of(tmp_path, fsdp=0), eval_dataset=[])  # type: ignore[arg-type]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare_model(model, evaluation_mode=True)
+    with pytest.raises(fastload.OptionError, match=r"an Accelerator with weights of .*TwoTensor$"):
+        accelerate_door.attach(accelerator)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(fastload.OptionError, match=r"cannot save a training with DeepSpeed$"):
+        WithDeepSpeed(model=llama(tied=True), args=arguments_of(tmp_path, fsdp=0), eval_dataset=[])  # type: ignore[arg-type]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True)
+    for kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
+        accelerator.state.distributed_type = kind  # which it takes where their libraries are
+        with pytest.raises(fastload.OptionError, match=f"an Accelerator with {kind.value}$"):
+            accelerate_door.attach(accelerator)
     AcceleratorState._reset_state(reset_partial_state=True)
     for version, each_node, what in ((1, False, r"FSDP 1 \(set"), (2, True, "save_on_each_node")):
         configuration = ProjectConfiguration(str(tmp_path), save_on_each_node=each_node)
