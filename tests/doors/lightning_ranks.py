@@ -186,8 +186,9 @@ class Quantized(Module):
 
 
 def refuses(rank: int, world: int, folder: Path) -> None:
-    def fit(model: Module, *callbacks: Callback, plugins: Any = None) -> None:
+    def fit(model: Module, *callbacks: Callback, plugins: Any = None, precision: Any = None) -> None:
         trainer = trainer_of(folder, "ddp", world, plugins=plugins)
+        trainer.strategy._precision_plugin = precision or trainer.precision_plugin
         trainer.callbacks += callbacks
         trainer.fit(model, loader())
 
@@ -202,8 +203,8 @@ def refuses(rank: int, world: int, folder: Path) -> None:
     with pytest.raises(fastload.OptionError, match=r"cannot save a training with weights of .*TwoTensor$"):
         fit(Quantized())
     with pytest.raises(fastload.OptionError, match=r"cannot save a training with quantized weights$"):
-        # As it is where bitsandbytes is installed, which it asks for when it is made.
-        fit(Module(), plugins=[object.__new__(BitsandbytesPrecision)])
+        # Which Lightning takes on GPUs only, with bitsandbytes installed.
+        fit(Module(), precision=object.__new__(BitsandbytesPrecision))
     with pytest.raises(fastload.OptionError, match=r"save_distributed_checkpoint"):
         ModelParallelStrategy(save_distributed_checkpoint=False)
 
