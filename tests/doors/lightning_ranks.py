@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.plugins import AsyncCheckpointIO, BitsandbytesPrecision
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy as TheirDDPStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -186,9 +186,8 @@ class Quantized(Module):
 
 
 def refuses(rank: int, world: int, folder: Path) -> None:
-    def fit(model: Module, *callbacks: Callback, plugins: Any = None, precision: Any = None) -> None:
+    def fit(model: Module, *callbacks: Callback, plugins: Any = None) -> None:
         trainer = trainer_of(folder, "ddp", world, plugins=plugins)
-        trainer.strategy._precision_plugin = precision or trainer.precision_plugin
         trainer.callbacks += callbacks
         trainer.fit(model, loader())
 
@@ -202,9 +201,6 @@ def refuses(rank: int, world: int, folder: Path) -> None:
         fit(Sharding())
     with pytest.raises(fastload.OptionError, match=r"cannot save a training with weights of .*TwoTensor$"):
         fit(Quantized())
-    with pytest.raises(fastload.OptionError, match=r"cannot save a training with quantized weights$"):
-        # Which Lightning takes on GPUs only, with bitsandbytes installed.
-        fit(Module(), precision=object.__new__(BitsandbytesPrecision))
     with pytest.raises(fastload.OptionError, match=r"save_distributed_checkpoint"):
         ModelParallelStrategy(save_distributed_checkpoint=False)
 
