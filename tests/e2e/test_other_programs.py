@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import fastload
+from tests.e2e.forked import run_forked
+from tests.pages import ROOT
 from tests.unit.test_torch_files import assert_same
 
-pytestmark = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("lightning", "accelerate"))), reason="they are not installed"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, ("lightning", "accelerate"))), reason="they are not installed"
+    ),
+    pytest.mark.timeout(240),
+]
 
 
 def test_what_other_programs_saved(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.e2e.other_programs", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    command = ["-m", "tests.e2e.other_programs", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = run_forked(command, cwd=ROOT, env=environment, timeout=200)
     assert done.returncode == 0, done.stderr
     files = ["last.ckpt", "state/optimizer.bin", "state/pytorch_model.bin"]
     for file in [*files, *(f"sharded/{path.name}" for path in (tmp_path / "sharded").glob("*.bin"))]:
