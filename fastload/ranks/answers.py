@@ -22,6 +22,8 @@ _VALUE = "value"
 _COLUMN = "="  # before what a column has, in place of JSON
 _NEXT, _TIMES = "\x01", "\x02"  # between its values, and how often one comes: JSON has neither
 
+_encoder = json.JSONEncoder(separators=(_NEXT, ": "))
+
 Name = str | list[str | int]
 
 
@@ -71,7 +73,7 @@ def write_answer(rank: int, answer: Mapping[str, Any]) -> str:
         rank: This one.
         answer: Of values that JSON can hold, or `Each`, also in a ``value`` that is a dictionary.
     """
-    return "".join(f"{rank}\t{json.dumps(name)}\t{text}\n" for name, text in _apart(answer))
+    return "".join(f"{rank}\t{name}\t{text}\n" for name, text in _apart(answer))
 
 
 def join_answers(tables: Iterable[str]) -> str:
@@ -88,8 +90,12 @@ def join_answers(tables: Iterable[str]) -> str:
                 else:
                     found.setdefault(said, []).append(ranks)
     lines = [f"{_join_ranks(ranks)}\t{said}\n" for said, ranks in found.items()]
+    orders: dict[tuple[str, ...], tuple[str, list[int]] | None] = {}  # most columns are of the same ranks
     for name, parts in columns.items():
-        ranks, text = _join_columns(parts)
+        key = tuple(ranks for ranks, _ in parts)
+        if key not in orders:
+            orders[key] = _order(key)
+        ranks, text = _join_columns(parts, orders[key])
         lines.append(f"{ranks}\t{name}\t{_COLUMN}{text}\n")
     return "".join(lines)
 
@@ -131,19 +137,25 @@ def read_answers(table: str, size: int) -> list[tuple[dict[str, Any] | None, int
     return answers
 
 
-def _apart(answer: Mapping[str, Any]) -> Iterator[tuple[Name, str]]:
+def _apart(answer: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in answer.items():
         if name == _VALUE and isinstance(value, dict) and value and all(type(key) is str for key in value):
             for key, part in value.items():
                 if isinstance(part, Each):
-                    yield from (([key, at], _COLUMN + json.dumps(one)) for at, one in enumerate(part.values))
+                    begin = json.dumps(key)
+                    yield from ((f"[{begin}, {at}]", _COLUMN + one) for at, one in enumerate(_texts(part)))
                 else:
-                    yield [key], json.dumps(part)
+                    yield json.dumps([key]), json.dumps(part)
         elif isinstance(value, Each):
-            (one,) = value.values
-            yield name, _COLUMN + json.dumps(one)
+            (one,) = _texts(value)
+            yield json.dumps(name), _COLUMN + one
         else:
-            yield name, json.dumps(value)
+            yield json.dumps(name), json.dumps(value)
+
+
+def _texts(each: Each) -> list[str]:
+    texts = _encoder.encode(each.values)[1:-1].split(_NEXT)  # all at once, if none of them is a list
+    return texts if len(texts) == len(each.values) else [json.dumps(value) for value in each.values]
 
 
 def _together(said: Iterable[tuple[Name, Any]]) -> dict[str, Any]:
@@ -158,18 +170,25 @@ def _together(said: Iterable[tuple[Name, Any]]) -> dict[str, Any]:
     return answer
 
 
-def _join_columns(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:
+def _order(parts: Sequence[str]) -> tuple[str, list[int]] | None:
+    """Returns the ranks of several parts, and the order of these; None if some of them overlap."""
+    ranges = [list(_ranges(ranks)) for ranks in parts]
+    order = sorted(range(len(parts)), key=ranges.__getitem__)
+    if any(ranges[one][-1][1] >= ranges[next_one][0][0] for one, next_one in pairwise(order)):
+        return None
+    return _join_ranks([parts[place] for place in order]), order
+
+
+def _join_columns(parts: Sequence[tuple[str, str]], order: tuple[str, list[int]] | None) -> tuple[str, str]:
     """Returns the ranks and the values of several parts of a column."""
-    if len(parts) == 1:
-        return parts[0]
-    ordered = sorted((list(_ranges(ranks)), text) for ranks, text in parts)
-    if any(ranks[-1][1] >= others[0][0] for (ranks, _), (others, _) in pairwise(ordered)):
-        ordered = _in_order(parts)
-    ranks = _join_ranks([f"{first}-{last}" for ranges, _ in ordered for first, last in ranges])
-    return ranks, _join_texts(text for _, text in ordered)
+    if order is not None:
+        ranks, places = order
+        return ranks, _join_texts([parts[place][1] for place in places])
+    ordered = _in_order(parts)
+    return _join_ranks([str(rank) for rank, _ in ordered]), _join_texts([text for _, text in ordered])
 
 
-def _in_order(parts: Iterable[tuple[str, str]]) -> list[tuple[list[tuple[int, int]], str]]:
+def _in_order(parts: Iterable[tuple[str, str]]) -> list[tuple[int, str]]:
     """Returns the values of single ranks; of what a rank has said twice the first one."""
     found: dict[int, str] = {}
     for ranks, text in parts:
@@ -177,7 +196,7 @@ def _in_order(parts: Iterable[tuple[str, str]]) -> list[tuple[list[tuple[int, in
         said = chain.from_iterable([value] * count for value, count in _runs(text))
         for rank, value in zip(each, said, strict=True):
             found.setdefault(rank, value)
-    return [([(rank, rank)], found[rank]) for rank in sorted(found)]
+    return sorted(found.items())
 
 
 def _join_texts(texts: Iterable[str]) -> str:
