@@ -84,7 +84,9 @@ def draw_target(rng: random.Random, state: Mapping[str, Tensor], world: int) -> 
         kind,
         shape,
         {name: _draw_placements(rng, kind, tensor, shape) for name, tensor in state.items()},
-        {name: sorted({rng.randrange(outer), rng.randrange(outer)}) for name in state} if kind == "pp of fsdp" else {},
+        {name: sorted({rng.randrange(outer), rng.randrange(outer)}) for name in state}
+        if kind == "pp of fsdp"
+        else {},
         rng.randrange(world) if rng.random() < 0.2 else -1,
     )
 

@@ -1,4 +1,4 @@
-"""What the failure tests share: small checkpoints, ways to go wrong at a chosen place, and what came of it."""
+"""What the failure tests share: small checkpoints, ways to go wrong at chosen places, and what came of it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import torch
 from safetensors.torch import save_file
 
 import fastload
-from fastload.ranks import world
 from fastload.errors import PeerError
 from fastload.loading import access, job, load, sharded
+from fastload.ranks import world
+from fastload.storage.local import LocalStorage
 from fastload.transfer.gloo import GlooExchange
 from fastload.transfer.parcels import ParcelSlabs
 from fastload.transfer.pipeline import Pipeline, _Placing
 from fastload.transfer.read import ChunkReader
-from fastload.transfer.routed import RoutedExchange
 from fastload.transfer.rounds import LocalExchange
-from fastload.storage.local import LocalStorage
+from fastload.transfer.routed import RoutedExchange
 from tests.dist.patience import patient
 
 TIMEOUT_S = 1.6
@@ -114,11 +114,12 @@ def die(signum: signal.Signals) -> None:
 
 
 # Where a rank can be hit, in the order of a load. Each takes what to do there and changes this process.
-# Loads where ranks want different bytes also have: claims, routes (the plan), pack, rest (that broken readers left).
+# Loads where ranks want different bytes also have: claims, routes (the plan), pack, rest (that broken readers
+# left).
 
 STAGES = (
-    "start", "open", "headers", "compare", "prepare", "connect", "read", "exchange", "place", "first", "middle",
-    "last", "gather",
+    "start", "open", "headers", "compare", "prepare", "connect", "read", "exchange", "place", "first",
+    "middle", "last", "gather",
 )  # fmt: skip
 
 

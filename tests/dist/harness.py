@@ -161,7 +161,9 @@ def run_ranks(
     return values
 
 
-def _judge(job: Job, ends: dict[int, str | int], dies: dict[int, signal.Signals]) -> tuple[list[Any], list[str]]:
+def _judge(
+    job: Job, ends: dict[int, str | int], dies: dict[int, signal.Signals]
+) -> tuple[list[Any], list[str]]:
     """Returns the values by rank and a paragraph for each rank that failed, first failure first.
 
     Args:
@@ -204,7 +206,7 @@ class _Zygote:
     def __init__(self) -> None:
         self.store = serve_store(timedelta(seconds=_STARTUP_S))
         ours, theirs = socket.socketpair()
-        self._stderr = tempfile.TemporaryFile("w+")
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  (open as long as the zygote)
         script = f"import sys; sys.path[:] = {sys.path!r}; from tests.dist import zygote; zygote.main()"
         with theirs:
             self._process = subprocess.Popen(
@@ -223,7 +225,9 @@ class _Zygote:
             started = self._connection.poll(_STARTUP_S) and self._connection.recv() == "ready"
         if not started:
             self.close()
-            pytest.fail(f"the process that ranks are forked from did not start:\n{self.stderr()}", pytrace=False)
+            pytest.fail(
+                f"the process that ranks are forked from did not start:\n{self.stderr()}", pytrace=False
+            )
 
     def run(self, job: Job, dies: dict[int, signal.Signals]) -> dict[int, str | int]:
         """Returns how each rank ended, in order of time; none is left running."""
@@ -247,7 +251,10 @@ class _Zygote:
                         dist.PrefixStore(job.name, self.store).set("all ended", "")
                         sooner = time.monotonic() + _GRACE_S
                         if sooner < limit:
-                            limit, why = sooner, f"was still running {_GRACE_S:g} s after rank {rank} had failed"
+                            limit, why = (
+                                sooner,
+                                f"was still running {_GRACE_S:g} s after rank {rank} had failed",
+                            )
                 unfinished.discard(rank)
             if unfinished:
                 self._connection.send(("signal", unfinished, DUMP_SIGNAL))

@@ -1,4 +1,4 @@
-"""Ranks that look as if they were on several hosts, each host with a disk of its own at one and the same path."""
+"""Ranks that look as if they were on several hosts, each with a disk of its own at one and the same path."""
 
 from __future__ import annotations
 

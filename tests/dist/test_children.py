@@ -39,7 +39,7 @@ def end_of(child: Callable[[], object], *numbers: int) -> int:
 
 
 def wait_long() -> None:
-    """Python looks for signals before it sleeps: what comes between the two is handled when the sleep ends."""
+    """Python looks for signals before it sleeps: what comes between is handled when the sleep ends."""
     for _ in range(200 * _LIMIT_S):
         time.sleep(0.05)
 

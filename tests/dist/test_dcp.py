@@ -130,7 +130,9 @@ def test_a_training_comes_back(rank: int, world: int, tmp_path: Path) -> None:
     train(model, optimizer, 1)
     train(other, fresh, 1)
     assert_equal(whole(other.state_dict()), whole(model.state_dict()))
-    replicated = fastload.load(path, names=["model.blocks.*.up.*", "turned"], dtype=torch.float64, options=options())
+    replicated = fastload.load(
+        path, names=["model.blocks.*.up.*", "turned"], dtype=torch.float64, options=options()
+    )
     assert torch.equal(replicated["turned"], turned.double())
     assert len(replicated) == 5
 

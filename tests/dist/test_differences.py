@@ -56,7 +56,9 @@ def test_what_differs_is_named(rank: int, world: int, tmp_path: Path) -> None:
     assert "\n  and at least 620 more\n" in str(raised.value)
     dist.barrier()
     assert os.listdir(tmp_path) == []
-    fastload.save({**alike, "python": PerRank(random.Random(rank).getstate())}, tmp_path / "a", options=OPTIONS)
+    fastload.save(
+        {**alike, "python": PerRank(random.Random(rank).getstate())}, tmp_path / "a", options=OPTIONS
+    )
 
 
 @ranks(2)
@@ -93,8 +95,9 @@ def test_it_costs_no_step_more(rank: int, world: int, tmp_path: Path) -> None:
     assert counts["off"] == counts["small"]
     order: list[str] = []
     for name in ("agree", "Snapshot"):
+        real = getattr(save_module, name)
 
-        def note(*given: Any, name: str = name, real: Any = getattr(save_module, name), **more: Any) -> Any:
+        def note(*given: Any, name: str = name, real: Any = real, **more: Any) -> Any:
             made = real(*given, **more)
             order.append(name)
             return made

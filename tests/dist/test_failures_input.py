@@ -10,7 +10,6 @@ import os
 import resource
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,17 @@ from fastload.ranks.agreement import World
 from fastload.storage.local import LocalStorage
 from tests.dist import faults
 from tests.dist.faults import (
-    CHUNK_BYTES, PATIENT_S, SLACK_S, TIMEOUT_S, TOLD_S, Outcome, checkpoint, fastload_threads, is_intact, options, outcome_of,
+    CHUNK_BYTES,
+    PATIENT_S,
+    SLACK_S,
+    TIMEOUT_S,
+    TOLD_S,
+    Outcome,
+    checkpoint,
+    fastload_threads,
+    is_intact,
+    options,
+    outcome_of,
 )  # fmt: skip
 from tests.dist.harness import run_ranks
 
@@ -72,7 +81,10 @@ BAD_DIRECTORIES: dict[str, dict[str, bytes]] = {
     "parent": indexed({"a": "../outside.safetensors"}),
     "absolute": indexed({"a": "/outside.safetensors"}),
     "no-map": indexed([]),
-    "twice": {"1.safetensors": packed({"a": entry(0, 1)}, b"1"), "2.safetensors": packed({"a": entry(0, 1)}, b"2")},
+    "twice": {
+        "1.safetensors": packed({"a": entry(0, 1)}, b"1"),
+        "2.safetensors": packed({"a": entry(0, 1)}, b"2"),
+    },
 }  # fmt: skip
 
 
@@ -189,8 +201,10 @@ def test_permission_denied_on_one_rank(tmp_path: Path) -> None:
 
 def starve(rank: int, world: int, path: Path, what: str) -> Outcome:
     """Rank 1 may not have as much memory as its tensors, or its slabs, take."""
-    target = {"a": torch.zeros(BIG_BYTES // 3, dtype=torch.uint8),
-              "b": torch.zeros(BIG_BYTES - BIG_BYTES // 3, dtype=torch.uint8)} if what == "slabs" else None  # fmt: skip
+    target = None
+    if what == "slabs":
+        sizes = {"a": BIG_BYTES // 3, "b": BIG_BYTES - BIG_BYTES // 3}
+        target = {name: torch.zeros(nbytes, dtype=torch.uint8) for name, nbytes in sizes.items()}
     chunk, staging = (32 << 20, 512 << 20) if what == "slabs" else (1 << 20, 16 << 20)
     opts = options(timeout_s=PATIENT_S, chunk_bytes=chunk, staging_bytes=staging)
     with fastload.open(path, options=opts) as opened:
@@ -252,8 +266,9 @@ def unusable(rank: int, world: int, path: Path) -> list[Outcome]:
         if rank == 1:
             patch.setenv("FASTLOAD_RETRIES", "many")
         ends.append(outcome_of(lambda: fastload.load(path)))
-    ends.append(outcome_of(lambda: fastload.load(17 if rank == 1 else path, options=options(timeout_s=PATIENT_S))))  # type: ignore[arg-type]
-    ends.append(outcome_of(lambda: fastload.load("no://x" if rank == 1 else path, options=options(timeout_s=PATIENT_S))))
+    patient = options(timeout_s=PATIENT_S)
+    ends.append(outcome_of(lambda: fastload.load(17 if rank == 1 else path, options=patient)))  # type: ignore[arg-type]
+    ends.append(outcome_of(lambda: fastload.load("no://x" if rank == 1 else path, options=patient)))
     assert is_intact(fastload.load(path, options=options(timeout_s=20)))
     return ends
 

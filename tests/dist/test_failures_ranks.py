@@ -21,15 +21,24 @@ import torch
 import torch.distributed as dist
 
 import fastload
+from fastload.base.threads import background
 from fastload.errors import PeerError, StorageError
 from fastload.loading import wants
 from fastload.ranks import hostlink
-from fastload.transfer import gloo, rounds
-from fastload.base.threads import background
 from fastload.storage.local import LocalStorage
+from fastload.transfer import gloo, rounds
 from tests.dist import faults
 from tests.dist.faults import (
-    PATIENT_S, SLACK_S, TIMEOUT_S, TOLD_S, Outcome, checkpoint, die, fastload_threads, is_intact, options,
+    PATIENT_S,
+    SLACK_S,
+    TIMEOUT_S,
+    TOLD_S,
+    Outcome,
+    checkpoint,
+    die,
+    fastload_threads,
+    is_intact,
+    options,
     outcome_of,
 )  # fmt: skip
 from tests.dist.harness import run_ranks
@@ -49,7 +58,7 @@ class Case:
 
 
 def load_and_fail(rank: int, world: int, path: Path, cases: Sequence[Case]) -> Outcome:
-    """Every case has a group of ranks of its own; all load at once. With one case, it is that of all ranks."""
+    """Every case has a group of ranks of its own; all load at once. One case has that of all ranks."""
     size = world // len(cases)
     groups = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
     group = groups[rank // size] if len(cases) > 1 else None
@@ -369,7 +378,10 @@ def kept_after_failure(rank: int, world: int, path: Path, what: str) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
     patch = pytest.MonkeyPatch()
     for owner, name in (
-        (rounds, "allocate_staging"), (gloo, "allocate_staging"), (hostlink, "_map"), (wants, "allocate"),
+        (rounds, "allocate_staging"),
+        (gloo, "allocate_staging"),
+        (hostlink, "_map"),
+        (wants, "allocate"),
     ):
         real = getattr(owner, name)
 
@@ -407,7 +419,9 @@ def kept_after_failure(rank: int, world: int, path: Path, what: str) -> None:
     assert descriptors[-1] <= descriptors[1], descriptors
 
 
-@pytest.mark.parametrize(("world", "what"), [(3, "raise"), (3, "read"), (3, "all-read"), (1, "raise"), (1, "read")])
+@pytest.mark.parametrize(
+    ("world", "what"), [(3, "raise"), (3, "read"), (3, "all-read"), (1, "raise"), (1, "read")]
+)
 def test_nothing_is_kept_after_failures(tmp_path: Path, world: int, what: str) -> None:
     path = checkpoint(tmp_path / "x.safetensors")
     run_ranks(kept_after_failure, world, ranks_per_host=2, path=path, what=what)

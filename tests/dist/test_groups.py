@@ -154,7 +154,8 @@ def test_another_group_goes_on_while_this_one_loads(rank: int, world: int, folde
 @ranks(3)
 def test_nothing_stays_behind(rank: int, world: int, folder: Path) -> None:
     load(folder / "a.safetensors", None)
-    _settle({thread for thread in threading.enumerate() if thread.name == "fastload-host"})  # kept for the next
+    # Those of the host are kept for the next.
+    _settle({thread for thread in threading.enumerate() if thread.name == "fastload-host"})
     threads = set(threading.enumerate())
     descriptors = len(os.listdir("/proc/self/fd"))
     tasks = len(os.listdir("/proc/self/task"))
@@ -174,6 +175,8 @@ def _settle(known: set[threading.Thread]) -> None:
     """Gives threads that were told to end the time to do so."""
     limit = time.monotonic() + 5
     while time.monotonic() < limit:
-        if not [t for t in threading.enumerate() if t not in known and t.name.startswith(("fastload", "idle"))]:
+        if not [
+            t for t in threading.enumerate() if t not in known and t.name.startswith(("fastload", "idle"))
+        ]:
             return
         time.sleep(0.02)

@@ -20,10 +20,18 @@ from fastload.errors import PeerError, StorageError
 from fastload.storage.local import LocalStorage
 from tests.checkpoints import assert_same_bits, load_reference, write_file
 from tests.dist.harness import ranks
-from tests.dist.test_readers import copy, original, own_disk, pytestmark  # noqa: F401
+from tests.dist.test_readers import copy, own_disk, write_original
+from tests.dist.test_readers import pytestmark as needs_mounts
+
+pytestmark = needs_mounts
 
 _NUM_BYTES = sum((200 + number) * 3 * 4 for number in range(5))
 OPTIONS = fastload.LoadOptions(strategy="allgather", chunk_bytes=100, timeout_s=20)
+
+
+@pytest.fixture
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_original(tmp_path_factory.mktemp("original"))
 
 
 def open_copy(original: Path, disk: Path, rank: int) -> fastload.Checkpoint:
@@ -61,9 +69,7 @@ def test_others_take_over(
 
 
 @ranks(3)
-def test_others_take_over_short_chunks(
-    rank: int, world: int, tmp_path: Path, original: Path
-) -> None:
+def test_others_take_over_short_chunks(rank: int, world: int, tmp_path: Path, original: Path) -> None:
     copy(original, own_disk(tmp_path, rank))
     with fastload.open(tmp_path, options=replace(OPTIONS, chunk_bytes=16)) as checkpoint:
         if rank == 1:
@@ -86,7 +92,7 @@ def test_one_after_the_other_drops_out_until_one_is_left(
 
 @ranks(5, ranks_per_host=2)
 def test_readers_break_at_any_moment(rank: int, world: int, tmp_path: Path, original: Path) -> None:
-    """Several in one round or in different ones, again after the rest was dealt anew, some slow: one is whole."""
+    """Several in one round or in others, again once the rest was dealt anew, some slow: one is whole."""
     copy(original, own_disk(tmp_path, rank))
     # Of the wide one, staging has no room for a chunk of each reader: they take turns, and read ahead.
     write_file(tmp_path / "wide" / "model.safetensors", [(f"w{n}", "F32", (9000 + n,)) for n in range(9)])

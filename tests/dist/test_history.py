@@ -21,7 +21,7 @@ from fastload.cli import main
 from fastload.errors import CheckpointError, CheckpointNotFound, ChecksumError, OptionError
 from tests.checkpoints import flip
 from tests.dist.harness import ranks
-from tests.dist.test_manager import OPTIONS, manage, state_of, steps_in, warned
+from tests.dist.test_manager import manage, state_of, steps_in, warned
 
 _MESSAGE = "the run went back, or another one begins"
 
@@ -243,7 +243,7 @@ def test_the_largest_steps_are_found_again(tmp_path: Path) -> None:
             manager.save(2**63, {})
     (tmp_path / "step_9223372036854775808").mkdir()
     (tmp_path / f"step_{'1' * 200}").mkdir()
-    (tmp_path / "step_٠٠٠٠٠٠٠١").mkdir()
+    (tmp_path / ("step_" + "\u0660" * 7 + "\u0661")).mkdir()  # Arabic digits
     assert [row["step"] for row in listed(tmp_path)] == steps
 
 

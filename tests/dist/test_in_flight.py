@@ -33,7 +33,7 @@ PATIENCE_S = 20.0
 
 
 class Storage:
-    """A file system that writes when it is told to, on this rank: `LocalTarget` with a gate before its flush."""
+    """A file system that writes when told to, on this rank: `LocalTarget` with a gate before its flush."""
 
     def __init__(self) -> None:
         self._permits = threading.Semaphore(0)
@@ -308,7 +308,7 @@ def test_a_rank_that_cannot_begin_tells_the_others_while_they_write(
         storage.await_begun(1)
         began = time.monotonic()
         if rank == 2:
-            with pytest.raises(OptionError, match="cannot be kept|cannot be saved"):
+            with pytest.raises(OptionError, match=r"cannot be kept|cannot be saved"):
                 manager.save(2, {**training.at(2), "lock": threading.Lock()})
         else:
             manager.save(2, training.at(2))
@@ -323,8 +323,8 @@ def test_a_rank_that_cannot_begin_tells_the_others_while_they_write(
         require_whole(manager, 1, 3)
 
 
-# Stage in which a rank is killed, that rank, and which checkpoints may be there: of 1, written meanwhile, of 2,
-# given up in one case, and of 3.
+# Stage in which a rank is killed, that rank, and which checkpoints may be there: of 1, written meanwhile, of
+# 2, given up in one case, and of 3.
 KILLS = [
     ("copying", 2, [{1}, set()]),
     ("waiting", 0, [set()]),
@@ -358,7 +358,7 @@ def killed(rank: int, world: int, cases: list[tuple[Any, ...]], tmp_path: Path) 
             die()
         storage.let_through(9)
         began = time.monotonic()
-        with pytest.raises(FastloadError, match=f"rank {victim}"):
+        with pytest.raises(FastloadError, match=f"rank {victim}"):  # noqa: PT012  (by one of them)
             for _ in range(3):
                 manager.wait()
         with suppress(FastloadError):

@@ -1,4 +1,4 @@
-"""What loads, verifications and stagings leave behind when they fail: neither buffers, threads nor descriptors.
+"""What loads, verifications and stagings leave behind when they fail: no buffers, threads or descriptors.
 
 Without the garbage collector, so that a cycle of an error and what it failed with is found.
 """
@@ -22,10 +22,10 @@ from torch import nn
 import fastload
 from fastload.errors import FastloadError, StorageError
 from fastload.loading import sweep, wants
+from fastload.ranks import hostlink
 from fastload.staging.place_files import FilePlacer
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_copy import LocalCopy
-from fastload.ranks import hostlink
 from fastload.transfer import gloo, rounds
 from tests.checkpoints import flip, record_by_hand, write_sharded
 from tests.dist.faults import fastload_threads
@@ -122,7 +122,13 @@ def fails(call: Callable[[], None]) -> bool:
 
 
 def kept_after_failure(
-    rank: int, world: int, call: Callable[[Path, Path], None], what: str, tmp_path: Path, saved: Path, disks: Path
+    rank: int,
+    world: int,
+    call: Callable[[Path, Path], None],
+    what: str,
+    tmp_path: Path,
+    saved: Path,
+    disks: Path,
 ) -> None:
     disk = mount_disk(tmp_path, disks, rank) if world > 1 and can_mount() else tmp_path
     gc.collect()

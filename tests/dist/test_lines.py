@@ -27,7 +27,9 @@ def lines_of(grid: Grid, rank: int) -> Lines:
         line = grid.line(rank, phase)
         corner = dist.PrefixStore(f"lines/{phase}/{line[0]}", store)
         is_alone = len(line) == 1
-        groups.append(None if is_alone else dist.ProcessGroupGloo(corner, line.index(rank), len(line), _PATIENCE))
+        groups.append(
+            None if is_alone else dist.ProcessGroupGloo(corner, line.index(rank), len(line), _PATIENCE)
+        )
     return Lines(grid, rank, groups, lambda phase: nullcontext())
 
 

@@ -82,7 +82,7 @@ def test_connections_are_kept_until_a_load_fails(rank: int, world: int, tmp_path
     patch = pytest.MonkeyPatch()
     if rank == 1:
         patch.setattr(LocalStorage, "read_into", lambda *_: 1 / 0)
-    with pytest.raises(PeerError, match="rank 1 .*ZeroDivisionError"):
+    with pytest.raises(PeerError, match=r"rank 1 .*ZeroDivisionError"):
         load(path)
     patch.undo()
     await_sockets(before)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fastload
-from fastload.loading.place import Placer
 from fastload.formats.state import state_digest
+from fastload.loading.place import Placer
 from tests.checkpoints import (
     BITS,
     Row,
@@ -138,7 +138,9 @@ def no_tensors(folder: Path) -> Path:
 
 
 def one_file_of_several_empty(folder: Path) -> Path:
-    write_sharded(folder, {"a.safetensors": rows("a"), "b.safetensors": [], "c.safetensors": rows("c")}, index=False)
+    write_sharded(
+        folder, {"a.safetensors": rows("a"), "b.safetensors": [], "c.safetensors": rows("c")}, index=False
+    )
     return folder
 
 
@@ -293,7 +295,7 @@ def test_storage_itself_sees_every_byte_once(rank: int, world: int, path: Path) 
         return count
 
     os.preadv = spy
-    tensors, report = load(path, chunk_bytes=1000)
+    _, report = load(path, chunk_bytes=1000)
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, calls)
     seen = sorted((ino, at) for own in everyone for ino, offset, n in own for at in range(offset, offset + n))

@@ -129,7 +129,8 @@ def test_asking_is_cheap_and_leaves_nothing_behind(rank: int, world: int, tmp_pa
         cpu_s, wall_s = time.thread_time() - began, time.perf_counter() - spent
         dist.barrier()
         print(
-            f"rank {rank}: {store.num_keys() - keys} keys, {cpu_s / 8000 * 1e6:.1f} us of CPU, {wall_s / 8000 * 1e6:.1f} us a call"
+            f"rank {rank}: {store.num_keys() - keys} keys, {cpu_s / 8000 * 1e6:.1f} us of CPU, "
+            f"{wall_s / 8000 * 1e6:.1f} us a call"
         )
         assert cpu_s / 8000 < 200e-6
         assert store.num_keys() - keys < 200, "8000 calls are 250 decisions or more"

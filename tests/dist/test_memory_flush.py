@@ -103,7 +103,7 @@ def test_a_training_that_ends_in_its_own_way_after_a_signal(rank: int, world: in
     memory = tmp_path / "memory"
     own = memory / f"host{rank}" / f"fastload-{os.geteuid()}"
     for code, steps in ((0, [2]), (3, [])):
-        with pytest.raises(SystemExit), manage(tmp_path / str(code), memory) as manager:
+        with pytest.raises(SystemExit), manage(tmp_path / str(code), memory) as manager:  # noqa: PT012  (a training)
             keep(manager, 2)
             os.kill(os.getpid(), signal.SIGTERM)
             step = 2

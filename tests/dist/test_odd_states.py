@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import fastload
 from fastload.errors import MismatchError, OptionError, PeerError
@@ -49,7 +47,10 @@ def test_inference_tensors_are_saved_and_loaded_into(rank: int, world: int, tmp_
     state = _inference_state()
     fastload.save(state, tmp_path / "a")
     fastload.async_save(state, tmp_path / "b").wait()
-    flat = {**{n: state[n] for n in ("whole", "view", "small")}, **{f"model.{n}": t for n, t in state["model"].items()}}
+    flat = {
+        **{n: state[n] for n in ("whole", "view", "small")},
+        **{f"model.{n}": t for n, t in state["model"].items()},
+    }
     for name in ("a", "b"):
         for strategy in ("direct", "allgather") if world > 1 else ("direct",):
             options = fastload.LoadOptions(strategy=strategy, chunk_bytes=10_000)
@@ -73,7 +74,9 @@ def test_tensors_without_a_shape_are_named(rank: int, world: int, tmp_path: Path
     with pytest.raises(MismatchError, match=r"0\.weight: into= has a tensor without a shape yet") as raised:
         fastload.load(tmp_path / "real", into=lazy.state_dict())
     assert len(raised.value.mismatched) == 6
-    with pytest.raises(OptionError, match=r"state\['m'\]\['1\.running_mean'\] .*no shape yet: call its module once"):
+    with pytest.raises(
+        OptionError, match=r"state\['m'\]\['1\.running_mean'\] .*no shape yet: call its module once"
+    ):
         fastload.save({"m": lazy.state_dict()}, tmp_path / "never")
     fastload.load(tmp_path / "real", into=lazy)
     assert lazy[0].weight.shape == (3, 4)
@@ -93,7 +96,7 @@ def test_progress_of_a_save_that_raises_on_one_rank(rank: int, world: int, tmp_p
     options = fastload.SaveOptions(progress=progress, timeout_s=30, writers="all")
     state = {"t": torch.arange(3 << 20)}
     for save in (fastload.save, lambda *given, **more: fastload.async_save(*given, **more).wait()):
-        with pytest.raises(PeerError, match="rank 1 on .*: Mine: of rank 1") as raised:
+        with pytest.raises(PeerError, match=r"rank 1 on .*: Mine: of rank 1") as raised:
             save(state, tmp_path / "never", options=options)
         assert set(raised.value.failures) == {1}
         assert str(raised.value.failures[1]) == "Mine: of rank 1"

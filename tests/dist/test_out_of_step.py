@@ -45,7 +45,9 @@ def test_ranks_meet_again_after_a_call_that_one_of_them_made(rank: int, world: i
     ]
     for number, call in enumerate(alone):
         if rank == number % 2:
-            with pytest.raises(PeerError, match="or did not make this call .as inside of `if rank == 0:`") as raised:
+            with pytest.raises(
+                PeerError, match=r"or did not make this call .as inside of `if rank == 0:`"
+            ) as raised:
                 call()
             assert set(raised.value.failures) == set(range(world)) - {rank}
         dist.barrier()
@@ -157,7 +159,7 @@ def test_a_rank_that_takes_the_store_along_leaves_after_all_have_heard(call: str
 
 @ranks(2)
 def test_ranks_may_name_a_place_of_their_own(rank: int, world: int, tmp_path: Path) -> None:
-    """By a relative path, in working directories that differ, as those of hosts with disks of their own do."""
+    """By a relative path, in working directories that differ, as on hosts with disks of their own."""
     own = tmp_path / str(rank)
     (own / "runs").mkdir(parents=True)
     before = os.getcwd()

@@ -25,9 +25,9 @@ from fastload import CheckpointManager, LoadOptions, PerRank, SaveOptions
 from fastload.cli.load import load
 from fastload.errors import MismatchError, OptionError, PlanMismatch
 from tests.dist.harness import ranks, run_ranks
-from tests.e2e.forked import forking_python
 from tests.dist.hosts import mount_disk
 from tests.dist.test_readers import pytestmark as needs_mounts
+from tests.e2e.forked import forking_python
 from tests.unit.test_state import assert_same
 
 OPTIONS = SaveOptions(max_shard_bytes=32_500, block_bytes=4096, writers="all", timeout_s=20)
@@ -244,7 +244,9 @@ def load_elsewhere(rank: int, world: int, path: Path) -> None:
 def test_too_much_is_told_to_all(rank: int, world: int, tmp_path: Path) -> None:
     state = {"w": torch.ones(3), "big": PerRank(torch.zeros(1 + rank * 300_000))}
     for save in (fastload.save, lambda *given, **more: fastload.async_save(*given, **more).wait(20)):
-        with pytest.raises(fastload.FastloadError, match=r"rank 1 has of its own .*1,200,004 of them '@rank1.big'"):
+        with pytest.raises(
+            fastload.FastloadError, match=r"rank 1 has of its own .*1,200,004 of them '@rank1.big'"
+        ):
             save(state, tmp_path / "a", options=OPTIONS)
     dist.barrier()
     assert os.listdir(tmp_path) == []
@@ -323,7 +325,9 @@ class Stream:
 
 
 @ranks(3)
-def test_a_training_goes_on_with_its_own_data_and_random_numbers(rank: int, world: int, tmp_path: Path) -> None:
+def test_a_training_goes_on_with_its_own_data_and_random_numbers(
+    rank: int, world: int, tmp_path: Path
+) -> None:
     whole = list(Stream(rank, world))
     stream, torch_rng = Stream(rank, world), torch.get_rng_state()
     for number, _ in enumerate(stream):

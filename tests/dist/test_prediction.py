@@ -1,4 +1,4 @@
-"""The prediction beside a load from storage of a fixed rate. The lab, with links that are real, is stricter."""
+"""The prediction beside a load from storage of a fixed rate. The lab, with real links, is stricter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
 from torch.distributed import tensor
 
 import fastload
@@ -64,7 +63,9 @@ def test_a_load_takes_as_long_as_predicted(rank: int, world: int, folder: Path, 
 
 @ranks(2, deadline_s=90)
 @pytest.mark.parametrize("strategy", ["allgather", "direct"])
-def test_a_sharded_load_takes_as_long_as_predicted(rank: int, world: int, folder: Path, strategy: str) -> None:
+def test_a_sharded_load_takes_as_long_as_predicted(
+    rank: int, world: int, folder: Path, strategy: str
+) -> None:
     shape = 2048, _NUM_BYTES // 2048
     path = folder / "checkpoint" / "model.safetensors"
     if rank == 0:

@@ -19,7 +19,8 @@ from tests.dist.harness import ranks
 from tests.dist.hosts import can_mount, mount_memory
 
 pytestmark = pytest.mark.skipif(
-    not can_mount(), reason="needs root: every rank gets mounts of its own, like a host with a disk of its own"
+    not can_mount(),
+    reason="needs root: every rank gets mounts of its own, like a host with a disk of its own",
 )
 
 
@@ -30,7 +31,10 @@ def own_disk(folder: Path, rank: int) -> Path:
 
 @pytest.fixture
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("original")
+    return write_original(tmp_path_factory.mktemp("original"))
+
+
+def write_original(folder: Path) -> Path:
     rows = [(f"t{number}", "F32", (200 + number, 3)) for number in range(5)]
     write_sharded(folder, {"a.safetensors": rows[:3], "b.safetensors": rows[3:]}, index=True)
     return folder
@@ -80,7 +84,9 @@ def test_ranks_that_see_it_read_and_the_others_receive(
 
 
 @ranks(3, same=True)
-def test_one_rank_that_is_not_the_first_feeds_all(rank: int, world: int, tmp_path: Path, original: Path) -> str:
+def test_one_rank_that_is_not_the_first_feeds_all(
+    rank: int, world: int, tmp_path: Path, original: Path
+) -> str:
     disk = own_disk(tmp_path, rank) / "checkpoint"
     if rank == 2:
         disk.mkdir()
@@ -154,7 +160,9 @@ def test_nobody_sees_it(rank: int, world: int, tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_a_bad_header_on_the_only_rank_that_sees_it_fails_on_all(rank: int, world: int, tmp_path: Path) -> None:
+def test_a_bad_header_on_the_only_rank_that_sees_it_fails_on_all(
+    rank: int, world: int, tmp_path: Path
+) -> None:
     disk = own_disk(tmp_path, rank)
     if rank == 1:
         (disk / "m.safetensors").write_bytes(b"not a checkpoint at all")

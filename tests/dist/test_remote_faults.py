@@ -97,7 +97,7 @@ def test_what_does_not_pass_ends_on_every_rank(server: FlakyServer, fault: str) 
 
 @ranks(3)
 def test_no_server_at_all(rank: int, world: int) -> None:
-    with pytest.raises(PeerError, match="127.0.0.1:9") as raised:
+    with pytest.raises(PeerError, match=r"127.0.0.1:9") as raised:
         fastload.load("http://127.0.0.1:9/ckpt", options=fastload.LoadOptions(timeout_s=4))
     assert isinstance(raised.value.failures[0], StorageError)
     assert raised.value.failures[0].attempts == 5

@@ -53,7 +53,8 @@ def assert_equal(found: Any, wanted: Any, path: str = "state") -> None:
     assert type(found) is type(wanted), path
     if isinstance(wanted, torch.Tensor):
         assert found.dtype == wanted.dtype, path
-        assert torch.equal(found.contiguous().view(-1).view(torch.uint8), wanted.contiguous().view(-1).view(torch.uint8)), path  # noqa: E501
+        one, other = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (found, wanted))
+        assert torch.equal(one, other), path
     elif isinstance(wanted, dict):
         assert list(found) == list(wanted), path
         for key in wanted:
@@ -208,7 +209,8 @@ def test_fewer_writers_than_ranks(rank: int, world: int, tmp_path: Path) -> None
         options = SaveOptions(**{**SMALL.shared_values(), "writers": writers})
         report = fastload.save(make_state(), tmp_path / str(writers), options=options)
         assert report.num_writers == count
-        assert sum(own.bytes_written > 0 for own in report.ranks) <= count  # there may be less than that many MiB
+        # There may be less than that many MiB.
+        assert sum(own.bytes_written > 0 for own in report.ranks) <= count
         assert_equal(fastload.load(tmp_path / str(writers)), make_state())
 
 
@@ -239,7 +241,7 @@ def test_a_rank_that_cannot_compare_its_replica_says_why(rank: int, world: int, 
     options = replace(SMALL, check_replicas="full")
     for save in (fastload.save, fastload.async_save):
         began = time.monotonic()
-        with pytest.raises(fastload.PeerError, match="rank 1 .*: MemoryError: no room") as raised:
+        with pytest.raises(fastload.PeerError, match=r"rank 1 .*: MemoryError: no room") as raised:
             save(make_state(), tmp_path / "step", options=options)
         assert list(raised.value.failures) == [1]
         assert time.monotonic() - began < 10, "told, not waited for"
@@ -258,7 +260,9 @@ def test_replicas_that_differ_are_named(rank: int, world: int, tmp_path: Path) -
         if rank == 1:
             state["model"]["0.weight"][0, 0] += 1
         for save in (fastload.save, fastload.async_save):
-            with pytest.raises(fastload.ReplicaMismatch, match=r"model\.0\.weight: rank 1 not as the 2 others"):
+            with pytest.raises(
+                fastload.ReplicaMismatch, match=r"model\.0\.weight: rank 1 not as the 2 others"
+            ):
                 save(state, tmp_path / "other", options=options)
     if rank == 2:
         state["model"]["2.weight"][77, 77] += 1  # between the samples
@@ -361,7 +365,9 @@ class Training:
 def test_several_states_are_copied_at_once_and_without_a_meeting(
     rank: int, world: int, tmp_path: Path
 ) -> None:
-    states = {str(tmp_path / name): {"tensor": torch.full((9,), value)} for name, value in (("a", 1), ("b", 2))}
+    states = {
+        str(tmp_path / name): {"tensor": torch.full((9,), value)} for name, value in (("a", 1), ("b", 2))
+    }
     while rank == 1 and not (tmp_path / "copied").exists():
         time.sleep(0.01)
     handles = save_all_in_background(states, process_group=None, options=SMALL)

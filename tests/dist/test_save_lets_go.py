@@ -92,8 +92,13 @@ def kept_after_failure(rank: int, world: int, path: Path, what: str, background:
 @pytest.mark.parametrize(
     ("world", "what"),
     [
-        (2, "describe"), (2, "write"), (2, "all-write"), (1, "describe"), (1, "write"),
-        (2, "sharded describe"), (2, "sharded write"),
+        (2, "describe"),
+        (2, "write"),
+        (2, "all-write"),
+        (1, "describe"),
+        (1, "write"),
+        (2, "sharded describe"),
+        (2, "sharded write"),
     ],
 )
 def test_nothing_is_kept_after_a_failed_save(tmp_path: Path, world: int, what: str, background: bool) -> None:

@@ -1,4 +1,4 @@
-"""Loads into DTensors: every rank gets its own bytes, each read once, whatever the mesh and the placements."""
+"""Loads into DTensors: every rank gets its own bytes, each read once, whatever the mesh and placements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads where ranks want different bytes: readers that break are healed, and what cannot be is told to all."""
+"""Loads where ranks want different bytes: broken readers are healed, and what cannot be is told to all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import fastload
 from fastload.errors import PeerError, StorageError
 from fastload.loading import sharded
 from fastload.storage.local import LocalStorage
-from fastload.transfer import routed, rounds
+from fastload.transfer import rounds, routed
 from fastload.transfer.read import ChunkReader
 from tests.checkpoints import assert_same_bits
 from tests.dist import faults
@@ -196,7 +196,11 @@ def load_and_fail(rank: int, world: int, path: Path, cases: Sequence[Case]) -> O
     if case.stage == "rest" and mesh.get_local_rank() == (case.victim + 1) % mesh.size():
         break_reads(patch, 1)
     if mesh.get_local_rank() == case.victim:
-        act = (lambda: die(case.what)) if isinstance(case.what, signal.Signals) else lambda: fail(RAISES[case.what]())
+        act = (
+            (lambda: die(case.what))
+            if isinstance(case.what, signal.Signals)
+            else lambda: fail(RAISES[case.what]())
+        )
         faults.strike(patch, case.stage, act)
     dist.barrier()  # else one may be gone while others still connect
     end = outcome_of(lambda: load(path, mesh, case.kind, strategy=case.strategy))
@@ -206,7 +210,19 @@ def load_and_fail(rank: int, world: int, path: Path, cases: Sequence[Case]) -> O
 
 
 SIZE = 3
-STAGES = ("claims", "routes", "connect", "read", "exchange", "place", "first", "middle", "last", "rest", "gather")
+STAGES = (
+    "claims",
+    "routes",
+    "connect",
+    "read",
+    "exchange",
+    "place",
+    "first",
+    "middle",
+    "last",
+    "rest",
+    "gather",
+)
 SIGNALED = [
     Case(stage, number % SIZE, signum, kind, strategy)
     for number, (stage, signum) in enumerate(zip(STAGES, itertools.cycle((KILL, STOP)), strict=False))
@@ -215,9 +231,11 @@ SIGNALED = [
 SIGNALED += [Case("middle", 1, KILL, "mixed", "direct"), Case("first", 2, STOP, "mixed", "broadcast")]
 
 
-@pytest.mark.parametrize("cases", [SIGNALED[at : at + 4] for at in range(0, len(SIGNALED), 4)], ids=lambda cases: "-".join(
-    f"{case.stage}.{case.what.name[3:]}" for case in cases
-))
+@pytest.mark.parametrize(
+    "cases",
+    [SIGNALED[at : at + 4] for at in range(0, len(SIGNALED), 4)],
+    ids=lambda cases: "-".join(f"{case.stage}.{case.what.name[3:]}" for case in cases),
+)
 def test_rank_that_is_killed_or_stopped_is_named(path: Path, cases: Sequence[Case]) -> None:
     dies = {number * SIZE + case.victim: case.what for number, case in enumerate(cases)}
     ends = run_ranks(load_and_fail, SIZE * len(cases), dies=dies, path=path, cases=cases)
@@ -267,7 +285,9 @@ def test_a_rank_that_leaves_is_named(rank: int, world: int, path: Path, raises: 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", ["allgather", "direct"])
 @ranks(3)
-def test_storage_that_never_answers_one_rank(rank: int, world: int, path: Path, kind: str, strategy: str) -> None:
+def test_storage_that_never_answers_one_rank(
+    rank: int, world: int, path: Path, kind: str, strategy: str
+) -> None:
     mesh = init_device_mesh("cpu", (world,))
     go_on = threading.Event()
     with pytest.MonkeyPatch.context() as patch:
@@ -346,9 +366,9 @@ def test_damage_is_the_same_error_on_all_ranks(rank: int, world: int, saved: Pat
 @ranks(3)
 def test_what_is_spoiled_on_the_way_heals(rank: int, world: int, saved: Path) -> None:
     mesh = init_device_mesh("cpu", (world,))
+    honest = ChunkReader._read_span
     for kind in KINDS:
         numbers = itertools.count()
-        honest = ChunkReader._read_span
 
         def read(self: ChunkReader, span: Any, buffers: Sequence[memoryview]) -> None:
             honest(self, span, buffers)

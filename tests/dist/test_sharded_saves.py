@@ -50,7 +50,7 @@ def options(**changes: Any) -> fastload.SaveOptions:
 
 def save_plain(state: Any, path: Path, rank: int, **changes: Any) -> dict[str, bytes]:
     """Saves the whole state by rank 0 alone; returns the files."""
-    alone = [dist.new_group([each]) for each in range(dist.get_world_size())][0]
+    alone, *_ = [dist.new_group([each]) for each in range(dist.get_world_size())]
     if rank == 0:
         fastload.save(state, path, process_group=alone, options=options(**changes))
     dist.barrier()
@@ -107,7 +107,13 @@ def test_any_state_on_any_mesh(rank: int, world: int, tmp_path: Path) -> None:
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(shares, "_SLACK_BYTES", rng.choice([0, 1 << 20]))
-                save(target.of(state, rank), tmp_path / "sharded", background=background, parts=target.kind == "pp of fsdp" or target.whole >= 0, **how)
+                save(
+                    target.of(state, rank),
+                    tmp_path / "sharded",
+                    background=background,
+                    parts=target.kind == "pp of fsdp" or target.whole >= 0,
+                    **how,
+                )
             dist.barrier()
             if target.kind != "pp of fsdp":
                 assert files(tmp_path / "sharded") == expected
@@ -138,7 +144,6 @@ def train_on(training: tuple[Any, Any, Any], steps: int) -> None:
 
 
 def state_of(training: tuple[Any, Any, Any], *, step: int) -> dict[str, Any]:
-    model, optimizer, scheduler = training
     names = ("model", "optimizer", "scheduler")
     return {**dict(zip(names, (each.state_dict() for each in training), strict=True)), "step": step}
 
@@ -223,7 +228,9 @@ def whole_layer(layer: int) -> Tensor:
 def test_stages_of_a_pipeline_are_merged(rank: int, world: int, tmp_path: Path) -> None:
     meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
     layers = {f"layers.{layer}": whole_layer(layer) for layer in range(4)}
-    expected = save_plain({"step": 7, "model": {**layers, "scale": torch.ones(2)}, "lr": 0.5}, tmp_path / "plain", rank)
+    expected = save_plain(
+        {"step": 7, "model": {**layers, "scale": torch.ones(2)}, "lr": 0.5}, tmp_path / "plain", rank
+    )
     state = stage(rank, meshes[rank // 2])
     save(state, tmp_path / "a")
     fastload.async_save(state, tmp_path / "b", options=options()).wait()
@@ -239,7 +246,9 @@ def replicas(rank: int, mesh: DeviceMesh, odd: str) -> dict[str, Any]:
     """Two replicas of two shards, and plain tensors; rank 3 has one of them otherwise."""
     state = {"w": torch.ones(6, 4), "large": torch.ones(300, 300), "plain": torch.ones(3)}
     parts: dict[str, Any] = {
-        name: placed(tensor.clone(), mesh, [Replicate(), Shard(0)]) for name, tensor in state.items() if name != "plain"
+        name: placed(tensor.clone(), mesh, [Replicate(), Shard(0)])
+        for name, tensor in state.items()
+        if name != "plain"
     }
     parts["plain"] = state["plain"].clone()
     if rank == 3:
@@ -272,7 +281,9 @@ Make = Callable[[int, DeviceMesh], Any]
 
 
 def no_part(rank: int, mesh: DeviceMesh) -> Any:
-    return {"w": DTensor.from_local(torch.ones(8, 2), mesh, [Partial() if rank else Replicate()], run_check=False)}
+    return {
+        "w": DTensor.from_local(torch.ones(8, 2), mesh, [Partial() if rank else Replicate()], run_check=False)
+    }
 
 
 def another_size(rank: int, mesh: DeviceMesh) -> Any:
@@ -329,15 +340,19 @@ BAD: dict[Make, tuple[type[FastloadError], str]] = {
 
 
 @ranks(4, same=True)
-def test_what_does_not_go_together_is_one_error_on_all_ranks(rank: int, world: int, tmp_path: Path) -> list[str]:
+def test_what_does_not_go_together_is_one_error_on_all_ranks(
+    rank: int, world: int, tmp_path: Path
+) -> list[str]:
     mesh = init_device_mesh("cpu", (world,))
     texts = []
-    for make, (kind, text) in BAD.items():
+    for make_bad, (kind, text) in BAD.items():
         for background in (False, True):
-            with pytest.raises(FastloadError, match=text) as raised:
-                saved = make(rank, mesh)
+            with pytest.raises(FastloadError, match=text) as raised:  # noqa: PT012  (with what it takes)
+                saved = make_bad(rank, mesh)
                 if background:
-                    fastload.async_save(saved, tmp_path / "c", options=options(parts=kind is PlanMismatch)).wait()
+                    fastload.async_save(
+                        saved, tmp_path / "c", options=options(parts=kind is PlanMismatch)
+                    ).wait()
                 else:
                     save(saved, tmp_path / "c")
             if not background:
@@ -352,7 +367,10 @@ def test_what_does_not_go_together_is_one_error_on_all_ranks(rank: int, world: i
     dist.barrier()
     group = dist.new_group([0, 1])
     if rank < 2:
-        with pytest.raises((PeerError, OptionError), match="w: the state has a DTensor on a mesh with ranks 2, 3, which take no"):
+        with pytest.raises(
+            (PeerError, OptionError),
+            match="w: the state has a DTensor on a mesh with ranks 2, 3, which take no",
+        ):
             fastload.save(a_hole(0, mesh), tmp_path / "c", process_group=group, options=options())
     with pytest.raises(FastloadError, match="takes at least 262144: 4 pieces of 65536 bytes"):
         save(a_hole(0, mesh), tmp_path / "c", staging_bytes=1 << 16)
@@ -410,7 +428,9 @@ def test_steps_with_shards_are_steps_as_any(tmp_path: Path) -> None:
         assert verified.exit_code == status, verified.stderr
     assert CliRunner().invoke(main, ["prune", str(tmp_path / "run"), "--keep-last", "1"]).exit_code == 0
     assert sorted(path.name for path in (tmp_path / "run").glob("step_*")) == ["step_00000004"]
-    done = CliRunner().invoke(main, ["convert", str(tmp_path / "run/step_00000004"), str(tmp_path / "one.pt"), "--to", "torch"])
+    done = CliRunner().invoke(
+        main, ["convert", str(tmp_path / "run/step_00000004"), str(tmp_path / "one.pt"), "--to", "torch"]
+    )
     assert done.exit_code == 0, done.stderr
     assert torch.load(tmp_path / "one.pt", weights_only=True)["step"] == 4
 
@@ -432,7 +452,9 @@ def test_each_host_has_a_copy_of_what_all_ranks_hold(rank: int, world: int, tmp_
 
 
 @ranks(2)
-def test_who_waits_for_a_slow_writer_waits_as_long_as_it_gets_on(rank: int, world: int, tmp_path: Path) -> None:
+def test_who_waits_for_a_slow_writer_waits_as_long_as_it_gets_on(
+    rank: int, world: int, tmp_path: Path
+) -> None:
     mesh = init_device_mesh("cpu", (world,))
     state = {"w": distribute_tensor(torch.ones(10 << 8, 1 << 10), mesh, [Shard(1)], src_data_rank=None)}
     with pytest.MonkeyPatch.context() as patch:

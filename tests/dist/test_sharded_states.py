@@ -1,4 +1,4 @@
-"""Loads of models and optimizers that are sharded over the ranks, or of which each rank has a part of its own."""
+"""Loads of models and optimizers that are sharded over the ranks, or of which each rank has its own part."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ def assert_equal(found: Any, expected: Any, where: str = "") -> None:
 
 
 def options(reports: list[fastload.LoadReport] | None = None) -> fastload.LoadOptions:
-    return fastload.LoadOptions(strategy="allgather", timeout_s=20, on_report=None if reports is None else reports.append)
+    return fastload.LoadOptions(
+        strategy="allgather", timeout_s=20, on_report=None if reports is None else reports.append
+    )
 
 
 def read(report: fastload.LoadReport) -> int:
@@ -177,7 +179,10 @@ def test_state_dicts_of_torch(rank: int, world: int, tmp_path: Path, flat: bool)
     plain = reference()
     plain_optimizer = torch.optim.AdamW(plain.parameters())
     train(plain, plain_optimizer, 2)
-    state = {"model": plain.state_dict(), "optim": get_optimizer_state_dict(plain, plain_optimizer, options=how)}
+    state = {
+        "model": plain.state_dict(),
+        "optim": get_optimizer_state_dict(plain, plain_optimizer, options=how),
+    }
     fastload.save(state, tmp_path / "c")
     model = sharded(Model(), init_device_mesh("cpu", (world,)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -246,7 +251,7 @@ def test_stages_of_a_pipeline(rank: int, world: int, tmp_path: Path) -> None:
 
     # What no rank wants is an error; what is missing is one of the rank that misses it.
     into = {name: tensor for name, tensor in stage_of(rank).items() if name != "layers.2.weight"}
-    with pytest.raises(MismatchError, match="unexpected in the checkpoint: layers.2.weight\n") as error:
+    with pytest.raises(MismatchError, match=r"unexpected in the checkpoint: layers.2.weight\n") as error:
         fastload.load(tmp_path, into=into, options=options())
     assert error.value.unexpected == ("layers.2.weight",)
     fastload.load(tmp_path, into=into, options=options(), strict=False)
@@ -269,5 +274,7 @@ def test_a_mesh_of_some_ranks(rank: int, world: int, tmp_path: Path) -> None:
         assert torch.equal(tensor.to_local(), torch.arange(10.0)[5 * (rank // 2) :][:5])
     group = dist.new_group([0, 1])
     if rank < 2:
-        with pytest.raises(MismatchError, match="a: into= has a DTensor on a mesh with ranks 3, which take no part"):
+        with pytest.raises(
+            MismatchError, match="a: into= has a DTensor on a mesh with ranks 3, which take no part"
+        ):
             fastload.load(tmp_path / "c", into=into, process_group=group, options=options())

@@ -1,4 +1,4 @@
-"""Ranks that want different things of a checkpoint; and what does not go together is one error on all of them."""
+"""Ranks that want different things of a checkpoint; what does not go together is one error on all of them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def load(path: Path, into: dict[str, Any], **changes: Any) -> fastload.LoadRepor
 
 @ranks(4)
 def test_each_rank_wants_something_else(rank: int, world: int, saved: Path) -> None:
-    pytest.MonkeyPatch().setattr(shares, "_SLACK_BYTES", 0)  # so that all read something of these small states
+    # So that all read something of these small states.
+    pytest.MonkeyPatch().setattr(shares, "_SLACK_BYTES", 0)
     state, square = saved_state(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     line, half = init_device_mesh("cpu", (4,)), square["dp"]
     first = square.get_local_rank("pp") == 0
@@ -68,11 +69,16 @@ def test_each_rank_wants_something_else(rank: int, world: int, saved: Path) -> N
         """Pipeline × FSDP: each stage has its own names, on a mesh of its own."""
         names = [f"layers.{n}.w" for n in (range(3) if first else range(3, 6))]
         ends = ["embedding"] if first else ["step"]
-        return {name: cut(name, half, Shard(0) if state[name].dim() else Replicate()) for name in names + ends}
+        return {
+            name: cut(name, half, Shard(0) if state[name].dim() else Replicate()) for name in names + ends
+        }
 
     def expert() -> dict[str, Tensor]:
         """Each rank has its expert alone, and all share the rest."""
-        return {f"experts.{rank}": state[f"experts.{rank}"].clone(), "embedding": cut("embedding", line, Shard(0))}
+        return {
+            f"experts.{rank}": state[f"experts.{rank}"].clone(),
+            "embedding": cut("embedding", line, Shard(0)),
+        }
 
     def one_whole() -> dict[str, Tensor]:
         """Rank 2 wants whole what others want in rows and columns: lanes of one chunk, read into place."""
@@ -132,7 +138,10 @@ def test_names_and_casts(rank: int, world: int, saved: Path) -> None:
         load(saved, dict(into), dtype=torch.float64, strict=False, chunk_bytes=chunk_bytes)
 
     own = f"layers.{rank}.w"
-    into = {own: placed(state[own], mesh, [Shard(0)]), "embedding": placed(state["embedding"], mesh, [Shard(1)])}
+    into = {
+        own: placed(state[own], mesh, [Shard(0)]),
+        "embedding": placed(state["embedding"], mesh, [Shard(1)]),
+    }
     load(saved, into, names=[own, "embedding"])
     with pytest.raises(PeerError, match=r"(?s)rank 1 .*nowhere") as raised:
         fastload.load(saved, into={"nowhere": torch.zeros(2)} if rank == 1 else into, options=OPTIONS)
@@ -165,7 +174,11 @@ def test_plain_values_that_only_some_ranks_have(rank: int, world: int, tmp_path:
 def of_another_size(state: dict[str, Tensor], mesh: DeviceMesh, rank: int) -> Any:
     shard = placed(state["embedding"], mesh, [Shard(0)]).to_local()
     local = shard[:-1].clone() if rank == 1 else shard
-    return {"embedding": DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(101, 24), stride=(24, 1))}
+    return {
+        "embedding": DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=(101, 24), stride=(24, 1)
+        )
+    }
 
 
 def of_another_shape(state: dict[str, Tensor], mesh: DeviceMesh, rank: int) -> Any:
@@ -177,7 +190,11 @@ def overlapping(state: dict[str, Tensor], mesh: DeviceMesh, rank: int) -> Any:
     local = placed(state["embedding"], mesh, [Shard(0)]).to_local()
     if rank == 1:
         local = local[:1].expand(local.shape)
-    return {"embedding": DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(101, 24), stride=(24, 1))}
+    return {
+        "embedding": DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=(101, 24), stride=(24, 1)
+        )
+    }
 
 
 def of_another_dtype(state: dict[str, Tensor], mesh: DeviceMesh, rank: int) -> Any:
@@ -248,5 +265,10 @@ def test_a_mesh_with_ranks_that_take_no_part(rank: int, world: int, saved: Path)
             saved, into={"embedding": placed(state["embedding"], line, [Shard(0)])}, strict=False,
             process_group=group, options=OPTIONS,
         )  # fmt: skip
-    load(saved, {"embedding": placed(state["embedding"], square["dp"], [Shard(0)])}, strict=False, process_group=group)
+    load(
+        saved,
+        {"embedding": placed(state["embedding"], square["dp"], [Shard(0)])},
+        strict=False,
+        process_group=group,
+    )
     dist.barrier()

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,9 @@ def test_strangers_are_not_admitted() -> None:
     admitted: dict[int, socket.socket] = {}
     waiting = threading.Thread(target=lambda: admitted.update(own.admit([1, 2], 20, lambda: False)))
     waiting.start()
-    visits: list[Callable[[], None]] = [lambda: knock(own.name, say) for say in (b"", b"7", b"-1", b"one", b"9" * 99)]
+    visits: list[Callable[[], None]] = [
+        partial(knock, own.name, say) for say in (b"", b"7", b"-1", b"one", b"9" * 99)
+    ]
     if os.geteuid() == 0:
         visits.append(lambda: knock(own.name, b"1", user=65534))
     for visit in [*visits, lambda: knock(own.name, b"1"), lambda: knock(own.name, b"2")]:

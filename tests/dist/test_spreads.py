@@ -1,4 +1,4 @@
-"""Parcels among the groups that want them, by real collectives: those of Gloo, called as those of NCCL are."""
+"""Parcels among the groups that want them, by real collectives: those of Gloo, called as those of NCCL."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PATIENCE = timedelta(seconds=60)
 
 
 class OverGloo(LocalExchange):
-    """What the exchange over NCCL does, in the same order, in host memory that takes the place of a device."""
+    """What the exchange over NCCL does, in the same order, in host memory in the place of a device."""
 
     transport = "nccl routed"
     num_made = 0
@@ -122,7 +122,8 @@ def test_ranks_that_cannot_read_take_part(
         assert report.transport == "nccl routed"
         assert [own.rank for own in report.ranks if "stopped reading" in own.note] == list(broken)
         assert max(own.peak_staging_bytes for own in report.ranks) <= 1 << 20
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(fastload.FastloadError, match="odd bytes"):
+    with pytest.MonkeyPatch.context() as patch:
         break_reads(patch, 2 if rank == 1 else None, RuntimeError("odd bytes"))
-        load(path, mesh, timeout_s=20, chunk_bytes=20_001)
+        with pytest.raises(fastload.FastloadError, match="odd bytes"):
+            load(path, mesh, timeout_s=20, chunk_bytes=20_001)
     load(path, mesh, timeout_s=20)

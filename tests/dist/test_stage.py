@@ -14,8 +14,8 @@ import torch.distributed as dist
 import fastload
 from fastload.formats.state import state_digest
 from tests.checkpoints import (
-    flip,
     assert_same_bits,
+    flip,
     load_reference,
     record_by_hand,
     rot,
@@ -27,7 +27,8 @@ from tests.dist.harness import ranks
 from tests.dist.hosts import can_mount, mount_disk
 
 pytestmark = pytest.mark.skipif(
-    not can_mount(), reason="needs root: every host gets mounts of its own, like a host with a disk of its own"
+    not can_mount(),
+    reason="needs root: every host gets mounts of its own, like a host with a disk of its own",
 )
 
 RECEIPT = ".fastload-stage.json"
@@ -263,7 +264,9 @@ def test_another_checkpoint_is_not_replaced_unless_asked_for(
     assert report.bytes_read == size_of(other)
     (disk / "mine").mkdir()
     (disk / "mine" / "thesis.tex").write_text("years of work")
-    with pytest.raises((fastload.OptionError, fastload.PeerError), match="replaces checkpoints of fastload's only"):
+    with pytest.raises(
+        (fastload.OptionError, fastload.PeerError), match="replaces checkpoints of fastload's only"
+    ):
         stage(source, disk / "mine", overwrite=True)
     assert os.listdir(disk / "mine") == ["thesis.tex"]
 

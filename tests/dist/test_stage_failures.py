@@ -1,4 +1,4 @@
-"""Staging that goes wrong: killed in the middle, no room, damage, a source that changes, hosts that share a path."""
+"""Staging that goes wrong: killed midway, no room, damage, a source that changes, hosts that share a path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.dist.patience import patient
 from tests.dist.test_stage import assert_copy, size_of, stage
 
 pytestmark = pytest.mark.skipif(
-    not can_mount(), reason="needs root: every host gets mounts of its own, like a host with a disk of its own"
+    not can_mount(),
+    reason="needs root: every host gets mounts of its own, like a host with a disk of its own",
 )
 
 CHUNK_BYTES = 16 << 10
@@ -127,10 +128,7 @@ def test_what_another_source_left_is_cleaned_away(tmp_path: Path, disks: Path, s
 
 @ranks(3)
 def test_one_host_has_no_room(rank: int, world: int, tmp_path: Path, disks: Path, source: Path) -> None:
-    if rank == 1:
-        disk = mount_memory(tmp_path, rank, 200_000)
-    else:
-        disk = mount_disk(tmp_path, disks, rank)
+    disk = mount_memory(tmp_path, rank, 200_000) if rank == 1 else mount_disk(tmp_path, disks, rank)
     with pytest.raises(fastload.PeerError, match=r"rank 1 on host1: StorageError: .*No space left") as caught:
         stage(source, disk / "copy")
     assert list(caught.value.failures) == [1]
@@ -174,9 +172,7 @@ def test_what_was_spoiled_on_the_way_heals(
     disk = mount_disk(tmp_path, disks, rank)
     honest, spoiled = LocalStorage.read_into, []
 
-    def spoil(
-        self: LocalStorage, name: str, offset: int, buffers: Sequence[memoryview], *more: Any
-    ) -> None:
+    def spoil(self: LocalStorage, name: str, offset: int, buffers: Sequence[memoryview], *more: Any) -> None:
         honest(self, name, offset, buffers, *more)
         if rank == 1 and name == "a.safetensors" and offset > 50_000 and not spoiled:
             spoiled.append(offset)
@@ -211,5 +207,5 @@ def test_ranks_of_one_host_name_but_two_disks(
 
 @ranks(2)
 def test_ranks_that_ask_for_different_places(rank: int, world: int, tmp_path: Path, source: Path) -> None:
-    with pytest.raises(fastload.PlanMismatch, match="dst: rank 0 .*copy0.*rank 1 .*copy1"):
+    with pytest.raises(fastload.PlanMismatch, match=r"dst: rank 0 .*copy0.*rank 1 .*copy1"):
         stage(source, tmp_path / f"copy{rank}")

@@ -114,7 +114,11 @@ def layouts() -> dict[str, tuple[tuple[int, ...], DeviceMesh, list[Any]]]:
         "twice": ((9, 2), square, [Shard(0), Shard(0)]),
         "interleaved": ((13, 2), square, [_StridedShard(0, split_factor=2), Shard(0)]),
         "strided": ((11, 3), line, [_StridedShard(0, split_factor=2)]),
-        "strided both": ((8, 9), square, [_StridedShard(0, split_factor=2), _StridedShard(1, split_factor=2)]),
+        "strided both": (
+            (8, 9),
+            square,
+            [_StridedShard(0, split_factor=2), _StridedShard(1, split_factor=2)],
+        ),
         "deep": ((4, 3, 5), deep, [Shard(2), Shard(0), Shard(2), Replicate()]),
     }
 
@@ -124,8 +128,7 @@ def test_each_rank_wants_what_distribute_tensor_gives_it(rank: int, world: int, 
     saved = {name: numbered(*shape) for name, (shape, _, _) in layouts().items()}
     fastload.save({**saved, "plain": numbered(3)}, tmp_path / "c")
     whole = {
-        name: distributed(saved[name], mesh, placements)
-        for name, (_, mesh, placements) in layouts().items()
+        name: distributed(saved[name], mesh, placements) for name, (_, mesh, placements) in layouts().items()
     }
     into: dict[str, Tensor] = {name: emptied(tensor.clone()) for name, tensor in whole.items()}
     into["plain"] = torch.zeros(3)
@@ -137,7 +140,9 @@ def test_each_rank_wants_what_distribute_tensor_gives_it(rank: int, world: int, 
         wanted[destination.entry.name] = wanted.get(destination.entry.name, 0) + destination.tensor.numel()
     held = {name: tensor.to_local().numel() for name, tensor in whole.items()}
     assert wanted == {"plain": 3, **{name: size for name, size in held.items() if size}}
-    assert [box_of(d) for d in found.destinations if d.entry.name in ("plain", "everywhere", "scalar")] == [None] * 3
+    assert [box_of(d) for d in found.destinations if d.entry.name in ("plain", "everywhere", "scalar")] == [
+        None
+    ] * 3
     boxes = [(d.entry.name, box_of(d)) for d in found.destinations]
     assert len(boxes) == len(set(boxes))
     with fastload.open(tmp_path / "c") as checkpoint:
@@ -173,9 +178,7 @@ def test_complex_numbers_casts_and_strides(rank: int, world: int, tmp_path: Path
         fill(matched(tmp_path / "c", {name: into[name]}, names=name), stored)
     fill(matched(tmp_path / "c", {"half": into["half"]}, names="half", dtype=torch.bfloat16), stored)
     assert_same_shards(into["z"], distributed(numbers, line, [_StridedShard(0, split_factor=2)]))
-    assert_same_shards(
-        into["half"], distributed(saved["half"].bfloat16(), square, [Shard(0), Shard(1)])
-    )
+    assert_same_shards(into["half"], distributed(saved["half"].bfloat16(), square, [Shard(0), Shard(1)]))
     assert torch.equal(into["turned"].full_tensor(), saved["turned"])
 
 
@@ -183,7 +186,9 @@ def test_complex_numbers_casts_and_strides(rank: int, world: int, tmp_path: Path
 def test_what_is_wanted_twice_is_read_once(rank: int, world: int, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     weight, bias = numbered(6, 2), numbered(4)
-    fastload.save({"a": {"weight": weight, "bias": bias}, "b": {"weight": weight, "bias": bias}}, tmp_path / "c")
+    fastload.save(
+        {"a": {"weight": weight, "bias": bias}, "b": {"weight": weight, "bias": bias}}, tmp_path / "c"
+    )
     rows = distributed(torch.zeros(6, 2), mesh, [Shard(0)])
     into = {
         "a": {"weight": rows, "bias": distributed(torch.zeros(4), mesh, [Replicate()])},
@@ -233,19 +238,25 @@ def test_a_module_has_its_shards_filled_after_a_forward(rank: int, world: int, t
     assert not all(isinstance(one, DTensor) for one in model.parameters())
     found = matched(tmp_path / "c", model)
     for destination in found.destinations:
-        assert (box_of(destination) is None) == ("running" in destination.entry.name or destination.entry.shape == ())
+        assert (box_of(destination) is None) == (
+            "running" in destination.entry.name or destination.entry.shape == ()
+        )
     fill(found, saved)
     assert_state(model, saved)
 
 
 @ranks(2)
-def test_a_part_of_a_module_has_its_shards_filled_after_a_forward(rank: int, world: int, tmp_path: Path) -> None:
+def test_a_part_of_a_module_has_its_shards_filled_after_a_forward(
+    rank: int, world: int, tmp_path: Path
+) -> None:
     """It is sharded as a part of the whole, and knows nothing of that itself."""
     fastload.save({"head.running_mean": torch.ones(3), "head.weight": numbered(3)}, tmp_path / "c")
     model = fully_sharded(init_device_mesh("cpu", (2,)))
     model(torch.rand(4, 5))
     found = matched(tmp_path / "c", {"head": model[3]}, names=["head.running_mean", "head.weight"])
-    assert [box_of(d) for d in found.destinations if d.entry.name == "head.weight"] == [Box((2 * rank,), (2 - rank,))]
+    assert [box_of(d) for d in found.destinations if d.entry.name == "head.weight"] == [
+        Box((2 * rank,), (2 - rank,))
+    ]
     fill(found, {"head.running_mean": torch.ones(3), "head.weight": numbered(3)})
     assert torch.equal(model.state_dict()["3.weight"].full_tensor(), numbered(3))
 
@@ -380,7 +391,10 @@ def test_a_complex_parameter_has_complex_state(rank: int, world: int, tmp_path: 
     own = nn.Parameter(distributed(torch.zeros(3, 2, dtype=torch.complex128), mesh, [Shard(0)]))
     optimizer = torch.optim.SGD([own], lr=0.1, momentum=0.5)
     fastload.save({"sgd": {**optimizer.state_dict(), "state": state}}, tmp_path / "c")
-    fill(matched(tmp_path / "c", {"sgd": optimizer}), {"sgd.state.0.momentum_buffer": torch.view_as_real(numbers)})
+    fill(
+        matched(tmp_path / "c", {"sgd": optimizer}),
+        {"sgd.state.0.momentum_buffer": torch.view_as_real(numbers)},
+    )
     assert_same_shards(optimizer.state[own]["momentum_buffer"], distributed(numbers, mesh, [Shard(0)]))
 
 
@@ -399,15 +413,23 @@ def test_what_cannot_be_filled_is_said(rank: int, world: int, tmp_path: Path) ->
         return DTensor.from_local(local, line, [placement], shape=torch.Size((8, 2)), stride=(2, 1))
 
     refuses(made(torch.zeros(8, 2), Partial()), "a: into= has a DTensor with placement P.*redistribute it")
-    refuses(made(torch.zeros(3, 2), Shard(0)), r"a: .*local tensor of shape \[3, 2\].* do not give that of \[8, 2\]")
-    refuses(made(torch.zeros(1, 2).expand(2, 2), Shard(0)), "a: into= has a tensor whose elements share memory")
+    refuses(
+        made(torch.zeros(3, 2), Shard(0)),
+        r"a: .*local tensor of shape \[3, 2\].* do not give that of \[8, 2\]",
+    )
+    refuses(
+        made(torch.zeros(1, 2).expand(2, 2), Shard(0)), "a: into= has a tensor whose elements share memory"
+    )
     refuses(distributed(torch.zeros(8, 3), line, [Shard(0)]), r"a: shape \[8, 2\] .*, \[8, 3\] in into=")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # as these are deprecated
         old = sharded_tensor.empty(ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(4)]), 8, 2)
         refuses(old, "a: into= has a ShardedTensor, as FSDP1 makes them: use fully_shard")
     whole = distributed(torch.zeros(8, 2), line, [Shard(0)])
-    with fastload.open(tmp_path / "c") as checkpoint, pytest.raises(MismatchError, match="on a mesh with ranks 2, 3,"):
+    with (
+        fastload.open(tmp_path / "c") as checkpoint,
+        pytest.raises(MismatchError, match="on a mesh with ranks 2, 3,"),
+    ):
         match(
             checkpoint.manifest,
             names=None,

@@ -1,4 +1,4 @@
-"""`Checkpoint.tensors`: all tensors on all ranks, one after the other, in little memory; left early, or broken."""
+"""`Checkpoint.tensors`: all tensors on all ranks, one by one, in little memory; left early, or broken."""
 
 from __future__ import annotations
 
@@ -169,14 +169,16 @@ def test_what_a_consumer_raises_ends_it_on_all_ranks(rank: int, world: int, save
     options = fastload.LoadOptions(**{**SMALL, "timeout_s": 60})
     for scope in ("checkpoint", "stream"):
         began = time.monotonic()
-        with pytest.raises((BrokenConsumerError, PeerError)) as raised:  # noqa: PT012
-            with fastload.open(saved, options=options) as checkpoint:
-                stream = checkpoint.tensors()
-                if scope == "stream":
-                    with stream:
-                        consume(stream, rank)
-                else:
+        with (  # noqa: PT012
+            pytest.raises((BrokenConsumerError, PeerError)) as raised,
+            fastload.open(saved, options=options) as checkpoint,
+        ):
+            stream = checkpoint.tensors()
+            if scope == "stream":
+                with stream:
                     consume(stream, rank)
+            else:
+                consume(stream, rank)
         if rank == 1:
             assert isinstance(raised.value, BrokenConsumerError)
         else:
@@ -200,7 +202,9 @@ def consume(stream: Iterator[tuple[str, Tensor]], rank: int) -> None:
 
 @ranks(3, dies={1: signal.SIGKILL})
 def test_a_rank_that_is_killed_ends_it_on_all(rank: int, world: int, saved: Path) -> None:
-    with fastload.open(saved, options=fastload.LoadOptions(**{**SMALL, "timeout_s": patient(3.0)})) as checkpoint:
+    with fastload.open(
+        saved, options=fastload.LoadOptions(**{**SMALL, "timeout_s": patient(3.0)})
+    ) as checkpoint:
         with pytest.raises(PeerError, match="rank 1"):  # noqa: PT012
             for name, _ in checkpoint.tensors():
                 if rank == 1 and name == "t05":
@@ -269,7 +273,7 @@ def test_memory_is_bounded(rank: int, world: int, tmp_path: Path, strategy: str)
 
 
 def own_boxes(rank: int, world: int) -> dict[str, Any]:
-    """What each rank wants: a share of the rows of most, all of some, a column of one, two boxes of another."""
+    """What each rank wants: some rows of most, all of some, a column of one, two boxes of another."""
     boxes: dict[str, Any] = {}
     for number, (name, _, shape) in enumerate(ROWS):
         if number % 5 == rank or len(shape) < 2:
@@ -315,10 +319,12 @@ def test_boxes_of_each_ranks_own(rank: int, world: int, saved: Path) -> None:
                     break
             assert num == 3 or rank not in who
             assert len(checkpoint.load(names=["odd"])) == 1
-    with pytest.raises((BrokenConsumerError, PeerError), match="no room for t10"):  # noqa: PT012
-        with fastload.open(
+    with (  # noqa: PT012
+        pytest.raises((BrokenConsumerError, PeerError), match="no room for t10"),
+        fastload.open(
             saved, options=fastload.LoadOptions(**{**SMALL, "staging_bytes": 1 << 18})
-        ) as checkpoint:
-            for name, _ in checkpoint.tensors(boxes=wanted):
-                if rank == world - 1 and name >= "t10":
-                    raise BrokenConsumerError("no room for t10")
+        ) as checkpoint,
+    ):
+        for name, _ in checkpoint.tensors(boxes=wanted):
+            if rank == world - 1 and name >= "t10":
+                raise BrokenConsumerError("no room for t10")

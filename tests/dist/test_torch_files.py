@@ -34,7 +34,10 @@ def make(rank: int, path: Path) -> Any:
         "bits": base.to(torch.float8_e4m3fn),
         "pairs": torch.randn(50, 60, dtype=torch.complex128, generator=generator).t(),
         "one": torch.ones(1).expand(1000),
-        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]},
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(3.0)}},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}],
+        },
         "none": torch.zeros(0, 3),
     }
     if rank == 0:
@@ -59,7 +62,9 @@ def test_a_file_is_read_once_whoever_wants_what(rank: int, world: int, tmp_path:
         wanted: dict[str, DTensor] = {}
         for name, dim in (("a", 0), ("turned", 0), ("tied", 1)):
             wanted[name] = distribute_tensor(state["model"][name], mesh, [Shard(dim)], src_data_rank=None)
-            into["model"][name] = distribute_tensor(torch.zeros_like(wanted[name].full_tensor()), mesh, [Shard(dim)])
+            into["model"][name] = distribute_tensor(
+                torch.zeros_like(wanted[name].full_tensor()), mesh, [Shard(dim)]
+            )
         checkpoint.load(into=into, strict=False)
         for name, tensor in wanted.items():
             assert torch.equal(into["model"][name].to_local(), tensor.to_local())
@@ -125,7 +130,9 @@ def test_all_ranks_convert_and_none_holds_the_whole(rank: int, world: int, tmp_p
 
 
 def load_over_http(rank: int, world: int, url: str, path: Path) -> int:
-    with fastload.open(url, options=fastload.LoadOptions(strategy="allgather", timeout_s=TIMEOUT_S)) as checkpoint:
+    with fastload.open(
+        url, options=fastload.LoadOptions(strategy="allgather", timeout_s=TIMEOUT_S)
+    ) as checkpoint:
         assert_same(checkpoint.load(), torch.load(path, weights_only=True))
     assert checkpoint.report is not None
     return sum(own.retries for own in checkpoint.report.ranks)

@@ -19,7 +19,8 @@ from tests.dist.faults import fastload_threads
 from tests.dist.flaky_server import serve
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.test_healing import truncate
-from tests.dist.test_readers import own_disk, pytestmark as needs_mounts
+from tests.dist.test_readers import own_disk
+from tests.dist.test_readers import pytestmark as needs_mounts
 
 STRATEGIES = ["allgather", "broadcast", "direct"]
 BLOCK_BYTES = 512
@@ -71,7 +72,11 @@ def test_a_part_is_verified_without_a_byte_more(rank: int, world: int, recorded:
     reference = load_reference(recorded)
     assert_same_bits(tensors, {name: reference[name] for name in names})
     copies = world if strategy == "direct" else 1
-    assert report.bytes_read == report.bytes_verified == copies * sum(tensor.nbytes for tensor in tensors.values())
+    assert (
+        report.bytes_read
+        == report.bytes_verified
+        == copies * sum(tensor.nbytes for tensor in tensors.values())
+    )
     return state_digest(tensors)
 
 
@@ -114,7 +119,9 @@ def test_a_flipped_bit_is_the_same_error_on_all_ranks(recorded: Path, strategy: 
     assert ends == [ends[0]] * world
     kind, text, lines = ends[0]
     assert kind == "ChecksumError"
-    wanted = f"{recorded}/a.safetensors: block 7 [bytes {place}-{place + BLOCK_BYTES}] of tensor 't1': checksum "
+    wanted = (
+        f"{recorded}/a.safetensors: block 7 [bytes {place}-{place + BLOCK_BYTES}] of tensor 't1': checksum "
+    )
     assert lines[0].startswith(wanted)
     assert text == f"damaged: {lines[0]}"
 
@@ -139,7 +146,9 @@ def notices(rank: int, world: int, recorded: Path) -> None:
 def test_staging_is_kept(rank: int, world: int, tmp_path: Path, strategy: str) -> None:
     folder = tmp_path / "large"
     if rank == 0:
-        write_sharded(folder, {"m.safetensors": [("w", "U8", (3_000_001,)), ("v", "U8", (5_000,))]}, index=False)
+        write_sharded(
+            folder, {"m.safetensors": [("w", "U8", (3_000_001,)), ("v", "U8", (5_000,))]}, index=False
+        )
         record_by_hand(folder, 50_000)
     torch.distributed.barrier()
     for chunk_bytes in (None, 40_000, 120_000):
@@ -175,9 +184,7 @@ def flip_on_the_way(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @ranks(1, 3)
-def test_a_flip_on_the_way_heals(
-    rank: int, world: int, recorded: Path, strategy: str
-) -> None:
+def test_a_flip_on_the_way_heals(rank: int, world: int, recorded: Path, strategy: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
             flip_on_the_way(patch, 1)
@@ -214,7 +221,9 @@ def test_over_http(tmp_path: Path) -> None:
         assert run_ranks(load_served, 3, url=f"{server.url}/ckpt", folder=folder) == [2, 2, 2]
         heads = [path for method, path, _ in server.log if method == "HEAD"]
         assert sorted(heads) == ["/ckpt/a.safetensors", "/ckpt/b.safetensors", "/ckpt/fastload.json"]
-        small = [wanted for method, _, wanted in server.log if method == "GET" and wanted.startswith("bytes=0-")]
+        small = [
+            wanted for method, _, wanted in server.log if method == "GET" and wanted.startswith("bytes=0-")
+        ]
         assert len(small) == 3  # the record and two headers
         assert not [path for _, path, _ in server.log if path.endswith("index.json")]
 

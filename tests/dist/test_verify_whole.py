@@ -1,4 +1,4 @@
-"""`fastload.verify`: all of a checkpoint, split among the ranks, in little memory; every bad block is told."""
+"""`fastload.verify`: all of a checkpoint, split among ranks, in little memory; each bad block is told."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from tests.dist.test_readers import own_disk
 from tests.dist.test_readers import pytestmark as needs_mounts
 
 BLOCK_BYTES = 5_000
-ROWS = [("a", "U8", (123_456,)), ("b", "BF16", (40_000,)), ("c", "F32", (0, 3)), ("d", "I64", ()), ("e", "U8", (7,))]
+ROWS = [
+    ("a", "U8", (123_456,)),
+    ("b", "BF16", (40_000,)),
+    ("c", "F32", (0, 3)),
+    ("d", "I64", ()),
+    ("e", "U8", (7,)),
+]
 NUM_BYTES = 123_456 + 80_000 + 8 + 7
 NUM_BLOCKS = 25 + 16 + 1 + 1
 OPTIONS = fastload.LoadOptions(timeout_s=20)
@@ -47,7 +53,10 @@ def test_intact(rank: int, world: int, recorded: Path) -> None:
     for chunk_bytes in (None, 9_000):
         seen: list[tuple[int, int]] = []
         given = options(
-            chunk_bytes=chunk_bytes, verify=False, staging_bytes=1 << 16, progress=lambda *now: seen.append(now)
+            chunk_bytes=chunk_bytes,
+            verify=False,
+            staging_bytes=1 << 16,
+            progress=lambda *now, seen=seen: seen.append(now),
         )
         report = fastload.verify(recorded, options=given)
         assert (report.url, report.num_files, report.num_blocks) == (str(recorded), 2, NUM_BLOCKS)
@@ -117,14 +126,16 @@ def with_a_break(rank: int, world: int, recorded: Path) -> dict[int, str]:
             raise StorageError("gone", url=name, offset=offset, nbytes=1)
         real(self, name, offset, buffers, *more)
 
-    with pytest.MonkeyPatch.context() as patch:
-        with fastload.open(recorded, options=options(chunk_bytes=BLOCK_BYTES)) as checkpoint:
-            patch.setattr(LocalStorage, "read_into", read_into)
-            with pytest.raises(PeerError) as raised:
-                checkpoint.verify()
-            assert not isinstance(raised.value, Interrupted)
-            with pytest.raises(fastload.WorldError, match="open it again"):
-                checkpoint.verify()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        fastload.open(recorded, options=options(chunk_bytes=BLOCK_BYTES)) as checkpoint,
+    ):
+        patch.setattr(LocalStorage, "read_into", read_into)
+        with pytest.raises(PeerError) as raised:
+            checkpoint.verify()
+        assert not isinstance(raised.value, Interrupted)
+        with pytest.raises(fastload.WorldError, match="open it again"):
+            checkpoint.verify()
     return {failed: type(cause).__name__ for failed, cause in raised.value.failures.items()}
 
 
@@ -158,6 +169,8 @@ def test_each_host_checks_its_own_copy(rank: int, world: int, tmp_path: Path, re
     torch.distributed.barrier()
     if rank == 1:
         flip(disk / "x.safetensors", os.stat(disk / "x.safetensors").st_size - 1)
-    with pytest.raises(ChecksumError, match=r"1 of 43 blocks.*\non host1: .*x.safetensors: block 24 ") as raised:
+    with pytest.raises(
+        ChecksumError, match=r"1 of 43 blocks.*\non host1: .*x.safetensors: block 24 "
+    ) as raised:
         fastload.verify(disk, options=OPTIONS)
     return str(raised.value)
