@@ -14,6 +14,7 @@ from fastload.cli.console import errors_to_exit_code, progress
 from fastload.cli.dcp_folder import write_dcp_folder
 from fastload.cli.shares import Shares, load_shares, num_ranks
 from fastload.cli.torch_file import local_path, write_torch_file
+from fastload.doctor.wording import count
 from fastload.ranks.world import initialize
 
 __all__ = ["convert"]
@@ -43,8 +44,8 @@ def convert(src: str, dst: str, to: str, overwrite: bool, as_json: bool) -> None
         if rank == 0 and as_json:
             click.echo(json.dumps(done))
         elif rank == 0:
-            what = f"{done['num_tensors']} tensors, {decimal(done['nbytes'])} in {done['num_files']} files"
-            click.echo(f"{done['url']}: {what}")
+            tensors, files = count(done["num_tensors"], "tensor"), count(done["num_files"], "file")
+            click.echo(f"{done['url']}: {tensors}, {decimal(done['nbytes'])} in {files}")
 
 
 def _to_fastload(src: str, dst: str, overwrite: bool, rank: int, *, shown: bool) -> dict[str, Any]:

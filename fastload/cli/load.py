@@ -220,19 +220,19 @@ def _print_report(report: fastload.LoadReport, digests: list[str] | None, *, sha
     where = "in parts on" if sharded else "on each of"
     rate = report.bytes_wanted / report.total_s if report.total_s else 0.0
     console.print(
-        f"{report.url}: {report.num_tensors} tensors, {decimal(report.bytes_wanted)}",
+        f"{report.url}: {count(report.num_tensors, 'tensor')}, {decimal(report.bytes_wanted)}",
         highlight=False,
     )
     console.print(f"{report.strategy}: {report.why}", highlight=False)
     console.print(
-        f"{report.total_s:.2f} s, {decimal(int(rate))}/s {where} {len(report.ranks)} ranks; "
+        f"{report.total_s:.2f} s, {decimal(int(rate))}/s {where} {count(len(report.ranks), 'rank')}; "
         f"read from storage: {decimal(report.bytes_read)} = {report.read_amplification:.2f} × the checkpoint"
         + (f", verified: {decimal(report.bytes_verified)}" if report.bytes_verified else ""),
         highlight=False,
     )
     console.print(
-        f"{report.num_rounds} rounds of {decimal(report.chunk_bytes)} chunks, {report.depth} in flight; "
-        f"exchange: {report.transport}",
+        f"{count(report.num_rounds, 'round')} of {decimal(report.chunk_bytes)} chunks, "
+        f"{report.depth} in flight; exchange: {report.transport}",
         highlight=False,
     )
     heads = (

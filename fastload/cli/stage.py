@@ -12,6 +12,7 @@ from rich.table import Table
 
 import fastload
 from fastload.cli.console import errors_to_exit_code, progress, stdout
+from fastload.doctor.wording import count
 from fastload.options import StageOptions
 from fastload.ranks.world import initialize
 
@@ -48,8 +49,8 @@ def _print_report(report: fastload.StageReport) -> None:
     console = stdout()
     rate = report.nbytes / report.total_s if report.total_s else 0.0
     console.print(
-        f"{report.url}: {decimal(report.nbytes)} in {report.num_files} files, "
-        f"at {report.path} of {report.num_hosts} hosts",
+        f"{report.url}: {decimal(report.nbytes)} in {count(report.num_files, 'file')}, "
+        f"at {report.path} of {count(report.num_hosts, 'host')}",
         highlight=False,
     )
     console.print(

@@ -9,6 +9,7 @@ from rich.filesize import decimal
 
 import fastload
 from fastload.cli.console import errors_to_exit_code, progress, stdout
+from fastload.doctor.wording import count
 from fastload.ranks.world import initialize
 
 __all__ = ["verify"]
@@ -37,9 +38,10 @@ def verify(path: str, as_json: bool) -> None:
 def _print_report(report: fastload.VerifyReport) -> None:
     console = stdout()
     rate = report.bytes_verified / report.total_s if report.total_s else 0.0
-    what = f"{report.num_blocks} blocks, {decimal(report.nbytes)} in {report.num_files} files"
+    blocks, files = count(report.num_blocks, "block"), count(report.num_files, "file")
+    what = f"{blocks}, {decimal(report.nbytes)} in {files}"
     console.print(f"{report.url}: intact: {what}", highlight=False)
     console.print(
-        f"{report.total_s:.2f} s on {len(report.ranks)} ranks, {decimal(int(rate))}/s together",
+        f"{report.total_s:.2f} s on {count(len(report.ranks), 'rank')}, {decimal(int(rate))}/s together",
         highlight=False,
     )
