@@ -217,7 +217,7 @@ def _pieces_as_json(entry: TensorEntry, manifest: fastload.Manifest) -> list[dic
 
 def _print_report(report: fastload.LoadReport, digests: list[str] | None, *, sharded: bool) -> None:
     console = stdout()
-    where = "in parts on" if sharded else "on each of"
+    where = "in parts on" if sharded else "on each of" if len(report.ranks) > 1 else "on"
     rate = report.bytes_wanted / report.total_s if report.total_s else 0.0
     console.print(
         f"{report.url}: {count(report.num_tensors, 'tensor')}, {decimal(report.bytes_wanted)}",

@@ -35,7 +35,7 @@ def test_stage_alone_for_people_to_read(checkpoint: Path, tmp_path: Path) -> Non
     assert (done.returncode, done.stderr) == (0, "")
     assert not CONTROL.search(done.stdout)
     assert f"{checkpoint}: " in done.stdout
-    assert f"at {copy} of 1 hosts" in done.stdout
+    assert f"at {copy} of 1 host\n" in done.stdout
     assert "1.00 × the checkpoint" in done.stdout
     flip(checkpoint / "b.safetensors", -1)
     refused = run("stage", str(checkpoint), str(copy))
