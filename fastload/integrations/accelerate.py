@@ -11,11 +11,12 @@ from typing import Any
 
 import accelerate
 
-from fastload import LoadOptions, OptionError, SaveHandle, SaveOptions, async_save, load, save
+from fastload import LoadOptions, SaveHandle, SaveOptions, async_save, load, save
 from fastload.integrations.host import (
     is_ours,
     live_state,
     odd_tensors,
+    refuse,
     require_layout,
     state_to_save,
     unknown,
@@ -71,14 +72,13 @@ def attach(
     plugin: Any = getattr(state, "fsdp_plugin", None)
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
     odd = ", ".join(filter(None, map(odd_tensors, accelerator._models)))
-    refused = {
+    reasons = {
         str(accelerator.distributed_type.value): accelerator.distributed_type in _REFUSED,
         "FSDP 1 (set fsdp_version=2)": is_fsdp and plugin.fsdp_version != 2,
         f"weights of {odd}": bool(odd),
         "save_on_each_node": accelerator.project_configuration.save_on_each_node,
     }
-    if found := [name for name, is_there in refused.items() if is_there]:
-        raise OptionError(f"fastload cannot save the state of an Accelerator with {', '.join(found)}")
+    refuse("save the state of an Accelerator", reasons)
     states = _States(accelerator, in_background, save_options or SaveOptions(), load_options)
     accelerator.save_state = states.save
     accelerator.load_state = states.load

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from fastload import LoadOptions, OptionError, world
 from fastload.formats.dtensors import is_dtensor
 
-__all__ = ["is_ours", "live_state", "odd_tensors", "require_layout", "state_to_save", "unknown"]
+__all__ = ["is_ours", "live_state", "odd_tensors", "refuse", "require_layout", "state_to_save", "unknown"]
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -55,6 +55,22 @@ def require_layout(library: ModuleType, tested: str, seams: Mapping[str, tuple[A
         if names != parameters.split():
             what = "is not there" if names is None else f"takes ({', '.join(names)})"
             raise unknown(library, tested, f"{name} {what}")
+
+
+def refuse(what: str, reasons: Mapping[str, bool], advice: str = "") -> None:
+    """Raises if one of the reasons holds.
+
+    Args:
+        what: What fastload cannot do then, such as ``save a training``.
+        reasons: What that would be with → whether it is there.
+        advice: What to do instead.
+
+    Raises:
+        OptionError: Some of them hold; it names them.
+    """
+    if found := [name for name, is_there in reasons.items() if is_there]:
+        problem = f"fastload cannot {what} with {', '.join(found)}"
+        raise OptionError(f"{problem}: {advice}" if advice else problem)
 
 
 def is_ours(folder: str) -> bool:

@@ -17,6 +17,7 @@ from fastload.integrations.host import (
     is_ours,
     live_state,
     odd_tensors,
+    refuse,
     require_layout,
     state_to_save,
     unknown,
@@ -186,25 +187,20 @@ def _require_plain(strategy: Any, trainer: pl.Trainer) -> None:
     """Refuses what is known before the model is wrapped and the optimizers are made."""
     io = strategy._checkpoint_io
     odd = odd_tensors(strategy.lightning_module)
-    refused = {
+    reasons = {
         f"{type(io).__name__}: fastload takes the place of a CheckpointIO": type(io)
         not in (type(None), TorchCheckpointIO),
         f"weights of {odd}": bool(odd),
         "quantized weights": "Bitsandbytes" in type(trainer.precision_plugin).__name__,
     }
-    if found := [name for name, is_there in refused.items() if is_there]:
-        raise _cannot_save(found)
+    refuse("save a training", reasons)
 
 
 def _require_known(strategy: Any, trainer: pl.Trainer) -> None:
-    if any(hasattr(_bare(optimizer), "consolidate_state_dict") for optimizer in strategy.optimizers):
-        raise _cannot_save(["optimizers that shard their states themselves"])
+    shards = any(hasattr(_bare(optimizer), "consolidate_state_dict") for optimizer in strategy.optimizers)
+    refuse("save a training", {"optimizers that shard their states themselves": shards})
     if trainer.state.fn == TrainerFn.FITTING:
         _describe_rest(trainer)
-
-
-def _cannot_save(what: list[str]) -> OptionError:
-    return OptionError(f"fastload's strategies cannot save a training with {', '.join(what)}")
 
 
 def _describe_rest(trainer: pl.Trainer) -> None:

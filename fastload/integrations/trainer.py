@@ -16,13 +16,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from fastload import LoadOptions, OptionError, PerRank, SaveOptions, load, world
+from fastload import LoadOptions, PerRank, SaveOptions, load, world
 from fastload import open as open_checkpoint
 from fastload.integrations.assembled import Assembly, clear_pending
 from fastload.integrations.host import (
     is_ours,
     live_state,
     odd_tensors,
+    refuse,
     require_layout,
     state_to_save,
     unknown,
@@ -262,7 +263,7 @@ def _require_known(trainer: Any) -> None:
     require_layout(transformers, TESTED, _SEAMS)
     model, plugin = trainer.model, getattr(trainer.accelerator.state, "fsdp_plugin", None)
     odd = odd_tensors(model)
-    refused = {
+    reasons = {
         "FSDP 1 (set fsdp_version: 2)": plugin is not None and plugin.fsdp_version != 2,
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "adapters (PEFT)": hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False),
@@ -271,8 +272,7 @@ def _require_known(trainer: Any) -> None:
         "save_on_each_node": trainer.args.save_on_each_node,
         f"devices of type {trainer.args.device.type}": trainer.args.device.type not in ("cpu", "cuda"),
     }
-    if found := [name for name, is_there in refused.items() if is_there]:
-        raise OptionError(f"fastload's TrainerMixin cannot save a training with {', '.join(found)}")
+    refuse("save a training", reasons)
 
 
 def named_weights(model: Any, state: Mapping[str, Any]) -> dict[str, Tensor]:

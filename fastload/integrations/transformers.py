@@ -33,7 +33,7 @@ from fastload import (
 )
 from fastload import open as open_checkpoint
 from fastload.formats.dtypes import torch_spec
-from fastload.integrations.host import require_layout, unknown
+from fastload.integrations.host import refuse, require_layout, unknown
 
 TESTED = "5.23"
 try:
@@ -168,14 +168,13 @@ def _require_loadable(path: str, keywords: Mapping[str, Any]) -> None:
     require_layout(transformers, TESTED, _SEAMS)
     if "://" in path:
         raise OptionError(f"{path}: transformers reads configurations from file systems; see fastload.stage")
-    refused = {
+    reasons = {
         "gguf_file": keywords.get("gguf_file") is not None,
         "quantization_config": keywords.get("quantization_config") is not None,
         "state_dict": keywords.get("state_dict") is not None,
         "DeepSpeed's ZeRO 3": is_deepspeed_zero3_enabled(),
     }
-    if found := [name for name, is_there in refused.items() if is_there]:
-        raise OptionError(f"fastload cannot load with {', '.join(found)}: {_ADVICE}")
+    refuse("load", reasons, _ADVICE)
     folder = distributed_checkpoint.get_distributed_checkpoint_dir(
         path, keywords.get("subfolder", ""), None, None
     )
