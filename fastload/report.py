@@ -44,7 +44,7 @@ class _RankReport:
     """What the reports of a rank have: the ranks tell them each other, and of thousands every byte counts."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
-    _follows: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}  # what is told with the rest, and how
+    _follows: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}  # what follows from the rest, and how
 
     def pack(self) -> list[Any]:
         """Returns its values but for the rank, in order; of seconds four digits."""
@@ -108,9 +108,9 @@ class RankReport(_RankReport):
 
     _follows = MappingProxyType(
         {
-            "exposed_s": lambda told: max(0.0, told.total_s - told.read_s),
-            "overlapped_s": lambda told: max(
-                0.0, told.read_s + told.exchange_s + told.place_s - told.total_s
+            "exposed_s": lambda rank: max(0.0, rank.total_s - rank.read_s),
+            "overlapped_s": lambda rank: max(
+                0.0, rank.read_s + rank.exchange_s + rank.place_s - rank.total_s
             ),
         }
     )
