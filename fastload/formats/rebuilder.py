@@ -38,13 +38,17 @@ class Rebuilder:
     Args:
         tensors: By name.
         exact: Those that stand for arrays and complex numbers, by name, of the stored dtypes.
+        gap: What stands where there is no value.
 
     Attributes:
         path: The keys that lead to where the walk is; after an error, to where it failed.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], exact: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], exact: Mapping[str, Tensor] | None = None, *, gap: Any = None
+    ) -> None:
         self.path: list[Any] = []
+        self._gap = gap
         self._tensors = tensors
         self._exact = tensors if exact is None else exact
         self._made: dict[tuple[str, str | None, str | None], Any] = {}
@@ -61,7 +65,7 @@ class Rebuilder:
             return self._container(Rebuilder._elements, node, name)
         if type(node) is dict and len(node) == 1:
             if node == NO_VALUE:
-                return None
+                return self._gap
             ((tag, payload),) = node.items()
             if tag in _CONTAINERS:
                 return self._container(_CONTAINERS[tag], payload, name)

@@ -11,6 +11,7 @@ Both are collective, beside the collectives that dcp itself makes. Where dcp is 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint import (
     LoadPlan,
     LoadPlanner,
     Metadata,
+    ReadItem,
     SavePlan,
     SavePlanner,
     StorageReader,
@@ -36,11 +38,14 @@ from torch.futures import Future
 
 import fastload
 from fastload.errors import OptionError, WorldError
-from fastload.integrations.dcp_planners import Wanted, bytes_of, kept_of, state_of, unwrapped
+from fastload.integrations.dcp_planners import Wanted, bytes_of, has_gap, kept_of, state_of, unwrapped
 from fastload.integrations.dcp_plans import packed
+from fastload.loading.outline import Outline
 from fastload.options import LoadOptions, SaveOptions
 
 __all__ = ["Reader", "Writer"]
+
+_log = logging.getLogger(__name__)
 
 Path = str | os.PathLike[str]
 
@@ -49,7 +54,8 @@ class Reader(StorageReader):
     """What `dcp.load` reads from: whatever `fastload.load` loads, directories that dcp has written included.
 
     Its planner decides what each rank wants; what several ranks want is read once. Names are those that dcp
-    gives: paths, joined by dots. Tensors of another dtype than stored are cast, as dcp does.
+    gives: paths, joined by dots. Tensors of another dtype than stored are cast, as dcp does. What cannot be
+    loaded, such as arrays that dcp has pickled, is as if it were not there, and a warning names it.
 
     Args:
         path: A local path or a URL; None if dcp is given a ``checkpoint_id=``.
@@ -75,6 +81,7 @@ class Reader(StorageReader):
         self._options = options
         self._checkpoint: fastload.Checkpoint | None = None
         self._values: dict[str, Any] = {}
+        self._outline: Outline | None = None
         self._stored: dict[str, str] = {}
 
     @property
@@ -100,9 +107,13 @@ class Reader(StorageReader):
             storage_options=self._storage_options,
             options=self._options,
         )
-        outline = self._checkpoint.outline()
+        self._outline = outline = self._checkpoint.outline()
         state = outline.state if isinstance(outline.state, dict) else {"state": outline.state}
-        flat, paths = flatten_state_dict(state)
+        everything, paths = flatten_state_dict(state)
+        flat = {name: value for name, value in everything.items() if not has_gap(value)}
+        if gaps := everything.keys() - flat.keys():
+            why = "; ".join(dict.fromkeys(outline.left_out))
+            _log.warning("%s: left out: %s (%s)", self._path, ", ".join(sorted(gaps)), why)
         tensors = {name: value for name, value in flat.items() if isinstance(value, Tensor) and value.is_meta}
         self._values = {name: unwrapped(value) for name, value in flat.items() if name not in tensors}
         self._stored = {name: outline.stored_of(tensor) for name, tensor in tensors.items()}
@@ -137,17 +148,20 @@ class Reader(StorageReader):
             FastloadError: As for `fastload.load`.
         """
         assert self._checkpoint is not None, "read_metadata comes before"
-        items = plan.items
+        assert self._outline is not None, "likewise"
+        values: list[tuple[ReadItem, Any]] = []
         with self._checkpoint as checkpoint:
             wanted = Wanted(checkpoint.manifest, self._stored)
-            for item in items:
+            for item in plan.items:
                 if item.type == LoadItemType.TENSOR:
                     wanted.add(item, planner)
+                else:
+                    value = self._values[item.storage_index.fqn]
+                    values.append((item, wanted.add_value(value, self._outline)))
             checkpoint.read(wanted.boxes)
             wanted.commit(planner)
-        for item in items:
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, bytes_of(self._values[item.storage_index.fqn]))
+        for item, value in values:
+            planner.load_bytes(item, bytes_of(value))
         return _done(None)
 
     @classmethod

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -21,13 +21,15 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fastload
 from fastload.errors import OptionError
 from fastload.formats.dtensors import is_dtensor, local_parts, with_local
 from fastload.formats.dtypes import torch_spec
+from fastload.loading.outline import GAP, Outline
 
-__all__ = ["Wanted", "bytes_of", "kept_of", "state_of", "unwrapped"]
+__all__ = ["Wanted", "bytes_of", "has_gap", "kept_of", "state_of", "unwrapped"]
 
 _BYTES_IO = "io.BytesIO"
 
@@ -49,6 +51,7 @@ class Wanted:
         self._sharded: set[str] = set()
         self._resolved: list[tuple[ReadItem, Tensor]] = []
         self._cast: list[tuple[Tensor, Tensor]] = []
+        self._made: dict[int, Tensor] = {}
         self.boxes: dict[str, list[tuple[fastload.Box, Tensor]]] = {}
 
     def add(self, item: ReadItem, planner: LoadPlanner) -> None:
@@ -64,11 +67,26 @@ class Wanted:
             if name not in self._sharded:
                 self._sharded.add(name)
                 for box, part in local_parts(whole):
-                    self._want(item, box, part)
+                    self._want(self._stored[item.storage_index.fqn], box, part)
             return
         tensor = planner.resolve_tensor(item)
         self._resolved.append((item, tensor))
-        self._want(item, fastload.Box(tuple(item.storage_offsets), tuple(item.lengths)), tensor.detach())
+        box = fastload.Box(tuple(item.storage_offsets), tuple(item.lengths))
+        self._want(self._stored[item.storage_index.fqn], box, tensor.detach())
+
+    def add_value(self, value: Any, outline: Outline) -> Any:
+        """Wants the tensors in what dcp takes for a plain value, such as a tuple; returns it with memory."""
+
+        def made(tensor: Tensor) -> Tensor:
+            if id(tensor) not in self._made:
+                memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                self._want(outline.stored_of(tensor), fastload.Box.whole(tensor.shape), memory)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                like = nn.Parameter(memory, False) if is_parameter else memory.detach()
+                self._made[id(tensor)] = like.requires_grad_(tensor.requires_grad)
+            return self._made[id(tensor)]
+
+        return tree_map_only(Tensor, made, value)
 
     def commit(self, planner: LoadPlanner) -> None:
         """Does what is left once the data are there."""
@@ -77,8 +95,7 @@ class Wanted:
         for item, tensor in self._resolved:
             planner.commit_tensor(item, tensor)
 
-    def _want(self, item: ReadItem, box: fastload.Box, tensor: Tensor) -> None:
-        stored = self._stored[item.storage_index.fqn]
+    def _want(self, stored: str, box: fastload.Box, tensor: Tensor) -> None:
         entry = self._manifest.by_name[stored]
         dtype, shape = torch_spec(entry)
         if len(shape) == len(box.sizes) + 1:  # complex128, as pairs
@@ -90,6 +107,11 @@ class Wanted:
             self._cast.append((tensor, stand_in))
             tensor = stand_in
         self.boxes.setdefault(stored, []).append((box, tensor))
+
+
+def has_gap(value: Any) -> bool:
+    """Whether something in a value cannot be loaded."""
+    return any(leaf is GAP for leaf in tree_leaves(value))
 
 
 def state_of(planner: SavePlanner, items: Sequence[WriteItem]) -> Any:

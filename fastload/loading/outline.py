@@ -13,7 +13,16 @@ from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.state import Rebuilder, SavedTensor, leaves, own_view, rebuild
 
-__all__ = ["Outline", "outline"]
+__all__ = ["GAP", "Outline", "outline"]
+
+
+class _Gap:
+    def __repr__(self) -> str:
+        return "a value that cannot be loaded here"
+
+
+GAP: Any = _Gap()
+"""Stands in a state for a value that cannot be loaded here."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +30,15 @@ class Outline:
     """A state without data.
 
     Attributes:
-        state: As it was saved, its tensors on the meta device; of plain files, tensors by name.
+        state: As it was saved, its tensors on the meta device; of plain files, tensors by name. `GAP` stands
+            where there is no value for this rank, or one that is not known.
         stored: Name of the stored tensor by the meta storage that stands for it.
+        left_out: What the gaps are, in words.
     """
 
     state: Any
     stored: Mapping[int, str]
+    left_out: Sequence[str] = ()
 
     def stored_of(self, tensor: Tensor) -> str:
         """Returns which stored tensor a tensor of the state stands for; complex128 is stored as pairs."""
@@ -54,15 +66,17 @@ def outline(
     stored = {tensor.untyped_storage()._cdata: name for name, tensor in metas.items()}
     if manifest.structure is None:
         return Outline(metas, stored)
-    structure = own_view(manifest.structure, rank, size).structure
+    view = own_view(manifest.structure, rank, size)
+    structure = view.structure
+    left_out = [f"{name}: each of {num} ranks has its own" for name, num in view.elsewhere]
     if manifest.format != "fastload":
         from fastload.formats.refused import without_refused
 
-        structure = without_refused(structure, [])
+        structure = without_refused(structure, left_out)
     values = {saved.stored: saved for saved in leaves(structure) if saved.kind in ("ndarray", "json")}
     data = load(sorted(values))
     exact = {**metas, **{name: _as_stored(saved, data[name]) for name, saved in values.items()}}
-    return Outline(rebuild(structure, Rebuilder(exact)), stored)
+    return Outline(rebuild(structure, Rebuilder(exact, gap=GAP)), stored, left_out)
 
 
 def _as_stored(saved: SavedTensor, tensor: Tensor) -> Tensor:

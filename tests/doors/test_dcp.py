@@ -56,6 +56,10 @@ def nested(seed: int) -> dict[str, Any]:
         "optim": {"state": {0: {"step": torch.tensor(float(seed)), "exp_avg": tensor * 2}}, "lr": 0.1 * seed},
         "list": [torch.arange(5) + seed, {"deep": torch.ones(3, dtype=torch.bool)}],
         "values": [1, "two", None, (3, 4.5)],
+        "tuples": (
+            tensor[:2] + 1,
+            [{"x": (nn.Parameter(tensor[:, 0] * 3), tensor.to(torch.complex128))}, "y"],
+        ),
         "losses": io.BytesIO(bytes([seed]) * 10),
         "complex": torch.randn(7, dtype=torch.complex128, generator=generator),
         "array": np.arange(6).reshape(2, 3) + seed,
@@ -389,7 +393,7 @@ def plain(state: Any) -> Any:
     return state.full_tensor() if isinstance(state, DTensor) else state
 
 
-def test_without_torch_distributed(tmp_path: Path) -> None:
+def test_without_torch_distributed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Foo:
         state: Any = None
 
@@ -407,6 +411,17 @@ def test_without_torch_distributed(tmp_path: Path) -> None:
         dcp.save({"foo": foo, "bytes": [1, 2]}, storage_writer=Writer(tmp_path))
         state = {"foo": foo, "bytes": [3]}
         dcp.load(state, storage_reader=Reader(tmp_path))
+        # What is not read without running it is left out, not given back as something else.
+        pickled = tmp_path / "pickled"
+        dcp.save({"array": np.ones(3), "list": [np.float64(2), 1], "t": torch.ones(2)}, checkpoint_id=pickled)
+        own = {"array": None, "t": torch.zeros(2)}
+        with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: array"):
+            dcp.load(own, storage_reader=Reader(pickled))
+        own["list"] = [3]
+        planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+        dcp.load(own, storage_reader=Reader(pickled), planner=planner)
+    assert (own["array"], own["list"], own["t"].tolist()) == (None, [3], [1, 1])
+    assert "left out: array, list (" in caplog.text
     assert (state["bytes"], foo.state, state["foo"]) == ([1, 2], {"seen": 1}, foo)
 
 
