@@ -19,7 +19,7 @@ from fastload.ranks.bonds import Bonds, BondsBroken, children_of, parent_of
 from fastload.ranks.entrance import Entrance, Unreachable, come_in
 from fastload.ranks.meeting import Verdict
 from fastload.ranks.rendezvous import Rendezvous
-from fastload.ranks.turns import Standing, Turn
+from fastload.ranks.turns import Standing, Turn, Turns, turns_in
 
 __all__ = ["Bonded"]
 
@@ -102,7 +102,7 @@ class Bonded(Rendezvous):
         """Finds out the number of this call; see `Rendezvous.take_turn`."""
         self._terms = _Terms(call, grace_s, limit_s)
         bonds = self._standing.bonds
-        self._turn = self._standing.turns.begin(call)
+        self._turn = self._turns.begin(call)
         self._move()
         if bonds is not None and bonds.are_whole():
             self._bonds = bonds
@@ -147,7 +147,7 @@ class Bonded(Rendezvous):
                     bonds.drop()
                 else:
                     if step == 0:
-                        self._standing.turns.settle(self._turn)
+                        self._turns.settle(self._turn)
                     if tries:
                         self._standing.bond(bonds)
                     return verdict
@@ -219,6 +219,13 @@ class Bonded(Rendezvous):
             self._corner, rank=self._rank, size=self._size, host=self._host, if_lost=self._if_lost
         )
 
+    @property
+    def _turns(self) -> Turns:
+        if self._standing.turns is None:
+            find = partial(turns_in, self._corner, self._rank)
+            self._standing.turns = self.ask(_JOINING, self._terms.limit_s, find)
+        return self._standing.turns
+
     def _look_back(self, what: str) -> Verdict | None:
         """Makes sure of the number of this call; returns a verdict if this rank is too late for it."""
         past, grace_s = self._past, self._terms.grace_s
@@ -226,7 +233,7 @@ class Bonded(Rendezvous):
         def passed(turn: Turn) -> Verdict | None:
             return past.passed(turn.number, turn.call, grace_s)
 
-        look_back = partial(self._standing.turns.look_back, self._turn, passed)
+        look_back = partial(self._turns.look_back, self._turn, passed)
         self.ask(what, self._terms.limit_s, look_back)
         self._move()
         return self._turn.missed
@@ -347,7 +354,7 @@ class Bonded(Rendezvous):
             OSError: The system gives nothing to listen at.
         """
         if self._entrance is None:
-            self._entrance = Entrance(self._here, _host_of(self._corner))
+            self._entrance = Entrance(self._here, self._corner)
             self.ask(what, limit_s, partial(self._store.set, f"at/{self._rank}", self._entrance.address))
 
     def _shut(self, what: str | None, limit_s: float) -> None:
@@ -388,10 +395,3 @@ class Bonded(Rendezvous):
         """Returns what is in the store, if it is there, in one request: `get` takes two, and waits."""
         text = str(self._store.compare_set(key, _NOTHING, _NOTHING), "utf-8")
         return text if text != _NOTHING else None
-
-
-def _host_of(store: Any) -> str:
-    """Returns the host of a TCPStore; empty for other ones."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return str(getattr(store, "host", ""))

@@ -34,10 +34,10 @@ class Entrance:
 
     Args:
         here: What ranks of this machine have in common; see `machine`.
-        store: Name or address of the host that all ranks reach; empty if that is not known.
+        store: A ``torch.distributed.Store``; that of a host shows which way all ranks reach this one.
     """
 
-    def __init__(self, here: str, store: str) -> None:
+    def __init__(self, here: str, store: Any) -> None:
         self._secret = secrets.token_hex(_SECRET_BYTES // 2)
         door = f"\0fastload-{secrets.token_hex(16)}"
         near = socket.socket(socket.AF_UNIX)
@@ -49,7 +49,7 @@ class Entrance:
         )
         self._sockets = [near, far]
         found = {"machine": here, "door": door[1:], "secret": self._secret, "port": far.getsockname()[1]}
-        self.address = json.dumps({**found, "hosts": list(dict.fromkeys(_own_addresses(store)))})
+        self.address = json.dumps({**found, "hosts": list(dict.fromkeys(_own_addresses(_host_of(store))))})
 
     def admit(self, ranks: Collection[int], look: Callable[[], float]) -> Iterator[tuple[int, socket.socket]]:
         """Yields a connection for each of some ranks as they come.
@@ -168,3 +168,10 @@ def _own_addresses(store: str) -> Iterator[str]:
     with contextlib.suppress(OSError):
         for *_, where in socket.getaddrinfo(os.uname().nodename, None, type=socket.SOCK_STREAM):
             yield str(where[0])
+
+
+def _host_of(store: Any) -> str:
+    """Returns the host of a TCPStore; empty for other ones."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))

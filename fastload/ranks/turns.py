@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fastload.ranks.bonds import Bonds, Tag
 from fastload.ranks.meeting import Verdict
 
-__all__ = ["Standing", "Turn", "Turns"]
+__all__ = ["Standing", "Turn", "Turns", "turns_in"]
 
 
 @dataclass(eq=False, slots=True)
@@ -78,22 +80,35 @@ class Turns:
                 turn.number += 1
 
 
+_of_corners: dict[tuple[str, int], Turns] = {}  # by what a corner is named, and rank
+
+
+def turns_in(corner: Any, rank: int) -> Turns:
+    """Returns the numbers of a rank's calls in the corner of a store.
+
+    A group may be made anew in the corner where one of the same name and members was before. Its calls go on
+    with the numbers of that: how many calls each rank has made there, some perhaps alone, the ranks find out
+    as within one group. In a store that has come in place of another all begin anew.
+
+    Args:
+        corner: Of a ``torch.distributed.Store``.
+        rank: This one.
+    """
+    name = str(corner.compare_set("name", "", secrets.token_hex(8)), "ascii")  # that of who came first
+    return _of_corners.setdefault((name, rank), Turns())
+
+
 class Standing:
     """What one rank has of the tree of its group, from call to call.
 
-    Args:
-        life: As below.
-
     Attributes:
-        life: What tells the group from those of the same name and members that this process had before.
-        turns: The numbers of the calls.
+        turns: The numbers of the calls; None before the first one.
         bonds: Its connections; None if there is no tree.
         num_tries: How many calls have tried to make a tree in vain, since the last one.
     """
 
-    def __init__(self, life: int = 1) -> None:
-        self.life = life
-        self.turns = Turns()
+    def __init__(self) -> None:
+        self.turns: Turns | None = None
         self.bonds: Bonds | None = None
         self.num_tries = 0
         self._lock = threading.Lock()

@@ -7,7 +7,6 @@ import os
 import secrets
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -48,9 +47,6 @@ T = TypeVar("T")
 _POLL_S = 0.01
 _MEETING_S = 300.0  # hosts of a large job do not start in the same minute
 
-# How many groups of one name and the same members there were: torch.distributed may be initialized anew.
-_num_lives: Counter[str] = Counter()
-
 # Default groups that met in a part of the store which no other ranks ever use.
 _apart: WeakSet[Any] = WeakSet()
 
@@ -86,10 +82,8 @@ def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:
     # Groups with the same members are different all the same: their calls have no order between them.
     identity = json.dumps([group.group_name, members])
     name = f"{_life()}/{xxhash.xxh3_64_hexdigest(identity.encode())}"
-    life = kept_of(group).lasting(partial(_begin_life, name)).life
-    corner = dist.PrefixStore(f"fastload/{name}/{life}", root)
     return join_in(
-        corner,
+        dist.PrefixStore(f"fastload/{name}", root),
         rank=dist.get_rank(group),
         size=len(members),
         call=call,
@@ -97,13 +91,6 @@ def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:
         group=group,
         **_fate_of_store(members),
     )
-
-
-def _begin_life(name: str) -> Any:
-    from fastload.ranks.turns import Standing  # only where there are several ranks
-
-    _num_lives[name] += 1
-    return Standing(_num_lives[name])
 
 
 def join_in(

@@ -59,6 +59,21 @@ def test_ranks_meet_again_after_a_call_that_one_of_them_made(rank: int, world: i
 
 
 @ranks(3)
+def test_a_group_made_anew_meets_whatever_some_did_before(rank: int, world: int, tmp_path: Path) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    for life in range(2):
+        if rank == 1 + life:
+            with pytest.raises(PeerError):
+                fastload.load(tmp_path / "a", options=replace(LOADING, timeout_s=patient(0.4)))
+        dist.barrier()
+        dist.destroy_process_group()
+        anew = dist.PrefixStore(f"life {life}", store)
+        dist.init_process_group("gloo", store=anew, rank=rank, world_size=world)
+    fastload.save(STATE, tmp_path / "a", options=SAVING)
+    assert loads(tmp_path / "a")
+
+
+@ranks(3)
 def test_ranks_in_different_calls_are_told_at_once(rank: int, world: int, tmp_path: Path) -> None:
     path, other = tmp_path / "a", tmp_path / "b"
     fastload.save(STATE, path, options=SAVING)

@@ -42,7 +42,8 @@ class Op:
     """What the ranks do next, between two barriers.
 
     Attributes:
-        kind: ``all`` make a call; or only ``some`` do; or some come ``late`` for it, or ``leave`` it.
+        kind: ``all`` make a call; or only ``some`` do; or some come ``late`` for it, or ``leave`` it. Or the
+            group is made ``anew``: in the same corner of the store, or in another one if its call is ``B``.
         who: Those some, as bits.
         call: Its name.
     """
@@ -77,15 +78,22 @@ def end_of(call: Callable[[], Any]) -> Any:
 
 
 def follow(
-    store: Any, rank: int, size: int, ops: Sequence[Op], barrier: threading.Barrier, kept: Kept | None
-) -> list[Any]:
-    """Does all operations, as one of the ranks; returns how each ended."""
+    root: Any, rank: int, size: int, ops: Sequence[Op], barrier: threading.Barrier, in_tree: bool
+) -> tuple[list[Any], list[Kept]]:
+    """Does all operations, as one of the ranks; returns how each ended, and what each group kept."""
     ends: list[Any] = []
-    for op in ops:
+    store, groups = root, [Kept()]
+    for number, op in enumerate(ops):
+        kept = groups[-1] if in_tree else None
         chosen = bool(op.who >> rank & 1)
         short = partial(make, store, rank, size, op.call, SHORT_S, kept=kept)
         barrier.wait(60)
-        if op.kind == "leave" and chosen:
+        if op.kind == "anew":
+            groups[-1].end()
+            groups.append(Kept())
+            store = store if op.call == "A" else dist.PrefixStore(str(number), root)
+            ends.append("anew")
+        elif op.kind == "leave" and chosen:
             world = join_in(store, rank=rank, size=size, call=op.call, timeout_s=LONG_S, kept=kept)
             world.leave(KeyboardInterrupt())
             ends.append("left")
@@ -98,10 +106,10 @@ def follow(
             ends.append(end_of(short))
         elif op.kind == "some" and not chosen:
             ends.append("elsewhere")
-    return ends
+    return ends, groups
 
 
-OPS = st.builds(Op, st.sampled_from(["all", "some", "late", "leave"]), _BITS, st.sampled_from("AB"))
+OPS = st.builds(Op, st.sampled_from(["all", "some", "late", "leave", "anew"]), _BITS, st.sampled_from("AB"))
 
 
 @settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -113,26 +121,29 @@ OPS = st.builds(Op, st.sampled_from(["all", "some", "late", "leave"]), _BITS, st
 @example(3, [Op("all", 0, "A"), Op("late", 2, "A"), Op("some", 2, "B"), Op("some", 4, "A")], True)
 @example(3, [Op("some", 3, "A"), Op("leave", 4, "B"), Op("late", 5, "B")], False)
 @example(3, [Op("all", 0, "B"), Op("some", 3, "A"), Op("leave", 4, "B"), Op("late", 5, "B")], True)
+@example(3, [Op("some", 2, "A"), Op("anew", 0, "A"), Op("all", 0, "A"), Op("anew", 0, "A")], True)
+@example(3, [Op("some", 1, "B"), Op("anew", 0, "B"), Op("some", 2, "B"), Op("anew", 0, "A")], True)
 def test_ranks_meet_again_whatever_some_have_done(size: int, ops: list[Op], in_tree: bool) -> None:
     """A call that all make succeeds, whatever came before it; and nothing of it stays in the store."""
     ops = [*ops, Op("all", 0, "A"), Op("all", 0, "B")]
     store, barrier = dist.HashStore(), threading.Barrier(size)
-    kept = [Kept() if in_tree else None for _ in range(size)]
     with ThreadPoolExecutor(size) as pool:
-        each = list(pool.map(lambda rank: follow(store, rank, size, ops, barrier, kept[rank]), range(size)))
-    assert not in_tree or all(one.lasting(Standing).bonds.are_whole() for one in kept)
-    for one in filter(None, kept):
+        each = list(pool.map(lambda rank: follow(store, rank, size, ops, barrier, in_tree), range(size)))
+    last = [groups[-1] for _, groups in each]
+    assert not in_tree or all(one.lasting(Standing).bonds.are_whole() for one in last)
+    for one in last:
         one.end()
     everyone = list(range(size))
-    for op, ends in zip(ops, zip(*each, strict=True), strict=True):
+    for op, ends in zip(ops, zip(*[ends for ends, _ in each], strict=True), strict=True):
         chosen = [rank for rank in everyone if op.who >> rank & 1]
         if op.kind == "all":
             assert list(ends) == [everyone] * size, (op, ends)
-        elif 0 < len(chosen) < size:
+        elif 0 < len(chosen) < size and op.kind != "anew":
             assert everyone not in ends, (op, ends)
     # Of a tree the first rank keeps the last verdicts.
-    assert store.num_keys() <= size + in_tree * MOST_KEPT, "more than the counters of the ranks is left"
-    assert in_tree or store.num_keys() == size
+    num_groups = len(each[0][1])
+    assert store.num_keys() <= num_groups * (size + in_tree * MOST_KEPT), "more than the counters is left"
+    assert num_groups > 1 or in_tree or store.num_keys() == size
 
 
 def wander(
