@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -110,23 +111,25 @@ class Assembly:
             places = [(packet.writer, packet.number) for packet in packets.own]
             self._copied = {place: snapshot.tensor(index) for index, place in enumerate(places)}
         self.depth = depths.slots
-        pinned = shards.on_device
-        self._slots = Buffers(depths.slots, [piece.nbytes for piece in pieces], pinned=pinned)
-        self._scratch = Buffers(1, [packet.nbytes for packet in packets.kept], pinned=pinned)
-        self._leaving = Buffers(depths.leaving, [packet.nbytes for packet in packets.leaving], pinned=pinned)
+        # Kept with the connections, which only a save that ended well leaves to the next one: the first touch
+        # of memory takes four times as long as to hash what is in it.
+        self._buffers: dict[str, Buffers] = wire.along("buffers", dict) if wire is not None else {}
+        self._reuse("slots", depths.slots, [piece.nbytes for piece in pieces])
+        self._reuse("scratch", 1, [packet.nbytes for packet in packets.kept])
+        self._reuse("leaving", depths.leaving, [packet.nbytes for packet in packets.leaving])
         self._incoming: Incoming | None = None
         self._exchange: PacketExchange[Packet] | None = None
         if wire is not None:
             self._exchange = PacketExchange(
                 world, wire, packets.leaving, self._pack, num_buffers=depths.leaving
             )
-            self._incoming = Incoming(packets, self._exchange, num_batches=depths.coming, pinned=pinned)
+            coming = partial(self._reuse, "coming", depths.coming)
+            self._incoming = Incoming(packets, self._exchange, coming, num_batches=depths.coming)
 
     @property
     def nbytes(self) -> int:
         """Host memory that it takes, in bytes."""
-        coming_bytes = self._incoming.nbytes if self._incoming is not None else 0
-        return coming_bytes + sum(memory.nbytes for memory in (self._slots, self._scratch, self._leaving))
+        return sum(memory.nbytes for memory in self._buffers.values())
 
     def open(self) -> None:
         """Meets the other ranks, if any of them needs something from another; errors are those of `piece`."""
@@ -146,7 +149,7 @@ class Assembly:
         copied = self._copied.get((whole.writer, index)) if whole is not None else None
         if whole is not None and copied is not None and _is_one_run(places_of(self._layout, whole, piece)):
             return host_view(copied)
-        slot = self._slots.get(index)[: piece.nbytes]
+        slot = self._buffers["slots"].get(index)[: piece.nbytes]
         header = self._layout.files[piece.file].header[piece.begin : piece.end]
         if header:
             host_view(slot[: len(header)])[:] = header
@@ -160,7 +163,7 @@ class Assembly:
             elif _is_one_run(places):
                 self._fill(packet, slot[places[0].start : places[0].end])
             else:
-                data = self._scratch.get(0)[: packet.nbytes]
+                data = self._buffers["scratch"].get(0)[: packet.nbytes]
                 self._fill(packet, data)
                 _scatter(data, places, slot)
         return host_view(slot)
@@ -179,8 +182,14 @@ class Assembly:
         if incoming is not None:
             incoming.free()
         self._copied.clear()
-        for memory in (self._slots, self._scratch, self._leaving):
-            memory.free()
+        self._buffers = {}
+
+    def _reuse(self, name: str, count: int, lengths: Sequence[int]) -> Buffers:
+        """Returns the buffers of the last save if they will do, else others."""
+        buffers = Buffers(count, lengths, pinned=self._shards.on_device)
+        if name not in self._buffers or self._buffers[name].kind != buffers.kind:
+            self._buffers[name] = buffers
+        return self._buffers[name]
 
     def _fill(self, packet: Packet, out: Tensor) -> None:
         self._shards.copy(packet, out)
@@ -190,7 +199,7 @@ class Assembly:
         copied = self._copied.get((packet.writer, packet.number))
         if copied is not None:
             return copied
-        data = self._leaving.get(number)[: packet.nbytes]
+        data = self._buffers["leaving"].get(number)[: packet.nbytes]
         self._fill(packet, data)
         return data
 

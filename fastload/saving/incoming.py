@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Event
 
 from torch import Tensor
@@ -21,28 +21,28 @@ class Incoming:
     Args:
         packets: What the pieces consist of.
         exchange: Brings it, once it is open.
-        num_batches: For how many batches of pieces there is memory.
-        pinned: Page-locks it, as all of the save's.
+        memory: Makes the buffers for it, given the lengths of what comes for each batch; see `Buffers`.
+        num_batches: How many of them there are.
     """
 
     def __init__(
-        self, packets: Packets, exchange: PacketExchange[Packet], *, num_batches: int, pinned: bool
+        self,
+        packets: Packets,
+        exchange: PacketExchange[Packet],
+        memory: Callable[[Sequence[int]], Buffers],
+        *,
+        num_batches: int,
     ) -> None:
         self._exchange = exchange
         self._ends = [batch.stop for batch in packets.batches]
         self._packets = [packets.travelling(number) for number in range(len(self._ends))]
         lengths = [sum(packet.nbytes for packet in of_batch) for of_batch in self._packets]
-        self._memory = Buffers(num_batches, lengths, pinned=pinned)
+        self._memory = memory(lengths)
         self._num_batches = num_batches
         self._posted: deque[tuple[dict[int, Tensor], Event]] = deque()
         self._number = -1
         self._left: dict[int, Tensor] = {}
         self._came = Event()
-
-    @property
-    def nbytes(self) -> int:
-        """Host memory that it takes, in bytes."""
-        return self._memory.nbytes
 
     def reach(self, piece: int) -> None:
         """Makes ready to receive what is for a piece, and for later ones; what earlier ones got may go.
@@ -73,7 +73,7 @@ class Incoming:
         """Lets go of the memory."""
         self._posted.clear()
         self._left.clear()
-        self._memory.free()
+        self._memory = Buffers(0, (), pinned=False)
 
     def _post(self, number: int) -> None:
         packets, memory, position = self._packets[number], self._memory, 0
@@ -92,26 +92,25 @@ class Buffers:
         count: How many.
         lengths: Of what goes into them, one at a time, in bytes; the longest one fits.
         pinned: Page-locks them, for copies from a CUDA device.
+
+    Attributes:
+        kind: The same for those that may take each other's place.
     """
 
     def __init__(self, count: int, lengths: Sequence[int], *, pinned: bool) -> None:
-        self._count = min(count, len(lengths))
-        self._largest = round_up(max(lengths, default=0), PAGE_BYTES)
-        self._pinned = pinned
+        largest = round_up(max(lengths, default=0), PAGE_BYTES)
+        self.kind = min(count, len(lengths)), largest, pinned
         self._buffers: dict[int, Tensor] = {}
 
     @property
     def nbytes(self) -> int:
         """Length of those that were used, in bytes."""
-        return len(self._buffers) * self._largest
-
-    def free(self) -> None:
-        """Lets go of them."""
-        self._buffers.clear()
+        return len(self._buffers) * self.kind[1]
 
     def get(self, index: int) -> Tensor:
         """Returns the buffer whose turn it is, which whatever used it before has to have left."""
-        turn = index % self._count
+        count, largest, pinned = self.kind
+        turn = index % count
         if turn not in self._buffers:
-            self._buffers[turn] = allocate_staging(self._largest, pinned=self._pinned)
+            self._buffers[turn] = allocate_staging(largest, pinned=pinned)
         return self._buffers[turn]

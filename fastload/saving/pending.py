@@ -30,7 +30,9 @@ class Pending:
 
 
 def open_pending(call: Call, part: Part) -> Pending:
-    """Has the leaders prepare the place; where there is more than that to tell each other, all join them.
+    """Has the leaders prepare the place, while the ranks tell each other where they are found.
+
+    Each joins its leader once it writes; where each host has a copy of its own, before any rank does.
 
     Raises:
         OptionError: The hosts see one place although each was to have its own.
@@ -40,42 +42,49 @@ def open_pending(call: Call, part: Part) -> Pending:
     world, team, target = call.world, part.team, part.target
     leads = world.rank == team.leader
     files = [(file.name, file.nbytes) for file in part.described.layout.files]
+    packets = part.packets
+    wire = Wire(world, range(world.size), packets.partners) if packets is not None else None
 
     def prepare() -> dict[str, Any]:
-        ticket = None
-        if leads:
-            ticket = target.prepare(files, overwrite=call.options.overwrite)
-        return {"ticket": ticket, "exchanges": part.packets is not None and bool(part.packets.leaving)}
+        return {
+            "ticket": target.prepare(files, overwrite=call.options.overwrite) if leads else None,
+            "exchanges": packets is not None and bool(packets.leaving),
+            "offer": wire.offer() if wire is not None else None,
+        }
 
-    ranks = world.agree(f"preparing to save to {target.url}", prepare)
-    tickets = [each["ticket"] for each in ranks]
-    join = _nothing if leads else partial(_join, target, tickets[team.leader], team.leader)
-    exchanges = any(each["exchanges"] for each in ranks)
-    if not exchanges and team.num_copies == 1:
-        return Pending(None, join)
-    wire: Wire | None = None
-    if exchanges:
-        wire = Wire(world, range(world.size), part.packets.partners if part.packets is not None else ())
-
-    def meet() -> Any:
-        join()
-        if leads and team.num_copies > 1:
-            others = [tickets[leader] for leader in team.leaders if leader != team.leader]
-            _look_for_others(call.open_target, others)
-        return wire.offer() if wire is not None else None
-
-    what = f"joining the save to {target.url}"
+    what = f"preparing to save to {target.url}"
     try:
-        accept_offers(world, what, wire, world.agree(what, meet))
+        ranks = world.agree(what, prepare)
+        if any(each["exchanges"] for each in ranks):
+            accept_offers(world, what, wire, [each["offer"] for each in ranks])
+        elif wire is not None:
+            wire.close(keep=True)
+            wire = None
+        tickets = [each["ticket"] for each in ranks]
+        join = _nothing if leads else partial(_join, target, tickets[team.leader], team.leader)
+        if team.num_copies > 1:
+            others = [tickets[leader] for leader in team.leaders if leads and leader != team.leader]
+            _join_all(call, target.url, join, others)
+            join = _nothing
     except BaseException:
         if wire is not None:
             wire.close(keep=False)
         raise
-    return Pending(wire, _nothing)
+    return Pending(wire, join)
 
 
 def _nothing() -> None:
     pass
+
+
+def _join_all(call: Call, url: str, join: Callable[[], object], others: Sequence[Any]) -> None:
+    """Has every rank join its team before any of them writes, and look for what the others have prepared."""
+
+    def meet() -> None:
+        join()
+        _look_for_others(call.open_target, others)
+
+    call.world.agree(f"joining the save to {url}", meet)
 
 
 def _join(target: Target, ticket: Any, leader: int) -> None:
