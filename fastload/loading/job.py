@@ -16,7 +16,7 @@ from fastload.loading.access import Access
 from fastload.loading.match import Match, match
 from fastload.loading.place import Placer
 from fastload.options import LoadOptions
-from fastload.ranks.world import World, members_of
+from fastload.ranks.world import World, members_of, require_cuda
 from fastload.transfer.exchange import has_nccl, open_exchange
 from fastload.transfer.guards import Guards
 from fastload.transfer.pipeline import Pipeline, read_threads
@@ -322,8 +322,7 @@ def target_device(device: torch.device | str | None) -> torch.device:
     if target.type == "meta":
         raise OptionError(f"device={device!r}: the meta device has no memory to load into; name a real one")
     if target.type == "cuda":
-        if not torch.cuda.is_available():
-            raise OptionError(f"device={device!r}: torch sees no CUDA device")
+        require_cuda(str(target))
         if target.index is None:
             return torch.device("cuda", torch.cuda.current_device())
     return target

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from fastload.errors import WorldError
+from fastload.errors import OptionError, WorldError
 from fastload.ranks.agreement import World
 from fastload.ranks.door import machine
 from fastload.ranks.failures import grace_of, kinds_of, require_same
@@ -39,6 +39,7 @@ __all__ = [
     "meet",
     "members_of",
     "rank_in",
+    "require_cuda",
     "require_same",
 ]
 
@@ -199,6 +200,7 @@ def initialize(device: str = "cpu") -> tuple[int, str]:
         This process's rank, 0 without a job, and the device.
 
     Raises:
+        OptionError: torch sees no such CUDA device.
         WorldError: The environment is incomplete or contradicts itself (see `from_env`), or the ranks did
             not find each other.
     """
@@ -207,11 +209,27 @@ def initialize(device: str = "cpu") -> tuple[int, str]:
         # srun may show each task its own device only, which then is the first.
         alone = launch.launcher == "srun" and torch.cuda.device_count() == 1
         device = f"cuda:{0 if alone else launch.local_rank}"
+    require_cuda(device)  # else it is NCCL that fails, with a traceback
     if launch.launcher == "none":
         return 0, device
     if not dist.is_initialized():
         _join_job(launch, backend="cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
     return dist.get_rank(), device
+
+
+def require_cuda(device: str) -> None:
+    """Raises if a CUDA device is asked for that torch does not see.
+
+    Args:
+        device: Of any kind, such as ``cuda:1``.
+
+    Raises:
+        OptionError: There is no such device.
+    """
+    kind, _, index = device.partition(":")
+    count = torch.cuda.device_count() if kind == "cuda" else 0
+    if kind == "cuda" and int(index or 0) >= count:
+        raise OptionError(f"device={device!r}: torch sees {count or 'no'} CUDA device{'s' * (count > 1)}")
 
 
 def join_job(launch: Launch, *calls: str, timeout_s: float) -> Iterator[World]:

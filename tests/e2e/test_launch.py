@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 from fastload.formats.state import state_digest
@@ -123,6 +124,15 @@ def test_an_environment_that_cannot_be_is_one_line(command: list[str]) -> None:
     done = run_forked(["-m", "fastload", *command], cwd=_ROOT, env=environ(**launcher), timeout=60)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "fastload: WorldError: RANK=2 contradicts WORLD_SIZE=2: it must be below\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
+def test_a_gpu_that_is_not_there_is_one_line() -> None:
+    job = environ(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="localhost", MASTER_PORT="1")
+    command = ["-m", "fastload", "load", "a", "--device", "cuda"]
+    done = run_forked(command, cwd=_ROOT, env=job, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "fastload: OptionError: device='cuda:1': torch sees no CUDA device\n"
 
 
 def test_a_port_in_use_is_named(load: list[str]) -> None:
