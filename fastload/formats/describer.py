@@ -168,16 +168,16 @@ class Describer:
     # Tensors
 
     def _tensor(self, tensor: Tensor, name: str) -> Any:
-        why = _why_not_stored(tensor)
+        local = local_of(tensor)
+        why = _why_not_stored(tensor, local)
         if why is not None:
             return self._refuse(f"a {tensor.dtype} tensor", why)
         grad = "+grad" if tensor.requires_grad else ""
         is_parameter = type(tensor) is not Tensor and isinstance(tensor, Parameter)
         kind = f"{'Parameter' if is_parameter else 'Tensor'}{grad}" if grad or is_parameter else None
         plain = tensor.detach() if kind else tensor
-        local = local_of(plain)
         if local.is_neg() or local.is_conj():  # torch negates when it reads the bytes
-            resolved = _like(plain, local.resolve_conj().resolve_neg(), plain.shape)
+            resolved = _like(plain, local_of(plain).resolve_conj().resolve_neg(), plain.shape)
             plain = self._converted.setdefault(id(tensor), resolved)
         if plain.dtype is torch.complex128:
             real = _like(plain, torch.view_as_real(local_of(plain)), (*plain.shape, 2))
@@ -324,7 +324,7 @@ def _spec(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
-def _why_not_stored(tensor: Tensor) -> str | None:
+def _why_not_stored(tensor: Tensor, local: Tensor) -> str | None:
     if tensor.layout is not torch.strided or tensor.is_nested:
         return "only dense tensors are kept"
     if tensor.is_meta:
@@ -334,7 +334,6 @@ def _why_not_stored(tensor: Tensor) -> str | None:
         return "safetensors has no such dtype"
     if name == "F4" and not tensor.dim():
         return "safetensors has none without dimensions"
-    local = local_of(tensor)
     if not local.data_ptr() and local.numel():
         return "its storage has been freed"
     return None

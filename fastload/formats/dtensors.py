@@ -34,15 +34,18 @@ _PLAIN = (Tensor, nn.Parameter)
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether it is torch's DTensor; nothing is imported to find out."""
-    if type(tensor) in _PLAIN:
-        return False
+    return type(tensor) not in _PLAIN and _is_dtensor_type(type(tensor))
+
+
+@lru_cache(maxsize=64)  # asked several times of each tensor
+def _is_dtensor_type(kind: type) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return module is not None and issubclass(kind, module.DTensor)
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """Returns the memory that this rank has of a tensor: of a plain one, itself."""
-    if type(tensor) in _PLAIN or not is_dtensor(tensor):
+    if not is_dtensor(tensor):
         return tensor
     if torch.is_grad_enabled():
         with torch.no_grad():
@@ -58,11 +61,11 @@ def local_parts(tensor: Tensor) -> list[tuple[Box, Tensor]]:
     if not is_dtensor(tensor):
         return [(Box.whole(tensor.shape), tensor)]
     local = local_of(tensor)
-    return [(box, narrowed(local, within)) for parts in _readings(tensor)[:1] for box, within in parts]
+    return [(box, narrowed(local, within)) for parts in _readings(tensor, local)[:1] for box, within in parts]
 
 
-def _readings(tensor: Any) -> list[list[tuple[Box, Box]]]:
-    """Returns what this rank may hold of a DTensor, given the shape of its local one; see `placed_boxes`.
+def _readings(tensor: Any, local: Tensor) -> list[list[tuple[Box, Box]]]:
+    """Returns what this rank may hold of a DTensor, given its local one; see `placed_boxes`.
 
     One answer, if it can be told; none if this rank has no place in the mesh.
     """
@@ -70,8 +73,8 @@ def _readings(tensor: Any) -> list[list[tuple[Box, Box]]]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return []
-    local = tuple(local_of(tensor).shape)
-    return _fitting(tuple(tensor.shape), tuple(mesh.shape), tuple(coordinate), tensor.placements, local)
+    shapes = tuple(tensor.shape), tuple(mesh.shape)
+    return _fitting(*shapes, tuple(coordinate), tensor.placements, tuple(local.shape))
 
 
 @lru_cache(maxsize=4096)  # layers are alike
@@ -202,7 +205,7 @@ class Group:
                 f"part in this {self._call}: {self._call} with a process_group= of all of them"
             )
         local = local_of(tensor)
-        num_readings = len(_readings(tensor))
+        num_readings = len(_readings(tensor, local))
         if type(local) not in _PLAIN:
             yield f"{name}: {self._place} has a DTensor whose local tensor is a {type(local).__name__}"
         elif num_readings != 1 and tensor.device_mesh.get_coordinate() is not None:
@@ -215,9 +218,10 @@ class Group:
     def _outside_of(self, mesh: Any) -> list[int]:
         if self._ranks is None:
             return []
-        if mesh not in self._outside:
-            self._outside[mesh] = sorted(set(mesh.mesh.flatten().tolist()) - self._ranks)
-        return self._outside[mesh]
+        found = self._outside.get(mesh)
+        if found is None:
+            found = self._outside[mesh] = sorted(set(mesh.mesh.flatten().tolist()) - self._ranks)
+        return found
 
 
 def _is_placed(placement: Any) -> bool:

@@ -185,6 +185,7 @@ def _match_all(manifest: Manifest, arrivals: Arrivals, left_out: tuple[str, ...]
     return Match(arrivals.destinations, arrivals.new, arrivals.copy, restore, left_out)
 
 
+@torch.no_grad()  # else each look at a DTensor turns it off and on
 def _match_into(
     manifest: Manifest,
     pairs: Pairs,

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fastload.errors import MismatchError
@@ -62,7 +63,8 @@ class Restorer:
         puts = [(put.container, put.key, put.value.made(cast)) for put in pairs.puts]
         in_shards = Rebuilder({**arrivals.exact, **self.sharded}) if self.sharded else as_stored
         states = [(part, part.value.made(in_shards)) for part in pairs.parts]
-        loaded = {identity(_now(leaf)) for _, leaf in pairs.tensors} if pairs.handovers else set()
+        with torch.no_grad():  # else each look at a DTensor turns it off and on
+            loaded = {identity(_now(leaf)) for _, leaf in pairs.tensors} if pairs.handovers else set()
         dicts = [(handover, _state_dict(handover, as_stored, loaded)) for handover in pairs.handovers]
         for handover, state in dicts:
             self._hand_over(handover.where, handover.module, state)
