@@ -108,7 +108,7 @@ def reshard(module: nn.Module) -> None:
         if isinstance(part, fsdp.FSDPModule):
             part.reshard()
         for hook in part._state_dict_pre_hooks.values():  # of a module that is part of a larger one
-            if getattr(hook, "__module__", "").startswith(_FSDP2):
+            if _is_of_fsdp2(hook):
                 hook(part, "", False)
 
 
@@ -127,13 +127,19 @@ def extra_names(module: nn.Module) -> list[str]:
 
 def needs_call(module: nn.Module) -> bool:
     """Whether `load_state_dict` does anything but to copy tensors."""
-    return _is_opaque(module) or any(map(_may_fill, module.modules()))
+    return _is_opaque(module) or any(_may_fill(part) or _has_to_hear(part) for part in module.modules())
 
 
 def _may_fill(part: nn.Module) -> bool:
     """Whether something of a part may put anything into it, or into what is below it, when it is loaded."""
     own = type(part).load_state_dict is not nn.Module.load_state_dict
-    return own or _takes_extra(part) or bool(part._load_state_dict_post_hooks) or _is_custom(part)
+    return own or _takes_extra(part) or _has_hooks(part._load_state_dict_post_hooks) or _is_custom(part)
+
+
+def _has_to_hear(part: nn.Module) -> bool:
+    """Whether FSDP2 has to be told, by its hook, that parameters without memory were replaced."""
+    parameters = part._parameters.values() if part._load_state_dict_post_hooks else ()
+    return any(parameter is not None and parameter.is_meta for parameter in parameters)
 
 
 def fit(
@@ -328,7 +334,16 @@ def _takes_extra(part: nn.Module) -> bool:
 def _is_custom(part: nn.Module) -> bool:
     """Whether something of the part may change what was saved before it is copied."""
     own = type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
-    return own or bool(part._load_state_dict_pre_hooks)
+    return own or _has_hooks(part._load_state_dict_pre_hooks)
+
+
+def _has_hooks(hooks: Mapping[int, Any]) -> bool:
+    """Whether there are any but those of FSDP2, which do what `reshard` does, and look at its parameters."""
+    return any(not _is_of_fsdp2(hook) for hook in hooks.values())
+
+
+def _is_of_fsdp2(hook: Any) -> bool:
+    return getattr(hook, "__module__", "").startswith(_FSDP2)
 
 
 def _is_opaque(module: nn.Module) -> bool:
