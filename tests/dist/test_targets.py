@@ -305,6 +305,24 @@ def test_a_module_on_the_meta_device_gets_real_shards(rank: int, world: int, tmp
     torch.testing.assert_close(model[2].bias.grad.full_tensor(), plain[2].bias.grad)
 
 
+@ranks(2)
+def test_fsdp2_hears_of_parameters_that_were_replaced_and_of_no_others(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    plain, batch = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)), torch.rand(4, 5)
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = fully_shard(nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)))
+        for number in range(3):
+            saved = {name: torch.rand_like(t) for name, t in plain.state_dict().items()}
+            fastload.save(saved, tmp_path / f"{device}{number}")
+            found = matched(tmp_path / f"{device}{number}", model)
+            assert found.calls == (device == "meta" and number == 0)
+            fill(found, saved)
+            plain.load_state_dict(saved)
+            torch.testing.assert_close(model(batch), plain(batch))  # whose whole parameters stay after that
+
+
 def plain_model() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3), nn.BatchNorm1d(3))
 
