@@ -11,10 +11,12 @@ from typing import Any
 
 from fastload import FastloadError, SaveHandle, SaveOptions, world
 from fastload.saving.background import save_all_in_background
+from fastload.storage import folders
 
 __all__ = ["Assembly", "clear_pending"]
 
 _PENDING = "pending-"  # no program takes what begins so for a checkpoint of its own
+_REPLACED = "replaced"
 
 
 class Assembly:
@@ -100,16 +102,20 @@ class Assembly:
 
 
 def clear_pending(folder: str, prefix: str) -> None:
-    """Deletes what saves that were cut off have left below a directory.
+    """Deletes what saves that were cut off have left below a directory; puts back what they were to replace.
 
     Args:
         folder: The directory.
         prefix: How what is assembled there is called: this, a hyphen and a number.
     """
-    pending = re.compile(rf"{_PENDING}{re.escape(prefix)}-\d+(-\w+)?")
+    pending = re.compile(rf"{_PENDING}({re.escape(prefix)}-\d+)(-\w+)?")
     for name in os.listdir(folder) if os.path.isdir(folder) else ():
-        if pending.fullmatch(name):
-            shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+        if match := pending.fullmatch(name):
+            whole = os.path.join(folder, match[1])
+            if match[2] == f"-{_REPLACED}" and not os.path.lexists(whole):
+                os.replace(os.path.join(folder, name), whole)
+            else:
+                shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
 
 def _pending(path: str, name: str) -> str:
@@ -126,13 +132,33 @@ def _failure(handle: SaveHandle) -> FastloadError | None:
 
 
 def _replace(source: str, target: str) -> None:
-    old = _pending(target, "replaced")
+    """Gives a directory the name of another one, which goes: in one step, where the file system can do it."""
+    old = _pending(target, _REPLACED)
+    shutil.rmtree(old, ignore_errors=True)
     if os.path.lexists(target):
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(target, old)
-    os.replace(source, target)
+        if _exchange(source, target):
+            old = source
+        else:
+            os.replace(target, old)
+            os.replace(source, target)
+    else:
+        os.replace(source, target)
     _sync(os.path.dirname(target))
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(source: str, target: str) -> bool:
+    """Exchanges two names in one directory; returns whether that can be done there."""
+    parent = os.open(os.path.dirname(source), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        folders.exchange(os.path.basename(source), parent, os.path.basename(target), parent)
+    except OSError as error:
+        if error.errno not in folders.UNABLE:
+            raise
+        return False
+    finally:
+        os.close(parent)
+    return True
 
 
 def _sync(folder: str) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 __all__ = [
+    "UNABLE",
     "carry",
     "delete",
     "empty",
@@ -29,6 +30,9 @@ __all__ = [
     "reserve_range",
     "sync",
 ]
+
+UNABLE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+"""How `exchange` fails where the file system or the system cannot do that."""
 
 _RENAME_EXCHANGE = 2
 _NOT_LINKED = (
@@ -127,7 +131,7 @@ def exchange(one: str, folder: int, other: str, parent: int) -> None:
     """Exchanges two names, each in its own directory, in one step.
 
     Raises:
-        OSError: ``EINVAL`` or ``ENOSYS`` where the file system or the system cannot do that.
+        OSError: One of `UNABLE` where the file system or the system cannot do that.
     """
     if not hasattr(_libc, "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

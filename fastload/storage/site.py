@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import stat
@@ -21,7 +20,6 @@ __all__ = ["Site", "read_list"]
 _log = logging.getLogger(__name__)
 
 _NUM_TRIES = 10  # against others that publish at the same instant
-_UNABLE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Site:
@@ -139,7 +137,7 @@ class Site:
         except FileNotFoundError:
             raise _Changed from None  # somebody removed it: its place is free
         except OSError as error:
-            if error.errno not in _UNABLE:
+            if error.errno not in folders.UNABLE:
                 raise
         os.rename(self._name, "old", src_dir_fd=self.parent, dst_dir_fd=held.folder)
         try:

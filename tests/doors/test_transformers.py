@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib.util
+import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fastload.integrations import host
+from fastload.integrations import assembled, host
+from fastload.storage import folders
 from tests.dist.harness import run_ranks, there
 
 pytestmark = [
@@ -51,6 +56,48 @@ def test_a_training_that_was_killed_ends_as_if_it_had_not_been(world: int, fsdp:
     assert resumed["began_at"] in (2, 4)
     del whole["began_at"], resumed["began_at"]
     assert resumed == whole
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_directory_that_is_replaced_is_there_whenever_that_is_killed(
+    can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the next start, that is, which tidies up."""
+    new, there, num_left = tmp_path / "pending-checkpoint-5", tmp_path / "checkpoint-5", 0
+
+    def dying(step: Any) -> Any:
+        def dies(*given: Any, **how: Any) -> None:
+            nonlocal num_left
+            if not num_left:
+                raise KeyboardInterrupt
+            num_left -= 1
+            step(*given, **how)
+
+        return dies
+
+    def cannot(*_: Any) -> None:
+        raise OSError(errno.EINVAL, "no exchange")
+
+    for steps in range(9):
+        for folder, content in ((new, "new"), (there, "old")):
+            folder.mkdir()
+            (folder / "content").write_text(content)
+        num_left, is_over = steps, False
+        with monkeypatch.context() as patch:
+            patch.setattr(folders, "exchange", dying(folders.exchange) if can_exchange else cannot)
+            patch.setattr(os, "replace", dying(os.replace))
+            patch.setattr(assembled.shutil, "rmtree", dying(shutil.rmtree))
+            with contextlib.suppress(KeyboardInterrupt):
+                assembled._replace(str(new), str(there))
+                is_over = True
+        assembled.clear_pending(str(tmp_path), "checkpoint")
+        assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-5"]
+        assert (there / "content").read_text() in (["new"] if is_over else ["new", "old"])
+        shutil.rmtree(there)
+        if is_over:
+            break
+    assert is_over
+    assert steps >= 3
 
 
 def test_trainings_that_it_cannot_save(tmp_path: Path) -> None:
