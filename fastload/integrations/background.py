@@ -16,9 +16,13 @@ class BackgroundSave:
 
     Args:
         options: How to save; what is there is replaced, whatever they say.
+
+    Attributes:
+        path: Where to, while nobody has waited for it; else empty.
     """
 
     def __init__(self, options: SaveOptions) -> None:
+        self.path = ""
         self._options = replace(options, overwrite=True)
         self._handle: SaveHandle | None = None
         self._work: list[Callable[[], None]] = []
@@ -31,6 +35,7 @@ class BackgroundSave:
         """
         self.wait()
         self._handle = async_save(state, path, storage_options=storage_options, options=self._options)
+        self.path = path
 
     def afterwards(self, work: Callable[[], None]) -> None:
         """Has rank 0 do something once the last save is durable, in the next `wait`; now, if it is."""
@@ -45,7 +50,7 @@ class BackgroundSave:
         Raises:
             FastloadError: It failed; what was to be done after it is not done.
         """
-        handle, self._handle = self._handle, None
+        handle, self._handle, self.path = self._handle, None, ""
         try:
             if handle is not None:
                 handle.wait()

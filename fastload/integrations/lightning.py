@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import lightning
@@ -28,6 +29,7 @@ try:
     import lightning.pytorch as pl
     from lightning.fabric.plugins import TorchCheckpointIO
     from lightning.fabric.utilities.cloud_io import get_filesystem
+    from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
     from lightning.pytorch.strategies import ModelParallelStrategy as _ModelParallelStrategy
@@ -47,6 +49,7 @@ _SEAMS = {
     "Strategy.lightning_module_state_dict": (Strategy, "self"),
     "Strategy.optimizer_state": (Strategy, "self optimizer"),
     "Strategy.teardown": (Strategy, "self"),
+    "ModelCheckpoint.file_exists": (ModelCheckpoint, "self filepath trainer"),
 }
 _BIG = ("state_dict", "optimizer_states")  # of which each rank has its part
 
@@ -88,6 +91,14 @@ class _Together(_Base):  # type: ignore[misc]
         _require_plain(self, trainer)
         super().setup(trainer)
         _require_known(self, trainer)
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                callback.file_exists = partial(self._is_taken, callback)
+
+    def _is_taken(self, callback: ModelCheckpoint, filepath: Any, trainer: pl.Trainer) -> bool:
+        """Whether a checkpoint is there, or about to be: two callbacks may think of the same name."""
+        is_there = type(callback).file_exists(callback, filepath, trainer)
+        return bool(self.broadcast(is_there or os.fspath(filepath) == self._saves.path))
 
     # Saving
 

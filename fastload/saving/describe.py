@@ -77,6 +77,8 @@ def describe(call: Call, state: Any) -> Described:
     options = call.options
     if not all(isinstance(text, str) for pair in call.metadata.items() for text in pair):
         raise OptionError(f"metadata={call.metadata!r}: must be text by text")
+    if state is None:  # seldom meant: what some method returned that changes things in place
+        raise OptionError("the state is None: there is nothing to save")
     description = states.describe(state, call.world.rank)
     tensors = description.tensors
     specs = [TensorSpec(name, *safetensors_spec(tensor), tensor.nbytes) for name, tensor in tensors.items()]

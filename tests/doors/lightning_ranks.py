@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import fastload
 from fastload.integrations.lightning import DDPStrategy, ModelParallelStrategy
+from fastload.storage.local_files import LocalFiles
 from tests.doors.pages import run_program
 
 # Of a launcher; the ranks have met already.
@@ -163,6 +165,28 @@ def loads_elsewhere(rank: int, world: int, folder: Path, kind: str) -> None:
         ours.fit(model, loader(), ckpt_path=theirs.checkpoint_callback.last_model_path)  # type: ignore[union-attr]
         assert ours.global_step == theirs.global_step // 4 * 5
         assert (folder / "ours" / "last.ckpt" / "fastload.json").exists()
+        keeps_the_best_of_each(rank, world, folder / "both")
+
+
+def keeps_the_best_of_each(rank: int, world: int, folder: Path) -> None:
+    """Two callbacks that think of the same names, while saves take longer than what is between them."""
+    kept = [ModelCheckpoint(folder, monitor="loss", mode=mode) for mode in ("min", "max")]
+    trainer = trainer_of(folder / "neither", "ddp", world, in_background=True)
+    trainer.callbacks[-2:] = kept
+    trainer.fit_loop.max_epochs = 2
+    finish = LocalFiles.finish
+
+    def finish_late(files: LocalFiles) -> None:
+        time.sleep(0.2)
+        finish(files)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalFiles, "finish", finish_late)
+        trainer.fit(Module(), loader())
+    paths = [callback.best_model_path for callback in kept]
+    assert len({*paths}) == 2
+    if rank == 0:  # which removes
+        assert sorted(map(str, folder.iterdir())) == sorted(paths)
 
 
 class Odd(Callback):

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import fastload
 from fastload.errors import FastloadError, ManifestError, OptionError
 from fastload.formats.state import describe, rebuild
 from fastload.formats.values import MAX_DEPTH, encode_value
@@ -109,6 +111,12 @@ def test_all_that_cannot_be_kept_is_listed() -> None:
     )
     assert lines[19].startswith("  state['many'][18] is an object")
     assert lines[20:] == ["  and 11 more"]
+
+
+def test_no_state_is_refused(tmp_path: Path) -> None:
+    """It would come back as a dict, and is what a method returns that was not to be asked for its result."""
+    with pytest.raises(OptionError, match="the state is None: there is nothing to save"):
+        fastload.save(None, tmp_path / "c")
 
 
 def test_a_state_that_contains_itself_is_refused() -> None:
