@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ContextDecorator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -220,9 +220,14 @@ def host_view(flat: Tensor) -> memoryview:
     """Views a flat uint8 host tensor as a writable memoryview, which keeps its memory alive."""
     if flat.numel() == 0:
         return memoryview(bytearray())
-    array = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
+    array = _array_type(flat.numel()).from_address(flat.data_ptr())
     array._owner = flat  # type: ignore[attr-defined]  # a read that outlasts its load must not hit freed memory
     return memoryview(array).cast("B")
+
+
+@lru_cache(maxsize=256)  # to make a type takes ten times as long as to view something by it
+def _array_type(length: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
+    return ctypes.c_ubyte * length
 
 
 def host_bytes(tensor: Tensor) -> bytes:
