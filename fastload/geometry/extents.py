@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-__all__ = ["Extent", "HasExtent", "Space", "Span"]
+__all__ = ["Extent", "HasExtent", "Space", "Span", "merged"]
 
 
 class HasExtent(Protocol):
@@ -110,3 +110,21 @@ class Space(Generic[Ranged]):
 
 def _place(extent: HasExtent) -> tuple[int, int]:
     return extent.file, extent.offset
+
+
+def merged(wanted: Iterable[HasExtent]) -> tuple[Span, ...]:
+    """Joins what follows each other without a gap in the same file; the spans are laid end to end."""
+    extents: list[Span] = []
+    file, begin, end, start = -1, 0, 0, 0
+    for extent in wanted:
+        if extent.nbytes == 0:
+            continue
+        if extent.file != file or extent.offset != end:
+            if end > begin:
+                extents.append(Span(file, begin, end - begin, start))
+                start += end - begin
+            file, begin = extent.file, extent.offset
+        end = extent.offset + extent.nbytes
+    if end > begin:
+        extents.append(Span(file, begin, end - begin, start))
+    return tuple(extents)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -29,10 +29,10 @@ from typing import ClassVar, NamedTuple
 import xxhash
 
 from fastload.geometry.blocks import Blocks
-from fastload.geometry.extents import HasExtent, Space, Span
+from fastload.geometry.extents import HasExtent, Space, Span, merged
 from fastload.transfer.demand import Demand, Supply
 from fastload.transfer.room import Room, choose_sizes, slot_bytes
-from fastload.transfer.windows import Windows, seats_of
+from fastload.transfer.windows import Windows
 
 __all__ = ["Chunk", "TransferPlan", "plan_transfer"]
 
@@ -169,7 +169,9 @@ class TransferPlan:
         if self.contiguous:
             return {rank: self.chunk(round_index, rank) for rank in readers}
         lap, turn = divmod(round_index, self.num_turns)
-        bounds = [self._bound(lap, self.windows.first(turn) + place) for place in range(len(readers) + 1)]
+        chunk_bytes = self._chunk_bytes_of_lap(lap)
+        begin = lap * self.chunk_bytes * len(self.readers) + self.windows.first(turn) * chunk_bytes
+        bounds = [self._floor(begin + place * chunk_bytes) for place in range(len(readers) + 1)]
         return {rank: Chunk(a, b - a) for rank, (a, b) in zip(readers, pairwise(bounds), strict=True)}
 
     def whole(self, round_index: int) -> Chunk | None:
@@ -194,22 +196,30 @@ class TransferPlan:
         else:
             begin = lap * self.chunk_bytes * len(self.readers)
             begin += place * self._chunk_bytes_of_lap(lap)
-        position = min(begin, self.total_bytes)
-        if self.blocks is None or position == self.total_bytes:
+        return self._floor(begin)
+
+    def _floor(self, position: int) -> int:
+        """Returns the bound between chunks next to a position, within what is to be read."""
+        if position >= self.total_bytes:
+            return self.total_bytes
+        if self.blocks is None:
             return position
         index = self._space.at(position)
         wanted = self.extents[index].start + position - self._space.starts[index]
         return position - wanted + self.blocks.floor(wanted)  # an extent begins with a block
 
-    def slot_sizes(self, round_index: int) -> dict[int, int]:
-        """Returns how much of a slab the chunk of each reader takes in a round: whole pages."""
-        readers = self.readers_in(round_index)
+    def slot_sizes(self, round_index: int, chunks: Mapping[int, Chunk]) -> dict[int, int]:
+        """Returns how much of a slab the chunk of each reader takes in a round: whole pages.
+
+        Args:
+            round_index: Which round.
+            chunks: Those of it.
+        """
         if self.blocks is None:
-            lengths = [self.chunk_bytes_of(round_index)] * len(readers)
-        else:
-            lengths = [chunk.nbytes for chunk in self.chunks(round_index).values()]
-            lengths = [max(lengths)] * len(readers) if self.even_slots else lengths
-        return {rank: slot_bytes(length) for rank, length in zip(readers, lengths, strict=True)}
+            return dict.fromkeys(chunks, slot_bytes(self.chunk_bytes_of(round_index)))
+        if self.even_slots:
+            return dict.fromkeys(chunks, slot_bytes(max(chunk.nbytes for chunk in chunks.values())))
+        return {rank: slot_bytes(chunk.nbytes) for rank, chunk in chunks.items()}
 
     def largest_slot_bytes(self, rank: int) -> int:
         """Returns how much of a slab a rank's chunk takes at most."""
@@ -337,14 +347,14 @@ def plan_transfer(
     """
     blocks = _blocks(wanted, block_bytes)
     longest = _longest_bytes(blocks)
-    extents = _merge(wanted)
+    extents = merged(wanted)
     total_bytes = sum(extent.nbytes for extent in extents)
     num_readers, exchanges = len(supply.ranks), _exchanges(supply, demand)
     few = Room(min(num_readers, _FEW_READERS) if exchanges else 1, exchanges, longest, True, num_sharing)
     least_bytes = max(min(chunk_bytes or _LEAST_CHUNK_BYTES, -(-total_bytes // num_readers)), longest)
     contiguous = contiguous and _MAX_DEPTH * few.part_bytes(least_bytes) <= staging_bytes
     room = replace(few, num_slots=num_readers if exchanges else 1, apart=even_slots or contiguous)
-    num_hosts = 1 + max(seat.host for seat in seats_of(supply.ranks, hosts))
+    num_hosts = len({hosts[rank] for rank in supply.ranks}) if hosts else num_readers
     sizes = choose_sizes(total_bytes, num_readers, num_hosts, room, staging_bytes, chunk_bytes)
     return TransferPlan(
         extents,
@@ -379,21 +389,3 @@ def _digest(blocks: Blocks) -> str:
     """xxh3-128 of where blocks begin."""
     starts = array("Q", blocks.space.starts).tobytes()
     return f"{blocks.block_bytes}/{xxhash.xxh3_128_hexdigest(starts)}"
-
-
-def _merge(wanted: Iterable[HasExtent]) -> tuple[Span, ...]:
-    """Joins what follows each other without a gap in the same file."""
-    extents: list[Span] = []
-    file, begin, end, start = -1, 0, 0, 0
-    for extent in wanted:
-        if extent.nbytes == 0:
-            continue
-        if extent.file != file or extent.offset != end:
-            if end > begin:
-                extents.append(Span(file, begin, end - begin, start))
-                start += end - begin
-            file, begin = extent.file, extent.offset
-        end = extent.offset + extent.nbytes
-    if end > begin:
-        extents.append(Span(file, begin, end - begin, start))
-    return tuple(extents)

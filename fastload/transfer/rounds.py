@@ -18,6 +18,7 @@ from fastload.geometry.extents import Span
 
 if TYPE_CHECKING:
     from fastload.transfer.parcel import Parcel
+    from fastload.transfer.plan import Chunk
 
 __all__ = [
     "FAILED",
@@ -134,6 +135,7 @@ class Round:
         slots: Where the chunks of all readers come together.
         parts: What the chunk of each reader is received into and passed on from: its slot, or the memory
             that it belongs to. A rank without a chunk in this round may be missing.
+        chunks: What each reader reads, of a plan in which all ranks want the same.
         spans: What this rank reads.
         buffers: Host memory that this rank's chunk is read into, in pieces.
         own: Host memory that this rank's chunk is in before it is handed over, if that is not its part.
@@ -153,6 +155,7 @@ class Round:
     index: int
     slots: Slots
     parts: dict[int, Tensor]
+    chunks: Mapping[int, Chunk] = field(default_factory=dict)
     spans: Sequence[Span] = ()
     buffers: Sequence[Tensor] = ()
     own: Tensor | None = None

@@ -171,16 +171,17 @@ class Slabs:
         """
         turn = number % len(self._slabs)
         slab, own_slot = self._slabs[turn]
-        slots, chunks = self._cut(plan.slot_sizes(index), turn, slab), plan.chunks(index)
+        chunks = plan.chunks(index)
+        slots = self._cut(plan.slot_sizes(index, chunks), turn, slab)
         chunk = chunks.get(self._rank, Chunk(plan.total_bytes, 0))
         spans = plan.spans(chunk)
         if self._on_device:  # all chunks go through the slots
             self._used = True
             whole = own.memory if own is not None else own_slot
             if whole is None or self._rank not in slots.each:
-                return Round(number, slots, slots.each)
+                return Round(number, slots, slots.each, chunks)
             whole = whole[: slots.each[self._rank].numel()]
-            return Round(number, slots, slots.each, spans, [whole[: chunk.nbytes]], whole)
+            return Round(number, slots, slots.each, chunks, spans, [whole[: chunk.nbytes]], whole)
         parts, placed = {}, set()
         for rank, slot in slots.each.items():
             coming = chunks[rank]
@@ -202,7 +203,7 @@ class Slabs:
                 buffers, placed = several, {self._rank}
         self._used |= bool(buffers) and self._rank not in placed
         elsewhere = own.data if own is not None and not self._in_place else None
-        return Round(number, slots, parts, spans, buffers, elsewhere, placed=placed)
+        return Round(number, slots, parts, chunks, spans, buffers, elsewhere, placed=placed)
 
     def arrivals(self, plan: TransferPlan, index: int, work: Round) -> Iterator[Arrival]:
         """Yields what has come in a round: who has read it, and what of it is still to be placed."""
@@ -214,7 +215,7 @@ class Slabs:
             yield Arrival(self._rank, own.nbytes, [])
             yield Arrival(None, whole.nbytes - own.nbytes, _pieces(plan, whole, work.slots.whole))
             return
-        for rank, chunk in plan.chunks(index).items():
+        for rank, chunk in work.chunks.items():
             if rank not in work.statuses:
                 is_placed = rank in work.placed or not chunk.nbytes
                 yield Arrival(rank, chunk.nbytes, [] if is_placed else _pieces(plan, chunk, work.parts[rank]))

@@ -85,7 +85,7 @@ def test_the_slabs_fit_into_staging_and_hold_every_slot(
     assert plan.depth >= 1
     assert plan.staged_bytes <= staging_bytes
     for index in range(plan.num_rounds):
-        slots = plan.slot_sizes(index)
+        slots = plan.slot_sizes(index, plan.chunks(index))
         assert sum(slots.values()) <= plan.slab_bytes
         for rank, slot in slots.items():
             assert slot % PAGE_BYTES == 0
@@ -106,8 +106,8 @@ def test_healing_keeps_blocks_whole(
     placed += [at for index, rank in read for at in wanted_bytes(plan, index, rank)]
     assert sorted(placed) == list(range(sum(entry.nbytes for entry in wanted)))
     for index in range(left.num_rounds):
-        assert sum(left.slot_sizes(index).values()) <= plan.slab_bytes
-        assert max(left.slot_sizes(index).values()) <= max(
+        assert sum(left.slot_sizes(index, left.chunks(index)).values()) <= plan.slab_bytes
+        assert max(left.slot_sizes(index, left.chunks(index)).values()) <= max(
             map(plan.largest_slot_bytes, range(len(plan.demand.ranks)))
         )
 

@@ -64,7 +64,7 @@ def test_shares_are_even_and_slabs_fit_into_staging(
     assert most <= -(-plan.total_bytes // len(plan.readers)) + uneven
     assert plan.staged_bytes <= staging_bytes
     for index in range(plan.num_rounds):
-        slots = plan.slot_sizes(index)
+        slots = plan.slot_sizes(index, plan.chunks(index))
         assert sum(slots.values()) <= plan.slab_bytes
         for rank, slot in slots.items():
             assert plan.chunk(index, rank).nbytes <= slot <= plan.largest_slot_bytes(rank)
