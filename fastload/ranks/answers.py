@@ -113,16 +113,16 @@ def read_answers(table: str, size: int) -> list[tuple[dict[str, Any] | None, int
     values = [
         Column(ranks, text[1:]) if text.startswith(_COLUMN) else next(plain) for ranks, _, text in lines
     ]
-    ranges = [list(_ranges(ranks)) for ranks, *_ in lines]
+    ranges = {ranks: list(_ranges(ranks)) for ranks in {ranks for ranks, *_ in lines}}
     edges = sorted(
-        {0, size, *(edge for each in ranges for first, last in each for edge in (first, last + 1))}
+        {0, size, *(edge for each in ranges.values() for first, last in each for edge in (first, last + 1))}
     )
     number = {edge: number for number, edge in enumerate(edges)}  # of the run that begins there
     places: dict[str, list[int | None]] = {}  # name → for each run where its value is
-    for index, (_, name, _) in enumerate(lines):
+    for index, (ranks, name, _) in enumerate(lines):
         if (at := places.get(name)) is None:
             at = places[name] = [None] * (len(edges) - 1)
-        for first, last in ranges[index]:
+        for first, last in ranges[ranks]:
             begin, end = number[first], number[last + 1]
             at[begin:end] = [index] * (end - begin)
     names = json.loads(f"[{','.join(reversed(places))}]")
@@ -138,24 +138,34 @@ def read_answers(table: str, size: int) -> list[tuple[dict[str, Any] | None, int
 
 
 def _apart(answer: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the parts of an answer, names and what they have as text."""
+    names: list[str] = []
+    values: list[Any] = []
     for name, value in answer.items():
         if name == _VALUE and isinstance(value, dict) and value and all(type(key) is str for key in value):
             for key, part in value.items():
                 if isinstance(part, Each):
                     begin = json.dumps(key)
-                    yield from ((f"[{begin}, {at}]", _COLUMN + one) for at, one in enumerate(_texts(part)))
+                    yield from (
+                        (f"[{begin}, {at}]", _COLUMN + one) for at, one in enumerate(_texts(part.values))
+                    )
                 else:
-                    yield json.dumps([key]), json.dumps(part)
+                    names.append(f"[{json.dumps(key)}]")
+                    values.append(part)
         elif isinstance(value, Each):
-            (one,) = _texts(value)
+            (one,) = _texts(value.values)
             yield json.dumps(name), _COLUMN + one
         else:
-            yield json.dumps(name), json.dumps(value)
+            names.append(json.dumps(name))
+            values.append(value)
+    yield from zip(names, _texts(values), strict=True)
 
 
-def _texts(each: Each) -> list[str]:
-    texts = _encoder.encode(each.values)[1:-1].split(_NEXT)  # all at once, if none of them is a list
-    return texts if len(texts) == len(each.values) else [json.dumps(value) for value in each.values]
+def _texts(values: Sequence[Any]) -> list[str]:
+    """Returns the JSON of each; at once, but for what has several parts itself."""
+    plain = [value for value in values if not isinstance(value, dict | list | tuple)]
+    texts = iter(_encoder.encode(plain)[1:-1].split(_NEXT))
+    return [json.dumps(value) if isinstance(value, dict | list | tuple) else next(texts) for value in values]
 
 
 def _together(said: Iterable[tuple[Name, Any]]) -> dict[str, Any]:

@@ -6,13 +6,19 @@ delivers all the others, several rounds at a time.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from fastload.ranks.world import World
 from fastload.transfer.rounds import Exchange, LocalExchange
+
+if TYPE_CHECKING:
+    from fastload.transfer.tree import Trees
 
 __all__ = ["has_nccl", "open_exchange", "open_members_exchange", "ring_order"]
 
@@ -36,8 +42,15 @@ def open_exchange(
         from fastload.transfer.nccl import NcclExchange
 
         return NcclExchange(world, device, hosts)
+    return _open_gloo(world, _trees(tuple(hosts), tuple(machines)), pinned=on_cuda)
+
+
+@lru_cache(maxsize=4)  # each load of an open checkpoint, and most others of a group, have the same
+def _trees(hosts: tuple[str, ...], machines: tuple[str, ...]) -> Trees:
+    from fastload.transfer.tree import Trees
+
     order = ring_order(hosts)
-    return _open_gloo(world, order, [machines[rank] for rank in order], pinned=on_cuda)
+    return Trees.between(order, [machines[rank] for rank in order])
 
 
 def ring_order(hosts: Sequence[str]) -> list[int]:
@@ -46,8 +59,10 @@ def ring_order(hosts: Sequence[str]) -> list[int]:
     Args:
         hosts: Host of each rank.
     """
-    first = {host: hosts.index(host) for host in hosts}
-    return sorted(range(len(hosts)), key=lambda rank: (first[hosts[rank]], rank))
+    found: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        found.setdefault(host, []).append(rank)
+    return list(chain.from_iterable(found.values()))
 
 
 def open_members_exchange(world: World, members: Sequence[int]) -> Exchange:
@@ -59,17 +74,15 @@ def open_members_exchange(world: World, members: Sequence[int]) -> Exchange:
     """
     if len(members) == 1:
         return LocalExchange(pinned=False)
-    return _open_gloo(world, members, members, pinned=False)
-
-
-def _open_gloo(
-    world: World, members: Sequence[int], machines: Sequence[Hashable], *, pinned: bool
-) -> Exchange:
-    # One rank alone, or each for itself, need not import it.
-    from fastload.transfer.gloo import GlooExchange
     from fastload.transfer.tree import Trees
 
-    return GlooExchange(world, Trees.between(members, machines), pinned=pinned)
+    return _open_gloo(world, Trees.between(members, members), pinned=False)
+
+
+def _open_gloo(world: World, trees: Trees, *, pinned: bool) -> Exchange:
+    from fastload.transfer.gloo import GlooExchange  # one rank alone, or each for itself, need not import it
+
+    return GlooExchange(world, trees, pinned=pinned)
 
 
 def has_nccl(world: World) -> bool:

@@ -48,8 +48,9 @@ class GlooExchange:
         self.transport = _transport(trees)
         self._pinned = pinned
         self._rank = rank = world.rank
-        members = [member for ranks in trees.hosts for member in ranks]
-        sources = {owner: trees.source(owner, rank) for owner in members}
+        ranks = trees.neighbours(rank)
+        elsewhere = itertools.chain.from_iterable(other for other in trees.hosts if other is not ranks)
+        sources = {owner: trees.source(owner, rank) for owner in elsewhere}
         self._sources = {
             owner: source
             for owner, source in sorted(sources.items(), key=lambda item: trees.hops(item[0], rank))
@@ -59,14 +60,14 @@ class GlooExchange:
         self._wire: Wire | None = None
         if len(trees.hosts) > 1:
             partners = {*self._sources.values(), *itertools.chain(*self._targets.values())}
+            members = list(itertools.chain.from_iterable(trees.hosts))
             self._wire = Wire(world, members, partners)
         self._notices = _Notices(())
         self._relay = Relay(self._pass_on, self._ended, self.watch, timedelta(seconds=world.patience_s))
-        ranks = trees.neighbours(rank)
         self.num_sharing = min(map(len, trees.hosts))
         self._shared: SharedSlabs | None = None
         if len(ranks) > 1:
-            self._shared = SharedSlabs(world, ranks, lambda owner: trees.taker(owner, rank))
+            self._shared = SharedSlabs(world, ranks, partial(trees.taker, rank=rank))
 
     @property
     def shares_memory(self) -> bool:
