@@ -26,6 +26,7 @@ from fastload.ranks.course import Course, LastStep
 from fastload.ranks.failures import (
     Outcome,
     grace_of,
+    kinds_of,
     logged,
     outcomes_of,
     raise_failures,
@@ -293,7 +294,7 @@ class World:
         self, what: str, outcomes: Sequence[Outcome], own: BaseException | None = None
     ) -> None:
         """Raises on every rank if an outcome is an error; see `failures.raise_failures`."""
-        if any(outcome.error is not None for outcome in outcomes):
+        if any(outcome.error is not None for outcome in kinds_of(outcomes)):
             self.heard()
             try:
                 raise_failures(what, outcomes, self.rank, own, hosts=self.hosts)

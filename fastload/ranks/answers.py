@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, pairwise
 from typing import Any, Protocol, TypeVar, overload
 
@@ -89,13 +90,10 @@ def join_answers(tables: Iterable[str]) -> str:
                     columns.setdefault(name, []).append((ranks, value[1:]))
                 else:
                     found.setdefault(said, []).append(ranks)
-    lines = [f"{_join_ranks(ranks)}\t{said}\n" for said, ranks in found.items()]
-    orders: dict[tuple[str, ...], tuple[str, list[int]] | None] = {}  # most columns are of the same ranks
+    join_ranks, order = cache(_join_ranks), cache(_order)  # most lines are of the same ranks
+    lines = [f"{join_ranks(tuple(ranks))}\t{said}\n" for said, ranks in found.items()]
     for name, parts in columns.items():
-        key = tuple(ranks for ranks, _ in parts)
-        if key not in orders:
-            orders[key] = _order(key)
-        ranks, text = _join_columns(parts, orders[key])
+        ranks, text = _join_columns(parts, order(tuple(ranks for ranks, _ in parts)))
         lines.append(f"{ranks}\t{name}\t{_COLUMN}{text}\n")
     return "".join(lines)
 
@@ -215,13 +213,13 @@ def _join_texts(texts: Iterable[str]) -> str:
     value, count = "", 0
     for text in texts:
         first, _, rest = text.partition(_NEXT)
-        ((begun, more),) = _runs(first)
+        begun, _, times = first.partition(_TIMES)
         if begun == value:
-            count += more
+            count += int(times or 1)
         else:
             if count:
                 done.append(_run(value, count))
-            value, count = begun, more
+            value, count = begun, int(times or 1)
         if rest:
             middle, _, last = rest.rpartition(_NEXT)
             done += [_run(value, count), middle] if middle else [_run(value, count)]
@@ -239,7 +237,7 @@ def _runs(text: str) -> Iterator[tuple[str, int]]:
         yield value, int(count or 1)
 
 
-def _join_ranks(parts: list[str]) -> str:
+def _join_ranks(parts: Sequence[str]) -> str:
     if len(parts) == 1:
         return parts[0]
     joined: list[list[int]] = []

@@ -178,7 +178,8 @@ def require_same_call(verdict: Verdict) -> None:
 
 def kinds_of(values: Iterable[T]) -> list[T]:
     """Returns what some of the ranks said, each once: of thousands most say the same, which is one object."""
-    return list({id(value): value for value in values}.values())
+    values = list(values)
+    return list(dict(zip(map(id, values), values, strict=True)).values())
 
 
 def require_same(values: Sequence[Mapping[str, Any]], *names: str) -> None:
