@@ -24,6 +24,7 @@ _COLUMN = "="  # before what a column has, in place of JSON
 _NEXT, _TIMES = "\x01", "\x02"  # between its values, and how often one comes: JSON has neither
 
 _encoder = json.JSONEncoder(separators=(_NEXT, ": "))
+_WITH_PARTS = dict, list, tuple
 
 Name = str | list[str | int]
 
@@ -160,10 +161,13 @@ def _apart(answer: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _texts(values: Sequence[Any]) -> list[str]:
-    """Returns the JSON of each; at once, but for what has several parts itself."""
-    plain = [value for value in values if not isinstance(value, dict | list | tuple)]
-    texts = iter(_encoder.encode(plain)[1:-1].split(_NEXT))
-    return [json.dumps(value) if isinstance(value, dict | list | tuple) else next(texts) for value in values]
+    """Returns the JSON of each; at once, but for what has parts itself."""
+    texts = _encoder.encode(values)[1:-1].split(_NEXT)
+    if len(texts) == len(values):
+        return texts
+    plain = [value for value in values if not isinstance(value, _WITH_PARTS)]
+    found = iter(_encoder.encode(plain)[1:-1].split(_NEXT))
+    return [json.dumps(value) if isinstance(value, _WITH_PARTS) else next(found) for value in values]
 
 
 def _together(said: Iterable[tuple[Name, Any]]) -> dict[str, Any]:
