@@ -270,7 +270,8 @@ class SaveOptions(_Options):
         block_bytes: Bytes of a tensor that have one checksum; None chooses.
         writers: Who writes: ``all`` ranks, one per ``host``, a number of ranks, or ``auto``.
         staging_bytes: Most memory in bytes that a rank uses beyond the state and, in the background,
-            its share of it.
+            its share of it. Where ranks that hold shards send some to each other, what of it was used is
+            kept for the group's next save.
         io: ``auto``, ``buffered`` or ``direct`` writes of local files.
         write_threads: Writes in flight on each rank.
         overwrite: Whether a checkpoint that is there is replaced.

@@ -151,9 +151,10 @@ class Group:
         """Returns what all ranks hold of a DTensor; None if this rank cannot tell without asking them."""
         mesh, placements = tensor.device_mesh, tuple(tensor.placements)
         key = (tuple(tensor.shape), mesh, placements)
-        if key not in self._placed:
-            self._placed[key] = self._place_all(*key)
-        return self._placed[key]
+        try:
+            return self._placed[key]  # looked up once: a mesh and placements take long to hash
+        except KeyError:
+            return self._placed.setdefault(key, self._place_all(*key))
 
     def _place_all(self, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> BoxesByRank | None:
         members = mesh.mesh.tolist()
