@@ -126,7 +126,7 @@ class Training:
             self.loss = agreed(loss.detach())
             if self.rank == 0 and self.step % args.log_every == 0:
                 print(f"step {self.step}: loss {self.loss:.4f}", flush=True)
-            if manager.should_save(self.step) or self.step == args.steps:
+            if self.step == args.steps or manager.should_save(self.step):
                 manager.save(self.step, self.state(), metrics={"loss": self.loss})
             time.sleep(args.pause)
 

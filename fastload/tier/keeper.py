@@ -340,19 +340,19 @@ class Keeper:
         _log.log(level, "step %d was written from memory to storage", found.step)
 
     def end(
-        self, *, goes_well: bool, stops: bool, is_durable: Callable[[tuple[int, int] | None], bool]
+        self, *, goes_well: bool, flushes: bool, is_durable: Callable[[tuple[int, int] | None], bool]
     ) -> None:
         """Ends it with the training: all is removed once it is on storage, and stays if it is not.
 
         Args:
             goes_well: Whether the training has come to its end.
-            stops: Whether after a signal: then what is newer in memory is written to storage.
+            flushes: Whether what is newer in memory is written to storage.
             is_durable: Whether nothing in memory is newer than what was saved, or written from memory.
         """
         if not goes_well:
             self.last_words.cancel()
             return self.close(remove=False, wait_s=self._terms.world.grace_s)
-        if stops and not is_durable(self.flushed):
+        if flushes and not is_durable(self.flushed):
             self.last_words.write_now()
         self.last_words.come_to_save()
         self.close(remove=is_durable(self.flushed))

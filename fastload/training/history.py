@@ -97,6 +97,11 @@ class History:
         points = [point for point in (saved, Point(*flushed) if flushed is not None else None) if point]
         return bool(points) and (self._in_memory is None or self._in_memory <= max(points))
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether this life of the job has put something into memory, or gone on from there."""
+        return self._in_memory is not None
+
     def note(self, point: Point) -> None:
         """Notes what is in memory, which is none of the checkpoints that can be listed."""
         self._in_memory, self._memory_is_void = point, False

@@ -343,7 +343,7 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits as `wait` does, and puts back the signal handlers that were there before.
 
-        What is in memory is removed if the newest of it is on storage, too.
+        What is newer in memory than on storage is written there; then what is in memory is removed.
         """
         self._end(goes_well=True)
 
@@ -359,7 +359,7 @@ class CheckpointManager:
                 saved = self._in_flight.newest
                 self._keeper.end(
                     goes_well=goes_well,
-                    stops=self.stop_requested,
+                    flushes=self.stop_requested or self._history.has_memory,
                     is_durable=lambda flushed: self._history.is_durable(saved, flushed),
                 )
 

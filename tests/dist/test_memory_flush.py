@@ -94,6 +94,11 @@ def test_a_training_that_stops_without_a_save_loses_nothing(rank: int, world: in
             manager.should_save(4)
         manager.save(5, parts(5, rank))
     assert steps_in(tmp_path / "other") == [5]
+    # One that ends without a signal, and whose last step was due in memory only.
+    with manage(tmp_path / "short", memory) as manager:
+        keep(manager, 1, 2, state=lambda step: parts(step, rank))
+    assert steps_in(tmp_path / "short") == [2]
+    assert not any((memory / f"host{rank}" / f"fastload-{os.geteuid()}").iterdir())
 
 
 @ranks(2, ranks_per_host=1)
