@@ -239,6 +239,7 @@ class CheckpointManager:
         except (TypeError, ValueError) as error:
             raise OptionError(f"metrics={metrics!r}: must be numbers by name ({error})") from None
         answer = self._timing.answer_for(step)
+        self._restorer.note_memory()
         branch, path = self._history.branch_for(step), self.path(step)
         metadata = metadata_of(step, metrics, branch)
         if self._keeper is not None and self._goes_to_memory(answer, step):

@@ -78,6 +78,23 @@ class Restorer:
         self._catalog = catalog
         self._history = history
         self._keeper = keeper
+        self._has_noted = keeper is None
+
+    def note_memory(self) -> None:
+        """Notes what is in memory, unless that was done: what is saved from here on is newer than all of it.
+
+        A call of all ranks, if there is a tier.
+        """
+        if self._keeper is not None and not self._has_noted:
+            try:
+                self._note(self._keeper.survey())
+            except FastloadError as error:
+                self._warn(f"what is in memory is not known: {error}")
+
+    def _note(self, generations: list[Found]) -> None:
+        self._has_noted = True
+        if generations:
+            self._history.note(Point(generations[-1].branch, generations[-1].step))
 
     def in_memory(self) -> list[Found]:
         """Returns what is whole in memory, the oldest first; a call of all ranks, if there is a tier."""
@@ -107,6 +124,7 @@ class Restorer:
         if self._keeper is not None and step is None:
             self._keeper.keep_only("")  # all of it is older than what was restored, or not whole
             self._history.note_void()
+            self._has_noted = True
         return state
 
     def _restore_from_memory(
@@ -121,6 +139,8 @@ class Restorer:
             newest: The newest on storage.
         """
         generations = keeper.survey()
+        if step is not None:  # what is newer stays
+            self._note(generations)
         reason = _reason(generations)
         has = f"the newest on storage is step {newest.step}" if newest is not None else "storage has none"
         for found in reversed(generations):
@@ -139,9 +159,7 @@ class Restorer:
                 continue
             if step is None:
                 keeper.keep_only(found.name)
-            else:  # what is newer stays, and what is saved from here on is newer still
-                found = generations[-1]
-            self._history.note(Point(found.branch, found.step))
+                self._note([found])
             self.restored = restored
             return _Made(state)
         return reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -555,6 +556,34 @@ def test_a_rank_without_memory_for_its_copy(rank: int, world: int, tmp_path: Pat
             keep(manager, 3)
             assert is_state(manager.restore(), 3)
             manager.save(4, state_of(4))
+
+
+class Crash(Exception):
+    pass
+
+
+@pytest.mark.parametrize("goes_back", [True, False])
+def test_what_is_saved_after_going_back_is_newer_than_what_memory_has(
+    goes_back: bool, tmp_path: Path
+) -> None:
+    """Also by a run that begins anew, and asks for nothing."""
+    with contextlib.suppress(Crash), manage(tmp_path, tmp_path / "memory", every_steps=50) as manager:
+        assert manager.should_save(50)
+        manager.save(50, small_state_of(50))
+        manager.wait()
+        keep(manager, 60, 61, state=small_state_of)
+        raise Crash
+    step = 55 if goes_back else 5
+    with contextlib.suppress(Crash), manage(tmp_path, tmp_path / "memory") as manager:
+        if goes_back:
+            assert is_state(manager.restore(step=50), 50, small_state_of)
+        manager.save(step, small_state_of(step))
+        manager.wait()
+        raise Crash
+    with manage(tmp_path, tmp_path / "memory") as manager:
+        assert manager.latest() == step
+        assert is_state(manager.restore(), step, small_state_of)
+        assert manager.restored_from == "storage"
 
 
 def test_options_that_do_not_go_together(tmp_path: Path) -> None:
