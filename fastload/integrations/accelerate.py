@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import accelerate
+import xxhash
 
-from fastload import LoadOptions, SaveHandle, SaveOptions, async_save, load, save
+import fastload
+from fastload import IncompleteCheckpoint, LoadOptions, SaveHandle, SaveOptions, async_save, save, world
 from fastload.integrations.host import (
     is_ours,
     live_state,
@@ -40,6 +44,9 @@ _SEAMS = {
     "Accelerator.register_save_state_pre_hook": (Accelerator, "self hook"),
     "Accelerator.register_load_state_pre_hook": (Accelerator, "self hook"),
 }
+_BESIDE = "accelerate"
+"""Name of the digests of what is beside the checkpoint, in its metadata."""
+_OF_RANK_0 = ("random_states_0.pkl", "scheduler*.bin", "sampler*.bin", "custom_checkpoint_*.pkl")
 _REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
@@ -123,19 +130,49 @@ class _States:
             "optimizers": [optimizer.optimizer.state_dict() for optimizer in optimizers],
         }
         path = os.path.join(folder, FOLDER)
+        metadata = {_BESIDE: json.dumps(_digests(folder))} if self._accelerator.is_main_process else None
         if self._in_background:
-            self._handle = async_save(state, path, options=self._save_options)
+            self._handle = async_save(state, path, metadata=metadata, options=self._save_options)
         else:
-            save(state, path, options=self._save_options)
+            save(state, path, metadata=metadata, options=self._save_options)
         return location
 
     def load(self, input_dir: str | None = None, *arguments: Any, **keywords: Any) -> None:
         """Does as ``Accelerator.load_state``."""
         self._settle()
-        path = os.path.join(self._folder(input_dir), FOLDER)
+        folder = self._folder(input_dir)
+        path = os.path.join(folder, FOLDER)
         if not is_ours(path):
             self._own_load(input_dir, *arguments, **keywords)
             return
+        with fastload.open(path, options=self._load_options) as checkpoint:
+            self._require_one_save(folder, checkpoint.metadata)
+            models, optimizers = self._load_rest(input_dir, *arguments, **keywords)
+            into = {
+                "models": [live_state(model) for model in models],
+                "optimizers": [optimizer.optimizer for optimizer in optimizers],
+            }
+            checkpoint.load(into=into)
+
+    def _require_one_save(self, folder: str, metadata: Mapping[str, str]) -> None:
+        """Raises unless rank 0 finds that what is beside a checkpoint was saved with it."""
+
+        def look() -> None:
+            if not self._accelerator.is_main_process:
+                return
+            now = _digests(folder)
+            saved = json.loads(metadata.get(_BESIDE, "{}"))
+            if changed := [name for name in saved if now.get(name) != saved[name]]:
+                raise IncompleteCheckpoint(
+                    f"{folder}: {', '.join(changed)} and {FOLDER}/ are not of the same save: a later one was "
+                    f"cut off, or made without fastload (to load that one, remove {FOLDER}/)"
+                )
+
+        options = self._load_options or LoadOptions()
+        world.agree(None, f"looking at {folder}", look, timeout_s=options.timeout_s)
+
+    def _load_rest(self, *arguments: Any, **keywords: Any) -> tuple[list[Any], list[Any]]:
+        """Has accelerate load what is its own; returns the models and the optimizers, which are left."""
         found: list[Any] = []
 
         def take(models: list[Any], folder: str) -> None:
@@ -145,14 +182,10 @@ class _States:
         hook = self._accelerator.register_load_state_pre_hook(take)
         try:
             with self._hidden() as (all_models, optimizers):
-                self._own_load(input_dir, *arguments, **keywords)
+                self._own_load(*arguments, **keywords)
         finally:
             hook.remove()
-        into = {
-            "models": [live_state(model) for model in all_models or found],
-            "optimizers": [optimizer.optimizer for optimizer in optimizers],
-        }
-        load(path, into=into, options=self._load_options)
+        return all_models or found, optimizers
 
     @contextmanager
     def _hidden(self) -> Iterator[tuple[list[Any], list[Any]]]:
@@ -182,3 +215,9 @@ class _States:
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
+
+
+def _digests(folder: str) -> dict[str, str]:
+    """Returns the xxh3-128 of each file that accelerate's rank 0 alone writes in the directory of a state."""
+    paths = [path for pattern in _OF_RANK_0 for path in sorted(Path(folder).glob(pattern))]
+    return {path.name: xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in paths}

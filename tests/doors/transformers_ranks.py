@@ -329,6 +329,7 @@ def saves_states(rank: int, world: int, tmp_path: Path, fsdp: bool) -> None:
         train(1)
         accelerator.save_state()  # its own, before
         expected = train(2)
+    plain_save = accelerator.save_state
     accelerate_door.attach(accelerator, in_background=not fsdp)
     if not fsdp:
         accelerator.load_state()
@@ -345,6 +346,14 @@ def saves_states(rank: int, world: int, tmp_path: Path, fsdp: bool) -> None:
     assert {path.suffix for path in (folders[-1] / "fastload").iterdir()} == {".json", ".safetensors"}
     assert not list(folders[-1].glob("model*"))
     assert not list(folders[-1].glob("optimizer*"))
+    if not fsdp:
+        project.automatic_checkpoint_naming = False
+        accelerator.save_state(str(tmp_path / "state"))
+        accelerator.load_state(str(tmp_path / "state"))
+        train(1)
+        plain_save(str(tmp_path / "state"))  # as one by a program without fastload, or one that is killed
+        with pytest.raises(fastload.IncompleteCheckpoint, match=r"random_states_0\.pkl, .* not of the same"):
+            accelerator.load_state(str(tmp_path / "state"))
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
