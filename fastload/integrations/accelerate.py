@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +44,7 @@ _SEAMS = {
     "Accelerator.register_load_state_pre_hook": (Accelerator, "self hook"),
 }
 _BESIDE = "accelerate"
-"""Name of the digests of what is beside the checkpoint, in its metadata."""
+"""Name of the digest of what is beside the checkpoint, in its metadata."""
 _OF_RANK_0 = ("random_states_0.pkl", "scheduler*.bin", "sampler*.bin", "custom_checkpoint_*.pkl")
 _REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
@@ -130,7 +129,7 @@ class _States:
             "optimizers": [optimizer.optimizer.state_dict() for optimizer in optimizers],
         }
         path = os.path.join(folder, FOLDER)
-        metadata = {_BESIDE: json.dumps(_digests(folder))} if self._accelerator.is_main_process else None
+        metadata = {_BESIDE: _digest_of(folder)} if self._accelerator.is_main_process else None
         if self._in_background:
             self._handle = async_save(state, path, metadata=metadata, options=self._save_options)
         else:
@@ -146,7 +145,7 @@ class _States:
             self._own_load(input_dir, *arguments, **keywords)
             return
         with fastload.open(path, options=self._load_options) as checkpoint:
-            self._require_one_save(folder, checkpoint.metadata)
+            self._require_one_save(folder, checkpoint.metadata.get(_BESIDE))
             models, optimizers = self._load_rest(input_dir, *arguments, **keywords)
             into = {
                 "models": [live_state(model) for model in models],
@@ -154,18 +153,14 @@ class _States:
             }
             checkpoint.load(into=into)
 
-    def _require_one_save(self, folder: str, metadata: Mapping[str, str]) -> None:
+    def _require_one_save(self, folder: str, digest: str | None) -> None:
         """Raises unless rank 0 finds that what is beside a checkpoint was saved with it."""
 
         def look() -> None:
-            if not self._accelerator.is_main_process:
-                return
-            now = _digests(folder)
-            saved = json.loads(metadata.get(_BESIDE, "{}"))
-            if changed := [name for name in saved if now.get(name) != saved[name]]:
+            if self._accelerator.is_main_process and digest not in (None, _digest_of(folder)):
                 raise IncompleteCheckpoint(
-                    f"{folder}: {', '.join(changed)} and {FOLDER}/ are not of the same save: a later one was "
-                    f"cut off, or made without fastload (to load that one, remove {FOLDER}/)"
+                    f"{folder}: the files of accelerate and {FOLDER}/ are not of the same save: a later one "
+                    f"was cut off, or made without fastload (to load that one, remove {FOLDER}/)"
                 )
 
         options = self._load_options or LoadOptions()
@@ -217,7 +212,11 @@ class _States:
             handle.wait()
 
 
-def _digests(folder: str) -> dict[str, str]:
-    """Returns the xxh3-128 of each file that accelerate's rank 0 alone writes in the directory of a state."""
-    paths = [path for pattern in _OF_RANK_0 for path in sorted(Path(folder).glob(pattern))]
-    return {path.name: xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in paths}
+def _digest_of(folder: str) -> str:
+    """xxh3-128 of the files that accelerate's rank 0 alone writes in the directory of a state."""
+    digest = xxhash.xxh3_128()
+    for path in sorted(path for pattern in _OF_RANK_0 for path in Path(folder).glob(pattern)):
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)} ".encode())
+        digest.update(content)
+    return digest.hexdigest()
