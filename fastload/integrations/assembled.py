@@ -134,14 +134,13 @@ def _failure(handle: SaveHandle) -> FastloadError | None:
 def _replace(source: str, target: str) -> None:
     """Gives a directory the name of another one, which goes: in one step, where the file system can do it."""
     old = _pending(target, _REPLACED)
-    shutil.rmtree(old, ignore_errors=True)
-    if os.path.lexists(target):
-        if _exchange(source, target):
-            old = source
-        else:
-            os.replace(target, old)
-            os.replace(source, target)
+    if not os.path.lexists(target):
+        os.replace(source, target)
+    elif _exchange(source, target):
+        old = source
     else:
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(target, old)
         os.replace(source, target)
     _sync(os.path.dirname(target))
     shutil.rmtree(old, ignore_errors=True)

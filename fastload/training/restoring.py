@@ -78,7 +78,7 @@ class Restorer:
         self._catalog = catalog
         self._history = history
         self._keeper = keeper
-        self._has_noted = keeper is None
+        self._has_noted = False
 
     def note_memory(self) -> None:
         """Notes what is in memory, unless that was done: what is saved from here on is newer than all of it.
