@@ -228,7 +228,7 @@ def require_cuda(device: str) -> None:
     """
     kind, _, index = device.partition(":")
     count = torch.cuda.device_count() if kind == "cuda" else 0
-    if kind == "cuda" and int(index or 0) >= count:
+    if kind == "cuda" and not ((index or "0").isdecimal() and int(index or 0) < count):
         raise OptionError(f"device={device!r}: torch sees {count or 'no'} CUDA device{'s' * (count > 1)}")
 
 
