@@ -20,9 +20,11 @@ __all__ = [
     "delete",
     "empty",
     "exchange",
+    "kinds",
     "last_change",
     "look_like",
     "make_folders",
+    "names",
     "open_file",
     "open_folder",
     "require_trusted_links",
@@ -91,6 +93,19 @@ def open_file(name: str, folder: int, flags: int) -> int:
     return file
 
 
+def names(folder: int) -> list[str]:
+    """Returns the names of all that is in a directory now, sorted."""
+    return sorted(kinds(folder))
+
+
+def kinds(folder: int) -> dict[str, bool]:
+    """Returns the names of all that is in a directory now, and which are directories."""
+    # btrfs lists what was there when the descriptor was opened, or last at its beginning.
+    os.lseek(folder, 0, os.SEEK_SET)
+    with os.scandir(folder) as entries:
+        return {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+
+
 def empty(folder: int, *, last: str = "") -> None:
     """Deletes all that is in a directory; that others delete some of it meanwhile is as good.
 
@@ -101,10 +116,8 @@ def empty(folder: int, *, last: str = "") -> None:
     Raises:
         OSError: The first thing that could not be deleted; what could be is gone.
     """
-    with os.scandir(folder) as entries:
-        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     failures: list[OSError] = []
-    for name, is_folder in sorted(found, key=lambda one: one[0] == last):
+    for name, is_folder in sorted(kinds(folder).items(), key=lambda one: one[0] == last):
         if name == last and failures:
             break
         try:

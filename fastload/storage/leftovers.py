@@ -53,7 +53,7 @@ def clean_abandoned(path: str) -> list[str]:
     except OSError:
         return removed  # there is no parent yet, or whoever needs it will say so
     try:
-        names = sorted(os.listdir(parent))
+        names = folders.names(parent)
         network = _is_on_network(path)
         for name in names:
             place = os.path.join(path, name)

@@ -122,7 +122,7 @@ class Site:
         """Returns what the old one is called in the pending directory then; empty if there was none."""
         for _ in range(_NUM_TRIES):
             with self._open() as there:
-                occupied = there is not None and bool(os.listdir(there))
+                occupied = there is not None and bool(folders.names(there))
                 if there is not None:
                     self._keep(there, data, written, overwrite=overwrite)
             folders.sync(data)
@@ -164,7 +164,7 @@ class Site:
             Whether anything was not as it should be.
         """
         kept = self._kept(there, written, overwrite=overwrite)
-        gone = set(os.listdir(data)) - {*written, *kept}
+        gone = set(folders.names(data)) - {*written, *kept}
         for name in gone:
             os.unlink(name, dir_fd=data)
         try:
@@ -175,8 +175,7 @@ class Site:
 
     def _kept(self, there: int, written: Sequence[str], *, overwrite: bool) -> list[str]:
         """Returns the names of what is there beside the checkpoint, once it may be replaced."""
-        with os.scandir(there) as entries:
-            found = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+        found = folders.kinds(there)
         if not found:
             return []
         if not overwrite:

@@ -115,7 +115,7 @@ class JobFolder:
     def records(self) -> dict[str, bytes]:
         """Returns the record of each generation that counts here, by the generation's name."""
         with os_errors(self.path):
-            names = sorted(name for name in os.listdir(self._folder) if GENERATION.fullmatch(name))
+            names = [name for name in folders.names(self._folder) if GENERATION.fullmatch(name)]
             found = {name: read_record(name, self._folder) for name in names}
         return {name: text for name, text in found.items() if text}
 
@@ -142,7 +142,7 @@ class JobFolder:
             if _exists(name, self._folder):
                 return
             spare = ""
-            for other in sorted(os.listdir(self._folder)):
+            for other in folders.names(self._folder):
                 if not GENERATION.fullmatch(other) or _exists(f"{other}/{RECORD_NAME}", self._folder):
                     continue
                 if not spare and read_small(f"{other}/{_PLAN_NAME}", self._folder) == plan.encode():
@@ -210,7 +210,7 @@ class JobFolder:
     def retire(self, keep: str) -> None:
         """Has no other generation count on this host; see `make` for what comes of them."""
         with os_errors(self.path), self._making():
-            for name in os.listdir(self._folder):
+            for name in folders.names(self._folder):
                 if GENERATION.fullmatch(name) and name != keep:
                     with suppress(FileNotFoundError):
                         os.unlink(f"{name}/{RECORD_NAME}", dir_fd=self._folder)

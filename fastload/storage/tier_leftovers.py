@@ -62,7 +62,7 @@ def find_jobs(memory: str) -> list[Leftover]:
             return []
         raise
     try:
-        names = sorted(name for name in os.listdir(own) if _JOB.fullmatch(name))
+        names = [name for name in folders.names(own) if _JOB.fullmatch(name)]
         found = []
         for name in names:
             with suppress(FileNotFoundError, NotADirectoryError):
@@ -81,7 +81,7 @@ def _look(name: str, own: int, path: str) -> Leftover:
             unlock(held)
         found = os.stat(JOB_NAME, dir_fd=folder, follow_symlinks=False)
         root = read_small(JOB_NAME, folder).decode(errors="replace")
-        names = sorted(each for each in os.listdir(folder) if GENERATION.fullmatch(each))
+        names = [each for each in folders.names(folder) if GENERATION.fullmatch(each)]
         records = tuple((each, read_record(each, folder)) for each in names)
         return Leftover(path, root, is_alive, found.st_mtime, _allocated(folder), records)
     finally:

@@ -15,18 +15,22 @@ __all__ = ["small_disk_in"]
 
 
 @contextmanager
-def small_disk_in(where: Path, num_mib: int) -> Iterator[Path]:
-    """Mounts an ext4 of that size; skips the test, loudly, where that is not allowed."""
-    if missing := [tool for tool in ("mkfs.ext4", "mount", "umount") if shutil.which(tool) is None]:
+def small_disk_in(where: Path, num_mib: int, kind: str = "ext4") -> Iterator[Path]:
+    """Mounts a file system of that size and kind; skips the test, loudly, where that is not possible."""
+    make = f"mkfs.{kind}"
+    if missing := [tool for tool in (make, "mount", "umount") if shutil.which(tool) is None]:
         pytest.skip(f"a small file system needs {', '.join(missing)}: NOT TESTED HERE")
     image, folder = where / "image", where / "disk"
     folder.mkdir()
     with open(image, "wb") as file:
         file.truncate(num_mib << 20)
-    if os.geteuid() != 0 or subprocess.run(["mkfs.ext4", "-q", image], capture_output=True).returncode:
-        pytest.skip("a small file system needs root and mkfs.ext4: NOT TESTED HERE")
-    if subprocess.run(["mount", "-o", "loop", image, folder], capture_output=True).returncode:
-        pytest.skip("cannot mount a loop device: NOT TESTED HERE")
-    (folder / "lost+found").rmdir()
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    if os.geteuid() != 0 or subprocess.run([make, "-q", image], capture_output=True).returncode:
+        pytest.skip(f"a small file system needs root and {make}: NOT TESTED HERE")
+    if subprocess.run(["mount", "-t", kind, "-o", "loop", image, folder], capture_output=True).returncode:
+        pytest.skip(f"cannot mount {kind} on a loop device: NOT TESTED HERE")
+    try:
+        for own in folder.iterdir():  # lost+found
+            own.rmdir()
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
