@@ -125,6 +125,7 @@ class LoadReport(_Report):
         strategy: What was done: ``allgather``, ``broadcast`` or ``direct``.
         why: Why that strategy.
         transport: What carried the bytes between ranks.
+        why_transport: Why that transport.
         bytes_wanted: Bytes of the tensors asked for, once.
         num_tensors: Tensors asked for.
         chunk_bytes: Unit of reading and of exchange.
@@ -141,6 +142,7 @@ class LoadReport(_Report):
     strategy: str
     why: str
     transport: str
+    why_transport: str
     bytes_wanted: int
     num_tensors: int
     chunk_bytes: int

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fastload.base.devices import can_pin, copy_async
+
 __all__ = [
     "PAGE_BYTES",
     "advise_huge_pages",
@@ -84,11 +86,12 @@ def allocate_staging(nbytes: int, *, pinned: bool) -> Tensor:
 
     Args:
         nbytes: Length in bytes.
-        pinned: Page-locks it, for asynchronous copies to a CUDA device.
+        pinned: Page-locks it, where that can be done, for asynchronous copies to and from an accelerator.
 
     Raises:
         MemoryError: The system refuses that much.
     """
+    pinned = pinned and can_pin()
     if pinned or not nbytes:
         return allocate((nbytes,), torch.uint8, torch.device("cpu"), pinned=pinned)
     try:
@@ -204,7 +207,7 @@ def byte_view(tensor: Tensor) -> Tensor:
 
 
 def copy_flat(source: Tensor, out: Tensor) -> None:
-    """Copies a flat uint8 tensor into another one, as long; to or from a device the copy is only started.
+    """Copies a flat uint8 tensor into another one, as long; to or from a device as `copy_async` does.
 
     Within host memory not by torch where it has one thread for it: its copy takes half as long again as that
     of the C library where not both begin on a cache line, and what tensors are in files does not.
@@ -213,7 +216,7 @@ def copy_flat(source: Tensor, out: Tensor) -> None:
         assert source.numel() == out.numel(), (source.numel(), out.numel())
         ctypes.memmove(out.data_ptr(), source.data_ptr(), out.numel())
     else:
-        out.copy_(source, non_blocking=True)
+        copy_async(source, out)
 
 
 def host_view(flat: Tensor) -> memoryview:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from fastload.base.devices import is_accelerator
 from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import TensorEntry
@@ -75,9 +76,10 @@ class Sharding:
         """
         from torch.distributed import tensor
 
-        if device.startswith("cuda"):
-            torch.cuda.set_device(device)
-        mesh = dist.init_device_mesh(torch.device(device).type, self.mesh)
+        target = torch.device(device)
+        if is_accelerator(target):
+            torch.accelerator.set_device_index(target)
+        mesh = dist.init_device_mesh(target.type, self.mesh)
         empty = {}
         for entry in entries:
             dtype, shape = torch_spec(entry)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fastload.base.devices import accelerator_names
 from fastload.base.threads import within
 from fastload.errors import DeadlineExceeded
 from fastload.ranks.door import machine
@@ -139,7 +140,7 @@ def look_around(rank: int, master: str, location: Location | None) -> Facts:
         machine=machine(host, rank),
         versions=_versions(),
         backends=_backends(),
-        gpus=_gpus(),
+        gpus=accelerator_names(),
         interface=f"{interface} ({address or 'no address'})",
         speed_mbits=_number_in(f"/sys/class/net/{interface}/speed"),
         infiniband=sorted(entry.name for entry in _entries("/sys/class/infiniband")),
@@ -166,12 +167,6 @@ def _versions() -> dict[str, str]:
 def _backends() -> list[str]:
     known = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
     return [name for name, is_there in known.items() if is_there()]
-
-
-def _gpus() -> list[str]:
-    if not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
 
 
 def _ask(question: str, ask: Callable[[], str]) -> NameLookup:

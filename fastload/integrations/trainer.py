@@ -262,7 +262,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]
 def _require_known(trainer: Any) -> None:
     require_layout(transformers, TESTED, _SEAMS)
     model, plugin = trainer.model, getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    odd = odd_tensors(model)
+    odd, kind = odd_tensors(model), trainer.args.device.type
     reasons = {
         "FSDP 1 (set fsdp_version: 2)": plugin is not None and plugin.fsdp_version != 2,
         "DeepSpeed": trainer.is_deepspeed_enabled,
@@ -270,7 +270,7 @@ def _require_known(trainer: Any) -> None:
         "quantized models": getattr(model, "is_quantized", False),
         f"weights of {odd}": bool(odd),
         "save_on_each_node": trainer.args.save_on_each_node,
-        f"devices of type {trainer.args.device.type}": trainer.args.device.type not in ("cpu", "cuda"),
+        f"devices of type {kind}": kind not in {"cpu", *_accelerator()},
     }
     refuse("save a training", reasons)
 
@@ -318,12 +318,21 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 def _random_states() -> dict[str, Any]:
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
-    return {**states, "cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else states
+    return {**states, **{kind: module.get_rng_state_all() for kind, module in _accelerator().items()}}
 
 
 def _set_random_states(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+    for kind, module in _accelerator().items():
+        if kind in states:
+            module.set_rng_state_all(states[kind])
+
+
+def _accelerator() -> dict[str, Any]:
+    """Returns torch's module for the devices of this process, by their type; none without devices."""
+    served = torch.accelerator.current_accelerator()
+    if served is None or not torch.accelerator.is_available():
+        return {}
+    return {served.type: torch.get_device_module(served)}

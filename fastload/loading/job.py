@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
+from fastload.base.devices import is_accelerator, parse_device, with_index
 from fastload.errors import OptionError
 from fastload.formats.manifest import Manifest
 from fastload.loading.access import Access
 from fastload.loading.match import Match, match
 from fastload.loading.place import Placer
 from fastload.options import LoadOptions
-from fastload.ranks.world import World, members_of, require_cuda
-from fastload.transfer.exchange import has_nccl, open_exchange
+from fastload.ranks.world import World, members_of
+from fastload.transfer.exchange import backend_of, open_exchange
 from fastload.transfer.guards import Guards
 from fastload.transfer.pipeline import Pipeline, read_threads
 from fastload.transfer.plan import TransferPlan, plan_transfer
@@ -138,7 +139,8 @@ class Wish:
         device: Where they are: the first of them that are not in host memory.
         dtype: Cast of floating point tensors, or None for none.
         decision: The strategy.
-        fast_links: Whether NCCL reaches where they are.
+        backend: What moves data between the devices of all ranks, such as ``nccl``; empty if nothing does.
+        detour: Why bytes go through host memory, if `backend` is empty.
     """
 
     opened: Opened
@@ -146,7 +148,8 @@ class Wish:
     device: torch.device
     dtype: torch.dtype | None
     decision: Decision
-    fast_links: bool
+    backend: str
+    detour: str
 
     @classmethod
     def of(cls, opened: Opened, request: Request) -> Wish:
@@ -159,13 +162,28 @@ class Wish:
         device = target_device(request.device)
         matched = request.match(opened, device)
         device = matched.device or device
-        fast_links = device.type == "cuda" and has_nccl(world)
-        decision = _decide(opened, fast_links=fast_links)
-        return cls(opened, matched, device, _dtype(request.dtype), decision, fast_links)
+        backend, detour = "", "the tensors are in host memory"
+        if is_accelerator(device):
+            backend = backend_of(world.group, device.type)
+            detour = f"the process group has no backend between {device.type} devices"
+        decision = _decide(opened, fast_links=bool(backend))
+        return cls(opened, matched, device, _dtype(request.dtype), decision, backend, detour)
 
     def through_hosts(self) -> Wish:
-        """Returns the same, decided as if no rank had fast links: what all ranks can tell alike."""
-        return replace(self, decision=_decide(self.opened, fast_links=False), fast_links=False)
+        """Returns the same, decided as if no backend connected devices: what all ranks can tell alike."""
+        detour = "not all ranks load to devices that one backend connects"
+        decision = _decide(self.opened, fast_links=False)
+        return replace(self, decision=decision, backend="", detour=detour if self.backend else self.detour)
+
+    def why_transport(self, exchange: Exchange) -> str:
+        """Returns why an exchange carries the bytes, for the report."""
+        if exchange.transport == "none":
+            return "no rank needs bytes from another one"
+        if not self.backend:
+            return self.detour
+        if exchange.transport.startswith(self.backend):
+            return f"the process group's backend between {self.device.type} devices"
+        return "no two ranks want the same bytes, or they form too many groups for communicators of devices"
 
     @property
     def is_whole(self) -> bool:
@@ -227,7 +245,12 @@ def open_whole(wish: Wish) -> Job:
     is_stream = wish.matched.outbox is not None
     staging_bytes = options.staging_bytes // (2 if is_stream else 1)  # the rest is the room of the outbox
     exchange = open_exchange(
-        world, hosts=access.hosts, machines=access.machines, local=decision.alone, device=wish.device
+        world,
+        hosts=access.hosts,
+        machines=access.machines,
+        local=decision.alone,
+        device=wish.device,
+        backend=wish.backend,
     )
     plan = plan_transfer(
         [destination.extent for destination in wish.matched.destinations],
@@ -236,7 +259,7 @@ def open_whole(wish: Wish) -> Job:
         staging_bytes=staging_bytes,
         chunk_bytes=options.chunk_bytes,
         block_bytes=opened.block_bytes,
-        even_slots=wish.fast_links and not decision.alone,
+        even_slots=bool(wish.backend) and not decision.alone,
         contiguous=access.is_mounted and not is_stream,
         hosts=access.hosts,
         num_sharing=exchange.num_sharing,
@@ -313,16 +336,9 @@ def target_device(device: torch.device | str | None) -> torch.device:
     """Returns where new tensors are to live.
 
     Raises:
-        OptionError: That is no device, or has no memory.
+        OptionError: That is no device, has no memory, or is not served by torch in this process.
     """
-    try:
-        target = torch.device(device if device is not None else "cpu")
-    except RuntimeError as error:
-        raise OptionError(f"device={device!r}: {error}") from None
+    target = parse_device(device if device is not None else "cpu")
     if target.type == "meta":
         raise OptionError(f"device={device!r}: the meta device has no memory to load into; name a real one")
-    if target.type == "cuda":
-        require_cuda(str(target))
-        if target.index is None:
-            return torch.device("cuda", torch.cuda.current_device())
-    return target
+    return with_index(target)

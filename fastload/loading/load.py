@@ -92,7 +92,7 @@ def prepare(opened: Opened, request: Request) -> Job:
         ]
         return {
             "strategy": wish.decision.strategy,
-            "fast_links": wish.fast_links,
+            "backend": wish.backend,
             "into": "not given" if request.is_same else "given",
             "dtype": str(wish.dtype),
             "transport": jobs[0].exchange.transport if jobs else "",
@@ -115,7 +115,7 @@ def prepare(opened: Opened, request: Request) -> Job:
             require_same(answers, "transport", "plan")
             accept_offers(opened.world, what, jobs[0].exchange, [answer["offer"] for answer in answers])
             return jobs.pop()
-    if not all(answer["fast_links"] for answer in kinds):
+    if not wish.backend or not _is_same(kinds, "backend"):
         wish = wish.through_hosts()  # where tensors are differs between ranks, and with it what each decides
     job: Job = sharded().prepare(wish)
     return job
@@ -177,6 +177,7 @@ def run(
             strategy=job.wish.decision.strategy,
             why=job.wish.decision.why,
             transport=job.exchange.transport,
+            why_transport=job.wish.why_transport(job.exchange),
             bytes_wanted=job.bytes_wanted,
             num_tensors=job.wish.matched.num_tensors,
             chunk_bytes=job.plan.chunk_bytes,

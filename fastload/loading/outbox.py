@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastload.base.devices import is_accelerator, synchronize
 from fastload.base.memory import allocate, allocate_staging
 from fastload.formats.dtensors import narrowed
 from fastload.formats.dtypes import torch_spec
@@ -102,8 +103,8 @@ class Outbox:
 
     def settle(self) -> None:
         """Returns once everything placed so far has left the buffers it came from."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if is_accelerator(self._device):
+            synchronize(self._device)
 
     def hand_out(self, in_place: Sequence[Span]) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors that a round has completed.

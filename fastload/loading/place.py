@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastload.base.devices import accelerators_of, copy_async, synchronize
 from fastload.base.memory import byte_view, round_up, runs
 from fastload.formats.manifest import Piece, TensorEntry
 from fastload.geometry.box import Runs
@@ -73,7 +74,7 @@ class Placer:
         self._addresses = [_address(d) for d in self._destinations]
         self._shared = _overlapping(self._addresses, [d.nbytes for d in self._destinations])
         self._cut: dict[tuple[int, int], tuple[Tensor, int]] = {}
-        self._devices = {d.tensor.device for d in self._destinations if d.tensor.is_cuda}
+        self._devices = accelerators_of(d.tensor for d in self._destinations)
 
     def targets(self, start: int, nbytes: int, at_most: int) -> list[Tensor] | None:
         """Returns the memory that a range of what is wanted belongs to, flat uint8, piece by piece.
@@ -110,13 +111,15 @@ class Placer:
     def settle(self) -> None:
         """Returns once everything placed so far has left the buffers it came from."""
         for device in self._devices:
-            torch.cuda.current_stream(device).synchronize()
+            synchronize(device)
 
     def _place_piece(self, destination: Destination, begin: int, piece: Tensor) -> None:
         if destination.is_plain:
             flat = byte_view(destination.tensor)[begin : begin + piece.numel()]
-            # A copy to host memory would not be waited for by `settle`.
-            flat.copy_(piece, non_blocking=flat.is_cuda)
+            if flat.is_cpu:
+                flat.copy_(piece)  # `settle` does not wait for copies to host memory
+            else:
+                copy_async(piece, flat)
         else:
             self._place_elements(destination, begin, piece)
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fastload.base.devices import is_accelerator
 from fastload.base.memory import uncollected
 from fastload.errors import Interrupted
 from fastload.loading.boxes import BoxesByName, match_boxes
@@ -129,21 +130,17 @@ def _open(wish: Wish, lanes: Lanes, bytes_wanted: int) -> Job:
     return _open_plan(wish, plan, bytes_wanted)
 
 
-def _is_pinned(wish: Wish) -> bool:
-    return wish.device.type == "cuda"
-
-
 def _open_plan(wish: Wish, plan: RoutedPlan, bytes_wanted: int) -> Job:
     return open_job(wish, plan, _exchange(wish, plan), ParcelSlabs, bytes_wanted)
 
 
 def _exchange(wish: Wish, plan: RoutedPlan) -> Exchange:
-    world, pinned = wish.opened.world, _is_pinned(wish)
+    world, pinned = wish.opened.world, is_accelerator(wish.device)
     if not plan.exchanges:
         return LocalExchange(pinned=pinned)
-    groups = groups_of(plan) if wish.fast_links else ()
+    groups = groups_of(plan) if wish.backend else ()
     if groups:
-        from fastload.transfer.nccl_routed import NcclRoutedExchange
+        from fastload.transfer.device_routed import DeviceRoutedExchange
 
-        return NcclRoutedExchange(world, groups, wish.device)
+        return DeviceRoutedExchange(world, groups, wish.device, wish.backend)
     return RoutedExchange(world, partners(plan, world.rank), pinned=pinned)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fastload.base.devices import record_use
 from fastload.base.errands import Errand
 from fastload.base.threads import background
 from fastload.formats.dtypes import torch_spec
@@ -107,7 +108,9 @@ class TensorStream(Iterator[tuple[str, Tensor]]):
         self._flow = flow
 
     def __next__(self) -> tuple[str, Tensor]:
-        return self._flow.take()
+        name, tensor = self._flow.take()
+        record_use(tensor)  # another thread, on another stream, may have allocated it
+        return name, tensor
 
     def __enter__(self) -> TensorStream:
         return self

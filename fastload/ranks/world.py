@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from fastload.errors import OptionError, WorldError
+from fastload.base.devices import is_accelerator, parse_device, with_index
+from fastload.errors import WorldError
 from fastload.ranks.agreement import World
 from fastload.ranks.door import machine
 from fastload.ranks.failures import grace_of, kinds_of, require_same
@@ -39,7 +40,6 @@ __all__ = [
     "meet",
     "members_of",
     "rank_in",
-    "require_cuda",
     "require_same",
 ]
 
@@ -194,42 +194,36 @@ def initialize(device: str = "cpu") -> tuple[int, str]:
     """Joins the job that torchrun or srun describes in the environment; without one, does nothing.
 
     Args:
-        device: Where tensors will go. ``cuda`` becomes the device of this rank's local rank.
+        device: Where tensors will go. An accelerator without a number, such as ``cuda``, becomes the device
+            of this rank's local rank.
 
     Returns:
         This process's rank, 0 without a job, and the device.
 
     Raises:
-        OptionError: torch sees no such CUDA device.
+        OptionError: torch has no such device.
         WorldError: The environment is incomplete or contradicts itself (see `from_env`), or the ranks did
             not find each other.
     """
     launch = from_env()
-    if device == "cuda":
+    target = parse_device(device)
+    if is_accelerator(target) and target.index is None:
         # srun may show each task its own device only, which then is the first.
-        alone = launch.launcher == "srun" and torch.cuda.device_count() == 1
-        device = f"cuda:{0 if alone else launch.local_rank}"
-    require_cuda(device)  # else it is NCCL that fails, with a traceback
+        alone = launch.launcher == "srun" and torch.accelerator.device_count() == 1
+        target = torch.device(target.type, 0 if alone else launch.local_rank)
+    device = str(with_index(target))  # else it is the backend that fails, with a traceback
     if launch.launcher == "none":
         return 0, device
     if not dist.is_initialized():
-        _join_job(launch, backend="cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
+        _join_job(launch, backend=_backends(target.type))
     return dist.get_rank(), device
 
 
-def require_cuda(device: str) -> None:
-    """Raises if a CUDA device is asked for that torch does not see.
-
-    Args:
-        device: Of any kind, such as ``cuda:1``.
-
-    Raises:
-        OptionError: There is no such device.
-    """
-    kind, _, index = device.partition(":")
-    count = torch.cuda.device_count() if kind == "cuda" else 0
-    if kind == "cuda" and not ((index or "0").isdecimal() and int(index or 0) < count):
-        raise OptionError(f"device={device!r}: torch sees {count or 'no'} CUDA device{'s' * (count > 1)}")
+def _backends(device_type: str) -> str:
+    """Returns the backends for `init_process_group`: Gloo for host memory, torch's choice for the device."""
+    if device_type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
 def join_job(launch: Launch, *calls: str, timeout_s: float) -> Iterator[World]:

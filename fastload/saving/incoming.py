@@ -91,7 +91,7 @@ class Buffers:
     Args:
         count: How many.
         lengths: Of what goes into them, one at a time, in bytes; the longest one fits.
-        pinned: Page-locks them, for copies from a CUDA device.
+        pinned: Page-locks them, for copies from an accelerator.
 
     Attributes:
         kind: The same for those that may take each other's place.

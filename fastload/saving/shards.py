@@ -27,7 +27,7 @@ class Shards:
 
     @property
     def on_device(self) -> bool:
-        """Whether some of the state is on a CUDA device."""
+        """Whether some of the state is on a accelerator."""
         return self._source.on_device
 
     def is_in_host_memory(self, name: str) -> bool:
@@ -37,7 +37,7 @@ class Shards:
     def copy(self, wanted: Packet, slab: Tensor) -> None:
         """Starts to copy a packet into the beginning of a flat uint8 host tensor; see `settle`."""
         position = 0
-        with self._source.watch.span(nbytes=wanted.nbytes):
+        with self._source.copying(wanted.nbytes):
             for number, cell, begin, end in wanted.stretches:
                 out = slab[position : position + end - begin]
                 copy_bytes(self._view(number, cell.box), begin, end, out)

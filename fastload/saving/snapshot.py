@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from fastload.base.devices import Streams, accelerators_of
 from fastload.base.memory import (
     PAGE_BYTES,
     allocate_staging,
@@ -45,7 +47,7 @@ class Copies(Protocol[ItemT]):
     """What copies bytes of the state.
 
     Attributes:
-        on_device: Whether some of the state is on a CUDA device.
+        on_device: Whether some of the state is on an accelerator.
     """
 
     @property
@@ -76,24 +78,24 @@ class Source:
         self._layout = layout
         self._tensors = tensors
         self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
-        self._devices = {t.device for t in tensors.values() if t.device.type == "cuda"}
+        self._streams = Streams(accelerators_of(tensors.values()))
         self.watch = watch if watch is not None else Stopwatch()
 
     def laid_out(self, layout: Layout) -> Source:
         """Returns the same tensors as parts of other files."""
         source = Source(layout, self._tensors, self.watch)
-        source._parts = self._parts
+        source._parts, source._streams = self._parts, self._streams
         return source
 
     @property
     def on_device(self) -> bool:
-        """Whether some of the state is on a CUDA device."""
-        return bool(self._devices)
+        """Whether some of the state is on an accelerator."""
+        return bool(self._streams)
 
     def copy(self, wanted: FileRange, slab: Tensor) -> None:
         """Starts to copy a range of a file into the beginning of a flat uint8 host tensor; see `settle`."""
         header = self._layout.files[wanted.file].header
-        with self.watch.span(nbytes=wanted.end - wanted.begin):
+        with self.copying(wanted.end - wanted.begin):
             if wanted.begin < len(header):
                 text = header[wanted.begin : wanted.end]
                 host_view(slab[: len(text)])[:] = text
@@ -123,8 +125,13 @@ class Source:
     def settle(self) -> None:
         """Returns once all copies that were started are done."""
         with self.watch:
-            for device in self._devices:
-                torch.cuda.current_stream(device).synchronize()
+            self._streams.synchronize()
+
+    @contextmanager
+    def copying(self, nbytes: int) -> Iterator[None]:
+        """Counts the time of a copy from the state, and orders it after what the caller has queued."""
+        with self.watch.span(nbytes=nbytes), self._streams.current():
+            yield
 
 
 def copy_bytes(tensor: Tensor, begin: int, end: int, out: Tensor) -> None:
@@ -234,13 +241,13 @@ class ReusedSlabs:
         self._pieces = pieces
         self.depth = max(1, min(num_slabs, len(pieces)))
         largest = max(map(_whole_pages, pieces), default=PAGE_BYTES)
-        self._memory = allocate_staging(self.depth * largest, pinned=source.on_device)
-        self._slabs = self._memory.split(largest)
+        # Each by itself: torch rounds page-locked memory up to a power of two, which a piece mostly is.
+        self._slabs = [allocate_staging(largest, pinned=source.on_device) for _ in range(self.depth)]
 
     @property
     def nbytes(self) -> int:
         """Length of all slabs."""
-        return self._memory.numel()
+        return sum(slab.numel() for slab in self._slabs)
 
     def piece(self, index: int) -> memoryview:
         """Copies a piece, and returns its bytes."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from fastload.base.devices import can_pin
 from fastload.base.memory import allocate_staging
 from fastload.base.threads import ProcessLock
 
@@ -38,7 +39,7 @@ class Spares:
         Raises:
             MemoryError: The system refuses that much.
         """
-        kind = (tuple(lengths), pinned)
+        kind = (tuple(lengths), pinned and can_pin())
         with _lock:
             is_first = kind not in self._last
             self._last.append(kind)

@@ -1,10 +1,13 @@
-"""The communicators of NCCL that a rank has, one for each line or group of ranks, kept with the group."""
+"""Communicators between devices, one for each line or group of a rank, kept with the process group."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -17,30 +20,38 @@ from fastload.ranks.world import World
 
 __all__ = ["Communicators"]
 
-_MAX_CTAS = 8  # of each: those of all phases have to run at once
-_FOREVER = timedelta(days=7)  # NCCL's watchdog ends the process; our deadlines end the load
+_NO_TIMEOUT = timedelta(days=7)  # of a collective: the load has its own deadlines
+_MAX_CTAS = 8  # of each NCCL communicator: those of all phases have to run at once
+_environment_lock = threading.Lock()
 
 
 class Communicators:
     """Some that one load uses, made by its ranks.
 
     Args:
-        world: The ranks; their group has an NCCL backend.
+        world: The ranks.
         name: Under which they are kept; the same on all ranks, and other for other members.
         members: The ranks of each one that this rank is in, in order, by its number. All ranks of it know it
             by the same number, and no others of this number have the same first rank.
-        device: This rank's CUDA device.
+        device: This rank's accelerator, with its number.
+        backend: What moves data between the devices, as `exchange.backend_of` names it.
     """
 
     def __init__(
-        self, world: World, name: str, members: Mapping[int, Sequence[int]], device: torch.device
+        self,
+        world: World,
+        name: str,
+        members: Mapping[int, Sequence[int]],
+        device: torch.device,
+        backend: str,
     ) -> None:
         self._world = world
         self._members = members
         self._device = device
         self._era = world.kept.era
-        self._name = name
-        self._made: _Made | None = world.kept.take(name)
+        self._backend = backend
+        self._name = f"{backend} {name} {device}"
+        self._made: _Made | None = world.kept.take(self._name)
 
     def offer(self) -> Any:
         """Says which ones this rank has; see `Exchange.offer`."""
@@ -85,20 +96,15 @@ class Communicators:
     def _make(self) -> dict[int, Any]:
         assert self._made is not None
         store = self._world.store if self._world.store is not None else dist.HashStore()
-        # NCCL waits for the others inside of the store's connection, which is not to be ours.
+        # A backend waits for the others inside of the store's connection, which is not to be ours.
         store = store.clone() if hasattr(store, "clone") else store
         groups: dict[int, Any] = {}
         for number, members in sorted(
             self._members.items()
         ):  # in one order on all ranks: each waits for others
-            corner = dist.PrefixStore(f"nccl/{self._made.token}/{number}/{members[0]}", store)
-            options = dist.ProcessGroupNCCL.Options()
-            options.config.max_ctas = _MAX_CTAS
-            options._timeout = _FOREVER
+            meeting = dist.PrefixStore(f"{self._backend}/{self._made.token}/{number}/{members[0]}", store)
             place = members.index(self._world.rank)
-            group = dist.ProcessGroupNCCL(corner, place, len(members), options)
-            group.eager_connect_single_device(self._device)
-            groups[number] = group
+            groups[number] = _make_backend(self._backend, meeting, place, len(members), self._device)
         return groups
 
 
@@ -128,4 +134,71 @@ class _Made:
             abort()
 
     def disown(self) -> None:
-        """A forked child has no use for them, nor for CUDA."""
+        """A forked child has no use for them, nor for the device."""
+
+
+def _make_backend(name: str, store: Any, rank: int, size: int, device: torch.device) -> Any:
+    """Makes a communicator of fastload's own, outside of torch's registry of process groups.
+
+    Connects at once where the backend can. Its watchdog does not end the process when another rank aborts:
+    fastload reports the failure itself.
+
+    Args:
+        name: The backend, as `exchange.backend_of` returns it.
+        store: Where its members meet; no other communicator uses it.
+        rank: This rank's number among the members.
+        size: Number of members.
+        device: This rank's accelerator.
+
+    Raises:
+        RuntimeError: The backend failed.
+    """
+    with _without_watchdog(name):
+        backend = _MAKERS.get(name, _make_registered)(name, store, rank, size)
+    backend.eager_connect_single_device(device)
+    return backend
+
+
+def _make_nccl(name: str, store: Any, rank: int, size: int) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _MAX_CTAS
+    options.config.blocking = 0  # else a call that waits for a rank that never comes cannot be aborted
+    options._timeout = _NO_TIMEOUT
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _make_xccl(name: str, store: Any, rank: int, size: int) -> Any:
+    options = dist.ProcessGroupXCCL.Options()
+    options._timeout = _NO_TIMEOUT
+    return dist.ProcessGroupXCCL(store, rank, size, options)
+
+
+def _make_registered(name: str, store: Any, rank: int, size: int) -> Any:
+    """Makes a backend that somebody registered with `torch.distributed.Backend.register_backend`."""
+    plugin = dist.Backend._plugins[name.upper()]
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, _NO_TIMEOUT)
+    options = dist.distributed_c10d._DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size = store, rank, size
+    options.timeout = _NO_TIMEOUT
+    options.group_id = f"fastload {name} {rank}/{size}"
+    options.global_ranks_in_group = []
+    return plugin.creator_fn(options, None)
+
+
+_MAKERS: Mapping[str, Callable[[str, Any, int, int], Any]] = {"nccl": _make_nccl, "xccl": _make_xccl}
+
+
+@contextmanager
+def _without_watchdog(name: str) -> Iterator[None]:
+    """Has torch's watchdog leave the process alone; read from the environment as a backend is made."""
+    variable = f"TORCH_{name.upper()}_ASYNC_ERROR_HANDLING"
+    with _environment_lock:
+        before = os.environ.get(variable)
+        os.environ[variable] = "0"
+        try:
+            yield
+        finally:
+            os.environ.pop(variable)
+            if before is not None:
+                os.environ[variable] = before

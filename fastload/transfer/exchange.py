@@ -9,22 +9,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from fastload.base.devices import is_accelerator
 from fastload.ranks.world import World
 from fastload.transfer.rounds import Exchange, LocalExchange
 
 if TYPE_CHECKING:
     from fastload.transfer.tree import Trees
 
-__all__ = ["has_nccl", "open_exchange", "open_members_exchange", "ring_order"]
+__all__ = ["backend_of", "open_exchange", "open_members_exchange", "ring_order"]
 
 
 def open_exchange(
-    world: World, *, hosts: Sequence[str], machines: Sequence[str], local: bool, device: torch.device
+    world: World,
+    *,
+    hosts: Sequence[str],
+    machines: Sequence[str],
+    local: bool,
+    device: torch.device,
+    backend: str,
 ) -> Exchange:
     """Opens the exchange that fits the ranks and the device.
 
@@ -34,15 +41,16 @@ def open_exchange(
         machines: What ranks have in common that can share memory.
         local: Nothing is to be exchanged: one rank, or each rank reads all for itself.
         device: Where the tensors will live on this rank.
+        backend: What moves data between the devices of all ranks; empty if nothing does.
     """
-    on_cuda = device.type == "cuda"
+    pinned = is_accelerator(device)
     if local:
-        return LocalExchange(pinned=on_cuda)
-    if on_cuda and has_nccl(world):
-        from fastload.transfer.nccl import NcclExchange
+        return LocalExchange(pinned=pinned)
+    if backend:
+        from fastload.transfer.device_exchange import DeviceExchange
 
-        return NcclExchange(world, device, hosts)
-    return _open_gloo(world, _trees(tuple(hosts), tuple(machines)), pinned=on_cuda)
+        return DeviceExchange(world, device, backend, hosts)
+    return _open_gloo(world, _trees(tuple(hosts), tuple(machines)), pinned=pinned)
 
 
 @lru_cache(maxsize=4)  # each load of an open checkpoint, and most others of a group, have the same
@@ -85,8 +93,15 @@ def _open_gloo(world: World, trees: Trees, *, pinned: bool) -> Exchange:
     return GlooExchange(world, trees, pinned=pinned)
 
 
-def has_nccl(world: World) -> bool:
-    """Whether the group of a world can exchange CUDA tensors through NCCL."""
-    if world.group is None or not dist.is_nccl_available():
-        return False
-    return "nccl" in dist.get_backend_config(world.group)
+def backend_of(group: Any, device_type: str) -> str:
+    """Returns the backend that moves tensors between devices of a type, such as ``nccl``; empty if none does.
+
+    Gloo and MPI take device tensors by way of host memory, where fastload has a faster way.
+    """
+    if group is None or not dist.is_available():
+        return ""
+    for entry in dist.get_backend_config(group).split(","):
+        device, _, backend = entry.rpartition(":")
+        if device == device_type and backend not in ("gloo", "mpi", "fake", "undefined"):
+            return backend
+    return ""

@@ -37,7 +37,7 @@ class GlooExchange:
     Args:
         world: The ranks.
         trees: Those of them that take part, and the ways between them.
-        pinned: Page-locks slabs, for copies to a CUDA device.
+        pinned: Page-locks slabs, for copies to an accelerator.
     """
 
     private = True

@@ -63,7 +63,7 @@ class Lines:
 
     def _broadcast(self, group: Any, moves: Sequence[Move], row: Tensor, part: int) -> None:
         """At once where the backend can: one after the other they would take as long as all of them."""
-        at_once = row.is_cuda
+        at_once = group.supports_coalescing
         if at_once:
             group._start_coalescing()
         works = []

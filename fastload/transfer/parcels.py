@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fastload.base.devices import copy_async
 from fastload.base.memory import round_up
 from fastload.geometry.box import Runs
 from fastload.geometry.extents import Span
@@ -106,7 +107,8 @@ class ParcelSlabs:
         """Makes the parcels of a chunk that has been read."""
         is_direct, chunk = self._rank in work.placed, work.buffers[0]
         if self._on_device:
-            chunk = slab.take(chunk.nbytes).copy_(chunk, non_blocking=True)
+            on_host, chunk = chunk, slab.take(chunk.nbytes)
+            copy_async(on_host, chunk)
         for parcel in sent:
             # If it was read into several pieces, nobody else wants it, and it is where it belongs.
             data = self._packed(parcel, chunk, slab) if len(work.buffers) == 1 else chunk

@@ -277,11 +277,12 @@ class Pipeline:
         return overdue or Interrupted(str(late))
 
     def _recycle(self, work: Round) -> None:
+        # Before others may overwrite what copies to the device still read.
+        self._placing.settle()
         try:
             self._exchange.release(work, until_s=self._world.patience_s, give_up=self._world.alarmed)
         except DeadlineExceeded as late:
             raise Interrupted(str(late)) from None
-        self._placing.settle()
 
 
 def _never(number: int) -> bool:

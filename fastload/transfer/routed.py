@@ -27,7 +27,7 @@ class RoutedExchange:
     Args:
         world: The ranks.
         partners: Those that this one sends to or receives from.
-        pinned: Page-locks slabs, for copies to a CUDA device.
+        pinned: Page-locks slabs, for copies to an accelerator.
     """
 
     transport = "gloo routed"

@@ -38,10 +38,10 @@ class Spreads:
             legs: All that goes through this rank.
         """
         if found := handed(legs):
-            _at_once(self._everyone, found, [partial(self._hand, leg) for leg in found])
+            _at_once(self._everyone, [partial(self._hand, leg) for leg in found])
         for ranks, found in spread(legs).items():
             group = self._groups[ranks]
-            _at_once(group, found, [partial(_broadcast, group, leg) for leg in found])
+            _at_once(group, [partial(_broadcast, group, leg) for leg in found])
 
     def _hand(self, leg: Leg) -> Any:
         """The group of all has the ranks' own numbers."""
@@ -57,9 +57,9 @@ def _broadcast(group: Any, leg: Leg) -> Any:
     return group.broadcast([leg.data], how)
 
 
-def _at_once(group: Any, legs: Sequence[Leg], calls: Sequence[Callable[[], Any]]) -> None:
+def _at_once(group: Any, calls: Sequence[Callable[[], Any]]) -> None:
     """Calls what a group is to do, at once where its backend can."""
-    coalesced = legs[0].data.is_cuda
+    coalesced = group.supports_coalescing
     if coalesced:
         group._start_coalescing()
     works = [call() for call in calls]

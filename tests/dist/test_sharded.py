@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import fastload
-from fastload.loading import job, sharded
+from fastload.loading import job
 from fastload.loading.match import Match
 from fastload.transfer import parcels
 from tests.checkpoints import assert_same_bits
@@ -213,10 +213,9 @@ def test_where_tensors_are_may_differ(
 ) -> None:
     """A rank that wants nothing has no tensor on a device that would make it decide as the others do."""
     tensor = write_rows(tmp_path, rank, 2)
-    monkeypatch.setattr(job, "has_nccl", lambda world: True)
+    monkeypatch.setattr(job, "backend_of", lambda group, device_type: "nccl")
     device = property(lambda self: torch.device("cuda") if self.destinations else None)
     monkeypatch.setattr(Match, "device", device)
-    monkeypatch.setattr(sharded, "_is_pinned", lambda wish: False)
     rows = placed(tensor, init_device_mesh("cpu", (world,)), [Shard(0)])  # of which rank 2 has none
     fastload.load(tmp_path, into=emptied({"a": rows}), options=fastload.LoadOptions(timeout_s=20))
     assert torch.equal(rows.to_local(), tensor[rank : rank + 1])

@@ -17,10 +17,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 import fastload
 from fastload.base.memory import allocate_staging
-from fastload.loading import job, sharded
+from fastload.loading import job
 from fastload.loading.match import Match
 from fastload.ranks.world import World
-from fastload.transfer import nccl_routed
+from fastload.transfer import device_routed
 from fastload.transfer.lanes import Ranks
 from fastload.transfer.rounds import FAILED, FlatSlab, LocalExchange, Round
 from fastload.transfer.spreads import Spreads
@@ -38,7 +38,7 @@ class OverGloo(LocalExchange):
     transport = "nccl routed"
     num_made = 0
 
-    def __init__(self, world: World, groups: Sequence[Ranks], device: torch.device) -> None:
+    def __init__(self, world: World, groups: Sequence[Ranks], device: torch.device, backend: str) -> None:
         super().__init__(pinned=False)
         self._rank = world.rank
         self._groups = groups
@@ -68,10 +68,9 @@ class OverGloo(LocalExchange):
 
 def take_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has loads decide as if all tensors were on devices with NCCL."""
-    monkeypatch.setattr(nccl_routed, "NcclRoutedExchange", OverGloo)
-    monkeypatch.setattr(job, "has_nccl", lambda world: True)
+    monkeypatch.setattr(device_routed, "DeviceRoutedExchange", OverGloo)
+    monkeypatch.setattr(job, "backend_of", lambda group, device_type: "nccl")
     monkeypatch.setattr(Match, "device", property(lambda self: torch.device("cuda")))
-    monkeypatch.setattr(sharded, "_is_pinned", lambda wish: False)
 
 
 @ranks(4, deadline_s=90)

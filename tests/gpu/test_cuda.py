@@ -20,8 +20,8 @@ import fastload
 from fastload.formats.state import state_digest
 from fastload.loading import sharded
 from fastload.ranks.world import join
+from fastload.transfer.device_exchange import DeviceExchange
 from fastload.transfer.grid import Grid
-from fastload.transfer.nccl import NcclExchange
 from fastload.transfer.rounds import UNREADABLE, Round
 from fastload.transfer.route import RoutedPlan
 from tests.checkpoints import flip
@@ -299,7 +299,7 @@ def test_chunks_and_statuses_come_through_the_device(monkeypatch: pytest.MonkeyP
     world = join(call="testing", timeout_s=60)
     tokens = []
     for load in range(2):
-        exchange = NcclExchange(world, torch.device("cuda", torch.cuda.current_device()), ["host"])
+        exchange = DeviceExchange(world, torch.device("cuda", torch.cuda.current_device()), "nccl", ["host"])
         offer = exchange.offer()
         tokens.append(offer["token"] if offer is not None else "")
         exchange.accept([offer])

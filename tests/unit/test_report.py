@@ -87,8 +87,8 @@ def test_work_of_overlapping_threads_counts_once(clock: Clock) -> None:
 
 def make_report(bytes_wanted: int, *ranks: RankReport) -> LoadReport:
     return LoadReport(
-        url="u", strategy="allgather", why="w", transport="t", bytes_wanted=bytes_wanted, num_tensors=1,
-        chunk_bytes=4, num_rounds=2, depth=1, ranks=ranks,
+        url="u", strategy="allgather", why="w", transport="t", why_transport="x", bytes_wanted=bytes_wanted,
+        num_tensors=1, chunk_bytes=4, num_rounds=2, depth=1, ranks=ranks,
     )  # fmt: skip
 
 

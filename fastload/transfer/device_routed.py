@@ -1,4 +1,4 @@
-"""The exchange over NCCL where ranks want different bytes: parcels on devices, among few groups."""
+"""The exchange between devices where ranks want different bytes: parcels among few groups."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from fastload.base.devices import use_stream
 from fastload.base.memory import allocate, allocate_staging
 from fastload.base.stopwatch import Stopwatch
 from fastload.ranks.world import World
@@ -20,36 +21,37 @@ from fastload.transfer.lanes import Ranks
 from fastload.transfer.rounds import FAILED, FlatSlab, Round
 from fastload.transfer.spreads import Spreads
 
-__all__ = ["NcclRoutedExchange"]
+__all__ = ["DeviceRoutedExchange"]
 
 
-class NcclRoutedExchange:
-    """Parcels over NCCL, each from the rank that reads it to a group that wants it.
+class DeviceRoutedExchange:
+    """Parcels between devices, each from the rank that reads it to a group that wants it.
 
     Chunks are read into host memory, and packed on the device. A rank that cannot read takes part all the
     same, and says so when all of them meet after the rounds; see `RoutedExchange`.
 
     Args:
-        world: The ranks; their group has an NCCL backend.
+        world: The ranks.
         groups: See `groups_of`; not empty.
-        device: This rank's CUDA device.
+        device: This rank's accelerator, with its number.
+        backend: What moves data between the devices, as `exchange.backend_of` names it.
     """
 
-    transport = "nccl routed"
     private = True
     shares_memory = False
     num_sharing = 1
-    bytes_in = 0  # nobody counts what NCCL takes between hosts
+    bytes_in = 0  # nobody counts what the backend takes between hosts
 
-    def __init__(self, world: World, groups: Sequence[Ranks], device: torch.device) -> None:
+    def __init__(self, world: World, groups: Sequence[Ranks], device: torch.device, backend: str) -> None:
+        self.transport = f"{backend} routed"
         self.device = device
         self.watch = Stopwatch()
         self._rank = world.rank
         self._members = {number: ranks for number, ranks in enumerate(groups) if world.rank in ranks}
-        name = f"nccl routed {xxhash.xxh3_64_hexdigest(repr(groups).encode())} {device}"
-        self._communicators = Communicators(world, name, self._members, device)
+        name = f"routed {xxhash.xxh3_64_hexdigest(repr(groups).encode())}"
+        self._communicators = Communicators(world, name, self._members, device, backend)
         self._spreads = Spreads(world.rank, {})
-        self._packing, self._moving = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._packing, self._moving = torch.Stream(device), torch.Stream(device)
         self._endings = Endings(device, self.watch)
 
     def offer(self) -> Any:
@@ -80,14 +82,14 @@ class NcclRoutedExchange:
 
     def post(self, work: Round) -> None:
         # Kernels of the caller's that still use what was freed here come first.
-        here = torch.cuda.current_stream(self.device)
+        here = torch.accelerator.current_stream(self.device)
         self._packing.wait_stream(here)
         self._moving.wait_stream(here)
         work.pack = partial(self._pack, work.pack)
 
     def start(self, work: Round) -> None:
         work.began = self.watch.start()
-        ended = torch.cuda.Event()
+        ended = torch.Event(self.device)
         try:
             with self._on(self._moving):
                 self._moving.wait_stream(self._packing)
@@ -116,7 +118,7 @@ class NcclRoutedExchange:
             work.statuses = {self._rank: FAILED}
 
     @contextmanager
-    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+    def _on(self, stream: torch.Stream) -> Iterator[None]:
         # What the caller's thread has allocated in inference mode cannot be written in another mode.
-        with torch.inference_mode(), torch.cuda.device(self.device), torch.cuda.stream(stream):
+        with torch.inference_mode(), use_stream(stream):
             yield

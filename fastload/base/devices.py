@@ -1,0 +1,170 @@
+"""Accelerators, through torch's interface for all of them: devices, streams, copies, pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fastload.errors import OptionError
+
+__all__ = [
+    "Streams",
+    "accelerator_names",
+    "accelerators_of",
+    "can_pin",
+    "copy_async",
+    "is_accelerator",
+    "parse_device",
+    "record_use",
+    "synchronize",
+    "use_stream",
+    "with_index",
+]
+
+
+def parse_device(device: torch.device | str) -> torch.device:
+    """Returns a device that a user named.
+
+    Raises:
+        OptionError: There is no such kind of device.
+    """
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise OptionError(f"device={device!r}: {error}") from None
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether tensors there live in the memory of a device, with streams of its own."""
+    return device.type not in ("cpu", "meta")
+
+
+def accelerators_of(tensors: Iterable[Tensor]) -> list[torch.device]:
+    """Returns the devices that tensors are on, besides host memory and ``meta``, ordered.
+
+    Raises:
+        OptionError: torch does not serve one of them; see `with_index`.
+    """
+    devices = {tensor.device for tensor in tensors}
+    return [with_index(device) for device in sorted(filter(is_accelerator, devices), key=str)]
+
+
+def with_index(device: torch.device) -> torch.device:
+    """Returns a device with its number, which is the current one's if it has none; ``cpu`` is returned as is.
+
+    Raises:
+        OptionError: It is not a device of the accelerator that torch serves in this process.
+    """
+    if not is_accelerator(device):
+        return device
+    served = torch.accelerator.current_accelerator()
+    if served is None or served.type != device.type:
+        has = f"torch serves {served.type} here" if served is not None else "torch serves no accelerator here"
+        raise OptionError(f"device='{device}': {has}; fastload loads to and saves from that and cpu")
+    count = torch.accelerator.device_count()
+    index = device.index if device.index is not None else _current_index(count)
+    if index >= count:
+        raise OptionError(
+            f"device='{device}': torch sees {count or 'no'} {device.type} device{'s' * (count > 1)}"
+        )
+    return torch.device(device.type, index)
+
+
+def _current_index(count: int) -> int:
+    return torch.accelerator.current_device_index() if count else 0
+
+
+def accelerator_names() -> list[str]:
+    """Returns what each device of the accelerator is called, in the order of their numbers."""
+    served = torch.accelerator.current_accelerator()
+    if served is None or not torch.accelerator.is_available():
+        return []
+    name_of = getattr(torch.get_device_module(served), "get_device_name", lambda number: f"{served}:{number}")
+    return [name_of(number) for number in range(torch.accelerator.device_count())]
+
+
+@cache
+def can_pin() -> bool:
+    """Whether host memory can be page-locked for the accelerator, so that copies run beside the host."""
+    try:
+        return torch.empty(1, dtype=torch.uint8, device="cpu", pin_memory=True).is_pinned()
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def copy_async(source: Tensor, out: Tensor) -> None:
+    """Copies a tensor, on the current stream if a device takes part; waits only for pageable host memory.
+
+    An asynchronous copy from or to pageable memory is undefined: neither torch nor the drivers promise when
+    the host memory is read or written.
+    """
+    on_host = [tensor for tensor in (source, out) if tensor.is_cpu]
+    out.copy_(source, non_blocking=not on_host or (len(on_host) == 1 and on_host[0].is_pinned()))
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for what this thread's current stream on an accelerator has queued."""
+    torch.accelerator.current_stream(device).synchronize()
+
+
+@contextmanager
+def use_stream(stream: torch.Stream) -> Iterator[None]:
+    """Makes a stream, and its device, the current one of this thread."""
+    device_before = torch.accelerator.current_device_index()
+    stream_before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(stream_before)
+        torch.accelerator.set_device_index(device_before)
+
+
+def record_use(tensor: Tensor) -> None:
+    """Keeps the memory of a device tensor from being reused before this thread's current stream is done."""
+    if is_accelerator(tensor.device):
+        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
+class Streams:
+    """The current streams of the thread that makes this, for other threads that work on its tensors.
+
+    Streams are current per thread: a helper thread is on the default stream, where the kernels that produce
+    the caller's tensors need not have run.
+
+    Args:
+        devices: Accelerators, with their numbers.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._streams = [torch.accelerator.current_stream(device) for device in devices]
+
+    def __bool__(self) -> bool:
+        return bool(self._streams)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Makes them the current streams of this thread."""
+        if not self._streams:
+            yield
+            return
+        device_before = torch.accelerator.current_device_index()
+        before = [torch.accelerator.current_stream(stream.device) for stream in self._streams]
+        for stream in self._streams:
+            torch.accelerator.set_stream(stream)
+        torch.accelerator.set_device_index(device_before)
+        try:
+            yield
+        finally:
+            for stream in before:
+                torch.accelerator.set_stream(stream)
+            torch.accelerator.set_device_index(device_before)
+
+    def synchronize(self) -> None:
+        """Waits for what they have queued."""
+        for stream in self._streams:
+            stream.synchronize()

@@ -1,0 +1,147 @@
+"""The exchange between devices: slabs in their memory, along the lines of a grid of hosts and their ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastload.base.devices import copy_async, use_stream
+from fastload.base.memory import allocate, allocate_staging
+from fastload.base.stopwatch import Stopwatch
+from fastload.ranks.world import World
+from fastload.transfer.communicators import Communicators
+from fastload.transfer.endings import Endings
+from fastload.transfer.grid import Grid
+from fastload.transfer.lines import Lines
+from fastload.transfer.rounds import FlatSlab, Round
+
+__all__ = ["DeviceExchange"]
+
+
+class DeviceExchange:
+    """Collectives on device slabs, on streams and communicators of fastload's own.
+
+    Each line of the grid of ranks has a communicator, which is kept for the next loads of the group. The
+    group's own communicator is never used: the caller may be in the middle of a collective on it.
+
+    Args:
+        world: The ranks.
+        device: This rank's accelerator, with its number.
+        backend: What moves data between the devices, as `exchange.backend_of` names it.
+        hosts: Host of each rank.
+    """
+
+    private = True
+    shares_memory = False
+    num_sharing = 1
+    bytes_in = 0  # nobody counts what the backend takes between hosts
+
+    def __init__(self, world: World, device: torch.device, backend: str, hosts: Sequence[str]) -> None:
+        self.transport = backend
+        self.device = device
+        self.watch = Stopwatch()
+        self._rank = world.rank
+        self._grid = Grid.of(hosts)
+        phases = [phase for phase in range(self._grid.num_phases) if self._grid.has_line(world.rank, phase)]
+        lines = {phase: self._grid.line(world.rank, phase) for phase in phases}
+        self._communicators = Communicators(world, f"grid {self._grid.dims}", lines, device, backend)
+        # One for each phase: rounds overlap, each in another one.
+        self._streams = [torch.Stream(device) for _ in range(self._grid.num_phases)]
+        self._last = self._streams[0]
+        self._statuses: list[Tensor] = []
+        self._num_started = 0
+        self._lines: Lines | None = None
+        self._endings = Endings(device, self.watch)
+
+    def offer(self) -> Any:
+        return self._communicators.offer()
+
+    def renew(self) -> None:
+        self._communicators.renew()
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        self._communicators.accept(offers)
+
+    def connect(self, *, give_up: Callable[[], bool]) -> None:
+        found = self._communicators.meet(give_up)
+        groups = [found.get(phase) for phase in range(self._grid.num_phases)]
+        self._lines = Lines(self._grid, self._rank, groups, self._within)
+        self._endings.begin()
+
+    def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
+        pass
+
+    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[FlatSlab, Tensor | None]:
+        slab = allocate((slab_bytes,), torch.uint8, self.device)
+        # Allocated here: a rank that ran out of memory in a round would leave the others alone in it.
+        statuses = allocate((len(self._grid.ranks),), torch.uint8, self.device)
+        for stream in self._streams:
+            # Kernels of the caller's that still use what was freed here come first; and whoever gets the
+            # memory next has to wait for what an abandoned load has left on the stream.
+            stream.wait_stream(torch.accelerator.current_stream(self.device))
+            slab.record_stream(stream)
+            statuses.record_stream(stream)
+        self._statuses.append(statuses)
+        return FlatSlab(slab), allocate_staging(own_bytes, pinned=True)
+
+    def allocate_own(self, nbytes: int) -> Tensor:
+        return allocate_staging(nbytes, pinned=True)
+
+    def post(self, work: Round) -> None:
+        pass
+
+    def start(self, work: Round) -> None:
+        work.began = self.watch.start()
+        ended = torch.Event(self.device)
+        statuses = self._statuses[self._num_started % len(self._statuses)][: len(work.slots.each)]
+        self._num_started += 1
+        try:
+            # What the caller's thread has allocated in inference mode cannot be written in another mode.
+            self._last = self._streams[0]
+            with torch.inference_mode(), use_stream(self._last):
+                self._bring(work, statuses)
+                ended.record(self._last)
+        except (RuntimeError, MemoryError) as error:
+            work.broke(error)
+        work.started.set()
+        self._endings.follow(work, ended, partial(_note, work, statuses))
+
+    def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
+        pass  # the round is done, so every rank of the lines has sent and received all of it
+
+    def close(self) -> None:
+        self._communicators.close(keep=self._endings.close())
+
+    def _bring(self, work: Round, statuses: Tensor) -> None:
+        """Brings chunks, and one status for each reader, to all ranks."""
+        assert self._lines is not None
+        owners = tuple(work.slots.each)
+        statuses.zero_()
+        if work.own is not None and self._rank in work.slots.each:
+            copy_async(work.own, work.slots.each[self._rank])
+            statuses[owners.index(self._rank)].fill_(work.status)
+        self._lines.bring(owners, work.slots.whole, statuses)
+
+    @contextmanager
+    def _within(self, phase: int) -> Iterator[None]:
+        """What is called here comes after what was called before, and beside other phases of other rounds."""
+        self._streams[phase].wait_stream(self._last)
+        self._last = self._streams[phase]
+        with use_stream(self._last):
+            yield
+
+
+def _note(work: Round, statuses: Tensor) -> None:
+    """Notes which chunks of a round could not be read.
+
+    Args:
+        work: The round, which is here.
+        statuses: What each reader says, (readers,), on the device.
+    """
+    found = zip(work.slots.each, statuses.tolist(), strict=True)
+    work.statuses = {rank: status for rank, status in found if status}
