@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import permutations, product
 from math import prod
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -74,24 +76,78 @@ def _readings(tensor: Any, local: Tensor) -> list[list[tuple[Box, Box]]]:
     if coordinate is None:
         return []
     shapes = tuple(tensor.shape), tuple(mesh.shape)
-    return _fitting(*shapes, tuple(coordinate), tensor.placements, tuple(local.shape))
+    return _fitting(*shapes, _order_of(mesh).index_at(coordinate), tensor.placements, tuple(local.shape))
 
 
 @lru_cache(maxsize=4096)  # layers are alike
 def _fitting(
     shape: tuple[int, ...],
     mesh_shape: tuple[int, ...],
-    coordinate: tuple[int, ...],
+    index: tuple[int, ...],
     placements: tuple[Any, ...],
     local: tuple[int, ...],
 ) -> list[list[tuple[Box, Box]]]:
     """Returns those of `placed_intervals` that fit the shape of a local tensor, as boxes."""
-    found = placed_intervals(shape, mesh_shape, coordinate, placements)
+    found = placed_intervals(shape, mesh_shape, index, placements)
     if not prod(local):
         fitting = [held for held in found if not prod(local_shape(held))][:1]
     else:
         fitting = [held for held in found if local_shape(held) == local]
     return [placed_boxes(held) for held in fitting]
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The order in which torch takes the ranks of a mesh.
+
+    Along each dimension that is the order of a process group, which torch sorts by rank: `full_tensor`,
+    `distribute_tensor` and FSDP2 go by it. A coordinate follows the mesh as it was written down.
+
+    Attributes:
+        ranks: The ranks as the mesh has them, nested lists.
+        indexes: For each dimension, the number in its group of the rank at each coordinate.
+        mixed: Pairs of dimensions: along the second, the order along the first changes.
+    """
+
+    ranks: Any
+    indexes: tuple[Any, ...]
+    mixed: frozenset[tuple[int, int]]
+
+    def index_at(self, coordinate: Sequence[int]) -> tuple[int, ...]:
+        """Returns the numbers in its groups of the rank at a coordinate."""
+        return tuple(_at(numbers, coordinate) for numbers in self.indexes)
+
+    def rank_at(self, coordinate: Sequence[int]) -> int:
+        """Returns the rank at a coordinate."""
+        return _at(self.ranks, coordinate)
+
+
+_ORDERS: WeakKeyDictionary[Any, _Order] = WeakKeyDictionary()
+
+
+def _order_of(mesh: Any) -> _Order:
+    found = _ORDERS.get(mesh)
+    if found is None:
+        found = _ORDERS[mesh] = _find_order(mesh)
+    return found
+
+
+def _find_order(mesh: Any) -> _Order:
+    ranks = mesh.mesh
+    numbers = [ranks.argsort(dim).argsort(dim) for dim in range(ranks.dim())]
+    mixed = frozenset(
+        (one, other)
+        for one, other in permutations(range(ranks.dim()), 2)
+        if not torch.equal(numbers[one], numbers[one].narrow(other, 0, 1).expand_as(ranks))
+    )
+    return _Order(ranks.tolist(), tuple(each.tolist() for each in numbers), mixed)
+
+
+def _at(nested: Any, coordinate: Sequence[int]) -> int:
+    for index in coordinate:
+        nested = nested[index]
+    found: int = nested
+    return found
 
 
 def narrowed(tensor: Tensor, box: Box) -> Tensor:
@@ -145,6 +201,7 @@ class Group:
         self._place = place
         self._call = call
         self._outside: dict[Any, list[int]] = {}
+        self._groups: dict[int, str] = {}
         self._placed: dict[Any, BoxesByRank | None] = {}
 
     def boxes_of_all(self, tensor: Any) -> BoxesByRank | None:
@@ -157,19 +214,16 @@ class Group:
             return self._placed.setdefault(key, self._place_all(*key))
 
     def _place_all(self, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> BoxesByRank | None:
-        members = mesh.mesh.tolist()
         if set(mesh.mesh.flatten().tolist()) != self._numbers.keys():
             return None
+        order = _order_of(mesh)
         found: dict[tuple[Box, ...], list[int]] = {}
         for coordinate in product(*map(range, mesh.shape)):
-            readings = placed_intervals(shape, mesh.shape, coordinate, placements)
+            readings = placed_intervals(shape, mesh.shape, order.index_at(coordinate), placements)
             if len(readings) > 1:
                 return None
-            member = members
-            for index in coordinate:
-                member = member[index]
             boxes = tuple(box for box, _ in placed_boxes(readings[0]))
-            found.setdefault(boxes, []).append(self._numbers[member])
+            found.setdefault(boxes, []).append(self._numbers[order.rank_at(coordinate)])
         return tuple((boxes, tuple(sorted(ranks))) for boxes, ranks in found.items())
 
     def misfits(self, name: str, tensor: Any) -> Iterator[str]:
@@ -205,6 +259,9 @@ class Group:
                 f"{name}: {self._place} has a DTensor on a mesh with ranks {_some(outside)}, which take no "
                 f"part in this {self._call}: {self._call} with a process_group= of all of them"
             )
+        if problem := self._groups_of(tensor.device_mesh) or _disorder(tensor.device_mesh, tensor.placements):
+            yield f"{name}: {self._place} has a DTensor on a mesh {problem}"
+            return
         local = local_of(tensor)
         num_readings = len(_readings(tensor, local))
         if type(local) not in _PLAIN:
@@ -216,6 +273,12 @@ class Group:
                 f"placements {tuple(tensor.placements)} {why} {list(tensor.shape)}: shard it evenly"
             )
 
+    def _groups_of(self, mesh: Any) -> str:
+        found = self._groups.get(id(mesh))  # meshes of other groups may be equal
+        if found is None:
+            found = self._groups[id(mesh)] = _other_groups(mesh)
+        return found
+
     def _outside_of(self, mesh: Any) -> list[int]:
         if self._ranks is None:
             return []
@@ -223,6 +286,36 @@ class Group:
         if found is None:
             found = self._outside[mesh] = sorted(set(mesh.mesh.flatten().tolist()) - self._ranks)
         return found
+
+
+def _disorder(mesh: Any, placements: Sequence[Any]) -> str:
+    """Says why `full_tensor` is not the same on all ranks of a mesh; empty if it is."""
+    order = _order_of(mesh)
+    cutting = [dim for dim, placement in enumerate(placements) if getattr(placement, "dim", None) is not None]
+    if not order.mixed.intersection(permutations(cutting, 2)):
+        return ""
+    return (
+        f"of ranks {order.ranks}, which ascend along some lines and not along others: full_tensor() is not "
+        "the same on all of them. Make the mesh with sorted ranks"
+    )
+
+
+def _other_groups(mesh: Any) -> str:
+    """Says why the process groups of a mesh are not those of its ranks; empty if they are."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return ""
+    try:
+        found = tuple(mesh.get_local_rank(dim) for dim in range(mesh.ndim))
+    except RuntimeError:  # it has none, so nothing goes by them
+        found = tuple(coordinate)
+    order = _order_of(mesh)
+    if found == (expected := order.index_at(coordinate)):
+        return ""
+    return (
+        f"of ranks {order.ranks}, whose process groups have them in another order: this one has the numbers "
+        f"{list(found)} in them, not {list(expected)}"
+    )
 
 
 def _is_placed(placement: Any) -> bool:

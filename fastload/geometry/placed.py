@@ -34,7 +34,7 @@ class Cut(NamedTuple):
 
 
 def placed_intervals(
-    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
+    shape: Sequence[int], mesh_shape: Sequence[int], index: Sequence[int], placements: Sequence[Any]
 ) -> list[Held]:
     """Returns for each dimension which indexes one rank of a mesh holds, as ascending intervals.
 
@@ -45,15 +45,15 @@ def placed_intervals(
     Args:
         shape: Of the whole tensor.
         mesh_shape: Ranks in each dimension of the mesh.
-        coordinate: Of the rank, in the mesh.
+        index: Of the rank, along each dimension of the mesh.
         placements: One for each dimension of the mesh: with a ``dim``, and perhaps a ``split_factor``, if it
             cuts the tensor there.
     """
     cuts: list[list[Cut]] = [[] for _ in shape]
-    for num_ranks, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
+    for num_ranks, which, placement in zip(mesh_shape, index, placements, strict=True):
         dim = getattr(placement, "dim", None)
         if dim is not None:
-            cuts[dim].append(Cut(num_ranks, index, getattr(placement, "split_factor", 1)))
+            cuts[dim].append(Cut(num_ranks, which, getattr(placement, "split_factor", 1)))
     whole: Held = [[(0, size)] if size else [] for size in shape]
     by_torch = [_cut_left_first(held, here) for held, here in zip(whole, cuts, strict=True)]
     if not any(cut.split_factor > 1 for here in cuts for cut in here):
