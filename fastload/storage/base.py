@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["ByteCounter", "FileStat", "Folder", "Storage", "take"]
+__all__ = ["CHANGED", "ByteCounter", "FileStat", "Folder", "Storage", "take"]
+
+CHANGED = "it was changed after it was opened: load it again once nobody writes to it"
+"""What is said of a file of which some bytes may be older than others."""
 
 
 @dataclass(frozen=True, slots=True)

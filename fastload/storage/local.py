@@ -13,7 +13,7 @@ from functools import cached_property
 
 from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import StorageError
-from fastload.storage.base import ByteCounter, FileStat, Folder, take
+from fastload.storage.base import CHANGED, ByteCounter, FileStat, Folder, take
 from fastload.storage.descriptors import Descriptor
 from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, is_fuse, is_network
 from fastload.storage.process import read_descriptors
@@ -34,7 +34,8 @@ class LocalStorage:
     Symbolic links are followed (the Hugging Face cache is made of them). Descriptors are opened once
     and kept, that of the directory too, so that what is replaced during a load is still read as it was,
     and never mixed with what took its place. Of more files than the process may have open, some are closed
-    and opened again; one that has become another one meanwhile is an error.
+    and opened again; one that has become another one meanwhile is an error. So is one that somebody writes
+    to: each read ends with a look at its size and modification time.
 
     Each request is direct or buffered, whichever is faster. Direct (past the page cache) pays for large
     reads that are not cached, on disks; they read whole pages, of which what is not wanted is dropped.
@@ -181,6 +182,8 @@ class LocalStorage:
                 if _reads_directly(io, file, cached, offset, nbytes):
                     done = self._read_direct(file, offset, wanted)
                 self._read_buffered(io, file, cached, offset + done, take(wanted, done)[1])
+                if change := file.change(cached):
+                    raise StorageError(change, self._path(name), offset, nbytes)
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
@@ -194,6 +197,8 @@ class LocalStorage:
                 if self._about(os.fstat(file)) != about:
                     raise StorageError("it was replaced", self._path(name), 0, about.nbytes)
                 data = opened.read(about.nbytes)
+                if self._about(os.fstat(file)) != about:
+                    raise StorageError(CHANGED, self._path(name), 0, about.nbytes)
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
@@ -210,7 +215,7 @@ class LocalStorage:
         while wanted:
             count = os.preadv(cached, wanted[:_MAX_BUFFERS], offset)
             if count == 0:
-                raise self._short(file, cached, offset, wanted)
+                raise _short(file, cached, offset, wanted)
             self._count.add(count)
             offset += count
             _, wanted = take(wanted, count)
@@ -234,7 +239,7 @@ class LocalStorage:
                     file.directly = False
                     break
                 if count <= 0:
-                    raise self._short(file, direct, offset + done, wanted)
+                    raise _short(file, direct, offset + done, wanted)
                 filled, wanted = take(wanted, count)
                 copied = before
                 for buffer in filled:
@@ -251,13 +256,6 @@ class LocalStorage:
             self._own.block = memoryview(mmap.mmap(-1, _DIRECT_BLOCK_BYTES, flags=_PRIVATE))
         block: memoryview = self._own.block
         return block
-
-    def _short(self, file: _File, opened: int, offset: int, wanted: Sequence[memoryview]) -> StorageError:
-        size = os.fstat(opened).st_size
-        return StorageError(
-            f"the file ends at {size}: it shrank after it was opened",
-            url=file.path, offset=offset, nbytes=sum(map(len, wanted)),
-        )  # fmt: skip
 
     def close(self) -> None:
         with self._lock:
@@ -323,7 +321,7 @@ class _File:
         self.cached = Descriptor(read_descriptors, self._open)
         self._direct = Descriptor(read_descriptors, self._open_directly)
         self._place = (path, folder) if folder is not None else (os.path.abspath(path), None)
-        self._first: tuple[int, ...] | None = None
+        self._first: os.stat_result | None = None
 
     def direct(self) -> AbstractContextManager[int | None]:
         """Lends the descriptor for direct reads, while the other one is in use; None if there can be none."""
@@ -353,18 +351,37 @@ class _File:
                 raise StorageError("it was removed or replaced after it was opened", url=self.path) from error
             raise
         found = os.fstat(number)
-        place = (found.st_dev, found.st_ino) if self._numbered else ()
-        now = (*place, found.st_size, found.st_mtime_ns)
         if self._first is None:
-            self._first = now
-        elif self._first != now:
+            self._first = found
+        elif self._identity(found) != self._identity(self._first):
             os.close(number)
             raise StorageError("it was changed or replaced after it was opened", url=self.path)
         return number
 
+    def change(self, number: int) -> str:
+        """Says what has become of the open file since it was first opened; empty if nothing has."""
+        assert self._first is not None
+        found = os.fstat(number)
+        if self._identity(found) == self._identity(self._first):
+            return ""
+        return _ends_at(found.st_size) if found.st_size < self._first.st_size else CHANGED
+
+    def _identity(self, found: os.stat_result) -> tuple[int, ...]:
+        place = (found.st_dev, found.st_ino) if self._numbered else ()
+        return (*place, found.st_size, found.st_mtime_ns)
+
     def _open_directly(self) -> int:
         with self.cached.use() as number:  # the path may lead to another file by now
             return os.open(f"/proc/self/fd/{number}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+
+
+def _short(file: _File, opened: int, offset: int, wanted: Sequence[memoryview]) -> StorageError:
+    nbytes = sum(map(len, wanted))
+    return StorageError(_ends_at(os.fstat(opened).st_size), url=file.path, offset=offset, nbytes=nbytes)
+
+
+def _ends_at(size: int) -> str:
+    return f"the file ends at {size}: it shrank after it was opened"
 
 
 def _may_be_file(entry: os.DirEntry[str]) -> bool:

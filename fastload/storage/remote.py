@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import fsspec
 
 from fastload.errors import OptionError, StorageError
-from fastload.storage.base import ByteCounter, FileStat, Folder
+from fastload.storage.base import CHANGED, ByteCounter, FileStat, Folder
 from fastload.storage.location import HTTP, locate
 from fastload.storage.secrets import Secrets
 
@@ -63,6 +63,12 @@ class RemoteStorage:
         if info["type"] == "directory":
             return None if name else FileStat(0, "")
         return _stat(info)
+
+    def _ask_for_version(self, name: str) -> str:
+        """Returns the version that a file has by now, not by an earlier listing; empty if there is none."""
+        self._files.invalidate_cache(self._path(name).rpartition("/")[0])
+        found = self.stat(name)
+        return found.version if found is not None else ""
 
     def list(self) -> list[str] | None:
         found = self._entries("")
@@ -119,6 +125,8 @@ class RemoteStorage:
                 nbytes=nbytes,
                 transient=True,
             )
+        if version and self._ask_for_version(name) != version:
+            raise StorageError(CHANGED, self._label(name), offset, nbytes)
         position = 0
         for buffer in buffers:
             buffer[:] = data[position : position + len(buffer)]
@@ -181,8 +189,9 @@ def _of_type(kind: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Mapping
 
 
 def _stat(info: Mapping[str, Any]) -> FileStat:
-    version = info.get("ETag") or info.get("etag") or info.get("mtime") or info.get("created") or ""
-    return FileStat(int(info["size"]), str(version), _seconds(info.get("mtime") or info.get("created")))
+    tag, when = info.get("ETag") or info.get("etag"), info.get("mtime") or info.get("created")
+    modified_s = _seconds(when)  # listings may spell it in another way
+    return FileStat(int(info["size"]), str(tag or modified_s or when or ""), modified_s)
 
 
 def _seconds(when: Any) -> float:

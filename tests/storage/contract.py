@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,12 @@ class StorageContract:
 
     def fill(self, files: Mapping[str, bytes], where: str) -> str:
         raise NotImplementedError
+
+    def change(self, root: str, name: str, content: bytes) -> None:
+        """Writes other content to a file that is there, later than it was written."""
+        path = Path(root.partition("://")[2] or root, name)
+        path.write_bytes(content)
+        os.utime(path, (time.time() + 5, time.time() + 5))
 
     @pytest.fixture
     def root(self, tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -155,6 +163,21 @@ class StorageContract:
         buffer = bytearray(50_000)
         storage.read_into("a.bin", 5, [memoryview(buffer)], via_cache=True)
         assert buffer == FILES["a.bin"][5:50_005]
+
+    def test_a_file_that_somebody_writes_to(self, storage: Storage, root: str) -> None:
+        """Bytes of another version than a caller has seen are refused: he may have others of the old one."""
+        for name, content in (("b.bin", b"9876543210"), ("a.bin", FILES["a.bin"][::-1])):
+            about, other = storage.stat(name), storage.stat("sub/deep/c.bin")
+            assert about is not None
+            assert other is not None
+            buffer = memoryview(bytearray(10))
+            storage.read_into(name, 0, [buffer], about.version)
+            self.change(root, name, content)
+            with pytest.raises(StorageError, match=r"changed after it was opened|replaced") as raised:
+                storage.read_into(name, 0, [buffer], about.version)
+            assert (raised.value.offset, raised.value.nbytes, raised.value.transient) == (0, 10, False)
+            storage.read_into("sub/deep/c.bin", 0, [buffer[:4]], other.version)
+            assert buffer[:4] == b"deep"
 
     @pytest.mark.parametrize(("offset", "nbytes"), [(0, 11), (9, 2), (10, 1), (1000, 5)])
     def test_a_file_that_ends_early_is_an_error_that_says_where(

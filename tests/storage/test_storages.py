@@ -71,6 +71,9 @@ class TestRemoteMemory(StorageContract):
             store.pipe_file(f"{where}/{name}", content)
         return f"memory://{where}"
 
+    def change(self, root: str, name: str, content: bytes) -> None:
+        fsspec.filesystem("memory").pipe_file(f"{root}/{name}", content)
+
     def test_it_is_shared_and_not_probed(self, storage: Any) -> None:
         assert isinstance(storage, RemoteStorage)
         assert storage.shared
@@ -88,6 +91,12 @@ class TestS3(StorageContract):
             for name, content in files.items():
                 client.put_object(Bucket=BUCKET, Key=f"{root}/{name}", Body=content)
         return f"s3://{BUCKET}/{root}"
+
+    def change(self, root: str, name: str, content: bytes) -> None:
+        with closing(client_of(self.options)) as client:
+            client.put_object(
+                Bucket=BUCKET, Key=f"{root.removeprefix(f's3://{BUCKET}/')}/{name}", Body=content
+            )
 
     def test_it_is_an_object_store(self, storage: Any) -> None:
         assert isinstance(storage, ObjectStorage)
