@@ -3,6 +3,10 @@
 Rank 0 decides, for a *window* of calls at a time, and leaves the decision in the rendezvous store before
 the window begins; at its first call of a window a rank reads it. So nobody can miss a decision or see it
 late, the ranks need not keep step, and most calls ask nobody. Windows last about half a second.
+
+Steps of less than a millisecond fill the longest window in less time than other ranks take to read its
+decision. Rank 0 then waits a moment: it would get ever further ahead of them, and with it the call at which
+all hear of a signal.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ __all__ = ["Answer", "Schedule"]
 
 _WINDOW_S = 0.5
 _MAX_WINDOW = 32  # calls; steps may become slow while a window lasts
+_SHORTEST_S = 0.02  # of a longest window: each rank reads its decision in less
 _BLOCK = 64  # decisions that are forgotten together
 _FORGOTTEN_AT_ONCE = 2
 
@@ -207,6 +212,8 @@ class _Leader:
         self._post(json.dumps({"until": self._until, **asdict(answer)}))
 
     def _next_window(self, call: int) -> int:
+        if self._window == _MAX_WINDOW:
+            time.sleep(max(0.0, self._last[1] + _SHORTEST_S - time.monotonic()))
         now = time.monotonic()
         (last_call, last_s), self._last = self._last, (call, now)
         if call == last_call:

@@ -20,7 +20,9 @@ import torch.distributed as dist
 import fastload
 from fastload import CheckpointManager, SaveOptions
 from fastload.errors import CheckpointNotFound, FastloadError, OptionError, PlanMismatch, WorldError
+from fastload.ranks.rendezvous import Rendezvous
 from fastload.storage.local_target import LocalTarget
+from fastload.training import schedule
 from tests.checkpoints import flip
 from tests.dist.harness import ranks
 from tests.dist.patience import patient
@@ -99,6 +101,26 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
 
 
 @ranks(3, same=True)
+def test_a_signal_is_told_soon_to_ranks_that_ask_all_the_time(rank: int, world: int, tmp_path: Path) -> int:
+    """Rank 0 does not get ahead of those that take longer to read a decision than it takes to make one."""
+    patch = pytest.MonkeyPatch()
+    if rank != 0:
+        read = Rendezvous.await_text
+        slowly = lambda *args, **how: time.sleep(0.005) or read(*args, **how)  # noqa: E731
+        patch.setattr(Rendezvous, "await_text", slowly)
+    with manage(tmp_path) as manager:
+        for step in itertools.count():
+            if rank == 2 and step == 2000:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            manager.should_save(step)
+            if manager.stop_requested:
+                break
+    patch.undo()
+    assert 2000 <= step < 3500, "each rank calls thousands of times a second"
+    return step
+
+
+@ranks(3, same=True)
 def test_slow_steps_learn_of_a_signal_in_the_next_ones(rank: int, world: int, tmp_path: Path) -> int:
     with manage(tmp_path) as manager:
         for step in range(12):
@@ -115,6 +137,7 @@ def test_slow_steps_learn_of_a_signal_in_the_next_ones(rank: int, world: int, tm
 
 @ranks(3, deadline_s=90)
 def test_asking_is_cheap_and_leaves_nothing_behind(rank: int, world: int, tmp_path: Path) -> None:
+    pytest.MonkeyPatch().setattr(schedule, "_SHORTEST_S", 0.0)  # as many decisions as there can be
     store = dist.distributed_c10d._get_default_store()
     with manage(tmp_path, every_seconds=1000) as manager:
         for step in range(200):
