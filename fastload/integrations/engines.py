@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from types import TracebackType
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import fastload
-from fastload.errors import OptionError
+from fastload.errors import MismatchError, OptionError
 from fastload.options import LoadOptions
 
-__all__ = ["Source", "Weights", "options_of", "path_of", "sources_of"]
+__all__ = ["Source", "Weights", "options_of", "path_of", "require_loaded", "sources_of"]
 
 _PATTERNS = ["*.safetensors"]
 
@@ -81,6 +81,33 @@ def sources_of(model: nn.Module, path: Callable[[str, str | None], str], first: 
         found, folder = path(one.model_or_path, one.revision), getattr(one, "subfolder", None)
         sources.append(Source(f"{found.rstrip('/')}/{folder}" if folder else found, one.prefix))
     return sources
+
+
+def require_loaded(model: nn.Module, loaded: Any, model_config: Any) -> None:
+    """Raises if the checkpoint lacks a parameter of a model; as vLLM's default loader has it.
+
+    So it is checked where the model says what it has loaded, and is not quantized: a quantized one has
+    parameters that no checkpoint has, and so may layers with a ``process_weights_after_loading``.
+
+    Args:
+        model: The model.
+        loaded: What its ``load_weights`` returned: the names of its parameters that were in the checkpoint.
+        model_config: The engine's, which says whether the model is quantized.
+
+    Raises:
+        MismatchError: It lacks some.
+    """
+    if not isinstance(loaded, Set) or getattr(model_config, "quantization", None) is not None:
+        return
+    missing = {name for name, _ in model.named_parameters()} - loaded
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "uses_meta_device", False) or hasattr(method, "process_weights_after_loading"):
+            missing -= {f"{name}.{own}" if name else own for own, _ in module.named_parameters()}
+    if missing:
+        shown = ", ".join(sorted(missing)[:20]) + (", …" if len(missing) > 20 else "")
+        what = f"the model has parameters that the checkpoint lacks: {shown}"
+        raise MismatchError(what, missing=tuple(sorted(missing)))
 
 
 class Weights(Iterator[tuple[str, Tensor]]):

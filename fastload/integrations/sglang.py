@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fastload.integrations.engines import Weights, options_of, path_of, sources_of
+from fastload.integrations.engines import Weights, options_of, path_of, require_loaded, sources_of
 
 try:
     from sglang.srt.distributed import get_world_group
@@ -41,7 +41,11 @@ class FastloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
         self._path(model_config.model_path, model_config.revision)
 
     def load_model(self, *, model_config: Any, device_config: Any) -> nn.Module:
-        """Makes the model and has it take its weights, as the default loader does."""
+        """Makes the model and has it take its weights, as the default loader does.
+
+        Raises:
+            MismatchError: The checkpoint lacks some.
+        """
         try:
             model: nn.Module = super().load_model(model_config=model_config, device_config=device_config)
         except BaseException as error:
@@ -54,6 +58,8 @@ class FastloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
         first = self._path(model_config.model_path, model_config.revision)
         sources = sources_of(model, self._path, first)
         self._weights = Weights(sources, model, get_world_group(), self._options)
+        if not getattr(model_config, "is_draft_model", False):  # which gets some of the target model's
+            _check_loaded(model, model_config)
         return self._weights
 
     def _close(self, error: BaseException | None) -> None:
@@ -63,3 +69,15 @@ class FastloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def _path(self, model: str, revision: str | None) -> str:
         return path_of(model, revision, self.load_config, download_weights_from_hf)
+
+
+def _check_loaded(model: Any, model_config: Any) -> None:
+    """Has a model's next `load_weights` check what it loaded; the default loader drops what it returns."""
+
+    def load_weights(weights: Any) -> Any:
+        del model.load_weights  # this one, which hides the model's own
+        loaded = model.load_weights(weights)
+        require_loaded(model, loaded, model_config)
+        return loaded
+
+    model.load_weights = load_weights

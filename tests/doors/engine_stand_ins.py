@@ -36,6 +36,7 @@ class Model(nn.Module):
         self.taken: list[str] = []
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
+        """Returns the names of its parameters that were there, as models of both engines do."""
         loaded = set()
         for name, tensor in weights:
             self.taken.append(name)
@@ -43,9 +44,10 @@ class Model(nn.Module):
                 raise KeyError(f"no parameter for {name}")
             if name == "model.up.weight":
                 self.up.data.copy_(tensor.chunk(self.world, dim=1)[self.rank])
+                loaded.add("up")
             elif name == "model.norm.weight":
                 self.norm.data.copy_(tensor)
-            loaded.add(name)
+                loaded.add("norm")
         return loaded
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fastload.errors import OptionError, PeerError
+from fastload.errors import MismatchError, OptionError, PeerError
 from tests.dist.harness import ranks
 from tests.doors import engine_stand_ins as stand_ins
 from tests.doors.engine_stand_ins import LoadConfig, Model
@@ -23,10 +25,11 @@ ROOT = Path(__file__).resolve().parents[2]
 UP, NORM = torch.arange(48.0).reshape(6, 8), torch.arange(6.0)
 
 
-def write(folder: Path, rank: int, *, bad: bool = False) -> None:
+def write(folder: Path, rank: int, *, bad: bool = False, norm: bool = True) -> None:
     if rank == 0:
         folder.mkdir()
-        tensors = {"model.up.weight": UP, "model.norm.weight": NORM}
+        tensors = {"model.up.weight": UP}
+        tensors |= {"model.norm.weight": NORM} if norm else {}
         tensors |= {"bad.weight": NORM + 1} if bad else {}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     torch.distributed.barrier()
@@ -73,6 +76,36 @@ def test_vllm(rank: int, world: int, tmp_path: Path) -> None:
     with pytest.raises(KeyError if rank == 1 else PeerError, match=r"no parameter for bad\.weight"):
         loader.load_weights(Model(rank, world), model_config)
 
+    # As vLLM's own loader: what the checkpoint lacks is an error, but not of layers that make up for it.
+    write(tmp_path / "less", rank, norm=False)
+    model_config = SimpleNamespace(model=str(tmp_path / "less"), revision=None, quantization=None)
+    with pytest.raises(MismatchError, match="parameters that the checkpoint lacks: norm"):
+        loader.load_weights(Model(rank, world), model_config)
+    model = Model(rank, world)
+    model.quant_method = SimpleNamespace(process_weights_after_loading=None)  # type: ignore[assignment]
+    loader.load_weights(model, model_config)
+    loader.load_weights(Model(rank, world), SimpleNamespace(**{**vars(model_config), "quantization": "fp8"}))
+
+
+@ranks(1)  # a process of its own for what stands in for vLLM
+def test_a_vllm_that_lacks_something_starts(rank: int, world: int) -> None:
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fastload").addHandler(handler)
+    registry = stand_ins.install_vllm()
+    del sys.modules["vllm.distributed.parallel_state"].get_world_group  # type: ignore[attr-defined]
+    entry_point().load()()
+    with pytest.raises(ImportError, match=r"load_format='fastload': this vLLM has another .*get_world_group"):
+        registry["fastload"](LoadConfig("fastload"))
+    assert logged == []
+    registry.clear()
+    del sys.modules["vllm.model_executor.model_loader"].register_model_loader  # type: ignore[attr-defined]
+    entry_point().load()()
+    assert not registry
+    (line,) = logged
+    assert re.search("load_format='fastload' is not there: .*register_model_loader", line)
+
 
 @ranks(2)
 def test_sglang(rank: int, world: int, tmp_path: Path) -> None:
@@ -91,6 +124,13 @@ def test_sglang(rank: int, world: int, tmp_path: Path) -> None:
     model_config.model_path = str(tmp_path / "other")
     with pytest.raises(KeyError if rank == 1 else PeerError, match=r"no parameter for bad\.weight"):
         loader.load_model(model_config=model_config, device_config=SimpleNamespace(device="cpu"))
+
+    write(tmp_path / "less", rank, norm=False)
+    model_config.model_path = str(tmp_path / "less")
+    with pytest.raises(MismatchError, match="parameters that the checkpoint lacks: norm"):
+        loader.load_model(model_config=model_config, device_config=SimpleNamespace(device="cpu"))
+    model_config.is_draft_model = True  # it gets some of the target model's
+    loader.load_model(model_config=model_config, device_config=SimpleNamespace(device="cpu"))
 
 
 @ranks(2)
