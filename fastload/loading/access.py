@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError
+from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, StorageError
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import METADATA_NAME, RECORD_NAME, SUFFIX
 from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest
+from fastload.loading.samples import difference, read_samples
 from fastload.ranks.answers import Each
 from fastload.ranks.door import machine
 from fastload.ranks.world import World, kinds_of, require_same
@@ -77,7 +78,8 @@ def agree_on_access(
 
     One rank, the lowest that sees the path, lists it and reads its headers; the others get its
     answer. Where looking costs nothing (file systems), a rank counts as a reader if its files are
-    the same as that rank's: same size and version, or else same size and commit record (or header).
+    the same as that rank's: same size and version, or else same size and commit record, or same size, header
+    and samples of the data.
 
     Args:
         world: The ranks.
@@ -151,17 +153,11 @@ def _agree(
             return None
         manifest = found
 
-    def compare() -> str:
-        sees = views[world.rank] == Sight.CHECKPOINT or not storage.probes
-        if sees and storage.probes and world.rank != source:
-            return _difference(storage, manifest, source)
-        return "" if sees else f"does not see {storage.url}"
-
     notes: dict[int, str] = {}
     files = _digest((file.name, file.nbytes, file.version) for file in manifest.files)
     if storage.probes and any(hello["files"] != files for hello in kinds):
-        looks = world.agree(f"comparing what the ranks see of {storage.url}", compare)
-        notes = {rank: note for rank, note in enumerate(looks) if note}
+        sees = views[world.rank] == Sight.CHECKPOINT
+        notes = _compare(world, storage, manifest, source, sees=sees)
     (machines,) = hellos[0]["machine"]
     return Access(
         storage=storage,
@@ -259,23 +255,65 @@ def _is_outdated(storage: PatientStorage, connect: Callable[[], PatientStorage])
         fresh.close()
 
 
-def _difference(storage: Storage, manifest: Manifest, source: int) -> str:
-    """Says what is different here from what the rank that read the headers saw; empty if nothing is."""
-    same_record = False
+def _compare(
+    world: World, storage: PatientStorage, manifest: Manifest, source: int, *, sees: bool
+) -> dict[int, str]:
+    """Returns the ranks that do not see what the rank that read the headers saw, and what is different there.
+
+    Metadata and headers are the same in every step of a training: where nothing has checksums of the data,
+    copies are compared by samples of them.
+    """
+
+    def look() -> tuple[str, bool]:
+        if not sees:
+            return f"does not see {storage.url}", False
+        return ("", False) if world.rank == source else _difference(storage, manifest, source)
+
+    looks = world.agree(f"comparing what the ranks see of {storage.url}", look)
+    notes = {rank: note for rank, (note, _) in enumerate(looks) if note}
+    copies = {rank for rank, (note, is_copy) in enumerate(looks) if is_copy and not note}
+    if not copies or manifest.block_bytes:
+        return notes
+    what = f"comparing data of {storage.url}"
+    wanted = world.share(what, source, lambda: read_samples(storage, manifest))
+
+    def compare() -> str:
+        try:
+            found = difference(storage, manifest, wanted) if world.rank in copies else None
+        except StorageError as error:
+            return f"cannot read it: {error}"
+        if found is None:
+            return ""
+        label = manifest.files[found.file].name or storage.url
+        place = f"{label} [bytes {found.offset}-{found.offset + found.nbytes}]"
+        return f"sees other data than rank {source} in {place}: not the same checkpoint"
+
+    return notes | {rank: note for rank, note in enumerate(world.agree(what, compare)) if note}
+
+
+def _difference(storage: Storage, manifest: Manifest, source: int) -> tuple[str, bool]:
+    """Compares names, sizes, versions and headers with what the rank that read the headers saw.
+
+    Returns:
+        What is different here, empty if nothing is; and whether some file is a copy: of another version.
+    """
+    is_copy = same_record = False
     for file in manifest.files:
         found = storage.stat(file.name)
         label = file.name or storage.url
         if found is None:
-            return f"does not see {label}"
+            return f"does not see {label}", is_copy
         if found.nbytes != file.nbytes:
-            return f"sees {label} of {found.nbytes} bytes, rank {source} of {file.nbytes}: not the same file"
+            sizes = f"of {found.nbytes} bytes, rank {source} of {file.nbytes}"
+            return f"sees {label} {sizes}: not the same file", is_copy
         if found.version == file.version or same_record:
             continue
-        if manifest.record_digest:  # which tells more than headers: those are the same in every step
+        is_copy = True
+        if manifest.record_digest:
             if record_digest(storage, manifest) != manifest.record_digest:
                 name = METADATA_NAME if manifest.format == "dcp" else RECORD_NAME
-                return f"sees another {name} than rank {source}: not the same checkpoint"
+                return f"sees another {name} than rank {source}: not the same checkpoint", is_copy
             same_record = True
         elif header_digest(storage, file.name, file.nbytes) != file.header_digest:
-            return f"sees {label} with another header than rank {source}: not the same file"
-    return ""
+            return f"sees {label} with another header than rank {source}: not the same file", is_copy
+    return "", is_copy

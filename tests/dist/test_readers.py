@@ -7,14 +7,17 @@ another host.
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import fastload
 from fastload.formats.state import state_digest
-from tests.checkpoints import assert_same_bits, load_reference, write_file, write_sharded
+from tests.checkpoints import assert_same_bits, flip, load_reference, write_file, write_sharded
 from tests.dist.harness import ranks
 from tests.dist.hosts import can_mount, mount_memory
 
@@ -22,6 +25,9 @@ pytestmark = pytest.mark.skipif(
     not can_mount(),
     reason="needs root: every rank gets mounts of its own, like a host with a disk of its own",
 )
+
+
+ROWS = [(f"t{number}", "F32", (200 + number, 3)) for number in range(5)]
 
 
 def own_disk(folder: Path, rank: int) -> Path:
@@ -35,8 +41,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_original(folder: Path) -> Path:
-    rows = [(f"t{number}", "F32", (200 + number, 3)) for number in range(5)]
-    write_sharded(folder, {"a.safetensors": rows[:3], "b.safetensors": rows[3:]}, index=True)
+    write_sharded(folder, {"a.safetensors": ROWS[:3], "b.safetensors": ROWS[3:]}, index=True)
     return folder
 
 
@@ -119,7 +124,7 @@ def test_equal_copies_on_every_host_are_all_read(
     return state_digest(tensors)
 
 
-@pytest.mark.parametrize("other", ["size", "header", "missing", "empty"])
+@pytest.mark.parametrize("other", ["size", "header", "missing", "empty", "values", "few values"])
 @ranks(3, same=True)
 def test_another_file_of_the_same_name_is_not_read(
     rank: int, world: int, tmp_path: Path, original: Path, other: str
@@ -136,6 +141,11 @@ def test_another_file_of_the_same_name_is_not_read(
             assert len(whole) == file.stat().st_size
         elif other == "missing":
             file.unlink()
+        elif other == "values":  # as of another step
+            write_file(file, ROWS[3:], seed=1)
+            assert len(whole) == file.stat().st_size
+        elif other == "few values":
+            flip(file, -1000)
         else:
             file.write_bytes(b"")
     tensors, report = load(disk, original, "allgather")
@@ -144,6 +154,7 @@ def test_another_file_of_the_same_name_is_not_read(
     note = report.ranks[1].note
     assert "b.safetensors" in note
     wanted = {"size": "not the same file", "header": "another header than rank 0", "missing": "does not see"}
+    wanted |= dict.fromkeys(("values", "few values"), "sees other data than rank 0 in b.safetensors [bytes ")
     assert wanted.get(other, "of 0 bytes") in note
     with pytest.raises(fastload.OptionError, match="strategy='direct': rank 1 on host1 cannot read"):
         load(disk, original, "direct")
@@ -181,3 +192,35 @@ def test_an_empty_mount_point_does_not_hide_the_files_of_others(
     assert [own.reader for own in report.ranks] == [False, True, True]
     assert report.ranks[0].note.startswith(f"does not see {disk}")
     return state_digest(tensors)
+
+
+@ranks(2, deadline_s=90)
+def test_other_formats_of_which_hosts_have_other_values(rank: int, world: int, tmp_path: Path) -> None:
+    """Metadata, directories and pickles are the same in every step: some of the data tell."""
+    disk = own_disk(tmp_path, rank)
+    state = {name: torch.full((500, 300), float(number + rank)) for number, name in enumerate("abcd")}
+    wanted = {name: torch.full((500, 300), float(number)) for number, name in enumerate("abcd")}
+    torch.save(state, disk / "zip.pt")
+    torch.save(state, disk / "old.pt", _use_new_zipfile_serialization=False)
+    (disk / "bin").mkdir()
+    torch.save(state, disk / "bin" / "pytorch_model.bin")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is a save of one rank
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(disk / "dcp"), no_dist=True)
+    save(state, disk / "saved")
+    for file in disk.rglob("*"):
+        os.utime(file, ns=(rank, rank))  # what one kernel does within a tick has one time
+    for name in ("zip.pt", "old.pt", "bin", "dcp", "saved"):
+        reports: list[fastload.LoadReport] = []
+        options = fastload.LoadOptions(strategy="allgather", timeout_s=20, on_report=reports.append)
+        found = fastload.load(disk / name, options=options)
+        assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items()), name
+        assert [own.reader for own in reports[0].ranks] == [True, False], name
+        assert "sees " in reports[0].ranks[1].note, name
+
+
+def save(state: dict[str, torch.Tensor], path: Path) -> None:
+    """Saves a checkpoint for this rank alone."""
+    fastload.save(
+        state, path, process_group=dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    )
