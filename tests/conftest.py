@@ -31,6 +31,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
+    if any(item.get_closest_marker("emulated") for item in items):
+        _has_emulator()
     items.sort(key=lambda item: [not item.nodeid.startswith(part) for part in _LONG])
 
 
@@ -53,6 +55,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips tests whose marker names hardware or rights this machine does not have."""
     if item.get_closest_marker("gpu") and not _has_cuda():
         pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("emulated") and not _has_emulator():
+        pytest.skip("needs a C++ compiler, which builds the emulated accelerator")
     if item.get_closest_marker("lab") and not _has_lab():
         pytest.skip("needs root, network namespaces and the ip command")
 
@@ -62,6 +66,15 @@ def _has_cuda() -> bool:
     import torch  # not above: the process that deals the tests to the workers has no need of it
 
     return torch.cuda.is_available()
+
+
+@functools.cache
+def _has_emulator() -> bool:
+    from tests.accelerator import build  # nor of what this imports
+
+    if build.compiler():
+        build.library()  # before the first test, whose time is short: it takes up to a minute, once
+    return bool(build.compiler())
 
 
 @functools.cache

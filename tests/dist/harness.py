@@ -56,6 +56,7 @@ def ranks(
     dies: Mapping[int, signal.Signals] | None = None,
     store: Literal["agent", "rank0"] = "agent",
     ranks_per_host: int = 0,
+    accelerator: bool = False,
 ) -> Callable[[Body], Body]:
     """Makes a test of a function ``(rank, world, **fixtures)``: one test for each world size.
 
@@ -72,6 +73,7 @@ def ranks(
             where it dies with that rank.
         ranks_per_host: Ranks look as if they were on hosts of so many each; 0 leaves all of them on this one,
             where they share memory.
+        accelerator: Whether every rank has the emulated accelerator; see tests/accelerator.
     """
 
     def decorate(body: Body) -> Body:
@@ -82,7 +84,7 @@ def ranks(
         def test(world: int, **fixtures: Any) -> None:
             run_ranks(
                 body, world, deadline_s=deadline_s, same=same, dies=dies, store=store,
-                ranks_per_host=ranks_per_host, **fixtures,
+                ranks_per_host=ranks_per_host, accelerator=accelerator, **fixtures,
             )  # fmt: skip
 
         test.body_on_ranks = body  # type: ignore[attr-defined]
@@ -92,7 +94,7 @@ def ranks(
         sizes = pytest.mark.parametrize("world", worlds, ids=[f"{world}-ranks" for world in worlds])
         patience = pytest.mark.timeout(deadline_s + _STARTUP_S)
         decorated: Body = patience(sizes(test))
-        return decorated
+        return pytest.mark.emulated(decorated) if accelerator else decorated
 
     return decorate
 
@@ -115,6 +117,7 @@ def run_ranks(
     dies: Mapping[int, signal.Signals] | None = None,
     store: Literal["agent", "rank0"] = "agent",
     ranks_per_host: int = 0,
+    accelerator: bool = False,
     **fixtures: Any,
 ) -> list[Any]:
     """Runs a module-level function on ranks now; `ranks` explains the options.
@@ -140,6 +143,7 @@ def run_ranks(
             store_on_rank0=store == "rank0",
             num_surviving=world - len(dies),
             ranks_per_host=ranks_per_host,
+            accelerator=accelerator,
             deadline_s=deadline_s,
             cwd=os.getcwd(),
             environ={**os.environ, CROWD: f"{crowd():.2f}"},

@@ -43,6 +43,7 @@ from _pytest.config import get_config
 import fastload.saving.save
 import fastload.staging.stage
 import fastload.training.manager  # noqa: F401  (so that no rank has to import it)
+from tests.accelerator import accelerator
 
 DUMP_SIGNAL = signal.SIGUSR2  # a manager listens to SIGUSR1
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -64,6 +65,7 @@ class Job:
     store_on_rank0: bool
     num_surviving: int
     ranks_per_host: int
+    accelerator: bool
     deadline_s: float
     cwd: str
     environ: dict[str, str]
@@ -217,6 +219,8 @@ def _run_body(rank: int, job: Job, agent: dist.Store) -> tuple[bool, Any]:
     try:
         body = operator.attrgetter(job.qualname)(importlib.import_module(job.module))
         body = getattr(body, "body_on_ranks", body)
+        if job.accelerator:
+            accelerator()
         dist.init_process_group(
             "gloo",
             store=_store(agent, rank, job),

@@ -1,0 +1,132 @@
+"""An emulated accelerator: a device of torch's named ``emu`` that needs no hardware and hides no mistake.
+
+    @pytest.mark.emulated
+    @ranks(2, accelerator=True)  # the group is "cpu:gloo,emu:emccl"
+    def test_load(rank: int, world: int) -> None:
+        emulator = accelerator()
+        emulator.delay(0.001, random_s=0.002, seed=7)
+        torch.accelerator.set_device_index(rank)
+        tensor = torch.ones(3, device="emu")
+        ...
+        assert emulator.faults() == []
+
+Every process has four devices. As far as the host can see they behave like CUDA devices at their worst:
+
+- **Memory** is the device's own. A host that touches it, by ``data_ptr()``, dies of SIGSEGV.
+- **Streams** are threads. Every operator, copy and collective only starts when it is called, and ends after
+  the delay that a test has set. Only ``item()``, blocking copies, and operators whose result's shape depends
+  on values wait.
+- **Copies** with ``non_blocking=True`` are asynchronous both with pinned and with pageable memory: what a
+  program reads or frees too early is wrong, on every run that has a delay.
+- **Freed memory** belongs to its stream, which gets it again at once. It is filled with 0xDB by an operation
+  on that stream, just before the next one.
+- **Order** is checked, however the threads run: two operations on the same bytes of which one writes, on
+  streams that do not wait for each other, are a fault. So is the reuse of memory that another stream may
+  still use. `Emulator.faults` has them; a test ends by asserting that there are none.
+
+`accelerator` loads the device into a process, for good: call it in ranks or other processes of a test's own,
+never in that of pytest. See `build` for how it is built, and tests/accelerator/test_emulator.py for examples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+from collections.abc import Iterator
+
+import torch
+
+from tests.accelerator import build
+
+__all__ = ["NAME", "POISON", "Emulator", "accelerator"]
+
+NAME = "emu"
+POISON = 0xDB  # each byte of memory that was freed
+
+
+class Emulator:
+    """What a test can see and set of the emulated accelerator in its process."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        library.emu_counters.restype = library.emu_faults.restype = ctypes.c_char_p
+        library.emu_delay.argtypes = ctypes.c_double, ctypes.c_double, ctypes.c_uint64
+        library.emu_sleep.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_double
+        library.emu_hold.argtypes = ctypes.c_int, ctypes.c_int64
+        library.emu_hold.restype = ctypes.c_int64
+        library.emu_let_go.argtypes = (ctypes.c_int64,)
+        library.emu_limit.argtypes = ctypes.c_int, ctypes.c_int64
+        library.emu_seed.argtypes = ctypes.c_int, ctypes.c_uint64
+
+    def counters(self, *, reset: bool = False) -> dict[str, int]:
+        """Returns what was counted since the last reset; what never happened is not there.
+
+        - ``h2d_pinned``, ``h2d_pageable``, ``d2h_pinned``, ``d2h_pageable``, ``d2d``: copies; their bytes are
+          ``h2d_pinned_bytes`` and so on
+        - ``blocking_copies``: those that the host waited for; ``items``: single values read
+        - ``stream_syncs``, ``event_syncs``, ``device_syncs``: waits of the host
+        - ``kernels``: operators that a stream ran; ``fallbacks``: those that the host computed
+        - ``pinned_bytes``: host memory that was newly pinned
+        """
+        found: dict[str, int] = json.loads(self._library.emu_counters(reset))
+        return found
+
+    def faults(self, *, reset: bool = False) -> list[str]:
+        """Returns what went wrong so far, one line each, beginning with the kind.
+
+        - ``race``, ``use after free``: operations that no wait puts in order
+        - ``host memory``: memory freed before a copy began
+        - ``error``: an operator that failed on its stream
+        """
+        return [f"{kind}: {message}" for kind, message in json.loads(self._library.emu_faults(reset))]
+
+    def delay(self, fixed_s: float, *, random_s: float = 0.0, seed: int = 0) -> None:
+        """Has every operation begin so much later, and up to `random_s` more, drawn for each stream."""
+        self._library.emu_delay(fixed_s, random_s, seed)
+
+    def sleep(self, seconds: float, stream: torch.Stream | None = None) -> None:
+        """Has a stream, or the current one, do nothing for some time, as ``torch.cuda._sleep``."""
+        self._library.emu_sleep(*_key(stream), seconds)
+
+    @contextlib.contextmanager
+    def hold(self, stream: torch.Stream | None = None) -> Iterator[None]:
+        """Has a stream, or the current one, do nothing of what is called from here on before the end."""
+        hold = self._library.emu_hold(*_key(stream))
+        try:
+            yield
+        finally:
+            self._library.emu_let_go(hold)
+
+    def limit(self, device: int, nbytes: int) -> None:
+        """Sets how much memory a device has, at most 16 GiB; of more, `torch.OutOfMemoryError` is raised."""
+        self._library.emu_limit(device, nbytes)
+
+    def seed(self, device: int, seed: int) -> None:
+        """Seeds a device's default generator; `torch.manual_seed` does it for all."""
+        self._library.emu_seed(device, seed)
+
+
+def _key(stream: torch.Stream | None) -> tuple[int, int]:
+    stream = stream or torch.accelerator.current_stream()
+    return stream.device_index, stream.stream_id
+
+
+@functools.cache
+def accelerator() -> Emulator:
+    """Loads the emulated accelerator into this process, if it is not, and returns it.
+
+    Raises:
+        RuntimeError: It cannot be built, or this process has another accelerator.
+    """
+    other = torch.accelerator.current_accelerator(check_available=True)
+    if other is not None:
+        raise RuntimeError(f"this process has an accelerator: {other}")
+    path = str(build.library())
+    torch.ops.load_library(path)
+    torch.utils.rename_privateuse1_backend(NAME)
+    from tests.accelerator import device_module
+
+    torch._register_device_module(NAME, device_module)
+    return Emulator(ctypes.CDLL(path))
