@@ -39,7 +39,7 @@ class Access:
     Attributes:
         storage: Where this rank reads from.
         manifest: What is where, as the lowest rank that sees it read it.
-        hosts: Host of each rank.
+        hosts: Host of each rank; see `ranks.door.node`.
         machines: What tells those ranks apart that cannot share memory.
         readers: Ranks that can read, ascending.
         notes: For each rank that cannot read, why.
@@ -162,7 +162,7 @@ def _agree(
     return Access(
         storage=storage,
         manifest=manifest,
-        hosts=tuple(world.hosts.values()),
+        hosts=tuple(world.nodes.values()),
         machines=tuple(machines.values()),
         readers=tuple(sorted(set(range(world.size)) - notes.keys())),
         notes=notes,

@@ -16,6 +16,7 @@ from fastload.formats.record import CHECKSUM_BYTES
 from fastload.loading.access import Access
 from fastload.options import LoadOptions
 from fastload.ranks.answers import Each, Reports
+from fastload.ranks.door import host_of
 from fastload.ranks.world import World, require_same
 from fastload.report import RankReport, VerifyReport
 from fastload.transfer.demand import Demand, Supply
@@ -53,7 +54,7 @@ class Sweep:
         threads = read_threads(
             options.read_threads,
             self._plan,
-            ranks_on_host=access.hosts.count(world.host),
+            ranks_on_host=access.hosts.count(world.node),
             in_order=access.storage.in_order,
         )
         self.reader = ChunkReader(
@@ -156,7 +157,7 @@ class Sweep:
         if num_bad := sum(part["num"] for part in found):
             several = not access.shared and len(set(access.hosts)) > 1
             rows = [
-                (*position, f"on {host}: {text}" if several else text)
+                (*position, f"on {host_of(host)}: {text}" if several else text)
                 for host, part in zip(access.hosts, found, strict=True)
                 for *position, text in part["damage"]
             ]

@@ -23,6 +23,7 @@ from fastload.errors import to_wire
 from fastload.ranks.alarm import Alarm
 from fastload.ranks.answers import Column, Each, write_answer
 from fastload.ranks.course import Course, LastStep
+from fastload.ranks.door import host_of, node
 from fastload.ranks.failures import (
     Outcome,
     grace_of,
@@ -58,6 +59,7 @@ class World:
         rank: This process's rank in the group.
         size: Number of ranks in the group.
         host: Name of this host.
+        node: The same with what tells machines of one name apart; see `door.node`.
         group: The caller's process group, or None for a world of 1.
         rendezvous: The same with deadlines, for what is no agreement of all ranks.
         kept: What the group keeps for its next calls, and drops when one fails.
@@ -78,11 +80,12 @@ class World:
         self.rank = rank
         self.size = size
         self.host = socket.gethostname()
+        self.node = node(self.host)
         self.group = group
         self.kept = kept if kept is not None else kept_of(group) if group is not None else Kept()
         self.timeout_s = timeout_s
         self._course = Course(call)
-        self._hosts: Column | None = None
+        self._nodes: Column | None = None
         if rendezvous is None:
             from fastload.ranks.solo import Solo  # not where there are others
 
@@ -99,8 +102,13 @@ class World:
     @property
     def hosts(self) -> dict[int, str]:
         """Host of each rank, ascending, as far as it is known: of all of them once they have met."""
-        known = self._hosts.by_rank() if self._hosts is not None else {}
-        return known | {self.rank: self.host}
+        return {rank: host_of(node) for rank, node in self.nodes.items()}
+
+    @property
+    def nodes(self) -> dict[int, str]:
+        """`node` of each rank, likewise."""
+        known = self._nodes.by_rank() if self._nodes is not None else {}
+        return known | {self.rank: self.node}
 
     @property
     def grace_s(self) -> float:
@@ -389,9 +397,9 @@ class World:
         wire = to_wire(error, _ERROR_BYTES // self.size) if error is not None else None
         answer = {"value": value, "error": wire}
         return write_answer(
-            self.rank, answer if call is None else {**answer, "host": Each([self.host]), "call": call}
+            self.rank, answer if call is None else {**answer, "node": Each([self.node]), "call": call}
         )
 
     def _outcomes(self, verdict: Verdict) -> list[Outcome]:
-        self._hosts = verdict.hosts or self._hosts
+        self._nodes = verdict.nodes or self._nodes
         return outcomes_of(verdict, self.rank)

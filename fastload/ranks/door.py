@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fastload.errors import Interrupted
 
-__all__ = ["Door", "come_in", "machine"]
+__all__ = ["Door", "come_in", "host_of", "machine", "node"]
 
 _TICK_S = 0.05
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -22,10 +22,28 @@ _PEER_OF = struct.Struct("3i")  # process, user, group
 _MOST_DIGITS = 20
 
 
+def node(host: str) -> str:
+    """Returns what the ranks of one machine have in common: several machines may have the same name.
+
+    Args:
+        host: Name of the host; `host_of` returns it.
+    """
+    try:
+        kernel = _BOOT_ID.read_text().strip()
+    except OSError:  # another system: the name has to do
+        kernel = ""
+    return f"{host}/{kernel[:8]}"
+
+
+def host_of(node: str) -> str:
+    """Returns the name of the host of a `node`."""
+    return node.partition("/")[0]
+
+
 def machine(host: str, rank: int) -> str:
     """Returns what ranks have in common that can share memory: a kernel, a network and a user.
 
-    Hosts may have the same name, and ranks of one host may be in containers of their own.
+    Ranks of one host may be in containers of their own.
 
     Args:
         host: Name of the host.

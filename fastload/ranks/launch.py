@@ -1,8 +1,9 @@
 """What the launcher says about this process: its rank, how many there are, and where they meet.
 
 torchrun sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
-``MASTER_PORT``. srun alone sets ``SLURM_*``, where the meeting point has to be derived. Under torchrun
-inside of srun, torchrun's word holds: it has started the ranks.
+``MASTER_PORT``. srun alone sets ``SLURM_*``, where the meeting point has to be derived. mpirun sets
+``OMPI_COMM_WORLD_*`` (Open MPI) or ``PMI_*`` (MPICH, Intel MPI), and no meeting point. Where several have set
+theirs, the one that has started the ranks counts: torchrun inside of mpirun or srun, mpirun inside of srun.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ __all__ = ["Launch", "from_env"]
 _FIRST_PORT = 20000
 _NUM_PORTS = 10000
 _STEPS_APART = 16  # ports from one job to the next
+# Rank, number of ranks, rank on its host, number of ranks there.
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,8 @@ class Launch:
         num_local_ranks: Number of ranks on this host, or None where the launcher does not say.
         master_addr: Name or address of the host where the ranks meet; empty without a launcher.
         master_port: The port there; 0 without a launcher.
-        launcher: ``torchrun`` (or whatever else sets ``RANK`` and ``WORLD_SIZE``), ``srun`` or ``none``.
+        launcher: ``torchrun`` (or whatever else sets ``RANK`` and ``WORLD_SIZE``), ``mpirun``, ``srun`` or
+            ``none``.
     """
 
     rank: int
@@ -42,7 +47,7 @@ class Launch:
     num_local_ranks: int | None
     master_addr: str
     master_port: int
-    launcher: Literal["torchrun", "srun", "none"]
+    launcher: Literal["torchrun", "mpirun", "srun", "none"]
 
     @property
     def init_method(self) -> str:
@@ -51,8 +56,11 @@ class Launch:
         return f"tcp://{host}:{self.master_port}"
 
 
+_ALONE = Launch(0, 1, 0, None, "", 0, "none")
+
+
 def from_env() -> Launch:
-    """Reads what torchrun, or srun alone, has set in the environment of this process.
+    """Reads what torchrun, or mpirun or srun alone, has set in the environment of this process.
 
     ``MASTER_ADDR`` and ``MASTER_PORT`` beat what is derived from Slurm's list of nodes and job number.
 
@@ -65,9 +73,13 @@ def from_env() -> Launch:
     """
     if _get("RANK") or _get("WORLD_SIZE"):
         return _from_torchrun()
+    if _get(_OPEN_MPI[1]):
+        return _from_mpirun(*_OPEN_MPI)
+    if _get(_MPICH[1]) and _get(_MPICH[2]):  # srun may set the first two
+        return _from_mpirun(*_MPICH)
     if _get("SLURM_STEP_ID") and _get("SLURM_PROCID"):
         return _from_srun()
-    return Launch(0, 1, 0, None, "", 0, "none")
+    return _ALONE
 
 
 def _from_torchrun() -> Launch:
@@ -89,6 +101,31 @@ def _from_torchrun() -> Launch:
         master_addr=_get("MASTER_ADDR"),
         master_port=_port("MASTER_PORT"),
         launcher="torchrun",
+    )
+
+
+def _from_mpirun(rank_name: str, size_name: str, local_name: str, num_local_name: str) -> Launch:
+    _require(rank_name, size_name, local_name, num_local_name)
+    rank, size = _number(rank_name), _number(size_name, least=1)
+    local_rank, num_local = _number(local_name), _number(num_local_name, least=1)
+    _check_below(rank_name, rank, size_name, size)
+    _check_below(local_name, local_rank, num_local_name, num_local)
+    if not (_get("MASTER_ADDR") and _get("MASTER_PORT")):
+        if size == 1:
+            return _ALONE
+        raise WorldError(
+            f"{rank_name}={rank}, {size_name}={size}, but MASTER_ADDR and MASTER_PORT are not set: mpirun "
+            "does not say where the ranks meet; set them to the host of rank 0 and a free port there "
+            "(mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=PORT, or with MPICH -genv NAME VALUE)"
+        )
+    return Launch(
+        rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        num_local_ranks=num_local,
+        master_addr=_get("MASTER_ADDR"),
+        master_port=_port("MASTER_PORT"),
+        launcher="mpirun",
     )
 
 
@@ -153,7 +190,7 @@ def _require(*names: str) -> None:
         there = ", ".join(f"{name}={_get(name)}" for name in names if _get(name))
         raise WorldError(
             f"{', '.join(missing)} not set, but {there}: torchrun sets all of RANK, WORLD_SIZE, LOCAL_RANK, "
-            "MASTER_ADDR and MASTER_PORT, srun all of SLURM_*"
+            "MASTER_ADDR and MASTER_PORT, mpirun all of OMPI_COMM_WORLD_* or PMI_*, srun all of SLURM_*"
         )
 
 

@@ -23,6 +23,7 @@ Ranks that meet in calls of different names are told so at once.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -83,9 +84,9 @@ class Verdict:
         return sum(count for _, count in self.came) - (self.answer_of(rank) is not None)
 
     @property
-    def hosts(self) -> Column | None:
-        """Host of each of them, where they have told that."""
-        return next((answer["host"] for answer, _ in self.came if "host" in answer), None)
+    def nodes(self) -> Column | None:
+        """Where each of them is, where they have told that; see `door.node`."""
+        return next((answer["node"] for answer, _ in self.came if "node" in answer), None)
 
     @property
     def num_well(self) -> int:
@@ -146,7 +147,7 @@ class Step:
 
     def call(self, call: str) -> None:
         """Says which call is being made, by ranks that do not answer here yet."""
-        self._store.set(self.called, call)
+        self._store.set(self.called, json.dumps(call))  # a path may be no text
 
     def is_begun(self) -> bool:
         """Whether some rank has answered, or has said which call it makes."""
@@ -154,7 +155,7 @@ class Step:
 
     def is_being_made(self, call: str) -> bool:
         """Whether it `is_begun` for a call of that name."""
-        if self._store.check([self.called]) and str(self._store.get(self.called), "utf-8") == call:
+        if self._store.check([self.called]) and json.loads(self._store.get(self.called)) == call:
             return True
         if not self._store.check([self.log]):
             return False

@@ -191,7 +191,7 @@ def agree(process_group: Any, what: str, *works: Callable[[], Any], timeout_s: f
 
 
 def initialize(device: str = "cpu") -> tuple[int, str]:
-    """Joins the job that torchrun or srun describes in the environment; without one, does nothing.
+    """Joins the job that torchrun, mpirun or srun describes in the environment; without one, does nothing.
 
     Args:
         device: Where tensors will go. An accelerator without a number, such as ``cuda``, becomes the device

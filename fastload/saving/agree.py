@@ -27,7 +27,7 @@ class Agreed:
     """What all ranks know of each other.
 
     Attributes:
-        hosts: Host of each rank.
+        hosts: Host of each rank; see `ranks.door.node`.
         num_writers: How many ranks are to write, where the options leave it open.
         metadata: Text to keep with the checkpoint.
         holdings: Which ranks hold which bytes; None if each holds all.
@@ -61,7 +61,7 @@ def foresee(call: Call, described: Described) -> Agreed:
     size, held, layout = call.world.size, described.held, described.layout
     writers = WriterTuner.most(size, layout.nbytes, is_sharded=held is not None)
     foreseen = held.foreseen if held is not None else None
-    return Agreed([call.world.host] * size, writers, call.metadata, foreseen)
+    return Agreed([call.world.node] * size, writers, call.metadata, foreseen)
 
 
 def agree(
@@ -88,7 +88,7 @@ def agree(
             call.raise_earlier()
         made.append(described := describe())
         return {
-            "host": world.host,
+            "host": world.node,
             # Rank 0 says how many are to write: its saves may have ended sooner than those of others.
             "writers": _good_writers(call, described),
             "same": {"call": "save", "path": call.location.given, **call.options.shared_values()},

@@ -61,7 +61,7 @@ def open_pending(call: Call, part: Part) -> Pending:
             wire.close(keep=True)
             wire = None
         tickets = [each["ticket"] for each in ranks]
-        join = _nothing if leads else partial(_join, target, tickets[team.leader], team.leader)
+        join = _nothing if leads else partial(_join, call, target, tickets[team.leader], team.leader)
         if team.num_copies > 1:
             others = [tickets[leader] for leader in team.leaders if leads and leader != team.leader]
             _join_all(call, target.url, join, others)
@@ -87,13 +87,19 @@ def _join_all(call: Call, url: str, join: Callable[[], object], others: Sequence
     call.world.agree(f"joining the save to {url}", meet)
 
 
-def _join(target: Target, ticket: Any, leader: int) -> None:
+def _join(call: Call, target: Target, ticket: Any, leader: int) -> None:
     try:
         target.join(ticket)
     except StorageError as error:
+        why = (
+            f"both are on {call.world.host}, but have no disk in common there; save to one that they share, "
+            "or give containers host names of their own"
+            if call.options.shared is False
+            else "the hosts do not share this path; save to one that they share, or a copy on each host with "
+            "shared=False"
+        )
         raise StorageError(
-            f"this rank does not see what rank {leader} prepared there ({error.args[0]}): the hosts do not "
-            "share this path; save to one that they share, or a copy on each host with shared=False",
+            f"this rank does not see what rank {leader} prepared there ({error.args[0]}): {why}",
             url=target.url,
         ) from error
 

@@ -237,7 +237,7 @@ class Stage:
             return xxhash.xxh3_128_hexdigest(bytes(self._stock.checksums))
 
         found = world.settle(self._what, move)
-        digests = {self._access.hosts[rank]: found[rank] for rank in leaders.all}
+        digests = {f"rank {rank} on {world.hosts[rank]}": found[rank] for rank in leaders.all}
         if len(set(digests.values())) > 1:
             raise ChecksumError(f"{self._what}: the hosts received different bytes: {digests}")
         report = self._report_rank(leaders, sum(flush_s), fed=bool(lack.wholes))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 __all__ = [
     "IN_MEMORY_TYPES",
     "bucket_client",
@@ -45,30 +47,37 @@ def bucket_client(path: str) -> str:
 
 def memory_mounts() -> list[str]:
     """Returns where file systems in memory are mounted, but for those of the system itself."""
-    found = []
-    try:
-        with open("/proc/self/mountinfo") as mounts:
-            for line in mounts:
-                fields = line.split()
-                point, after = fields[4], fields[fields.index("-") + 1 :]
-                if after[0] == "tmpfs" and not f"{point}/".startswith(_OF_THE_SYSTEM):
-                    found.append(point)
-    except OSError:
-        return []
-    return found
+    return [
+        point
+        for point, kind, _ in _mounts()
+        if kind == "tmpfs" and not f"{point}/".startswith(_OF_THE_SYSTEM)
+    ]
 
 
 def _mount_of(path: str) -> tuple[str, str]:
     """Returns type and source of the file system that holds a path."""
     best, found = "", ("", "")
-    try:
-        with open("/proc/self/mountinfo") as mounts:
-            for line in mounts:
-                fields = line.split()
-                point, after = fields[4], fields[fields.index("-") + 1 :]
-                inside = path == point or path.startswith(point.rstrip("/") + "/")
-                if inside and len(point) >= len(best):
-                    best, found = point, (after[0], after[1])
-    except OSError:
-        return "", ""
+    for point, kind, source in _mounts():
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, found = point, (kind, source)
     return found
+
+
+def _mounts() -> list[tuple[str, str, str]]:
+    """Returns mount point, type and source of each mount; nothing where the system does not say."""
+    found = []
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+            for line in mounts:
+                fields = line.split(" ")  # a path may have other white space
+                after = fields[fields.index("-") + 1 :]
+                found.append((_unescape(fields[4]), after[0], _unescape(after[1])))
+    except OSError:
+        return []
+    return found
+
+
+def _unescape(field: str) -> str:
+    """Undoes what the kernel does to blanks, line ends and backslashes in a path."""
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)

@@ -174,14 +174,14 @@ class CheckpointManager:
         world = self._world
 
         def compare() -> dict[str, Any]:
-            seen = {"host": world.host, "shared": self._catalog.shared, "life": new_token()}
+            seen = {"host": world.node, "shared": self._catalog.shared, "life": new_token()}
             return {**seen, "same": policy.shared_values()}
 
         views = world.agree(f"managing the checkpoints in {self._catalog.root}", compare)
         world.heard()
         require_same([each["same"] for each in views])
         hosts = [each["host"] for each in views]
-        first = hosts.index(world.host) if policy.options.shared is False else 0
+        first = hosts.index(world.node) if policy.options.shared is False else 0
         lists = world.rank == 0 or not views[world.rank]["shared"]
         return lists, world.rank == first, views[0]["life"]
 

@@ -228,5 +228,13 @@ def _devices() -> list[Any]:
     gloo: Any = dist.ProcessGroupGloo
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if len(names) > 1:
-        return [gloo.create_device(interface=name) for name in names.split(",")]
-    return [gloo.create_default_device()]
+        return [_at_once(gloo.create_device, interface=name) for name in names.split(",")]
+    return [_at_once(gloo.create_default_device)]
+
+
+def _at_once(create: Callable[..., Any], **where: str) -> Any:
+    """Makes a device whose groups connect as they are made, whatever ``TORCH_GLOO_LAZY_INIT`` says."""
+    try:
+        return create(**where, lazy_init=False)
+    except TypeError:  # a torch whose groups always do
+        return create(**where)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastload.errors import OptionError
+from fastload.ranks.door import host_of
 from fastload.transfer.demand import Demand, Supply
 
 __all__ = ["Decision", "choose_strategy"]
@@ -54,7 +55,7 @@ def choose_strategy(
         strategy: The option: a strategy, or ``auto``.
         world_size: Number of ranks.
         readers: Ranks that can read, ascending.
-        hosts: Host of each rank.
+        hosts: Host of each rank; see `ranks.door.node`.
         shared: Whether all ranks read through one link.
         fast_links: Whether the exchange runs between devices (NCCL), far faster than any storage.
 
@@ -67,7 +68,8 @@ def choose_strategy(
     all_read = len(readers) == world_size
     if strategy == "direct" and not all_read:
         deaf = next(rank for rank in range(world_size) if rank not in readers)
-        raise OptionError(f"strategy='direct': rank {deaf} on {hosts[deaf]} cannot read the checkpoint")
+        host = host_of(hosts[deaf])
+        raise OptionError(f"strategy='direct': rank {deaf} on {host} cannot read the checkpoint")
     if strategy != "auto":
         return Decision(strategy, "asked for", readers[:1] if strategy == "broadcast" else readers)
     if len(readers) == 1:

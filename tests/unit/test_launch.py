@@ -34,7 +34,17 @@ _SRUN = {
     "SLURM_STEP_NODELIST": "node[02-03]",
 }
 _BATCH = {name: _SRUN[name] for name in _SRUN if "STEP" not in name} | {"SLURM_PROCID": "0"}
-_NAMES = [*_TORCHRUN, *_SRUN, "SLURM_STEP_NUM_TASKS"]
+_MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+_MPICH = dict(
+    zip(("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), _MPIRUN.values(), strict=True)
+)
+_MASTER = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+_NAMES = [*_TORCHRUN, *_SRUN, *_MPIRUN, *_MPICH, "SLURM_STEP_NUM_TASKS"]
 
 
 def launched(environment: dict[str, str]) -> Launch:
@@ -70,7 +80,24 @@ def test_torchrun_inside_of_srun_is_torchrun() -> None:
     assert launched(_SRUN | _TORCHRUN).launcher == "torchrun"
 
 
-@pytest.mark.parametrize("environment", [{}, _BATCH, {"RANK": "", "LOCAL_RANK": "3"}])
+@pytest.mark.parametrize("environment", [_MPIRUN, _MPICH, _SRUN | _MPIRUN, _SRUN | _MPICH])
+def test_mpirun_needs_a_place_to_meet(environment: dict[str, str]) -> None:
+    assert launched(environment | _MASTER) == Launch(5, 8, 1, 4, "node1", 29500, "mpirun")
+    with pytest.raises(
+        WorldError, match=r"MASTER_ADDR and MASTER_PORT are not set: .*mpirun -x MASTER_ADDR="
+    ):
+        launched(environment)
+    assert launched(environment | _TORCHRUN).launcher == "torchrun"
+
+
+def test_what_srun_sets_for_mpi_is_not_mpirun() -> None:
+    assert launched(_SRUN | {"PMI_RANK": "5", "PMI_SIZE": "7", "PMIX_RANK": "5"}).launcher == "srun"
+
+
+_ONE_OF_MPIRUN = dict(zip(_MPIRUN, "0101", strict=True))
+
+
+@pytest.mark.parametrize("environment", [{}, _BATCH, {"RANK": "", "LOCAL_RANK": "3"}, _ONE_OF_MPIRUN])
 def test_without_a_launcher_it_is_alone(environment: dict[str, str]) -> None:
     assert launched(environment) == Launch(0, 1, 0, None, "", 0, "none")
 

@@ -226,7 +226,7 @@ def test_a_rank_that_dies_after_losing_patience_keeps_nobody() -> None:
     store = dist.HashStore()
     dead, other, _ = join_all(store, 3, SHORT_S)
     store.append(
-        "1/0/answers", write_answer(0, {"value": 0, "error": None, "host": Each(["x"]), "call": "A"})
+        "1/0/answers", write_answer(0, {"value": 0, "error": None, "node": Each(["x/"]), "call": "A"})
     )
     store.add("1/0/count", (1 << 40) + 1)
     with pytest.raises(PeerError) as raised:
