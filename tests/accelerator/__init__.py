@@ -20,6 +20,9 @@ Every process has four devices. As far as the host can see they behave like CUDA
   program reads or frees too early is wrong, on every run that has a delay.
 - **Freed memory** belongs to its stream, which gets it again at once. It is filled with 0xDB by an operation
   on that stream, just before the next one.
+- **Collectives** of the backend ``emccl`` behave as those of NCCL. They run on streams, `Work.wait` keeps the
+  current stream and not the host, and every communicator runs its operations in the order of the calls. Where
+  ranks call different ones, or a rank is gone, the others hang until they abort.
 - **Order** is checked, however the threads run: two operations on the same bytes of which one writes, on
   streams that do not wait for each other, are a fault. So is the reuse of memory that another stream may
   still use. `Emulator.faults` has them; a test ends by asserting that there are none.
@@ -35,15 +38,29 @@ import ctypes
 import functools
 import json
 from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from tests.accelerator import build
 
-__all__ = ["NAME", "POISON", "Emulator", "accelerator"]
+__all__ = ["BACKEND", "GROUP", "NAME", "POISON", "Communicator", "Emulator", "accelerator"]
 
 NAME = "emu"
+BACKEND = "emccl"
+GROUP = f"cpu:gloo,{NAME}:{BACKEND}"
 POISON = 0xDB  # each byte of memory that was freed
+
+
+class Communicator(NamedTuple):
+    """A communicator of this process, open or not."""
+
+    name: str  # of its process group; empty if it has none
+    size: int
+    num_operations: int
+    num_threads: int  # that called them
 
 
 class Emulator:
@@ -51,7 +68,8 @@ class Emulator:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        library.emu_counters.restype = library.emu_faults.restype = ctypes.c_char_p
+        for function in (library.emu_counters, library.emu_faults, library.emu_communicators):
+            function.restype = ctypes.c_char_p
         library.emu_delay.argtypes = ctypes.c_double, ctypes.c_double, ctypes.c_uint64
         library.emu_sleep.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_double
         library.emu_hold.argtypes = ctypes.c_int, ctypes.c_int64
@@ -68,6 +86,7 @@ class Emulator:
         - ``blocking_copies``: those that the host waited for; ``items``: single values read
         - ``stream_syncs``, ``event_syncs``, ``device_syncs``: waits of the host
         - ``kernels``: operators that a stream ran; ``fallbacks``: those that the host computed
+        - ``collectives``; those that are coalesced count as one
         - ``pinned_bytes``: host memory that was newly pinned
         """
         found: dict[str, int] = json.loads(self._library.emu_counters(reset))
@@ -79,8 +98,20 @@ class Emulator:
         - ``race``, ``use after free``: operations that no wait puts in order
         - ``host memory``: memory freed before a copy began
         - ``error``: an operator that failed on its stream
+        - ``order``: ranks called different collectives on a communicator
         """
         return [f"{kind}: {message}" for kind, message in json.loads(self._library.emu_faults(reset))]
+
+    def communicators(self) -> list[Communicator]:
+        """Returns the communicators of this process, in the order in which they were made."""
+        return [Communicator(*each) for each in json.loads(self._library.emu_communicators())]
+
+    def watchdog(self, on: bool) -> None:
+        """Has PyTorch's watchdog end the process when a collective is late or a peer of it is gone.
+
+        Off at first: it waits until the communicator is aborted.
+        """
+        self._library.emu_watchdog(on)
 
     def delay(self, fixed_s: float, *, random_s: float = 0.0, seed: int = 0) -> None:
         """Has every operation begin so much later, and up to `random_s` more, drawn for each stream."""
@@ -129,4 +160,11 @@ def accelerator() -> Emulator:
     from tests.accelerator import device_module
 
     torch._register_device_module(NAME, device_module)
+    dist.Backend.register_backend(BACKEND, _backend, devices=[NAME])
     return Emulator(ctypes.CDLL(path))
+
+
+def _backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    group = dist.ProcessGroup(store, rank, size)
+    torch.ops.emu.attach(group.boxed(), int(timeout.total_seconds() * 1000))
+    return group._get_backend(torch.device(NAME))

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
+import threading
+import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.accelerator import POISON, accelerator
 from tests.dist.harness import ranks, run_ranks
@@ -204,3 +212,158 @@ def test_what_fails_on_a_stream_is_told_at_the_next_wait(rank: int, world: int) 
     with pytest.raises(RuntimeError, match="index out of range"):
         torch.accelerator.synchronize()
     assert accelerator().faults()[0].startswith("error: stream 0 of device 0: index out of range")
+
+
+@ranks(1, 3, accelerator=True)
+def test_collectives_have_the_values_of_gloo(rank: int, world: int) -> None:
+    torch.accelerator.set_device_index(rank)
+    results = []
+    for device in ("cpu", "emu"):
+        own = torch.arange(6.0, device=device).add(rank).view(2, 3)
+        found = [own.clone() for _ in range(6)]
+        dist.all_reduce(found[0])
+        dist.all_reduce(found[1], op=dist.ReduceOp.MAX)
+        dist.broadcast(found[2], src=world - 1)
+        dist.reduce(found[3], dst=0)
+        gathered = [torch.empty(2, 3, device=device) for _ in range(world)]
+        dist.all_gather(gathered, own.bfloat16().float())
+        single = torch.empty(2 * world, 3, device=device)
+        dist.all_gather_single(single, own)
+        scattered = torch.empty(2, 3, device=device)
+        dist.reduce_scatter_single(scattered, single)
+        exchanged = torch.empty(world, 3, device=device)
+        dist.all_to_all_single(exchanged, own[:1].repeat(world, 1))
+        if world > 1:
+            requests = [
+                dist.P2POp(dist.isend, own, (rank + 1) % world),
+                dist.P2POp(dist.irecv, found[4], (rank - 1) % world),
+            ]
+            for request in dist.batch_isend_irecv(requests):
+                request.wait()
+        objects: list[int] = [0] * world
+        dist.all_gather_object(objects, rank)
+        assert objects == list(range(world))
+        dist.barrier()
+        if rank != 0:
+            del found[3]  # undefined but at the root
+        results.append([t.tolist() for t in (*found, *gathered, single, scattered, exchanged)])
+    assert results[0] == results[1]
+    flat = torch.full((2,), 1.0 + rank, device="emu")
+    dist.all_reduce(flat, op=dist.ReduceOp.AVG)
+    assert flat.tolist() == [(world + 1) / 2] * 2
+    with dist._coalescing_manager(device=torch.device("emu", rank), async_ops=True) as together:
+        uneven = [torch.empty(1 + r, device="emu") for r in range(world)]
+        dist.all_gather(uneven, torch.full((1 + rank,), float(rank), device="emu"))
+    together.wait()
+    assert [t.tolist() for t in uneven] == [[r] * (1 + r) for r in range(world)]
+    assert accelerator().faults() == []
+
+
+@ranks(2, accelerator=True)
+def test_a_collective_keeps_its_stream_and_not_the_host(rank: int, world: int) -> None:
+    emulator = accelerator()
+    dist.all_reduce(torch.ones(1, device="emu"))
+    tensor = torch.ones(1000, device="emu")
+    torch.accelerator.synchronize()
+    with emulator.hold():
+        tensor += rank
+        work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        tensor *= 2
+        assert not work.is_completed()
+        assert not torch.accelerator.current_stream().query()
+    assert set(tensor.tolist()) == {6}
+    assert emulator.faults() == []
+    with emulator.hold():
+        tensor += 1
+        work = dist.all_reduce(tensor, async_op=True)
+    tensor.sum()
+    (fault,) = emulator.faults()
+    assert fault.startswith("race: aten::sum on stream 0 of device 0 reads what ALLREDUCE on stream 1")
+    work.wait()
+
+
+@ranks(2, accelerator=True)
+def test_ranks_that_call_different_collectives_hang_until_they_abort(rank: int, world: int) -> None:
+    emulator = accelerator()
+    group = dist.new_group(backend="emccl")
+    backend = group._get_backend(torch.device("emu"))
+    calls = [lambda t: dist.all_reduce(t, group=group), lambda t: dist.broadcast(t, 0, group=group)]
+    tensor = torch.ones(10, device="emu")
+    threads = [threading.Thread(target=call, args=(tensor.clone(),)) for call in calls]
+    for thread in threads if rank == 0 else reversed(threads):
+        thread.start()
+        thread.join()
+    (own,) = (each for each in emulator.communicators() if each.name == group.group_name)
+    assert (own.num_operations, own.num_threads) == (2, 2)
+    last = torch.Event("emu")
+    last.record()
+    while not emulator.faults():
+        time.sleep(0.01)
+    assert not last.query()
+    assert "order: communicator" in emulator.faults()[0]
+    assert "ALLREDUCE" in emulator.faults()[0]
+    assert "BROADCAST" in emulator.faults()[0]
+    backend.abort()
+    last.synchronize()
+    with pytest.raises(RuntimeError, match="aborted"):
+        dist.all_reduce(tensor, group=group)
+    dist.all_reduce(tensor)  # another communicator works
+    assert tensor.tolist() == [2] * 10
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_rank_that_is_gone_leaves_the_others_hanging(watched: bool) -> None:
+    dies = {0: signal.SIGKILL} | ({1: signal.SIGABRT} if watched else {})
+    run_ranks(lose_a_rank, 2, accelerator=True, dies=dies, watched=watched)
+
+
+def lose_a_rank(rank: int, world: int, watched: bool) -> None:
+    emulator = accelerator()
+    emulator.watchdog(watched)
+    tensor = torch.ones(10, device="emu")
+    dist.all_reduce(tensor)
+    torch.accelerator.synchronize()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = dist.all_reduce(tensor, async_op=True)
+    with pytest.raises(RuntimeError, match="timeout"):
+        work.wait(timedelta(seconds=0.2))
+    assert not work.is_completed()
+    if watched:
+        time.sleep(30)
+    group = dist.distributed_c10d._get_default_group()
+    group._get_backend(torch.device("emu")).abort()
+    torch.accelerator.synchronize()
+    assert work.is_completed()
+    assert set(tensor.view(torch.uint8).tolist()) == {POISON}
+
+
+@ranks(2, accelerator=True)
+def test_modules_are_sharded_on_it(rank: int, world: int) -> None:
+    torch.accelerator.set_device_index(rank)
+    mesh = init_device_mesh("emu", (world,))
+    losses = []
+    for device in ("cpu", "emu"):
+        torch.manual_seed(1)
+        module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).to(device)
+        given = torch.randn(6, 4).to(device)
+        if device == "emu":
+            for layer in module:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(module, mesh=mesh)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = module(given).square().mean()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    weight = module[0].weight
+    assert weight.to_local().device == torch.device("emu", rank)
+    assert weight.full_tensor().shape == (8, 4)
+    spread = distribute_tensor(torch.arange(8.0, device="emu"), mesh, [Shard(0)])
+    assert spread.to_local().tolist() == [0.0 + 4 * rank, 1 + 4 * rank, 2 + 4 * rank, 3 + 4 * rank]
+    assert accelerator().faults() == []

@@ -43,7 +43,7 @@ from _pytest.config import get_config
 import fastload.saving.save
 import fastload.staging.stage
 import fastload.training.manager  # noqa: F401  (so that no rank has to import it)
-from tests.accelerator import accelerator
+from tests.accelerator import GROUP, accelerator
 
 DUMP_SIGNAL = signal.SIGUSR2  # a manager listens to SIGUSR1
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -222,7 +222,7 @@ def _run_body(rank: int, job: Job, agent: dist.Store) -> tuple[bool, Any]:
         if job.accelerator:
             accelerator()
         dist.init_process_group(
-            "gloo",
+            GROUP if job.accelerator else "gloo",
             store=_store(agent, rank, job),
             rank=rank,
             world_size=job.world,
