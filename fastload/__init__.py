@@ -23,6 +23,7 @@ from fastload.errors import (
     PlanMismatch,
     ReplicaMismatch,
     StorageError,
+    UnsupportedVersion,
     WorldError,
 )
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
@@ -82,6 +83,7 @@ __all__ = [
     "StageReport",
     "StorageError",
     "TensorEntry",
+    "UnsupportedVersion",
     "VerifyReport",
     "WorldError",
     "async_save",

@@ -22,9 +22,11 @@ __all__ = [
     "PlanMismatch",
     "ReplicaMismatch",
     "StorageError",
+    "UnsupportedVersion",
     "WorldError",
     "blames_checkpoint",
     "from_wire",
+    "proves_damage",
     "to_wire",
 ]
 
@@ -57,7 +59,20 @@ class IncompleteCheckpoint(CheckpointError):
 
 
 class ManifestError(CheckpointError, ValueError):
-    """A header, index or size is malformed; nothing of the claimed size was allocated."""
+    """A header, index or size is malformed; nothing of the claimed size was allocated.
+
+    Attributes:
+        is_damage: Whether this proves that something is not as it was written, such as a file that is shorter
+            than recorded. Else it may have been written so, by a program that knows more than this one.
+    """
+
+    def __init__(self, message: str, *, is_damage: bool = False) -> None:
+        super().__init__(message)
+        self.is_damage = is_damage
+
+
+class UnsupportedVersion(ManifestError):
+    """A newer fastload wrote it, or it needs a newer torch: nothing is wrong with it."""
 
 
 class ChecksumError(CheckpointError):
@@ -161,8 +176,15 @@ class Interrupted(WorldError):
     """This rank stopped because of what happened on another; never the cause itself."""
 
 
+def proves_damage(error: BaseException) -> bool:
+    """Whether an error proves that what is on storage is not what was written, or is not there any more."""
+    if isinstance(error, ManifestError):
+        return error.is_damage
+    return isinstance(error, ChecksumError | IncompleteCheckpoint | CheckpointNotFound)
+
+
 def blames_checkpoint(error: BaseException) -> bool:
-    """Whether an error says that what is on storage is bad, whichever rank happens to read it."""
+    """Whether an error is about what is on storage, whichever rank happens to read it."""
     return isinstance(error, CheckpointError) and not isinstance(error, MismatchError)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -10,6 +11,7 @@ from rich.filesize import decimal
 
 from fastload.cli.console import age, shown, stdout, table_of
 from fastload.doctor.wording import count
+from fastload.errors import UnsupportedVersion
 from fastload.storage.tier_leftovers import Leftover, find_jobs, remove_dead
 from fastload.storage.tier_place import find_memory
 from fastload.tier.record import Generation
@@ -63,7 +65,10 @@ def prune_memory(place: str | None, *, dry_run: bool) -> None:
 
 
 def _generations(job: Leftover) -> list[Generation]:
-    found = [Generation.parse(text) for _, text in job.records]
+    found = []
+    for _, text in job.records:
+        with suppress(UnsupportedVersion):
+            found.append(Generation.parse(text))
     return sorted((each for each in found if each is not None), key=lambda each: (each.branch, each.step))
 
 

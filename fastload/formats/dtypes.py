@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastload.errors import ManifestError
+from fastload.errors import ManifestError, UnsupportedVersion
 from fastload.formats.manifest import TensorEntry
 
 __all__ = ["DTYPES", "NAMES", "safetensors_spec", "torch_spec"]
@@ -47,12 +47,14 @@ def torch_spec(entry: TensorEntry) -> tuple[torch.dtype, tuple[int, ...]]:
     They differ from the header's for F4 only: torch packs two elements into one, along the last dimension.
 
     Raises:
-        ManifestError: This torch has no such dtype, or an F4 tensor does not pack along its last dimension.
+        UnsupportedVersion: This torch has no such dtype.
+        ManifestError: An F4 tensor does not pack along its last dimension.
     """
     dtype = DTYPES[entry.dtype][1]
     where = f"tensor {entry.name[:200]!r}: dtype {entry.dtype}"
     if dtype is None:
-        raise ManifestError(f"{where} has no equivalent in torch {torch.__version__}")
+        lack = f"{where} has no equivalent in torch {torch.__version__}"
+        raise UnsupportedVersion(f"{lack}: it needs a newer torch, or names= without it")
     if entry.dtype != "F4":
         return dtype, entry.shape
     if not entry.shape or entry.shape[-1] % 2:

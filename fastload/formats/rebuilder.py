@@ -21,6 +21,7 @@ from fastload.formats.values import (
     NUMPY_DTYPES,
     SCALARS,
     Attribute,
+    Unknown,
     decode_value,
     import_numpy,
     show_key,
@@ -104,7 +105,7 @@ class Rebuilder:
     def _defaultdict(self, payload: Any, prefix: str) -> Any:
         factory, items = list_of(payload)
         if factory is not None and factory not in FACTORIES:
-            raise ValueError("unknown default_factory")
+            raise Unknown("unknown default_factory: update fastload")
         return self._fill(defaultdict(None if factory is None else FACTORIES[factory]), items, prefix)
 
     def _tensor(self, leaf: SavedTensor) -> Tensor:

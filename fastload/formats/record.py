@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from fastload.base.memory import uncollected
-from fastload.errors import ChecksumError, ManifestError
+from fastload.errors import ChecksumError, ManifestError, UnsupportedVersion
 from fastload.formats.names import RECORD_NAME
 from fastload.formats.untrusted import is_plain_path, is_size, parse_json, parse_metadata, show
 
@@ -114,16 +114,25 @@ def parse(data: bytes, url: str = RECORD_NAME) -> Record:
         url: Where it is from, for messages.
 
     Raises:
-        ManifestError: It is malformed, or of a version that this fastload does not know.
+        UnsupportedVersion: It is of a version that this fastload does not know.
+        ManifestError: It is malformed.
         ChecksumError: It is not as it was written.
     """
-    raw = parse_json(data, f"{url}: commit record", any_int=True)
+    try:
+        raw = parse_json(data, f"{url}: commit record", any_int=True)
+    except ManifestError as error:  # every version writes a JSON object with a checksum
+        error.is_damage = True
+        raise
+    if "checksum" not in raw:
+        raise ManifestError(f"{url}: {_needs(raw)}", is_damage=True)
+    _check_own_checksum(raw, url)
     if raw.get("format") != _FORMAT or raw.get("version") != _VERSION:
         found = f"format {show(raw.get('format'))}, version {show(raw.get('version'))}"
-        raise ManifestError(f"{url}: {found}: this fastload reads {_FORMAT!r}, version {_VERSION}")
-    if raw.keys() != _KEYS:
-        raise ManifestError(f"{url}: needs exactly the keys {sorted(_KEYS)}, got {show(sorted(raw))}")
-    _check_own_checksum(raw, url)
+        raise UnsupportedVersion(
+            f"{url}: {found}: this fastload reads {_FORMAT!r}, version {_VERSION}: update fastload"
+        )
+    if raw.keys() != _KEYS - {"checksum"}:
+        raise ManifestError(f"{url}: {_needs(raw)}")
     if not is_size(raw["block_bytes"]) or raw["block_bytes"] == 0:
         raise ManifestError(f"{url}: block_bytes is not a size above 0: {show(raw['block_bytes'])}")
     if type(raw["files"]) is not list:
@@ -141,12 +150,16 @@ def parse(data: bytes, url: str = RECORD_NAME) -> Record:
     return Record(raw["block_bytes"], tuple(files), raw["state"], metadata)
 
 
+def _needs(raw: dict[str, Any]) -> str:
+    return f"needs exactly the keys {sorted(_KEYS)}, got {show(sorted(raw))}"
+
+
 def _check_own_checksum(raw: dict[str, Any], url: str) -> None:
     claimed = raw.pop("checksum")
     try:
         found = checksum(_canonical(raw)).hex()
     except (ValueError, RecursionError) as error:  # 1e999 is an infinity once it is parsed
-        raise ManifestError(f"{url}: commit record cannot be checked: {error}") from None
+        raise ManifestError(f"{url}: commit record cannot be checked: {error}", is_damage=True) from None
     if claimed != found:
         raise ChecksumError(
             f"{url}: the commit record is damaged: checksum {show(claimed)} expected, {found!r} found"

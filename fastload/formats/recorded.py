@@ -55,7 +55,7 @@ def read_folder(storage: Storage, listing: Sequence[str]) -> Manifest:
     for file in record.files:
         if stats[file.name].nbytes != file.nbytes:
             sizes = f"{stats[file.name].nbytes} bytes, of {file.nbytes} that {RECORD_NAME} records"
-            raise ManifestError(f"{url_of(storage, file.name)}: has {sizes}")
+            raise ManifestError(f"{url_of(storage, file.name)}: has {sizes}", is_damage=True)
     by_name = {file.name: file for file in record.files}
     manifest = assemble(storage, stats, lambda name, stat: _read_header(storage, by_name[name]))
     wanted_blocks = [0] * len(record.files)

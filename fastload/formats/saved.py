@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fastload.formats.values import BARE_NAME, crowded, decode_value, key_text
+from fastload.formats.values import BARE_NAME, Unknown, crowded, decode_value, key_text
 
 __all__ = ["SavedTensor", "children_of", "leaf_of", "leaves_of", "list_of", "read_keys"]
 
@@ -76,8 +76,10 @@ def leaf_of(node: Any, name: str) -> SavedTensor | None:
         return None
     payload = list_of(node["tensor"])
     stored, kind, dtype = (*payload, None, None)[: max(3, len(payload))]
-    if not all(field is None or type(field) is str for field in (stored, kind, dtype)) or kind not in _KINDS:
+    if not all(field is None or type(field) is str for field in (stored, kind, dtype)):
         raise ValueError("not a tensor's name, kind and dtype")
+    if kind not in _KINDS:
+        raise Unknown(f"not a tensor's name, kind and dtype: unknown kind {kind[:40]!r}: update fastload")
     name = name or BARE_NAME
     return SavedTensor(name, name if stored is None else stored, kind, dtype)
 

@@ -38,11 +38,11 @@ import xxhash
 from torch import Tensor
 
 from fastload.base.memory import byte_view, host_view, uncollected
-from fastload.errors import FastloadError, ManifestError, OptionError
+from fastload.errors import FastloadError, ManifestError, OptionError, UnsupportedVersion
 from fastload.formats.per_rank import OWN_PREFIX, OwnView, view
 from fastload.formats.rebuilder import Rebuilder
 from fastload.formats.saved import SavedTensor, children_of, leaf_of, leaves_of
-from fastload.formats.values import show_path
+from fastload.formats.values import Unknown, show_path
 
 __all__ = [
     "Description",
@@ -128,6 +128,7 @@ def rebuild(structure: Any, tensors: Mapping[str, Tensor] | Rebuilder, name: str
 
     Raises:
         ManifestError: The structure is malformed or does not fit the tensors; says where.
+        UnsupportedVersion: A later version may know what it has.
         CheckpointError: It needs NumPy, which is not installed.
     """
     rebuilder = tensors if isinstance(tensors, Rebuilder) else Rebuilder(tensors)
@@ -191,7 +192,8 @@ def _distrusting(path: Sequence[Any] | None = None) -> Iterator[None]:
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         where = "" if path is None else f", at {show_path(path)}"
         why = str(error)[:400]  # however long a hostile text made it
-        raise ManifestError(f"the structure of the state{where}: {why}") from None
+        kind = UnsupportedVersion if isinstance(error, Unknown) else ManifestError
+        raise kind(f"the structure of the state{where}: {why}") from None
 
 
 def state_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -32,6 +32,7 @@ __all__ = [
     "SCALARS",
     "Attribute",
     "NotPlain",
+    "Unknown",
     "crowded",
     "decode_value",
     "encode_value",
@@ -69,6 +70,10 @@ class NotPlain(TypeError):
     """The value is of a type that is not kept."""
 
 
+class Unknown(ValueError):
+    """Something that a later fastload or torch may know."""
+
+
 def import_numpy() -> Any:
     """Returns NumPy, which only values that came from it need.
 
@@ -79,7 +84,7 @@ def import_numpy() -> Any:
         return importlib.import_module("numpy")
     except ImportError as error:
         raise CheckpointError(
-            f"the checkpoint holds NumPy values, NumPy cannot be imported: {error}"
+            f"the checkpoint holds NumPy values, NumPy cannot be imported: {error}: pip install numpy"
         ) from None
 
 
@@ -102,7 +107,7 @@ def decode_value(node: Any) -> Any:
     """Returns the value that `encode_value` made JSON of.
 
     Raises:
-        ValueError: The JSON is none of a plain value (also `TypeError` and `OverflowError`).
+        ValueError: The JSON is none of a plain value (also `TypeError` and `OverflowError`), or `Unknown`.
         CheckpointError: It needs NumPy, which is not installed.
     """
     if type(node) in SCALARS:
@@ -112,7 +117,7 @@ def decode_value(node: Any) -> Any:
     ((tag, payload),) = node.items()
     decode = _DECODERS.get(tag)
     if decode is None:
-        raise ValueError(f"unknown tag {tag[:40]!r}")
+        raise Unknown(f"unknown tag {tag[:40]!r}: update fastload")
     return decode(payload)
 
 
@@ -260,7 +265,9 @@ def _typed(node: Any, wanted: type) -> Any:
 
 def _decode_dtype(payload: Any) -> torch.dtype:
     if payload not in _DTYPES:
-        raise ValueError(f"torch {torch.__version__} has no such dtype")
+        raise Unknown(
+            f"torch {torch.__version__} has no such dtype as {payload[:40]!r}: it needs a newer torch"
+        )
     return _DTYPES[payload]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from fastload.errors import ChecksumError, ManifestError
+from fastload.errors import ChecksumError, ManifestError, UnsupportedVersion
 from fastload.formats.untrusted import is_plain_path, is_size
 
 __all__ = ["TABLE_NAME", "Generation", "Table"]
@@ -47,15 +47,24 @@ class Generation:
 
     @classmethod
     def parse(cls, text: bytes) -> Generation | None:
-        """Reads what `to_bytes` wrote; None for what is no such text, is damaged, or of another version."""
+        """Reads what `to_bytes` wrote; None for what is no such text, or is damaged.
+
+        Raises:
+            UnsupportedVersion: A newer version wrote it.
+        """
         digest, _, body = text.partition(b"\n")
         if xxhash.xxh3_128_hexdigest(body).encode() != digest:
             return None
         try:
             found = json.loads(body)
-            if found.pop("version") != _VERSION:
-                return None
+            if (version := found.pop("version")) != _VERSION:
+                raise UnsupportedVersion(
+                    f"a step in memory is of version {version}, this fastload reads {_VERSION}: update "
+                    "fastload, or remove what is in memory: fastload prune --memory"
+                )
             made = cls(**{**found, "shares": tuple(found["shares"]), "held": tuple(found["held"])})
+        except UnsupportedVersion:
+            raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
         numbers = [made.branch, made.step, made.nbytes, *made.shares, *made.held]

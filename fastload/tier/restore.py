@@ -17,7 +17,7 @@ from fastload.errors import (
     IncompleteCheckpoint,
     PeerError,
     StorageError,
-    blames_checkpoint,
+    proves_damage,
 )
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.open import read_manifest
@@ -139,7 +139,7 @@ def _blames_copies(error: BaseException) -> bool:
     """Whether an error says that some host has not what it should have."""
     if isinstance(error, PeerError):
         return any(map(_blames_copies, error.failures.values()))
-    return blames_checkpoint(error) or isinstance(error, StorageError)
+    return proves_damage(error) or isinstance(error, StorageError)
 
 
 @dataclass(frozen=True)

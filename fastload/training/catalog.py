@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastload.base.threads import each
-from fastload.errors import CheckpointError, StorageError
+from fastload.errors import CheckpointError, StorageError, UnsupportedVersion, proves_damage
 from fastload.formats.names import NAMES, RECORD_NAME
 from fastload.formats.record import MAX_RECORD_BYTES, parse
 from fastload.formats.untrusted import MAX_INT
@@ -89,8 +89,9 @@ class Entry:
 
     Attributes:
         step: Its step.
-        state: ``complete``; ``incomplete`` if it has no commit record; ``damaged`` if that cannot be used, or
-            the files are not those that it names; ``unreadable`` if storage does not let us look.
+        state: ``complete``; ``incomplete`` if it has no commit record; ``damaged`` if that, or a file that it
+            names, is not as it was written; ``unsupported`` if this fastload cannot read the record;
+            ``unreadable`` if storage does not let us look.
         problem: What is the matter, unless it is complete.
         saved_s: When the record was written, in seconds since 1970; 0 if there is none.
         place: Where it really is, links followed; empty where storage knows no links.
@@ -132,6 +133,9 @@ class Catalog:
         storage_options: As for `fastload.load`.
         timeout_s: Longest time in seconds for one request.
         retries: Further attempts after a transient error.
+
+    Attributes:
+        damaged: Steps of checkpoints that seem to be complete, and turned out not to be when loaded.
     """
 
     def __init__(
@@ -146,6 +150,7 @@ class Catalog:
         self._storage_options = storage_options
         self._timeout_s = timeout_s
         self._retries = retries
+        self.damaged: set[int] = set()
         self._known: dict[int, _Reading] = {}
         self._bad: dict[int, Folder] = {}
         self._large = threading.Lock()  # one record at a time that is so large
@@ -215,12 +220,13 @@ class Catalog:
     def _read(self, storage: PatientStorage, name: str, record: FileStat) -> _Reading:
         url = f"{storage.url}/{name}"
         if record.nbytes > MAX_RECORD_BYTES:
-            return _Reading(record, "damaged", f"a {RECORD_NAME} of {record.nbytes} bytes")
+            return _Reading(record, "unsupported", f"a {RECORD_NAME} of {record.nbytes} bytes")
         try:
             with self._large if record.nbytes > _LARGE_BYTES else nullcontext():
                 found = parse(storage.read_all(name, record), url)
         except CheckpointError as error:
-            return _Reading(record, "damaged", str(error).removeprefix(f"{url}: "))
+            state = "damaged" if proves_damage(error) else "unsupported"
+            return _Reading(record, state, str(error).removeprefix(f"{url}: "))
         except StorageError as error:
             if error.transient:
                 raise
@@ -232,9 +238,29 @@ class Catalog:
 
         Raises:
             StorageError: As for `entries`.
+            UnsupportedVersion: As for `require_supported`.
         """
-        points = [(one.point.branch, one.step) for one in self.entries() if one.is_complete]
-        return max(points, default=None)
+        entries = self.entries()
+        self.require_supported({one.step: one.problem for one in entries if one.state == "unsupported"})
+        whole = [one for one in entries if one.is_complete and one.step not in self.damaged]
+        return max(((one.point.branch, one.step) for one in whole), default=None)
+
+    def require_supported(self, unsupported: Mapping[int, str]) -> None:
+        """Refuses to say which checkpoint is the newest where some cannot be read: it may be one of them.
+
+        Args:
+            unsupported: Why not, by step.
+
+        Raises:
+            UnsupportedVersion: There are some.
+        """
+        if unsupported:
+            step, problem = max(unsupported.items())
+            raise UnsupportedVersion(
+                f"{self.path(step)} may be the newest checkpoint, and this fastload cannot read it: "
+                f"{problem}. Update fastload; or restore an older one by name, restore(step=…), and move "
+                "this one away before the next save"
+            )
 
     def expendable(
         self,

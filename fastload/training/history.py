@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ __all__ = ["History", "Listing"]
 _log = logging.getLogger(__name__)
 
 _RECORDED = ("complete", "damaged")  # what a load can be tried of
+_UNSUPPORTED = "unsupported"
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,13 @@ class Listing:
             disks of their own, on any of them.
         recorded: Those with a commit record, whole or not.
         links: Steps of which the name is a symbolic link.
+        unsupported: Why this fastload cannot read a checkpoint, by step.
     """
 
     complete: tuple[Point, ...]
     recorded: tuple[Point, ...]
     links: frozenset[int]
+    unsupported: Mapping[int, str]
 
 
 class History:
@@ -53,7 +56,8 @@ class History:
         self._newest: Point | None = None  # see `newest`
         self._in_memory: Point | None = None
         self._memory_is_void = False
-        self._links: frozenset[int] | None = None  # None until there was a listing
+        self._given_up: Point | None = None
+        self._listed: Listing | None = None  # the last listing
         self._warned: set[int] = set()
 
     def look(self, *before: Callable[[], object]) -> Listing:
@@ -66,23 +70,33 @@ class History:
             FastloadError: A rank could not ask storage.
         """
 
-        def look() -> list[tuple[int, int, str, bool]]:
+        def look() -> list[tuple[int, int, str, bool, str]]:
             entries = self._catalog.entries() if self._lists else []
             self._warn_of(entries)
-            return [(one.point.branch, one.step, one.state, one.is_link) for one in entries]
+            return [
+                (
+                    one.point.branch,
+                    one.step,
+                    one.state,
+                    one.is_link,
+                    one.problem * (one.state == _UNSUPPORTED),
+                )
+                for one in entries
+            ]
 
         what = f"listing the checkpoints in {self._catalog.root.given}"
         listings = agree(self._group, what, *before, look, timeout_s=self._world.timeout_s)
         found = [one for entries in listings for one in entries]
         listing = Listing(
-            complete=_points((branch, step) for branch, step, state, _ in found if state == "complete"),
-            recorded=_points((branch, step) for branch, step, state, _ in found if state in _RECORDED),
-            links=frozenset(step for _, step, _, is_link in found if is_link),
+            complete=_points((branch, step) for branch, step, state, *_ in found if state == "complete"),
+            recorded=_points((branch, step) for branch, step, state, *_ in found if state in _RECORDED),
+            links=frozenset(step for _, step, _, is_link, _ in found if is_link),
+            unsupported={step: problem for _, step, state, _, problem in found if state == _UNSUPPORTED},
         )
         self._newest = max(listing.recorded, default=None)
         if self._in_memory is not None:
-            self.note(self._in_memory)
-        self._links = listing.links
+            self._newest = max(self._newest or self._in_memory, self._in_memory)
+        self._listed = listing
         return listing
 
     @property
@@ -102,9 +116,15 @@ class History:
         """Whether this life of the job has put something into memory, or gone on from there."""
         return self._in_memory is not None
 
-    def note(self, point: Point) -> None:
-        """Notes what is in memory, which is none of the checkpoints that can be listed."""
+    def note(self, point: Point, *, given_up: bool = False) -> None:
+        """Notes what is in memory, which is none of the checkpoints that can be listed.
+
+        Args:
+            point: The newest of it.
+            given_up: Whether the run goes on from something older.
+        """
         self._in_memory, self._memory_is_void = point, False
+        self._given_up = point if given_up else None
         self._newest = point if self._newest is None else max(self._newest, point)
 
     def note_void(self) -> None:
@@ -116,16 +136,20 @@ class History:
 
         Raises:
             OptionError: There is a link in its place.
+            UnsupportedVersion: There is a checkpoint that this fastload cannot read, and that may be newer.
             FastloadError: A rank could not ask storage, which the first save of a manager does.
         """
-        if self._links is None:
-            self.look()
-        assert self._links is not None
-        if step in self._links:
+        listing = self._listed
+        if listing is None or listing.unsupported:
+            listing = self.look()
+        self._catalog.require_supported(listing.unsupported)
+        if step in listing.links:
             raise OptionError(
                 f"{self._catalog.path(step)} is a link: a save does not replace what it leads to"
             )
         branch, newest = branch_for(step, self._newest), self._newest
+        if Point(branch, step) == self._given_up:  # of two that compare as equal, that in memory is taken
+            branch += 1
         if newest is not None and branch > newest.branch and self._world.rank == 0:
             _log.warning(
                 "step %d is saved after step %d: the run went back, or another one begins in %s. What is "
@@ -138,7 +162,7 @@ class History:
 
     def _warn_of(self, entries: list[Entry]) -> None:
         for one in entries:
-            if one.state == "unreadable" and one.step not in self._warned:
+            if one.state in ("unreadable", _UNSUPPORTED) and one.step not in self._warned:
                 self._warned.add(one.step)
                 _log.warning(
                     "%s cannot be read, and is left out: %s", self._catalog.path(one.step), one.problem

@@ -256,9 +256,9 @@ class CheckpointManager:
         has_succeeded = self._in_flight.make(
             planned, lambda turn: self._timing.saving(partial(save, turn=turn))
         )
-        self._restorer.damaged.discard(step)
+        self._catalog.damaged.discard(step)
         if self._housekeeper is not None:
-            self._housekeeper.prune(has_succeeded, step, damaged=set(self._restorer.damaged))
+            self._housekeeper.prune(has_succeeded, step, damaged=set(self._catalog.damaged))
             if not self._calls.async_:
                 self._finish()
 
@@ -287,9 +287,15 @@ class CheckpointManager:
 
         The newest is the one that was saved last. If the run has gone back to an earlier step, that is one of
         those that it has saved since, although there may be higher steps.
+
+        Raises:
+            UnsupportedVersion: There is one that this fastload cannot read, and that may be newer.
+            FastloadError: As for `all_steps`.
         """
         points = [Point(found.branch, found.step) for found in self._restorer.in_memory()]
-        newest = max([*self._look().complete, *points], default=None)
+        listing = self._look()
+        self._catalog.require_supported(listing.unsupported)
+        newest = max([*listing.complete, *points], default=None)
         return newest.step if newest is not None else None
 
     def _look(self) -> Listing:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fastload.errors import CheckpointNotFound, FastloadError, PeerError, StorageError, blames_checkpoint
+from fastload.errors import CheckpointNotFound, FastloadError, PeerError, StorageError, proves_damage
 from fastload.options import LoadOptions
 from fastload.ranks.world import World
 from fastload.report import LoadReport
 from fastload.training.calls import Calls
 from fastload.training.catalog import Catalog
-from fastload.training.history import History
+from fastload.training.history import History, Listing
 from fastload.training.retention import Point
 
 if TYPE_CHECKING:  # for those who have a tier
@@ -42,10 +42,21 @@ class Restored:
 
 
 @dataclass(frozen=True)
-class _Made:
-    """What a load returned."""
+class _Place:
+    """Where a checkpoint may be restored from.
 
-    state: Any
+    Attributes:
+        point: Where it stands in the history of the run.
+        found: The generation, if it is in memory; None if it is on storage.
+    """
+
+    point: Point
+    found: Found | None = None
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        return self.point.step
 
 
 class Restorer:
@@ -59,7 +70,6 @@ class Restorer:
         keeper: The memory tier, or None.
 
     Attributes:
-        damaged: Steps of checkpoints on storage that turned out not to be whole.
         restored: What was restored last, or None.
     """
 
@@ -71,7 +81,6 @@ class Restorer:
         history: History,
         keeper: Keeper | None,
     ) -> None:
-        self.damaged: set[int] = set()
         self.restored: Restored | None = None
         self._world = world
         self._calls = calls
@@ -91,10 +100,12 @@ class Restorer:
             except FastloadError as error:
                 self._warn(f"what is in memory is not known: {error}")
 
-    def _note(self, generations: list[Found]) -> None:
+    def _note(self, generations: list[Found], restored: Found | None = None) -> None:
+        """Notes the newest of some generations, which is given up unless it was restored."""
         self._has_noted = True
         if generations:
-            self._history.note(Point(generations[-1].branch, generations[-1].step))
+            newest = generations[-1]
+            self._history.note(Point(newest.branch, newest.step), given_up=newest is not restored)
 
     def in_memory(self) -> list[Found]:
         """Returns what is whole in memory, the oldest first; a call of all ranks, if there is a tier."""
@@ -104,6 +115,9 @@ class Restorer:
     def restore(self, step: int | None, arguments: Mapping[str, Any], finish: Callable[[], object]) -> Any:
         """Loads a checkpoint; see `CheckpointManager.restore`.
 
+        The newest of all that are on storage or in memory comes first; only what proves to be damaged is left
+        for the next one.
+
         Args:
             step: Which; None for the newest.
             arguments: For `fastload.load`, less the path.
@@ -112,87 +126,84 @@ class Restorer:
         Raises:
             FastloadError: As for `CheckpointManager.restore`.
         """
-        recorded = self._history.look(finish).recorded
-        reason = ""
-        if self._keeper is not None:
-            newest = recorded[-1] if recorded else None
-            made = self._restore_from_memory(self._keeper, step, arguments, newest)
-            if isinstance(made, _Made):
-                return made.state
-            reason = made
-        state = self._restore_from_storage(step, arguments, [point.step for point in recorded], reason)
-        if self._keeper is not None and step is None:
+        listing = self._history.look(finish)
+        generations = self._keeper.survey() if self._keeper is not None else []
+        reason = _reason(generations) if self._keeper is not None else ""
+        tried: list[_Place] = []
+        while True:
+            left = self._left(step, listing, generations, tried)
+            if not left:
+                raise CheckpointNotFound(f"{self._catalog.root}: no checkpoint to restore{_also(reason)}")
+            place = left[-1]
+            try:
+                state = self._load(place, left, arguments, reason)
+            except FastloadError as error:
+                if not (_blames_memory(error) if place.found is not None else proves_damage(error)):
+                    raise
+                tried.append(place)
+                if place.found is not None:
+                    reason = f"step {place.step} in memory cannot be restored: {error}"
+                    self._warn(reason)
+                    continue
+                # Listed anew: it may have been deleted meanwhile, for newer ones that another process saved.
+                listing = self._history.look()
+                if place.step in (point.step for point in listing.recorded):
+                    self._catalog.damaged.add(place.step)
+                left = self._left(step, listing, generations, tried)
+                if step is not None or not left:
+                    raise
+                self._warn(f"step {place.step} cannot be restored, falling back to {left[-1].step}: {error}")
+            else:
+                self._settle(step, place, generations, reason)
+                return state
+
+    def _left(
+        self, step: int | None, listing: Listing, generations: list[Found], tried: Collection[_Place]
+    ) -> list[_Place]:
+        """Returns where a checkpoint may come from, the one to try first last; of equals that is memory.
+
+        Raises:
+            UnsupportedVersion: There is one that this fastload cannot read, and that may be the newest.
+        """
+        unsupported = listing.unsupported
+        places = [_Place(point) for point in listing.recorded]
+        if step is not None:
+            unsupported = {step: unsupported[step]} if step in unsupported else {}
+            # One that is not listed is tried, too: the load says what is the matter.
+            places = [place for place in places if place.step == step] or [_Place(Point(-1, step))]
+        self._catalog.require_supported(unsupported)
+        kept = [_Place(Point(found.branch, found.step), found) for found in generations if found.is_whole]
+        places += [place for place in kept if step is None or place.step == step]
+        places = [place for place in places if place not in tried]
+        return sorted(places, key=lambda place: (place.point, place.found is not None))
+
+    def _load(self, place: _Place, left: list[_Place], arguments: Mapping[str, Any], reason: str) -> Any:
+        if place.found is None or self._keeper is None:
+            made = Restored(place.step, "storage", reason)
+            state = self._calls.load(os.fspath(self._catalog.path(place.step)), _telling(arguments, made))
+        else:
+            stored = [other.step for other in left if other.found is None]
+            why = f"the newest on storage is step {stored[-1]}" if stored else "storage has none"
+            made = Restored(place.step, "memory", why)
+            state = self._keeper.load(place.found, _telling(arguments, made))
+        self.restored = made
+        return state
+
+    def _settle(self, step: int | None, place: _Place, generations: list[Found], reason: str) -> None:
+        """Has memory keep what is of use once something was restored."""
+        if place.found is None and reason:
+            self._warn(f"step {place.step} is restored from storage: {reason}")
+        if self._keeper is None:
+            return
+        if step is not None:  # what is newer stays
+            self._note(generations, place.found)
+        elif place.found is not None:
+            self._keeper.keep_only(place.found.name)
+            self._note([place.found], place.found)
+        else:
             self._keeper.keep_only("")  # all of it is older than what was restored, or not whole
             self._history.note_void()
             self._has_noted = True
-        return state
-
-    def _restore_from_memory(
-        self, keeper: Keeper, step: int | None, arguments: Mapping[str, Any], newest: Point | None
-    ) -> _Made | str:
-        """Loads the newest generation that is whole; says why not, if nothing in memory is to be restored.
-
-        Args:
-            keeper: The memory tier.
-            step: Which; None for the newest.
-            arguments: For `fastload.load`, less the path.
-            newest: The newest on storage.
-        """
-        generations = keeper.survey()
-        if step is not None:  # what is newer stays
-            self._note(generations)
-        reason = _reason(generations)
-        has = f"the newest on storage is step {newest.step}" if newest is not None else "storage has none"
-        for found in reversed(generations):
-            point = Point(found.branch, found.step)
-            is_chosen = newest is None or point >= newest if step is None else found.step == step
-            if not found.is_whole or not is_chosen:
-                continue
-            restored = Restored(found.step, "memory", has)
-            try:
-                state = keeper.load(found, _telling(arguments, restored))
-            except FastloadError as error:
-                if not _blames_memory(error):
-                    raise
-                reason = f"step {found.step} in memory cannot be restored: {error}"
-                self._warn(reason)
-                continue
-            if step is None:
-                keeper.keep_only(found.name)
-                self._note([found])
-            self.restored = restored
-            return _Made(state)
-        return reason
-
-    def _restore_from_storage(
-        self, step: int | None, arguments: Mapping[str, Any], listed: list[int], reason: str
-    ) -> Any:
-        is_given, left = step is not None, listed if step is None else [step]
-        if not left:
-            raise CheckpointNotFound(f"{self._catalog.root}: no checkpoint to restore{_also(reason)}")
-        tried: set[int] = set()
-        while True:
-            step = left.pop()
-            made = Restored(step, "storage", reason)
-            try:
-                state = self._calls.load(os.fspath(self._catalog.path(step)), _telling(arguments, made))
-            except FastloadError as error:
-                if not blames_checkpoint(error):
-                    raise
-                tried.add(step)
-                # Listed anew: it may have been deleted meanwhile, for newer ones that another process saved.
-                listed = [point.step for point in self._history.look().recorded]
-                if step in listed:
-                    self.damaged.add(step)
-                left = [other for other in listed if other not in tried]
-                if is_given or not left:
-                    raise
-                self._warn(f"step {step} cannot be restored, falling back to {left[-1]}: {error}")
-            else:
-                if reason:
-                    self._warn(f"step {step} is restored from storage: {reason}")
-                self.restored = made
-                return state
 
     def _warn(self, text: str) -> None:
         if self._world.rank == 0:
@@ -214,7 +225,7 @@ def _blames_memory(error: BaseException) -> bool:
     """Whether an error says that what is in memory is bad, or cannot be read: then storage has something."""
     if isinstance(error, PeerError):
         return all(map(_blames_memory, error.failures.values()))
-    return blames_checkpoint(error) or isinstance(error, StorageError)
+    return proves_damage(error) or isinstance(error, StorageError)
 
 
 def _telling(arguments: Mapping[str, Any], made: Restored) -> dict[str, Any]:

@@ -7,18 +7,29 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
 from click.testing import CliRunner, Result
 
 import fastload
 from fastload import SaveOptions, api
 from fastload.cli import main
-from fastload.errors import CheckpointError, CheckpointNotFound, ChecksumError, OptionError
+from fastload.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    ChecksumError,
+    OptionError,
+    UnsupportedVersion,
+)
+from fastload.formats import values
+from fastload.formats.dtypes import DTYPES
 from tests.checkpoints import flip
 from tests.dist.harness import ranks
 from tests.dist.test_manager import manage, state_of, steps_in, warned
@@ -295,3 +306,141 @@ for one in Catalog(locate(sys.argv[1]), None, timeout_s=10, retries=0).entries()
         "2 unreadable Permission denied",
         "3 complete ",
     ]
+
+
+# What is damaged, and what this process cannot read
+
+
+def seal(record: Path, **changes: Any) -> None:
+    """Rewrites a commit record as another version would: its own checksum is right."""
+    body = {**json.loads(record.read_bytes()), **changes}
+    del body["checksum"]
+    digest = xxhash.xxh3_64_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+    text = json.dumps({**body, "checksum": digest}, sort_keys=True, separators=(",", ":"))
+    record.write_text(text)
+
+
+@ranks(2)
+def test_what_a_newer_version_saved_is_never_skipped(rank: int, world: int, tmp_path: Path) -> None:
+    record = tmp_path / "step_00000003/fastload.json"
+    with manage(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+        manager.wait()
+        if rank == 0:
+            seal(record, version=2, more={"of": "what comes later"})
+        dist.barrier()
+        says = r"step_00000003.* version 2.*[Uu]pdate fastload.*restore\(step=…\)"
+        for ask in (manager.latest, manager.restore):
+            with pytest.raises(UnsupportedVersion, match=says):
+                ask()
+        with pytest.raises(UnsupportedVersion, match="version 2"):
+            manager.restore(step=3)
+        assert manager.restore(step=2)["step"] == 2, "by name an older one is restored"
+        with manage(tmp_path) as other:
+            for step in (3, 4):
+                with pytest.raises(UnsupportedVersion, match=says):
+                    other.save(step, state_of(step))
+        assert manager.all_steps() == [1, 2]
+        kept = record.read_bytes()
+        if rank == 0:
+            [row] = [row for row in listed(tmp_path) if row["step"] == 3]
+            assert row["state"] == "unsupported"
+            assert "version 2" in row["problem"]
+            done = command("prune", tmp_path, "--keep-last", 1)
+            assert done.exit_code == 0
+            assert "left alone: step 3: unsupported" in done.stdout
+            assert steps_in(tmp_path) == [2, 3]
+            record.parent.rename(tmp_path / "of another version")
+        dist.barrier()
+        assert kept
+        assert manager.latest() == 2
+        manager.save(3, state_of(3))
+        assert manager.latest() == 3
+
+
+LACKS = ["a tag", "NumPy", "a dtype of the model", "a dtype of a value", "a later torch"]
+
+
+@pytest.mark.parametrize("lack", LACKS)
+def test_what_this_process_lacks_is_no_damage(
+    tmp_path: Path, lack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest step stays the newest: nothing older is restored instead, and what is missing is named."""
+    state = {"array": numpy.arange(3), "half": torch.ones(3, dtype=torch.bfloat16), "dtype": torch.bfloat16}
+    with manage(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, {**state, "step": step})
+        manager.wait()
+        assert manager.restore()["step"] == 2
+        record = tmp_path / "step_00000002/fastload.json"
+        structure = json.loads(record.read_bytes())["state"]
+        lines = structure["dict"]
+        with monkeypatch.context() as patched:
+            if lack == "a tag":
+                seal(record, state={"dict": [*lines[:-1], {"PerTribe": ["x", []]}]})
+                says = r"'PerTribe'.*update fastload"
+            elif lack == "NumPy":
+                patched.setitem(sys.modules, "numpy", None)
+                says = "NumPy cannot be imported.*pip install numpy"
+            elif lack == "a dtype of the model":
+                patched.setitem(DTYPES, "BF16", (16, None))
+                says = "dtype BF16 has no equivalent in torch.*newer torch"
+            elif lack == "a dtype of a value":
+                patched.delitem(values._DTYPES, "bfloat16")
+                says = "has no such dtype as 'bfloat16'.*newer torch"
+            else:
+                seal(record, state={"dict": [*lines[:-1], {"tensor": [None, "Quantized"]}]})
+                says = "'Quantized'.*update fastload"
+            if lack != "NumPy":
+                with pytest.raises(UnsupportedVersion, match=f"(?s){says}"):
+                    manager.restore()
+            with pytest.raises(CheckpointError, match=f"(?s){says}"):
+                manager.restore(step=2)
+            with pytest.raises(CheckpointError, match=f"(?s){says}"):
+                manager.restore()
+            assert (manager.latest(), manager.restored_step) == (2, 2)
+            assert manager._catalog.damaged == set()
+        seal(record, state=structure)
+        assert manager.restore()["step"] == 2
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a file is cut": lambda folder: cut(folder / "model.safetensors"),
+    "a file is longer": lambda folder: os.truncate(folder / "model.safetensors", 30_000),
+    "a file is gone": lambda folder: (folder / "model.safetensors").unlink(),
+    "a header": lambda folder: flip(folder / "model.safetensors", 20),
+    "data": lambda folder: flip(folder / "model.safetensors", -1),
+    "the record is cut": lambda folder: cut(folder / "fastload.json"),
+    "the record is empty": lambda folder: os.truncate(folder / "fastload.json", 0),
+    "the record is another one": lambda folder: (folder / "fastload.json").write_text('{"version": 7}'),
+    "the version in the record": lambda folder: replace(folder, b'"version":1', b'"version":2'),
+    "the format in the record": lambda folder: replace(folder, b'"fastload"', b'"fastloaf"'),
+    "a key in the record": lambda folder: replace(folder, b'"metadata"', b'"netadata"'),
+    "the checksum of the record": lambda folder: replace(folder, b'"checksum":"', b'"chucksum":"'),
+}
+
+
+def replace(folder: Path, old: bytes, new: bytes) -> None:
+    record = folder / "fastload.json"
+    assert old in record.read_bytes()
+    record.write_bytes(record.read_bytes().replace(old, new))
+
+
+def test_what_is_damaged_is_passed_over(tmp_path: Path) -> None:
+    """Whatever else the damaged bytes say: that of a newer version, too."""
+    with manage(tmp_path) as manager:
+        for step in range(len(DAMAGES) + 1):
+            manager.save(step, state_of(step))
+        manager.wait()
+        for step, damage in enumerate(DAMAGES.values(), 1):
+            damage(tmp_path / f"step_{step:08d}")
+        assert manager.latest() in (0, 4, 5), "what only reading finds is not known yet"
+        assert manager.restore()["step"] == 0
+        assert manager._catalog.damaged == set(range(1, len(DAMAGES) + 1))
+        manager.save(3, state_of(33))
+        assert manager.restore()["weight"][0, 0] == 33

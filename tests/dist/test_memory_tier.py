@@ -586,6 +586,61 @@ def test_what_is_saved_after_going_back_is_newer_than_what_memory_has(
         assert manager.restored_from == "storage"
 
 
+def test_a_damaged_checkpoint_on_storage_does_not_hide_a_newer_step_in_memory(tmp_path: Path) -> None:
+    memory, root = tmp_path / "memory", tmp_path / ROOT
+    with contextlib.suppress(Crash), manage(tmp_path, memory) as manager:
+        manager.save(20, small_state_of(20))
+        manager.wait()
+        keep(manager, 28, state=small_state_of)
+        raise Crash
+    with CheckpointManager(root, options=OPTIONS) as manager:
+        manager.save(30, small_state_of(30))
+    flip(root / "step_00000030" / MODEL, -1)
+    reports: list[LoadReport] = []
+    with manage(tmp_path, memory) as manager, warned("fastload.training.restoring") as lines:
+        assert manager.latest() == 30, "nobody has looked at its data"
+        state = manager.restore(options=LoadOptions(timeout_s=20, on_report=reports.append))
+        assert is_state(state, 28, small_state_of)
+        assert (manager.restored_step, manager.restored_from) == (28, "memory")
+        assert (reports[0].source, reports[0].source_why) == ("memory", "the newest on storage is step 20")
+        assert len(lines) == 1
+        assert "step 30 cannot be restored, falling back to 28" in lines[0]
+    with CheckpointManager(root, options=OPTIONS) as manager:
+        assert is_state(manager.restore(), 28, small_state_of), (
+            "which was written there when the job had ended"
+        )
+        manager.save(29, small_state_of(29))
+        assert manager.latest() == 29
+    assert not list(memory.glob("host*/*/*")), "nothing is left in memory"
+
+
+@pytest.mark.parametrize("steps", [(15, 20), (20,)])
+def test_a_step_that_was_saved_again_after_going_back_is_that_one(
+    steps: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Memory still has the one of the same step that was given up."""
+    memory = tmp_path / "memory"
+    with contextlib.suppress(Crash), manage(tmp_path, memory) as manager:
+        manager.save(10, small_state_of(10))
+        manager.wait()
+        keep(manager, 20, state=small_state_of)
+        raise Crash
+    again = {step: {**small_state_of(step), "step": 1000 + step} for step in steps}
+    with contextlib.suppress(Crash), manage(tmp_path, memory, memory_every_steps=1000) as manager:
+        assert is_state(manager.restore(step=10), 10, small_state_of)
+        assert is_state(manager.restore(step=20), 20, small_state_of), "as long as it is the only one"
+        assert is_state(manager.restore(step=10), 10, small_state_of)
+        for step in steps:
+            manager.save(step, again[step])
+        manager.wait()
+        raise Crash
+    for step in (20, None):
+        with contextlib.suppress(Crash), manage(tmp_path, memory) as manager:
+            assert manager.restore(step=step)["step"] == 1020, step
+            assert (manager.restored_step, manager.restored_from) == (20, "storage")
+            raise Crash
+
+
 def test_options_that_do_not_go_together(tmp_path: Path) -> None:
     for wrong in (
         {"memory": tmp_path},
