@@ -183,7 +183,8 @@ class _Options:
                 chosen = value is None and {**SETTINGS, **SAVE_SETTINGS}[name].default is None
                 _require(chosen or _is_count(value, _LEAST[name]), name, value, f"at least {_LEAST[name]}")
             elif name in ("overwrite", "parts", "verify"):
-                _require(isinstance(value, bool), name, value, "True or False")
+                is_open = value is None and getattr(type(self), name) is None
+                _require(is_open or isinstance(value, bool), name, value, "True or False")
             elif name == "timeout_s":
                 number = isinstance(value, int | float) and not isinstance(value, bool)
                 _require(number and 0 < value < 1e7, name, value, "a number of seconds above 0")
@@ -274,7 +275,8 @@ class SaveOptions(_Options):
             kept for the group's next save.
         io: ``auto``, ``buffered`` or ``direct`` writes of local files.
         write_threads: Writes in flight on each rank.
-        overwrite: Whether a checkpoint that is there is replaced.
+        overwrite: Whether a checkpoint that is there is replaced. None is False; with what replaces by its
+            nature, such as `fastload.integrations.dcp.Writer`, True.
         shared: Whether all hosts write to one place together (True), or each writes a copy of its own
             (False). ``auto`` is True, and an error where the hosts do not see the same.
         check_replicas: How the ranks compare the tensors that they are to hold alike: ``small`` (small ones
@@ -300,7 +302,7 @@ class SaveOptions(_Options):
     staging_bytes: int = _setting("staging_bytes")
     io: IoMode = _setting("io")
     write_threads: int = _setting("write_threads")
-    overwrite: bool = False
+    overwrite: bool | None = None
     shared: bool | Literal["auto"] = _setting("shared")
     check_replicas: ReplicaCheck = _setting("check_replicas")
     parts: bool = False

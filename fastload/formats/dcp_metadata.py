@@ -7,7 +7,7 @@ keys that a flattened name was made of.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -95,7 +95,7 @@ def describe_metadata(data: bytes, where: str, *, in_parts: bool = False) -> Des
             values[name] = _item(items, name, None, where)
         else:
             tensors[name] = _tensor(name, what, items, where, in_parts)
-    return Described(tensors, values, _paths(fields.get("planner_data"), where))
+    return Described(tensors, values, _paths(fields.get("planner_data"), {*tensors, *values}, where))
 
 
 def join_described(parts: Sequence[Described], where: str) -> Described:
@@ -196,14 +196,21 @@ def _item(
     return item
 
 
-def _paths(planner_data: Any, where: str) -> dict[str, Path]:
+def _paths(planner_data: Any, names: Set[str], where: str) -> dict[str, Path]:
+    """Returns the keys that names were made of; none if a planner has noted something of its own kind."""
     if type(planner_data) is not Pairs:
         return {}
-    paths: dict[str, Path] = planner_data.by_text(f"{where}: planner_data")
-    for name, path in paths.items():
-        if type(path) is not tuple or not path or not all(type(k) is str or is_size(k) for k in path):
+    noted = {name: path for name, path in planner_data.pairs() if type(name) is str and name in names}
+    if not any(_is_path(path) and ".".join(map(str, path)) == name for name, path in noted.items()):
+        return {}
+    for name, path in noted.items():
+        if not _is_path(path):
             raise ManifestError(f"{where}: the keys of {show(name)} are {show(path)}")
-    return paths
+    return noted
+
+
+def _is_path(what: Any) -> bool:
+    return type(what) is tuple and bool(what) and all(type(key) is str or is_size(key) for key in what)
 
 
 def _is_a(what: Any, name: str) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from fastload.storage.names import Names
 
 __all__ = [
     "BIN_INDEX_NAME",
     "BIN_NAME",
+    "DCP_NAMES",
     "INDEX_NAME",
     "INDEX_SUFFIX",
     "METADATA_NAME",
@@ -47,6 +49,7 @@ OWN_STEM = "ranks"
 TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 
 _METADATA_OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
+_FILE_OF_DCP = re.compile(r"(__\d{1,9})?\.metadata(\.tmp)?|__\d{1,9}_\d{1,9}\.distcp")
 _ALWAYS_OWN = frozenset((RECORD_NAME, SAVING_NAME, STAGED_NAME))
 _FILE_OF_A_SAVE = re.compile(rf"(model|{OWN_STEM})(?P<shard>-\d{{5,}}-of-\d{{5,}})?\.safetensors")
 
@@ -104,3 +107,11 @@ NAMES = Names(
     part_endings=(SUFFIX, INDEX_SUFFIX),
     own=own_names,
 )
+
+
+def _own_names_or_dcp(there: Iterable[str], lists: Sequence[bytes]) -> set[str]:
+    return own_names(there, lists) if lists else set(filter(_FILE_OF_DCP.fullmatch, there))
+
+
+DCP_NAMES = replace(NAMES, others=(METADATA_NAME, "__0.metadata", "__0_0.distcp"), own=_own_names_or_dcp)
+"""For saves that replace what torch.distributed.checkpoint saved, too."""

@@ -11,6 +11,7 @@ Both are collective, beside the collectives that dcp itself makes. Where dcp is 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from functools import cache
 from typing import Any
 
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import (
     LoadPlan,
@@ -38,10 +40,14 @@ from torch.futures import Future
 
 import fastload
 from fastload.errors import OptionError, WorldError
-from fastload.integrations.dcp_planners import Wanted, bytes_of, has_gap, kept_of, state_of, unwrapped
+from fastload.formats.names import DCP_NAMES
+from fastload.integrations.dcp_planners import Part, Wanted, bytes_of, has_gap, kept_of, part_of, unwrapped
 from fastload.integrations.dcp_plans import packed
 from fastload.loading.outline import Outline
 from fastload.options import LoadOptions, SaveOptions
+from fastload.saving import save as saving
+from fastload.saving.call import make_call
+from fastload.saving.handle import SaveHandle
 
 __all__ = ["Reader", "Writer"]
 
@@ -151,15 +157,16 @@ class Reader(StorageReader):
         assert self._outline is not None, "likewise"
         values: list[tuple[ReadItem, Any]] = []
         with self._checkpoint as checkpoint:
-            wanted = Wanted(checkpoint.manifest, self._stored)
+            wanted = Wanted(checkpoint.manifest, self._stored, planner)
             for item in plan.items:
                 if item.type == LoadItemType.TENSOR:
-                    wanted.add(item, planner)
+                    wanted.add(item)
                 else:
                     value = self._values[item.storage_index.fqn]
-                    values.append((item, wanted.add_value(value, self._outline)))
+                    values.append((item, wanted.add_value(item, value, self._outline)))
+            wanted.add_unplanned()
             checkpoint.read(wanted.boxes)
-            wanted.commit(planner)
+            wanted.commit()
         for item, value in values:
             planner.load_bytes(item, bytes_of(value))
         return _done(None)
@@ -179,7 +186,7 @@ class Writer(StorageWriter):
 
     The ranks that hold the same share the writing; the files are plain safetensors, with checksums and a
     commit record. It exists once all ranks have written, as a whole. An older one at the same path, which
-    fastload saved, is replaced, as dcp does.
+    fastload or dcp saved, is replaced, as dcp does.
 
     Args:
         path: The directory to make, a local path or a URL; None if dcp is given a ``checkpoint_id=``.
@@ -187,7 +194,8 @@ class Writer(StorageWriter):
         no_dist: Whether dcp is given ``no_dist=True``.
         metadata: As for `fastload.save`.
         storage_options: As for `fastload.save`.
-        options: How to save; None for the defaults, with ``overwrite=True``.
+        options: How to save; None for the defaults. What is there is replaced, unless they have
+            ``overwrite=False``.
     """
 
     def __init__(
@@ -205,7 +213,7 @@ class Writer(StorageWriter):
         self._no_dist = no_dist
         self._metadata = metadata
         self._storage_options = storage_options
-        self._options = options if options is not None else SaveOptions(overwrite=True)
+        self._options = options if options is not None else SaveOptions()
         self._local = SavePlan([])
         self._is_apart = False
         self.report: fastload.SaveReport | None = None
@@ -228,46 +236,51 @@ class Writer(StorageWriter):
         self._is_apart = not kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Keeps the plan, and tells the coordinator which keys this rank has."""
-        if plan.usable:
-            self._local = plan
-        return replace(plan, storage_data=[item.index.fqn for item in self._local.items])
+        """Keeps the plan: the one that comes back has what this rank would write."""
+        self._local = plan
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Finds out whether all ranks have the same keys.
+        """Leaves the plans as they are.
 
         Raises:
             WorldError: The plans are of other ranks than these.
         """
         if not self._is_apart:
             _require_size(len(plans), self._group, no_dist=self._no_dist, call="dcp.save", storage="Writer")
-        # A plan that was kept from an earlier save says nothing.
-        has_parts = self._is_apart or any(plan.storage_data != plans[0].storage_data for plan in plans)
-        return [replace(plan, storage_data=has_parts) for plan in plans]
+        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Saves, on all ranks.
 
         Raises:
-            OptionError: The state holds what fastload cannot keep, or the planner is of another kind.
+            OptionError: The state holds what fastload cannot keep, or the planner is of another kind, or
+                plans what cannot be saved.
             FastloadError: As for `fastload.save`.
         """
         group = _group(self._group, no_dist=self._no_dist)
-        states: list[Any] = []
+        parts: list[Part] = []
 
-        def collect() -> None:
-            states.append(state_of(planner, self._local.items))
+        def collect() -> tuple[str, list[str] | None]:
+            parts.append(part := part_of(planner, self._local, plan))
+            return xxhash.xxh3_128_hexdigest(json.dumps(part.names).encode()), part.written
 
         path, options = _required(self._path), self._options
-        fastload.world.agree(group, f"saving to {path}: the state", collect, timeout_s=options.timeout_s)
-        self.report = fastload.save(
-            states.pop(),
+        what = f"saving to {path}: the state"
+        answers = fastload.world.agree(group, what, collect, timeout_s=options.timeout_s)
+        has_parts = self._is_apart or len({names for names, _ in answers}) > 1
+        call = make_call(
             path,
-            process_group=group,
-            metadata=self._metadata,
-            storage_options=self._storage_options,
-            options=replace(options, parts=options.parts or bool(plan.storage_data)),
+            group,
+            self._metadata,
+            self._storage_options,
+            replace(options, parts=options.parts or has_parts, overwrite=options.overwrite is not False),
+            in_background=False,
+            raise_earlier=SaveHandle.raise_unseen,
+            names=DCP_NAMES,
         )
+        self.report = saving.save(call, parts.pop().state([written for _, written in answers]))
+        call.tell(self.report)
         return _done([_result(item) for item in plan.items])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

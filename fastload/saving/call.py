@@ -16,6 +16,7 @@ from fastload.report import SaveReport
 from fastload.saving.spares import Spares, spares
 from fastload.saving.turn import Turn
 from fastload.storage import Location, Target, locate, name_of, open_target
+from fastload.storage.names import Names
 
 __all__ = ["Call", "make_call"]
 
@@ -37,6 +38,7 @@ class Call:
         tracing: Records the save.
         began: `time.perf_counter` of the call.
         turn: When it is written; None for at once.
+        names: What files are called, and what may be replaced.
     """
 
     world: World
@@ -49,6 +51,7 @@ class Call:
     tracing: Tracing
     began: float
     turn: Turn | None = None
+    names: Names = NAMES
 
     @property
     def memory(self) -> Spares:
@@ -79,7 +82,7 @@ class Call:
         options, patience_s = self.options, self.world.patience_s
         return open_target(
             self.location,
-            NAMES,
+            self.names,
             self.storage_options,
             io=options.io,
             timeout_s=patience_s / 2,
@@ -103,6 +106,7 @@ def make_call(
     in_background: bool,
     raise_earlier: Callable[[], None] | None,
     turn: Turn | None = None,
+    names: Names = NAMES,
 ) -> Call:
     """Has all ranks meet for a save; args are those of `fastload.save`, or attributes of the call.
 
@@ -132,4 +136,5 @@ def make_call(
         tracing=Tracing(world, chosen.trace),
         began=began,
         turn=turn,
+        names=names,
     )

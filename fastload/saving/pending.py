@@ -47,7 +47,7 @@ def open_pending(call: Call, part: Part) -> Pending:
 
     def prepare() -> dict[str, Any]:
         return {
-            "ticket": target.prepare(files, overwrite=call.options.overwrite) if leads else None,
+            "ticket": target.prepare(files, overwrite=bool(call.options.overwrite)) if leads else None,
             "exchanges": packets is not None and bool(packets.leaving),
             "offer": wire.offer() if wire is not None else None,
         }

@@ -66,13 +66,16 @@ def replaced_names(
     if names.record in there and not overwrite:
         raise CheckpointExists(f"{url} exists already: to replace it, ask for overwrite=True (--overwrite)")
     own = there & {names.marker, *marked}
+    is_other = overwrite and not there.isdisjoint(names.others)
     if names.record in there:
         own |= names.own(there, [record or b""])
+    elif is_other:
+        own |= names.own(there, [])
     foreign = sorted(there - own)
     if names.record not in there and foreign:
         if not overwrite:
             raise CheckpointExists(f"{url} holds something already: {foreign[:5]}")
-        if names.marker not in there:
+        if names.marker not in there and not is_other:
             raise OptionError(
                 f"{url} has no {names.record}: overwrite=True replaces checkpoints of fastload's only"
             )

@@ -24,6 +24,8 @@ class Names:
         part_endings: How the names of all files end that may be read as a part of a checkpoint.
         own: Returns which of the names of all files at a place are those of a checkpoint of fastload's,
             given the contents of its record and its receipt, as far as there are any.
+        others: Names of files that tell a checkpoint of another program, where one may be replaced; `own`
+            returns its files where there is neither record nor receipt.
     """
 
     record: str
@@ -34,3 +36,4 @@ class Names:
     single_endings: tuple[str, ...]
     part_endings: tuple[str, ...]
     own: Callable[[Iterable[str], Sequence[bytes]], set[str]]
+    others: tuple[str, ...] = ()

@@ -183,7 +183,7 @@ class Site:
                 f"{self.path} exists already: to replace it, ask for overwrite=True (--overwrite)"
             )
         signs = [name for name in self._signs if name in found]
-        if not signs:
+        if not signs and found.keys().isdisjoint(self._names.others):
             raise OptionError(
                 f"{self.path} has no {' or '.join(self._signs)}: "
                 "overwrite=True replaces checkpoints of fastload's only"

@@ -6,6 +6,7 @@ import io
 import os
 import warnings
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,18 @@ from torch import Tensor, nn
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.default_planner import (
+    _EmptyStateDictLoadPlanner,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -35,6 +40,8 @@ import fastload
 from fastload.integrations.dcp import Reader, Writer
 from tests.dist.harness import ranks
 from tests.doors.pages import run_program
+
+OVERWRITE = fastload.SaveOptions(overwrite=True)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:TypedStorage is deprecated",
@@ -254,6 +261,215 @@ def test_planners_of_ones_own(rank: int, world: int, tmp_path: Path) -> None:
     flat = dcp.DefaultSavePlanner(flatten_state_dict=False)
     dcp.save({"a.b": whole, "values": {"x": 1}}, storage_writer=Writer(tmp_path / "flat"), planner=flat)
     assert_same(fastload.load(tmp_path / "flat"), {"a.b": whole, "values": {"x": 1}})
+
+
+class Without(dcp.DefaultSavePlanner):
+    """Leaves keys out: `local` ones of each rank's plan, `central` ones of the plan of all."""
+
+    def create_local_plan(self) -> dcp.SavePlan:
+        return without(super().create_local_plan(), "local")
+
+    def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        return [without(plan, "central") for plan in plans], metadata
+
+
+def without(plan: dcp.SavePlan, name: str) -> dcp.SavePlan:
+    return replace(plan, items=[item for item in plan.items if name not in item.index.fqn])
+
+
+class Summed(dcp.DefaultSavePlanner):
+    """Saves one key more, which the state does not have."""
+
+    def create_local_plan(self) -> dcp.SavePlan:
+        plan = super().create_local_plan()
+        more = create_default_local_save_plan({"sum": torch.zeros(())}, False)
+        return replace(plan, items=[*plan.items, *more.items])
+
+    def lookup_object(self, index: Any) -> Any:
+        return self.state_dict["plain"].sum() if index.fqn == "sum" else super().lookup_object(index)
+
+
+class Cut(dcp.DefaultSavePlanner):
+    """Cuts a plain tensor, of which each rank writes its rows; dcp itself does so."""
+
+    def create_local_plan(self) -> dcp.SavePlan:
+        plan, rank = super().create_local_plan(), dist.get_rank()
+        items = []
+        for item in plan.items:
+            if item.index.fqn == "plain":
+                data = item.tensor_data
+                assert data is not None
+                rows = ChunkStorageMetadata(torch.Size((3 * rank, 0)), torch.Size((3, 2)))
+                index = replace(item.index, offset=rows.offsets)
+                data = replace(data, chunk=rows)
+                item = replace(item, index=index, tensor_data=data, type=WriteItemType.SHARD)
+            items.append(item)
+        return replace(plan, items=items)
+
+
+class Telling(dcp.DefaultLoadPlanner):
+    """Notes what it is told to commit, once the data are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: dict[str, Tensor] = {}
+
+    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
+        self.told[read_item.dest_index.fqn] = tensor.clone()
+
+
+class Exchanged(dcp.DefaultLoadPlanner):
+    """Reads the first row of what it wants from the last row of the checkpoint, into its own last one."""
+
+    def create_local_plan(self) -> dcp.LoadPlan:
+        plan = super().create_local_plan()
+        if not plan.items:
+            return plan
+        (item,) = plan.items
+        offsets, lengths = torch.Size((5, 0)), torch.Size((1, 2))
+        return dcp.LoadPlan([replace(item, storage_offsets=offsets, dest_offsets=(2, 0), lengths=lengths)])
+
+
+@ranks(2)
+def test_what_planners_change_is_saved_and_loaded(rank: int, world: int, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    whole = torch.arange(12.0).reshape(6, 2)
+    shards = distribute_tensor(whole, mesh, [Shard(0)])
+    state = {"sharded": shards, "plain": whole + 1, "step": 3}
+
+    for step in (1, 2, 3):  # the plans of the second and the third are those of the first
+        path = tmp_path / f"half-{step}"
+        dcp.save({**state, "step": step}, storage_writer=Writer(path), planner=Half(enable_plan_caching=True))
+        assert_same(fastload.load(path), {"sharded": whole.half(), "plain": (whole + 1).half(), "step": step})
+
+    more = {f"{place}.{kind}": value for place in ("local", "central") for kind, value in state.items()}
+    dcp.save({**state, **more}, storage_writer=Writer(tmp_path / "left"), planner=Without())
+    assert_same(fastload.load(tmp_path / "left"), {**state, "sharded": whole})
+    dcp.save(state, storage_writer=Writer(tmp_path / "sum"), planner=Summed())
+    assert fastload.load(tmp_path / "sum")["sum"] == (whole + 1).sum()
+    with pytest.raises(CheckpointException, match="plain: planner=Cut cuts it otherwise than the state does"):
+        dcp.save(state, storage_writer=Writer(tmp_path / "cut"), planner=Cut())
+
+    own: dict[str, Any] = {"sharded": distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)])}
+    telling = Telling()
+    dcp.load({**own, "plain": torch.zeros(6, 2)}, storage_reader=Reader(tmp_path / "left"), planner=telling)
+    assert_same(
+        dict(sorted(telling.told.items(), reverse=True)), {"sharded": shards.to_local(), "plain": whole + 1}
+    )
+    own["sharded"].to_local().zero_()
+    dcp.load(own, storage_reader=Reader(tmp_path / "left"), planner=Exchanged())
+    assert own["sharded"].to_local().tolist() == [[0, 0], [0, 0], [10, 11]]
+
+
+@ranks(4)
+def test_shards_that_dcp_does_not_know_and_planners_that_change_something(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    whole = torch.arange(48.0).reshape(8, 6)
+    fastload.save({"a": whole}, tmp_path / "one")
+    turned = DeviceMesh("cpu", [3, 2, 1, 0])
+    for make in (strided, lambda tensor: distribute_tensor(tensor, turned, [Shard(0)])):
+        own = {"a": make(torch.zeros(8, 6))}
+        dcp.load(own, storage_reader=Reader(tmp_path / "one"))
+        assert torch.equal(own["a"].to_local(), make(whole).to_local())
+        with pytest.raises(CheckpointException, match=r"a: planner=Telling .* dcp knows other rows"):
+            dcp.load(own, storage_reader=Reader(tmp_path / "one"), planner=Telling())
+    dcp.save(own, storage_writer=Writer(tmp_path / "again"))
+    assert torch.equal(fastload.load(tmp_path / "again")["a"], whole)
+    # Three rows of a model on FSDP2: by its coordinate, which dcp goes by, rank 0 has none.
+    model = nn.Linear(2, 3, bias=False)
+    fully_shard(model, mesh=turned)
+    fastload.save({"weight": whole[:3, :2]}, tmp_path / "few")
+    state = model.state_dict()
+    dcp.load(state, storage_reader=Reader(tmp_path / "few"))
+    assert torch.equal(state["weight"].full_tensor(), whole[:3, :2])
+    with pytest.raises(CheckpointException, match=r"weight: planner=Exchanged .* dcp knows other rows"):
+        dcp.load(state, storage_reader=Reader(tmp_path / "few"), planner=Exchanged())
+    mixed = DeviceMesh("cpu", [[0, 1], [3, 2]])
+    bad = {"a": distribute_tensor(whole, mixed, [Shard(0), Shard(0)])}
+    with pytest.raises(CheckpointException, match=r"a: .* sorted ranks"):
+        dcp.load(bad, storage_reader=Reader(tmp_path / "one"))
+
+
+@ranks(2)
+def test_values_in_tuples(rank: int, world: int, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    whole, size = torch.arange(12.0).reshape(6, 2), torch.Size([2, 3])
+    shards = distribute_tensor(whole, mesh, [Shard(0)])
+    values = {"first": (np.arange(3), 1), "size": size, "deep": (size, whole, [size]), "text": ("io", b"x")}
+    dcp.save({**values, "of shards": (shards, [shards, 5])}, storage_writer=Writer(tmp_path / "c"))
+    own: dict[str, Any] = dict.fromkeys(values)
+    zeros = distribute_tensor(torch.zeros(6, 2), mesh, [Shard(1)])
+    own["of shards"] = (zeros, [torch.zeros(6, 2), 0])
+    dcp.load(own, storage_reader=Reader(tmp_path / "c"))
+    (found, [plain, five]) = own.pop("of shards")
+    assert_same(own, values)
+    assert found.placements == (Shard(1),)
+    assert torch.equal(found.full_tensor(), whole)
+    assert torch.equal(plain, whole)
+    assert five == 5
+    wrong = {"of shards": (distribute_tensor(torch.zeros(5, 2), mesh, [Shard(0)]), [0, 0])}
+    with pytest.raises(CheckpointException, match=r"of shards: a DTensor of \[5, 2\] .* \[6, 2\]"):
+        dcp.load(wrong, storage_reader=Reader(tmp_path / "c"))
+
+
+class OfItsOwn(dcp.DefaultSavePlanner):
+    """Notes something of its own in the metadata."""
+
+    def __init__(self, note: Any) -> None:
+        super().__init__()
+        self.note = note
+
+    def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        self.metadata = replace(metadata, planner_data=self.note(metadata.planner_data))
+        return plans, self.metadata
+
+
+@ranks(1)
+def test_what_planners_note_for_themselves(rank: int, world: int, tmp_path: Path) -> None:
+    state = {"a": {"w": torch.ones(3), "n": 4}}
+    for number, note in enumerate((
+        lambda paths: ["anything"], lambda paths: {1: "one"}, lambda paths: {"version": 3},
+        lambda paths: dict.fromkeys(paths, "sharded"), lambda paths: dict.fromkeys(paths, ("all",)),
+        lambda paths: {**paths, "version": 3},
+    )):  # fmt: skip
+        path = tmp_path / str(number)
+        dcp.save(state, checkpoint_id=path, planner=OfItsOwn(note))
+        own = {"a": {"w": torch.zeros(3), "n": 0}}
+        dcp.load(own, storage_reader=Reader(path))
+        assert_same(own, state)
+        is_nested = number == 5  # else nobody knows how
+        assert_same(fastload.load(path), state if is_nested else {"a.w": torch.ones(3), "a.n": 4})
+
+
+@ranks(2)
+def test_what_is_there_is_replaced_as_dcp_does(rank: int, world: int, tmp_path: Path) -> None:
+    def save(step: int, path: Path, options: fastload.SaveOptions | None) -> None:
+        dcp.save({"step": step, "w": torch.ones(3) * step}, storage_writer=Writer(path, options=options))
+
+    path, patient = tmp_path / "c", fastload.SaveOptions(retries=8)
+    for step in (1, 2):
+        save(step, path, patient)
+    assert fastload.load(path)["step"] == 2
+    strict = fastload.SaveOptions(overwrite=False)
+    with pytest.raises(CheckpointException, match="exists already"):
+        save(3, path, strict)
+
+    there = tmp_path / "torch"
+    dcp.save({"old": torch.ones(4), "step": 1}, checkpoint_id=there)
+    if rank == 0:
+        (there / "config.json").write_text("{}")
+    dist.barrier()
+    before = files(there)
+    for refuse in (lambda: save(2, there, strict), lambda: fastload.save({}, there, options=OVERWRITE)):
+        with pytest.raises((CheckpointException, fastload.FastloadError)):
+            refuse()
+    assert files(there) == before
+    save(2, there, None)
+    assert sorted(files(there)) == ["config.json", "fastload.json", "model.safetensors"]
+    assert_same(fastload.load(there), {"step": 2, "w": torch.ones(3) * 2})
 
 
 PLACEMENTS: dict[str, tuple[tuple[int, ...], list[Any]]] = {

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import fastload
+from fastload.integrations.dcp import Writer
 from fastload.storage.objects import ObjectStorage
 from tests.dist.harness import run_ranks
 from tests.dist.test_sharded import placed
@@ -49,6 +50,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     save(folder / "turned", turned(state()))
     save(folder / "parts", turned(few()))
     torch.save(turned(few()), folder / "parts.pt")
+    save(folder / "old", few())
+    (folder / "old" / "config.json").write_text("{}")
     with seaweed_server(tmp_path_factory.mktemp("server")) as options:
         client = client_of(options)
         for path in (path for path in folder.rglob("*") if path.is_file()):
@@ -127,3 +130,17 @@ def load(rank: int, world: int, url: str, storage: Any, expected: dict[str, Tens
 
 def test_ranks_want_parts_of_what_is_not_like_the_others(server: dict[str, Any]) -> None:
     assert all(run_ranks(load, 2, url=f"s3://{BUCKET}/parts", storage=server, expected=turned(few())))
+
+
+def test_what_torch_saved_is_replaced_as_dcp_does(server: dict[str, Any]) -> None:
+    url, new = f"s3://{BUCKET}/old", {"w": torch.ones(3)}
+    for overwrite in (False, True):
+        options = fastload.SaveOptions(overwrite=overwrite)
+        with pytest.raises(fastload.FastloadError):
+            fastload.save(new, url, storage_options=server, options=options)
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(new, storage_writer=Writer(url, storage_options=server), no_dist=True)
+    assert_equal(fastload.load(url, storage_options=server), new)
+    there = client_of(server).list_objects_v2(Bucket=BUCKET, Prefix="old/")["Contents"]
+    names = ["config.json", "fastload.json", "model.safetensors"]
+    assert sorted(found["Key"] for found in there) == [f"old/{name}" for name in names]
