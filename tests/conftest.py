@@ -31,8 +31,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
-    if any(item.get_closest_marker("emulated") for item in items):
-        _has_emulator()
     items.sort(key=lambda item: [not item.nodeid.startswith(part) for part in _LONG])
 
 
@@ -73,7 +71,7 @@ def _has_emulator() -> bool:
     from tests.accelerator import build  # nor of what this imports
 
     if build.compiler():
-        build.library()  # before the first test, whose time is short: it takes up to a minute, once
+        build.library()  # not in a rank, whose time is short
     return bool(build.compiler())
 
 

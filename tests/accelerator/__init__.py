@@ -19,7 +19,7 @@ Every process has four devices. As far as the host can see they behave like CUDA
 - **Copies** with ``non_blocking=True`` are asynchronous both with pinned and with pageable memory: what a
   program reads or frees too early is wrong, on every run that has a delay.
 - **Freed memory** belongs to its stream, which gets it again at once. It is filled with 0xDB by an operation
-  on that stream, just before the next one.
+  on that stream, just before the next one, and so is new memory.
 - **Collectives** of the backend ``emccl`` behave as those of NCCL. They run on streams, `Work.wait` keeps the
   current stream and not the host, and every communicator runs its operations in the order of the calls. Where
   ranks call different ones, or a rank is gone, the others hang until they abort.
@@ -96,7 +96,7 @@ class Emulator:
         """Returns what went wrong so far, one line each, beginning with the kind.
 
         - ``race``, ``use after free``: operations that no wait puts in order
-        - ``host memory``: memory freed before a copy began
+        - ``host memory``: memory freed or changed before its copy was over
         - ``error``: an operator that failed on its stream
         - ``order``: ranks called different collectives on a communicator
         """

@@ -82,3 +82,7 @@ def _run(commands: object) -> None:
     for process, output in zip(running, outputs, strict=True):
         if process.returncode:
             raise RuntimeError(f"the emulated accelerator does not build:\n{output[-4000:]}")
+
+
+if __name__ == "__main__" and compiler():
+    library()

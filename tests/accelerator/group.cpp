@@ -73,6 +73,19 @@ int64_t this_thread() { // those of the system have the ids of others that ended
   return number;
 }
 
+// What tests see of a communicator; it lives longer.
+struct Calls {
+  int size;
+  std::string name;
+  int64_t count = 0;
+  std::set<int64_t> threads; // that called
+};
+std::mutex calls_mutex;
+std::vector<std::shared_ptr<Calls>>& all_calls() {
+  static auto* made = new std::vector<std::shared_ptr<Calls>>;
+  return *made;
+}
+
 struct Communicator {
   const int rank, size;
   const std::chrono::milliseconds timeout;
@@ -80,12 +93,16 @@ struct Communicator {
   const int stop = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   std::mutex mutex;
   std::condition_variable changed;
-  std::string name;
   int64_t called = 0, turn = 0; // operations
-  std::set<int64_t> threads; // that called them
+  const std::shared_ptr<Calls> calls;
   std::atomic<bool> aborted{false};
 
-  Communicator(int rank, int size, std::chrono::milliseconds timeout) : rank(rank), size(size), timeout(timeout) {}
+  Communicator(int rank, int size, std::chrono::milliseconds timeout)
+      : rank(rank), size(size), timeout(timeout), calls(std::make_shared<Calls>()) {
+    calls->size = size;
+    std::lock_guard<std::mutex> lock(calls_mutex);
+    all_calls().push_back(calls);
+  }
 
   ~Communicator() {
     for (const int each : sockets) {
@@ -94,6 +111,11 @@ struct Communicator {
       }
     }
     close(stop);
+  }
+
+  std::string name() const {
+    std::lock_guard<std::mutex> lock(calls_mutex);
+    return calls->name;
   }
 
   bool connected() const {
@@ -129,7 +151,7 @@ struct Communicator {
   void watch(const std::string& why, Clocked::time_point began) {
     const bool late = Clocked::now() - began > timeout;
     if (watched && (late || !why.empty())) {
-      fprintf(stderr, "watchdog of communicator %s: %s\n", name.c_str(), why.empty() ? "timeout" : why.c_str());
+      fprintf(stderr, "watchdog of communicator %s: %s\n", name().c_str(), why.empty() ? "timeout" : why.c_str());
       std::abort();
     }
   }
@@ -212,7 +234,7 @@ struct Communicator {
     if (head && channel.done == sizeof(Header)) {
       const Header& mine = channel.messages[channel.index].header;
       if (!channel.seen.fits(mine)) {
-        const std::string message = "communicator " + name + ": rank " + std::to_string(rank) + " called " +
+        const std::string message = "communicator " + name() + ": rank " + std::to_string(rank) + " called " +
             mine.text() + " where rank " + std::to_string(peer) + " called " + channel.seen.text();
         fault("order", message);
         hang(message, Clocked::now());
@@ -366,12 +388,6 @@ struct Call {
   Message message{};
 };
 
-std::vector<std::shared_ptr<Communicator>>& communicators() {
-  static auto* made = new std::vector<std::shared_ptr<Communicator>>;
-  return *made;
-}
-std::mutex communicators_mutex;
-
 Bytes bytes(const Tensor& tensor) {
   TORCH_CHECK(tensor.device().type() == kType, "emccl has collectives for tensors on emu only");
   TORCH_CHECK(tensor.is_contiguous(), "Tensors must be contiguous");
@@ -467,8 +483,6 @@ class Emccl final : public c10d::Backend {
   Emccl(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout)
       : Backend(rank, size), store_(std::move(store)), all_(std::make_shared<Communicator>(rank, size, timeout)) {
     options_ = c10::make_intrusive<Options>("emccl", timeout);
-    std::lock_guard<std::mutex> lock(communicators_mutex);
-    communicators().push_back(all_);
   }
   ~Emccl() override {
     all_->abort();
@@ -485,8 +499,8 @@ class Emccl final : public c10d::Backend {
   }
   void setGroupUid(const std::string& uid) override {
     Backend::setGroupUid(uid);
-    std::lock_guard<std::mutex> lock(all_->mutex);
-    all_->name = uid;
+    std::lock_guard<std::mutex> lock(calls_mutex);
+    all_->calls->name = uid;
   }
   void setTimeout(std::chrono::milliseconds) override {}
   void setSequenceNumberForGroup() override {}
@@ -741,7 +755,11 @@ class Emccl final : public c10d::Backend {
     {
       std::lock_guard<std::mutex> lock(all_->mutex);
       number = all_->called++;
-      all_->threads.insert(this_thread());
+    }
+    {
+      std::lock_guard<std::mutex> lock(calls_mutex);
+      ++all_->calls->count;
+      all_->calls->threads.insert(this_thread());
     }
     count("collectives");
     std::vector<Touch> written;
@@ -771,10 +789,11 @@ class Emccl final : public c10d::Backend {
       all->changed.notify_all();
     };
     launch(own, c10d::opTypeToString(kind), touches, body);
-    auto work = c10::make_intrusive<Work>(rank_, kind, on, record(own), all_, outputs);
+    const MarkPtr mark = record(own);
+    auto work = c10::make_intrusive<Work>(rank_, kind, on, mark, all_, outputs);
     work->shelf = std::make_shared<Shelf>();
     work->shelf->tensors = std::move(all_tensors);
-    work->shelf->mark = record(own);
+    work->shelf->mark = mark;
     shelves_.push_back(work->shelf);
     const c10::Device device(kType, c10::DeviceIndex(on));
     work->future = c10::make_intrusive<c10::ivalue::Future>(
@@ -844,11 +863,10 @@ void emu_watchdog(bool on) {
 const char* emu_communicators() {
   thread_local std::string made;
   made = "[";
-  std::lock_guard<std::mutex> lock(emu::communicators_mutex);
-  for (const auto& each : emu::communicators()) {
-    std::lock_guard<std::mutex> inside(each->mutex);
+  std::lock_guard<std::mutex> lock(emu::calls_mutex);
+  for (const auto& each : emu::all_calls()) {
     made += std::string(made.size() > 1 ? ", " : "") + "[\"" + each->name + "\", " + std::to_string(each->size) +
-        ", " + std::to_string(each->called) + ", " + std::to_string(each->threads.size()) + "]";
+        ", " + std::to_string(each->count) + ", " + std::to_string(each->threads.size()) + "]";
   }
   made += "]";
   return made.c_str();

@@ -85,7 +85,7 @@ struct Stream {
   bool started = false;
   std::condition_variable arrived;
   std::mt19937_64 random;
-  std::vector<Block*> freed; // not yet poisoned
+  std::vector<Block*> freed; // not yet filled
   std::string error;
 };
 
@@ -277,7 +277,7 @@ void launch_locked(
   enqueue(on, delayed, std::move(body));
 }
 
-// What this stream's next operation finds in memory that was freed. Not before: a wait may come in between.
+// Fills memory that was freed, before the stream's next operation. Not at once: it may wait for others first.
 void poison(Stream* on) {
   std::vector<Block*> freed;
   freed.swap(on->freed);
@@ -489,18 +489,20 @@ void* allocate(int index, size_t nbytes, void** context) {
       found->second.pop_back();
     }
   }
-  if (block) {
-    poison(owner);
-  } else {
+  if (!block) {
     if (on.taken + size > kArenaBytes) {
       return nullptr;
     }
-    block = new Block{index, on.start + on.taken, size, owner, {}, {}};
+    block = new Block{index, on.start + on.taken, size, nullptr, {}, {}};
     on.taken += size;
     on.blocks[block->start] = block;
     on.peak_reserved = std::max(on.peak_reserved, int64_t(on.taken));
   }
+  if (block->owner != owner) {
+    owner->freed.push_back(block); // new memory has no values, either
+  }
   block->owner = owner;
+  poison(owner);
   on.allocated += int64_t(size);
   on.peak = std::max(on.peak, on.allocated);
   *context = block;
@@ -576,6 +578,7 @@ void empty_cache() {
     for (auto& [key, blocks] : on.free) {
       for (Block* block : blocks) {
         madvise(reach(reinterpret_cast<void*>(block->start)), block->size & ~size_t(4095), MADV_DONTNEED);
+        block->owner = nullptr;
         unowned[{nullptr, block->size}].push_back(block);
       }
     }
@@ -687,7 +690,7 @@ std::string quoted(const std::string& text) {
     if (each == '"' || each == '\\') {
       made += '\\';
     }
-    made += each == '\n' ? ' ' : each;
+    made += static_cast<unsigned char>(each) < ' ' ? ' ' : each;
   }
   return made + "\"";
 }

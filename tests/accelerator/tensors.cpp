@@ -24,6 +24,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <mutex>
+#include <set>
 
 namespace emu {
 
@@ -486,6 +488,29 @@ void copy_on_device(const at::Tensor& from, const at::Tensor& to) {
   }
 }
 
+// Host memory that copies from the device are to write.
+std::mutex expected_mutex;
+std::multiset<std::pair<uintptr_t, uintptr_t>> expected;
+
+bool is_expected(std::pair<uintptr_t, uintptr_t> range) {
+  std::lock_guard<std::mutex> lock(expected_mutex);
+  return std::any_of(expected.begin(), expected.end(), [&](const auto& each) {
+    return each.first < range.second && range.first < each.second;
+  });
+}
+
+uint64_t digest(const void* data, size_t nbytes) {
+  uint64_t made = nbytes;
+  const auto* bytes = static_cast<const unsigned char*>(data);
+  for (size_t start = 0; start < nbytes; start += sizeof(made)) {
+    uint64_t word = 0;
+    std::memcpy(&word, bytes + start, std::min(sizeof(word), nbytes - start));
+    made = (made ^ word) * 0x9E3779B97F4A7C15;
+    made ^= made >> 32;
+  }
+  return made;
+}
+
 void copy_with_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const bool up = from.is_cpu();
   const at::Tensor& host = up ? from : to;
@@ -496,19 +521,38 @@ void copy_with_host(const at::Tensor& from, const at::Tensor& to, bool non_block
   auto storage = host.storage().getWeakStorageImpl();
   // Memory of others, say of a mapped file, may live on without its storage.
   const bool owned = !pinned && host.storage().data_ptr().get_deleter() == c10::GetCPUAllocator()->raw_deleter();
-  const std::string what = up ? "copy from host" : "copy to host";
-  auto body = [from = view_of(from), to = view_of(to), storage, owned, up] {
+  const auto start = uintptr_t(data);
+  const std::pair<uintptr_t, uintptr_t> range{start, start + host.nbytes()};
+  const bool plain = from.is_contiguous() && to.is_contiguous() && from.scalar_type() == to.scalar_type() &&
+      from.is_conj() == to.is_conj() && from.is_neg() == to.is_neg();
+  // What is to arrive, unless the host memory itself waits for bytes of a device.
+  std::optional<uint64_t> sent;
+  if (up && plain && !is_expected(range)) {
+    sent = digest(data, to.nbytes());
+  }
+  if (!up && plain) {
+    std::lock_guard<std::mutex> lock(expected_mutex);
+    expected.insert(range);
+  }
+  auto body = [from = view_of(from), to = view_of(to), nbytes = to.nbytes(), storage, owned, up, plain, range, sent] {
     const auto alive = storage.lock();
-    if (!alive && owned) {
-      fault("host memory", up ? "a copy to the device began after its host memory was freed"
-                              : "a copy from the device began after its host memory was freed");
-      if (up) {
-        reached(to).view(c10::kByte).fill_(kPoison);
+    if (alive || !owned) {
+      reached(to).copy_(reached(from));
+      if (sent && *sent != digest(reach(to.data), nbytes)) {
+        fault("host memory", "a copy to the device read its host memory after that had changed");
       }
-      return;
+    } else if (up) {
+      fault("host memory", "a copy to the device began after its host memory was freed");
+      reached(to).view(c10::kByte).fill_(kPoison);
+    } else {
+      fault("host memory", "a copy from the device began after its host memory was freed");
     }
-    reached(to).copy_(reached(from));
+    if (!up && plain) {
+      std::lock_guard<std::mutex> lock(expected_mutex);
+      expected.erase(expected.find(range));
+    }
   };
+  const char* what = up ? "copy from host" : "copy to host";
   launch(on, what, {touch(from, false), touch(to, true)}, plainly(body));
   if (pinned) {
     record_pinned(data, on);

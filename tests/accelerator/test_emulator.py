@@ -168,19 +168,25 @@ def test_freed_memory_is_another_ones(rank: int, world: int) -> None:
 def test_host_memory_that_goes_before_its_copy(rank: int, world: int) -> None:
     emulator = accelerator()
     with emulator.hold():
-        up = torch.ones(1000).to("emu", non_blocking=True)
-        changed = torch.ones(1000)
-        wrong = changed.to("emu", non_blocking=True)
-        changed.fill_(2)
+        freed = torch.ones(1000).to("emu", non_blocking=True)
+        source = torch.ones(1000)
+        changed = source.to("emu", non_blocking=True)
+        source.fill_(2)
         pinned = torch.ones(1000).pin_memory()
-        right = pinned.to("emu", non_blocking=True)
+        kept = pinned.to("emu", non_blocking=True)
         address = pinned.data_ptr()
         del pinned
         assert torch.empty(1000, pin_memory=True).data_ptr() != address
-    assert set(up.view(torch.uint8).tolist()) == {POISON}
-    assert set(wrong.tolist()) == {2}
-    assert set(right.tolist()) == {1}
-    assert emulator.faults() == ["host memory: a copy to the device began after its host memory was freed"]
+        back = torch.zeros(1000, pin_memory=True)
+        back.copy_(kept, non_blocking=True)
+        again = back.to("emu", non_blocking=True)
+    assert set(freed.view(torch.uint8).tolist()) == {POISON}
+    assert set(changed.tolist()) == {2}
+    assert set(kept.tolist()) == set(again.tolist()) == {1}
+    assert emulator.faults() == [
+        "host memory: a copy to the device began after its host memory was freed",
+        "host memory: a copy to the device read its host memory after that had changed",
+    ]
 
 
 def touch_device_memory(rank: int, world: int) -> None:
