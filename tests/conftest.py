@@ -51,8 +51,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips tests whose marker names hardware or rights this machine does not have."""
-    if item.get_closest_marker("gpu") and not _has_cuda():
-        pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("gpu") and _num_gpus() < (num := item.callspec.params["world"]):  # type: ignore[attr-defined]
+        pytest.skip(f"needs {num} CUDA device{'s' * (num > 1)}")
     if item.get_closest_marker("emulated") and not _has_emulator():
         pytest.skip("needs a C++ compiler, which builds the emulated accelerator")
     if item.get_closest_marker("lab") and not _has_lab():
@@ -60,10 +60,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @functools.cache
-def _has_cuda() -> bool:
+def _num_gpus() -> int:
     import torch  # not above: the process that deals the tests to the workers has no need of it
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count()
 
 
 @functools.cache

@@ -140,7 +140,7 @@ class Wish:
         dtype: Cast of floating point tensors, or None for none.
         decision: The strategy.
         backend: What moves data between the devices of all ranks, such as ``nccl``; empty if nothing does.
-        detour: Why bytes go through host memory, if `backend` is empty.
+        detour: Why bytes go through host memory; empty if `backend` is not.
     """
 
     opened: Opened
@@ -165,15 +165,15 @@ class Wish:
         backend, detour = "", "the tensors are in host memory"
         if is_accelerator(device):
             backend = backend_of(world.group, device.type)
-            detour = f"the process group has no backend between {device.type} devices"
+            detour = "" if backend else f"the process group has no backend between {device.type} devices"
         decision = _decide(opened, fast_links=bool(backend))
         return cls(opened, matched, device, _dtype(request.dtype), decision, backend, detour)
 
     def through_hosts(self) -> Wish:
         """Returns the same, decided as if no backend connected devices: what all ranks can tell alike."""
-        detour = "not all ranks load to devices that one backend connects"
         decision = _decide(self.opened, fast_links=False)
-        return replace(self, decision=decision, backend="", detour=detour if self.backend else self.detour)
+        detour = "not all ranks load to devices that one backend connects"
+        return replace(self, decision=decision, backend="", detour=detour)
 
     def why_transport(self, exchange: Exchange) -> str:
         """Returns why an exchange carries the bytes, for the report."""

@@ -93,6 +93,7 @@ def prepare(opened: Opened, request: Request) -> Job:
         return {
             "strategy": wish.decision.strategy,
             "backend": wish.backend,
+            "detour": wish.detour,
             "into": "not given" if request.is_same else "given",
             "dtype": str(wish.dtype),
             "transport": jobs[0].exchange.transport if jobs else "",
@@ -111,11 +112,11 @@ def prepare(opened: Opened, request: Request) -> Job:
             require_same(answers, "strategy", "names", "transport", "plan")
         kinds = kinds_of(answers)
         _raise_unexpected(wish, [answer["surplus"] for answer in kinds])
-        if all(answer["plan"] for answer in kinds) and _is_same(kinds, "names", "strategy"):
+        if all(answer["plan"] for answer in kinds) and _is_same(kinds, "names", "strategy", "detour"):
             require_same(answers, "transport", "plan")
             accept_offers(opened.world, what, jobs[0].exchange, [answer["offer"] for answer in answers])
             return jobs.pop()
-    if not wish.backend or not _is_same(kinds, "backend"):
+    if not _is_same(kinds, "backend", "detour"):
         wish = wish.through_hosts()  # where tensors are differs between ranks, and with it what each decides
     job: Job = sharded().prepare(wish)
     return job

@@ -109,7 +109,8 @@ class Emulator:
     def watchdog(self, on: bool) -> None:
         """Has PyTorch's watchdog end the process when a collective is late or a peer of it is gone.
 
-        Off at first: it waits until the communicator is aborted.
+        Off at first: it waits until the communicator is aborted. Never of a communicator that was made while
+        the environment had ``TORCH_EMCCL_ASYNC_ERROR_HANDLING=0``.
         """
         self._library.emu_watchdog(on)
 

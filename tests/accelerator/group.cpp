@@ -36,6 +36,12 @@ using Clocked = std::chrono::steady_clock;
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 std::atomic<bool> watched{false}; // whether a failed operation ends the process, as PyTorch's watchdog does
 
+// As with NCCL, whoever makes a communicator may have asked for it not to.
+bool may_end_process() {
+  const char* how = std::getenv("TORCH_EMCCL_ASYNC_ERROR_HANDLING");
+  return how == nullptr || std::string(how) != "0";
+}
+
 // What one rank tells another before its bytes.
 struct Header {
   int32_t kind, root, reduction, dtype;
@@ -96,6 +102,7 @@ struct Communicator {
   int64_t called = 0, turn = 0; // operations
   const std::shared_ptr<Calls> calls;
   std::atomic<bool> aborted{false};
+  const bool ends_process = may_end_process();
 
   Communicator(int rank, int size, std::chrono::milliseconds timeout)
       : rank(rank), size(size), timeout(timeout), calls(std::make_shared<Calls>()) {
@@ -150,7 +157,7 @@ struct Communicator {
 
   void watch(const std::string& why, Clocked::time_point began) {
     const bool late = Clocked::now() - began > timeout;
-    if (watched && (late || !why.empty())) {
+    if (watched && ends_process && (late || !why.empty())) {
       fprintf(stderr, "watchdog of communicator %s: %s\n", name().c_str(), why.empty() ? "timeout" : why.c_str());
       std::abort();
     }

@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import fastload
-from fastload.loading import job
-from fastload.loading.match import Match
 from fastload.transfer import parcels
 from tests.checkpoints import assert_same_bits
 from tests.dist.harness import ranks
@@ -205,20 +203,6 @@ def test_staging_is_enough_for_all_that_is_packed_and_received(
         assert opened.report is not None
         assert staging_bytes >= opened.report.ranks[rank].peak_staging_bytes > 0
     assert besides == []
-
-
-@ranks(3)
-def test_where_tensors_are_may_differ(
-    rank: int, world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank that wants nothing has no tensor on a device that would make it decide as the others do."""
-    tensor = write_rows(tmp_path, rank, 2)
-    monkeypatch.setattr(job, "backend_of", lambda group, device_type: "nccl")
-    device = property(lambda self: torch.device("cuda") if self.destinations else None)
-    monkeypatch.setattr(Match, "device", device)
-    rows = placed(tensor, init_device_mesh("cpu", (world,)), [Shard(0)])  # of which rank 2 has none
-    fastload.load(tmp_path, into=emptied({"a": rows}), options=fastload.LoadOptions(timeout_s=20))
-    assert torch.equal(rows.to_local(), tensor[rank : rank + 1])
 
 
 @ranks(2)

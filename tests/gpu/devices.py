@@ -1,0 +1,160 @@
+"""Test bodies on ranks with an accelerator: the emulated one, and CUDA where there are enough devices."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from tests.accelerator import NAME, accelerator
+from tests.dist.harness import ranks
+from tests.dist.test_sharded_failures import before_reads
+
+__all__ = ["Devices", "on_devices"]
+
+BACKENDS = {NAME: "emccl", "cuda": "nccl"}
+_TIMEOUT = timedelta(seconds=60)
+
+
+class Devices:
+    """The accelerator of one rank.
+
+    Attributes:
+        device: This rank's device.
+        backend: What moves data between the devices of ranks.
+        emulated: Whether it is the emulated one, which counts copies and finds races.
+    """
+
+    def __init__(self, kind: str, rank: int) -> None:
+        self.emulated = kind == NAME
+        self.backend = BACKENDS[kind]
+        index = rank % torch.accelerator.device_count()
+        torch.accelerator.set_device_index(index)
+        self.device = torch.device(kind, index)
+        if self.emulated:
+            accelerator().watchdog(True)
+
+    def slow(self, seed: int, *, longest_s: float = 0.003) -> None:
+        """Has what streams do begin later, each time by another while."""
+        if self.emulated:
+            accelerator().delay(0.0, random_s=longest_s, seed=seed)
+
+    def busy(self, seconds: float) -> None:
+        """Keeps the current stream busy."""
+        if self.emulated:
+            accelerator().sleep(seconds)
+        else:
+            torch.cuda._sleep(int(seconds * 1e9))
+
+    def counts(self) -> dict[str, int]:
+        """Returns what the emulated accelerator has counted since the last call; nothing of another one."""
+        return accelerator().counters(reset=True) if self.emulated else {}
+
+    @contextmanager
+    def aside(self) -> Iterator[torch.Stream]:
+        """Makes a new stream the current one."""
+        before, stream = torch.accelerator.current_stream(self.device), torch.Stream(self.device)
+        stream.wait_stream(before)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield stream
+        finally:
+            torch.accelerator.set_stream(before)
+            before.wait_stream(stream)
+
+    @contextmanager
+    def no_allocations_once_reading(self) -> Iterator[None]:
+        """On the emulated accelerator, there is no more device memory from the first read on."""
+        if not self.emulated:
+            yield
+            return
+        index = self.device.index
+
+        def limit(*_: object) -> None:
+            accelerator().limit(index, torch.accelerator.memory_reserved(index))
+
+        with pytest.MonkeyPatch.context() as patch:
+            before_reads(patch, limit)
+            yield
+        accelerator().limit(index, 1 << 34)
+
+    def check_group(self) -> None:
+        """Reduces something in the caller's own group: it works, and nobody else has used it."""
+        ones = torch.ones(1000, device=self.device)
+        dist.all_reduce(ones)
+        assert ones.cpu().unique().tolist() == [dist.get_world_size()]
+
+    def check_faults(self) -> None:
+        """On the emulated accelerator nothing has touched memory in the wrong order."""
+        if self.emulated:
+            assert accelerator().faults() == []
+
+    def cut(self, tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> DTensor:
+        """Cuts a host tensor as `distribute_tensor` does, there, and takes the parts to the device."""
+        usable = [one if getattr(one, "dim", -1) < tensor.dim() else Replicate() for one in placements]
+        host_mesh = DeviceMesh("cpu", mesh.mesh)
+        bits = tensor if tensor.dtype != torch.float8_e4m3fn else tensor.view(torch.uint8)
+        local = distribute_tensor(bits, host_mesh, usable, src_data_rank=None).to_local().view(tensor.dtype)
+        return DTensor.from_local(
+            local.to(self.device), mesh, usable, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+
+
+def on_devices(*worlds: int, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a test of a body ``(devices, rank, world, **fixtures)``, for each accelerator and world size.
+
+    Options are those of `harness.ranks`. The default process group of the ranks has Gloo for host memory and
+    the accelerator's backend for devices. On the emulated accelerator the test fails if anything touched
+    memory in the wrong order, even if no byte was wrong.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Any:
+        names = [
+            name for name in inspect.signature(body).parameters if name not in ("devices", "rank", "world")
+        ]
+
+        def on_rank(rank: int, world: int, kind: str, **fixtures: Any) -> Any:
+            with _entered(kind, rank, world):
+                return body(devices=Devices(kind, rank), rank=rank, world=world, **fixtures)
+
+        parameters = [
+            inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in ("rank", "world", "kind", *names)
+        ]
+        on_rank.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        on_rank.__module__, on_rank.__qualname__ = body.__module__, body.__qualname__
+        on_rank.__name__, on_rank.__doc__ = body.__name__, body.__doc__
+        on_rank.pytestmark = getattr(body, "pytestmark", [])  # type: ignore[attr-defined]
+        kinds = [
+            pytest.param(NAME, id="emulated", marks=pytest.mark.emulated),
+            pytest.param("cuda", id="cuda", marks=pytest.mark.gpu),
+        ]
+        return pytest.mark.parametrize("kind", kinds)(ranks(*worlds, **options)(on_rank))
+
+    return decorate
+
+
+@contextmanager
+def _entered(kind: str, rank: int, world: int) -> Iterator[None]:
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    if kind == NAME:
+        accelerator()
+    dist.init_process_group(
+        f"cpu:gloo,{kind}:{BACKENDS[kind]}",
+        store=dist.PrefixStore("devices", store),
+        rank=rank,
+        world_size=world,
+        timeout=_TIMEOUT,
+    )
+    yield
+    if kind == NAME:
+        assert accelerator().faults() == []
