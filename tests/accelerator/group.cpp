@@ -33,7 +33,6 @@ using Tensors = std::vector<Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Clocked = std::chrono::steady_clock;
 
-constexpr auto kType = c10::DeviceType::PrivateUse1;
 std::atomic<bool> watched{false}; // whether a failed operation ends the process, as PyTorch's watchdog does
 
 // As with NCCL, whoever makes a communicator may have asked for it not to.
@@ -391,6 +390,7 @@ struct Call {
   OpType kind;
   Tensors inputs, outputs;
   Action run;
+  const void* kept = nullptr; // where an output begins that is an input, and only read
   int peer = -1; // of send and recv
   Message message{};
 };
@@ -531,15 +531,11 @@ class Emccl final : public c10d::Backend {
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    const Tensor& tensor = tensors.at(0);
     const int root = int(options.rootRank);
-    const Bytes own = bytes(tensor);
-    const Header header{int(OpType::BROADCAST), root, 0, 0, 0};
-    return call({OpType::BROADCAST, {tensor}, {tensor}, [own, root, header](Communicator& all) {
-      std::vector<Bytes> to(all.size, Bytes{own.data, all.rank == root ? own.nbytes : 0}), from(all.size);
-      from[root] = own;
-      trade(all, header, to, from);
-    }}, options.asyncOp);
+    const Tensor none = tensors.at(0).new_empty({0});
+    Tensors to(size_, rank_ == root ? tensors[0] : none), from(size_, none);
+    from[root] = tensors[0];
+    return call(moving(OpType::BROADCAST, root, to, from), options.asyncOp);
   }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
@@ -659,7 +655,9 @@ class Emccl final : public c10d::Backend {
       received.push_back(bytes(each));
     }
     const Header header{int(kind), root, 0, 0, 0};
-    return {kind, to, from, [sent, received, header](Communicator& all) { trade(all, header, sent, received); }};
+    const auto run = [sent, received, header](Communicator& all) { trade(all, header, sent, received); };
+    const bool in_place = sent[rank_].data == received[rank_].data;
+    return {kind, to, from, run, in_place ? from[rank_].const_data_ptr() : nullptr};
   }
   Tensors parts(const Tensor& tensor) {
     TORCH_CHECK(tensor.is_contiguous() && tensor.numel() % size_ == 0, "a tensor does not split in equal parts");
@@ -692,7 +690,7 @@ class Emccl final : public c10d::Backend {
   WorkPtr one_way(OpType kind, const Tensor& tensor, int peer) {
     TORCH_CHECK(peer >= 0 && peer < size_ && peer != rank_, "there is no other rank ", peer);
     const Bytes own = bytes(tensor);
-    Call made{kind, {}, {}, {}, peer, {{int(OpType::SEND), -1, 0, 0, own.nbytes}, own.data}};
+    Call made{kind, {}, {}, {}, nullptr, peer, {{int(OpType::SEND), -1, 0, 0, own.nbytes}, own.data}};
     (kind == OpType::SEND ? made.inputs : made.outputs).push_back(tensor);
     return call(std::move(made), true);
   }
@@ -737,7 +735,7 @@ class Emccl final : public c10d::Backend {
       for (const Tensor& tensor : each.outputs) {
         all_tensors.push_back(tensor);
         outputs.push_back(tensor);
-        touches.push_back(touch(tensor, true));
+        touches.push_back(touch(tensor, tensor.const_data_ptr() != each.kept));
       }
     }
     const int on = all_tensors.at(0).device().index();

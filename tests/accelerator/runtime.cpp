@@ -117,11 +117,11 @@ struct Device {
   uintptr_t start = 0; // of addresses that the host cannot touch
   uintptr_t reach = 0; // of the same bytes for operations
   size_t taken = 0;
-  int64_t allocated = 0, peak = 0, peak_reserved = 0, limit = kArenaBytes;
+  int64_t allocated = 0, peak = 0, limit = kArenaBytes;
   std::map<int64_t, Stream*> streams;
   int64_t next = 0;
   std::map<uintptr_t, Block*> blocks;
-  std::map<std::pair<Stream*, size_t>, std::vector<Block*>> free; // by owner; of nobody after empty_cache
+  std::map<std::pair<Stream*, size_t>, std::vector<Block*>> free; // by owner
   std::vector<Pending<Block>> pending;
 };
 
@@ -482,26 +482,20 @@ void* allocate(int index, size_t nbytes, void** context) {
     return nullptr;
   }
   Block* block = nullptr;
-  for (Stream* of : {owner, static_cast<Stream*>(nullptr)}) {
-    auto found = on.free.find({of, size});
-    if (!block && found != on.free.end() && !found->second.empty()) {
-      block = found->second.back();
-      found->second.pop_back();
-    }
+  auto& free = on.free[{owner, size}];
+  if (!free.empty()) {
+    block = free.back();
+    free.pop_back();
   }
   if (!block) {
     if (on.taken + size > kArenaBytes) {
       return nullptr;
     }
-    block = new Block{index, on.start + on.taken, size, nullptr, {}, {}};
+    block = new Block{index, on.start + on.taken, size, owner, {}, {}};
     on.taken += size;
     on.blocks[block->start] = block;
-    on.peak_reserved = std::max(on.peak_reserved, int64_t(on.taken));
-  }
-  if (block->owner != owner) {
     owner->freed.push_back(block); // new memory has no values, either
   }
-  block->owner = owner;
   poison(owner);
   on.allocated += int64_t(size);
   on.peak = std::max(on.peak, on.allocated);
@@ -561,35 +555,10 @@ void* reach(const void* address) {
   return reinterpret_cast<void*>(uintptr_t(address) - on.start + on.reach);
 }
 
-void empty_cache() {
-  for (int index = 0; index < kNumDevices; ++index) {
-    Lock lock(mutex());
-    if (!state().devices[index].start) {
-      continue;
-    }
-    for (size_t number = 0; number < state().streams.size(); ++number) {
-      if (state().streams[number]->device == index) {
-        wait_until_done(lock, state().streams[number]);
-      }
-    }
-    Device& on = state().devices[index];
-    settle(on.pending, give_back);
-    std::map<std::pair<Stream*, size_t>, std::vector<Block*>> unowned;
-    for (auto& [key, blocks] : on.free) {
-      for (Block* block : blocks) {
-        madvise(reach(reinterpret_cast<void*>(block->start)), block->size & ~size_t(4095), MADV_DONTNEED);
-        block->owner = nullptr;
-        unowned[{nullptr, block->size}].push_back(block);
-      }
-    }
-    on.free = std::move(unowned);
-  }
-}
-
 MemoryUse memory_use(int index) {
   Lock lock(mutex());
   const Device& on = device(index);
-  return {on.allocated, on.peak, int64_t(on.taken), on.peak_reserved, on.limit};
+  return {on.allocated, on.peak, int64_t(on.taken), on.limit};
 }
 
 void reset_peak(int index) {

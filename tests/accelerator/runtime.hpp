@@ -64,9 +64,8 @@ void release(void* context);
 void record_stream(const void* address, Stream* on);
 void* reach(const void* address);
 int device_of(const void* address); // -1: no device memory
-void empty_cache();
 struct MemoryUse {
-  int64_t allocated, peak, reserved, peak_reserved, limit;
+  int64_t allocated, peak, reserved, limit; // what was reserved stays so
 };
 MemoryUse memory_use(int device);
 void reset_peak(int device);

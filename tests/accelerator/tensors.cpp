@@ -6,12 +6,10 @@
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
-#include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
@@ -19,7 +17,6 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
@@ -29,7 +26,6 @@
 
 namespace emu {
 
-constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr size_t kMaxRuns = 4096; // of one tensor; of more, accesses are not checked
 
 namespace {
@@ -230,9 +226,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
   bool initialized() override {
     return true;
   }
-  void emptyCache(c10::MempoolId_t) override {
-    empty_cache();
-  }
+  void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr& data, c10::Stream on) override {
     record_stream(data.get(), unwrap(on));
   }
@@ -244,7 +238,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
       (*each)[0].peak = use.peak;
     }
     stats.reserved_bytes[0].current = use.reserved;
-    stats.reserved_bytes[0].peak = use.peak_reserved;
+    stats.reserved_bytes[0].peak = use.reserved;
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
@@ -429,12 +423,13 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return device(device_of(data));
   }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex of) const override {
-    static auto* made = new std::vector<at::Generator>;
-    if (made->empty()) {
+    static const auto* made = [] {
+      auto* all = new std::vector<at::Generator>;
       for (int index = 0; index < kNumDevices; ++index) {
-        made->push_back(at::make_generator<Generator>(index));
+        all->push_back(at::make_generator<Generator>(index));
       }
-    }
+      return all;
+    }();
     return (*made)[of < 0 ? current_device() : of];
   }
   at::Generator getNewGenerator(c10::DeviceIndex of) const override {
@@ -646,6 +641,10 @@ bool launch_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       return false;
     }
   }
+  bool unknown = false; // whether a result's shape is
+  for (const auto& each : schema.returns()) {
+    unknown = unknown || !each.alias_info();
+  }
   std::optional<c10::Device> on;
   std::vector<c10::IValue> metas;
   std::vector<Argument> arguments; // in the order of `metas`
@@ -668,6 +667,7 @@ bool launch_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       } else if (tensor.device().type() == kType) {
         possible = possible && (!on || *on == tensor.device());
         on = tensor.device();
+        unknown = unknown || (write && !tensor.numel());
         touches.push_back(touch(tensor, write));
         arguments.push_back({view_of(tensor), {}});
       } else {
@@ -686,12 +686,15 @@ bool launch_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!on) {
     return false;
   }
-  torch::jit::Stack returned(metas.begin(), metas.end());
-  try {
-    c10::InferenceMode mode;
-    op.callBoxed(&returned);
-  } catch (const std::exception&) {
-    return false; // its own error, if it is one, comes from the CPU
+  torch::jit::Stack returned;
+  if (unknown) {
+    returned.assign(metas.begin(), metas.end());
+    try {
+      c10::InferenceMode mode;
+      op.callBoxed(&returned);
+    } catch (const std::exception&) {
+      return false; // its own error, if it is one, comes from the CPU
+    }
   }
   const c10::DeviceGuard guard(*on);
   // An argument that was resized.
@@ -755,14 +758,19 @@ bool launch_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   count("kernels");
   auto body = [op, metas, arguments, outputs, is_new] {
     torch::jit::Stack values;
+    std::vector<at::Tensor> given;
     size_t number = 0;
     for (const c10::IValue& meta : metas) {
       values.push_back(map_tensors(meta, [&](const at::Tensor&) {
         const Argument& each = arguments[number++];
-        return each.view ? reached(*each.view) : each.host;
+        given.push_back(each.view ? reached(*each.view) : each.host);
+        return given.back();
       }));
     }
     op.callBoxed(&values);
+    for (size_t i = 0; i < given.size(); ++i) {
+      TORCH_CHECK(!arguments[i].view || given[i].sizes() == arguments[i].view->sizes, "out= has another shape");
+    }
     size_t output = 0;
     for (size_t i = 0; i < is_new.size(); ++i) {
       if (is_new[i]) {

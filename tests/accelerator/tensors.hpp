@@ -7,6 +7,8 @@
 
 namespace emu {
 
+constexpr auto kType = c10::DeviceType::PrivateUse1;
+
 // What is left of a tensor when its operation runs, on another thread.
 struct View {
   void* data;

@@ -290,6 +290,25 @@ def test_a_collective_keeps_its_stream_and_not_the_host(rank: int, world: int) -
 
 
 @ranks(2, accelerator=True)
+def test_what_a_collective_only_reads_may_be_read_by_others(rank: int, world: int) -> None:
+    """The root of a broadcast, and the own part of an all-gather in place."""
+    emulator = accelerator()
+    whole = torch.arange(6.0, device="emu")
+    own = whole[3 * rank : 3 * rank + 3]
+    number = torch.full((1,), float(rank), device="emu")
+    works = [dist.all_gather_single(whole, own, async_op=True), dist.broadcast(number, 0, async_op=True)]
+    assert own.tolist() == [3 * rank, 3 * rank + 1, 3 * rank + 2]
+    if rank == 0:
+        assert number.item() == 0
+    assert emulator.faults() == []
+    for work in works:
+        work.wait()
+    assert whole.tolist() == list(range(6))
+    assert number.item() == 0
+    assert emulator.faults() == []
+
+
+@ranks(2, accelerator=True)
 def test_ranks_that_call_different_collectives_hang_until_they_abort(rank: int, world: int) -> None:
     emulator = accelerator()
     group = dist.new_group(backend="emccl")
