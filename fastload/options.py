@@ -29,7 +29,7 @@ __all__ = [
 
 Strategy = Literal["auto", "allgather", "broadcast", "direct"]
 IoMode = Literal["auto", "buffered", "direct"]
-ReplicaCheck = Literal["off", "small", "sample", "full"]
+ReplicaCheck = Literal["off", "small", "full"]
 STRATEGIES = get_args(Strategy)
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -128,7 +128,7 @@ SAVE_SETTINGS = {
         "whether all hosts write to one place (True), each a copy of its own (False), auto",
     ),
     "check_replicas": Setting(
-        "small", str, "compare the ranks' tensors before they are mixed: off, small, sample, full"
+        "small", str, "compare the ranks' tensors before they are mixed: off, small, full"
     ),
     "timeout_s": SETTINGS["timeout_s"],
     "retries": SETTINGS["retries"],
@@ -280,8 +280,8 @@ class SaveOptions(_Options):
         shared: Whether all hosts write to one place together (True), or each writes a copy of its own
             (False). ``auto`` is True, and an error where the hosts do not see the same.
         check_replicas: How the ranks compare the tensors that they are to hold alike: ``small`` (small ones
-            in host memory, at no cost), ``sample`` (a part of each, in a step of its own), ``full`` or
-            ``off``. Plain values, names, dtypes and shapes are always compared.
+            in host memory, at no cost), ``full`` (in a step of its own) or ``off``. Plain values, names,
+            dtypes and shapes are always compared.
         parts: Whether each rank has its own part of the state (the stages of a pipeline, experts), and all
             of them together are saved, merged by key. Needed only where no rank has a DTensor: with one,
             they may.

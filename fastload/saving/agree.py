@@ -17,9 +17,11 @@ from fastload.saving.holdings import Holdings
 from fastload.saving.parts import merge_parts
 from fastload.saving.replicas import compare_replicas
 from fastload.saving.shards import Shards
-from fastload.saving.writers import WriterTuner, tuner
 
 __all__ = ["Agreed", "agree", "foresee", "has_to_meet"]
+
+_MIN_SHARE_BYTES = 32 << 20  # below, one more writer costs more than it saves
+_MIN_SHARDED_BYTES = 1 << 20  # where its bytes would have to get to another rank
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Agreed:
 
     Attributes:
         hosts: Host of each rank; see `ranks.door.node`.
-        num_writers: How many ranks are to write, where the options leave it open.
+        num_writers: How many ranks write, where the options leave it open.
         metadata: Text to keep with the checkpoint.
         holdings: Which ranks hold which bytes; None if each holds all.
     """
@@ -48,18 +50,15 @@ def has_to_meet(call: Call, described: Described) -> bool:
     """
     options = call.options
     by_options = options.writers == "host" or options.shared is False
-    by_options |= options.check_replicas in ("sample", "full")
+    by_options |= options.check_replicas == "full"
     is_told = described.held is None or described.held.foreseen is not None
     return by_options or not is_told or call.raise_earlier is not None
 
 
 def foresee(call: Call, described: Described) -> Agreed:
-    """Returns what the ranks will agree on, as far as who writes what follows from it.
-
-    With `writers="auto"` all ranks write: the more there are, the less each of them has to copy.
-    """
-    size, held, layout = call.world.size, described.held, described.layout
-    writers = WriterTuner.most(size, layout.nbytes, is_sharded=held is not None)
+    """Returns what the ranks will agree on, as far as who writes what follows from it."""
+    size, held = call.world.size, described.held
+    writers = _good_writers(size, described.layout.nbytes, is_sharded=held is not None)
     foreseen = held.foreseen if held is not None else None
     return Agreed([call.world.node] * size, writers, call.metadata, foreseen)
 
@@ -89,8 +88,6 @@ def agree(
         made.append(described := describe())
         return {
             "host": world.node,
-            # Rank 0 says how many are to write: its saves may have ended sooner than those of others.
-            "writers": _good_writers(call, described),
             "same": {"call": "save", "path": call.location.given, **call.options.shared_values()},
             "content": described.content.digests(),
             "metadata": call.metadata if world.rank == 0 else {},
@@ -102,11 +99,12 @@ def agree(
     [described] = made
     require_same([each["same"] for each in ranks])
     what = f"{call.what}: comparing replicas"
-    hosts, writers, metadata = [each["host"] for each in ranks], ranks[0]["writers"], ranks[0]["metadata"]
+    hosts, metadata = [each["host"] for each in ranks], ranks[0]["metadata"]
     if all(each["held"] is None for each in ranks):
         require_alike(world, what, described.content, [each["content"] for each in ranks])
-        if how in ("sample", "full"):
-            compare_replicas(world, described.layout, described.source, how=how, what=what)
+        if how == "full":
+            compare_replicas(world, described.layout, described.source, what=what)
+        writers = _good_writers(world.size, described.layout.nbytes, is_sharded=False)
         return described, Agreed(hosts, writers, metadata, None)
     if _is_foreseen(ranks) and described.held is not None and described.held.foreseen is not None:
         require_alike(world, what, described.content, [each["content"] for each in ranks])
@@ -116,11 +114,11 @@ def agree(
     else:
         _refuse_foresight(ranks)
         described, holdings = merge_parts(call, described)
-        writers = WriterTuner.most(world.size, described.layout.nbytes, is_sharded=True)
-    if how in ("sample", "full") or (how == "small" and not _is_foreseen(ranks)):
+    if how == "full" or (how == "small" and not _is_foreseen(ranks)):
         layout, shards = described.layout, Shards(described.layout, described.source)
         digest = partial(digest_cells, layout, holdings, shards, world.rank, how=how)
         compare_cells(world, layout, holdings, digest, what=what)
+    writers = _good_writers(world.size, described.layout.nbytes, is_sharded=True)
     return described, Agreed(hosts, writers, metadata, holdings)
 
 
@@ -160,8 +158,7 @@ def _refuse_foresight(ranks: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _good_writers(call: Call, described: Described) -> int:
-    size, nbytes, is_sharded = call.world.size, described.layout.nbytes, described.held is not None
-    if call.in_background:
-        return WriterTuner.most(size, nbytes, is_sharded=is_sharded)
-    return tuner.choose(call.folder, size, nbytes, is_sharded=is_sharded)
+def _good_writers(num_ranks: int, nbytes: int, *, is_sharded: bool) -> int:
+    """Returns how many writers so many bytes are worth; more, if each rank holds its own part of them."""
+    least_bytes = _MIN_SHARDED_BYTES if is_sharded else _MIN_SHARE_BYTES
+    return max(1, min(num_ranks, nbytes // least_bytes))

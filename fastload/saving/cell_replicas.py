@@ -13,7 +13,7 @@ from fastload.ranks.world import World
 from fastload.saving.holdings import Cell, Holdings
 from fastload.saving.layout import Layout
 from fastload.saving.packets import Packet, Stretch
-from fastload.saving.replicas import PIECE_BYTES, sampled
+from fastload.saving.replicas import PIECE_BYTES, pieces
 from fastload.saving.shards import Shards
 
 __all__ = ["compare_cells", "digest_cells", "group_digests"]
@@ -42,8 +42,7 @@ def digest_cells(
         holdings: Which ranks hold which of their bytes.
         shards: What this rank holds.
         rank: This rank.
-        how: ``small``: of small cells in host memory, as many as take a few milliseconds; ``full``, or
-            ``sample``: see `SaveOptions.check_replicas`.
+        how: ``small``: of small cells in host memory, as many as take a few milliseconds; or ``full``.
         skip: Whether not to look at a tensor, by its name.
     """
     digests, memory = bytearray(), None
@@ -60,7 +59,7 @@ def digest_cells(
         sizes[cell.holders] += nbytes
         memory = memory if memory is not None else allocate_staging(PIECE_BYTES, pinned=shards.on_device)
         hasher = xxhash.xxh3_64()
-        for begin, end in sampled(nbytes, how):
+        for begin, end in pieces(nbytes):
             slab = memory[: end - begin]
             shards.copy(Packet(rank, rank, 0, (Stretch(number, cell, begin, end),)), slab)
             shards.settle()

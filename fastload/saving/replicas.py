@@ -14,32 +14,23 @@ from fastload.saving.assign import FileRange
 from fastload.saving.layout import Layout
 from fastload.saving.snapshot import Source
 
-__all__ = ["PIECE_BYTES", "compare_replicas", "replica_digests", "sampled"]
+__all__ = ["PIECE_BYTES", "compare_replicas", "pieces"]
 
 PIECE_BYTES = 8 << 20
 """Most bytes that are copied and hashed at once."""
 
 _DIGEST_BYTES = 8
-_NUM_SAMPLES = 16  # ranges of a tensor
-_SAMPLE_BYTES = 4096
 _NUM_SHOWN = 20
 
 
-def replica_digests(layout: Layout, source: Source, *, how: str) -> bytes:
-    """Returns one xxh3-64 for each tensor, in layout order.
-
-    Args:
-        layout: The files.
-        source: This rank's tensors.
-        how: ``full``, or ``sample``: the first and the last 4 KiB of each tensor, and 14 such ranges
-            evenly between them.
-    """
+def _digests(layout: Layout, source: Source) -> bytes:
+    """Returns one xxh3-64 for each tensor, in layout order."""
     memory = allocate_staging(PIECE_BYTES, pinned=source.on_device)
     digests = bytearray()
     for index, file in enumerate(layout.files):
         for entry in file.tensors:
             hasher = xxhash.xxh3_64()
-            for begin, end in sampled(entry.nbytes, how):
+            for begin, end in pieces(entry.nbytes):
                 piece = FileRange(index, entry.offset + begin, entry.offset + end)
                 slab = memory[: piece.end - piece.begin]
                 source.copy(piece, slab)
@@ -49,14 +40,13 @@ def replica_digests(layout: Layout, source: Source, *, how: str) -> bytes:
     return bytes(digests)
 
 
-def compare_replicas(world: World, layout: Layout, source: Source, *, how: str, what: str) -> None:
+def compare_replicas(world: World, layout: Layout, source: Source, *, what: str) -> None:
     """Compares the tensors of all ranks.
 
     Args:
         world: The ranks.
         layout: The files.
         source: This rank's tensors.
-        how: As for `replica_digests`.
         what: Name of the step, for messages.
 
     Raises:
@@ -67,7 +57,7 @@ def compare_replicas(world: World, layout: Layout, source: Source, *, how: str, 
 
     def digest() -> str:
         nonlocal own
-        own = replica_digests(layout, source, how=how)
+        own = _digests(layout, source)
         return xxhash.xxh3_128_hexdigest(own)
 
     if len(set(world.agree(what, digest))) == 1:
@@ -80,21 +70,10 @@ def compare_replicas(world: World, layout: Layout, source: Source, *, how: str, 
     )
 
 
-def sampled(nbytes: int, how: str) -> Iterator[tuple[int, int]]:
-    """Yields the ranges of so many bytes that are to be compared.
-
-    Args:
-        nbytes: How many.
-        how: ``sample``, or all of them.
-    """
-    if how != "sample" or nbytes <= _NUM_SAMPLES * _SAMPLE_BYTES:
-        for begin in range(0, nbytes, PIECE_BYTES):
-            yield begin, min(begin + PIECE_BYTES, nbytes)
-        return
-    last = nbytes - _SAMPLE_BYTES
-    for number in range(_NUM_SAMPLES):
-        start = last * number // (_NUM_SAMPLES - 1)
-        yield start, start + _SAMPLE_BYTES
+def pieces(nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yields ranges of so many bytes that are copied and hashed at once."""
+    for begin in range(0, nbytes, PIECE_BYTES):
+        yield begin, min(begin + PIECE_BYTES, nbytes)
 
 
 def _unlike(first: bytes, own: bytes) -> tuple[int, list[tuple[int, str]]]:

@@ -27,7 +27,6 @@ from fastload.saving.snapshot import Snapshot
 from fastload.saving.spares import Spares
 from fastload.saving.turn import Turn
 from fastload.saving.write import Written, write
-from fastload.saving.writers import tuner
 from fastload.storage import Target
 
 __all__ = ["Begun", "begin", "finish", "save"]
@@ -62,11 +61,7 @@ def save(call: Call, state: Any) -> SaveReport:
         with _or_leave(call, met=True):
             part = take_part(call, described, agreed)
     with _open_until_the_end(part.target), world.together():
-        report = _write(call, Begun(part, agreed, None, None), agreed, 0.0)
-    if part.shards is None:
-        taken_s = max(rank.write_s + rank.flush_s for rank in report.ranks)
-        tuner.learn(call.folder, world.size, report.nbytes, report.num_writers, taken_s)
-    return report
+        return _write(call, Begun(part, agreed, None, None), agreed, 0.0)
 
 
 def begin(call: Call, state: Any) -> Begun:

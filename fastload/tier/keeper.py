@@ -382,13 +382,12 @@ def _how_to_keep(options: SaveOptions) -> SaveOptions:
         raise OptionError(
             f"block_bytes={options.block_bytes!r}: must be a multiple of {_ELEMENT_BYTES} with memory="
         )
-    thorough = options.check_replicas in ("sample", "full")
     return replace(
         options,
         writers="all",
         shared=True,
         overwrite=True,
-        check_replicas="small" if thorough else options.check_replicas,
+        check_replicas="small" if options.check_replicas == "full" else options.check_replicas,
         trace=None,
         on_report=None,
         progress=None,

@@ -100,7 +100,7 @@ def test_any_state_on_any_mesh(rank: int, world: int, tmp_path: Path) -> None:
             "block_bytes": rng.choice([4096, 8192, None]),
             "writers": rng.choice(["all", "auto", "host", 1, 2]),
             "staging_bytes": rng.choice([1 << 18, 1 << 20, 1 << 28]),
-            "check_replicas": rng.choice(["small", "off", "sample", "full"]),
+            "check_replicas": rng.choice(["small", "off", "full"]),
         }
         background = rng.random() < 0.5
         expected = save_plain(state, tmp_path / "plain", rank, **how)
@@ -262,7 +262,7 @@ def test_replicas_that_differ_are_named(rank: int, world: int, tmp_path: Path) -
     mesh = init_device_mesh("cpu", (2, 2))
     cases: list[tuple[str, dict[str, Any]]] = [
         ("w", {}), ("plain", {}), ("w", {"parts": True}), ("plain", {"parts": True}),
-        ("large", {"check_replicas": "sample"}), ("large", {"check_replicas": "full", "parts": True}),
+        ("large", {"check_replicas": "full"}), ("large", {"check_replicas": "full", "parts": True}),
     ]  # fmt: skip
     texts = []
     for odd, how in cases:

@@ -77,7 +77,7 @@ def test_signatures_show_the_defaults(kind: Any) -> None:
         (LoadOptions, "io", {"auto", "buffered", "direct"}),
         (SaveOptions, "io", {"auto", "buffered", "direct"}),
         (StageOptions, "io", {"auto", "buffered", "direct"}),
-        (SaveOptions, "check_replicas", {"off", "small", "sample", "full"}),
+        (SaveOptions, "check_replicas", {"off", "small", "full"}),
         (SaveOptions, "writers", {int, "auto", "all", "host"}),
         (SaveOptions, "shared", {bool, "auto"}),
     ],
