@@ -142,17 +142,22 @@ class World:
             along: What it brings along; see `share`.
         """
         course = self._course
-        step, call = course.take_step()
-        answer = self._answer(value, error, call)
-        verdict = self.rendezvous.collect(
-            what,
-            step,
-            answer,
-            along=along,
-            wait_s=wait_s,
-            grace_s=self.grace_s,
-            forget=course.last.step if course.last is not None else None,
-        )
+        step = course.under_way = course.take_step()
+        answer = self._answer(value, error, step)
+        try:
+            verdict = self.rendezvous.collect(
+                what,
+                step,
+                answer,
+                along=along,
+                wait_s=wait_s,
+                grace_s=self.grace_s,
+                forget=course.last.step if course.last is not None else None,
+            )
+        except Exception:
+            course.under_way = None
+            raise
+        course.under_way = None  # else what interrupts this rank makes it leave in the middle of the step
         outcomes = self._outcomes(verdict)
         failed = verdict.num_well < self.size
         course.bytes_along = verdict.bytes_along
@@ -361,10 +366,14 @@ class World:
         if not course.has_left:
             course.has_left = True
             last, course.last = course.last, None
-            step, call = course.take_step()
-            answer = self._answer(None, error, call)
-            heard = last.step if last is not None else None
-            self.rendezvous.resign(heard, step, answer, limit_s=self.grace_s)
+            steps = [course.under_way] if course.under_way is not None else []
+            steps.append(course.take_step())
+            self.rendezvous.resign(
+                last.step if last is not None else None,
+                [(step, self._answer(None, error, step)) for step in steps],
+                at_once=not isinstance(error, Exception),
+                limit_s=self.grace_s,
+            )
 
     def moved(self) -> None:
         """Notes that this rank gets on; the others learn of it with the next look for an alarm."""
@@ -393,12 +402,12 @@ class World:
 
     # Inside
 
-    def _answer(self, value: Any, error: BaseException | None, call: str | None) -> str:
+    def _answer(self, value: Any, error: BaseException | None, step: int) -> str:
         wire = to_wire(error, _ERROR_BYTES // self.size) if error is not None else None
         answer = {"value": value, "error": wire}
-        return write_answer(
-            self.rank, answer if call is None else {**answer, "node": Each([self.node]), "call": call}
-        )
+        if step == 0:
+            answer |= {"node": Each([self.node]), "call": self._course.call}
+        return write_answer(self.rank, answer)
 
     def _outcomes(self, verdict: Verdict) -> list[Outcome]:
         self._nodes = verdict.nodes or self._nodes

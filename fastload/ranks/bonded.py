@@ -60,6 +60,9 @@ class Bonded(Rendezvous):
         corner: Of the store, which the group has to itself.
         standing: What this rank has of the tree.
         here: What tells machines apart.
+        call: Name of the call.
+        grace_s: How long, after a failure, the others get to say what they know.
+        limit_s: Longest wait for the store.
         rank: This rank.
         size: Number of ranks.
         host: The rank that hosts the store, if one of them does.
@@ -72,6 +75,9 @@ class Bonded(Rendezvous):
         standing: Standing,
         here: str,
         *,
+        call: str,
+        grace_s: float,
+        limit_s: float,
         rank: int,
         size: int,
         host: int | None,
@@ -81,9 +87,9 @@ class Bonded(Rendezvous):
         self._corner = corner
         self._standing = standing
         self._here = here
-        self._terms = _Terms("", 0.0, 0.0)
+        self._terms = _Terms(call, grace_s, limit_s)
         self._thread = threading.get_ident()
-        self._turn = Turn("", 0)
+        self._turn: Turn | None = None
         self._number = 0
         self._entrance: Entrance | None = None
         self._bonds: Bonds | None = None
@@ -98,11 +104,9 @@ class Bonded(Rendezvous):
     def _children(self) -> list[int]:
         return children_of(self._rank, self._size)
 
-    def begin(self, call: str, *, grace_s: float, limit_s: float) -> Verdict | None:
+    def begin(self) -> Verdict | None:
         """Finds out the number of this call; see `Rendezvous.take_turn`."""
-        self._terms = _Terms(call, grace_s, limit_s)
         bonds = self._standing.bonds
-        self._turn = self._turns.begin(call)
         self._move()
         if bonds is not None and bonds.are_whole():
             self._bonds = bonds
@@ -115,7 +119,9 @@ class Bonded(Rendezvous):
             missed = self._look_back(_JOINING)
         if self._number == 1 and self._children and missed is None:
             with suppress(OSError):
-                self._open(_JOINING, limit_s)  # those below come in while this one is busy with its part
+                self._open(
+                    _JOINING, self._terms.limit_s
+                )  # those below come in while this one is busy with its part
         return missed
 
     def collect(
@@ -146,7 +152,7 @@ class Bonded(Rendezvous):
                     answer = join_answers([answer, *(table for table, _ in below)])
                     bonds.drop()
                 else:
-                    if step == 0:
+                    if step == 0 and self._turn is not None:
                         self._turns.settle(self._turn)
                     if tries:
                         self._standing.bond(bonds)
@@ -199,16 +205,19 @@ class Bonded(Rendezvous):
         if self._bonds is not None:
             self._bonds.drop()
 
-    def resign(self, heard: int | None, step: int, answer: str, *, limit_s: float) -> None:
+    def resign(
+        self, heard: int | None, answers: Sequence[tuple[int, str]], *, at_once: bool, limit_s: float
+    ) -> None:
         """As `Rendezvous.resign`; the others find the tree broken, and come to the store."""
         self.part()
         self._standing.outdate(self._leftovers.over + self._leftovers.last)
         try:
-            if step == 0 and self._look_back("leaving") is not None:
+            if answers[0][0] == 0 and self._look_back("leaving", wait_s=0.0) is not None:
                 return
         except PeerError:
             return
-        super().resign(None if self._was_along else heard, step, answer, limit_s=limit_s)
+        heard = None if self._was_along else heard
+        super().resign(heard, answers, at_once=at_once, limit_s=limit_s)
 
     # The number of the call
 
@@ -226,21 +235,29 @@ class Bonded(Rendezvous):
             self._standing.turns = self.ask(_JOINING, self._terms.limit_s, find)
         return self._standing.turns
 
-    def _look_back(self, what: str) -> Verdict | None:
-        """Makes sure of the number of this call; returns a verdict if this rank is too late for it."""
-        past, grace_s = self._past, self._terms.grace_s
+    def _look_back(self, what: str, wait_s: float | None = None) -> Verdict | None:
+        """Makes sure of the number of this call; returns a verdict if this rank is too late for it.
+
+        Args:
+            what: Name of the step, for messages.
+            wait_s: How long to see whether the others make it again; None for as long as they get to do so.
+        """
+        past, patience_s = self._past, self._terms.grace_s if wait_s is None else wait_s
 
         def passed(turn: Turn) -> Verdict | None:
-            return past.passed(turn.number, turn.call, grace_s)
+            return past.passed(turn.number, turn.call, patience_s)
 
-        look_back = partial(self._turns.look_back, self._turn, passed)
-        self.ask(what, self._terms.limit_s, look_back)
-        self._move()
-        return self._turn.missed
+        turn = self._move()
+        self.ask(what, self._terms.limit_s, partial(self._turns.look_back, turn, passed))
+        return self._move().missed
 
-    def _move(self) -> None:
+    def _move(self) -> Turn:
+        """Goes to where the number of this call is in the store; takes one if it has none yet."""
+        if self._turn is None:
+            self._turn = self._turns.begin(self._terms.call)
         self._number = self._turn.number
         self._store = dist.PrefixStore(str(self._number), self._corner)
+        return self._turn
 
     def _whole(self, keys: Sequence[str]) -> list[str]:
         """Returns keys of this call as they are called among those of all."""

@@ -26,6 +26,7 @@ class Course:
         last: The step before it, while there is one of which the verdict has not been heard.
         bytes_along: What came along with the last verdict; None if it was read from the store.
         leavings: What this rank has left for others in the store, and takes away once it has heard.
+        under_way: Number of the step that this rank waits in, if it does.
         has_left: Whether it has told the others that it takes no more steps.
     """
 
@@ -34,9 +35,10 @@ class Course:
     last: LastStep | None = None
     bytes_along: bytes | None = None
     leavings: list[str] = field(default_factory=list)
+    under_way: int | None = None
     has_left: bool = False
 
-    def take_step(self) -> tuple[int, str | None]:
-        """Returns the number of the next step, and what to say with it of the call, if anything."""
+    def take_step(self) -> int:
+        """Returns the number of the next step."""
         step, self.step = self.step, self.step + 1
-        return step, self.call if step == 0 else None
+        return step

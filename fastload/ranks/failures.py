@@ -123,6 +123,9 @@ def outcomes_of(verdict: Verdict, rank: int) -> list[Outcome]:
     made: dict[tuple[int, int], Outcome] = {}  # of thousands of ranks most say the same
     for answer, count in verdict.runs:
         begin = len(outcomes)
+        if answer is None and verdict.left:
+            outcomes += [Outcome(None, to_wire(Interrupted("another rank has left")))] * count
+            continue
         if answer is None:
             outcomes += [
                 Outcome(None, to_wire(late(verdict.waited_s, own=each == rank)))

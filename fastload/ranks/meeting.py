@@ -5,8 +5,9 @@ ranks with the same number are in the same call. A call is a series of steps. In
 an answer, and all ranks hear one verdict:
 
 1. A rank appends its answer to the log of the step, and counts it. Who counts the last one decides: the log
-   is the verdict. Who loses patience decides, too, by what is in the log then. The first decision is the only
-   one (`compare_set`), so all ranks hear the same, and a rank that is not in it is late, whenever it comes.
+   is the verdict. Who loses patience decides, too, by what is in the log then, and so does who leaves. The
+   first decision is the only one (`compare_set`), so all ranks hear the same, and a rank that is not in it is
+   late, whenever it comes.
 2. A rank goes on from a verdict only if all ranks are in it and none with an error. So all ranks return from
    a call, or all raise.
 3. The keys of a step go once all ranks have answered the next one, since they have heard the verdict then;
@@ -24,9 +25,9 @@ Ranks that meet in calls of different names are told so at once.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 from fastload.ranks.answers import Column, join_answers, read_answers
@@ -36,6 +37,10 @@ __all__ = ["Step", "Verdict"]
 # One number counts three things: answers, ranks that have heard the verdict, ranks that have lost patience.
 _HEARD = 1 << 20
 _IMPATIENT = 1 << 40
+_IN_STORE, _ALONG_TREE, _LEFT = "store", "tree", "left"  # how a verdict came about
+_APART = "\x03"  # between the answer of a rank that leaves and those that were there
+
+_Runs = Sequence[tuple[dict[str, Any] | None, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +52,15 @@ class Verdict:
         runs: The answers of the ranks that came in time, None of others; each with the number of ranks, one
             after the other, that gave it.
         along_tree: Whether all came along the tree of the group, not to the store.
+        left: Whether a rank has left, which decided without waiting for the others.
         bytes_along: What came along with it; None if it was read from the store.
         missed: Whether the call is over, and this rank came too late for it.
     """
 
     waited_s: float
-    runs: Sequence[tuple[dict[str, Any] | None, int]]
+    runs: _Runs
     along_tree: bool = False
+    left: bool = False
     bytes_along: bytes | None = None
     missed: bool = False
 
@@ -61,13 +68,20 @@ class Verdict:
     def from_text(cls, text: str, size: int, bytes_along: bytes | None = None) -> Verdict:
         """Reads what `write` wrote."""
         head, _, table = text.partition("\n")
-        waited_s, along_tree = head.split()
-        return cls(float(waited_s), read_answers(table, size), along_tree == "tree", bytes_along)
+        waited_s, how = head.split()
+        if how != _LEFT:
+            return cls(
+                float(waited_s), read_answers(table, size), how == _ALONG_TREE, bytes_along=bytes_along
+            )
+        last_words, table = table.split(_APART)
+        each = zip(_by_rank(read_answers(last_words, size)), _by_rank(read_answers(table, size)), strict=True)
+        return cls(float(waited_s), [(last or answer, 1) for last, answer in each], left=True)
 
     @staticmethod
-    def write(waited_s: float, table: str, *, along_tree: bool = False) -> str:
+    def write(waited_s: float, table: str, *, along_tree: bool = False, left: bool = False) -> str:
         """Returns it as text; see `answers` for the table."""
-        return f"{waited_s} {'tree' if along_tree else 'store'}\n{table}"
+        how = _ALONG_TREE if along_tree else _LEFT if left else _IN_STORE
+        return f"{waited_s} {how}\n{table}"
 
     def answer_of(self, rank: int) -> dict[str, Any] | None:
         """Returns the answer of a rank; None if it did not come in time."""
@@ -133,6 +147,16 @@ class Step:
         table = join_answers([str(self._store.get(self.log), "ascii")])
         return Verdict.from_text(self.settle(Verdict.write(waited_s, table)), self._size)
 
+    def leave(self, answer: str) -> Verdict:
+        """Decides at once, since this rank leaves.
+
+        What it has said along a tree before may be here in the answer of another rank: this holds instead.
+        """
+        self._store.append(self.log, "")  # else there may be none
+        table = join_answers([str(self._store.get(self.log), "ascii")])
+        text = self.settle(Verdict.write(0.0, f"{answer}{_APART}{table}", left=True))
+        return Verdict.from_text(text, self._size)
+
     def settle(self, verdict: str) -> str:
         """Leaves a verdict unless there is one; returns which one is there then."""
         return str(self._store.compare_set(self.verdict, "", verdict), "ascii")
@@ -169,3 +193,7 @@ class Step:
     def num_heard(self) -> int:
         """Returns how many ranks have heard the verdict."""
         return int(self._store.add(self.count, 0) // _HEARD % _HEARD)
+
+
+def _by_rank(runs: _Runs) -> Iterator[dict[str, Any] | None]:
+    return chain.from_iterable(repeat(answer, count) for answer, count in runs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -46,6 +47,8 @@ class Rendezvous:
         self._shared: dict[int, list[str]] = {}
         self._lost: str | None = None
         self._given_up = False
+        self._answering = threading.Lock()
+        self._answered = -1
         self._pulse = 0
         self._heard_at = 0.0
         self._next_listening = 0.0
@@ -168,6 +171,7 @@ class Rendezvous:
             return None
         if step.hear():
             self._delete([*step.keys, f"{number}/alarm", f"{number}/pulse"])
+        wait_s = 0.0 if verdict.left else wait_s
         missed = verdict.is_of(call) and not self._is_made_again(number + 1, call, wait_s)
         return replace(verdict, missed=missed)
 
@@ -205,7 +209,7 @@ class Rendezvous:
             began = time.monotonic()
             if since is not None:
                 began = max(since, began - wait_s + min(wait_s, grace_s) / 2)
-            if place.answer(answer):
+            if self._answer(step, answer):
                 verdict = place.decide(wait_s)
                 if forget is not None:
                     self._forget(forget)
@@ -248,13 +252,16 @@ class Rendezvous:
         with contextlib.suppress(FastloadError):
             self.ask("ending the call", 2 * grace_s, hear)
 
-    def resign(self, heard: int | None, step: int, answer: str, *, limit_s: float) -> None:
-        """Answers the next step before it comes, since this rank will not be there; never raises.
+    def resign(
+        self, heard: int | None, answers: Sequence[tuple[int, str]], *, at_once: bool, limit_s: float
+    ) -> None:
+        """Answers steps before they come, since this rank will not be there; never raises.
 
         Args:
             heard: Number of the step whose verdict this rank has heard last, if it has not said so.
-            step: Number of the next one.
-            answer: This rank's answer, a table (see `answers`).
+            answers: Number of the next step, and this rank's answer, a table (see `answers`). If it waits in
+                a step, that comes first; the next one counts if the others get on to it.
+            at_once: Whether the others hear of it now, and not once all of them have answered.
             limit_s: Longest wait.
         """
 
@@ -262,10 +269,20 @@ class Rendezvous:
             self._store.set("alarm", "")
             if heard is not None:
                 self._hear(heard, failed=True)
-            place = self._step(step)
-            if place.answer(answer):
-                place.decide(0.0)
-            self._hear(step, failed=True)
+            for step, answer in answers:
+                place = self._step(step)
+                verdict = None
+                if at_once:
+                    verdict = place.leave(answer)
+                    self._answer(step, "")  # after that, else who comes last would decide without it
+                elif self._answer(step, answer):
+                    verdict = place.decide(0.0)
+                if verdict is None or not verdict.along_tree:
+                    self._hear(step, failed=True)
+                else:  # nobody counts who hears it
+                    self._delete([place.log, place.count])
+                if verdict is not None and verdict.num_well < self._size:
+                    return
 
         with contextlib.suppress(FastloadError):
             self.ask("telling the other ranks", limit_s, resign)
@@ -326,6 +343,15 @@ class Rendezvous:
             number += 1
         return self._wait_until(step.is_begun, wait_s, listen=False) and step.is_being_made(call)
 
+    def _answer(self, step: int, answer: str) -> bool:
+        """Brings the answer of this rank to a step, once; returns whether it was the last of all.
+
+        The thread that it waits in a step with may be about to do so when the rank is interrupted.
+        """
+        with self._answering:
+            is_new, self._answered = step > self._answered, max(step, self._answered)
+            return is_new and self._step(step).answer(answer)
+
     def _step(self, name: int | str) -> Step:
         return Step(self._store, str(name), self._size)
 
@@ -372,6 +398,8 @@ class Rendezvous:
     def _hear(self, step: int, failed: bool) -> None:
         if self._step(step).hear():
             self._forget(step)
+            if failed and step:  # not all have come to this one together, and so forgotten the one before
+                self._forget(step - 1)
             self._delete(["pulse", "alarm"] if failed else ["pulse"])
 
     def _forget(self, step: int) -> None:

@@ -46,7 +46,9 @@ class Solo(Rendezvous):
         for place in leavings:
             self._left.pop(place, None)
 
-    def resign(self, heard: int | None, step: int, answer: str, *, limit_s: float) -> None:
+    def resign(
+        self, heard: int | None, answers: Sequence[tuple[int, str]], *, at_once: bool, limit_s: float
+    ) -> None:
         """Does nothing."""
 
     def note_shared(self, step: int, place: str, num_keys: int) -> None:

@@ -47,6 +47,7 @@ T = TypeVar("T")
 
 _POLL_S = 0.01
 _MEETING_S = 300.0  # hosts of a large job do not start in the same minute
+_LEAVING_S = 10.0  # that a rank which was interrupted waits for the store, to tell the others
 
 # Default groups that met in a part of the store which no other ranks ever use.
 _apart: WeakSet[Any] = WeakSet()
@@ -122,20 +123,20 @@ def join_in(
     knows: dict[str, Any] = {"rank": rank, "size": size, "host": host, "if_lost": if_lost}
     if kept is None and group is not None:
         kept = kept_of(group)
-    rendezvous: Rendezvous
+    form = partial(World, rank=rank, size=size, group=group, timeout_s=timeout_s, kept=kept, call=call)
     if kept is not None:
         from fastload.ranks.bonded import Bonded  # only where there are several ranks
         from fastload.ranks.turns import Standing
 
-        rendezvous = Bonded(corner, kept.lasting(Standing), machine(socket.gethostname(), rank), **knows)
-        missed = rendezvous.begin(call, grace_s=grace_of(timeout_s), limit_s=timeout_s)
+        knows |= {"call": call, "grace_s": grace_of(timeout_s), "limit_s": timeout_s}
+        bonded = Bonded(corner, kept.lasting(Standing), machine(socket.gethostname(), rank), **knows)
+        world = form(rendezvous=bonded)
+        with world.together():
+            missed = bonded.begin()
     else:
         turns = Rendezvous(corner, **knows)
         number, missed = turns.take_turn(call, wait_s=grace_of(timeout_s), limit_s=timeout_s)
-        rendezvous = Rendezvous(dist.PrefixStore(str(number), corner), **knows)
-    world = World(
-        rank=rank, size=size, group=group, timeout_s=timeout_s, rendezvous=rendezvous, kept=kept, call=call
-    )
+        world = form(rendezvous=Rendezvous(dist.PrefixStore(str(number), corner), **knows))
     if missed is not None:
         world.raise_missed(call, missed)
     return world
@@ -158,16 +159,20 @@ def meet(
         timeout_s: The timeout in what it returns.
         default_s: The timeout if it raises.
     """
-    problem: Exception | None = None
+    problem: BaseException | None = None
     try:
         ready = prepare()
-    except Exception as error:
+    except BaseException as error:
         problem = error
     try:
-        world = join(process_group, call=what, timeout_s=timeout_s(ready) if problem is None else default_s)
         if problem is None:
-            return world, ready
+            return join(process_group, call=what, timeout_s=timeout_s(ready)), ready
+        if is_leaving := not isinstance(problem, Exception):
+            default_s = min(default_s, _LEAVING_S)
+        world = join(process_group, call=what, timeout_s=default_s)
         with world.together():
+            if is_leaving:
+                raise problem
             world.agree(what, partial(_raise, problem))
     finally:
         problem = None  # else error → traceback → frame → error would keep all their memory alive
@@ -328,7 +333,7 @@ def _life() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def _raise(error: Exception) -> NoReturn:
+def _raise(error: BaseException) -> NoReturn:
     raise error
 
 

@@ -177,7 +177,8 @@ class CheckpointManager:
             seen = {"host": world.node, "shared": self._catalog.shared, "life": new_token()}
             return {**seen, "same": policy.shared_values()}
 
-        views = world.agree(f"managing the checkpoints in {self._catalog.root}", compare)
+        with world.together():
+            views = world.agree(f"managing the checkpoints in {self._catalog.root}", compare)
         world.heard()
         require_same([each["same"] for each in views])
         hosts = [each["host"] for each in views]
