@@ -1,7 +1,6 @@
 """An emulated accelerator: a device of torch's named ``emu`` that needs no hardware and hides no mistake.
 
-    @pytest.mark.emulated
-    @ranks(2, accelerator=True)  # the group is "cpu:gloo,emu:emccl"
+    @ranks(2, accelerator=True)  # the group is "cpu:gloo,emu:emccl", the test is marked `emulated`
     def test_load(rank: int, world: int) -> None:
         emulator = accelerator()
         emulator.delay(0.001, random_s=0.002, seed=7)
@@ -26,6 +25,9 @@ Every process has four devices. As far as the host can see they behave like CUDA
 - **Order** is checked, however the threads run: two operations on the same bytes of which one writes, on
   streams that do not wait for each other, are a fault. So is the reuse of memory that another stream may
   still use. `Emulator.faults` has them; a test ends by asserting that there are none.
+
+Limits: there is no `split_group`, no reading or setting of the state of random number generators, and sends
+and receives run on the communicator of their group, not on one for each pair of ranks.
 
 `accelerator` loads the device into a process, for good: call it in ranks or other processes of a test's own,
 never in that of pytest. See `build` for how it is built, and tests/accelerator/test_emulator.py for examples.
