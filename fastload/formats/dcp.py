@@ -25,7 +25,7 @@ from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
 from fastload.formats.torch_folder import moved
 from fastload.formats.torch_state import read_state
 from fastload.formats.torch_zip import entries_of, open_archive
-from fastload.formats.untrusted import is_plain_path, show
+from fastload.formats.untrusted import MemoryBudget, is_plain_path, show
 from fastload.geometry.box import Box
 from fastload.storage.base import FileStat, Storage
 
@@ -53,7 +53,8 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     names = metadata_names(listing)
     texts = _read_metadata(storage, names)
     where = url_of(storage, names[0])
-    described = _describe(storage, names, texts)
+    budget = MemoryBudget(storage.url)
+    described = _describe(storage, names, texts, budget)
     stats = _stat_files(storage, described, where)
     is_megatron = _MEGATRON_NAMES.issubset(listing)
     if is_megatron:
@@ -66,11 +67,12 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
         for box, item in tensor.chunks
     ]
     layouts = (lay_out if exact else lay_out_alike)(storage, wanted)
-    tensors = _tensors(described, layouts, numbers, nodes) + _values(storage, described, numbers, nodes)
+    tensors = _tensors(described, layouts, numbers, nodes)
+    tensors += _values(storage, described, numbers, nodes, budget)
     heads = {} if exact else {layout.head: None for layout in layouts if layout.entry is not None}
     common: list[Any] = []
     if is_megatron:
-        part = torch_zip.read_file(storage, _COMMON_NAME, stats[_COMMON_NAME], exact=True)
+        part = torch_zip.read_file(storage, _COMMON_NAME, stats[_COMMON_NAME], exact=True, budget=budget)
         tensors += [moved(entry, numbers[_COMMON_NAME]) for entry in part.tensors]
         common = _keys_of(part.structure, url_of(storage, _COMMON_NAME))
     stored = [entry.name for entry in tensors]
@@ -124,11 +126,13 @@ def _digest(texts: Sequence[bytes]) -> str:
     return digest.hexdigest()
 
 
-def _describe(storage: Storage, names: Sequence[str], texts: Sequence[bytes]) -> Described:
+def _describe(
+    storage: Storage, names: Sequence[str], texts: Sequence[bytes], budget: MemoryBudget
+) -> Described:
     if len(names) == 1 and names[0] == METADATA_NAME:
-        return describe_metadata(texts[0], url_of(storage, names[0]))
+        return describe_metadata(texts[0], url_of(storage, names[0]), budget)
     parts = [
-        describe_metadata(text, url_of(storage, name), in_parts=True)
+        describe_metadata(text, url_of(storage, name), budget, in_parts=True)
         for name, text in zip(names, texts, strict=True)
     ]
     return join_described(parts, storage.url)
@@ -219,7 +223,11 @@ def _entry(
 
 
 def _values(
-    storage: Storage, described: Described, numbers: Mapping[str, int], nodes: dict[str, Any]
+    storage: Storage,
+    described: Described,
+    numbers: Mapping[str, int],
+    nodes: dict[str, Any],
+    budget: MemoryBudget,
 ) -> list[TensorEntry]:
     """Reads what is no tensor; adds it to the structure. Returns the tensors that it has in it."""
     names, items = list(described.values), list(described.values.values())
@@ -237,7 +245,7 @@ def _values(
             item.nbytes,
             where,
         )
-        state = read_state(archive.pickle, where, name)
+        state = read_state(archive.pickle, where, name, budget=budget)
         nodes[name] = state.structure
         found.extend(
             entries_of(state.tensors, archive.storages, where, item.nbytes, numbers[item.file], item.offset)

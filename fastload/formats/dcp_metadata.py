@@ -15,7 +15,8 @@ from fastload.base.memory import uncollected
 from fastload.errors import ManifestError
 from fastload.formats.pickled import Global, Made, Pairs
 from fastload.formats.unpickle import unpickle
-from fastload.formats.untrusted import MAX_INT, is_size, is_unicode, show
+from fastload.formats.untrusted import MAX_INT, MemoryBudget, is_size, is_unicode, show
+from fastload.formats.values import MAX_DEPTH, num_chars
 from fastload.geometry.box import Box
 from fastload.geometry.tiling import tiling_problem
 
@@ -23,6 +24,11 @@ __all__ = ["Described", "Item", "SavedParts", "describe_metadata", "join_describ
 
 _METADATA = ("Metadata", "MCoreMetadata")
 _TENSOR, _BYTES = "TensorStorageMetadata", "BytesStorageMetadata"
+_MAX_FIELDS = 64  # of an object; those of torch have five at most
+_MAX_DIMS = 64
+_NODE_BYTES = 300  # of a name, or a key of a path, in the structure
+_ITEM_BYTES, _CHUNK_BYTES = 400, 1000  # of where an item lies, of a box with all that is made of it
+_NUM_TEXTS = 4  # of names at once
 
 Path = tuple[str | int, ...]
 Offsets = tuple[int, ...]
@@ -73,29 +79,33 @@ class Described:
 
 
 @uncollected
-def describe_metadata(data: bytes, where: str, *, in_parts: bool = False) -> Described:
+def describe_metadata(data: bytes, where: str, budget: MemoryBudget, *, in_parts: bool = False) -> Described:
     """Reads a ``.metadata`` file.
 
     Args:
         data: What is in it.
         where: Its URL, for messages.
+        budget: Charged with the memory that comes of it.
         in_parts: Whether it says of one rank only what that has saved: the boxes need not make up tensors.
 
     Raises:
-        ManifestError: It is malformed.
+        ManifestError: It is malformed, or takes too much memory.
     """
+    budget.add_input(len(data))
     fields = _fields(unpickle(data, where), _METADATA, where)
-    items = _items(fields.get("storage_data"), where)
+    items = _items(fields.get("storage_data"), where, budget)
     tensors: dict[str, SavedParts] = {}
     values: dict[str, Item] = {}
     for name, what in _dict(fields.get("state_dict_metadata"), f"{where}: state_dict_metadata").items():
         if not is_unicode(name):
             raise ManifestError(f"{where}: {show(name)} is not valid Unicode")
+        budget.charge(_NODE_BYTES + _NUM_TEXTS * num_chars(name))
         if _is_a(what, _BYTES):
             values[name] = _item(items, name, None, where)
         else:
-            tensors[name] = _tensor(name, what, items, where, in_parts)
-    return Described(tensors, values, _paths(fields.get("planner_data"), {*tensors, *values}, where))
+            tensors[name] = _tensor(name, what, items, where, budget, in_parts)
+    paths = _paths(fields.get("planner_data"), {*tensors, *values}, where, budget)
+    return Described(tensors, values, paths)
 
 
 def join_described(parts: Sequence[Described], where: str) -> Described:
@@ -127,7 +137,12 @@ def join_described(parts: Sequence[Described], where: str) -> Described:
 
 
 def _tensor(
-    name: str, what: Any, items: Mapping[tuple[str, Offsets | None], Item], where: str, in_parts: bool
+    name: str,
+    what: Any,
+    items: Mapping[tuple[str, Offsets | None], Item],
+    where: str,
+    budget: MemoryBudget,
+    in_parts: bool,
 ) -> SavedParts:
     at = f"{where}: {show(name)}"
     fields = _fields(what, (_TENSOR,), at)
@@ -135,6 +150,7 @@ def _tensor(
     chunks = fields.get("chunks")
     if type(chunks) is not list:
         raise ManifestError(f"{at}: its chunks are no list but {show(chunks)}")
+    budget.charge(_CHUNK_BYTES * len(chunks))
     found = []
     for chunk in chunks:
         of_chunk = _fields(chunk, ("ChunkStorageMetadata",), at)
@@ -163,11 +179,12 @@ def _dtype(properties: Any, where: str) -> str:
     return dtype.name
 
 
-def _items(storage_data: Any, where: str) -> dict[tuple[str, Offsets | None], Item]:
+def _items(storage_data: Any, where: str, budget: MemoryBudget) -> dict[tuple[str, Offsets | None], Item]:
     """Returns where each item lies, by name and offsets."""
     items: dict[tuple[str, Offsets | None], Item] = {}
     if type(storage_data) is not Pairs:
         raise ManifestError(f"{where}: storage_data is no dict but {show(storage_data)}")
+    budget.charge(_ITEM_BYTES * (len(storage_data) // 2))
     for index, info in storage_data.pairs():
         of_index = _fields(index, ("MetadataIndex",), where)
         name, offset = of_index.get("fqn"), of_index.get("offset")
@@ -196,11 +213,14 @@ def _item(
     return item
 
 
-def _paths(planner_data: Any, names: Set[str], where: str) -> dict[str, Path]:
+def _paths(planner_data: Any, names: Set[str], where: str, budget: MemoryBudget) -> dict[str, Path]:
     """Returns the keys that names were made of; none if a planner has noted something of its own kind."""
     if type(planner_data) is not Pairs:
         return {}
     noted = {name: path for name, path in planner_data.pairs() if type(name) is str and name in names}
+    for path in noted.values():
+        if _is_path(path):
+            budget.charge(_NODE_BYTES * len(path) + _NUM_TEXTS * num_chars(path))
     if not any(_is_path(path) and ".".join(map(str, path)) == name for name, path in noted.items()):
         return {}
     for name, path in noted.items():
@@ -210,7 +230,8 @@ def _paths(planner_data: Any, names: Set[str], where: str) -> dict[str, Path]:
 
 
 def _is_path(what: Any) -> bool:
-    return type(what) is tuple and bool(what) and all(type(key) is str or is_size(key) for key in what)
+    is_short = type(what) is tuple and 0 < len(what) <= MAX_DEPTH
+    return is_short and all(type(key) is str or is_size(key) for key in what)
 
 
 def _is_a(what: Any, name: str) -> bool:
@@ -221,6 +242,8 @@ def _fields(what: Any, names: Sequence[str], where: str) -> dict[str, Any]:
     """Returns the attributes of an object of one of some classes."""
     if type(what) is not Made or what.what.name not in names:
         raise ManifestError(f"{where}: {show(what)} where a {names[0]} is to be")
+    if type(what.state) is Pairs and len(what.state) > 2 * _MAX_FIELDS:
+        raise ManifestError(f"{where}: a {names[0]} of {len(what.state) // 2} attributes")
     return (
         what.state.by_text(where) if type(what.state) is Pairs else _dict(what.state, f"{where}: {names[0]}")
     )
@@ -240,7 +263,7 @@ def _sizes(what: Any, where: str) -> tuple[int, ...]:
     if type(sizes) is list:
         sizes = tuple(sizes)
     is_sized = type(sizes) is tuple and {int}.issuperset(map(type, sizes))
-    if not is_sized or (sizes and not (min(sizes) >= 0 and max(sizes) <= MAX_INT)):
+    if not is_sized or len(sizes) > _MAX_DIMS or (sizes and not (min(sizes) >= 0 and max(sizes) <= MAX_INT)):
         raise ManifestError(f"{where}: no sizes of a tensor: {show(sizes)}")
     found: tuple[int, ...] = sizes
     return found

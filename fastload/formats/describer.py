@@ -30,7 +30,7 @@ from fastload.formats.values import (
     tensor_name,
 )
 
-__all__ = ["Describer", "leaf_node"]
+__all__ = ["CONTAINERS", "Describer", "leaf_node"]
 
 _RESERVED = "__metadata__"  # what a safetensors header calls something else
 _MAX_SHORT_TEXT = 100  # about what a tensor more costs in header and structure
@@ -61,7 +61,7 @@ class Describer:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
             return self._tensor(value, tensor_name(prefix, key))
-        if kind in _CONTAINERS:
+        if kind in CONTAINERS:
             return self._container(value, tensor_name(prefix, key))
         try:
             return encode_value(value)
@@ -93,7 +93,7 @@ class Describer:
             return self._refuse(_name(value), why)
         self._open.add(id(value))
         self._path.append(None)
-        node = _CONTAINERS[type(value)](self, value, f"{name}." if name else "")
+        node = CONTAINERS[type(value)](self, value, f"{name}." if name else "")
         self._path.pop()
         self._open.discard(id(value))
         return node
@@ -280,7 +280,7 @@ class OwnDescriber(Describer):
         return super()._add(tensor, own_prefix(self._rank) + name)
 
 
-_CONTAINERS: dict[type, Callable[[Describer, Any, str], Any]] = {
+CONTAINERS: dict[type, Callable[[Describer, Any, str], Any]] = {
     dict: Describer._dict,
     OrderedDict: Describer._ordered_dict,
     defaultdict: Describer._defaultdict,

@@ -18,11 +18,18 @@ __all__ = ["Ended", "Machine"]
 
 _MAX_PROTOCOL = 5
 _MAX_INT_BYTES = 1024  # Python shows integers of 4300 digits at most
+_FREE_OBJECTS = 100_000
+_LEAST_BYTES = 5  # for each object beyond those; programs write seven and more
+_MAX_MARKS = 10_000  # open at once: one for each level of nesting
 _NAME = re.compile(r"[^\s\x00-\x1f]{1,1000}")
 
 
 class Ended(Exception):
     """The data ended within an opcode."""
+
+
+# The opcodes that make an object of some 80 bytes from as little as one.
+_MAKING = frozenset(b"]lt\x87}d\x8f\x91c\x93R\x81\x92ioPQ")
 
 
 # The opcodes that large pickles are made of.
@@ -44,27 +51,36 @@ class Machine:
         self.memo: list[Any] = []
         self.far_memo: dict[int, Any] = {}  # what is not memorized one after the other, from 0 on
         self.protocol = 0
+        self.start = start
+        self.room = _FREE_OBJECTS  # how many more objects may be made
+        self.granted = 0  # how many were added to that
 
     def run(self) -> Any:
         """Obeys the opcodes until the end; those that large pickles are made of right here."""
         data, memo, at, stack = self.data, self.memo, self.at, self.stack
+        below, room = self.below, self.room
         try:
             while (code := data[at]) != _STOP:
                 at += 1
+                if room <= 0:
+                    room = self.more_room(room, at)
                 if code > 0x80:
                     if code == _MEMOIZE and not self.far_memo:
                         memo.append(stack[-1])
                         continue
                     if code == _TUPLE_1:
                         stack[-1] = (stack[-1],)
+                        room -= 1
                         continue
                     if code == _NEW and type(stack[-2]) is Global:
                         args = stack.pop()
                         stack[-1] = Made(stack[-1], args)
+                        room -= 1
                         continue
                     if code == _TUPLE_2:
                         last = stack.pop()
                         stack[-1] = (stack[-1], last)
+                        room -= 1
                         continue
                     if code == _SHORT_TEXT and (end := at + 1 + data[at]) <= len(data):
                         stack.append(data[at + 1 : end].decode("utf-8", "surrogatepass"))
@@ -82,8 +98,8 @@ class Machine:
                     stack.append(_AS_INT4(data, at)[0])
                     at += 4
                     continue
-                elif code == _MARK:
-                    self.below.append(stack)
+                elif code == _MARK and len(below) < _MAX_MARKS:
+                    below.append(stack)
                     stack = []
                     continue
                 elif code == _NO_ARGS:
@@ -91,10 +107,11 @@ class Machine:
                     continue
                 elif code == _DICT:
                     stack.append(Pairs())
+                    room -= 1
                     continue
-                elif code == _SET_ITEMS and self.below and type(self.below[-1][-1]) is Pairs:
+                elif code == _SET_ITEMS and below and type(below[-1][-1]) is Pairs:
                     if len(stack) % 2 == 0:
-                        pairs, stack = stack, self.below.pop()
+                        pairs, stack = stack, below.pop()
                         stack[-1] += pairs
                         continue
                 elif code == _BUILD and type(stack[-2]) is Made and stack[-2].state is None:
@@ -104,6 +121,7 @@ class Machine:
                 elif code == _CALL and type(stack[-2]) is Global:
                     args = stack.pop()
                     stack[-1] = Made(stack[-1], args)
+                    room -= 1
                     continue
                 elif code == _UINT2:
                     stack.append(_AS_UINT2(data, at)[0])
@@ -113,17 +131,32 @@ class Machine:
                     stack.append(data[at])
                     at += 1
                     continue
-                self.at, self.stack = at, stack
+                if code in _MAKING:
+                    room -= 1
+                self.at, self.stack, self.room = at, stack, room
                 try:
                     _OPCODES[code](self)
                 finally:
-                    at, stack = self.at, self.stack
+                    at, stack, room = self.at, self.stack, self.room
             at += 1
         finally:
             self.at, self.stack = at, stack
         if self.below or len(stack) != 1:
             raise ValueError("it does not come to one value")
         return stack.pop()
+
+    def more_room(self, room: int, at: int) -> int:
+        """Adds to the room for objects what the bytes before `at` allow.
+
+        Raises:
+            ValueError: There is still none.
+        """
+        allowed = (at - self.start) // _LEAST_BYTES
+        room += allowed - self.granted
+        self.granted = allowed
+        if room <= 0:
+            raise ValueError(f"more objects than {_FREE_OBJECTS} and one for each {_LEAST_BYTES} bytes")
+        return room
 
     # What opcodes have behind them
 
@@ -170,6 +203,8 @@ class Machine:
         self.stack.append(value)
 
     def mark(self) -> None:
+        if len(self.below) >= _MAX_MARKS:
+            raise ValueError(f"more than {_MAX_MARKS} open marks")
         self.below.append(self.stack)
         self.stack = []
 
@@ -218,6 +253,7 @@ class Machine:
     def extend_by(self, values: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is Made:
+            self.room -= 1  # for its first list
             target.append(values)
         elif type(target) is list or type(target) is Elements:
             target += values
@@ -234,6 +270,7 @@ class Machine:
         if len(pairs) % 2:
             raise ValueError("a key without a value")
         if type(target) is Made:
+            self.room -= 1  # for its first list
             target.set_items(pairs)
         elif type(target) is Pairs:
             target += pairs
@@ -260,6 +297,7 @@ class Machine:
         elif index == len(self.memo) and not self.far_memo:
             self.memo.append(self.stack[-1])
         else:
+            self.room -= 3  # which is how much more it takes
             self.far_memo[index] = self.stack[-1]
 
     def put_next(self) -> None:

@@ -20,6 +20,7 @@ from fastload.formats.record import (
 )
 from fastload.formats.safetensors import assemble
 from fastload.formats.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES
+from fastload.formats.state import check_names
 from fastload.formats.untrusted import show
 from fastload.geometry.blocks import num_blocks
 from fastload.storage.base import Storage
@@ -47,6 +48,7 @@ def read_folder(storage: Storage, listing: Sequence[str]) -> Manifest:
         )
     text = _read_record(storage)
     record = parse(text, url_of(storage, RECORD_NAME))
+    check_names(record.state, url_of(storage, RECORD_NAME), len(text))
     names = [file.name for file in record.files]
     try:
         stats = stat_all(storage, names)

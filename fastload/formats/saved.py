@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fastload.formats.values import BARE_NAME, Unknown, crowded, decode_value, key_text
+from fastload.formats.untrusted import MemoryBudget
+from fastload.formats.values import BARE_NAME, Unknown, crowded, decode_value, key_text, num_chars
 
-__all__ = ["SavedTensor", "children_of", "leaf_of", "leaves_of", "list_of", "read_keys"]
+__all__ = ["SavedTensor", "charge_names", "children_of", "leaf_of", "leaves_of", "list_of", "read_keys"]
 
+_DICTS = ("dict", "OrderedDict", "Counter")
+_NUM_NAMES = 2  # a list of the tensors, and the walk that makes the state
+_NUMBER_CHARS = 24  # more than most numbers take
 _KINDS = frozenset({None, "Tensor+grad", "Parameter", "Parameter+grad", "ndarray", "json"})
 
 
@@ -60,7 +64,7 @@ def children_of(node: Any) -> dict[Any, tuple[str, Any]] | None:
         return children_of(list_of(payload))
     if tag in ("state_dict", "defaultdict"):
         payload = list_of(payload)[tag == "defaultdict"]
-    elif tag not in ("dict", "OrderedDict", "Counter"):
+    elif tag not in _DICTS:
         return None
     keys = read_keys(list_of(payload)[::2])
     return {key: (key_text(key), child) for key, child in zip(keys, payload[1::2], strict=True)}
@@ -101,6 +105,62 @@ def _collect(node: Any, name: str, found: list[SavedTensor]) -> None:
         _collect(child, prefix + ending, found)
     if type(node) is dict and node.keys() == {"state_dict"}:
         _collect(list_of(node["state_dict"])[1], f"{prefix}_metadata", found)
+
+
+def charge_names(node: Any, num_prefix_chars: int, budget: MemoryBudget) -> None:
+    """Charges the names of all that is below a node, which are made whenever a state is walked through.
+
+    What is malformed is passed over: whoever walks there says so.
+
+    Args:
+        node: The node.
+        num_prefix_chars: Length of the name that it has.
+        budget: What to charge.
+
+    Raises:
+        ManifestError: They are over the limit.
+    """
+    if type(node) not in (list, dict):
+        return
+    budget.charge(_NUM_NAMES * num_prefix_chars)
+    if type(node) is list:
+        for child in node:
+            charge_names(child, num_prefix_chars + _NUMBER_CHARS, budget)
+        return
+    if len(node) != 1:
+        return
+    ((tag, payload),) = node.items()
+    if type(payload) is not list:
+        return
+    if tag == "tuple":
+        charge_names(payload, num_prefix_chars, budget)
+    elif tag in _DICTS:
+        _charge_items(payload, num_prefix_chars, budget)
+    elif tag in ("state_dict", "defaultdict"):
+        for part in payload:
+            if type(part) is list:
+                _charge_items(part, num_prefix_chars, budget)
+            else:
+                charge_names(part, num_prefix_chars + len("._metadata"), budget)
+    elif tag == "PerRank":
+        for part in payload:
+            charge_names(part, num_chars(payload[0]), budget)
+
+
+def _charge_items(items: list[Any], num_prefix_chars: int, budget: MemoryBudget) -> None:
+    for key, child in zip(items[::2], items[1::2], strict=False):
+        if type(child) is dict or type(child) is list:
+            num_key_chars = len(key) + 1 if type(key) is str and key.isascii() else _num_json_chars(key)
+            charge_names(child, num_prefix_chars + num_key_chars, budget)
+
+
+def _num_json_chars(node: Any) -> int:
+    """Returns about how many characters the JSON of a key takes; its part of a name takes fewer."""
+    if type(node) is list:
+        return sum(map(_num_json_chars, node))
+    if type(node) is dict:
+        return sum(_NUMBER_CHARS + _num_json_chars(payload) for payload in node.values())
+    return _NUMBER_CHARS + num_chars(node)
 
 
 def read_keys(nodes: list[Any]) -> list[Any]:

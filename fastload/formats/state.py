@@ -41,13 +41,15 @@ from fastload.base.memory import byte_view, host_view, uncollected
 from fastload.errors import FastloadError, ManifestError, OptionError, UnsupportedVersion
 from fastload.formats.per_rank import OWN_PREFIX, OwnView, view
 from fastload.formats.rebuilder import Rebuilder
-from fastload.formats.saved import SavedTensor, children_of, leaf_of, leaves_of
+from fastload.formats.saved import SavedTensor, charge_names, children_of, leaf_of, leaves_of
+from fastload.formats.untrusted import MemoryBudget
 from fastload.formats.values import Unknown, show_path
 
 __all__ = [
     "Description",
     "Rebuilder",
     "SavedTensor",
+    "check_names",
     "children",
     "describe",
     "leaf",
@@ -159,6 +161,23 @@ def leaf(structure: Any, name: str) -> SavedTensor | None:
         return SavedTensor(name, name)
     with _distrusting():
         return leaf_of(structure, name)
+
+
+def check_names(structure: Any, where: str, nbytes: int) -> None:
+    """Refuses a structure that makes very much of few bytes: long keys above very many tensors.
+
+    Args:
+        structure: Of the state.
+        where: The checkpoint, for messages.
+        nbytes: Length of the text that it was parsed from.
+
+    Raises:
+        ManifestError: The names below it are too long.
+    """
+    budget = MemoryBudget(where)
+    budget.add_input(nbytes)
+    with _distrusting():
+        charge_names(structure, 0, budget)
 
 
 def own_view(structure: Any, rank: int, size: int) -> OwnView:

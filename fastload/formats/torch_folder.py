@@ -13,7 +13,7 @@ from fastload.formats.manifest import Guard, Manifest, TensorEntry
 from fastload.formats.names import BIN_INDEX_NAME, BIN_NAME
 from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
 from fastload.formats.state import children, leaves
-from fastload.formats.untrusted import show
+from fastload.formats.untrusted import MemoryBudget, show
 from fastload.storage.base import FileStat, Storage
 
 __all__ = ["moved", "read_folder"]
@@ -36,16 +36,17 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     weight_map = read_index(storage, BIN_INDEX_NAME) if BIN_INDEX_NAME in listing else {}
     names = sorted({*weight_map.values()}) or [BIN_NAME]
     stats = stat_all(storage, names)
-    parts = in_threads(lambda name: _read(storage, name, stats[name], exact=exact), names)
+    budget = MemoryBudget(storage.url)
+    parts = in_threads(lambda name: _read(storage, name, stats[name], budget, exact=exact), names)
     return _join(storage.url, parts, weight_map) if weight_map else parts[0]
 
 
-def _read(storage: Storage, name: str, stat: FileStat, *, exact: bool) -> Manifest:
+def _read(storage: Storage, name: str, stat: FileStat, budget: MemoryBudget, *, exact: bool) -> Manifest:
     head = read_bytes(storage, name, 0, min(stat.nbytes, _LONGEST_START))
     if torch_zip.is_one(head):
-        return torch_zip.read_file(storage, name, stat, exact=exact)
+        return torch_zip.read_file(storage, name, stat, exact=exact, budget=budget)
     if torch_legacy.is_one(head):
-        return torch_legacy.read_file(storage, name, stat, exact=exact)
+        return torch_legacy.read_file(storage, name, stat, exact=exact, budget=budget)
     raise ManifestError(f"{url_of(storage, name)}: no file of torch.save: it starts with {head[:8]!r}")
 
 

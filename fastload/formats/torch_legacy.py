@@ -15,11 +15,10 @@ from fastload.formats.manifest import FileEntry, Manifest
 from fastload.formats.pickled import Pairs, persistent_ids
 from fastload.formats.reading import read_bytes, url_of
 from fastload.formats.stored_tensor import StorageRef
-from fastload.formats.torch_objects import Objects
-from fastload.formats.torch_state import describe_objects
+from fastload.formats.torch_state import read_described
 from fastload.formats.torch_zip import entries_of, guards_of
 from fastload.formats.unpickle import Truncated, unpickle_first
-from fastload.formats.untrusted import show
+from fastload.formats.untrusted import MemoryBudget, show
 from fastload.formats.zip_directory import Record
 from fastload.storage.base import FileStat, Storage
 
@@ -37,7 +36,14 @@ def is_one(head: bytes) -> bool:
     return head.startswith(_START)
 
 
-def read_file(storage: Storage, name: str, stat: FileStat, *, exact: bool = False) -> Manifest:
+def read_file(
+    storage: Storage,
+    name: str,
+    stat: FileStat,
+    *,
+    exact: bool = False,
+    budget: MemoryBudget | None = None,
+) -> Manifest:
     """Reads a file as if it were all there is; of its tensors nothing.
 
     Args:
@@ -45,6 +51,7 @@ def read_file(storage: Storage, name: str, stat: FileStat, *, exact: bool = Fals
         name: What it is called there.
         stat: Its size and version.
         exact: Whether to look at the number before each storage; else guards say what it has to be.
+        budget: That of the checkpoint, if it has other files.
 
     Raises:
         ManifestError: It is malformed, or big-endian.
@@ -61,7 +68,7 @@ def read_file(storage: Storage, name: str, stat: FileStat, *, exact: bool = Fals
         for key, record in storages.items():
             if read_bytes(storage, name, record.header, _LENGTH_BYTES) != record.head:
                 raise ManifestError(f"{where}: storage {show(key)} is not as long as its state says")
-    structure, tensors = describe_objects(Objects(where).value(state), where, len(head))
+    structure, tensors = read_described(state, len(head), where, budget=budget)
     entries = entries_of(tensors, storages, where, stat.nbytes)
     files = (FileEntry(name, stat.nbytes, stat.version, xxhash.xxh3_128_hexdigest(head)),)
     guards, heads = ((), ()) if exact else guards_of(storages.values())

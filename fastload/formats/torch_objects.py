@@ -17,14 +17,17 @@ import torch
 from fastload.errors import ManifestError
 from fastload.formats.pickled import Elements, Global, Made, Pairs, Persistent
 from fastload.formats.stored_tensor import DTYPES, StorageRef, StoredTensor
-from fastload.formats.untrusted import is_size, show
+from fastload.formats.untrusted import MemoryBudget, is_size, show
 from fastload.formats.values import FACTORIES, MAX_DEPTH, crowded
 
 __all__ = ["Objects", "Refused"]
 
 _NOT_LISTED = "it is not on the list of what is read without running it"
 _MAX_DIMS = 64
+_MAX_ARGS = 16
 _MAX_KEY_PARTS = 100
+_OBJECT_BYTES = 256  # of a container, with what is kept to find it again
+_ITEM_BYTES, _ENTRY_BYTES = 8, 64  # of a list, of a dict
 _DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,3})?")
 
 
@@ -53,10 +56,12 @@ class Objects:
 
     Args:
         where: What it is, for messages.
+        budget: Charged with the memory that it takes.
     """
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, budget: MemoryBudget) -> None:
         self._where = where
+        self._budget = budget
         self._known: dict[int, Any] = {}
         self._storage_dtypes: dict[str, torch.dtype] = {}
         self._depth = 0
@@ -65,7 +70,7 @@ class Objects:
         """Returns what a node stands for.
 
         Raises:
-            ManifestError: A name that is known is used as nobody uses it.
+            ManifestError: A name that is known is used as nobody uses it, or it takes too much memory.
         """
         kind = type(node)
         if kind is Global:
@@ -77,6 +82,7 @@ class Objects:
             return self._known[id(node)]
         if self._depth >= MAX_DEPTH + 10:  # a tensor takes a few levels more than it has in the state
             return Refused("a container", f"nested deeper than {MAX_DEPTH} levels")
+        self._budget.charge(_OBJECT_BYTES)
         self._known[id(node)] = Refused("a container", "it contains itself")
         self._depth += 1
         try:
@@ -94,10 +100,13 @@ class Objects:
     # Containers
 
     def _list(self, node: Sequence[Any]) -> Any:
+        self._budget.charge(_ITEM_BYTES * len(node))
+        if _STAND_FOR_OTHERS.isdisjoint(map(type, node)):  # in C: there may be very many
+            return list(node)
         return [self.value(child) for child in node]
 
     def _tuple(self, node: Sequence[Any]) -> Any:
-        return tuple(map(self.value, node))
+        return tuple(self._list(node))
 
     def _dict(self, node: Pairs) -> Any:
         return self._fill({}, node)
@@ -113,6 +122,7 @@ class Objects:
 
     def _keys(self, nodes: Sequence[Any]) -> list[Any]:
         """Returns keys of a dict, or members of a set: plain values and tuples of them, cheap to hash."""
+        self._budget.charge(_ENTRY_BYTES * len(nodes))
         keys = [self._key(node, iter(range(_MAX_KEY_PARTS))) for node in nodes]
         if why := crowded(keys):
             raise _NotKnown("a dict or a set", why)
@@ -122,6 +132,7 @@ class Objects:
         if next(parts, None) is None:  # a tuple of tuples may have far more of them than it takes to say so
             raise _NotKnown("keyed by a tuple", f"it has more than {_MAX_KEY_PARTS} parts")
         if type(node) is tuple:
+            self._budget.charge(_ENTRY_BYTES * (1 + min(len(node), _MAX_KEY_PARTS)))
             return tuple(self._key(part, parts) for part in node)
         key = node if type(node) in _PLAIN_KEYS else self.value(node)
         if type(key) not in _PLAIN_KEYS and type(key) not in (torch.dtype, torch.device, torch.Size, complex):
@@ -135,7 +146,7 @@ class Objects:
         if make is None:
             what = _REFUSED_TENSORS.get(made.what)
             raise _NotKnown(what, _ONLY_DENSE) if what else _NotKnown(str(made.what))
-        if type(made.args) is not tuple or made.kwargs:
+        if type(made.args) is not tuple or len(made.args) > _MAX_ARGS or made.kwargs:
             raise ValueError("arguments that are none")
         return make(self, made)
 
@@ -145,7 +156,9 @@ class Objects:
             key, value = pair
             self._fill(result, Pairs((key, value)))
         self._fill(result, made.pairs)
-        attributes = {} if made.state is None else made.state.by_text(self._where)
+        state = Pairs() if made.state is None else _pairs(made.state)
+        self._budget.charge(_ENTRY_BYTES * len(state))
+        attributes = state.by_text(self._where)
         if attributes.keys() - {"_metadata"}:
             why = f"its attributes {show(sorted(attributes))} cannot be kept"
             raise _NotKnown("a collections.OrderedDict", why)
@@ -165,7 +178,7 @@ class Objects:
         factory = made.args[0] if made.args else None
         known = factory is None or (type(factory) is Global and factory.module == "builtins")
         if not known or (factory is not None and factory.name not in FACTORIES):
-            raise _NotKnown(f"a defaultdict of {factory}")
+            raise _NotKnown(f"a defaultdict of {show(factory)}")
         return self._fill(defaultdict(None if factory is None else FACTORIES[factory.name]), made.pairs)
 
     def _set_of(self, made: Made) -> Any:
@@ -180,6 +193,8 @@ class Objects:
 
     def _bytes_of(self, value: Any = b"", encoding: str = "latin-1") -> bytes:
         value = self.value(value)
+        if type(value) in (str, bytes, bytearray):
+            self._budget.charge(2 * len(value))
         if type(value) is str and encoding in ("latin-1", "latin1", "utf-8", "utf8", "ascii"):
             return value.encode(encoding)
         if type(value) not in (bytes, bytearray):
@@ -270,13 +285,13 @@ class Objects:
     def _typed(self, made: Made) -> Any:
         function, kind, args, _ = made.args
         if kind not in (_TENSOR, _PARAMETER):
-            raise _NotKnown(f"a tensor of type {kind}", _ONLY_PLAIN)
+            raise _NotKnown(f"a tensor of type {show(kind)}", _ONLY_PLAIN)
         if type(function) is not Global or function not in _REBUILDS:
-            raise _NotKnown(str(function))
-        return _REBUILDS[function](self, Made(function, args))
+            raise _NotKnown(show(function))
+        return self._made(Made(function, args))
 
     def _subclass(self, made: Made) -> Any:
-        raise _NotKnown(f"a tensor of type {made.args[0]}", _ONLY_PLAIN)
+        raise _NotKnown(f"a tensor of type {show(made.args[0])}", _ONLY_PLAIN)
 
 
 def _pairs(node: Any) -> Pairs:
@@ -304,6 +319,8 @@ _KINDS: dict[type, Callable[[Objects, Any], Any]] = {
     Made: Objects._made,
     Persistent: Objects._bare_storage,
 }
+
+_STAND_FOR_OTHERS = frozenset({*_KINDS, Global})
 
 _REBUILDS = {
     Global("torch._utils", name): make

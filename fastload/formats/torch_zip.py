@@ -18,7 +18,7 @@ from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorE
 from fastload.formats.reading import read_bytes, url_of
 from fastload.formats.stored_tensor import StoredTensor
 from fastload.formats.torch_state import read_state
-from fastload.formats.untrusted import show
+from fastload.formats.untrusted import MemoryBudget, show
 from fastload.formats.zip_directory import Directory, ReadRange, Record, read_directory
 from fastload.geometry.box import Box
 from fastload.storage.base import FileStat, Storage
@@ -50,7 +50,14 @@ def is_one(head: bytes) -> bool:
     return head.startswith((b"PK\3\4", b"PK\5\6"))  # the latter if nothing is in it
 
 
-def read_file(storage: Storage, name: str, stat: FileStat, *, exact: bool = False) -> Manifest:
+def read_file(
+    storage: Storage,
+    name: str,
+    stat: FileStat,
+    *,
+    exact: bool = False,
+    budget: MemoryBudget | None = None,
+) -> Manifest:
     """Reads a file as if it were all there is; of its tensors nothing.
 
     Args:
@@ -58,6 +65,7 @@ def read_file(storage: Storage, name: str, stat: FileStat, *, exact: bool = Fals
         name: What it is called there.
         stat: Its size and version.
         exact: Whether to look at what is before each storage; else guards say what has to be there.
+        budget: That of the checkpoint, if it has other files.
 
     Raises:
         ManifestError: It is malformed.
@@ -65,7 +73,7 @@ def read_file(storage: Storage, name: str, stat: FileStat, *, exact: bool = Fals
     """
     where = url_of(storage, name)
     archive = _open(storage, name, stat.nbytes, exact=exact)
-    structure, tensors = read_state(archive.pickle, f"{where}: data.pkl")
+    structure, tensors = read_state(archive.pickle, f"{where}: data.pkl", budget=budget)
     entries = entries_of(tensors, archive.storages, where, stat.nbytes)
     files = (FileEntry(name, stat.nbytes, stat.version, archive.digest),)
     guards, heads = guards_of(archive.storages.values())

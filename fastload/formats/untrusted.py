@@ -13,6 +13,7 @@ from fastload.errors import ManifestError
 
 __all__ = [
     "MAX_INT",
+    "MemoryBudget",
     "are_sizes",
     "is_plain_path",
     "is_size",
@@ -24,9 +25,46 @@ __all__ = [
 ]
 
 MAX_INT = 2**63 - 1
+_FREE_BYTES = 128 << 20
+_BYTES_PER_INPUT_BYTE = 16
 
 _repr = reprlib.Repr()
 _repr.maxstring, _repr.maxother, _repr.maxlist, _repr.maxlevel = 200, 200, 16, 3
+
+
+class MemoryBudget:
+    """Limits the memory that the values of a checkpoint take.
+
+    A few bytes of a file can refer to one value many times, or make long names of one key. So what is made of
+    them is charged before it is made, by its length in bytes.
+
+    Args:
+        where: The checkpoint, for messages.
+        free_bytes: Memory that may be taken whatever the input.
+    """
+
+    def __init__(self, where: str, free_bytes: int = _FREE_BYTES) -> None:
+        self._where = where
+        self._left_bytes = free_bytes
+        self._total_bytes = free_bytes
+
+    def add_input(self, nbytes: int) -> None:
+        """Raises the limit by what so many bytes of a file allow."""
+        self._left_bytes += _BYTES_PER_INPUT_BYTE * nbytes
+        self._total_bytes += _BYTES_PER_INPUT_BYTE * nbytes
+
+    def charge(self, nbytes: int) -> None:
+        """Charges memory that is about to be taken.
+
+        Raises:
+            ManifestError: It is over the limit.
+        """
+        self._left_bytes -= nbytes
+        if self._left_bytes < 0:
+            raise ManifestError(
+                f"{self._where}: its values take more than {self._total_bytes} bytes of memory: most of them "
+                "are repeated, or have very long names"
+            )
 
 
 def show(value: Any) -> str:

@@ -17,7 +17,7 @@ import re
 import struct
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,11 +33,13 @@ __all__ = [
     "Attribute",
     "NotPlain",
     "Unknown",
+    "are_json",
     "crowded",
     "decode_value",
     "encode_value",
     "import_numpy",
     "key_text",
+    "num_chars",
     "show_key",
     "show_path",
     "tensor_name",
@@ -164,6 +166,31 @@ def key_text(key: Any) -> str:
     if type(key) is tuple:
         return f"({', '.join(map(key_text, key))})"
     return repr(key) if type(key) is bytes else str(key)
+
+
+def are_json(values: Sequence[Any]) -> bool:
+    """Whether all of some values are their own JSON; only where they are of one type, which C finds out."""
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        return bool(min(values) > -_MAX_INT and max(values) < _MAX_INT)
+    if kinds == {float}:
+        return all(map(math.isfinite, values))
+    if kinds == {str}:
+        return all(map(str.isascii, values))
+    return kinds <= {type(None), bool}
+
+
+def num_chars(value: Any) -> int:
+    """Returns about how many characters a plain value takes as JSON, or as a part of a name; rather more."""
+    if isinstance(value, str):
+        return len(value) if value.isascii() else 6 * len(value)  # as \uXXXX
+    if isinstance(value, bytes | bytearray):
+        return 4 * len(value)  # as \xXX
+    if type(value) is int:
+        return value.bit_length() // 3
+    if type(value) is tuple:
+        return sum(map(num_chars, value))
+    return 0
 
 
 # From here on: type → JSON, then tag → value

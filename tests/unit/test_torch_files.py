@@ -376,6 +376,7 @@ BAD_FILES = {
     "repeats": (zipped(b"\x80\x02}q\0" + b"]q\1(" + b"K\1" * 100 + b"e" + b"".join(
         b"]" + b"q" + bytes((i,)) + b"(" + (b"h" + bytes((i - 1,))) * 100 + b"e" for i in range(2, 9)
     ) + b"K\1" * 0 + b"\x85" * 1 + b"."), "not come to one value|most of them repeated"),
+    "attributes": (zipped(pickled({"a": Call(OrderedDict, state=[1])})), r"\[1\] in place of a dict"),
     "garbage": (zipped(b"\x80\x02garbage"), "the pickle is"),
     "cut pickle": (zipped(pickled(GOOD)[:-1]), "the pickle is cut off"),
 }  # fmt: skip
