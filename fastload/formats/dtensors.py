@@ -259,7 +259,8 @@ class Group:
                 f"{name}: {self._place} has a DTensor on a mesh with ranks {_some(outside)}, which take no "
                 f"part in this {self._call}: {self._call} with a process_group= of all of them"
             )
-        if problem := self._groups_of(tensor.device_mesh) or _disorder(tensor.device_mesh, tensor.placements):
+        mesh = tensor.device_mesh
+        if problem := self._groups_of(mesh) or _disorder(tensor.shape, mesh, tensor.placements):
             yield f"{name}: {self._place} has a DTensor on a mesh {problem}"
             return
         local = local_of(tensor)
@@ -288,16 +289,35 @@ class Group:
         return found
 
 
-def _disorder(mesh: Any, placements: Sequence[Any]) -> str:
-    """Says why `full_tensor` is not the same on all ranks of a mesh; empty if it is."""
+def _disorder(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> str:
+    """Says why `full_tensor` is not what placements say on a mesh; empty if it is."""
     order = _order_of(mesh)
-    cutting = [dim for dim, placement in enumerate(placements) if getattr(placement, "dim", None) is not None]
-    if not order.mixed.intersection(permutations(cutting, 2)):
+    cuts = {dim: one.dim for dim, one in enumerate(placements) if getattr(one, "dim", None) is not None}
+    if order.mixed.intersection(permutations(cuts, 2)):
+        why = (
+            "which ascend along some lines and not along others: full_tensor() is not the same on all of them"
+        )
+    elif len(set(cuts.values())) < len(cuts) and not _is_alike(order, tuple(shape), mesh.shape, placements):
+        # There full_tensor expects shards as large as coordinates say.
+        why = "which do not ascend, and cut a dimension more than once, unevenly: full_tensor() fails there"
+    else:
         return ""
-    return (
-        f"of ranks {order.ranks}, which ascend along some lines and not along others: full_tensor() is not "
-        "the same on all of them. Make the mesh with sorted ranks"
-    )
+    return f"of ranks {order.ranks}, {why}. Make the mesh with sorted ranks"
+
+
+def _is_alike(
+    order: _Order, shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any]
+) -> bool:
+    """Whether each rank has as much by its numbers in its groups as it has by its coordinate."""
+    for coordinate in product(*map(range, mesh_shape)):
+        index = order.index_at(coordinate)
+        if index != coordinate:
+            one, other = (
+                placed_intervals(shape, mesh_shape, at, placements)[0] for at in (index, coordinate)
+            )
+            if local_shape(one) != local_shape(other):
+                return False
+    return True
 
 
 def _other_groups(mesh: Any) -> str:

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import fastload
 from fastload.errors import MismatchError, OptionError, PeerError
 from tests.dist.harness import ranks
+from tests.soak import shard_cases
 
 OPTIONS = fastload.SaveOptions(timeout_s=20, overwrite=True)
 PLACEMENTS: dict[str, list[Any]] = {
@@ -110,15 +111,30 @@ def test_fsdp2_on_any_line_of_ranks(rank: int, world: int, tmp_path: Path) -> No
         assert all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True)), number
 
 
-@ranks(3)
-def test_what_is_cut_unevenly_where_the_mesh_does_not_say(rank: int, world: int, tmp_path: Path) -> None:
-    """`distribute_tensor` itself loses rows there: 7 on 3 ranks are 3, 3 and 1."""
-    mesh = DeviceMesh("cpu", [2, 1, 0])
-    uneven = distribute_tensor(torch.arange(14.0).reshape(7, 2), mesh, [Shard(0)])
+@ranks(4)
+def test_what_is_cut_unevenly_where_full_tensor_fails(rank: int, world: int, tmp_path: Path) -> None:
+    """`distribute_tensor` loses rows there; what is cut twice is gathered in sizes that it does not have."""
     fastload.save({"w": torch.ones(7, 2)}, tmp_path / "plain", options=OPTIONS)
-    text = r"w: .* local tensor of shape \[., 2\]"
-    refused(text, lambda: fastload.save({"w": uneven}, tmp_path / "bad", options=OPTIONS))
-    refused(text, lambda: fastload.load(tmp_path / "plain", into={"w": uneven}))
+    line, square = DeviceMesh("cpu", [3, 2, 1, 0]), DeviceMesh("cpu", [[3, 2], [1, 0]])
+    lost = distribute_tensor(torch.ones(7, 2), line, [Shard(0)])
+    held = torch.ones(2 if rank < 3 else 1, 2)  # FSDP2 of rows: 4 and 3, then 2, 2, 2 and 1
+    given = {"run_check": False, "shape": lost.shape, "stride": lost.stride()}
+    twice = DTensor.from_local(held, square, [Shard(0), Shard(0)], **given)
+    for dtensor, text in (
+        (lost, r"w: .* local tensor of shape \[., 2\]"),
+        (twice, "w: .* cut a dimension more"),
+    ):
+        before = dtensor.to_local().clone()
+        refused(text, lambda one=dtensor: fastload.save({"w": one}, tmp_path / "bad", options=OPTIONS))  # type: ignore[misc]
+        refused(text, lambda one=dtensor: fastload.load(tmp_path / "plain", into={"w": one}))  # type: ignore[misc]
+        assert torch.equal(dtensor.to_local(), before)
+        assert not (tmp_path / "bad").exists()
+
+
+@ranks(4)
+def test_random_states_on_random_meshes(rank: int, world: int, tmp_path: Path) -> None:
+    """A short run of the soak; the long one is `python -m tests.soak.state --sharded`."""
+    assert sum(shard_cases.run_some(rank, world, 3, 0, 6, tmp_path).values()) > 6
 
 
 @ranks(4)

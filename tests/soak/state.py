@@ -1,13 +1,17 @@
 """Random states into random targets: all is restored, or it is refused and nothing was changed.
 
-    python -m tests.soak.state --draws 2000 --seed 1
+    python -m tests.soak.state --draws 2000 --seed 1 [--sharded]
 
-It stops at the first wrong end, makes it as small as it can, and shows it.
+It stops at the first wrong end, makes it as small as it can, and shows it. With ``--sharded`` the states are
+DTensors of 2 to 6 ranks on meshes that are drawn, and what is right is what `full_tensor` says.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import random
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -18,9 +22,14 @@ import hypothesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.dist.harness import run_ranks
+from tests.soak import shard_cases
 from tests.soak.state_cases import draw, run
 
-__all__ = ["soak"]
+__all__ = ["soak", "soak_sharded"]
+
+_WORLDS = (2, 3, 4, 4, 6)
+_NUM_IN_A_ROW = 20  # on the same processes, which keep the groups of all meshes
 
 
 def soak(num_draws: int, seed: int, folder: Path) -> Counter[str]:
@@ -43,18 +52,35 @@ def soak(num_draws: int, seed: int, folder: Path) -> Counter[str]:
     return tally
 
 
+def soak_sharded(num_draws: int, seed: int, folder: Path) -> Counter[str]:
+    """Runs so many draws on several ranks; returns how they ended."""
+    tally: Counter[str] = Counter()
+    for first in range(0, num_draws, _NUM_IN_A_ROW):
+        num = min(_NUM_IN_A_ROW, num_draws - first)
+        world = _WORLDS[first // _NUM_IN_A_ROW % len(_WORLDS)]
+        with contextlib.redirect_stdout(io.StringIO()):  # what torch logs of meshes
+            ends = run_ranks(
+                shard_cases.run_some, world, deadline_s=120, same=True,
+                seed=seed, first=first, num=num, folder=folder / str(first),
+            )  # fmt: skip
+        tally += ends[0]
+        shutil.rmtree(folder / str(first), ignore_errors=True)
+    return tally
+
+
 @click.command()
 @click.option("--draws", default=2000, show_default=True)
 @click.option("--seed", default=1, show_default=True)
-def main(draws: int, seed: int) -> None:
+@click.option("--sharded", is_flag=True, help="DTensors on meshes that are drawn, on several ranks.")
+def main(draws: int, seed: int, sharded: bool) -> None:
     """Run the soak."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
-        tally = soak(draws, seed, Path(name))
+        tally = (soak_sharded if sharded else soak)(draws, seed, Path(name))
     for line, count in sorted(tally.items()):
         click.echo(f"{count:5d}  {line}")
     seconds = time.monotonic() - began
-    click.echo(f"{tally.total()} draws, seed {seed}: every one ended as it may ({seconds:.0f} s)")
+    click.echo(f"{draws} draws, seed {seed}: every one ended as it may ({seconds:.0f} s)")
 
 
 if __name__ == "__main__":
