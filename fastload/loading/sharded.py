@@ -18,7 +18,6 @@ from fastload.loading.match import Match
 from fastload.ranks.world import require_same
 from fastload.transfer.claims import Claim, Claims
 from fastload.transfer.exchange import ring_order
-from fastload.transfer.groups import groups_of
 from fastload.transfer.lanes import Lanes
 from fastload.transfer.parcels import ParcelSlabs
 from fastload.transfer.partners import partners
@@ -138,9 +137,9 @@ def _exchange(wish: Wish, plan: RoutedPlan) -> Exchange:
     world, pinned = wish.opened.world, is_accelerator(wish.device)
     if not plan.exchanges:
         return LocalExchange(pinned=pinned)
-    groups = groups_of(plan) if wish.backend else ()
-    if groups:
-        from fastload.transfer.device_routed import DeviceRoutedExchange
+    if wish.backend:
+        from fastload.transfer.device_routed import DeviceRoutedExchange, groups_of
 
-        return DeviceRoutedExchange(world, groups, wish.device, wish.backend)
+        if groups := groups_of(plan):
+            return DeviceRoutedExchange(world, groups, wish.device, wish.backend)
     return RoutedExchange(world, partners(plan, world.rank), pinned=pinned)

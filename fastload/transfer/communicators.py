@@ -1,11 +1,13 @@
-"""Communicators between devices, one for each line or group of a rank, kept with the process group."""
+"""What exchanges between devices stand on: communicators of their own, and a thread that waits for events."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,11 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fastload.base.devices import use_stream
+from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import background, within
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.ranks.world import World
+from fastload.transfer.rounds import TICK_S, Round
 
-__all__ = ["Communicators"]
+__all__ = ["Communicators", "Endings"]
 
 _NO_TIMEOUT = timedelta(days=7)  # of a collective: the load has its own deadlines
 _MAX_CTAS = 8  # of each NCCL communicator: those of all phases have to run at once
@@ -202,3 +207,65 @@ def _without_watchdog(name: str) -> Iterator[None]:
             os.environ.pop(variable)
             if before is not None:
                 os.environ[variable] = before
+
+
+_Running = tuple[Round, torch.Event, Callable[[], None]]
+
+
+class Endings:
+    """A thread that waits for the rounds on a device, one after the other.
+
+    Args:
+        device: This rank's accelerator, with its number.
+        watch: Stopped when a round is here.
+    """
+
+    def __init__(self, device: torch.device, watch: Stopwatch) -> None:
+        self._watch = watch
+        self._broke = False
+        self._is_closed = False
+        self._stream = torch.Stream(device)
+        self._running: queue.SimpleQueue[_Running | None] = queue.SimpleQueue()
+        self._thread = background(self._wait_all, "fastload-events")
+
+    def begin(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def follow(self, work: Round, ended: torch.Event, note: Callable[[], None]) -> None:
+        """Has a round end as soon as an event has come.
+
+        Args:
+            work: The round.
+            ended: Recorded after all that belongs to it, unless it broke.
+            note: Called then, unless it broke.
+        """
+        self._running.put((work, ended, note))
+
+    def close(self) -> bool:
+        """Ends the thread; returns whether all rounds have ended well. Those that have not are given up."""
+        self._is_closed = True
+        if self._thread.is_alive():
+            self._running.put(None)
+            self._thread.join(2 * TICK_S)
+        return not self._broke and not self._thread.is_alive()
+
+    def _wait_all(self) -> None:
+        # A new thread is on the default stream of the first device, both of which others use.
+        with torch.inference_mode(), use_stream(self._stream):
+            while (running := self._running.get()) is not None:
+                self._wait(*running)
+
+    def _wait(self, work: Round, ended: torch.Event, note: Callable[[], None]) -> None:
+        try:
+            while work.error is None and not ended.query():
+                if self._is_closed:  # a rank that is gone lets it never come
+                    raise RuntimeError("the load ended before the round did")
+                time.sleep(0.0002)  # a blocking wait could not be abandoned
+            if work.error is None:
+                note()
+        except RuntimeError as error:  # of any kernel before it
+            work.broke(error)
+        self._broke |= work.error is not None
+        self._watch.stop(work.began, round=work.index)
+        work.done.set()

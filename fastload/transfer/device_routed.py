@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
@@ -15,13 +17,14 @@ from fastload.base.devices import use_stream
 from fastload.base.memory import allocate, allocate_staging
 from fastload.base.stopwatch import Stopwatch
 from fastload.ranks.world import World
-from fastload.transfer.communicators import Communicators
-from fastload.transfer.endings import Endings
+from fastload.transfer.communicators import Communicators, Endings
 from fastload.transfer.lanes import Ranks
-from fastload.transfer.rounds import FAILED, FlatSlab, Round
-from fastload.transfer.spreads import Spreads
+from fastload.transfer.rounds import FAILED, FlatSlab, Leg, Round
+from fastload.transfer.route import RoutedPlan
 
-__all__ = ["DeviceRoutedExchange"]
+__all__ = ["DeviceRoutedExchange", "groups_of", "handed", "spread"]
+
+_MAX_NUM_GROUPS = 4  # of one rank: each takes a communicator
 
 
 class DeviceRoutedExchange:
@@ -122,3 +125,111 @@ class DeviceRoutedExchange:
         # What the caller's thread has allocated in inference mode cannot be written in another mode.
         with torch.inference_mode(), use_stream(stream):
             yield
+
+
+class Spreads:
+    """The groups of one rank, each with a process group.
+
+    All ranks call what they have part in in one order: by round, what is handed before what is spread, by
+    group. So they cannot wait for each other in a circle, though some are ahead of others.
+
+    Args:
+        rank: This one.
+        groups: The backend of a process group for each of this rank's groups; see `groups_of`.
+    """
+
+    def __init__(self, rank: int, groups: Mapping[Ranks, Any]) -> None:
+        self._rank = rank
+        self._groups = groups
+        self._everyone = groups[max(groups, key=len)] if groups else None
+
+    def bring(self, legs: Collection[Leg]) -> None:
+        """Brings the parcels of a round to those who want them.
+
+        Args:
+            legs: All that goes through this rank.
+        """
+        if found := handed(legs):
+            _at_once(self._everyone, [partial(self._hand, leg) for leg in found])
+        for ranks, found in spread(legs).items():
+            group = self._groups[ranks]
+            _at_once(group, [partial(_broadcast, group, leg) for leg in found])
+
+    def _hand(self, leg: Leg) -> Any:
+        """The group of all has the ranks' own numbers."""
+        assert self._everyone is not None
+        if leg.parcel.hop == 0:
+            return self._everyone.send([leg.data], leg.parcel.first, 0)
+        return self._everyone.recv([leg.data], leg.parcel.reader, 0)
+
+
+def _broadcast(group: Any, leg: Leg) -> Any:
+    how = dist.BroadcastOptions()
+    how.rootRank = leg.parcel.ranks.index(leg.parcel.first)
+    return group.broadcast([leg.data], how)
+
+
+def _at_once(group: Any, calls: Sequence[Callable[[], Any]]) -> None:
+    """Calls what a group is to do, at once where its backend can."""
+    coalesced = group.supports_coalescing
+    if coalesced:
+        group._start_coalescing()
+    works = [call() for call in calls]
+    if coalesced:
+        works = [group._end_coalescing()]
+    for work in works:
+        work.wait()
+
+
+def groups_of(plan: RoutedPlan) -> tuple[Ranks, ...]:
+    """Returns the groups that the parcels of a plan go around in, ascending; the same on all ranks.
+
+    These are the ranks that want the same, and all ranks if some parcel is read by a rank that does not want
+    it. There are none if no two ranks want the same, if some rank were in too many groups, or if there is no
+    room for chunks in host memory besides slabs on devices.
+
+    Args:
+        plan: The plan.
+    """
+    if plan.slab_bytes + plan.longest_chunk_bytes > plan.staging_bytes:
+        return ()
+    readers: dict[int, set[int]] = defaultdict(set)
+    for share in plan.shares:
+        readers[share.lane].add(share.reader)
+    wanting = {ranks for lane in readers for ranks in plan.lanes.densities[lane]}
+    groups = {ranks for ranks in wanting if len(ranks) > 1}
+    counts = Counter(rank for ranks in groups for rank in ranks)
+    if max(counts.values(), default=0) > _MAX_NUM_GROUPS or not groups:
+        return ()
+    is_handed = any(
+        not of_lane <= set(ranks) for lane, of_lane in readers.items() for ranks in plan.lanes.densities[lane]
+    )
+    return tuple(sorted(groups | {tuple(sorted(plan.order))} if is_handed else groups))
+
+
+def handed(legs: Iterable[Leg]) -> list[Leg]:
+    """Returns what this rank hands to, or gets from, a rank that reads but does not want it.
+
+    In an order that is the same on both of them.
+
+    Args:
+        legs: All that goes through this rank in a round.
+    """
+    return _in_order(leg for leg in legs if leg.parcel.is_handed and leg.parcel.hop <= 1)
+
+
+def spread(legs: Iterable[Leg]) -> dict[Ranks, list[Leg]]:
+    """Returns what goes around in each group of this rank's; groups, and legs, in one order on all ranks.
+
+    Args:
+        legs: All that goes through this rank in a round.
+    """
+    found: dict[Ranks, list[Leg]] = {}
+    for leg in _in_order(leg for leg in legs if leg.parcel.is_own and len(leg.parcel.ranks) > 1):
+        found.setdefault(leg.parcel.ranks, []).append(leg)
+    return found
+
+
+def _in_order(legs: Iterable[Leg]) -> list[Leg]:
+    # Of one reader, each group has at most one parcel in a round.
+    return sorted(legs, key=lambda leg: (leg.parcel.ranks, leg.parcel.reader))

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fastload.transfer.device_exchange import Lines
 from fastload.transfer.grid import Grid
-from fastload.transfer.lines import Lines
 from fastload.transfer.windows import Windows
 from tests.dist.harness import ranks
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fastload
 from fastload.base import memory
 from fastload.formats.state import state_digest
-from fastload.loading import sharded
 from fastload.saving import spares
+from fastload.transfer import device_routed
 from fastload.transfer.route import RoutedPlan
 from tests.checkpoints import assert_same_bits, flip
 from tests.dist.test_sharded import emptied, locals_of, make, write
@@ -367,7 +367,7 @@ def test_parcels_are_packed_on_the_device(
 ) -> None:
     """As if they went to others, which takes no second device; communicators are kept for the second load."""
     monkeypatch.setattr(RoutedPlan, "exchanges", True)
-    monkeypatch.setattr(sharded, "groups_of", lambda plan: ((0,),))
+    monkeypatch.setattr(device_routed, "groups_of", lambda plan: ((0,),))
     saved = {f"w{number}": torch.randn(300 + number, 1000) for number in range(3)}
     save_file(saved, tmp_path / "model.safetensors")
     options = fastload.LoadOptions(strategy="allgather", chunk_bytes=chunk_bytes, timeout_s=60)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastload.geometry.box import Runs
 from fastload.geometry.extents import Extent
-from fastload.transfer.groups import groups_of, handed, spread
+from fastload.transfer.device_routed import groups_of, handed, spread
 from fastload.transfer.rounds import Leg
 from fastload.transfer.route import RoutedPlan, Routes
 from tests.unit.test_routes import Want, jobs, plan_of

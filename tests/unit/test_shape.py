@@ -28,9 +28,9 @@ DISTRIBUTED = {
     "ranks/world.py",
     "transfer/communicators.py",
     "transfer/exchange.py",
-    "transfer/lines.py",
+    "transfer/device_exchange.py",
     "transfer/links.py",
-    "transfer/spreads.py",
+    "transfer/device_routed.py",
 }
 ENVIRONMENT = {
     "doctor/facts.py",
