@@ -311,7 +311,7 @@ class Bonded(Rendezvous):
         def look() -> float:
             nonlocal next_look, was_decided
             now = time.monotonic()
-            left_s = max(began, self._heard_at) + wait_s - now
+            left_s = max(began, self._pulse.heard_at) + wait_s - now
             if left_s <= 0:
                 raise BondsBroken
             if now >= next_look:

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fastload.base.threads import within
@@ -24,6 +24,21 @@ _FIRST_POLL_S = 0.0005
 _POLL_OF_A_RANK_S = 0.0001  # what one costs the server, about, which all ranks ask
 _LISTENING_S = 1.0
 _LAST_POLL_S = 0.05
+
+
+@dataclass
+class _Pulse:
+    """The counter by which ranks tell that they get on.
+
+    Attributes:
+        value: As it was last seen.
+        heard_at: When it last changed, by `time.monotonic`.
+        next_look: When to look again.
+    """
+
+    value: int = 0
+    heard_at: float = 0.0
+    next_look: float = 0.0
 
 
 class Rendezvous:
@@ -49,9 +64,7 @@ class Rendezvous:
         self._given_up = False
         self._answering = threading.Lock()
         self._answered = -1
-        self._pulse = 0
-        self._heard_at = 0.0
-        self._next_listening = 0.0
+        self._pulse = _Pulse()
 
     @property
     def store(self) -> Any:
@@ -67,7 +80,7 @@ class Rendezvous:
         """Asks the store: a store whose host is stopped or cut off would keep the caller for ever."""
         if self._lost is None:
             try:
-                return within(limit_s, "the rendezvous store", ask, since=lambda: self._heard_at)
+                return within(limit_s, "the rendezvous store", ask, since=lambda: self._pulse.heard_at)
             except (RuntimeError, DeadlineExceeded) as error:
                 self._lost = str(error).split("\n", 1)[0]
             except BaseException:
@@ -374,10 +387,10 @@ class Rendezvous:
         began = began if began is not None else first_look
         while not condition():
             now = time.monotonic()
-            if listen and now >= self._next_listening:
-                self._next_listening = now + self._period_s(wait_s)
+            if listen and now >= self._pulse.next_look:
+                self._pulse.next_look = now + self._period_s(wait_s)
                 self._hear_pulse(now)
-            if now >= (max(began, self._heard_at) if listen else began) + wait_s:
+            if now >= (max(began, self._pulse.heard_at) if listen else began) + wait_s:
                 return False
             if self._given_up:
                 raise Interrupted("nobody waits for this any more")
@@ -392,8 +405,8 @@ class Rendezvous:
     def _hear_pulse(self, now: float) -> None:
         """Looks for a sign of life: ranks that need not keep step may be far apart."""
         pulse = self._store.add("pulse", 0)
-        if pulse != self._pulse:
-            self._pulse, self._heard_at = pulse, now
+        if pulse != self._pulse.value:
+            self._pulse.value, self._pulse.heard_at = pulse, now
 
     def _hear(self, step: int, failed: bool) -> None:
         if self._step(step).hear():
