@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import (
     SavePlanner,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -249,7 +249,11 @@ class Part:
             flat = {name: value for name, value in flat.items() if name in kept}
         if not mappings:
             return flat
-        return unflatten_state_dict(flat, {name: mappings.get(name, (name,)) for name in flat})
+        nested = unflatten_state_dict(flat, {name: mappings.get(name, (name,)) for name in flat})
+        is_less = len(flat) < len(self._planner.state_dict)
+        if is_less and flatten_state_dict(nested)[0].keys() != flat.keys():
+            return flat  # what is left out of a list would be None
+        return nested
 
 
 def part_of(planner: SavePlanner, local: SavePlan, final: SavePlan) -> Part:
@@ -373,7 +377,8 @@ def unwrapped(value: Any) -> Any:
 
 
 def _overrides(planner: object, base: type, *names: str) -> bool:
-    return any(getattr(type(planner), name) is not getattr(base, name) for name in names)
+    own = vars(planner)
+    return any(name in own or getattr(type(planner), name) is not getattr(base, name) for name in names)
 
 
 def kept_of(tensor: Tensor | None) -> TensorStorageMetadata | BytesStorageMetadata:

@@ -267,7 +267,7 @@ class Without(dcp.DefaultSavePlanner):
     """Leaves keys out: `local` ones of each rank's plan, `central` ones of the plan of all."""
 
     def create_local_plan(self) -> dcp.SavePlan:
-        return without(super().create_local_plan(), "local")
+        return without(without(super().create_local_plan(), "local"), "list.0")
 
     def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
@@ -346,6 +346,15 @@ def test_what_planners_change_is_saved_and_loaded(rank: int, world: int, tmp_pat
     more = {f"{place}.{kind}": value for place in ("local", "central") for kind, value in state.items()}
     dcp.save({**state, **more}, storage_writer=Writer(tmp_path / "left"), planner=Without())
     assert_same(fastload.load(tmp_path / "left"), {**state, "sharded": whole})
+    rows = {"list": [whole, whole + 1]}
+    dcp.save(rows, storage_writer=Writer(tmp_path / "list"), planner=Without())
+    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: list\.0"):
+        dcp.load(rows, storage_reader=Reader(tmp_path / "list"))
+    assert_same(fastload.load(tmp_path / "list"), {"list.1": whole + 1})
+    planner = dcp.DefaultSavePlanner()
+    planner.transform_object = lambda _, value: value + 1  # type: ignore[method-assign]
+    dcp.save({"w": whole}, storage_writer=Writer(tmp_path / "more"), planner=planner)
+    assert torch.equal(fastload.load(tmp_path / "more")["w"], whole + 1)
     dcp.save(state, storage_writer=Writer(tmp_path / "sum"), planner=Summed())
     assert fastload.load(tmp_path / "sum")["sum"] == (whole + 1).sum()
     with pytest.raises(CheckpointException, match="plain: planner=Cut cuts it otherwise than the state does"):
