@@ -8,6 +8,7 @@ from fastload.base.installed import require_alone
 require_alone()  # before anything of a package whose files may be mixed
 
 from fastload.api import async_save, inspect, load, open, save, stage, verify
+from fastload.base.version import __version__ as __version__
 from fastload.errors import (
     CheckpointError,
     CheckpointExists,
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
     from fastload.saving.handle import SaveHandle
     from fastload.training.manager import CheckpointManager
     from fastload.training.workers import worker_context
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Box",

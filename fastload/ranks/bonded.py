@@ -20,6 +20,7 @@ from fastload.ranks.entrance import Entrance, Unreachable, come_in
 from fastload.ranks.meeting import Verdict
 from fastload.ranks.rendezvous import Rendezvous
 from fastload.ranks.turns import Standing, Turn, Turns, turns_in
+from fastload.ranks.versions import Versions
 
 __all__ = ["Bonded"]
 
@@ -83,7 +84,9 @@ class Bonded(Rendezvous):
         host: int | None,
         if_lost: str,
     ) -> None:
-        super().__init__(corner, rank=rank, size=size, host=host, if_lost=if_lost)
+        super().__init__(
+            corner, rank=rank, size=size, host=host, if_lost=if_lost, versions=Versions(corner, rank, size)
+        )
         self._corner = corner
         self._standing = standing
         self._here = here
@@ -137,7 +140,7 @@ class Bonded(Rendezvous):
         since: float | None = None,
     ) -> Verdict:
         """As `Rendezvous.collect`; in the tree while that is whole."""
-        since = time.monotonic()
+        since, self._versions.are_open = time.monotonic(), step == 0
         look = self._looking(step, wait_s - min(wait_s, grace_s) / 4)
         tries = step == 0 and self._bonds is None and self._may_bond()
         try:
@@ -231,7 +234,7 @@ class Bonded(Rendezvous):
     @property
     def _turns(self) -> Turns:
         if self._standing.turns is None:
-            find = partial(turns_in, self._corner, self._rank)
+            find = partial(turns_in, self._corner, self._rank, self._size)
             self._standing.turns = self.ask(_JOINING, self._terms.limit_s, find)
         return self._standing.turns
 

@@ -33,6 +33,7 @@ __all__ = [
     "require_left",
     "require_same",
     "require_same_call",
+    "some_of",
 ]
 
 T = TypeVar("T")
@@ -173,10 +174,10 @@ def require_same_call(verdict: Verdict) -> None:
         return
     ranks = {call: [str(rank) for rank in range(len(calls)) if calls[rank] == call] for call in calls}
     places = [
-        f"ranks {_some(at)} are {call}" if len(at) > 1 else f"rank {at[0]} is {call}"
+        f"ranks {some_of(at)} are {call}" if len(at) > 1 else f"rank {at[0]} is {call}"
         for call, at in ranks.items()
     ]
-    raise PlanMismatch(f"the ranks are out of step: {_some(places)}")
+    raise PlanMismatch(f"the ranks are out of step: {some_of(places)}")
 
 
 def kinds_of(values: Iterable[T]) -> list[T]:
@@ -203,7 +204,7 @@ def require_same(values: Sequence[Mapping[str, Any]], *names: str) -> None:
         others = [
             f"rank {rank} {own.get(name)!r}" for rank, own in enumerate(values) if own.get(name) != first
         ]
-        lines.append(f"{name}: rank 0 {first!r}, {_some(others)}")
+        lines.append(f"{name}: rank 0 {first!r}, {some_of(others)}")
     if lines:
         raise PlanMismatch("the ranks did not ask for the same: " + "; ".join(lines))
 
@@ -213,7 +214,8 @@ def _label(rank: int, hosts: Mapping[int, str]) -> str:
     return f"rank {rank} on {host}" if host else f"rank {rank}"
 
 
-def _some(names: Iterable[str]) -> str:
+def some_of(names: Iterable[str]) -> str:
+    """Returns the first few of some names, and how many more there are."""
     shown = list(names)
     return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
 

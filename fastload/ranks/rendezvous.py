@@ -7,12 +7,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from fastload.base.threads import within
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError
 from fastload.ranks.meeting import Step, Verdict
+from fastload.ranks.versions import Versions
 
 __all__ = ["Rendezvous"]
 
@@ -41,6 +42,14 @@ class _Pulse:
     next_look: float = 0.0
 
 
+@dataclass
+class _Answered:
+    """The last step that this rank has answered in the store; its lock is held meanwhile."""
+
+    step: int = -1
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
 class Rendezvous:
     """The corner of the store that one world has to itself, seen from one of its ranks.
 
@@ -50,10 +59,21 @@ class Rendezvous:
         size: Number of ranks.
         host: The rank that hosts the store, if one of them does.
         if_lost: What it means that the store is gone.
+        versions: Those of the ranks, which may turn out to differ while they meet.
     """
 
-    def __init__(self, store: Any, *, rank: int, size: int, host: int | None, if_lost: str) -> None:
+    def __init__(
+        self,
+        store: Any,
+        *,
+        rank: int,
+        size: int,
+        host: int | None,
+        if_lost: str,
+        versions: Versions | None = None,
+    ) -> None:
         self._store = store
+        self._versions = versions or Versions(store, rank, size)
         self._rank = rank
         self._size = size
         self._first_poll_s = max(_FIRST_POLL_S, self.turn_s)
@@ -62,8 +82,7 @@ class Rendezvous:
         self._shared: dict[int, list[str]] = {}
         self._lost: str | None = None
         self._given_up = False
-        self._answering = threading.Lock()
-        self._answered = -1
+        self._answered = _Answered()
         self._pulse = _Pulse()
 
     @property
@@ -156,6 +175,7 @@ class Rendezvous:
         """
 
         def draw() -> tuple[int, Verdict | None]:
+            self._versions.greet()
             while True:
                 # Counted in the store, since a process may initialize torch.distributed anew.
                 number = self._store.add(f"{self._rank}/turns", 1)
@@ -214,6 +234,7 @@ class Rendezvous:
             since: When the wait began, if this rank has waited in another way; those that still do so are
                 waited for a moment in any case.
         """
+        self._versions.are_open = step == 0
 
         def collect() -> Verdict:
             place = self._step(step)
@@ -361,8 +382,8 @@ class Rendezvous:
 
         The thread that it waits in a step with may be about to do so when the rank is interrupted.
         """
-        with self._answering:
-            is_new, self._answered = step > self._answered, max(step, self._answered)
+        with self._answered.lock:
+            is_new, self._answered.step = step > self._answered.step, max(step, self._answered.step)
             return is_new and self._step(step).answer(answer)
 
     def _step(self, name: int | str) -> Step:
@@ -403,10 +424,15 @@ class Rendezvous:
         return max(min(_LISTENING_S, wait_s / 32), self.turn_s)
 
     def _hear_pulse(self, now: float) -> None:
-        """Looks for a sign of life: ranks that need not keep step may be far apart."""
+        """Looks for a sign of life: ranks that need not keep step may be far apart.
+
+        Raises:
+            WorldError: While the ranks meet, some turn out to run different versions.
+        """
         pulse = self._store.add("pulse", 0)
         if pulse != self._pulse.value:
             self._pulse.value, self._pulse.heard_at = pulse, now
+        self._versions.look()
 
     def _hear(self, step: int, failed: bool) -> None:
         if self._step(step).hear():

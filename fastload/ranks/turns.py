@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from fastload.ranks.bonds import Bonds, Tag
 from fastload.ranks.meeting import Verdict
+from fastload.ranks.versions import Versions
 
 __all__ = ["Standing", "Turn", "Turns", "turns_in"]
 
@@ -83,7 +83,7 @@ class Turns:
 _of_corners: dict[tuple[str, int], Turns] = {}  # by what a corner is named, and rank
 
 
-def turns_in(corner: Any, rank: int) -> Turns:
+def turns_in(corner: Any, rank: int, size: int) -> Turns:
     """Returns the numbers of a rank's calls in the corner of a store.
 
     A group may be made anew in the corner where one of the same name and members was before. Its calls go on
@@ -93,9 +93,12 @@ def turns_in(corner: Any, rank: int) -> Turns:
     Args:
         corner: Of a ``torch.distributed.Store``.
         rank: This one.
+        size: Number of ranks.
+
+    Raises:
+        WorldError: They run different versions of fastload.
     """
-    name = str(corner.compare_set("name", "", secrets.token_hex(8)), "ascii")  # that of who came first
-    return _of_corners.setdefault((name, rank), Turns())
+    return _of_corners.setdefault((Versions(corner, rank, size).greet(), rank), Turns())
 
 
 class Standing:

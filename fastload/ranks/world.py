@@ -26,6 +26,7 @@ from fastload.ranks.failures import grace_of, kinds_of, require_same
 from fastload.ranks.kept import Kept, kept_of
 from fastload.ranks.launch import Launch, from_env
 from fastload.ranks.rendezvous import Rendezvous
+from fastload.ranks.versions import Versions
 
 __all__ = [
     "Launch",
@@ -136,7 +137,9 @@ def join_in(
     else:
         turns = Rendezvous(corner, **knows)
         number, missed = turns.take_turn(call, wait_s=grace_of(timeout_s), limit_s=timeout_s)
-        world = form(rendezvous=Rendezvous(dist.PrefixStore(str(number), corner), **knows))
+        versions = Versions(corner, rank, size)
+        own = Rendezvous(dist.PrefixStore(str(number), corner), versions=versions, **knows)
+        world = form(rendezvous=own)
     if missed is not None:
         world.raise_missed(call, missed)
     return world

@@ -148,9 +148,9 @@ def test_ranks_meet_again_whatever_some_have_done(size: int, ops: list[Op], in_t
     # What failed calls have left goes with the next of all in their corner, of which an old one has none.
     last_anew = max([number for number, op in enumerate(ops) if op.kind == "anew"], default=0)
     num_failed = sum({"some": 1, "late": 2, "leave": 1}.get(op.kind, 0) for op in ops[:last_anew])
-    most = num_groups * (size + in_tree * MOST_KEPT) + num_failed * NUM_KEYS_OF_A_CALL
-    assert store.num_keys() <= most, "more than the counters is left"
-    assert num_groups > 1 or in_tree or store.num_keys() == size
+    most = num_groups * (size + 1 + in_tree * MOST_KEPT) + num_failed * NUM_KEYS_OF_A_CALL
+    assert store.num_keys() <= most, "more than the counters and the name is left"
+    assert num_groups > 1 or in_tree or store.num_keys() == size + 1
 
 
 def wander(
