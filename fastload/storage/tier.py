@@ -22,6 +22,7 @@ from fastload.storage import folders
 from fastload.storage.local_files import os_errors
 from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type
 from fastload.storage.owner import Owner
+from fastload.storage.tier_leftovers import remove_dead
 from fastload.storage.tier_place import (
     GENERATION,
     JOB_NAME,
@@ -60,8 +61,8 @@ class JobFolder:
 
     Args:
         memory: The place.
-        name: Of the job: 16 hex digits.
-        root: Of which checkpoints, for people.
+        name: Of its run: 16 hex digits.
+        root: Where that has its checkpoints.
 
     Raises:
         StorageError: It cannot be made, or another user could reach it.
@@ -71,6 +72,7 @@ class JobFolder:
         self.memory = memory
         self.path = os.path.join(memory, f"fastload-{os.geteuid()}", name)
         self._name = name
+        self._root = root
         self._own, self._folder, self._job = -1, -1, -1
         try:
             with os_errors(self.path):
@@ -176,16 +178,23 @@ class JobFolder:
             os.close(folder)
 
     def _require_room(self, needed_bytes: int) -> None:
+        free, what = self._room()
+        if needed_bytes > free and remove_dead(self.memory, older_s=0.0, but=self._name, root=self._root):
+            free, what = self._room()  # without what the run had that was in this root before
+        if needed_bytes > free:
+            raise StorageError(
+                f"a generation needs {needed_bytes} bytes on this host, of {free} bytes {what}",
+                url=self.path,
+            )
+
+    def _room(self) -> tuple[int, str]:
+        """Returns how many bytes may be taken, and of what."""
         found = os.fstatvfs(self._folder)
         free, what = found.f_bavail * found.f_frsize, f"free in {self.memory}"
         available = available_bytes()
         if file_system_type(self.path) in IN_MEMORY_TYPES and available is not None and available < free:
             free, what = available, "of memory available"
-        if needed_bytes > free - free // _SPARE_PART:
-            raise StorageError(
-                f"a generation needs {needed_bytes} bytes on this host, of {free} bytes {what}",
-                url=self.path,
-            )
+        return free - free // _SPARE_PART, what
 
     def record(self, name: str, small_files: Sequence[tuple[str, bytes]], record: bytes) -> None:
         """Has a generation count on this host.

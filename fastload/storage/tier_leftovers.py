@@ -88,13 +88,14 @@ def _look(name: str, own: int, path: str) -> Leftover:
         os.close(folder)
 
 
-def remove_dead(memory: str, *, older_s: float, but: str = "") -> list[Leftover]:
+def remove_dead(memory: str, *, older_s: float, but: str = "", root: str | None = None) -> list[Leftover]:
     """Removes what jobs have left of which no process lives on this host any more; returns what it was.
 
     Args:
         memory: The place.
         older_s: Only what was last used so many seconds ago, or more.
         but: Name of a job that is left alone.
+        root: Only what had its checkpoints there.
 
     Raises:
         StorageError: As for `find_jobs`.
@@ -103,6 +104,8 @@ def remove_dead(memory: str, *, older_s: float, but: str = "") -> list[Leftover]
     for job in find_jobs(memory):
         name = os.path.basename(job.path)
         if job.is_alive or name == but or time.time() - job.used_s < older_s:
+            continue
+        if root is not None and job.root != root:
             continue
         with os_errors(job.path), suppress(FileNotFoundError):
             own = open_own(memory, make=False)

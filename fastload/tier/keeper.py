@@ -83,6 +83,7 @@ class Terms:
         wanted: What was asked for.
         options: How the checkpoints are saved.
         life: A name that rank 0 has drawn for this life of the job.
+        run: The random name of the run, 16 hex digits.
         places: Where they are on storage.
     """
 
@@ -92,6 +93,7 @@ class Terms:
     wanted: Wanted
     options: SaveOptions
     life: str
+    run: str
     places: Places
 
 
@@ -158,10 +160,9 @@ class Keeper:
         self._asked = _Asked()
         self._units: dict[int, int | None] = {}
         memory = find_memory() if terms.wanted.memory == "auto" else terms.wanted.memory
-        job = xxhash.xxh3_64_hexdigest(terms.root.url.encode())
-        for left in remove_dead(memory, older_s=LEFT_S, but=job):
+        for left in remove_dead(memory, older_s=LEFT_S, but=terms.run):
             _log.info("removed %s, which a job that died left behind: %d bytes", left.path, left.nbytes)
-        self._folder = JobFolder(memory, job, terms.root.url)
+        self._folder = JobFolder(memory, terms.run, terms.root.url)
         self.last_words: LastWords
 
     def meet(self, homes: Sequence[Home]) -> None:

@@ -59,6 +59,7 @@ def open_keeper(
     wanted: Wanted | None,
     options: SaveOptions,
     life: str,
+    run: str,
     places: Places,
 ) -> Keeper | None:
     """Opens the memory tier of a job on all ranks, if there is to be one; arguments are those of `Terms`.
@@ -73,7 +74,7 @@ def open_keeper(
     keepers: list[Keeper] = []
 
     def open_it() -> Home:
-        keepers.append(keeper := Keeper(Terms(world, group, root, wanted, options, life, places)))
+        keepers.append(keeper := Keeper(Terms(world, group, root, wanted, options, life, run, places)))
         return keeper.home
 
     try:

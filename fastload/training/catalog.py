@@ -162,7 +162,7 @@ class Catalog:
     @property
     def shared(self) -> bool:
         """Whether all hosts see the same below the root, as far as storage can tell."""
-        with closing(self._open(self.root)) as storage:
+        with closing(self.open_storage(self.root)) as storage:
             return storage.shared
 
     def entries(self) -> list[Entry]:
@@ -188,7 +188,7 @@ class Catalog:
         )
 
     def _look(self) -> tuple[list[Entry], dict[int, Folder]]:
-        with closing(self._open(self.root)) as storage:
+        with closing(self.open_storage(self.root)) as storage:
             found = storage.folders(_PREFIX)
             named = {int(match[1]): name for name in found if (match := _NAME.fullmatch(name))}
             folders = {
@@ -300,11 +300,16 @@ class Catalog:
 
     def target(self, step: int) -> Target:
         """Opens write access to the checkpoint of a step."""
+        return self.open_target(self.path(step))
+
+    def open_target(self, path: Location) -> Target:
+        """Opens write access to a checkpoint, with the patience and the options of this catalog."""
         return open_target(
-            self.path(step), NAMES, self._storage_options, timeout_s=self._timeout_s, retries=self._retries
+            path, NAMES, self._storage_options, timeout_s=self._timeout_s, retries=self._retries
         )
 
-    def _open(self, path: Location) -> PatientStorage:
+    def open_storage(self, path: Location) -> PatientStorage:
+        """Opens read access to what is at a path, likewise."""
         storage = open_storage(path, NAMES, self._storage_options, attempt_s=min(30.0, self._timeout_s))
         return PatientStorage(storage, retries=self._retries, timeout_s=self._timeout_s)
 

@@ -28,6 +28,7 @@ from fastload.training.pacing import Rhythm
 from fastload.training.policy import Policy
 from fastload.training.restoring import Restorer
 from fastload.training.retention import Point, Retention, Saved
+from fastload.training.run import RunName
 from fastload.training.schedule import Answer
 from fastload.training.timing import Timing
 
@@ -154,10 +155,10 @@ class CheckpointManager:
             timeout_s=self._world.patience_s / 2,
             retries=policy.options.retries,
         )
-        lists, keeps_house, life = self._meet(policy)
+        lists, keeps_house, life, run = self._meet(policy)
         self._history = History(self._world, self._catalog, lists=lists, process_group=process_group)
         self._keeper = open_keeper(
-            self._world, process_group, policy.root, policy.memory, policy.options, life, self._catalog
+            self._world, process_group, policy.root, policy.memory, policy.options, life, run, self._catalog
         )
         self._restorer = Restorer(self._world, self._calls, self._catalog, self._history, self._keeper)
         self._in_flight = InFlight(self._world, policy.in_flight, policy.retention)
@@ -169,22 +170,36 @@ class CheckpointManager:
             self._housekeeper = Housekeeper(self._catalog, policy.retention, Checkpoint.urls_in_use)
             self._housekeeper.clean()
 
-    def _meet(self, policy: Policy) -> tuple[bool, bool, str]:
-        """Compares the arguments; returns whether this rank lists, whether it deletes, and a name of all."""
-        world = self._world
+    def _meet(self, policy: Policy) -> tuple[bool, bool, str, str]:
+        """Compares the arguments.
+
+        Returns:
+            Whether this rank lists, whether it deletes, and two names that are the same on all ranks: of this
+            life of the job, and of its run.
+        """
+        world, name = self._world, RunName(self._catalog)
+        what = f"managing the checkpoints in {self._catalog.root}"
 
         def compare() -> dict[str, Any]:
-            seen = {"host": world.node, "shared": self._catalog.shared, "life": new_token()}
-            return {**seen, "same": policy.shared_values()}
+            shared = self._catalog.shared
+            seen = {"host": world.node, "shared": shared, "life": new_token()}
+            looks = policy.memory is not None and (world.rank == 0 or not shared)
+            return {**seen, "same": policy.shared_values(), "run": name.read() if looks else ""}
 
         with world.together():
-            views = world.agree(f"managing the checkpoints in {self._catalog.root}", compare)
+            views = world.agree(what, compare)
         world.heard()
         require_same([each["same"] for each in views])
         hosts = [each["host"] for each in views]
         first = hosts.index(world.node) if policy.options.shared is False else 0
-        lists = world.rank == 0 or not views[world.rank]["shared"]
-        return lists, world.rank == first, views[0]["life"]
+        lists, keeps_house = world.rank == 0 or not views[world.rank]["shared"], world.rank == first
+        life = views[0]["life"]
+        run = next((each["run"] for each in views if each["run"]), life)
+        if policy.memory is not None:
+            with world.together():
+                world.agree(what, lambda: name.write(run) if keeps_house else None)
+            world.heard()
+        return lists, keeps_house, life, run
 
     # When
 

@@ -641,6 +641,98 @@ def test_a_step_that_was_saved_again_after_going_back_is_that_one(
             raise Crash
 
 
+def crash_at(folder: Path, *steps: int, **arguments: Any) -> None:
+    """Has a job die that has the first step on storage, and the others in memory."""
+    with contextlib.suppress(Crash), manage(folder, folder / "memory", **arguments) as manager:
+        manager.save(steps[0], small_state_of(steps[0]))
+        manager.wait()
+        keep(manager, *steps[1:], state=small_state_of)
+        raise Crash
+
+
+@pytest.mark.parametrize("what", ["deleted", "moved away", "moved away, and there is a new one"])
+def test_a_root_that_is_begun_anew_is_another_run(what: str, tmp_path: Path) -> None:
+    crash_at(tmp_path, 1, 7)
+    root = tmp_path / ROOT
+    if what == "deleted":
+        shutil.rmtree(root)
+    else:
+        root.rename(tmp_path / "away")
+    if what == "moved away, and there is a new one":
+        with CheckpointManager(root, options=OPTIONS) as manager:
+            manager.save(3, small_state_of(3))
+    with contextlib.suppress(Crash), manage(tmp_path, tmp_path / "memory") as manager:
+        if what == "moved away, and there is a new one":
+            assert manager.latest() == 3
+            assert is_state(manager.restore(), 3, small_state_of)
+        else:
+            assert manager.latest() is None
+            with pytest.raises(
+                CheckpointNotFound, match="no checkpoint to restore, and nothing is in memory"
+            ):
+                manager.restore()
+        keep(manager, 5, state=small_state_of)
+        raise Crash
+    with manage(tmp_path, tmp_path / "memory") as manager:
+        assert is_state(manager.restore(), 5, small_state_of), "it has what it has kept itself"
+    if what != "deleted":  # and the old one goes on where it is now
+        root.rename(tmp_path / "the new one")
+        (tmp_path / "away").rename(root)
+        with manage(tmp_path, tmp_path / "memory") as manager:
+            assert is_state(manager.restore(), 7, small_state_of)
+            assert manager.restored_from == "memory"
+
+
+def test_a_root_that_was_moved_is_the_same_run_and_a_copy_is_not(tmp_path: Path) -> None:
+    crash_at(tmp_path, 1, 7)
+    (tmp_path / "copy").mkdir()
+    shutil.copytree(tmp_path / ROOT, tmp_path / "copy" / ROOT)
+    with contextlib.suppress(Crash), manage(tmp_path / "copy", tmp_path / "memory") as manager:
+        assert is_state(manager.restore(), 1, small_state_of), "what is in memory is of the other one"
+        keep(manager, 9, state=small_state_of)
+        raise Crash
+    (tmp_path / "moved").mkdir()
+    (tmp_path / ROOT).rename(tmp_path / "moved" / ROOT)
+    with contextlib.suppress(Crash), manage(tmp_path / "moved", tmp_path / "memory") as manager:
+        assert is_state(manager.restore(), 7, small_state_of)
+        raise Crash
+    (tmp_path / "link").symlink_to(tmp_path / "moved")
+    for again in ("link", "moved"):
+        with contextlib.suppress(Crash), manage(tmp_path / again, tmp_path / "memory") as manager:
+            assert is_state(manager.restore(), 7, small_state_of), "however it is spelled"
+            raise Crash
+    with manage(tmp_path / "copy", tmp_path / "memory") as manager:
+        assert is_state(manager.restore(), 9, small_state_of)
+
+
+@needs_mounts
+@ranks(3, ranks_per_host=1)
+def test_hosts_with_roots_of_their_own_are_one_run(rank: int, world: int, tmp_path: Path) -> None:
+    """Also if one of them is replaced, or has had another run."""
+    (tmp_path / "disk").mkdir(exist_ok=True)
+    disk, own = mount_memory(tmp_path / "disk", rank, 64 << 20), {"options": replace(OPTIONS, shared=False)}
+
+    def crash_after(step: int | None, *steps: int, state: int | None = None) -> None:
+        with contextlib.suppress(Crash), manage(disk, tmp_path / "memory", **own) as manager:
+            if state is not None:
+                assert is_state(manager.restore(), state, small_state_of)
+                assert manager.restored_from == "memory"
+            if step is not None:
+                manager.save(step, small_state_of(step))
+                manager.wait()
+            keep(manager, *steps, state=small_state_of)
+            raise Crash
+
+    crash_after(1, 2)
+    if rank == 1:
+        shutil.rmtree(disk / ROOT)
+    crash_after(None, 3, state=2)
+    if rank == 0:
+        shutil.rmtree(disk / ROOT)
+    crash_after(None, 4, state=3)
+    crash_after(None, state=4)
+
+
 def test_options_that_do_not_go_together(tmp_path: Path) -> None:
     for wrong in (
         {"memory": tmp_path},

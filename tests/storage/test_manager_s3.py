@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import uuid
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
 import fastload
 from fastload import CheckpointManager
+from fastload.errors import CheckpointNotFound
 from fastload.formats.names import NAMES, RECORD_NAME
 from fastload.storage import open_storage
 from tests.crash.flaky_proxy import FlakyProxy
@@ -69,3 +71,57 @@ def test_what_a_listing_of_many_steps_asks(seaweed: dict[str, Any], tmp_path: Pa
             proxy.seen.clear()
             assert manager.all_steps() == list(range(1, num_steps))
             assert len(proxy.seen) == 1
+
+
+class Crash(Exception):
+    pass
+
+
+def move(options: dict[str, Any], base: str, name: str, to: str, *, copies: bool = False) -> None:
+    """Copies all objects below a prefix, and deletes them there unless that is to stay."""
+    if not options:
+        files = fsspec.filesystem("memory")
+        files.copy(f"{base}/{name}", f"{base}/{to}", recursive=True)
+        if not copies:
+            files.rm(f"{base}/{name}", recursive=True)
+        return
+    run = base.removeprefix(f"s3://{BUCKET}/")
+    with closing(client_of(options)) as client:
+        for found in client.list_objects_v2(Bucket=BUCKET, Prefix=f"{run}/{name}/").get("Contents", []):
+            key = found["Key"]
+            source = {"Bucket": BUCKET, "Key": key}
+            client.copy_object(
+                Bucket=BUCKET, Key=key.replace(f"{run}/{name}/", f"{run}/{to}/"), CopySource=source
+            )
+            if not copies:
+                client.delete_object(**source)
+
+
+@pytest.mark.parametrize("kind", ["s3", "memory"])
+def test_a_run_is_known_by_its_name_in_the_root(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Memory is found by it, also where there are no directories, and to move is to copy and to delete."""
+    options: dict[str, Any] = request.getfixturevalue("seaweed") if kind == "s3" else {}
+    base = f"s3://{BUCKET}/{uuid.uuid4().hex}" if kind == "s3" else f"memory://{uuid.uuid4().hex}"
+
+    def live(name: str, wanted: int | None, *, keep: int) -> None:
+        given = {"memory": tmp_path, "memory_every_steps": 1, "storage_options": options}
+        with suppress(Crash), CheckpointManager(f"{base}/{name}", **given) as manager:
+            if wanted is None:
+                with pytest.raises(CheckpointNotFound):
+                    manager.restore()
+            else:
+                assert manager.restore()["step"] == wanted
+                assert manager.restored_from == "memory"
+            assert manager.should_save(keep)
+            manager.save(keep, {"weight": torch.ones(3), "step": keep})
+            assert manager.latest() == keep
+            raise Crash
+
+    live("a", None, keep=1)
+    move(options, base, "a", "b", copies=True)
+    live("b", None, keep=7)
+    move(options, base, "a", "c")
+    live("a", None, keep=3)
+    live("c", 1, keep=8)

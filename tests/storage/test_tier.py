@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -157,6 +157,22 @@ def test_what_dead_jobs_left_goes_and_never_what_living_ones_have(tmp_path: Path
         living.communicate()
     assert find_jobs(str(tmp_path)) == []
     assert find_jobs(str(tmp_path / "nothing")) == []
+
+
+def test_what_had_the_same_root_before_makes_room(tmp_path: Path) -> None:
+    """Its root was deleted, or moved away. As long as there is room it stays for that."""
+    elsewhere = "3" * 16
+    for name, root in ((JOB, "root"), (elsewhere, "another root")):
+        with closing(JobFolder(str(tmp_path), name, root)) as dead:
+            make(dead, ONE).close()
+            dead.record(ONE, [], b"record")
+    with closing(JobFolder(str(tmp_path), OTHER, "root")) as job:
+        make(job, TWO).close()
+        assert len(find_jobs(str(tmp_path))) == 3
+        with pytest.raises(StorageError, match="a generation needs 1152921504606846976 bytes"):
+            make(job, ONE, "q", nbytes=1 << 60)
+        assert [left.root for left in find_jobs(str(tmp_path))] == ["another root", "root"]
+        assert find_jobs(str(tmp_path))[1].is_alive
 
 
 def test_the_last_rank_of_a_host_removes_it(tmp_path: Path) -> None:
