@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import subprocess
 from typing import Any
@@ -23,14 +24,16 @@ settings.load_profile("fastload")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+    parser.addoption("--engines", action="store_true", help="run the tests marked engines, too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what takes long and is covered, in its essence, by another test; long ones come first."""
-    if not config.getoption("--slow"):
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+    for name in ("slow", "engines"):
+        if not config.getoption(f"--{name}"):
+            marked = [item for item in items if item.get_closest_marker(name)]
+            config.hook.pytest_deselected(items=marked)
+            items[:] = [item for item in items if item not in marked]
     items.sort(key=lambda item: [not item.nodeid.startswith(part) for part in _LONG])
 
 
@@ -55,6 +58,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"needs {num} CUDA device{'s' * (num > 1)}")
     if item.get_closest_marker("emulated") and not _has_emulator():
         pytest.skip("needs a C++ compiler, which builds the emulated accelerator")
+    if item.get_closest_marker("engines") and importlib.util.find_spec("vllm") is None:
+        pytest.skip("needs vLLM: ./scripts/test --engines installs and uses it")
     if item.get_closest_marker("lab") and not _has_lab():
         pytest.skip("needs root, network namespaces and the ip command")
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +20,37 @@ import fastload
 from fastload.errors import MismatchError, OptionError
 from fastload.options import LoadOptions
 
-__all__ = ["Source", "Weights", "options_of", "path_of", "require_loaded", "sources_of"]
+__all__ = [
+    "Extra",
+    "Source",
+    "Start",
+    "Weights",
+    "device_of",
+    "extra_of",
+    "path_of",
+    "require_loaded",
+    "sources_of",
+    "started_from",
+]
 
 _PATTERNS = ["*.safetensors"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a model was first loaded from.
+
+    Attributes:
+        model: What the engine called it.
+        names: The weights that the checkpoint had.
+    """
+
+    model: str
+    names: frozenset[str]
+
+
+started_from: WeakKeyDictionary[nn.Module, Start] = WeakKeyDictionary()
+"""What the models of this process were first loaded from."""
 
 
 @dataclass(frozen=True)
@@ -35,22 +66,39 @@ class Source:
     prefix: str = ""
 
 
-def options_of(extra: Any) -> LoadOptions:
-    """Returns how to load, from what an engine calls the extra config of its loader.
+@dataclass(frozen=True)
+class Extra:
+    """The extra config of an engine's loader.
+
+    Attributes:
+        options: How to load.
+        weights: Path or URL of the weights, where they are not with the config; empty if they are.
+    """
+
+    options: LoadOptions
+    weights: str = ""
+
+
+def extra_of(extra: Any) -> Extra:
+    """Reads what an engine calls the extra config of its loader.
 
     Args:
-        extra: A dict with fields of `LoadOptions`, such as ``{"staging_bytes": "1GiB"}``; None for none.
+        extra: A dict with fields of `LoadOptions`, such as ``{"staging_bytes": "1GiB"}``, and ``weights``;
+            None for none.
 
     Raises:
         OptionError: It has something else.
     """
     given = dict(extra or {}) if isinstance(extra or {}, Mapping) else {str(extra): None}
-    known = {field.name for field in fields(LoadOptions)} - {"on_report", "progress"}
+    known = {field.name for field in fields(LoadOptions)} - {"on_report", "progress"} | {"weights"}
     if unknown := sorted(given.keys() - known):
         raise OptionError(
             f"model_loader_extra_config has {', '.join(unknown)}: fastload knows {', '.join(sorted(known))}"
         )
-    return LoadOptions(**given)
+    weights = given.pop("weights", "")
+    if not isinstance(weights, str):
+        raise OptionError(f"model_loader_extra_config: weights={weights!r}: must be a path or a URL")
+    return Extra(LoadOptions(**given), weights)
 
 
 def path_of(model: str, revision: str | None, load_config: Any, download: Callable[..., str]) -> str:
@@ -110,6 +158,12 @@ def require_loaded(model: nn.Module, loaded: Any, model_config: Any) -> None:
         raise MismatchError(what, missing=tuple(sorted(missing)))
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Returns where weights for a model are to live: host memory, if its parameters do, or have no memory."""
+    devices = {parameter.device for parameter in model.parameters()}
+    return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
+
+
 class Weights(Iterator[tuple[str, Tensor]]):
     """The weights of all sources, on all ranks of a group; each byte is read once.
 
@@ -117,29 +171,49 @@ class Weights(Iterator[tuple[str, Tensor]]):
 
     Args:
         sources: Where they are; opened one after the other.
-        model: What they are for: they live where its parameters do, in host memory if those do, or have none.
+        device: Where they are to live.
         group: Its ``cpu_group`` and ``device_group`` have the ranks that call.
         options: How to load.
+        log: Where its first rank says what it took.
+
+    Attributes:
+        names: Those of the weights that it has handed out.
     """
 
-    def __init__(self, sources: Sequence[Source], model: nn.Module, group: Any, options: LoadOptions) -> None:
-        devices = {parameter.device for parameter in model.parameters() if parameter.device.type != "meta"}
-        self._device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        device: torch.device,
+        group: Any,
+        options: LoadOptions,
+        log: logging.Logger,
+    ) -> None:
+        self._device = device
         self._group = group.cpu_group if self._device.type == "cpu" else group.device_group
         self._sources = deque(sources)
         self._options = options
+        self._log = log
         self._open = ExitStack()
         self._prefix = ""
         self._tensors: Iterator[tuple[str, Tensor]] = iter(())
+        self._checkpoint: fastload.Checkpoint | None = None
+        self._began = 0.0
+        self.names: set[str] = set()
 
     def __next__(self) -> tuple[str, Tensor]:
         while True:
             try:
                 name, tensor = next(self._tensors)
             except StopIteration:
-                self._open_next()
+                self._say()
+                if not self._sources:
+                    self._open.close()
+                    raise
+                self.open_next()
             else:
-                return self._prefix + name, tensor
+                name = self._prefix + name
+                self.names.add(name)
+                return name, tensor
 
     def __enter__(self) -> Weights:
         return self
@@ -150,13 +224,26 @@ class Weights(Iterator[tuple[str, Tensor]]):
         self._sources.clear()
         self._open.__exit__(kind, error, trace)
 
-    def _open_next(self) -> None:
+    def open_next(self) -> None:
+        """Opens the next source: before anybody asks for its tensors, to find out whether it is there."""
         self._open.close()
-        if not self._sources:
-            raise StopIteration
+        self._began = time.perf_counter()
         source = self._sources.popleft()
-        checkpoint = self._open.enter_context(
+        self._checkpoint = self._open.enter_context(
             fastload.open(source.path, process_group=self._group, options=self._options)
         )
         self._prefix = source.prefix
-        self._tensors = self._open.enter_context(checkpoint.tensors(device=self._device))
+        self._tensors = self._open.enter_context(self._checkpoint.tensors(device=self._device, borrow=True))
+
+    def _say(self) -> None:
+        """Logs what was loaded, on the first rank."""
+        report = self._checkpoint.report if self._checkpoint is not None else None
+        self._checkpoint = None
+        if report is None or torch.distributed.get_rank(self._group) != 0:
+            return
+        seconds = time.perf_counter() - self._began
+        self._log.info(
+            "fastload: %s: %.3f GB in %.2f s (%.2f GB/s), read %.2f times from storage (%s: %s)",
+            *(report.url, report.bytes_wanted / 1e9, seconds, report.bytes_wanted / 1e9 / max(seconds, 1e-9)),
+            *(report.read_amplification, report.strategy, report.why),
+        )

@@ -6,11 +6,22 @@ publishes (a class as ``load_format``, `DefaultModelLoader`).
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from fastload.integrations.engines import Weights, options_of, path_of, require_loaded, sources_of
+from fastload.integrations.engines import (
+    Source,
+    Weights,
+    device_of,
+    extra_of,
+    path_of,
+    require_loaded,
+    sources_of,
+)
 
 try:
     from sglang.srt.distributed import get_world_group
@@ -23,9 +34,14 @@ except ImportError as error:
 
 __all__ = ["FastloadModelLoader"]
 
+_log = logging.getLogger(__name__)
+
 
 class FastloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
-    """Loads weights with fastload; ``model_loader_extra_config`` has fields of `fastload.LoadOptions`.
+    """Loads weights with fastload.
+
+    ``model_loader_extra_config`` has fields of `fastload.LoadOptions`, and ``weights``: where they are, if
+    that is not where the config is.
 
     Args:
         load_config: As SGLang passes it to a class that is its ``load_format``.
@@ -33,12 +49,13 @@ class FastloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def __init__(self, load_config: Any) -> None:
         BaseModelLoader.__init__(self, load_config)  # the default one knows no options but its own
-        self._options = options_of(load_config.model_loader_extra_config)
+        self._extra = extra_of(load_config.model_loader_extra_config)
         self._weights: Weights | None = None
 
     def download_model(self, model_config: Any) -> None:
         """Downloads what is neither a directory nor a URL."""
-        self._path(model_config.model_path, model_config.revision)
+        if not self._extra.weights:
+            self._path(model_config.model_path, model_config.revision)
 
     def load_model(self, *, model_config: Any, device_config: Any) -> nn.Module:
         """Makes the model and has it take its weights, as the default loader does.
@@ -55,12 +72,32 @@ class FastloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
         return model
 
     def _get_all_weights(self, model_config: Any, model: nn.Module) -> Weights:
-        first = self._path(model_config.model_path, model_config.revision)
+        is_draft = getattr(model_config, "is_draft_model", False)
+        weights = "" if is_draft else self._extra.weights
+        first = weights or self._path(model_config.model_path, model_config.revision)
         sources = sources_of(model, self._path, first)
-        self._weights = Weights(sources, model, get_world_group(), self._options)
-        if not getattr(model_config, "is_draft_model", False):  # which gets some of the target model's
+        self._weights = Weights(sources, device_of(model), self._group, self._extra.options, _log)
+        if not is_draft:  # which gets some of the target model's
             _check_loaded(model, model_config)
         return self._weights
+
+    def _get_weights_iterator(self, source: Any, **_: Any) -> Iterator[tuple[str, Tensor]]:
+        """Returns the weights of an engine that runs and takes others, in host memory."""
+        found = Source(self._path(source.model_or_path, source.revision), source.prefix)
+        weights = Weights([found], torch.device("cpu"), self._group, self._extra.options, _log)
+        weights.open_next()
+
+        def within() -> Iterator[tuple[str, Tensor]]:
+            with weights:
+                yield from weights
+
+        return within()
+
+    @property
+    def _group(self) -> Any:
+        """The group that SGLang gives this load: a stage of a pipeline, if stages load by themselves."""
+        group = getattr(self.load_config, "load_group", None)
+        return group if hasattr(group, "cpu_group") else get_world_group()
 
     def _close(self, error: BaseException | None) -> None:
         if self._weights is not None:

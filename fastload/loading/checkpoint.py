@@ -146,6 +146,7 @@ class Checkpoint:
         *,
         device: torch.device | str | None = None,
         boxes: WantedBoxes | None = None,
+        borrow: bool = False,
     ) -> TensorStream:
         """Hands out tensors one after the other, in file order, in bounded memory: what engines iterate over.
 
@@ -165,6 +166,11 @@ class Checkpoint:
                 in a list. Each rank hands out its own, and asks for what it likes; what several want is
                 read once. The ranks load window after window of the checkpoint, so large that each rank
                 has room for what it wants of two; `report` is that of the last one.
+            borrow: Whether the caller only copies from a tensor, before it closes the checkpoint, as engines
+                do. Where each rank takes all for itself (strategy ``direct``), into host memory, from files
+                that this host's page cache has, and nothing is verified (`LoadOptions.verify`, or no commit
+                record), tensors are then views of the mapped files: only what is copied is touched. A file
+                that somebody writes to meanwhile is an error at the end, one that is cut short a SIGBUS.
 
         Returns:
             An iterator of (name, tensor), which a rank may leave early; see `TensorStream`. A tied tensor
@@ -175,6 +181,7 @@ class Checkpoint:
             MismatchError: There is no tensor of some name, or no such box.
             FastloadError: As for `fastload.load`; here, or when the next tensor is taken.
         """
+        from fastload.loading.mapped import map_files
         from fastload.loading.stream import Flow, StreamRequest, TensorStream
 
         self._end_flow()
@@ -186,7 +193,8 @@ class Checkpoint:
             if self.manifest.guards:
                 self._look_closer()  # what is handed out before all is over cannot be loaded again
             opened = self._opened
-            job = prepare(opened, StreamRequest(names, device))
+            mapped = map_files(opened, device) if borrow else None
+            job = prepare(opened, StreamRequest(names, device, mapped))
         before = self._before(began)
         self._watch(job)
         self._flow = Flow(

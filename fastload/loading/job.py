@@ -38,6 +38,7 @@ __all__ = [
     "Request",
     "Wish",
     "closing_unused",
+    "decide",
     "open_job",
     "open_whole",
     "target_device",
@@ -166,12 +167,14 @@ class Wish:
         if is_accelerator(device):
             backend = backend_of(world.group, device.type)
             detour = "" if backend else f"the process group has no backend between {device.type} devices"
-        decision = _decide(opened, fast_links=bool(backend))
+        decision = decide(opened, fast_links=bool(backend))
+        if matched.outbox is not None and matched.outbox.is_mapped:
+            decision = replace(decision, why=f"{decision.why}; mapped, not read")
         return cls(opened, matched, device, _dtype(request.dtype), decision, backend, detour)
 
     def through_hosts(self) -> Wish:
         """Returns the same, decided as if no backend connected devices: what all ranks can tell alike."""
-        decision = _decide(self.opened, fast_links=False)
+        decision = decide(self.opened)
         detour = "not all ranks load to devices that one backend connects"
         return replace(self, decision=decision, backend="", detour=detour)
 
@@ -191,7 +194,13 @@ class Wish:
         return all(destination.runs is None for destination in self.matched.destinations)
 
 
-def _decide(opened: Opened, *, fast_links: bool) -> Decision:
+def decide(opened: Opened, *, fast_links: bool = False) -> Decision:
+    """Chooses the strategy of a load.
+
+    Args:
+        opened: The checkpoint.
+        fast_links: Whether the exchange runs between devices.
+    """
     access = opened.access
     if access.holders is not None:
         return Decision("allgather", "each host has a part, which no other rank reads", access.readers)
@@ -242,7 +251,9 @@ def open_whole(wish: Wish) -> Job:
     """
     opened, decision = wish.opened, wish.decision
     world, options, access = opened.world, opened.options, opened.access
-    is_stream = wish.matched.outbox is not None
+    outbox = wish.matched.outbox
+    is_stream = outbox is not None
+    extents = [destination.extent for destination in wish.matched.destinations]
     staging_bytes = options.staging_bytes // (2 if is_stream else 1)  # the rest is the room of the outbox
     exchange = open_exchange(
         world,
@@ -253,7 +264,7 @@ def open_whole(wish: Wish) -> Job:
         backend=wish.backend,
     )
     plan = plan_transfer(
-        [destination.extent for destination in wish.matched.destinations],
+        [] if outbox is not None and outbox.is_mapped else extents,
         decision.supply(world.rank),
         decision.demand(world.rank, world.size),
         staging_bytes=staging_bytes,
@@ -266,7 +277,7 @@ def open_whole(wish: Wish) -> Job:
     )
     if is_stream:
         plan = plan.deeper(staging_bytes)
-    return open_job(wish, plan, exchange, Slabs, plan.total_bytes)
+    return open_job(wish, plan, exchange, Slabs, sum(extent.nbytes for extent in extents))
 
 
 def open_job(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from fastload.geometry.box import row_major
 from fastload.geometry.extents import Extent, Space, Span
 from fastload.loading.pieces import Sources
 from fastload.loading.place import Destination, Placer
+
+if TYPE_CHECKING:
+    from fastload.loading.mapped import MappedFiles
 
 __all__ = ["Outbox", "Wanted"]
 
@@ -51,16 +55,26 @@ class Outbox:
         wanted: In the order in which they are handed out.
         device: Where the tensors live.
         room_bytes: For the tensors on their way, in which one has room whatever its size.
+        mapped: The files, if tensors are handed out as views of them: no bytes are to come.
     """
 
     def __init__(
-        self, manifest: Manifest, wanted: Sequence[Wanted], device: torch.device, room_bytes: int
+        self,
+        manifest: Manifest,
+        wanted: Sequence[Wanted],
+        device: torch.device,
+        room_bytes: int,
+        mapped: MappedFiles | None = None,
     ) -> None:
         self._manifest = manifest
         self._wanted = wanted
         self._device = device
         self._room_bytes = room_bytes
-        lengths = [sum(extent.nbytes for extent in _extents(one.entry)) for one in wanted]
+        self._mapped = mapped
+        lengths = [
+            0 if mapped is not None else sum(extent.nbytes for extent in _extents(one.entry))
+            for one in wanted
+        ]
         self._filled = [index for index, nbytes in enumerate(lengths) if nbytes]
         self._space = Space([Extent(0, 0, lengths[index]) for index in self._filled])
         self._left = lengths
@@ -68,6 +82,11 @@ class Outbox:
         self._held: dict[int, _Filling] = {}
         self._waiting: deque[tuple[int, Tensor]] = deque()
         self._is_closed = False
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether tensors are views of their files."""
+        return self._mapped is not None
 
     @property
     def extents(self) -> list[TensorEntry | Piece]:
@@ -120,8 +139,10 @@ class Outbox:
             while not self._is_closed and self._next < len(self._wanted) and not self._left[self._next]:
                 yield from self._take()
             if not self._waiting or self._is_closed:
-                return
+                break
             self._place_next()
+        if self._mapped is not None and not self._is_closed:
+            self._mapped.check()
 
     def close(self) -> None:
         """Lets go of all that was not handed out: nobody will take it."""
@@ -132,7 +153,10 @@ class Outbox:
     def _take(self) -> Iterator[tuple[str, Tensor]]:
         wanted, filling = self._wanted[self._next], self._held.pop(self._next, None)
         self._next += 1
-        tensor = filling.finish() if filling is not None else self._allocate(wanted.entry)
+        if self._mapped is not None:
+            tensor = self._mapped.tensor(wanted.entry, 1 + wanted.is_complex128)
+        else:
+            tensor = filling.finish() if filling is not None else self._allocate(wanted.entry)
         del filling
         tensor = torch.view_as_complex(tensor) if wanted.is_complex128 else tensor
         *others, last = wanted.names

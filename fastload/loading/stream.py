@@ -29,6 +29,7 @@ from fastload.loading.selection import Selection, catalogue
 from fastload.ranks.world import World
 
 if TYPE_CHECKING:
+    from fastload.loading.mapped import MappedFiles
     from fastload.loading.windows import BoxFlow
 
 __all__ = ["Flow", "StreamRequest", "TensorStream"]
@@ -42,6 +43,7 @@ class StreamRequest:
 
     names: Sequence[str] | str | None
     device: torch.device | str | None
+    mapped: MappedFiles | None = None
     dtype: None = None
     is_same: bool = True
 
@@ -54,7 +56,7 @@ class StreamRequest:
         """
         manifest, world = opened.access.manifest, opened.world
         wanted = _wanted(manifest, self.names, world.rank, world.size)
-        outbox = Outbox(manifest, wanted, device, opened.options.staging_bytes // 2)
+        outbox = Outbox(manifest, wanted, device, opened.options.staging_bytes // 2, self.mapped)
         nothing = torch.empty(0)
         destinations = [
             Destination(one.entry, torch_spec(one.entry)[0], nothing, None, piece)

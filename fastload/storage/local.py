@@ -18,13 +18,15 @@ from fastload.storage.descriptors import Descriptor
 from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, is_fuse, is_network
 from fastload.storage.process import read_descriptors
 
-__all__ = ["LocalStorage"]
+__all__ = ["LocalStorage", "Mapped"]
 
 _MAX_BUFFERS = 1024  # IOV_MAX on Linux
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO)
 _MIN_DIRECT_BYTES = 1 << 20
 _DIRECT_BLOCK_BYTES = 4 << 20
+_WARM_STEP_BYTES = 1 << 20
+_MAX_WARM_PROBES = 1024
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # not shared with a forked child
 
 
@@ -257,6 +259,26 @@ class LocalStorage:
         block: memoryview = self._own.block
         return block
 
+    def map(self, name: str) -> Mapped | None:
+        """Maps a file that the page cache has, for somebody who writes to no byte of it that others see.
+
+        Returns:
+            The file; None if reading is the better way: it is empty or not cached, or others read it, too.
+        """
+        if self.shared or self.in_order or self._io == "direct":
+            return None
+        try:
+            file = self._file(name)
+            with file.cached.use() as cached:
+                nbytes = os.fstat(cached).st_size
+                if not nbytes or not (self._kind in IN_MEMORY_TYPES or _is_warm(cached, nbytes)):
+                    return None
+                return Mapped(file, mmap.mmap(cached, nbytes, access=mmap.ACCESS_COPY))
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise self._error(error, name) from error
+
     def close(self) -> None:
         with self._lock:
             for file in self._files.values():
@@ -303,6 +325,28 @@ class LocalStorage:
             f"{error.strerror} ({errno.errorcode.get(error.errno or 0, 'unknown')})",
             url=self._path(name), offset=offset, nbytes=nbytes, transient=error.errno in _TRANSIENT,
         )  # fmt: skip
+
+
+class Mapped:
+    """A file that is mapped, as it was when it was opened.
+
+    Attributes:
+        data: Its bytes; what is written to them stays in this process.
+    """
+
+    def __init__(self, file: _File, data: mmap.mmap) -> None:
+        self._file = file
+        self.data = data
+
+    def check(self) -> None:
+        """Raises if somebody else has written to the file.
+
+        Raises:
+            StorageError: What was taken from it may be older in some places than in others.
+        """
+        with self._file.cached.use() as cached:
+            if change := self._file.change(cached):
+                raise StorageError(change, self._file.path, 0, len(self.data))
 
 
 class _File:
@@ -399,6 +443,17 @@ def _reads_directly(io: str, file: _File, cached: int, offset: int, nbytes: int)
     if io == "auto":
         return file.directly and nbytes >= _MIN_DIRECT_BYTES and _is_cold(cached, offset, nbytes)
     return file.directly and nbytes >= 2 * PAGE_BYTES and io == "direct"
+
+
+def _is_warm(opened: int, nbytes: int) -> bool:
+    """Asks the page cache for a byte of each part of a file; it is warm if all of them are there."""
+    for position in range(0, nbytes, max(_WARM_STEP_BYTES, nbytes // _MAX_WARM_PROBES)):
+        try:
+            if not os.preadv(opened, [bytearray(1)], position, os.RWF_NOWAIT):
+                return False
+        except OSError:
+            return False  # not there, or nobody can say
+    return True
 
 
 def _is_cold(opened: int, offset: int, nbytes: int) -> bool:

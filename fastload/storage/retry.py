@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from fastload.errors import Interrupted, StorageError
 from fastload.storage.base import FileStat, Folder, Storage
+from fastload.storage.local import LocalStorage, Mapped
 
 __all__ = ["FIRST_BACKOFF_S", "MAX_BACKOFF_S", "PatientStorage", "patiently"]
 
@@ -144,6 +145,11 @@ class PatientStorage:
 
     def read_all(self, name: str, about: FileStat) -> bytes:
         return self._patiently(lambda: self._storage.read_all(name, about))
+
+    def map(self, name: str) -> Mapped | None:
+        """Maps a file; None if this is no storage of files, or reading is the better way."""
+        storage = self._storage
+        return self._patiently(lambda: storage.map(name)) if isinstance(storage, LocalStorage) else None
 
     def stop(self) -> None:
         """Lets what has not begun, and what waits for another try, end at once with `Interrupted`."""

@@ -136,7 +136,11 @@ def is_transient(error: Exception) -> bool:
 def advice(error: Exception) -> str:
     """Returns what helps with an error of obstore's, to be put behind its text; empty if nothing is known."""
     if _lacks_ranges(error):
-        return " (it answers ranges with status 200, not 206; `rclone serve http` does it right)"
+        return " (it answers ranges with status 200, not 206: " + (
+            "`rclone serve http` does it right)"
+            if isinstance(error, NotSupportedError)
+            else "as `rclone serve s3` does; SeaweedFS and MinIO do it right)"
+        )
     if isinstance(error, GenericError) and _NO_KEYS.search(str(error)):
         return " (no AWS_ACCESS_KEY_ID in the environment, no profile in ~/.aws)"
     return ""

@@ -94,6 +94,64 @@ def test_what_fastload_saved(rank: int, world: int, tmp_path: Path) -> None:
     assert got["model.tied"] is got["model.w3"]
 
 
+@ranks(1, 2)
+def test_tensors_that_are_lent(rank: int, world: int, saved: Path, tmp_path: Path) -> None:
+    """Views of the files, where each rank takes all from the page cache, and nothing is verified."""
+    expected = load_reference(saved)
+    before = {file.name: file.read_bytes() for file in saved.iterdir()}
+    with fastload.open(saved) as checkpoint:
+        got = dict(checkpoint.tensors(borrow=True))
+        assert_same_bits(got, expected)
+        assert checkpoint.report is not None
+        assert checkpoint.report.bytes_read == 0
+        assert checkpoint.report.bytes_wanted == sum(tensor.nbytes for tensor in expected.values())
+        assert checkpoint.report.num_tensors == len(ROWS)
+        assert checkpoint.report.why.endswith("mapped, not read")
+        assert [name for name, _ in checkpoint.tensors("t1*", borrow=True)] == [
+            f"t{n}" for n in range(10, 20)
+        ]
+        got["t00"].zero_()  # in this process only
+    torch.distributed.barrier()
+    assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
+
+    state = {"a": torch.arange(5000.0), "tied": torch.ones(3), "wave": torch.ones(4, dtype=torch.complex128)}
+    state["tied too"] = state["tied"]
+    fastload.save(state, tmp_path / "s")
+    for options, mapped in (
+        ({}, False),
+        ({"verify": False}, True),
+        ({"verify": False, "io": "direct"}, False),
+    ):
+        with fastload.open(tmp_path / "s", options=fastload.LoadOptions(**options)) as checkpoint:
+            again = dict(checkpoint.tensors(borrow=True))
+            assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
+            assert checkpoint.report is not None
+            assert (checkpoint.report.bytes_read == 0) is mapped
+            assert (checkpoint.report.bytes_verified > 0) is (not options)
+    if world > 1:
+        with fastload.open(saved, options=fastload.LoadOptions(strategy="allgather")) as checkpoint:
+            assert_same_bits(dict(checkpoint.tensors(borrow=True)), expected)
+            assert checkpoint.report is not None
+            assert checkpoint.report.read_amplification == 1
+
+
+@ranks(2)
+def test_a_file_that_is_written_to_while_it_is_lent(rank: int, world: int, saved: Path) -> None:
+    def take() -> None:
+        with fastload.open(saved) as checkpoint:
+            for name, _ in checkpoint.tensors(borrow=True):
+                if name == "t39" and rank == 1:
+                    write_last_byte()
+
+    def write_last_byte() -> None:
+        with (saved / "b.safetensors").open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"x")
+
+    with pytest.raises((StorageError, PeerError), match=r"b\.safetensors.*changed after it was opened"):
+        take()
+
+
 @ranks(2)
 def test_tensors_that_lie_in_pieces(rank: int, world: int, tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp

@@ -23,6 +23,7 @@ class LoadConfig:
     ignore_patterns: Any = None
     device: str | None = None
     model_loader_extra_config: Any = field(default_factory=dict)
+    load_group: Any = None
 
 
 class Model(nn.Module):
@@ -121,6 +122,9 @@ def install_sglang() -> None:
 
         def _get_all_weights(self, model_config: Any, model: nn.Module) -> Any:
             raise AssertionError("overridden")
+
+        def _get_weights_iterator(self, source: Any, *, resolved_source: Any = None) -> Any:
+            raise ValueError(f"Unknown load_format: {self.load_config.load_format}")
 
         @staticmethod
         def load_weights_and_postprocess(model: Any, weights: Any, target_device: torch.device) -> None:

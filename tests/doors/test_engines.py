@@ -1,4 +1,4 @@
-"""Loaders for inference engines: with stand-ins for vLLM and SGLang, which do not install here."""
+"""Loaders for inference engines, with stand-ins for them; with vLLM itself: `tests/engines`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
-from fastload.errors import MismatchError, OptionError, PeerError
+from fastload.errors import CheckpointNotFound, MismatchError, OptionError, PeerError
 from tests.dist.harness import ranks
 from tests.doors import engine_stand_ins as stand_ins
 from tests.doors.engine_stand_ins import LoadConfig, Model
@@ -131,6 +132,25 @@ def test_sglang(rank: int, world: int, tmp_path: Path) -> None:
         loader.load_model(model_config=model_config, device_config=SimpleNamespace(device="cpu"))
     model_config.is_draft_model = True  # it gets some of the target model's
     loader.load_model(model_config=model_config, device_config=SimpleNamespace(device="cpu"))
+
+    # What `update_weights_from_disk` asks a loader for; here by the ranks of a stage of a pipeline.
+    group = SimpleNamespace(cpu_group=dist.group.WORLD, device_group=None)
+    loader = FastloadModelLoader(LoadConfig(FastloadModelLoader, load_group=group))
+    source: Any = SimpleNamespace(model_or_path=str(tmp_path / "llama"), revision=None, prefix="model.")
+    got = dict(loader._get_weights_iterator(source))
+    assert torch.equal(got["model.model.up.weight"], UP)
+    source.model_or_path = str(tmp_path / "none")
+    with pytest.raises(CheckpointNotFound):  # before the model is touched
+        loader._get_weights_iterator(source)
+
+    # With weights elsewhere, which SGLang would load in its own way if it were told.
+    extra = {"weights": str(tmp_path / "llama")}
+    loader = FastloadModelLoader(LoadConfig(FastloadModelLoader, model_loader_extra_config=extra))
+    loader.download_model(SimpleNamespace(model_path="config", revision=None))
+    assert stand_ins.DOWNLOADS == []
+    model_config = SimpleNamespace(model_path="config", revision=None, make=lambda: Model(rank, world))
+    model = loader.load_model(model_config=model_config, device_config=SimpleNamespace(device="cpu"))
+    assert torch.equal(model.norm, NORM)
 
 
 @ranks(2)

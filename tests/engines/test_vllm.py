@@ -1,0 +1,285 @@
+"""vLLM itself, on CPUs, with small models: what it says is what it says with its own loader."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.flaky_server import FlakyServer, serving
+from tests.engines import models
+from tests.engines.engine import DEADLINE_S, ENVIRONMENT, Engine, apart, engine
+from tests.storage.s3_server import BUCKET, client_of, free_ports, seaweed_server
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
+
+UP = "model.layers.1.mlp.up_proj.weight"
+KEY = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models: ``llama``, another one of the same shapes, and what can be wrong with it."""
+    folder: Path = tmp_path_factory.mktemp("models")
+    _make_models(folder)
+    return folder
+
+
+@apart
+def _make_models(folder: Path) -> None:
+    for kind in models.KINDS:
+        models.make(folder / kind, kind)
+    models.add_tokenizer(folder / "llama")
+    models.make(folder / "second", "llama", seed=1)
+    models.saved(folder / "second", folder / "second_saved")
+    models.damaged(models.saved(folder / "second", folder / "damaged"), 3000)
+    models.without(folder / "second", folder / "no_up", UP)
+    models.without(folder / "second", folder / "no_key", KEY)
+    models.without(folder / "second", folder / "no_norm", "model.norm.weight")
+    cut = models.changed(folder / "second", folder / "cut", lambda tensors: None) / "model.safetensors"
+    os.truncate(cut, cut.stat().st_size - 4096)
+
+
+@apart
+def said(model: Path, load_format: str, tp: int = 1, **settings: Any) -> Any:
+    with engine(model, load_format, tp, **settings) as started:
+        return started.say()
+
+
+@pytest.mark.parametrize(("kind", "tp"), [*((kind, 1) for kind in models.KINDS), ("mixtral", 2)])
+def test_same_tokens_and_probabilities(folder: Path, kind: str, tp: int) -> None:
+    assert said(folder / kind, "fastload", tp) == said(folder / kind, "auto", tp)
+
+
+def resident_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def in_worker(worker: Any, ask: Callable[[], Any]) -> Any:
+    return ask()
+
+
+def everywhere(started: Engine, ask: Callable[[], Any]) -> list[Any]:
+    """Asks all workers."""
+    found: list[Any] = started.llm.collective_rpc(in_worker, args=(ask,))
+    return found
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@apart
+def refreshes(folder: Path, tp: int) -> None:
+    with engine(folder / "llama", tp=tp) as started:
+        first = started.say()
+        assert started.refresh(folder / "second_saved") == ""
+        second = started.say()
+        assert second != first
+        for wrong, line in {
+            "damaged": "checksum|damaged",
+            "cut": "cut",
+            "none": "no such checkpoint",
+            "no_up": UP,
+            "no_key": KEY,
+            "no_norm": "norm",
+        }.items():
+            error = started.refresh(folder / wrong)
+            assert any(part in error for part in line.split("|")), error
+            assert started.say() == second
+        assert "fastload knows" in started.refresh(folder / "llama", wrong=1)
+        assert started.say() == second
+
+        # vLLM's own call, and back.
+        started.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder / "llama")})
+        assert started.say() == first
+
+        # vLLM's weight transfer API.
+        llm = started.llm
+        llm.init_weight_transfer_engine({"init_info": {}})
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"path": str(folder / "second")}})
+        llm.finish_weight_update()
+        assert started.say() == second
+        llm.start_weight_update()
+        with pytest.raises(Exception, match=r"checksum|damaged"):
+            llm.update_weights({"update_info": {"path": str(folder / "damaged")}})
+        with pytest.raises(Exception, match="without a matching start"):
+            llm.finish_weight_update()
+        assert started.say() == second
+
+        for _ in range(3):
+            assert started.refresh(folder / "llama") == ""
+            assert started.refresh(folder / "second_saved") == ""
+        before = everywhere(started, resident_bytes), everywhere(started, descriptors)
+        for _ in range(10):
+            assert started.refresh(folder / "llama") == ""
+            assert started.refresh(folder / "second_saved") == ""
+        after = everywhere(started, resident_bytes), everywhere(started, descriptors)
+        assert all(now <= then for then, now in zip(before[1], after[1], strict=True))
+        assert all(now < then + (8 << 20) for then, now in zip(before[0], after[0], strict=True))
+        assert started.say() == second
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_new_weights_all_or_none(folder: Path, tp: int) -> None:
+    refreshes(folder, tp)
+
+
+@apart
+def mixtures(folder: Path) -> None:
+    models.make(folder / "mixtral2", "mixtral", seed=1)
+    with engine(folder / "mixtral") as started:
+        first = started.say()
+        assert started.refresh(folder / "mixtral2") == ""
+        second = started.say()
+        assert second != first
+        assert "no module or parameter named 'layers.0.mlp'" in started.refresh(folder / "llama")
+        assert started.say() == second
+        assert started.refresh(folder / "mixtral") == ""
+        assert started.say() == first
+
+
+def test_new_weights_of_experts(folder: Path) -> None:
+    mixtures(folder)
+
+
+@pytest.fixture
+def http(folder: Path) -> Iterator[FlakyServer]:
+    with serving(FlakyServer(folder)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    with seaweed_server(tmp_path_factory.mktemp("seaweed")) as options:
+        yield options
+
+
+@apart
+def remote(folder: Path, weights: str, environment: dict[str, str], tp: int) -> Any:
+    os.environ.update(environment)
+    extra = {"weights": weights, "staging_bytes": "1MiB"}
+    with engine(folder / "config", tp=tp, model_loader_extra_config=extra) as started:
+        assert started.refresh(folder / "second") == ""
+        started.llm.collective_rpc("reload_weights")
+        return started.say()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_weights_elsewhere(folder: Path, s3: dict[str, Any], http: FlakyServer, tp: int) -> None:
+    if not (folder / "config").exists():
+        models.config_only(folder / "llama", folder / "config")
+        client = client_of(s3)
+        for file in (folder / "llama").iterdir():
+            client.upload_file(str(file), BUCKET, f"llama/{file.name}")
+    environment = {
+        "AWS_ACCESS_KEY_ID": s3["access_key_id"],
+        "AWS_SECRET_ACCESS_KEY": s3["secret_access_key"],
+        "AWS_ENDPOINT_URL": s3["endpoint"],
+        "AWS_REGION": "us-east-1",
+    }
+    expected = said(folder / "llama", "auto", tp)
+    assert remote(folder, f"s3://{BUCKET}/llama", environment, tp) == expected
+    assert remote(folder, f"{http.url}/llama/model.safetensors", {}, tp) == expected
+
+
+@apart
+def start_error(model: Path, **settings: Any) -> str:
+    try:
+        with engine(model, **settings):
+            return ""
+    except Exception as error:
+        return str(error)
+
+
+def test_what_cannot_be_loaded(folder: Path) -> None:
+    assert "model.norm.weight" in start_error(folder / "no_norm")
+    assert "cut" in start_error(folder / "cut")
+    extra = {"weights": str(folder / "damaged")}
+    error = start_error(folder / "second", model_loader_extra_config=extra)
+    assert "checksum" in error or "damaged" in error
+    error = start_error(folder / "second", model_loader_extra_config={"concurrency": 8})
+    assert "model_loader_extra_config has concurrency: fastload knows" in error
+
+
+def ask(port: int, what: str, **given: Any) -> Any:
+    url, data = f"http://127.0.0.1:{port}/{what}", json.dumps(given).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.loads(answer.read())
+
+
+def test_the_command_on_the_page(folder: Path, tmp_path: Path) -> None:
+    """``vllm serve``, asked over HTTP, and given other weights by the weight transfer API."""
+    (port,) = free_ports(1)
+    command = [str(Path(sys.executable).with_name("vllm")), *"serve MODEL --load-format fastload".split()]
+    command[2] = str(folder / "llama")
+    command += f"--port {port} --enforce-eager --max-model-len 64 --max-num-seqs 2 --dtype bfloat16".split()
+    command += ["--weight-transfer-config", '{"backend": "fastload"}']
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            except OSError:
+                assert server.poll() is None, (tmp_path / "log").read_text()
+                assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+                time.sleep(0.5)
+
+        def say() -> Any:
+            how = {"max_tokens": 6, "temperature": 0, "logprobs": 1}
+            return ask(port, "v1/completions", model=command[2], prompt=[5, 6, 7, 8], **how)["choices"][0][
+                "text"
+            ]
+
+        first = say()
+        assert "GB/s), read" in (tmp_path / "log").read_text()
+        ask(port, "init_weight_transfer_engine", init_info={})
+        for path in ("second", "damaged", "llama"):
+            ask(port, "start_weight_update")
+            if path == "damaged":
+                with pytest.raises(OSError, match="500"):
+                    ask(port, "update_weights", update_info={"path": str(folder / path)})
+            else:
+                ask(port, "update_weights", update_info={"path": str(folder / path)})
+                ask(port, "finish_weight_update")
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/reset_prefix_cache", b"")
+            urllib.request.urlopen(request, timeout=60).close()
+            assert (say() == first) is (path == "llama")
+    finally:
+        server.terminate()
+        try:
+            server.wait(20)
+        finally:
+            server.kill()
+
+
+@apart
+def stages(folder: Path) -> Any:
+    draft = {"method": "draft_model", "model": str(folder / "second"), "num_speculative_tokens": 2}
+    with engine(folder / "llama", pipeline_parallel_size=2, speculative_config=draft) as started:
+        assert started.refresh(folder / "second_saved") == ""
+        assert started.refresh(folder / "damaged") != ""
+        assert started.refresh(folder / "llama") == ""
+        return [tokens for tokens, _ in started.say()]
+
+
+def test_a_pipeline_with_a_draft_model(folder: Path) -> None:
+    """Only the last stage loads the draft model."""
+    assert stages(folder) == [tokens for tokens, _ in said(folder / "llama", "auto")]
