@@ -172,7 +172,7 @@ class Weights(Iterator[tuple[str, Tensor]]):
     Args:
         sources: Where they are; opened one after the other.
         device: Where they are to live.
-        group: Its ``cpu_group`` and ``device_group`` have the ranks that call.
+        group: Its ``cpu_group`` and ``device_group`` have the ranks that call, this one as ``rank_in_group``.
         options: How to load.
         log: Where its first rank says what it took.
 
@@ -189,6 +189,7 @@ class Weights(Iterator[tuple[str, Tensor]]):
         log: logging.Logger,
     ) -> None:
         self._device = device
+        self._is_first = group.rank_in_group == 0
         self._group = group.cpu_group if self._device.type == "cpu" else group.device_group
         self._sources = deque(sources)
         self._options = options
@@ -239,7 +240,7 @@ class Weights(Iterator[tuple[str, Tensor]]):
         """Logs what was loaded, on the first rank."""
         report = self._checkpoint.report if self._checkpoint is not None else None
         self._checkpoint = None
-        if report is None or torch.distributed.get_rank(self._group) != 0:
+        if report is None or not self._is_first:
             return
         seconds = time.perf_counter() - self._began
         self._log.info(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -139,7 +140,7 @@ def _refresh(
             errors.append(error)
         failed: list[str | None] = [None] * group.world_size
         own = f"{type(errors[-1]).__name__}: {errors[-1]}" if errors else None
-        torch.distributed.all_gather_object(failed, own, group=group.cpu_group)
+        dist.all_gather_object(failed, own, group=group.cpu_group)
         if not errors:
             errors.extend(
                 WorldError(f"worker {rank} failed: {text}") for rank, text in enumerate(failed) if text
@@ -151,6 +152,7 @@ def _refresh(
         load_options = extra_of(given).options
         with Weights([Source(path)], device_of(model), group, load_options, _log) as weights:
             weights.open_next()
+            _have_experts_packed(model)
             initialize_layerwise_reload(model)
             loaded = model.load_weights(weights)  # type: ignore[operator]
             for _ in weights:
@@ -175,6 +177,14 @@ def _refresh(
         # call. So the last worker raises for all.
         return False
     raise errors[0]
+
+
+def _have_experts_packed(model: nn.Module) -> None:
+    """Has vLLM pack the weights of experts on CPUs again, which it does for the first ones it gets only."""
+    if device_of(model).type == "cpu":
+        for method in filter(None, map(_method, model.modules())):
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
 
 
 def _require_complete(model: nn.Module, names: set[str]) -> None:

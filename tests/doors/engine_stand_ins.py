@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 
 def world_group() -> Any:
-    return SimpleNamespace(cpu_group=dist.group.WORLD, device_group=None)
+    return SimpleNamespace(cpu_group=dist.group.WORLD, device_group=None, rank_in_group=dist.get_rank())
 
 
 def download(model: str, cache_dir: str | None, patterns: list[str], revision: Any, **how: Any) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 
 from fastload.errors import CheckpointNotFound, MismatchError, OptionError, PeerError
@@ -134,7 +133,7 @@ def test_sglang(rank: int, world: int, tmp_path: Path) -> None:
     loader.load_model(model_config=model_config, device_config=SimpleNamespace(device="cpu"))
 
     # What `update_weights_from_disk` asks a loader for; here by the ranks of a stage of a pipeline.
-    group = SimpleNamespace(cpu_group=dist.group.WORLD, device_group=None)
+    group = stand_ins.world_group()
     loader = FastloadModelLoader(LoadConfig(FastloadModelLoader, load_group=group))
     source: Any = SimpleNamespace(model_or_path=str(tmp_path / "llama"), revision=None, prefix="model.")
     got = dict(loader._get_weights_iterator(source))

@@ -23,6 +23,7 @@ DISTRIBUTED = {
     "integrations/dcp_plans.py",
     "integrations/host.py",
     "integrations/torchtitan.py",
+    "integrations/vllm_refresh.py",
     "ranks/agreement.py",
     "ranks/bonded.py",
     "ranks/world.py",
