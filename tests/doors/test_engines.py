@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
-from fastload.errors import CheckpointNotFound, MismatchError, OptionError, PeerError
+from fastload.errors import ManifestError, MismatchError, OptionError, PeerError
 from tests.dist.harness import ranks
 from tests.doors import engine_stand_ins as stand_ins
 from tests.doors.engine_stand_ins import LoadConfig, Model
@@ -138,8 +139,10 @@ def test_sglang(rank: int, world: int, tmp_path: Path) -> None:
     source: Any = SimpleNamespace(model_or_path=str(tmp_path / "llama"), revision=None, prefix="model.")
     got = dict(loader._get_weights_iterator(source))
     assert torch.equal(got["model.model.up.weight"], UP)
-    source.model_or_path = str(tmp_path / "none")
-    with pytest.raises(CheckpointNotFound):  # before the model is touched
+    source.model_or_path = str(tmp_path / "none.safetensors")
+    (tmp_path / "none.safetensors").touch()
+    dist.barrier()
+    with pytest.raises((ManifestError, PeerError)):  # before the model is touched
         loader._get_weights_iterator(source)
 
     # With weights elsewhere, which SGLang would load in its own way if it were told.
