@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import wraps
@@ -15,7 +14,7 @@ import fastload
 from fastload.cli.console import errors_to_exit_code, shown
 from fastload.cli.quantities import COUNT, NUMBER, SIZE
 from fastload.errors import CheckpointNotFound, OptionError
-from fastload.estimate.parameters import Parameters, of_config, of_shape
+from fastload.estimate.parameters import Parameters, of_checkpoint, of_config, of_shape
 from fastload.estimate.sizing import DEFAULT_RECIPE, RECIPES, checkpoint_bytes
 from fastload.estimate.units import format_bytes, format_count, parse_parameters
 from fastload.formats.names import NAMES
@@ -24,7 +23,6 @@ from fastload.storage import name_of, open_storage
 __all__ = ["Model", "describe", "model_as_json", "model_options", "world_options"]
 
 _MAX_CONFIG_BYTES = 1 << 20
-_FLOATS = ("F", "BF", "C")  # what starts the safetensors name of a dtype that parameters have
 
 
 @dataclass(frozen=True)
@@ -152,8 +150,7 @@ def _look_up(source: str) -> tuple[Parameters, int | None]:
         if not _is_path(source):
             raise OptionError(f"{error}; nor is it a path") from None
     manifest = fastload.inspect(source)
-    num = sum(math.prod(entry.shape) for entry in manifest.tensors if entry.dtype.startswith(_FLOATS))
-    return Parameters(num, True, f"{len(manifest.tensors)} tensors of {manifest.url}"), manifest.nbytes
+    return of_checkpoint(manifest), manifest.nbytes
 
 
 def _is_path(source: str) -> bool:

@@ -1,17 +1,31 @@
-"""How many parameters a model has: by its shape, or by its Hugging Face ``config.json``. Pure."""
+"""How many parameters a model has: by its shape, its Hugging Face ``config.json``, or a checkpoint. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fastload.errors import OptionError
 from fastload.estimate.units import require_whole
+from fastload.formats.manifest import Manifest, TensorEntry
+from fastload.formats.per_rank import OWN_PREFIX
+from fastload.formats.state import children, leaves
 
-__all__ = ["Parameters", "of_config", "of_shape"]
+__all__ = ["Parameters", "of_checkpoint", "of_config", "of_shape"]
 
 _MOST = 10**9  # no size in a config is larger
+_FLOATS = ("F", "BF", "C")  # what starts the safetensors name of a dtype that parameters have
+# What optimizers of torch and Megatron call what they keep for each parameter.
+_MOMENTS = frozenset(
+    """
+    acc_delta exp_avg exp_avg_sq exp_inf fp32_param grad_avg max_exp_avg_sq momentum_buffer square_avg
+    """.split()
+)
+_AVERAGED = re.compile(r"(^|_)(ema|swa|polyak|shadow|averaged?)(_|$)", re.IGNORECASE)
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel")
 
 
@@ -72,6 +86,74 @@ def of_config(config: Mapping[str, Any]) -> Parameters:
     label = fields.architecture or kind
     note = "" if exact else ", its head not counted"
     return Parameters(num, exact, f"{label}: {layers} layers of {hidden}{note}")
+
+
+def of_checkpoint(manifest: Manifest) -> Parameters:
+    """Counts the parameters of the model in a checkpoint.
+
+    What an optimizer keeps is not counted: what lies in a dict with ``state`` and ``param_groups``, or next
+    to a tensor with a name such as ``exp_avg``. Nor are averages of the model: tensors below a name such as
+    ``ema``, if as many others have their shapes.
+    """
+    floats = [
+        entry
+        for entry in manifest.tensors
+        if entry.dtype.startswith(_FLOATS) and not entry.name.startswith(OWN_PREFIX)
+    ]
+    kept = _optimizer_names(manifest, [entry.name for entry in floats])
+    states = [entry for entry in floats if entry.name in kept]
+    copies = _averaged([entry for entry in floats if entry.name not in kept])
+    num, num_kept, num_copied = map(_num_elements, (floats, states, copies))
+    left_out = [
+        f"{num:,} {what}"
+        for num, what in ((num_kept, "values of optimizers"), (num_copied, "of averages"))
+        if num
+    ]
+    source = f"{len(manifest.tensors)} tensors of {manifest.url}"
+    if left_out:
+        source += f", without {' and '.join(left_out)}"
+    return Parameters(num - num_kept - num_copied, True, source)
+
+
+def _num_elements(entries: Iterable[TensorEntry]) -> int:
+    return sum(math.prod(entry.shape) for entry in entries)
+
+
+def _optimizer_names(manifest: Manifest, names: Iterable[str]) -> set[str]:
+    """Returns the names of what optimizers keep."""
+    found = set[str]()
+    if manifest.structure is not None:
+        _find_optimizers(manifest.structure, "", found)
+    parts = {name: name.split(".") for name in names}
+    beside = {tuple(part[:-1]) for part in parts.values() if part[-1] in _MOMENTS}
+    found.update(
+        name for name, part in parts.items() if tuple(part[:-1]) in beside or not _MOMENTS.isdisjoint(part)
+    )
+    return found
+
+
+def _find_optimizers(node: Any, name: str, found: set[str]) -> None:
+    below = children(node)
+    if below is None:
+        return
+    if below.keys() >= {"state", "param_groups"}:
+        found.update(leaf.stored for leaf in leaves(node, name))
+        return
+    for ending, child in below.values():
+        _find_optimizers(child, f"{name}.{ending}" if name else ending, found)
+
+
+def _averaged(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+    """Returns tensors that are averages of others."""
+    groups: dict[tuple[str, ...], list[TensorEntry]] = {}
+    for entry in entries:
+        parts = entry.name.split(".")
+        place = next((at for at, part in enumerate(parts[:-1]) if _AVERAGED.search(part)), None)
+        groups.setdefault(() if place is None else tuple(parts[: place + 1]), []).append(entry)
+    models = Counter(entry.shape for entry in groups.pop((), []))
+    return [
+        entry for group in groups.values() if Counter(one.shape for one in group) <= models for entry in group
+    ]
 
 
 _HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model")

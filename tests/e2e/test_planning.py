@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 from click.testing import CliRunner, Result
 
+import fastload as fastload_api
 from fastload.cli import main
 from tests.checkpoints import write_file
 from tests.e2e.test_cli import CONTROL, run
@@ -129,6 +132,44 @@ def test_a_checkpoint_that_exists(tmp_path: Path) -> None:
     assert found["checkpoint_bytes"] == 300 * 7 * 2 + 7 * 4 + 8, "as it is"
     assert found["parameters"]["num"] == 2107
     assert as_json("size", str(path), "--recipe", "mixed-adam")["checkpoint_bytes"] == 14 * 2107
+
+
+def test_what_optimizers_keep_and_averages_are_no_parameters(tmp_path: Path) -> None:
+    model = torch.nn.Linear(100, 100)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    averaged = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    state = {"model": model.state_dict(), "ema": averaged, "optimizer": optimizer.state_dict()}
+    fastload_api.save(state, tmp_path / "saved")
+    torch.save(state, tmp_path / "a.pt")
+    moments = {
+        f"optimizer.state.{name}.{key}": tensor
+        for number, (name, _) in enumerate(model.named_parameters())
+        for key, tensor in optimizer.state_dict()["state"][number].items()
+    }
+    flat = {f"model.{name}": tensor for name, tensor in model.state_dict().items()} | moments
+    safetensors.torch.save_file(flat, tmp_path / "flat.safetensors")
+    megatron = [
+        ("decoder.weight", "F32", (10, 7)),
+        ("optimizer.state.exp_avg.decoder.weight", "F32", (10, 7)),
+    ]
+    write_file(tmp_path / "megatron.safetensors", megatron)
+    for name in ("saved", "a.pt", "flat.safetensors"):
+        found = as_json("size", str(tmp_path / name))
+        assert found["parameters"]["num"] == 10_100, name
+        assert found["recipes"][0]["checkpoint_bytes"] == 14 * 10_100
+    assert as_json("size", str(tmp_path / "megatron.safetensors"))["parameters"]["num"] == 70
+    text = output("size", str(tmp_path / "saved"))
+    assert "10,100 parameters (10.1K), 10 tensors of" in text
+    assert ", without 20,202 values of optimizers and 10,100 of averages\n" in text
+
+
+def test_layers_of_one_shape_are_all_counted(tmp_path: Path) -> None:
+    """Also where names only sound like averages, and no other tensors have their shapes."""
+    layers = {f"layer{number}": {"weight": torch.zeros(5, 5)} for number in range(4)}
+    fastload_api.save({**layers, "averaged": {"pool": torch.zeros(3)}}, tmp_path / "saved")
+    assert as_json("size", str(tmp_path / "saved"))["parameters"]["num"] == 4 * 25 + 3
 
 
 def test_cadence_as_json_and_csv() -> None:
