@@ -8,7 +8,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ContextDecorator
+from contextlib import ContextDecorator, suppress
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -27,6 +27,7 @@ __all__ = [
     "copy_flat",
     "host_bytes",
     "host_view",
+    "memory_bytes",
     "round_up",
     "runs",
     "uncollected",
@@ -163,23 +164,37 @@ def available_bytes() -> int | None:
 
     What the system has available, or what is left of the limit of the container, if that is less.
     """
-    found = [value for value in (_available_of_system(), _available_of_container()) if value is not None]
-    return min(found, default=None)
+    return memory_bytes()[1]
 
 
-def _available_of_system() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, StopIteration):
-        return None
+def memory_bytes(cgroups: str = "/sys/fs/cgroup") -> tuple[int | None, int | None]:
+    """Returns how much memory this process may have, and how much it may still ask for.
+
+    Args:
+        cgroups: Where the control groups of the container are.
+
+    Returns:
+        That of the system, or of the container, if that is less; None where the system does not say.
+    """
+    both = zip(_memory_of_system(), _memory_of_container(cgroups), strict=True)
+    total, available = (min((value for value in pair if value is not None), default=None) for pair in both)
+    return total, available
 
 
-def _available_of_container() -> int | None:
-    """Returns what is left of the limit of the whole container; control groups of both versions."""
+def _memory_of_system() -> tuple[int | None, int | None]:
+    found = {}
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            found[name] = 1024 * int(rest.split()[0])
+    return found.get("MemTotal"), found.get("MemAvailable")
+
+
+def _memory_of_container(cgroups: str) -> tuple[int | None, int | None]:
+    """Returns the limit of the whole container, and what is left of it; control groups of both versions."""
     for root, most, now in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        (cgroups, "memory.max", "memory.current"),
+        (f"{cgroups}/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         try:
             values = {}
@@ -188,11 +203,11 @@ def _available_of_container() -> int | None:
                 values[name] = value
             # The page cache of files on disks goes when memory is wanted; that of a tmpfs does not.
             cached = int(values.get("inactive_file", 0)) + int(values.get("active_file", 0))
-            limit, used = (Path(root, name).read_text().strip() for name in (most, now))
-            return max(0, int(limit) - int(used) + cached)
+            limit, used = (int(Path(root, name).read_text()) for name in (most, now))
+            return limit, max(0, limit - used + cached)
         except (OSError, ValueError):  # there is no limit, or it is called "max"
             continue
-    return None
+    return None, None
 
 
 def _first_line(error: BaseException) -> str:

@@ -82,10 +82,14 @@ def cadence(
     """
     world = topology(gpus_per_host=gpus_per_host, num_gpus=gpus, num_hosts=hosts)
     num_hosts = world.num_hosts if gpus or hosts else None
+    _require_enough(
+        has_size=model.nbytes is not None,
+        has_times=rate is not None or stall is not None,
+        has_failures=mtbf is not None or num_hosts is not None,
+    )
     stall_s, background_s = _save_times(model, rate, stall, background)
     if mtbf is None:
-        if num_hosts is None:
-            raise OptionError("how often does the job fail? Give --mtbf, or --gpus or --hosts")
+        assert num_hosts is not None
         mtbf = theory.job_mtbf_s(num_hosts, failures / 1000 / 86400)
         why_mtbf = f"{num_hosts:,} hosts, {failures:g} failures per 1000 host-days"
     else:
@@ -125,6 +129,24 @@ def cadence(
         _print_cadence(model, best, rules, why_mtbf, advice, **facts)
 
 
+def _require_enough(*, has_size: bool, has_times: bool, has_failures: bool) -> None:
+    """Asks for all that is missing at once, and for nothing that is known or follows from it.
+
+    Raises:
+        OptionError: Something is missing.
+    """
+    questions = []
+    if not has_times:
+        how = (
+            "--at, the bandwidth of storage, or --stall" if has_size else "--stall, or a checkpoint and --at"
+        )
+        questions.append(f"how long does a save take? Give {how}")
+    if not has_failures:
+        questions.append("how often does the job fail? Give --mtbf, or --gpus or --hosts")
+    if questions:
+        raise OptionError("; ".join(questions))
+
+
 def _save_times(
     model: Model, rate: float | None, stall_s: float | None, background_s: float | None
 ) -> tuple[float, float]:
@@ -138,8 +160,7 @@ def _save_times(
         raise OptionError("give one of --background and --at: each follows from the other")
     if stall_s is not None:
         return stall_s, background_s if background_s is not None else written_s or 0.0
-    if written_s is None:
-        raise OptionError("how long does a save take? Give --stall, or a checkpoint and --at")
+    assert written_s is not None
     return written_s, 0.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -21,14 +22,26 @@ __all__ = ["age", "errors_to_exit_code", "progress", "shown", "stdout", "table_o
 
 @contextmanager
 def errors_to_exit_code(rank: int) -> Iterator[None]:
-    """Prints an error once for the whole job: on rank 0, or, if it has none to print, where it happened."""
+    """Prints an error once for the whole job: on rank 0, or, if it has none to print, where it happened.
+
+    With ``--json`` rank 0 prints it as an object, too.
+    """
     try:
         yield
     except FastloadError as error:
         at_fault = error.failures if isinstance(error, PeerError) else {}
+        kind = type(error).__name__
         if rank == 0 or 0 in at_fault or rank in at_fault:
-            click.echo(f"fastload: {type(error).__name__}: {error}", err=True)
+            click.echo(f"fastload: {kind}: {error}", err=True)
+        if rank == 0 and _wants_json():
+            click.echo(json.dumps({"error": {"type": kind, "message": str(error)}}))
         sys.exit(1)
+
+
+def _wants_json() -> bool:
+    context = click.get_current_context(silent=True)
+    given = context.params if context is not None else {}
+    return bool(given.get("as_json")) or given.get("output") == "json"
 
 
 @contextmanager

@@ -139,10 +139,11 @@ def _look_where_the_trace_goes(rank: int, options: fastload.LoadOptions) -> None
 
 def _print_manifest(manifest: fastload.Manifest) -> None:
     console = stdout()
-    table = table_of("tensor", "dtype", "shape", "size", "file", right=("size",))
+    is_single = not manifest.files[0].name  # whose name was given
+    table = table_of("tensor", "dtype", "shape", "size", *([] if is_single else ["file"]), right=("size",))
     for entry in manifest.tensors:
-        where = _place_of(entry, manifest)
-        table.add_row(shown(entry.name), entry.dtype, str(list(entry.shape)), decimal(entry.nbytes), where)
+        where = [] if is_single else [_place_of(entry, manifest)]
+        table.add_row(shown(entry.name), entry.dtype, str(list(entry.shape)), decimal(entry.nbytes), *where)
     console.print(table)
     for dtype, (number, nbytes) in _by_dtype(manifest).items():
         console.print(f"{dtype}: {count(number, 'tensor')}, {decimal(nbytes)}")
@@ -165,7 +166,7 @@ def _place_of(entry: TensorEntry, manifest: fastload.Manifest) -> str:
     files = {piece.file for piece in entry.pieces}
     if len(files) > 1:
         return f"{len(entry.pieces)} pieces in {len(files)} files"
-    name = shown(manifest.files[entry.file].name or manifest.url)
+    name = shown(manifest.files[entry.file].name)
     return f"{len(entry.pieces)} pieces in {name}" if len(entry.pieces) > 1 else name
 
 

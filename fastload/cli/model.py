@@ -12,7 +12,7 @@ import click
 
 import fastload
 from fastload.cli.console import errors_to_exit_code, shown
-from fastload.cli.quantities import COUNT, NUMBER, SIZE
+from fastload.cli.quantities import COUNT, NUMBER, SIZE, WrongQuantity
 from fastload.errors import CheckpointNotFound, OptionError
 from fastload.estimate.parameters import Parameters, of_checkpoint, of_config, of_shape
 from fastload.estimate.sizing import DEFAULT_RECIPE, RECIPES, checkpoint_bytes
@@ -148,7 +148,7 @@ def _look_up(source: str) -> tuple[Parameters, int | None]:
         return Parameters(parse_parameters(source), True, "as given"), None
     except OptionError as error:
         if not _is_path(source):
-            raise OptionError(f"{error}; nor is it a path") from None
+            raise WrongQuantity(f"{error}; nor is it a path") from None
     manifest = fastload.inspect(source)
     return of_checkpoint(manifest), manifest.nbytes
 

@@ -29,10 +29,17 @@ __all__ = [
     "RATE",
     "SIZE",
     "TIME",
+    "WrongQuantity",
     "output_options",
     "print_csv",
     "print_json",
 ]
+
+
+class WrongQuantity(click.ClickException):
+    """A quantity that cannot be read: a usage error that is told in one line."""
+
+    exit_code = 2
 
 
 class _Quantity(click.ParamType[Any]):
@@ -50,7 +57,7 @@ class _Quantity(click.ParamType[Any]):
             return self._parse(value)
         except OptionError as error:
             option = param.opts[0] if param is not None else self.name
-            raise click.ClickException(f"{option}: {error}") from None
+            raise WrongQuantity(f"{option}: {error}") from None
 
 
 def _parse_png(text: str) -> str:

@@ -83,7 +83,7 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def load_shares(checkpoint: Checkpoint, rank: int, size: int) -> Shares:
+def load_shares(checkpoint: Checkpoint, rank: int, size: int, *, strict: bool = True) -> Shares:
     """Loads a share of each tensor into this rank's memory; all ranks of the job call it.
 
     What ranks had of their own (`fastload.PerRank`) is left out.
@@ -92,13 +92,14 @@ def load_shares(checkpoint: Checkpoint, rank: int, size: int) -> Shares:
         checkpoint: Where from.
         rank: This rank.
         size: Number of ranks.
+        strict: Whether all of it has to be loaded; else what cannot be is None in the state.
 
     Raises:
-        ManifestError: Not all of it can be loaded.
+        ManifestError: Not all of it can be loaded, and `strict` is on.
         FastloadError: As for `fastload.load`.
     """
     manifest = checkpoint.manifest
-    structure = _structure(manifest)
+    structure = _structure(manifest, strict=strict)
     whole, wanted = set[str](), {entry.name for entry in manifest.tensors}
     if structure is not None:
         found = leaves(structure)
@@ -113,7 +114,7 @@ def load_shares(checkpoint: Checkpoint, rank: int, size: int) -> Shares:
     return Shares(structure, shares)
 
 
-def _structure(manifest: Manifest) -> Any:
+def _structure(manifest: Manifest, *, strict: bool) -> Any:
     if manifest.structure is None:
         return None
     if manifest.format == "fastload":
@@ -124,7 +125,10 @@ def _structure(manifest: Manifest) -> Any:
         return view.structure
     refused: list[str] = []
     structure = without_refused(manifest.structure, refused)
-    raise_refused(manifest.url, refused)
+    if strict:
+        raise_refused(manifest.url, refused, advice="--no-strict leaves these out, and converts the rest")
+    for line in refused:
+        _log.warning("%s: left out: %s", manifest.url, line)
     return structure
 
 

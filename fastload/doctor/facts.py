@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fastload.base.devices import accelerator_names
+from fastload.base.memory import memory_bytes
 from fastload.base.threads import within
 from fastload.errors import DeadlineExceeded
 from fastload.ranks.door import machine
@@ -201,16 +202,9 @@ def _address_of(interface: str) -> str:
 
 
 def _memory() -> tuple[int, int]:
-    """Returns what this process may have, and what is free of it: of the host, or of its control group."""
-    found = {}
-    for line in _text("/proc/meminfo").splitlines():
-        name, _, rest = line.partition(":")
-        found[name] = int(rest.split()[0]) * 1024
-    total, free = found.get("MemTotal", 0), found.get("MemAvailable", 0)
-    limit = _number_in("/sys/fs/cgroup/memory.max")
-    if 0 < limit < total:
-        total, free = limit, min(free, limit - _number_in("/sys/fs/cgroup/memory.current"))
-    return total, free
+    """Returns what this process may have, and what is free of it; zeros where the system does not say."""
+    total, free = memory_bytes()
+    return total or 0, free or 0
 
 
 def _look_at(location: Location) -> PathFacts:

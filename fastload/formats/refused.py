@@ -15,6 +15,7 @@ __all__ = ["raise_refused", "refused_node", "without_refused"]
 
 _TAG = "refused"
 _MOST_LINES = 20
+_ADVICE = "strict=False leaves these out, and loads the rest"
 
 
 def refused_node(text: str) -> Any:
@@ -43,8 +44,13 @@ def without_refused(structure: Any, found: list[str]) -> Any:
     return {tag: without_refused(payload, found) for tag, payload in structure.items()}
 
 
-def raise_refused(url: str, refused: Sequence[str]) -> None:
+def raise_refused(url: str, refused: Sequence[str], advice: str = _ADVICE) -> None:
     """Raises if there is anything that cannot be loaded.
+
+    Args:
+        url: Of the checkpoint.
+        refused: A line for each thing.
+        advice: What to do.
 
     Raises:
         ManifestError: There is; it lists it.
@@ -54,5 +60,5 @@ def raise_refused(url: str, refused: Sequence[str]) -> None:
     lines = [f"{url}: not all of it can be loaded:", *(f"  {line}" for line in refused[:_MOST_LINES])]
     if len(refused) > _MOST_LINES:
         lines.append(f"  and {len(refused) - _MOST_LINES} more")
-    lines.append("strict=False leaves these out, and loads the rest")
+    lines.append(advice)
     raise ManifestError("\n".join(lines))

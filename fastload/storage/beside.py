@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
-from fastload.errors import CheckpointExists, OptionError
+from fastload.errors import CheckpointExists, FastloadError, OptionError, StorageError
+from fastload.storage import one_file
+from fastload.storage.location import OBJECT_STORES, Location
 from fastload.storage.names import Names
 
-__all__ = ["MAX_LIST_BYTES", "kept_names", "replaced_names"]
+__all__ = ["MAX_LIST_BYTES", "kept_names", "put_beside", "replaced_names"]
 
 MAX_LIST_BYTES = 1 << 30
 """Most bytes of a record or a receipt that are looked at."""
+
+_MAX_ATTEMPT_S = 30.0
 
 
 def kept_names(
@@ -81,3 +86,43 @@ def replaced_names(
             )
     kept_names(url, there, own, written, names)
     return own
+
+
+def put_beside(place: Location, name: str, content: bytes, *, timeout_s: float, retries: int) -> None:
+    """Writes a small file next to those of a checkpoint; replaces one of that name.
+
+    Args:
+        place: Where the checkpoint is.
+        name: Plain, without ``/``.
+        content: All of it.
+        timeout_s: Longest time in seconds for a request to an object store, with its retries.
+        retries: Further attempts.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    if not place.scheme:
+        path = os.path.join(place.address, name)
+        pending = one_file.make_pending(path, overwrite=True)
+        try:
+            with one_file.opened(pending) as descriptor:
+                one_file.write_at(descriptor, 0, content)
+            one_file.publish(pending, path, overwrite=True)
+        finally:
+            one_file.remove(pending)
+        return
+    from fastload.storage.bucket import Bucket, FsspecBucket, ObstoreBucket
+
+    bucket: Bucket
+    if place.scheme in OBJECT_STORES:
+        attempt_s = min(_MAX_ATTEMPT_S, timeout_s)
+        bucket = ObstoreBucket(place, {}, timeout_s=timeout_s, attempt_s=attempt_s, retries=retries)
+    else:
+        bucket = FsspecBucket(place, {})
+    try:
+        bucket.put(name, content)
+    except FastloadError:
+        raise
+    except Exception as error:
+        secrets = bucket.secrets
+        raise StorageError(secrets.first_line(error), f"{place.url}/{name}") from secrets.clean(error)

@@ -11,7 +11,7 @@ import fsspec
 
 from fastload.errors import OptionError, StorageError
 from fastload.storage.base import CHANGED, ByteCounter, FileStat, Folder
-from fastload.storage.location import HTTP, locate
+from fastload.storage.location import HTTP, OBJECT_STORES, locate
 from fastload.storage.secrets import Secrets
 
 __all__ = ["RemoteStorage", "open_file_system"]
@@ -175,7 +175,12 @@ def open_file_system(url: str | PathLike[str], options: Mapping[str, Any]) -> tu
     try:
         files, root = fsspec.core.url_to_fs(location.address, **options)
     except (ValueError, ImportError, TypeError) as error:
-        raise OptionError(f"cannot open {location}: {secrets.hide(str(error))}") from secrets.clean(error)
+        why = secrets.hide(str(error))
+        if isinstance(error, ImportError) and location.scheme in OBJECT_STORES | HTTP:
+            why = (
+                f"it needs obstore: pip install 'fastload-torch[remote]' (fsspec, the slow way, says: {why})"
+            )
+        raise OptionError(f"cannot open {location}: {why}") from secrets.clean(error)
     except Exception as error:
         transient = isinstance(error, OSError) and not isinstance(error, _PERMANENT)
         message = secrets.first_line(error)

@@ -40,7 +40,7 @@ class InFlight:
     """
 
     def __init__(self, world: World, num_slots: int, retention: Retention) -> None:
-        self._level = logging.WARNING if world.rank == 0 else logging.DEBUG
+        self._level = logging.WARNING if world.rank == 0 else logging.DEBUG  # of the first wait
         self._num_slots = num_slots
         self._retention = retention
         self._orders = Orders(world)
@@ -110,14 +110,18 @@ class InFlight:
         for flight in self._flights:
             if flight.handle is not None:
                 if not flight.handle.done():
-                    _log.log(
-                        self._level,
+                    self._say(
                         "step %d is to be saved, but the save before still goes on: waiting for it",
                         planned.saved.step,
                     )
                 flight.handle.settle()
             self._note(flight)
         self._flights.clear()
+
+    def _say(self, text: str, *values: int) -> None:
+        """Logs that a save has to wait: the first time as a warning, since the next ones often wait, too."""
+        _log.log(self._level, f"{text} (later waits are logged at level DEBUG)", *values)
+        self._level = logging.DEBUG
 
     def _note(self, flight: Flight) -> None:
         """Notes a save that has ended, if it has ended well."""
@@ -150,8 +154,7 @@ class InFlight:
     def _await_slot(self, planned: Planned) -> None:
         with self._shared.changed:
             if not self._has_slot():
-                _log.log(
-                    self._level,
+                self._say(
                     "step %d is to be saved, but %d saves are in flight: waiting for one of them",
                     planned.saved.step, self._num_slots,
                 )  # fmt: skip

@@ -181,6 +181,25 @@ def test_what_a_rule_names_is_written_and_training_waits_for_it(
     return storage.begun
 
 
+@ranks(1)
+def test_that_saves_wait_is_said_once(rank: int, world: int, tmp_path: Path) -> None:
+    for num_slots, says in ((1, "the save before still goes on"), (2, "2 saves are in flight")):
+        training, storage, root = Training(sharded=False), Storage(), tmp_path / str(num_slots)
+        with (
+            storage.in_place(),
+            warned("fastload.training.in_flight") as lines,
+            manage(root, in_flight=num_slots, keep_every=1) as manager,
+        ):
+            for step in range(1, num_slots + 1):
+                manager.save(step, training.at(step))
+            for step in range(num_slots + 1, num_slots + 4):
+                with waiting(storage):
+                    manager.save(step, training.at(step))
+            storage.let_through(9)
+            manager.wait()
+        assert [says in line for line in lines] == [True]
+
+
 @ranks(3, same=True)
 def test_what_is_saved_after_a_signal_is_written(rank: int, world: int, tmp_path: Path) -> list[int]:
     training, saved = Training(sharded=False), []

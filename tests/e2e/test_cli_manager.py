@@ -126,6 +126,49 @@ def test_convert_what_torch_saved(tmp_path: Path, zipped: bool) -> None:
     assert missing.stderr.startswith("fastload: CheckpointNotFound: ")
 
 
+def test_convert_leaves_out_what_cannot_be_loaded_if_told_to(tmp_path: Path) -> None:
+    torch.save({"a": Unwelcome(), "b": torch.ones(3)}, tmp_path / "old.pt")
+    for to in ("fastload", "torch", "dcp"):
+        refused = run_here("convert", str(tmp_path / "old.pt"), str(tmp_path / to), "--to", to)
+        assert refused.exit_code == 1
+        assert "--no-strict leaves these out, and converts the rest" in refused.stderr
+        assert "strict=False" not in refused.stderr
+        done = run_here("convert", str(tmp_path / "old.pt"), str(tmp_path / to), "--to", to, "--no-strict")
+        assert done.exit_code == 0, done.stderr
+        found = fastload.load(tmp_path / to)
+        assert (found["a"], found["b"].tolist()) == (None, [1.0] * 3)
+
+
+@pytest.mark.parametrize("to", ["fastload", "torch", "dcp"])
+def test_convert_copies_what_stands_next_to_the_weights(tmp_path: Path, to: str) -> None:
+    hub, new = tmp_path / "hub", tmp_path / "new"
+    write_sharded(
+        hub, {"x.safetensors": [("a", "F32", (3,))], "y.safetensors": [("b", "F32", (3,))]}, index=True
+    )
+    kept = {"config.json": b"{}", "tokenizer.model": b"\0\1", "vocab.txt": b"a\nb"}
+    for name, content in {**kept, "pytorch_model.bin": b"x", ".gitattributes": b"x"}.items():
+        (hub / name).write_bytes(content)
+    (hub / "original").mkdir()
+    done = run_here("convert", str(hub), str(new), "--to", to)
+    assert done.exit_code == 0, done.stderr
+    names = ", ".join(kept)
+    if to == "torch":
+        assert f"not copied: {names}\n" in done.stdout
+        return
+    assert f"copied, too: {names}\n" in done.stdout
+    assert {name: (new / name).read_bytes() for name in kept} == kept
+    assert not {"pytorch_model.bin", ".gitattributes", "original"} & {path.name for path in new.iterdir()}
+    assert fastload.load(new).keys() == {"a", "b"}
+    if to == "fastload":
+        (hub / "config.json").write_bytes(b'{"new": 1}')
+        again = run_here("convert", str(hub), str(new), "--overwrite", "--json")
+        assert one_object(again.stdout)["copied"] == list(kept)
+        assert (new / "config.json").read_bytes() == b'{"new": 1}'
+        away = f"memory://{tmp_path}/away"
+        assert run_here("convert", str(hub), away).exit_code == 0
+        assert fsspec.filesystem("memory").cat_file(f"{tmp_path}/away/vocab.txt") == kept["vocab.txt"]
+
+
 def test_convert_what_only_ends_as_a_file_of_torch(tmp_path: Path) -> None:
     new = str(tmp_path / "new")
     fastload.save({"a": torch.arange(5)}, tmp_path / "dir.ckpt")

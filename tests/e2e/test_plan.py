@@ -151,7 +151,7 @@ def test_a_picture_of_a_load_and_of_a_prediction(tmp_path: Path) -> None:
     many = call("plan", "--size", "1GB", *WORLD, "--ranks-per-host", "64", "--trace", str(trace))
     assert many.exit_code == 0, many.stderr
     wrong = call("timeline", str(trace), "--png", str(png.with_suffix(".svg")))
-    assert (wrong.exit_code, "its name has to end in .png" in wrong.stderr) == (1, True)
+    assert (wrong.exit_code, "its name has to end in .png" in wrong.stderr) == (2, True)
     done = call("timeline", str(trace), "--png", str(png))
     assert done.exit_code == 0, done.stderr
     assert png.stat().st_size > 10_000

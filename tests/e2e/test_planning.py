@@ -82,7 +82,7 @@ def test_through_the_real_program() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "1.64 TB/s" in done.stdout
     wrong = run(*TRILLION, "--at", "273GBps")
-    assert (wrong.returncode, wrong.stdout, len(wrong.stderr.splitlines())) == (1, "", 1)
+    assert (wrong.returncode, wrong.stdout, len(wrong.stderr.splitlines())) == (2, "", 1)
 
 
 # What they say
@@ -256,22 +256,12 @@ def refused(code: int, words: str, *arguments: str) -> None:
         ("size --layers 3", "--layers and --hidden go together"),
         ("size --size 1TB --recipe bf16", "it takes no recipe"),
         ("size 70B --recipe bf16 --bytes-per-parameter 2", "give one of --recipe"),
-        ("size 70X", "'70X': unknown unit 'X'; known: K, M, B, T; nor is it a path"),
-        ("size -- -70B", "is negative"),
         ("size 70B --tp 8 --pp 64 --dp 6 --gpus 3000", "TP 8 × PP 64 × DP 6 = 3072 GPUs, not 3000"),
         ("size 70B --dp 8 --hosts 2", "8 GPUs on hosts of 8 take 1, not 2"),
-        ("size 70B --tp 0", "--tp: '0' is not a whole number above 0"),
-        ("size 70B --at 0GB/s", "--at: '0GB/s' is not above 0"),
-        ("size 70B --at=-1GB/s", "--at: '-1GB/s' is negative"),
-        ("size 70B --at nanGB/s", "--at: 'nanGB/s' is not a number"),
-        ("size 70B --at 273", "--at: '273': it has no unit; known: B/s, kB/s"),
-        ("size 70B --at 273GB", "unknown unit 'GB'"),
-        ("size 70B --within 5m", "unknown unit 'm'; known: ms, s, min, h, d"),
         ("size 70B --within 0s", "time_s=0.0: must be a number above 0"),
         ("size 70B --at 1GB/s --within 5min", "give one of --at and --within"),
         ("size 70B --every 4h", "--every needs --at or --within"),
         ("size 70B --at 1GB/s --every 0s", "interval_s=0.0"),
-        ("size /no/where", "'/no/where' is not a number such as 70B; nor is it a path"),
         ("size /no/config.json", "/no/config.json: no such file"),
         ("cadence --gpus 8", "how long does a save take?"),
         ("cadence --stall 5s", "how often does the job fail?"),
@@ -279,7 +269,6 @@ def refused(code: int, words: str, *arguments: str) -> None:
         ("cadence 1B --at 1GB/s --stall 1s --background 1s --gpus 8", "give one of --background and --at"),
         ("cadence --stall 5s --mtbf 1min", "the job never gets on"),
         ("cadence --stall 5s --mtbf 0s", "mtbf_s=0.0"),
-        ("cadence --stall 5s --mtbf 1d --budget 0.035", "--budget: '0.035': it has no unit; known: %"),
         ("cadence --stall 5s --mtbf 1d --memory-copies 2", "--memory-copies needs --gpus or --hosts"),
         ("cadence --stall 5s --gpus 16 --memory-copies 3 --memory-background 1s", "3 copies need as many"),
         ("cadence --stall 5s --gpus 16 --hosts-lost 3 --memory-copies 1", "3 lost hosts need as many hosts"),
@@ -288,13 +277,43 @@ def refused(code: int, words: str, *arguments: str) -> None:
         ("cadence 1B --at 1GB/s --gpus 16 --memory-copies 2", "how long does training wait for a copy"),
         ("cadence --stall 5s --gpus 16 --memory-stall 1s", "Give --memory-copies"),
         ("cadence --stall 5s --gpus 12", "12 GPUs do not fill hosts of 8"),
-        ("cadence --stall 5s --gpus 8 --failures-per-1000-host-days=-6", "is negative"),
         ("cadence --stall 5s --mtbf 1d --png /no/where/ettr.png", "cannot write the drawing"),
-        ("cadence --stall 5s --mtbf 1d --png x.pgn", "--png: x.pgn: its name has to end in .png"),
     ],
 )  # fmt: skip
 def test_bad_input(command: str, words: str) -> None:
     refused(1, words, *command.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("size 70X", "'70X': unknown unit 'X'; known: K, M, B, T; nor is it a path"),
+        ("size -- -70B", "is negative"),
+        ("size 70B --tp 0", "--tp: '0' is not a whole number above 0"),
+        ("size 70B --at 0GB/s", "--at: '0GB/s' is not above 0"),
+        ("size 70B --at=-1GB/s", "--at: '-1GB/s' is negative"),
+        ("size 70B --at nanGB/s", "--at: 'nanGB/s' is not a number"),
+        ("size 70B --at 273", "--at: '273': it has no unit; known: B/s, kB/s"),
+        ("size 70B --at 273GB", "unknown unit 'GB'"),
+        ("size 70B --within 5m", "unknown unit 'm'; known: ms, s, min, h, d"),
+        ("size /no/where", "'/no/where' is not a number such as 70B; nor is it a path"),
+        ("cadence --stall 5s --mtbf 1d --budget 0.035", "--budget: '0.035': it has no unit; known: %"),
+        ("cadence --stall 5s --gpus 8 --failures-per-1000-host-days=-6", "is negative"),
+        ("cadence --stall 5s --mtbf 1d --png x.pgn", "--png: x.pgn: its name has to end in .png"),
+    ],
+)  # fmt: skip
+def test_a_quantity_that_cannot_be_read_is_a_usage_error(command: str, words: str) -> None:
+    refused(2, words, *command.split())
+
+
+def test_cadence_asks_for_what_it_cannot_know(tmp_path: Path) -> None:
+    """All of it at once, and nothing that follows from what was given."""
+    done = fastload("cadence", "7B")
+    assert done.exit_code == 1
+    assert done.stderr == (
+        "fastload: OptionError: how long does a save take? Give --at, the bandwidth of storage, or --stall; "
+        "how often does the job fail? Give --mtbf, or --gpus or --hosts\n"
+    )
 
 
 @pytest.mark.parametrize(

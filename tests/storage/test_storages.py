@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import uuid
@@ -378,6 +379,14 @@ def test_a_bad_endpoint_of_the_environment_is_named(
 ) -> None:
     monkeypatch.setenv(name, "my host:9000")
     with pytest.raises(OptionError, match=r"cannot open s3://bucket.*'my host:9000'"):
+        opener("s3://bucket/runs/a", NAMES)
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+def test_without_obstore_the_extra_is_named(opener: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "obstore" else real(name))
+    with pytest.raises(OptionError, match=r"s3://.* needs obstore: pip install 'fastload-torch\[remote\]'"):
         opener("s3://bucket/runs/a", NAMES)
 
 

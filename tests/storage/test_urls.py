@@ -9,6 +9,7 @@ import socket
 import traceback
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -31,6 +32,8 @@ from fastload.errors import (
     from_wire,
     to_wire,
 )
+from fastload.formats.names import NAMES
+from fastload.storage import open_storage
 from tests.checkpoints import assert_same_bits, load_reference, write_file, write_sharded
 from tests.dist.flaky_server import Handler, Server, serving
 from tests.dist.harness import run_ranks
@@ -240,9 +243,12 @@ def test_what_the_libraries_below_log_is_not_shown(seaweed: dict[str, Any], tmp_
     """Among it are signatures, and the headers that go to the server."""
     environment = {f"AWS_{name.upper()}": value for name, value in seaweed.items()}
     fastload.save({"t": torch.arange(9)}, tmp_path / "a")
-    command = ["-v", "convert", str(tmp_path / "a"), f"s3://{BUCKET}/{uuid.uuid4().hex}/a"]
-    done = run(*command, **environment)
+    (tmp_path / "a" / "config.json").write_text("{}")
+    url = f"s3://{BUCKET}/{uuid.uuid4().hex}/a"
+    done = run("-v", "convert", str(tmp_path / "a"), url, **environment)
     assert done.returncode == 0, done.stderr
+    with closing(open_storage(url, NAMES, seaweed)) as storage:
+        assert storage.list() == ["config.json", "fastload.json", "model.safetensors"]
     assert not [line for line in done.stderr.splitlines() if "fastload" not in line]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastload.base import memory
-from fastload.base.memory import allocate, allocate_staging, uncollected
+from fastload.base.memory import allocate, allocate_staging, memory_bytes, uncollected
 
 _NBYTES = 8 << 20
 _LARGE_NBYTES = 512 << 20  # more than malloc has from what other tests have freed; it is never touched
@@ -73,3 +73,24 @@ def test_the_collector_runs_in_a_child_that_is_forked_while_it_waits() -> None:
         done.set()
         thread.join()
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("folder", "most", "now"),
+    [("", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")],
+)
+def test_page_cache_of_a_container_is_free(tmp_path: Path, folder: str, most: str, now: str) -> None:
+    """As `fastload doctor` tells it, and the memory tier counts on it."""
+    group = tmp_path / folder
+    group.mkdir(exist_ok=True)
+    (group / "memory.stat").write_text(
+        "anon 1000\ninactive_file 60000000\nactive_file 20000000\nshmem 4096\n"
+    )
+    (group / now).write_text("90000000\n")
+    (group / most).write_text("100000000\n")
+    assert memory_bytes(str(tmp_path)) == (100_000_000, 90_000_000)
+    (group / most).write_text("max\n" if most == "memory.max" else f"{(1 << 63) - 4096}\n")
+    total, available = memory_bytes(str(tmp_path))
+    assert total == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert available is not None
+    assert 0 < available < total
