@@ -63,8 +63,8 @@ def with_index(device: torch.device) -> torch.device:
         return device
     served = torch.accelerator.current_accelerator()
     if served is None or served.type != device.type:
-        has = f"torch serves {served.type} here" if served is not None else "torch serves no accelerator here"
-        raise OptionError(f"device='{device}': {has}; fastload loads to and saves from that and cpu")
+        instead = f", but {served.type}" if served is not None else ""
+        raise OptionError(f"device='{device}': torch serves no {device.type} device in this process{instead}")
     count = torch.accelerator.device_count()
     index = device.index if device.index is not None else _current_index(count)
     if index >= count:

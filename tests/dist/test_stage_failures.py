@@ -142,7 +142,7 @@ def test_the_source_changes(
 ) -> None:
     disk = mount_disk(tmp_path, disks, rank)
     change = at(0.3, lambda: flip(folder_of_kind / "config.json", 2)) if rank == 0 else None
-    with pytest.raises((fastload.PeerError, fastload.StorageError), match="it changed while it was read"):
+    with pytest.raises((fastload.PeerError, fastload.StorageError), match="changed after it was opened"):
         stage(folder_of_kind, disk / "copy", progress=change, chunk_bytes=CHUNK_BYTES)
     assert not (disk / "copy").exists()
 

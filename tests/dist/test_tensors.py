@@ -207,7 +207,9 @@ def test_it_may_be_left_early(rank: int, world: int, saved: Path) -> None:
 
 @ranks(3)
 def test_when_all_have_left_no_more_is_read(rank: int, world: int, tmp_path: Path) -> None:
-    write_file(tmp_path / "m.safetensors", [(f"t{n}", "U8", (256 << 10,)) for n in range(64)])
+    if rank == 0:
+        write_file(tmp_path / "m.safetensors", [(f"t{n}", "U8", (256 << 10,)) for n in range(64)])
+    torch.distributed.barrier()
     given = {**SMALL, "chunk_bytes": 16 << 10, "staging_bytes": MIB}
     with fastload.open(tmp_path, options=fastload.LoadOptions(**given)) as checkpoint:
         for number, _ in enumerate(checkpoint.tensors()):

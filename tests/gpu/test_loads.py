@@ -301,7 +301,9 @@ def test_a_device_that_torch_does_not_serve_is_refused(
     devices: Devices, rank: int, world: int, tmp_path: Path
 ) -> None:
     written(tmp_path, rank)
-    with pytest.raises(fastload.FastloadError, match=rf"xpu.*torch serves {devices.device.type} here"):
+    with pytest.raises(
+        fastload.FastloadError, match=rf"no xpu device in this process, but {devices.device.type}"
+    ):
         fastload.load(tmp_path, device="xpu")
     with pytest.raises(fastload.FastloadError, match=rf"{devices.device.type}:64.*torch sees"):
         fastload.load(tmp_path, device=f"{devices.device.type}:64")
