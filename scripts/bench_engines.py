@@ -1,6 +1,9 @@
 """What doors cost: `Checkpoint.tensors`, refreshes of a model, and dcp with fastload as its storage.
 
     python scripts/bench_engines.py --ranks 4 --size 440MiB --repeats 5 --folder /dev/shm
+    $(tests/engines/setup) scripts/bench_engines.py vllm --size 1340MB --repeats 3
+
+The second one loads a model in the workers of vLLM, by its own loader and by others.
 
 Arms run interleaved in one job, each from a barrier until the slowest rank is done; the first run of each is
 not counted.
@@ -11,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -59,6 +63,32 @@ def main(context: click.Context, ranks: int, size: int, repeats: int, folder: st
         numbers = (statistics.median(seconds), min(seconds), max(seconds))
         peak = max(row["peak_bytes"]) / MIB
         table.add_row(row["arm"], *(f"{value:.3f}" for value in numbers), f"{peak:.0f}")
+    print_table(table)
+
+
+@main.command()
+@click.option("--size", type=Bytes(), default="1340MB", show_default=True, help="Of the model, in bf16.")
+@click.option("--repeats", default=3, show_default=True, help="Loads of each arm that count.")
+@click.option("--folder", type=click.Path(), help="Where the model is, on a disk.")
+@click.option("--tp", "sizes", multiple=True, type=int, default=(1, 2), show_default=True, help="Workers.")
+@click.option("--arms", default="auto,runai_streamer,fastload", show_default=True, help="Load formats.")
+@click.option("--cold", is_flag=True, help="Also with files that are not in the page cache.")
+def vllm(size: int, repeats: int, folder: str | None, sizes: tuple[int, ...], arms: str, cold: bool) -> None:
+    """Loads of one model in the workers of vLLM."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from bench_parts import vllm_loads
+
+    table = Table(title=f"vLLM, {size / 1e9:.2f} GB, median of {repeats}")
+    for name in ("arm", "TP", "files", "seconds", "CPU seconds", "least", "MiB a rank at its peak"):
+        table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="bench-vllm-") as root:
+        vllm_loads.make_model(Path(root), size)
+        for tp in sizes:
+            for is_cold in (False, True)[: 1 + cold]:
+                for row in vllm_loads.measure(Path(root), tp, repeats, arms.split(","), is_cold):
+                    numbers = (f"{row[name]:.2f}" for name in ("seconds", "cpu_s", "least_cpu_s"))
+                    peak = f"{row['peak_bytes'] / MIB:.0f}"
+                    table.add_row(row["arm"], str(tp), "cold" if is_cold else "cached", *numbers, peak)
     print_table(table)
 
 

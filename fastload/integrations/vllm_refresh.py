@@ -182,8 +182,9 @@ def _refresh(
 def _have_experts_packed(model: nn.Module) -> None:
     """Has vLLM pack the weights of experts on CPUs again, which it does for the first ones it gets only."""
     if device_of(model).type == "cpu":
-        for method in filter(None, map(_method, model.modules())):
-            if getattr(method, "moe_kernel", None) is not None:
+        for layer in model.modules():
+            method: Any = getattr(layer, "quant_method", None)
+            if hasattr(method, "moe_kernel"):
                 method.moe_kernel = None
 
 
@@ -251,7 +252,7 @@ class _Backup:
 def _state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Copies the state of a layer: its dicts and sets, not what they hold."""
     copied = dict(state)
-    for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+    for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         copied[name] = copied[name].copy()
     return copied
 

@@ -18,38 +18,52 @@ _MAX_FILES = 256  # each keeps a descriptor
 
 
 class MappedFiles:
-    """Files of a checkpoint in this process's memory, as they are.
+    """Files of a checkpoint in this process's memory, as they are; each until its last tensor is let go of.
 
     Args:
         files: By their index in the manifest.
     """
 
     def __init__(self, files: Mapping[int, Mapped]) -> None:
-        self._files = files
-        self._bytes = {index: torch.frombuffer(file.data, dtype=torch.uint8) for index, file in files.items()}
+        self._files = dict(files)
+        self._at = -1
+        self._bytes = torch.empty(0)
 
     def tensor(self, entry: TensorEntry, num_together: int = 1) -> Tensor:
-        """Returns a tensor of the checkpoint, which keeps its file mapped.
+        """Returns the next tensor, in the order of the files.
 
         Args:
             entry: The tensor.
             num_together: So many of its elements are to be taken for one, in the end.
+
+        Raises:
+            StorageError: Somebody has written to the file before.
         """
         dtype, shape = torch_spec(entry)
         if not entry.nbytes:
             return torch.empty(shape, dtype=dtype)
-        raw = self._bytes[entry.file][entry.offset : entry.offset + entry.nbytes]
+        if entry.file != self._at:
+            self._leave()
+            self._at = entry.file
+            self._bytes = torch.frombuffer(self._files[entry.file].data, dtype=torch.uint8)
+        raw = self._bytes[entry.offset : entry.offset + entry.nbytes]
         if entry.offset % (dtype.itemsize * num_together):
             raw = raw.clone()  # torch has no tensors at such addresses
         return raw.view(dtype).view(shape)
 
-    def check(self) -> None:
-        """Raises if somebody has written to a file since it was opened.
+    def close(self) -> None:
+        """Lets go of the files, after the last tensor.
 
         Raises:
-            StorageError: Tensors may be older in some places than in others.
+            StorageError: Somebody has written to the last one.
         """
-        for file in self._files.values():
+        self._leave()
+        self._files.clear()
+
+    def _leave(self) -> None:
+        """Lets go of a file; if it has changed, tensors of it may be older in some places than in others."""
+        self._bytes = torch.empty(0)
+        if (file := self._files.pop(self._at, None)) is not None:
             file.check()
 
 

@@ -142,7 +142,7 @@ class Outbox:
                 break
             self._place_next()
         if self._mapped is not None and not self._is_closed:
-            self._mapped.check()
+            self._mapped.close()
 
     def close(self) -> None:
         """Lets go of all that was not handed out: nobody will take it."""
