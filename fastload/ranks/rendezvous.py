@@ -25,6 +25,7 @@ _FIRST_POLL_S = 0.0005
 _POLL_OF_A_RANK_S = 0.0001  # what one costs the server, about, which all ranks ask
 _LISTENING_S = 1.0
 _LAST_POLL_S = 0.05
+_SHORTEST_S = 2.0  # deadline of a request: a busy machine may stop a thread for longer than a short timeout
 
 
 @dataclass
@@ -99,6 +100,7 @@ class Rendezvous:
         """Asks the store: a store whose host is stopped or cut off would keep the caller for ever."""
         if self._lost is None:
             try:
+                limit_s = max(limit_s, _SHORTEST_S)
                 return within(limit_s, "the rendezvous store", ask, since=lambda: self._pulse.heard_at)
             except (RuntimeError, DeadlineExceeded) as error:
                 self._lost = str(error).split("\n", 1)[0]

@@ -153,6 +153,70 @@ def test_ranks_meet_again_whatever_some_have_done(size: int, ops: list[Op], in_t
     assert num_groups > 1 or in_tree or store.num_keys() == size + 1
 
 
+class SlowStore(dist.Store):
+    """Takes a while to answer the next request of one kind.
+
+    Attributes:
+        slow_s: Kind of request → seconds; removed once it has been made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow_s: dict[str, float] = {}
+        self._store = dist.HashStore()
+
+    def _wait(self, kind: str) -> None:
+        time.sleep(self.slow_s.pop(kind, 0.0))
+
+    def set(self, key: str, value: str) -> None:
+        self._wait("set")
+        self._store.set(key, value)
+
+    def append(self, key: str, value: str) -> None:
+        self._wait("append")
+        self._store.append(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        self._wait("check")
+        return self._store.check(keys)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._store.compare_set(key, expected, desired)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+
+@pytest.mark.parametrize("in_tree", [False, True], ids=["store", "tree"])
+def test_a_store_that_is_slower_than_a_short_timeout_is_not_gone(in_tree: bool) -> None:
+    """A busy machine may stop a thread for longer; its rank goes on where the others do."""
+    size, store = 3, SlowStore()
+    everyone = list(range(size))
+    kept = [Kept() if in_tree else None for _ in everyone]
+    with ThreadPoolExecutor(size) as pool:
+        for kind in ("append", "check", *["set"] * in_tree):
+
+            def call(rank: int, timeout_s: float) -> Any:
+                return end_of(partial(make, store, rank, size, "A", timeout_s, kept=kept[rank]))
+
+            ends = [call(2, SHORT_S)]  # what it had of a tree goes with that
+            store.slow_s = {kind: 3 * SHORT_S}
+            ends.append(call(2, SHORT_S))
+            assert not store.slow_s
+            for end in ends:
+                assert isinstance(end, PeerError)
+                assert set(end.failures) == {0, 1}, (kind, end)
+            assert list(pool.map(partial(call, timeout_s=LONG_S), everyone)) == [everyone] * size, kind
+    for one in filter(None, kept):
+        one.end()
+
+
 def wander(
     store: Any, rank: int, size: int, seed: int, kept: Kept | None
 ) -> list[tuple[tuple[int, int], Any]]:
