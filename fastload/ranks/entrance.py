@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hmac
 import ipaddress
 import json
-import os
 import secrets
 import select
 import socket
@@ -16,13 +14,14 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from fastload.ranks.reach import host_addresses, interface_address
+
 __all__ = ["Entrance", "Unreachable", "come_in"]
 
 _SECRET_BYTES = 32
 _WELCOME = b"come in"
 _RANK = struct.Struct("!I")
 _GREETING_S, _CONNECTING_S = 1.0, 2.0
-_SIOCGIFADDR = 0x8915
 
 
 class Unreachable(Exception):
@@ -155,19 +154,15 @@ def _read(link: socket.socket, num_bytes: int) -> bytes:
 
 def _own_addresses(store: str) -> Iterator[str]:
     """Yields where other hosts may find this one, the likeliest first; asks no name server for others."""
-    if name := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, contextlib.suppress(OSError):
-            packed = struct.pack("256s", name.encode()[:15])
-            yield socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, packed)[20:24])
+    if (address := interface_address()) is not None:
+        yield address
     with contextlib.suppress(OSError, ValueError):
         version = ipaddress.ip_address(store).version
         family = socket.AF_INET6 if version == 6 else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as any_socket:
             any_socket.connect((store, 9))  # sends nothing
             yield any_socket.getsockname()[0]
-    with contextlib.suppress(OSError):
-        for *_, where in socket.getaddrinfo(os.uname().nodename, None, type=socket.SOCK_STREAM):
-            yield str(where[0])
+    yield from host_addresses()
 
 
 def _host_of(store: Any) -> str:

@@ -25,6 +25,7 @@ from fastload.ranks.door import machine
 from fastload.ranks.failures import grace_of, kinds_of, require_same
 from fastload.ranks.kept import Kept, kept_of
 from fastload.ranks.launch import Launch, from_env
+from fastload.ranks.reach import require_neighbour
 from fastload.ranks.rendezvous import Rendezvous
 from fastload.ranks.versions import Versions
 
@@ -48,6 +49,7 @@ T = TypeVar("T")
 
 _POLL_S = 0.01
 _MEETING_S = 300.0  # hosts of a large job do not start in the same minute
+_REACHING_S = 5.0  # in which a way between hosts is open, or is not
 _LEAVING_S = 10.0  # that a rank which was interrupted waits for the store, to tell the others
 
 # Default groups that met in a part of the store which no other ranks ever use.
@@ -211,7 +213,7 @@ def initialize(device: str = "cpu") -> tuple[int, str]:
     Raises:
         OptionError: torch has no such device.
         WorldError: The environment is incomplete or contradicts itself (see `from_env`), or the ranks did
-            not find each other.
+            not find each other, or cannot connect to each other (`PeerError`).
     """
     launch = from_env()
     target = parse_device(device)
@@ -266,6 +268,14 @@ def join_job(launch: Launch, *calls: str, timeout_s: float) -> Iterator[World]:
 def _join_job(launch: Launch, *, backend: str) -> None:
     with _meeting(launch):
         store = _store_of(launch)
+        require_neighbour(
+            store,
+            launch.rank,
+            launch.world_size,
+            host=socket.gethostname(),
+            num_local=launch.num_local_ranks or 1,
+            limit_s=_REACHING_S,
+        )
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
         _apart.add(dist.group.WORLD)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from fastload.base.devices import copy_async, use_stream
 from fastload.base.memory import allocate, allocate_staging
 from fastload.base.stopwatch import Stopwatch
+from fastload.ranks.reach import Peer
 from fastload.ranks.world import World
 from fastload.transfer.communicators import Communicators, Endings
 from fastload.transfer.grid import Grid, Move, is_gather
@@ -65,8 +66,9 @@ class DeviceExchange:
     def renew(self) -> None:
         self._communicators.renew()
 
-    def accept(self, offers: Sequence[Any]) -> None:
+    def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
         self._communicators.accept(offers)
+        return ()  # the backend has ways of its own
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         found = self._communicators.meet(give_up)

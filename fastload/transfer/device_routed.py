@@ -16,6 +16,7 @@ from torch import Tensor
 from fastload.base.devices import use_stream
 from fastload.base.memory import allocate, allocate_staging
 from fastload.base.stopwatch import Stopwatch
+from fastload.ranks.reach import Peer
 from fastload.ranks.world import World
 from fastload.transfer.communicators import Communicators, Endings
 from fastload.transfer.lanes import Ranks
@@ -63,8 +64,9 @@ class DeviceRoutedExchange:
     def renew(self) -> None:
         self._communicators.renew()
 
-    def accept(self, offers: Sequence[Any]) -> None:
+    def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
         self._communicators.accept(offers)
+        return ()  # the backend has ways of its own
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         made = self._communicators.meet(give_up)

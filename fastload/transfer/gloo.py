@@ -14,6 +14,7 @@ from torch import Tensor
 from fastload.base.memory import allocate_staging, byte_view, host_view
 from fastload.base.stopwatch import Stopwatch
 from fastload.errors import Interrupted
+from fastload.ranks.reach import Peer
 from fastload.ranks.world import World
 from fastload.transfer.rounds import FAILED, FlatSlab, Round, Slab, wait_sent
 from fastload.transfer.shared import SharedSlabs
@@ -87,11 +88,10 @@ class GlooExchange:
         if self._wire is not None:
             self._wire.renew()
 
-    def accept(self, offers: Sequence[Any]) -> None:
+    def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
         if self._shared is not None:
             self._shared.accept([offer and offer["host"] for offer in offers])
-        if self._wire is not None:
-            self._wire.accept(offers)
+        return self._wire.accept(offers) if self._wire is not None else ()
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         if self._shared is not None:

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import ctypes
 import os
+import socket
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from fastload.base.threads import await_done, background
 from fastload.errors import DeadlineExceeded, Interrupted, WorldError
+from fastload.ranks.reach import address_in, listener_at
 
 __all__ = ["Links"]
 
@@ -49,6 +51,7 @@ class Links:
         self._devices: list[Any] = []
         self._opening: dict[int, list[_Connection]] = {}
         self._groups: dict[int, list[Any]] = {}
+        self._listeners: list[socket.socket] = []
 
     def open(self, numbers: Collection[int]) -> dict[str, list[str]]:
         """Makes ready to be connected to other members; returns where each of them finds this one.
@@ -70,11 +73,32 @@ class Links:
                 for number in missing
             }
             return {
-                str(number): [connection.address() for connection in connections]
+                str(number): [base64.b85encode(connection.own()).decode() for connection in connections]
                 for number, connections in self._opening.items()
             }
         except RuntimeError as error:
             raise WorldError(f"no rank could connect to this one: {error}") from error
+
+    @property
+    def opening(self) -> Collection[int]:
+        """The members that this one is about to connect to."""
+        return self._opening.keys()
+
+    def listen(self) -> list[tuple[str, int]]:
+        """Listens where the others are to connect to, until they do; returns IP addresses and ports.
+
+        To Gloo itself nobody may connect just to see whether that works: it keeps what has come.
+        """
+        self._stop_listening()
+        for connection in next(iter(self._opening.values()), ()):
+            address = address_in(connection.own())
+            if address is not None and (listener := listener_at(address)) is not None:
+                self._listeners.append(listener)
+        return [listener.getsockname()[:2] for listener in self._listeners]
+
+    def _stop_listening(self) -> None:
+        while self._listeners:
+            self._listeners.pop().close()
 
     def find(self, found: Sequence[Mapping[str, Sequence[str]]]) -> None:
         """Learns where the other members are, and with that which links these are.
@@ -83,8 +107,8 @@ class Links:
             found: What `open` has returned, by number.
         """
         for number, connections in self._opening.items():
-            for connection, address in zip(connections, found[number][str(self._number)], strict=True):
-                connection.find(address)
+            for connection, told in zip(connections, found[number][str(self._number)], strict=True):
+                connection.told = base64.b85decode(told)
         self.token = self.token or xxhash.xxh3_64_hexdigest(repr(found).encode())
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
@@ -96,11 +120,16 @@ class Links:
         Raises:
             Interrupted: Some of them did not come, or `give_up` said so.
         """
+        self._stop_listening()
+        for connections in self._opening.values():
+            for connection in connections:
+                connection.begin()
         for number, connections in self._opening.items():
             try:
                 groups = [connection.group(give_up) for connection in connections]
             except (RuntimeError, DeadlineExceeded) as error:
-                raise Interrupted(f"the ranks could not connect: {error}") from error
+                where = ", ".join(filter(None, (address_in(connection.told) for connection in connections)))
+                raise Interrupted(f"no connection to a rank at {where}: {error}") from error
             self._groups[number] = groups
         self._opening = {}
 
@@ -128,6 +157,7 @@ class Links:
 
         Gloo takes tens of milliseconds to take a group down, which nobody has to wait for.
         """
+        self._stop_listening()
         for connections in self._opening.values():
             for connection in connections:
                 connection.give_up()
@@ -140,6 +170,7 @@ class Links:
 
     def disown(self) -> None:
         """Keeps a forked child from taking the groups down, for which it lacks Gloo's threads."""
+        self._stop_listening()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def _group(self, number: int, tag: int) -> Any:
@@ -154,9 +185,13 @@ class _Connection:
         device: The network device.
         end: Which of the two ends this is.
         timeout: Longest wait for the other one.
+
+    Attributes:
+        told: What Gloo says of where the other end is found.
     """
 
     def __init__(self, device: Any, end: int, timeout: timedelta) -> None:
+        self.told = b""
         self._addresses = _Addresses(end)
         self._timeout_s = timeout.total_seconds()
         self._made: Future[Any] = Future()
@@ -174,13 +209,13 @@ class _Connection:
 
         background(make, "fastload-connect").start()
 
-    def address(self) -> str:
-        """Returns where this end is found."""
-        return base64.b85encode(self._addresses.own.result(self._timeout_s)).decode()
+    def own(self) -> bytes:
+        """Returns what Gloo says of where this end is found."""
+        return self._addresses.own.result(self._timeout_s)
 
-    def find(self, address: str) -> None:
-        """Learns where the other end is found."""
-        self._addresses.other.set_result(base64.b85decode(address))
+    def begin(self) -> None:
+        """Begins to connect to the other end; from then on only its time limit ends the thread."""
+        self._addresses.other.set_result(self.told)
 
     def group(self, give_up: Callable[[], bool]) -> Any:
         """Returns the group of both ends, once they are connected; errors are those of `Links.connect`."""

@@ -15,6 +15,7 @@ from fastload.base.memory import allocate_staging
 from fastload.base.stopwatch import Stopwatch
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.geometry.extents import Span
+from fastload.ranks.reach import Peer
 
 if TYPE_CHECKING:
     from fastload.transfer.parcel import Parcel
@@ -223,8 +224,12 @@ class Exchange(Protocol):
         """Drops the connections that were kept: other ranks have not got them any more."""
         ...
 
-    def accept(self, offers: Sequence[Any]) -> None:
-        """Learns what each rank of the world has offered, with one and the same token."""
+    def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
+        """Learns what each rank of the world has offered, with one and the same token.
+
+        Returns:
+            Where this rank is about to connect to.
+        """
         ...
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
@@ -318,8 +323,8 @@ class LocalExchange:
     def renew(self) -> None:
         pass
 
-    def accept(self, offers: Sequence[Any]) -> None:
-        pass
+    def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
+        return ()
 
     def allocate_own(self, nbytes: int) -> Tensor:
         return allocate_staging(nbytes, pinned=self._pinned)

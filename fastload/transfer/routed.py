@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastload.base.memory import allocate_staging
 from fastload.base.stopwatch import Stopwatch
+from fastload.ranks.reach import Peer
 from fastload.ranks.world import World
 from fastload.transfer.rounds import FAILED, FlatSlab, Leg, Round, wait_sent
 from fastload.transfer.wire import Relay, Wire
@@ -53,8 +54,8 @@ class RoutedExchange:
     def renew(self) -> None:
         self._wire.renew()
 
-    def accept(self, offers: Sequence[Any]) -> None:
-        self._wire.accept(offers)
+    def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
+        return self._wire.accept(offers)
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         self._wire.connect(give_up=give_up)

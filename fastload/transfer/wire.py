@@ -6,12 +6,14 @@ import queue
 import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import background
+from fastload.ranks.reach import Peer, require_reachable
 from fastload.ranks.world import World
 from fastload.transfer.links import Links
 from fastload.transfer.rounds import TICK_S, Round
@@ -19,6 +21,8 @@ from fastload.transfer.rounds import TICK_S, Round
 __all__ = ["Offering", "Relay", "Wire", "accept_offers"]
 
 T = TypeVar("T")
+
+_REACHING_S = 5.0  # in which a way is open, or is not
 
 
 class Offering(Protocol):
@@ -37,8 +41,12 @@ class Offering(Protocol):
         """Drops the connections that were kept: other ranks have not got them any more."""
         ...
 
-    def accept(self, offers: Sequence[Any]) -> None:
-        """Learns what each rank of the world has offered, with one and the same token."""
+    def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
+        """Learns what each rank of the world has offered, with one and the same token.
+
+        Returns:
+            Where this rank is about to connect to.
+        """
         ...
 
 
@@ -52,14 +60,16 @@ def accept_offers(world: World, what: str, exchange: Offering | None, offers: Se
         offers: By rank; see `Offering.offer`.
 
     Raises:
-        FastloadError: A rank did not answer.
+        PeerError: A rank did not answer, or could not reach another one.
     """
     if not _go_together([offer for offer in offers if offer is not None]):
         if exchange is not None:
             exchange.renew()
         offers = world.agree(what, lambda: exchange.offer() if exchange is not None else None)
-    if exchange is not None:
-        exchange.accept(offers)
+    peers = exchange.accept(offers) if exchange is not None else ()
+    if any(offer and offer.get("at") for offer in offers) and len(set(world.nodes.values())) > 1:
+        limit_s = min(_REACHING_S, world.patience_s / 2)
+        world.agree(f"{what}: connecting", partial(require_reachable, world.rank, peers, limit_s=limit_s))
 
 
 def _go_together(offers: Sequence[dict[str, Any]]) -> bool:
@@ -96,16 +106,20 @@ class Wire:
 
     def offer(self) -> dict[str, Any]:
         """Says which connections this rank has, or where it is found; see `Offering`."""
-        return {"token": self._links.token, "at": self._links.open(self._partners)}
+        at = self._links.open(self._partners)
+        return {"token": self._links.token, "at": at, "listens": self._links.listen()}
 
     def renew(self) -> None:
         """Makes new connections; see `Offering`."""
         self._links.drop()
         self._links = self._open()
 
-    def accept(self, offers: Sequence[Any]) -> None:
+    def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
         """Learns what the other ranks have said; see `Offering`."""
         self._links.find([offers[rank]["at"] for rank in self._number])
+        hosts, opening = self._world.hosts, self._links.opening
+        partners = [rank for rank, number in self._number.items() if number in opening]
+        return [Peer(rank, hosts[rank], *where) for rank in partners for where in offers[rank]["listens"]]
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         """Meets the neighbours; arguments and errors are those of `Exchange.connect`."""

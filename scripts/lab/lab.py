@@ -277,9 +277,12 @@ def put(args: argparse.Namespace) -> int:
 
 
 def cut(args: argparse.Namespace) -> int:
-    """Swallow all packets of a host, or all between it and the storage, both ways."""
-    check_host(args.host, load_state(), storage_too=not args.storage)
-    (network.cut_off_storage if args.storage else network.cut_off)(args.host)
+    """Swallow all packets of a host, both ways, or all between it and the storage, or those of most ports."""
+    check_host(args.host, load_state(), storage_too=not (args.storage or args.but_port))
+    if args.but_port:
+        network.leave_open(args.host, args.but_port)
+    else:
+        (network.cut_off_storage if args.storage else network.cut_off)(args.host)
     return 0
 
 
@@ -369,7 +372,11 @@ def parser() -> argparse.ArgumentParser:
 
     sub = add("cut", cut, "Cut a host off, silently: all its packets, or those of storage.")
     sub.add_argument("host", metavar="HOST", help=f"{host_name(1)}, …, or {STORAGE}")
-    sub.add_argument("--storage", action="store_true", help="only between it and the storage")
+    which = sub.add_mutually_exclusive_group()
+    which.add_argument("--storage", action="store_true", help="only between it and the storage")
+    which.add_argument(
+        "--but-port", type=int, metavar="P", help="only what it sends to other hosts by TCP, except port P"
+    )
     sub = add("heal", heal, "Undo every cut of a host.")
     sub.add_argument("host", metavar="HOST")
 

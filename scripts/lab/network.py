@@ -20,6 +20,8 @@ SUBNET = f"10.77.{ord(LETTER) - ord('a') + 1 if LETTER else 0}"
 BRIDGE, STORAGE = f"{PREFIX}bridge", f"{PREFIX}storage"
 BRIDGE_MAC = "02:4c:00:00:00:00"
 STORAGE_NUMBER = 254
+NOBODY = 253  # the number of no host
+GONE_TABLE, RULES = 100, range(10, 14)  # routes to nobody, and the priorities of the rules that take them
 MAX_HOSTS = 200
 
 BURST_S = 0.005  # what a capped link lets through at once, within the two bounds below
@@ -155,9 +157,26 @@ def cut_off_storage(name: str) -> None:
     ip(STORAGE, neighbour(name, BRIDGE_MAC))
 
 
+def leave_open(name: str, port: int) -> None:
+    """Swallow what a host sends to other hosts by TCP, but for one port, as a firewall between them does."""
+    gone = f"{SUBNET}.{NOBODY}"
+    ip(
+        name,
+        # The bridge itself takes the frames, and has nowhere to send them.
+        f"neighbour replace {gone} lladdr {BRIDGE_MAC} dev eth0 nud permanent",
+        f"route replace default via {gone} dev eth0 table {GONE_TABLE}",
+        f"rule add prio {RULES[0]} to {address_of(STORAGE)} lookup main",
+        f"rule add prio {RULES[1]} ipproto tcp sport {port} lookup main",
+        f"rule add prio {RULES[2]} ipproto tcp dport {port} lookup main",
+        f"rule add prio {RULES[3]} ipproto tcp to {SUBNET}.0/24 lookup {GONE_TABLE}",
+    )
+
+
 def reconnect(name: str) -> None:
     """Undo every cut of a host."""
     ip(BRIDGE, f"link set {port_of(name)} master br0")
+    rules = json.loads(call("ip", "-n", name, "-json", "rule", "show"))
+    ip(name, *(f"rule del prio {rule['priority']}" for rule in rules if rule["priority"] in RULES))
     if name != STORAGE:
         ip(name, neighbour(STORAGE, mac_of(STORAGE)))
         ip(STORAGE, neighbour(name, mac_of(name)))

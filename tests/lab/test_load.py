@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(150)]
 _PROGRAM = Path(__file__).with_name("program.py")
 _ROOT = Path(__file__).resolve().parents[2]
 _NUM_HOSTS = 3
+_PORT = 29400
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,7 @@ exec "$@"
 
 def start(*command: str, num_hosts: int = _NUM_HOSTS) -> subprocess.Popen[str]:
     environ = os.environ | forking_variables() | {"PYTHONPATH": str(_ROOT)}
-    environ |= {"WORLD_SIZE": str(num_hosts), "MASTER_ADDR": HOST_1, "MASTER_PORT": "29400"}
+    environ |= {"WORLD_SIZE": str(num_hosts), "MASTER_ADDR": HOST_1, "MASTER_PORT": str(_PORT)}
     words = ["bash", "-c", _AS_A_RANK, "rank", *command]
     return subprocess.Popen(
         [str(LAB / "run"), "--plain", "--hosts", str(num_hosts), "--grace", "40", "--", *words],
@@ -177,7 +179,7 @@ def test_a_host_is_cut_off_while_data_moves(checkpoint: Path, tmp_path: Path, ho
         lab("heal", HOST_2)
         job.communicate(timeout=30)
     if how == "all":
-        assert ends == [{"error": "PeerError", "failures": [1]}] * 2
+        assert [(end["error"], end["failures"]) for end in ends] == [("PeerError", [1])] * 2
         return
     assert [end["digest"] for end in ends] == [digest_of(checkpoint)] * _NUM_HOSTS
     notes = [own["note"] for own in ends[0]["ranks"]]
@@ -185,10 +187,48 @@ def test_a_host_is_cut_off_while_data_moves(checkpoint: Path, tmp_path: Path, ho
     assert "stopped reading" in notes[1]
 
 
-def results(folder: Path, ranks: list[int]) -> list[dict[str, Any]]:
+@pytest.mark.usefixtures("hosts")
+def test_only_the_port_of_the_store_is_open_between_the_hosts(tmp_path: Path) -> None:
+    """Each rank says whom it does not reach, and what to open; and its process ends as it should.
+
+    In a group that was connected before, and where the ranks form one.
+    """
+    job = start("python", str(_PROGRAM), "s3://lab/ckpt", str(tmp_path), "8")
+    names = [f"{PREFIX}host{number + 1}" for number in range(_NUM_HOSTS)]
+    try:
+        await_files(tmp_path, "ready", range(_NUM_HOSTS))
+        for name in names:
+            lab("cut", name, "--but-port", str(_PORT))
+        (tmp_path / "go").touch()
+        ends = results(tmp_path, [0, 1, 2])
+        _, err = job.communicate(timeout=60)
+        later = start("python", "-m", "fastload", "load", "s3://lab/ckpt")
+        _, said = later.communicate(timeout=60)
+    finally:
+        job.terminate()
+        for name in names:
+            lab("heal", name)
+        job.communicate(timeout=30)
+    assert job.returncode == 0, err
+    assert later.returncode == 1
+    assert "the ranks cannot connect to each other: rank 0 on" in said
+    assert re.search(rf"could not connect to rank 1 on {HOST_2} at [0-9.]+ port \d+", said)
+    for end in ends:
+        assert (end["error"], end["failures"]) == ("PeerError", [0, 1, 2]), end
+        for rank, name in enumerate(names):
+            said = rf"rank {rank} on {name}: WorldError: could not connect to rank \d on {PREFIX}host\d"
+            assert re.search(rf"{said} at [0-9.]+ port \d+ \(no answer within [0-9.]+ s\)", end["text"])
+        assert re.search(r"open TCP ports \d+ to \d+ between the hosts, or name another", end["text"])
+
+
+def await_files(folder: Path, suffix: str, ranks: Iterable[int]) -> None:
     deadline = time.monotonic() + 60
-    while not all((folder / f"{rank}.json").exists() for rank in ranks):
+    while not all((folder / f"{rank}.{suffix}").exists() for rank in ranks):
         assert time.monotonic() < deadline, sorted(path.name for path in folder.iterdir())
-        time.sleep(0.1)
+        time.sleep(0.05)
+
+
+def results(folder: Path, ranks: list[int]) -> list[dict[str, Any]]:
+    await_files(folder, "json", ranks)
     time.sleep(0.2)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in ranks]

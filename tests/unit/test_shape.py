@@ -36,7 +36,7 @@ DISTRIBUTED = {
 ENVIRONMENT = {
     "doctor/facts.py",
     "options.py",
-    "ranks/entrance.py",
+    "ranks/reach.py",
     "ranks/launch.py",
     "ranks/world.py",
     "transfer/communicators.py",
@@ -52,6 +52,7 @@ FILES = {
     "integrations/host.py",
     "integrations/trainer.py",
     "ranks/door.py",  # what it says of itself
+    "ranks/reach.py",  # what it says of ports
     "storage/folders.py",
     "storage/leftovers.py",
     "storage/local.py",

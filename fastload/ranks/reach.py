@@ -1,0 +1,222 @@
+"""Whether ranks reach each other, found out before a library waits for connections that never come."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import ipaddress
+import json
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from fastload.errors import PeerError, WorldError
+from fastload.ranks.failures import some_of
+
+__all__ = [
+    "Peer",
+    "address_in",
+    "host_addresses",
+    "interface_address",
+    "listener_at",
+    "require_neighbour",
+    "require_reachable",
+]
+
+_SIOCGIFADDR = 0x8915
+
+_ADDRESSES = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}  # where in a sockaddr, and bytes
+_MOST = 8  # addresses that a rank tries
+_PORTS = "/proc/sys/net/ipv4/ip_local_port_range"
+
+
+class Peer(NamedTuple):
+    """Where another rank is to be found.
+
+    Attributes:
+        rank: The rank.
+        host: Name of its host.
+        address: IP address.
+        port: Port there.
+    """
+
+    rank: int
+    host: str
+    address: str
+    port: int
+
+
+def address_in(told: bytes) -> str | None:
+    """Returns the IP address in what Gloo tells other ranks; None where it does not look as known.
+
+    It begins with the name of the host and a ``sockaddr_storage``, each after its length.
+    """
+    try:
+        (name_bytes,) = struct.unpack_from("=Q", told)
+        (family,) = struct.unpack_from("=H", told, 16 + name_bytes)
+        place, num_bytes = _ADDRESSES[family]
+    except (struct.error, KeyError):
+        return None
+    packed = told[16 + name_bytes + place :][:num_bytes]
+    return socket.inet_ntop(family, packed) if len(packed) == num_bytes else None
+
+
+def interface_address() -> str | None:
+    """Returns the IP address of the network interface that Gloo is told to use; None if it is told none."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if not name:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, contextlib.suppress(OSError):
+        packed = struct.pack("256s", name.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, packed)[20:24])
+    return None
+
+
+def host_addresses() -> list[str]:
+    """Returns the IP addresses that the name of this host stands for, here."""
+    try:
+        found = socket.getaddrinfo(os.uname().nodename, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [str(where[0]) for *_, where in found]
+
+
+def listener_at(address: str) -> socket.socket | None:
+    """Returns a socket that others can connect to, at a free port; None where the system gives none."""
+    try:
+        return socket.create_server((address, 0), family=_family(address), backlog=socket.SOMAXCONN)
+    except OSError:
+        return None
+
+
+def require_reachable(rank: int, peers: Sequence[Peer], *, limit_s: float) -> None:
+    """Connects to a few of the addresses of other ranks, and ends the connections again.
+
+    Those of the ranks that come next: of many ranks all are tried, and none by many.
+
+    Args:
+        rank: This rank.
+        peers: Other ranks.
+        limit_s: Longest wait for all of them.
+
+    Raises:
+        WorldError: Some were not reached.
+    """
+    one_at_each: dict[str, Peer] = {}
+    for peer in sorted(peers, key=lambda peer: (peer.rank < rank, peer.rank)):
+        one_at_each.setdefault(peer.address, peer)
+    problems = _try(list(one_at_each.values())[:_MOST], limit_s)
+    if not problems:
+        return
+    found = [
+        f"rank {peer.rank} on {peer.host} at {peer.address} port {peer.port} ({problem})"
+        for peer, problem in sorted(problems.items())
+    ]
+    raise WorldError(
+        f"could not connect to {some_of(found)}: open {_free_ports()} between the hosts, or name another "
+        "network interface in GLOO_SOCKET_IFNAME"
+    )
+
+
+def _try(peers: Sequence[Peer], limit_s: float) -> dict[Peer, str]:
+    """Returns what keeps this rank from some of those."""
+    poll, waiting, problems = select.poll(), dict[int, tuple[socket.socket, Peer]](), dict[Peer, str]()
+    until = time.monotonic() + limit_s
+    try:
+        for peer in peers:
+            one = socket.socket(_family(peer.address))
+            waiting[one.fileno()] = one, peer
+            one.setblocking(False)
+            poll.register(one, select.POLLOUT)
+            problem = one.connect_ex((peer.address, peer.port))
+            if problem not in (0, errno.EINPROGRESS):
+                problems[peer] = os.strerror(problem)
+        while waiting:
+            left_s = until - time.monotonic()
+            ready = poll.poll(1e3 * max(0.0, left_s))
+            if not ready and left_s <= 0:
+                break
+            for number, _ in ready:
+                poll.unregister(number)
+                one, peer = waiting.pop(number)
+                with one:
+                    if problem := one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                        problems.setdefault(peer, os.strerror(problem))
+        for _, peer in waiting.values():
+            problems.setdefault(peer, f"no answer within {limit_s:.1f} s")
+    finally:
+        for one, _ in waiting.values():
+            one.close()
+    return problems
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _free_ports() -> str:
+    """Returns which ports the system gives to those who take any."""
+    try:
+        with open(_PORTS) as file:
+            first, last = file.read().split()
+    except (OSError, ValueError):
+        return "all TCP ports"
+    return f"TCP ports {first} to {last}"
+
+
+def require_neighbour(store: Any, rank: int, size: int, *, host: str, num_local: int, limit_s: float) -> None:
+    """Has each rank connect to one on the next host, before Gloo has all of them connect to all.
+
+    Gloo would wait five times as long as it is told to, and torch tells it half an hour.
+
+    Args:
+        store: A ``torch.distributed.Store``, in which these ranks are alone.
+        rank: This rank.
+        size: Number of ranks.
+        host: Name of this host.
+        num_local: How many ranks are on it, as far as is known.
+        limit_s: Longest wait for the connection.
+
+    Raises:
+        PeerError: Some ranks could not; on all ranks, with what each of them says.
+    """
+    listener = next(filter(None, map(listener_at, _gloo_addresses())), None)
+    with contextlib.closing(listener) if listener is not None else contextlib.nullcontext():
+        where = listener.getsockname()[:2] if listener is not None else None
+        store.set(f"reach/{rank}", json.dumps([host, where]))
+        other = (rank + num_local) % size
+        its_host, there = json.loads(store.get(f"reach/{other}"))
+        if where is not None and there is not None and where[0] != there[0]:
+            try:
+                require_reachable(rank, [Peer(other, its_host, *there)], limit_s=limit_s)
+            except WorldError as error:
+                store.append("reach/problems", json.dumps([rank, host, str(error)]) + "\n")
+        _meet(store, "tried", size, limit_s)
+    if not store.check(["reach/problems"]):
+        return
+    told = sorted(json.loads(line) for line in str(store.get("reach/problems"), "ascii").splitlines())
+    _meet(store, "heard", size, limit_s)  # else one that hosts the store may take it along
+    raise PeerError(
+        "the ranks cannot connect to each other: "
+        + some_of(f"rank {rank} on {host}: {text}" for rank, host, text in told),
+        {rank: WorldError(text) for rank, _, text in told},
+    )
+
+
+def _meet(store: Any, what: str, size: int, limit_s: float) -> None:
+    if store.add(f"reach/num_{what}", 1) == size:
+        store.set(f"reach/all_{what}", "")
+    store.wait([f"reach/all_{what}"], timedelta(seconds=4 * limit_s))
+
+
+def _gloo_addresses() -> list[str]:
+    """Returns where Gloo would have other hosts find this rank."""
+    address = interface_address()
+    addresses = [address] if address is not None else host_addresses()
+    return [one for one in addresses if not ipaddress.ip_address(one.partition("%")[0]).is_loopback]
