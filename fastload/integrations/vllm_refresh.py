@@ -168,15 +168,18 @@ def _refresh(
             start = started_from.get(model)
             started_from[model] = Start(start.model if start is not None else "", frozenset(names))
             return True
-        for backup in backups:
-            backup.restore()
-    _log.error("fastload: %s: the weights are as they were: %s", path, errors[0])
-    parallel = config.parallel_config
-    if parallel.distributed_executor_backend == "mp" and parallel.rank < parallel.world_size - 1:
-        # This executor reads no more answers after the first error, and would take them for those to the next
-        # call. So the last worker raises for all.
-        return False
-    raise errors[0]
+        while backups:
+            backups.pop().restore()
+    try:
+        _log.error("fastload: %s: the weights are as they were: %s", path, errors[0])
+        parallel = config.parallel_config
+        if parallel.distributed_executor_backend == "mp" and parallel.rank < parallel.world_size - 1:
+            # This executor reads no more answers after the first error, and would take them for those to the
+            # next call. So the last worker raises for all.
+            return False
+        raise errors[0]
+    finally:
+        errors.clear()  # else error → traceback → frame → error would keep what they hold
 
 
 def _have_experts_packed(model: nn.Module) -> None:
