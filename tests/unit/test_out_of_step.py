@@ -71,6 +71,12 @@ def make(
     return ranks
 
 
+def leave(store: Any, rank: int, size: int, call: str, kept: Kept | None) -> str:
+    """Is interrupted before it answers; one that comes late hears of the others, and raises what they do."""
+    join_in(store, rank=rank, size=size, call=call, timeout_s=LONG_S, kept=kept).leave(KeyboardInterrupt())
+    return "left"
+
+
 def end_of(call: Callable[[], Any]) -> Any:
     try:
         return call()
@@ -95,9 +101,7 @@ def follow(
             store = store if op.call == "A" else dist.PrefixStore(str(number), root)
             ends.append("anew")
         elif op.kind == "leave" and chosen:
-            world = join_in(store, rank=rank, size=size, call=op.call, timeout_s=LONG_S, kept=kept)
-            world.leave(KeyboardInterrupt())
-            ends.append("left")
+            ends.append(end_of(partial(leave, store, rank, size, op.call, kept)))
         elif op.kind in ("all", "leave"):
             ends.append(end_of(partial(make, store, rank, size, op.call, LONG_S, kept=kept)))
         elif chosen is (op.kind == "some"):
