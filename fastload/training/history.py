@@ -129,7 +129,7 @@ class History:
 
     def note_void(self) -> None:
         """Notes that nothing in memory is of use: what is on storage is newer, or whole."""
-        self._in_memory, self._memory_is_void = None, True
+        self._in_memory, self._given_up, self._memory_is_void = None, None, True
 
     def branch_for(self, step: int) -> int:
         """Returns the branch of a checkpoint that is about to be saved; on all ranks together.

@@ -323,9 +323,10 @@ class CheckpointManager:
         """Loads the newest checkpoint that is whole; `restored_step` and `restored_from` say which.
 
         It comes from the memory of the hosts, if what those that are here have of it is whole, else from
-        storage. One that turns out to be damaged or incomplete is left out, with a warning, for the one that
-        was saved before it. If another process deletes old checkpoints meanwhile, what it has saved instead
-        is found.
+        storage. One that turns out to be damaged or incomplete is left out, with a warning, for the newest of
+        the others. Nothing else is passed over: what only this process cannot read (a newer version, a dtype
+        of a newer torch, NumPy that is not installed) is an error. If another process deletes old checkpoints
+        meanwhile, what it has saved instead is found.
 
         Args:
             into: As for `fastload.load`.
@@ -337,6 +338,8 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFound: There is none.
+            UnsupportedVersion: There is one that this fastload cannot read, and that may be the newest; one
+                that is named by its step can be restored.
             FastloadError: As for `fastload.load`; if all are damaged, what is wrong with the oldest.
         """
         self._life.require()

@@ -141,21 +141,30 @@ class Restorer:
                 if not (_blames_memory(error) if place.found is not None else proves_damage(error)):
                     raise
                 tried.append(place)
+                if place.found is None:
+                    listing = self._look_again(place.step)
+                left = self._left(step, listing, generations, tried)
+                if not left or (step is not None and place.found is None):
+                    raise
                 if place.found is not None:
                     reason = f"step {place.step} in memory cannot be restored: {error}"
                     self._warn(reason)
-                    continue
-                # Listed anew: it may have been deleted meanwhile, for newer ones that another process saved.
-                listing = self._history.look()
-                if place.step in (point.step for point in listing.recorded):
-                    self._catalog.damaged.add(place.step)
-                left = self._left(step, listing, generations, tried)
-                if step is not None or not left:
-                    raise
-                self._warn(f"step {place.step} cannot be restored, falling back to {left[-1].step}: {error}")
+                else:
+                    next_step = left[-1].step
+                    self._warn(f"step {place.step} cannot be restored, falling back to {next_step}: {error}")
             else:
                 self._settle(step, place, generations, reason)
                 return state
+
+    def _look_again(self, step: int) -> Listing:
+        """Lists anew, and notes that a step is damaged, if it is still there.
+
+        It may have been deleted meanwhile, for newer ones that another process saved.
+        """
+        listing = self._history.look()
+        if any(point.step == step for point in listing.recorded):
+            self._catalog.damaged.add(step)
+        return listing
 
     def _left(
         self, step: int | None, listing: Listing, generations: list[Found], tried: Collection[_Place]

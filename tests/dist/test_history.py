@@ -15,7 +15,6 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-import xxhash
 from click.testing import CliRunner, Result
 
 import fastload
@@ -30,7 +29,7 @@ from fastload.errors import (
 )
 from fastload.formats import values
 from fastload.formats.dtypes import DTYPES
-from tests.checkpoints import flip
+from tests.checkpoints import flip, seal
 from tests.dist.harness import ranks
 from tests.dist.test_manager import manage, state_of, steps_in, warned
 
@@ -309,15 +308,6 @@ for one in Catalog(locate(sys.argv[1]), None, timeout_s=10, retries=0).entries()
 
 
 # What is damaged, and what this process cannot read
-
-
-def seal(record: Path, **changes: Any) -> None:
-    """Rewrites a commit record as another version would: its own checksum is right."""
-    body = {**json.loads(record.read_bytes()), **changes}
-    del body["checksum"]
-    digest = xxhash.xxh3_64_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
-    text = json.dumps({**body, "checksum": digest}, sort_keys=True, separators=(",", ":"))
-    record.write_text(text)
 
 
 @ranks(2)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fastload
 from fastload import CheckpointManager, LoadOptions, SaveOptions
-from fastload.errors import CheckpointNotFound, OptionError
+from fastload.errors import CheckpointError, CheckpointNotFound, OptionError
 from fastload.report import LoadReport
 from fastload.storage.tier import JobFolder
 from fastload.storage.tier_leftovers import find_jobs
@@ -611,7 +611,27 @@ def test_a_damaged_checkpoint_on_storage_does_not_hide_a_newer_step_in_memory(tm
         )
         manager.save(29, small_state_of(29))
         assert manager.latest() == 29
-    assert not list(memory.glob("host*/*/*")), "nothing is left in memory"
+    assert not list(memory.glob("*/*/*")), "nothing is left in memory"
+
+
+@pytest.mark.parametrize("on_storage", [False, True])
+def test_what_is_damaged_everywhere_is_no_fresh_start(on_storage: bool, tmp_path: Path) -> None:
+    memory, root = tmp_path / "memory", tmp_path / ROOT
+    with contextlib.suppress(Crash), manage(tmp_path, memory) as manager:
+        if on_storage:
+            manager.save(3, small_state_of(3))
+            manager.wait()
+        keep(manager, 7, state=small_state_of)
+        raise Crash
+    if on_storage:
+        flip(root / "step_00000003" / MODEL, -1)
+    [model] = memory.glob(f"*/*/*/*/{MODEL}")
+    os.truncate(model, 1000)
+    with manage(tmp_path, memory) as manager:
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="damaged" if on_storage else "of step 7") as raised:
+                manager.restore()
+            assert not isinstance(raised.value, CheckpointNotFound), "which may be taken for a new run"
 
 
 @pytest.mark.parametrize("steps", [(15, 20), (20,)])
