@@ -9,6 +9,7 @@ require_alone()  # before anything of a package whose files may be mixed
 
 from fastload.api import async_save, inspect, load, open, save, stage, verify
 from fastload.base.version import __version__ as __version__
+from fastload.comm import world
 from fastload.errors import (
     CheckpointError,
     CheckpointExists,
@@ -32,7 +33,6 @@ from fastload.formats.per_rank import PerRank
 from fastload.geometry.box import Box
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, SaveOptions, StageOptions
-from fastload.ranks import world
 from fastload.report import (
     LoadReport,
     RankReport,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastload.comm.world import World, meet
 from fastload.errors import OptionError
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import NAMES
@@ -16,7 +17,6 @@ from fastload.formats.open import read_manifest
 from fastload.loading.access import Access, agree_on_access
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import SETTINGS, LoadOptions, SaveOptions, StageOptions
-from fastload.ranks.world import World, meet
 from fastload.report import SaveReport, StageReport, VerifyReport
 from fastload.storage import Location, PatientStorage, locate, name_of, open_storage
 

@@ -16,8 +16,8 @@ from fastload.cli.console import errors_to_exit_code, progress, shown
 from fastload.cli.dcp_folder import write_dcp_folder
 from fastload.cli.shares import Shares, load_shares, num_ranks
 from fastload.cli.torch_file import local_path, write_torch_file
+from fastload.comm.world import initialize
 from fastload.doctor.wording import count
-from fastload.ranks.world import initialize
 
 __all__ = ["convert"]
 

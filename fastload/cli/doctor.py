@@ -12,10 +12,10 @@ from rich import box
 from rich.table import Table
 
 from fastload.cli.console import errors_to_exit_code, stdout
+from fastload.comm.world import from_env
 from fastload.doctor.examine import examine
 from fastload.doctor.findings import Finding, findings
 from fastload.options import LoadOptions
-from fastload.ranks.world import from_env
 from fastload.storage import locate
 
 __all__ = ["doctor"]

@@ -15,6 +15,7 @@ from torch import Tensor
 import fastload
 from fastload.cli.console import errors_to_exit_code, progress, shown, stdout, table_of
 from fastload.cli.sharded import sharding_of
+from fastload.comm.world import agree, initialize
 from fastload.doctor.wording import count
 from fastload.errors import FastloadError
 from fastload.formats.manifest import TensorEntry
@@ -23,7 +24,6 @@ from fastload.formats.refused import without_refused
 from fastload.formats.state import describe, state_digest
 from fastload.geometry.box import row_major
 from fastload.options import SETTINGS, STRATEGIES
-from fastload.ranks.world import agree, initialize
 from fastload.storage import locate
 from fastload.storage.own_files import require_writable
 

@@ -12,9 +12,9 @@ from rich.table import Table
 
 import fastload
 from fastload.cli.console import errors_to_exit_code, progress, stdout
+from fastload.comm.world import initialize
 from fastload.doctor.wording import count
 from fastload.options import StageOptions
-from fastload.ranks.world import initialize
 
 __all__ = ["stage"]
 

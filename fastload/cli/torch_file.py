@@ -8,11 +8,11 @@ from zlib import crc32
 
 from fastload.base.memory import byte_view, host_view
 from fastload.cli.shares import Share, Shares
+from fastload.comm.world import World, join
 from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.torch_writer import TorchLayout, join_crcs, lay_out_torch
 from fastload.geometry.box import runs_of
-from fastload.ranks.world import World, join
 from fastload.storage import locate, one_file
 
 __all__ = ["local_path", "write_torch_file"]

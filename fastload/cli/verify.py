@@ -9,8 +9,8 @@ from rich.filesize import decimal
 
 import fastload
 from fastload.cli.console import errors_to_exit_code, progress, stdout
+from fastload.comm.world import initialize
 from fastload.doctor.wording import count
-from fastload.ranks.world import initialize
 
 __all__ = ["verify"]
 

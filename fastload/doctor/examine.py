@@ -6,16 +6,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
+from fastload.comm.agreement import World
+from fastload.comm.clocks import compare_clocks
+from fastload.comm.launch import Launch
+from fastload.comm.world import join_job
 from fastload.doctor.facts import Facts, look_around
 from fastload.doctor.rates import HostRate, measure_rates
 from fastload.errors import CheckpointNotFound, FastloadError
 from fastload.formats.names import NAMES
 from fastload.loading.access import Access, agree_on_access
 from fastload.options import LoadOptions
-from fastload.ranks.agreement import World
-from fastload.ranks.clocks import compare_clocks
-from fastload.ranks.launch import Launch
-from fastload.ranks.world import join_job
 from fastload.storage import Location, PatientStorage, open_storage
 from fastload.transfer.strategy import choose_strategy
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from fastload.comm.agreement import World
 from fastload.errors import FastloadError
-from fastload.ranks.agreement import World
 from fastload.transfer.links import Links
 
 __all__ = ["HostRate", "measure_rates"]

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from fastload.comm.answers import Each
+from fastload.comm.door import machine
+from fastload.comm.world import World, kinds_of, require_same
 from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, StorageError
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import METADATA_NAME, RECORD_NAME, SUFFIX
 from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest
 from fastload.loading.samples import difference, read_samples
-from fastload.ranks.answers import Each
-from fastload.ranks.door import machine
-from fastload.ranks.world import World, kinds_of, require_same
 from fastload.storage import PatientStorage, Storage
 
 if TYPE_CHECKING:  # what few loads need
@@ -39,7 +39,7 @@ class Access:
     Attributes:
         storage: Where this rank reads from.
         manifest: What is where, as the lowest rank that sees it read it.
-        hosts: Host of each rank; see `ranks.door.node`.
+        hosts: Host of each rank; see `comm.door.node`.
         machines: What tells those ranks apart that cannot share memory.
         readers: Ranks that can read, ascending.
         notes: For each rank that cannot read, why.

@@ -14,14 +14,14 @@ from weakref import WeakSet
 import torch
 
 from fastload.base.threads import ProcessLock
+from fastload.comm.traces import Tracing
+from fastload.comm.world import World
 from fastload.errors import FastloadError, IncompleteCheckpoint, WorldError
 from fastload.formats.names import RECORD_NAME
 from fastload.loading.access import Access, look_closer
 from fastload.loading.job import Job, LoadRequest, Opened, Request
 from fastload.loading.load import Before, Loaded, prepare, restore, run, sharded
 from fastload.options import LoadOptions
-from fastload.ranks.traces import Tracing
-from fastload.ranks.world import World
 from fastload.report import LoadReport, VerifyReport
 from fastload.transfer.read import ChunkReader
 from fastload.transfer.verify import Verifier

@@ -10,10 +10,10 @@ from functools import reduce
 from itertools import groupby
 from operator import and_
 
+from fastload.comm.world import World
 from fastload.formats.manifest import Manifest
 from fastload.geometry.box import Runs
 from fastload.loading.place import Destination
-from fastload.ranks.world import World
 from fastload.transfer.claims import Claim, Part
 
 __all__ = ["claim_of", "exchange_claims", "unwanted_by_all"]

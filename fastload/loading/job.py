@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from fastload.base.devices import is_accelerator, parse_device, with_index
+from fastload.comm.world import World, members_of
 from fastload.errors import OptionError
 from fastload.formats.manifest import Manifest
 from fastload.loading.access import Access
 from fastload.loading.match import Match, match
 from fastload.loading.place import Placer
 from fastload.options import LoadOptions
-from fastload.ranks.world import World, members_of
 from fastload.transfer.exchange import backend_of, open_exchange
 from fastload.transfer.guards import Guards
 from fastload.transfer.pipeline import Pipeline, read_threads

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import xxhash
 
 from fastload.base.memory import uncollected
+from fastload.comm.answers import Each, Reports
+from fastload.comm.traces import Tracing
+from fastload.comm.world import kinds_of, require_same
 from fastload.loading.job import Job, Opened, Request, Wish, closing_unused, open_whole
 from fastload.loading.match import Match
-from fastload.ranks.answers import Each, Reports
-from fastload.ranks.traces import Tracing
-from fastload.ranks.world import kinds_of, require_same
 from fastload.report import LoadReport, RankReport
 from fastload.storage import PatientStorage
 from fastload.transfer.wire import accept_offers

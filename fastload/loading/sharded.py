@@ -10,12 +10,12 @@ import torch
 
 from fastload.base.devices import is_accelerator
 from fastload.base.memory import uncollected
+from fastload.comm.world import require_same
 from fastload.errors import Interrupted
 from fastload.loading.boxes import BoxesByName, match_boxes
 from fastload.loading.claim import claim_of, exchange_claims, unwanted_by_all
 from fastload.loading.job import Job, Opened, Wish, closing_unused, open_job
 from fastload.loading.match import Match
-from fastload.ranks.world import require_same
 from fastload.transfer.claims import Claim, Claims
 from fastload.transfer.exchange import ring_order
 from fastload.transfer.lanes import Lanes

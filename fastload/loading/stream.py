@@ -15,6 +15,7 @@ from torch import Tensor
 from fastload.base.devices import record_use
 from fastload.base.errands import Errand
 from fastload.base.threads import background
+from fastload.comm.world import World
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import OWN_STEM
@@ -26,7 +27,6 @@ from fastload.loading.mismatch import raise_mismatch
 from fastload.loading.outbox import Outbox, Wanted
 from fastload.loading.place import Destination
 from fastload.loading.selection import Selection, catalogue
-from fastload.ranks.world import World
 
 if TYPE_CHECKING:
     from fastload.loading.mapped import MappedFiles

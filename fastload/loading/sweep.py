@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any
 
 from fastload.base.memory import allocate_staging, host_view
+from fastload.comm.answers import Each, Reports
+from fastload.comm.door import host_of
+from fastload.comm.world import World, require_same
 from fastload.errors import ChecksumError
 from fastload.formats.record import CHECKSUM_BYTES
 from fastload.loading.access import Access
 from fastload.options import LoadOptions
-from fastload.ranks.answers import Each, Reports
-from fastload.ranks.door import host_of
-from fastload.ranks.world import World, require_same
 from fastload.report import RankReport, VerifyReport
 from fastload.transfer.demand import Demand, Supply
 from fastload.transfer.pipeline import read_threads

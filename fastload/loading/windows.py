@@ -16,13 +16,13 @@ from torch import Tensor
 
 from fastload.base.memory import allocate
 from fastload.base.threads import background
+from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.geometry.box import Box
 from fastload.loading.boxes import BoxesByName, checked_boxes
 from fastload.loading.job import target_device
-from fastload.ranks.world import World
 
 __all__ = ["BoxFlow", "BoxWindows", "WantedBoxes", "cut_windows"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from fastload.comm.world import require_same
 from fastload.errors import PlanMismatch
-from fastload.ranks.world import require_same
 from fastload.saving.call import Call
 from fastload.saving.cell_replicas import compare_cells, digest_cells, group_digests
 from fastload.saving.describe import Described
@@ -29,7 +29,7 @@ class Agreed:
     """What all ranks know of each other.
 
     Attributes:
-        hosts: Host of each rank; see `ranks.door.node`.
+        hosts: Host of each rank; see `comm.door.node`.
         num_writers: How many ranks write, where the options leave it open.
         metadata: Text to keep with the checkpoint.
         holdings: Which ranks hold which bytes; None if each holds all.

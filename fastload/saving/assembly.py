@@ -9,9 +9,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fastload.base.memory import host_view
+from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.geometry.box import Runs
-from fastload.ranks.world import World
 from fastload.saving.assign import FileRange
 from fastload.saving.exchange import PacketExchange
 from fastload.saving.incoming import Buffers, Incoming

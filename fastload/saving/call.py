@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fastload.comm.traces import Tracing
+from fastload.comm.world import World, meet
 from fastload.formats.names import NAMES
 from fastload.options import SAVE_SETTINGS, SaveOptions
-from fastload.ranks.traces import Tracing
-from fastload.ranks.world import World, meet
 from fastload.report import SaveReport
 from fastload.saving.spares import Spares, spares
 from fastload.saving.turn import Turn

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from fastload.base.memory import allocate_staging, host_view
+from fastload.comm.world import World
 from fastload.errors import ReplicaMismatch
-from fastload.ranks.world import World
 from fastload.saving.holdings import Cell, Holdings
 from fastload.saving.layout import Layout
 from fastload.saving.packets import Packet, Stretch

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from fastload.base.memory import uncollected
+from fastload.comm.world import World, members_of
 from fastload.errors import OptionError
 from fastload.formats import state as states
 from fastload.formats.dtensors import BoxesByRank, Group, is_dtensor
 from fastload.formats.dtypes import safetensors_spec
 from fastload.geometry.box import Box
 from fastload.options import SaveOptions
-from fastload.ranks.world import World, members_of
 from fastload.saving.call import Call
 from fastload.saving.cell_replicas import digest_cells
 from fastload.saving.differences import Content, small_tensors

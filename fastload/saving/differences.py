@@ -19,12 +19,12 @@ import xxhash
 from torch import Tensor
 
 from fastload.base.memory import host_bytes
+from fastload.comm.world import World
 from fastload.errors import PlanMismatch, ReplicaMismatch
 from fastload.formats.dtensors import is_dtensor
 from fastload.formats.dtypes import DTYPES
 from fastload.formats.saved import SavedTensor, children_of, leaf_of
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
-from fastload.ranks.world import World
 from fastload.saving.layout import TensorSpec
 
 __all__ = ["Content", "require_alike", "small_tensors"]

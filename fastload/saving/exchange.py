@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fastload.base.errands import Errand
 from fastload.base.threads import background
+from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
-from fastload.ranks.world import World
 from fastload.transfer.rounds import TICK_S, wait_for
 from fastload.transfer.wire import Wire
 

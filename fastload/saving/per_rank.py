@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from fastload.base.memory import host_bytes
+from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.names import OWN_STEM
 from fastload.formats.per_rank import fill_places
 from fastload.formats.state import Description
-from fastload.ranks.world import World
 from fastload.saving.layout import HEADER_METADATA, LayoutFile, TensorSpec, lay_out
 
 __all__ = ["OwnFiles", "OwnValues", "gather_own", "pack_own"]

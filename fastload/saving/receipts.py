@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastload.ranks.world import World
+from fastload.comm.world import World
 from fastload.saving.hashing import Checksums
 from fastload.saving.team import Team
 

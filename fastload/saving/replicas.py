@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import xxhash
 
 from fastload.base.memory import allocate_staging, host_view
+from fastload.comm.agreement import World
 from fastload.errors import ReplicaMismatch
-from fastload.ranks.agreement import World
 from fastload.saving.assign import FileRange
 from fastload.saving.layout import Layout
 from fastload.saving.snapshot import Source

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from fastload.comm.answers import Each, Reports
 from fastload.errors import FastloadError
-from fastload.ranks.answers import Each, Reports
 from fastload.report import SaveRankReport, SaveReport
 from fastload.saving.agree import Agreed, agree, foresee, has_to_meet
 from fastload.saving.call import Call

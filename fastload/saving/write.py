@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers
+from fastload.comm.world import World
 from fastload.errors import StorageError
-from fastload.ranks.world import World
 from fastload.saving.assembly import Assembly
 from fastload.saving.assign import FileRange, Share, blocks_of
 from fastload.saving.call import Call

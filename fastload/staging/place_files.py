@@ -14,11 +14,11 @@ from torch import Tensor
 from fastload.base.memory import host_view
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers
+from fastload.comm.world import World
 from fastload.errors import ChecksumError, StorageError
 from fastload.formats.record import checksum
 from fastload.geometry.blocks import Block, num_blocks
 from fastload.geometry.extents import Space
-from fastload.ranks.world import World
 from fastload.staging.inventory import Inventory, Run
 from fastload.staging.journal import journal_entry
 from fastload.staging.stock import Stock

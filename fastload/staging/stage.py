@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from fastload.base.threads import Workers
+from fastload.comm.world import World, require_same
 from fastload.errors import ChecksumError, ManifestError, StorageError
 from fastload.formats.manifest import FileEntry, Manifest
 from fastload.formats.names import STAGED_NAME
@@ -23,7 +24,6 @@ from fastload.formats.open import read_manifest
 from fastload.geometry.blocks import Block
 from fastload.loading.access import Access
 from fastload.options import StageOptions
-from fastload.ranks.world import World, require_same
 from fastload.report import StageRankReport, StageReport
 from fastload.staging.inventory import Inventory, Run, as_ranges, held_by_all, take_inventory
 from fastload.staging.place_files import BlockCheck, FilePlacer

@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 from fastload.base.threads import Workers
+from fastload.comm.world import World
 from fastload.errors import StorageError
 from fastload.formats.names import NAMES, STAGED_NAME
 from fastload.formats.reading import read_bytes
 from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.geometry.blocks import Block
 from fastload.options import StageOptions
-from fastload.ranks.world import World
 from fastload.staging.inventory import Inventory
 from fastload.staging.journal import parse_journal
 from fastload.storage.base import Storage

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastload import api
+from fastload.comm.world import agree
 from fastload.options import LoadOptions, SaveOptions
-from fastload.ranks.world import agree
 from fastload.saving.background import save_in_background
 from fastload.saving.handle import SaveHandle
 from fastload.saving.turn import Turn

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fastload.comm.world import World, agree
 from fastload.errors import OptionError
-from fastload.ranks.world import World, agree
 from fastload.training.catalog import Catalog, Entry
 from fastload.training.retention import Point, branch_for
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from fastload.ranks.world import World
+from fastload.comm.world import World
 from fastload.saving.handle import SaveHandle
 from fastload.saving.spares import Spares
 from fastload.saving.turn import Turn

@@ -10,13 +10,13 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from fastload.comm.world import meet, require_same
 from fastload.errors import FastloadError, OptionError
 from fastload.loading.checkpoint import Checkpoint
+from fastload.memory_tier.wanted import Wanted, open_keeper
 from fastload.options import SAVE_SETTINGS, SaveOptions
-from fastload.ranks.world import meet, require_same
 from fastload.storage import locate, name_of
 from fastload.storage.target import new_token
-from fastload.tier.wanted import Wanted, open_keeper
 from fastload.training.calls import Calls
 from fastload.training.catalog import MAX_STEP, Catalog, metadata_of, metrics_of
 from fastload.training.flight import Planned

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from fastload.ranks.world import World
+from fastload.comm.world import World
 
 __all__ = ["Order", "Orders"]
 

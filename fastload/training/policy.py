@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fastload.errors import OptionError
+from fastload.memory_tier.wanted import Wanted
 from fastload.options import SaveOptions
 from fastload.storage import Location
-from fastload.tier.wanted import Wanted
 from fastload.training.pacing import Keepers, Rhythm
 from fastload.training.retention import Retention
 

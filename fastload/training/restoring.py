@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from fastload.comm.world import World
 from fastload.errors import CheckpointNotFound, FastloadError, PeerError, StorageError, proves_damage
 from fastload.options import LoadOptions
-from fastload.ranks.world import World
 from fastload.report import LoadReport
 from fastload.training.calls import Calls
 from fastload.training.catalog import Catalog
@@ -18,8 +18,8 @@ from fastload.training.history import History, Listing
 from fastload.training.retention import Point
 
 if TYPE_CHECKING:  # for those who have a tier
-    from fastload.tier.keeper import Keeper
-    from fastload.tier.restore import Found
+    from fastload.memory_tier.keeper import Keeper
+    from fastload.memory_tier.restore import Found
 
 __all__ = ["Restored", "Restorer"]
 

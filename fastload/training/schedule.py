@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from fastload.ranks.world import World
+from fastload.comm.world import World
 
 __all__ = ["Answer", "Schedule"]
 

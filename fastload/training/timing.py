@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from fastload.ranks.world import World
+from fastload.comm.world import World
 from fastload.saving.handle import SaveHandle
 from fastload.training.pacing import UnderWay
 from fastload.training.policy import Policy

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from fastload.base.devices import use_stream
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import background, within
+from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
-from fastload.ranks.world import World
 from fastload.transfer.rounds import TICK_S, Round
 
 __all__ = ["Communicators", "Endings"]
@@ -114,7 +114,7 @@ class Communicators:
 
 
 class _Made:
-    """Some that all ranks have made together; see `ranks.kept.Keepsake`.
+    """Some that all ranks have made together; see `comm.kept.Keepsake`.
 
     Args:
         token: Names them.

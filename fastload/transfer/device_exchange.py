@@ -14,8 +14,8 @@ from torch import Tensor
 from fastload.base.devices import copy_async, use_stream
 from fastload.base.memory import allocate, allocate_staging
 from fastload.base.stopwatch import Stopwatch
-from fastload.ranks.reach import Peer
-from fastload.ranks.world import World
+from fastload.comm.reach import Peer
+from fastload.comm.world import World
 from fastload.transfer.communicators import Communicators, Endings
 from fastload.transfer.grid import Grid, Move, is_gather
 from fastload.transfer.rounds import FlatSlab, Round

@@ -16,8 +16,8 @@ from torch import Tensor
 from fastload.base.devices import use_stream
 from fastload.base.memory import allocate, allocate_staging
 from fastload.base.stopwatch import Stopwatch
-from fastload.ranks.reach import Peer
-from fastload.ranks.world import World
+from fastload.comm.reach import Peer
+from fastload.comm.world import World
 from fastload.transfer.communicators import Communicators, Endings
 from fastload.transfer.lanes import Ranks
 from fastload.transfer.rounds import FAILED, FlatSlab, Leg, Round

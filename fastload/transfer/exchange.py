@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fastload.base.devices import is_accelerator
-from fastload.ranks.world import World
+from fastload.comm.world import World
 from fastload.transfer.rounds import Exchange, LocalExchange
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fastload.base.memory import allocate_staging, byte_view, host_view
 from fastload.base.stopwatch import Stopwatch
+from fastload.comm.reach import Peer
+from fastload.comm.world import World
 from fastload.errors import Interrupted
-from fastload.ranks.reach import Peer
-from fastload.ranks.world import World
 from fastload.transfer.rounds import FAILED, FlatSlab, Round, Slab, wait_sent
 from fastload.transfer.shared import SharedSlabs
 from fastload.transfer.tree import Trees

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fastload.base.memory import host_view
 from fastload.base.stopwatch import Stopwatch
+from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted
 from fastload.geometry.extents import Span
-from fastload.ranks.world import World
 from fastload.transfer.ahead import ReadAhead
 from fastload.transfer.plan import TransferPlan
 from fastload.transfer.read import ChunkReader

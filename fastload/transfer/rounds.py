@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fastload.base.memory import allocate_staging
 from fastload.base.stopwatch import Stopwatch
+from fastload.comm.reach import Peer
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.geometry.extents import Span
-from fastload.ranks.reach import Peer
 
 if TYPE_CHECKING:
     from fastload.transfer.parcel import Parcel

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from fastload.comm.hostlink import HostRounds
+from fastload.comm.neighbours import Neighbours
+from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
-from fastload.ranks.hostlink import HostRounds
-from fastload.ranks.neighbours import Neighbours
-from fastload.ranks.world import World
 from fastload.transfer.rounds import TICK_S, Round, Slots
 
 __all__ = ["SharedSlab", "SharedSlabs"]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import background
-from fastload.ranks.reach import Peer, require_reachable
-from fastload.ranks.world import World
+from fastload.comm.reach import Peer, require_reachable
+from fastload.comm.world import World
 from fastload.transfer.links import Links
 from fastload.transfer.rounds import TICK_S, Round
 

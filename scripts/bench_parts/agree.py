@@ -20,12 +20,12 @@ import xxhash
 from rich.table import Table
 
 from fastload.base.threads import within
-from fastload.ranks.answers import Each, join_answers, write_answer
-from fastload.ranks.bonds import Bonds
-from fastload.ranks.failures import outcomes_of, require_same
-from fastload.ranks.kept import Kept
-from fastload.ranks.meeting import Verdict
-from fastload.ranks.world import join_in
+from fastload.comm.answers import Each, join_answers, write_answer
+from fastload.comm.bonds import Bonds
+from fastload.comm.failures import outcomes_of, require_same
+from fastload.comm.kept import Kept
+from fastload.comm.meeting import Verdict
+from fastload.comm.world import join_in
 from fastload.report import RankReport
 
 from .tables import print_table

@@ -16,12 +16,12 @@ import xxhash
 
 from bench_parts.job import MIB, forget_peak, peak_bytes
 from fastload.base.memory import uncollected
+from fastload.comm.answers import write_answer
+from fastload.comm.meeting import Step
+from fastload.comm.rendezvous import Rendezvous
+from fastload.comm.world import World
 from fastload.estimate.parallel import Cut, Model, Parallel, claims_of
 from fastload.formats.manifest import TensorEntry
-from fastload.ranks.answers import write_answer
-from fastload.ranks.meeting import Step
-from fastload.ranks.rendezvous import Rendezvous
-from fastload.ranks.world import World
 from fastload.transfer.claims import Claims
 from fastload.transfer.demand import Demand, Supply
 from fastload.transfer.lanes import Lanes

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench_parts.planning import world_of
+from fastload.comm.traces import Tracing
 from fastload.options import SaveOptions
-from fastload.ranks.traces import Tracing
 from fastload.saving import part
 from fastload.saving.agree import foresee
 from fastload.saving.call import Call

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 import fastload
+from fastload.comm import world
 from fastload.errors import PeerError
 from fastload.loading import access, job, load, sharded
-from fastload.ranks import world
 from fastload.storage.local import LocalStorage
 from fastload.transfer.gloo import GlooExchange
 from fastload.transfer.parcels import ParcelSlabs

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import fastload
+from fastload.comm.world import World
 from fastload.errors import MismatchError, PeerError
-from fastload.ranks.world import World
 from tests.dist.harness import ranks
 
 OPTIONS = fastload.LoadOptions(timeout_s=20)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import fastload
 from fastload import PerRank, PlanMismatch, ReplicaMismatch, SaveOptions
-from fastload.ranks.world import World
+from fastload.comm.world import World
 from fastload.saving import describe as describe_module
 from fastload.saving import save as save_module
 from tests.dist.harness import ranks

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import fastload
 from fastload import CheckpointManager, LoadOptions, SaveOptions
-from fastload.ranks import door
+from fastload.comm import door
 from fastload.storage.mounts import file_system_type, memory_mounts
 from tests.dist.harness import ranks
 from tests.dist.hosts import mount_memory

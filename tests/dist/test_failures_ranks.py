@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 import fastload
 from fastload.base.threads import background
+from fastload.comm import hostlink
 from fastload.errors import PeerError, StorageError
 from fastload.loading import wants
-from fastload.ranks import hostlink
 from fastload.storage.local import LocalStorage
 from fastload.transfer import gloo, rounds
 from tests.dist import faults

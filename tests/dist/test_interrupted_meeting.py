@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import fastload
 from fastload import CheckpointManager, LoadOptions, SaveOptions, api
-from fastload.ranks.bonded import Bonded
+from fastload.comm.bonded import Bonded
 from tests.dist.faults import PATIENT_S, TOLD_S, Outcome, outcome_of
 from tests.dist.harness import run_ranks
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 import fastload
+from fastload.comm import hostlink
 from fastload.errors import FastloadError, StorageError
 from fastload.loading import sweep, wants
-from fastload.ranks import hostlink
 from fastload.staging.place_files import FilePlacer
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_copy import LocalCopy

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import fastload
 from fastload import LoadOptions, PeerError
-from fastload.ranks.kept import kept_of
+from fastload.comm.kept import kept_of
 from fastload.storage.local import LocalStorage
 from tests.dist.harness import ranks
 

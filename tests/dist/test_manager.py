@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import fastload
 from fastload import CheckpointManager, SaveOptions
+from fastload.comm.rendezvous import Rendezvous
 from fastload.errors import CheckpointNotFound, FastloadError, OptionError, PlanMismatch, WorldError
-from fastload.ranks.rendezvous import Rendezvous
 from fastload.storage.local_target import LocalTarget
 from fastload.training import schedule
 from tests.checkpoints import flip

@@ -24,13 +24,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import fastload
 from fastload import CheckpointManager, LoadOptions, SaveOptions
 from fastload.errors import CheckpointError, CheckpointNotFound, OptionError
+from fastload.memory_tier import copies
+from fastload.memory_tier import save as tier_save
 from fastload.report import LoadReport
 from fastload.storage.tier import JobFolder
 from fastload.storage.tier_leftovers import find_jobs
 from fastload.storage.tier_place import find_memory
 from fastload.storage.tier_target import TierTarget
-from fastload.tier import copies
-from fastload.tier import save as tier_save
 from tests.checkpoints import flip
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.hosts import can_mount, mount_memory, set_clock
@@ -38,7 +38,7 @@ from tests.dist.patience import patient
 from tests.dist.test_manager import warned
 
 OPTIONS = SaveOptions(timeout_s=20, block_bytes=1 << 16)
-RANKS_IMPORT = ("fastload.tier.keeper", "torch.distributed.tensor")
+RANKS_IMPORT = ("fastload.memory_tier.keeper", "torch.distributed.tensor")
 needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs mounts of its own")
 ROOT = "root"
 MODEL, SHARES, GENERATION, COMMIT = "model.safetensors", "shares.json", "generation.json", "fastload.json"
@@ -505,7 +505,7 @@ def test_a_tier_that_is_full(rank: int, world: int, tmp_path: Path) -> None:
     assert rank == 1 or find_memory() == str(memory)
 
     def try_to_keep(manager: CheckpointManager, step: int, state: Any, why: str, *, is_news: bool) -> None:
-        with warned("fastload.tier.keeper") as lines:
+        with warned("fastload.memory_tier.keeper") as lines:
             assert manager.should_save(step)
             manager.save(step, state)
             assert manager._keeper is not None
@@ -542,7 +542,7 @@ def test_a_rank_without_memory_for_its_copy(rank: int, world: int, tmp_path: Pat
             keep(manager, 1)
             assert manager._keeper is not None
             spares = manager._keeper._spares
-            with warned("fastload.tier.keeper") as lines:
+            with warned("fastload.memory_tier.keeper") as lines:
                 if rank == victim:
                     spares.take = take  # type: ignore[method-assign]
                 assert manager.should_save(2)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import fastload
-from fastload.ranks import door, hostlink, neighbours
-from fastload.ranks.kept import kept_of
+from fastload.comm import door, hostlink, neighbours
+from fastload.comm.kept import kept_of
 from tests.dist import faults
 from tests.dist.faults import NUM_BYTES, checkpoint, fastload_threads, is_intact, options, outcome_of
 from tests.dist.harness import ranks, run_ranks

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import fastload
 from fastload.base.version import PROTOCOL, __version__
-from fastload.ranks import versions
-from fastload.ranks.world import World, join_in
+from fastload.comm import versions
+from fastload.comm.world import World, join_in
 from tests.dist.faults import PATIENT_S, TOLD_S, Outcome, checkpoint, is_intact, options, outcome_of
 from tests.dist.harness import run_ranks
 

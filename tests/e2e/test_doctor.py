@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import fastload
+from fastload.comm.world import join
 from fastload.doctor.rates import measure_rates
-from fastload.ranks.world import join
 from tests.dist.harness import ranks
 from tests.e2e.forked import forking_variables, run_forked
 

@@ -78,7 +78,7 @@ def test_launchers_that_have_not_restarted_as_often(load: list[str], tmp_path: P
     assert (other.returncode, other.stdout, other.stderr) == (0, "", "")
 
 
-# What a user's own program does: it knows nothing of `fastload.ranks.world`.
+# What a user's own program does: it knows nothing of `fastload.comm.world`.
 _STOCK = """
 import os, signal, sys
 import torch.distributed as dist

@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastload.ranks.answers import Column, Each, join_answers, read_answers, write_answer
-from fastload.ranks.bonds import children_of, parent_of
+from fastload.comm.answers import Column, Each, join_answers, read_answers, write_answer
+from fastload.comm.bonds import children_of, parent_of
 
 TEXTS = st.text(max_size=4)
 VALUES: st.SearchStrategy[Any] = st.one_of(

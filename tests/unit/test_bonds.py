@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from fastload.ranks.bonds import Bonds, BondsBroken
+from fastload.comm.bonds import Bonds, BondsBroken
 
 
 def test_what_came_before_the_other_end_went_is_received() -> None:

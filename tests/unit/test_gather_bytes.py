@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from fastload.comm.rendezvous import Rendezvous
+from fastload.comm.world import World
 from fastload.errors import FastloadError
-from fastload.ranks.rendezvous import Rendezvous
-from fastload.ranks.world import World
 
 
 class CountedStore:

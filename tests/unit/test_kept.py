@@ -8,7 +8,7 @@ import os
 import pytest
 import torch.distributed as dist
 
-from fastload.ranks.kept import Kept, kept_of
+from fastload.comm.kept import Kept, kept_of
 
 
 class Thing:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastload.comm.world import Launch, from_env
 from fastload.errors import WorldError
-from fastload.ranks.world import Launch, from_env
 
 _TORCHRUN = {
     "RANK": "5",

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from fastload.ranks.answers import write_answer
-from fastload.ranks.meeting import Step
-from fastload.ranks.world import _of_this_life
+from fastload.comm.answers import write_answer
+from fastload.comm.meeting import Step
+from fastload.comm.world import _of_this_life
 
 
 @pytest.fixture
@@ -42,12 +42,12 @@ def test_every_life_has_a_place_of_its_own(port: int) -> None:
 
 
 def test_ranks_that_died_before_all_had_come_do_not_count(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastload.ranks.world._MEETING_S", 0.3)
+    monkeypatch.setattr("fastload.comm.world._MEETING_S", 0.3)
     with pytest.raises(RuntimeError, match="only 1 of 2 ranks came"):
         meet(port, [0], 2)
     with pytest.raises(RuntimeError, match="rank 0 did not say"):
         meet(port, [1], 2)
-    monkeypatch.setattr("fastload.ranks.world._MEETING_S", 20.0)
+    monkeypatch.setattr("fastload.comm.world._MEETING_S", 20.0)
     for _ in range(5):
         assert len(set(meet(port, [1, 0], 2))) == 1
 

@@ -8,7 +8,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastload.tier.groups import keepers, plan_copies
+from fastload.memory_tier.groups import keepers, plan_copies
 
 
 @given(st.integers(1, 12), st.integers(1, 5))

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from fastload.comm import bonds
+from fastload.comm.agreement import World
+from fastload.comm.answers import Each, write_answer
+from fastload.comm.kept import Kept
+from fastload.comm.turns import Standing
+from fastload.comm.world import join_in
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError, PlanMismatch
-from fastload.ranks import bonds
-from fastload.ranks.agreement import World
-from fastload.ranks.answers import Each, write_answer
-from fastload.ranks.kept import Kept
-from fastload.ranks.turns import Standing
-from fastload.ranks.world import join_in
 
 SHORT_S, LONG_S = 0.12, 30.0
 MOST_KEPT = 8

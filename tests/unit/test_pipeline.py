@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fastload.base.stopwatch import Stopwatch
+from fastload.comm.world import World
 from fastload.errors import ChecksumError
 from fastload.formats.manifest import TensorEntry
 from fastload.loading.place import Destination, Placer
-from fastload.ranks.world import World
 from fastload.transfer.pipeline import Pipeline
 from fastload.transfer.rounds import LocalExchange, Round
 from fastload.transfer.slabs import Slabs

@@ -9,8 +9,8 @@ from datetime import timedelta
 
 import pytest
 
+from fastload.comm.reach import Peer, address_in, listener_at, require_reachable
 from fastload.errors import WorldError
-from fastload.ranks.reach import Peer, address_in, listener_at, require_reachable
 from fastload.transfer.links import Links
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from fastload.base import stopwatch
 from fastload.base.stopwatch import Stopwatch
-from fastload.ranks.answers import Each, Reports, join_answers, read_answers, write_answer
+from fastload.comm.answers import Each, Reports, join_answers, read_answers, write_answer
 from fastload.report import LoadReport, RankReport
 
 

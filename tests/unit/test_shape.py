@@ -24,9 +24,9 @@ DISTRIBUTED = {
     "integrations/host.py",
     "integrations/torchtitan.py",
     "integrations/vllm_refresh.py",
-    "ranks/agreement.py",
-    "ranks/bonded.py",
-    "ranks/world.py",
+    "comm/agreement.py",
+    "comm/bonded.py",
+    "comm/world.py",
     "transfer/communicators.py",
     "transfer/exchange.py",
     "transfer/device_exchange.py",
@@ -36,9 +36,9 @@ DISTRIBUTED = {
 ENVIRONMENT = {
     "doctor/facts.py",
     "options.py",
-    "ranks/reach.py",
-    "ranks/launch.py",
-    "ranks/world.py",
+    "comm/reach.py",
+    "comm/launch.py",
+    "comm/world.py",
     "transfer/communicators.py",
     "transfer/links.py",
 }
@@ -51,8 +51,8 @@ FILES = {
     "integrations/engines.py",  # what is a path, and not a name
     "integrations/host.py",
     "integrations/trainer.py",
-    "ranks/door.py",  # what it says of itself
-    "ranks/reach.py",  # what it says of ports
+    "comm/door.py",  # what it says of itself
+    "comm/reach.py",  # what it says of ports
     "storage/folders.py",
     "storage/leftovers.py",
     "storage/local.py",
@@ -105,8 +105,8 @@ PURE = {
     "saving/packets.py",
     "saving/spread.py",
     "estimate/sizing.py",
-    "tier/groups.py",
-    "tier/record.py",
+    "memory_tier/groups.py",
+    "memory_tier/record.py",
     "estimate/units.py",
 }
 
@@ -247,7 +247,7 @@ def test_a_breach_is_found(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("ranks/world.py", "import os\nimport torch.distributed\nos.environ['A']"),
+        ("comm/world.py", "import os\nimport torch.distributed\nos.environ['A']"),
         ("storage/local.py", "import os\nos.preadv(3, [], 0)"),
         ("storage/local.py", "from functools import cached_property, partial"),
         ("storage/process.py", "from functools import cache"),

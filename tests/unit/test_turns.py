@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastload.ranks.meeting import Verdict
-from fastload.ranks.turns import Turn, Turns
+from fastload.comm.meeting import Verdict
+from fastload.comm.turns import Turn, Turns
 
 ELSEWHERE = Verdict(1.0, ())
 

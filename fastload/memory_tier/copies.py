@@ -13,12 +13,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fastload.base.memory import allocate_staging, host_view
-from fastload.ranks.failures import require_left
-from fastload.ranks.world import World
+from fastload.comm.failures import require_left
+from fastload.comm.world import World
+from fastload.memory_tier.groups import Copies
 from fastload.saving.assign import FileRange
 from fastload.saving.exchange import PacketExchange
 from fastload.storage.tier_target import TierTarget
-from fastload.tier.groups import Copies
 from fastload.transfer.wire import Wire, accept_offers
 
 __all__ = ["send_copies"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from fastload.ranks.world import World
+from fastload.comm.world import World
 
 __all__ = ["compare_clocks"]
 

@@ -19,12 +19,11 @@ import torch.distributed as dist
 import xxhash
 
 from fastload.base.threads import await_done
-from fastload.errors import to_wire
-from fastload.ranks.alarm import Alarm
-from fastload.ranks.answers import Column, Each, write_answer
-from fastload.ranks.course import Course, LastStep
-from fastload.ranks.door import host_of, node
-from fastload.ranks.failures import (
+from fastload.comm.alarm import Alarm
+from fastload.comm.answers import Column, Each, write_answer
+from fastload.comm.course import Course, LastStep
+from fastload.comm.door import host_of, node
+from fastload.comm.failures import (
     Outcome,
     grace_of,
     kinds_of,
@@ -34,9 +33,10 @@ from fastload.ranks.failures import (
     require_left,
     require_same_call,
 )
-from fastload.ranks.kept import Kept, kept_of
-from fastload.ranks.meeting import Verdict
-from fastload.ranks.rendezvous import Rendezvous
+from fastload.comm.kept import Kept, kept_of
+from fastload.comm.meeting import Verdict
+from fastload.comm.rendezvous import Rendezvous
+from fastload.errors import to_wire
 
 __all__ = ["World"]
 
@@ -87,7 +87,7 @@ class World:
         self._course = Course(call)
         self._nodes: Column | None = None
         if rendezvous is None:
-            from fastload.ranks.solo import Solo  # not where there are others
+            from fastload.comm.solo import Solo  # not where there are others
 
             rendezvous = Solo()
         self.rendezvous = rendezvous

@@ -11,8 +11,8 @@ from typing import Any
 
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.trace import RankTrace, Recorder, chrome_events, to_json
+from fastload.comm.world import World
 from fastload.errors import FastloadError, OptionError
-from fastload.ranks.world import World
 from fastload.storage import locate
 from fastload.storage.own_files import write_text
 
@@ -56,7 +56,7 @@ class Tracing:
         """
         self._hosts = hosts
         if self._path is not None:
-            from fastload.ranks.clocks import compare_clocks  # few calls are traced
+            from fastload.comm.clocks import compare_clocks  # few calls are traced
 
             self._offset_s = compare_clocks(self._world, hosts, time.perf_counter)
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from fastload.ranks.reach import host_addresses, interface_address
+from fastload.comm.reach import host_addresses, interface_address
 
 __all__ = ["Entrance", "Unreachable", "come_in"]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeVar
 
+from fastload.comm.meeting import Verdict
 from fastload.errors import (
     DeadlineExceeded,
     FastloadError,
@@ -20,7 +21,6 @@ from fastload.errors import (
     from_wire,
     to_wire,
 )
-from fastload.ranks.meeting import Verdict
 
 __all__ = [
     "Outcome",

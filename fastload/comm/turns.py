@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastload.ranks.bonds import Bonds, Tag
-from fastload.ranks.meeting import Verdict
-from fastload.ranks.versions import Versions
+from fastload.comm.bonds import Bonds, Tag
+from fastload.comm.meeting import Verdict
+from fastload.comm.versions import Versions
 
 __all__ = ["Standing", "Turn", "Turns", "turns_in"]
 

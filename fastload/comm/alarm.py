@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from fastload.ranks.rendezvous import Rendezvous
+from fastload.comm.rendezvous import Rendezvous
 
 __all__ = ["Alarm"]
 

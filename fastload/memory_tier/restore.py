@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from fastload.base.memory import allocate_staging, host_view
+from fastload.comm.world import World, join
 from fastload.errors import (
     CheckpointError,
     FastloadError,
@@ -26,12 +27,11 @@ from fastload.geometry.blocks import Blocks
 from fastload.geometry.extents import Space
 from fastload.loading.access import Access, agree_on_access
 from fastload.loading.checkpoint import Checkpoint
+from fastload.memory_tier.record import TABLE_NAME, Generation, Table
 from fastload.options import LoadOptions
-from fastload.ranks.world import World, join
 from fastload.storage import PatientStorage
 from fastload.storage.local import LocalStorage
 from fastload.storage.tier import JobFolder
-from fastload.tier.record import TABLE_NAME, Generation, Table
 from fastload.transfer.holders import Held, Holders
 
 __all__ = ["Found", "connect", "load", "read_table", "survey"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastload.ranks.meeting import Verdict
-from fastload.ranks.rendezvous import Rendezvous
+from fastload.comm.meeting import Verdict
+from fastload.comm.rendezvous import Rendezvous
 
 __all__ = ["Solo"]
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
 from typing import Any
 
-from fastload.ranks.answers import Column, join_answers, read_answers
+from fastload.comm.answers import Column, join_answers, read_answers
 
 __all__ = ["Step", "Verdict"]
 

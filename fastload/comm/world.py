@@ -19,15 +19,15 @@ import torch.distributed as dist
 import xxhash
 
 from fastload.base.devices import is_accelerator, parse_device, with_index
+from fastload.comm.agreement import World
+from fastload.comm.door import machine
+from fastload.comm.failures import grace_of, kinds_of, require_same
+from fastload.comm.kept import Kept, kept_of
+from fastload.comm.launch import Launch, from_env
+from fastload.comm.reach import require_neighbour
+from fastload.comm.rendezvous import Rendezvous
+from fastload.comm.versions import Versions
 from fastload.errors import WorldError
-from fastload.ranks.agreement import World
-from fastload.ranks.door import machine
-from fastload.ranks.failures import grace_of, kinds_of, require_same
-from fastload.ranks.kept import Kept, kept_of
-from fastload.ranks.launch import Launch, from_env
-from fastload.ranks.reach import require_neighbour
-from fastload.ranks.rendezvous import Rendezvous
-from fastload.ranks.versions import Versions
 
 __all__ = [
     "Launch",
@@ -128,8 +128,8 @@ def join_in(
         kept = kept_of(group)
     form = partial(World, rank=rank, size=size, group=group, timeout_s=timeout_s, kept=kept, call=call)
     if kept is not None:
-        from fastload.ranks.bonded import Bonded  # only where there are several ranks
-        from fastload.ranks.turns import Standing
+        from fastload.comm.bonded import Bonded  # only where there are several ranks
+        from fastload.comm.turns import Standing
 
         knows |= {"call": call, "grace_s": grace_of(timeout_s), "limit_s": timeout_s}
         bonded = Bonded(corner, kept.lasting(Standing), machine(socket.gethostname(), rank), **knows)

@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 import xxhash
 
 from fastload.formats.names import RECORD_NAME
+from fastload.memory_tier.copies import send_copies
+from fastload.memory_tier.groups import Copies, plan_copies
+from fastload.memory_tier.record import TABLE_NAME, Generation, Table
 from fastload.saving.agree import agree
 from fastload.saving.call import Call
 from fastload.saving.commit import commit
@@ -21,9 +24,6 @@ from fastload.saving.write import write
 from fastload.storage import Target
 from fastload.storage.tier import Home, JobFolder
 from fastload.storage.tier_target import Published, Room, TierTarget
-from fastload.tier.copies import send_copies
-from fastload.tier.groups import Copies, plan_copies
-from fastload.tier.record import TABLE_NAME, Generation, Table
 
 __all__ = ["GenerationCall", "GenerationReport", "finish"]
 

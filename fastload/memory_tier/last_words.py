@@ -8,8 +8,8 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from fastload.base.threads import background
+from fastload.comm.world import World
 from fastload.errors import FastloadError, Interrupted
-from fastload.ranks.world import World
 
 __all__ = ["AFTER_S", "LastWords"]
 

@@ -13,10 +13,15 @@ from typing import Any, Protocol
 import xxhash
 
 from fastload.base.threads import background
+from fastload.comm.traces import Tracing
+from fastload.comm.world import World, join
 from fastload.errors import FastloadError, OptionError, StorageError
+from fastload.memory_tier.flush import flush
+from fastload.memory_tier.last_words import LastWords
+from fastload.memory_tier.restore import Found, load, survey
+from fastload.memory_tier.save import GenerationCall, GenerationReport, finish
+from fastload.memory_tier.wanted import Wanted
 from fastload.options import LoadOptions, SaveOptions
-from fastload.ranks.traces import Tracing
-from fastload.ranks.world import World, join
 from fastload.saving.save import Begun, begin
 from fastload.saving.spares import Spares
 from fastload.storage import Location, Target
@@ -24,11 +29,6 @@ from fastload.storage.tier import Home, JobFolder
 from fastload.storage.tier_leftovers import remove_dead
 from fastload.storage.tier_place import find_memory
 from fastload.storage.tier_target import TierTarget
-from fastload.tier.flush import flush
-from fastload.tier.last_words import LastWords
-from fastload.tier.restore import Found, load, survey
-from fastload.tier.save import GenerationCall, GenerationReport, finish
-from fastload.tier.wanted import Wanted
 
 __all__ = ["LEFT_S", "Keeper", "Making", "Places", "Terms"]
 

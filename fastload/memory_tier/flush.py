@@ -10,21 +10,21 @@ from itertools import pairwise
 from typing import Any
 
 from fastload.base.memory import allocate_staging, host_view
+from fastload.comm.world import World
 from fastload.errors import ChecksumError, StorageError
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import RECORD_NAME
 from fastload.formats.open import read_manifest
 from fastload.formats.record import CHECKSUM_BYTES
+from fastload.memory_tier.record import Table
+from fastload.memory_tier.restore import Found, connect, read_table
 from fastload.options import LoadOptions, SaveOptions
-from fastload.ranks.world import World
 from fastload.saving.assign import FileRange, Share, blocks_of
 from fastload.saving.hashing import BlockHasher
 from fastload.saving.layout import Layout, LayoutFile
 from fastload.saving.write import Writing
 from fastload.storage import PatientStorage, Target
 from fastload.storage.tier import JobFolder
-from fastload.tier.record import Table
-from fastload.tier.restore import Found, connect, read_table
 
 __all__ = ["flush"]
 

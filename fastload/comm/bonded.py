@@ -13,14 +13,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fastload.comm.answers import join_answers
+from fastload.comm.bonds import Bonds, BondsBroken, children_of, parent_of
+from fastload.comm.entrance import Entrance, Unreachable, come_in
+from fastload.comm.meeting import Verdict
+from fastload.comm.rendezvous import Rendezvous
+from fastload.comm.turns import Standing, Turn, Turns, turns_in
+from fastload.comm.versions import Versions
 from fastload.errors import FastloadError, PeerError
-from fastload.ranks.answers import join_answers
-from fastload.ranks.bonds import Bonds, BondsBroken, children_of, parent_of
-from fastload.ranks.entrance import Entrance, Unreachable, come_in
-from fastload.ranks.meeting import Verdict
-from fastload.ranks.rendezvous import Rendezvous
-from fastload.ranks.turns import Standing, Turn, Turns, turns_in
-from fastload.ranks.versions import Versions
 
 __all__ = ["Bonded"]
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from fastload.base.threads import within
+from fastload.comm.meeting import Step, Verdict
+from fastload.comm.versions import Versions
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError
-from fastload.ranks.meeting import Step, Verdict
-from fastload.ranks.versions import Versions
 
 __all__ = ["Rendezvous"]
 

@@ -13,8 +13,8 @@ from collections import defaultdict
 from typing import Any
 
 from fastload.base.version import PROTOCOL, __version__
+from fastload.comm.failures import some_of
 from fastload.errors import WorldError
-from fastload.ranks.failures import some_of
 
 __all__ = ["Versions"]
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from fastload.base.memory import advise_huge_pages
 from fastload.base.threads import background
+from fastload.comm.door import Door, come_in
 from fastload.errors import Interrupted
-from fastload.ranks.door import Door, come_in
 
 __all__ = ["HostLink", "HostRounds", "Listener"]
 

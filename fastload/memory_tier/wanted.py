@@ -6,14 +6,14 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.options import SaveOptions
-from fastload.ranks.world import World
 from fastload.storage import Location
 from fastload.storage.tier import Home
 
 if TYPE_CHECKING:  # for those who ask for it
-    from fastload.tier.keeper import Keeper, Places
+    from fastload.memory_tier.keeper import Keeper, Places
 
 __all__ = ["Wanted", "open_keeper"]
 
@@ -69,7 +69,7 @@ def open_keeper(
     """
     if wanted is None:
         return None
-    from fastload.tier.keeper import Keeper, Terms
+    from fastload.memory_tier.keeper import Keeper, Terms
 
     keepers: list[Keeper] = []
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from fastload.ranks.agreement import World
-from fastload.ranks.door import Door
-from fastload.ranks.hostlink import HostLink, HostRounds, Listener
+from fastload.comm.agreement import World
+from fastload.comm.door import Door
+from fastload.comm.hostlink import HostLink, HostRounds, Listener
 
 __all__ = ["Neighbours"]
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from fastload.comm.failures import some_of
 from fastload.errors import PeerError, WorldError
-from fastload.ranks.failures import some_of
 
 __all__ = [
     "Peer",
