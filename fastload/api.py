@@ -307,7 +307,7 @@ def async_save(
     status of a program that has come to its end tells nothing of it. The memory of the copy, a rank's share
     of the state, is kept for the next time.
     """
-    from fastload.saving.background import save_in_background
+    from fastload.saving.save import save_in_background
 
     return save_in_background(
         state,

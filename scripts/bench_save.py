@@ -48,7 +48,7 @@ from bench_parts.save_memory import Generations
 from bench_parts.save_training import Training
 
 from fastload.options import SaveOptions
-from fastload.saving.spares import spares
+from fastload.saving.snapshot import spares
 
 # ---- what the user calls
 

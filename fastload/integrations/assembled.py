@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastload import FastloadError, SaveHandle, SaveOptions, world
-from fastload.saving.background import save_all_in_background
+from fastload.saving.save import save_all_in_background
 from fastload.storage import folders
 
 __all__ = ["Assembly", "clear_pending"]

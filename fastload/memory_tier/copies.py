@@ -16,8 +16,8 @@ from fastload.base.memory import allocate_staging, host_view
 from fastload.comm.failures import require_left
 from fastload.comm.world import World
 from fastload.memory_tier.groups import Copies
-from fastload.saving.assign import FileRange
 from fastload.saving.exchange import PacketExchange
+from fastload.saving.layout import FileRange
 from fastload.storage.tier_target import TierTarget
 from fastload.transfer.wire import Wire, accept_offers
 

@@ -19,10 +19,9 @@ from fastload.formats.record import CHECKSUM_BYTES
 from fastload.memory_tier.record import Table
 from fastload.memory_tier.restore import Found, connect, read_table
 from fastload.options import LoadOptions, SaveOptions
-from fastload.saving.assign import FileRange, Share, blocks_of
-from fastload.saving.hashing import BlockHasher
-from fastload.saving.layout import Layout, LayoutFile
-from fastload.saving.write import Writing
+from fastload.saving.layout import FileRange, Layout, LayoutFile, blocks_of
+from fastload.saving.split import Share
+from fastload.saving.write import BlockHasher, Writing
 from fastload.storage import PatientStorage, Target
 from fastload.storage.tier import JobFolder
 

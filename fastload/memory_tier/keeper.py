@@ -23,7 +23,7 @@ from fastload.memory_tier.save import GenerationCall, GenerationReport, finish
 from fastload.memory_tier.wanted import Wanted
 from fastload.options import LoadOptions, SaveOptions
 from fastload.saving.save import Begun, begin
-from fastload.saving.spares import Spares
+from fastload.saving.snapshot import Spares
 from fastload.storage import Location, Target
 from fastload.storage.tier import Home, JobFolder
 from fastload.storage.tier_leftovers import remove_dead

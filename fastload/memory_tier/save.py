@@ -16,11 +16,10 @@ from fastload.memory_tier.record import TABLE_NAME, Generation, Table
 from fastload.saving.agree import agree
 from fastload.saving.call import Call
 from fastload.saving.commit import commit
-from fastload.saving.part import Part
-from fastload.saving.pending import open_pending
+from fastload.saving.plan import Part
 from fastload.saving.save import Begun
-from fastload.saving.spares import Spares
-from fastload.saving.write import write
+from fastload.saving.snapshot import Spares
+from fastload.saving.write import open_pending, write
 from fastload.storage import Target
 from fastload.storage.tier import Home, JobFolder
 from fastload.storage.tier_target import Published, Room, TierTarget

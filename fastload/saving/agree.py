@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastload.comm.world import require_same
 from fastload.errors import PlanMismatch
+from fastload.geometry.box import Box
 from fastload.saving.call import Call
-from fastload.saving.cell_replicas import compare_cells, digest_cells, group_digests
-from fastload.saving.describe import Described
-from fastload.saving.differences import require_alike
-from fastload.saving.holdings import Holdings
-from fastload.saving.parts import merge_parts
-from fastload.saving.replicas import compare_replicas
-from fastload.saving.shards import Shards
+from fastload.saving.compare import (
+    Content,
+    compare_cells,
+    compare_replicas,
+    digest_cells,
+    group_digests,
+    require_alike,
+)
+from fastload.saving.describe import Described, lay_out_files
+from fastload.saving.merge import MergedState, boxes_by_rank, pack_boxes, refuse_merge, unpack_boxes
+from fastload.saving.shard_map import Holdings
+from fastload.saving.snapshot import Shards
 
-__all__ = ["Agreed", "agree", "foresee", "has_to_meet"]
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["Agreed", "agree", "foresee", "has_to_meet", "merge_parts"]
 
 _MIN_SHARE_BYTES = 32 << 20  # below, one more writer costs more than it saves
 _MIN_SHARDED_BYTES = 1 << 20  # where its bytes would have to get to another rank
@@ -162,3 +173,34 @@ def _good_writers(num_ranks: int, nbytes: int, *, is_sharded: bool) -> int:
     """Returns how many writers so many bytes are worth; more, if each rank holds its own part of them."""
     least_bytes = _MIN_SHARDED_BYTES if is_sharded else _MIN_SHARE_BYTES
     return max(1, min(num_ranks, nbytes // least_bytes))
+
+
+def merge_parts(call: Call, described: Described) -> tuple[Described, Holdings]:
+    """Tells the other ranks what this one has, and merges what all have.
+
+    Raises:
+        PlanMismatch: The parts do not go together, or some tensor is not whole; the same on all ranks.
+        FastloadError: Some rank could not tell.
+    """
+    world, what = call.world, f"{call.what}: telling what each rank has"
+    content = described.content
+    form = zlib.compress(json.dumps([content.structure, content.specs]).encode(), level=1)
+    forms = world.gather_bytes(what, lambda: form)
+    boxes = world.gather_bytes(what, lambda: pack_boxes(_boxes_of(described)))
+    whole = MergedState.of(forms)
+    layout = lay_out_files(whole.specs, call.options)
+    held = boxes_by_rank([unpack_boxes(packed) for packed in boxes])
+    holdings = Holdings(layout, held)
+    if holdings.missing:
+        refuse_merge("the ranks together do not have the whole state", holdings.missing)
+    merged = Content(whole.structure, layout.digest(), whole.specs, {})
+    return replace(
+        described, content=merged, layout=layout, source=described.source.laid_out(layout)
+    ), holdings
+
+
+def _boxes_of(described: Described) -> Mapping[str, tuple[Box, ...]]:
+    if described.held is not None:
+        return described.held.boxes
+    names = (spec.name for spec in described.content.specs)
+    return {name: (Box.whole(described.source.tensor(name).shape),) for name in names}

@@ -1,4 +1,4 @@
-"""A call to save, as one rank makes it: what every step of the save is given."""
+"""One call to `save`: its arguments, its ranks and its place in the queue."""
 
 from __future__ import annotations
 
@@ -6,19 +6,54 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fastload.comm.traces import Tracing
 from fastload.comm.world import World, meet
 from fastload.formats.names import NAMES
 from fastload.options import SAVE_SETTINGS, SaveOptions
 from fastload.report import SaveReport
-from fastload.saving.spares import Spares, spares
-from fastload.saving.turn import Turn
+from fastload.saving.snapshot import Spares, spares
 from fastload.storage import Location, Target, locate, name_of, open_target
 from fastload.storage.names import Names
 
-__all__ = ["Call", "make_call"]
+__all__ = ["Call", "Turn", "make_call"]
+
+
+class Turn(Protocol):
+    """One of several saves that are written one after the other, on all ranks in the same order.
+
+    All ranks hear from rank 0 whether it is written, when its turn has come there.
+
+    Attributes:
+        memory: Where the memory of its copy comes from.
+    """
+
+    @property
+    def memory(self) -> Spares:
+        """See above."""
+        ...
+
+    def hold(self, give_back: Callable[[], None]) -> None:
+        """Takes what gives the memory of the copy back, should the save never be written."""
+        ...
+
+    def run(self, work: Callable[[], SaveReport | None]) -> SaveReport | None:
+        """Does all that is left to do of the save."""
+        ...
+
+    def come(self) -> bool:
+        """Waits until it is to be written or not, as far as this rank can tell; returns which."""
+        ...
+
+    def give_up(self) -> None:
+        """Notes that it is not written."""
+        ...
+
+    def came_instead_of(self) -> tuple[str, ...]:
+        """Returns where the earlier saves would be that were not written, in favour of this one; once."""
+        ...
+
 
 _MAX_ATTEMPT_S = 30.0  # for one request: what takes longer has stalled
 

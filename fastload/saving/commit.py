@@ -10,10 +10,9 @@ from fastload.formats.names import INDEX_NAME, RECORD_NAME
 from fastload.formats.record import CHECKSUM_BYTES, Record, RecordedFile, checksum
 from fastload.saving.call import Call
 from fastload.saving.layout import Layout, LayoutFile
-from fastload.saving.part import Part
 from fastload.saving.per_rank import OwnFiles
-from fastload.saving.receipts import Receipt, collect
-from fastload.saving.write import Written
+from fastload.saving.plan import Part
+from fastload.saving.write import Receipt, Written, collect
 
 __all__ = ["commit"]
 

@@ -18,13 +18,11 @@ from fastload.formats.dtypes import safetensors_spec
 from fastload.geometry.box import Box
 from fastload.options import SaveOptions
 from fastload.saving.call import Call
-from fastload.saving.cell_replicas import digest_cells
-from fastload.saving.differences import Content, small_tensors
-from fastload.saving.holdings import Holdings
+from fastload.saving.compare import Content, digest_cells, small_tensors
 from fastload.saving.layout import HEADER_METADATA, Layout, TensorSpec, lay_out
 from fastload.saving.per_rank import OwnValues
-from fastload.saving.shards import Shards
-from fastload.saving.snapshot import Source
+from fastload.saving.shard_map import Holdings
+from fastload.saving.snapshot import Shards, Source
 
 __all__ = ["Described", "Held", "describe", "lay_out_files"]
 

@@ -34,14 +34,24 @@ from fastload.formats.safetensors_header import (
     entry_text,
     offsets_text,
 )
-from fastload.geometry.blocks import Blocks
+from fastload.geometry.blocks import Block, Blocks
 from fastload.geometry.extents import Space
 
-__all__ = ["HEADER_METADATA", "Layout", "LayoutFile", "TensorSpec", "lay_out"]
+__all__ = [
+    "HEADER_METADATA",
+    "FileRange",
+    "Layout",
+    "LayoutFile",
+    "TensorSpec",
+    "blocks_of",
+    "cut",
+    "lay_out",
+    "tail_of",
+    "tensors_within",
+]
 
 HEADER_METADATA = {"format": "pt"}
 """The ``__metadata__`` of the files of a checkpoint, which transformers asks for."""
-
 _MIN_BLOCK_BYTES = 256 << 10
 _MAX_BLOCK_BYTES = 4 << 20
 _GOOD_NUM_BLOCKS = 1 << 18  # 4 MiB of checksums in the commit record
@@ -208,3 +218,60 @@ def _good_block_bytes(total_bytes: int) -> int:
     """Chooses blocks small enough to be verified one by one, few enough for the commit record."""
     least = -(-total_bytes // _GOOD_NUM_BLOCKS)
     return max(_MIN_BLOCK_BYTES, min(1 << (least - 1).bit_length(), _MAX_BLOCK_BYTES))
+
+
+class FileRange(NamedTuple):
+    """Bytes of one file, from `begin` up to but not including `end`; never empty."""
+
+    file: int
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self.end - self.begin
+
+
+def blocks_of(layout: Layout, ranges: Sequence[FileRange]) -> Iterator[Block]:
+    """Yields the checksum blocks a writer has to hash: those whose first byte it writes.
+
+    So each block is hashed once, whoever writes. The last one may end beyond the writer's range. They are
+    numbered within their file.
+
+    Args:
+        layout: The files.
+        ranges: What the writer writes.
+    """
+    for file, begin, end in ranges:
+        first = layout.first_block(file)
+        for _, block in layout.blocks.between(file, begin, end):
+            yield block._replace(number=block.number - first)
+
+
+def cut(ranges: Sequence[FileRange], piece_bytes: int) -> list[FileRange]:
+    """Cuts ranges into what is copied and written at once: each of them every so many bytes."""
+    return [
+        FileRange(file, at, min(end, at + piece_bytes))
+        for file, begin, end in ranges
+        for at in range(begin, end, piece_bytes)
+    ]
+
+
+def tail_of(layout: Layout, written: FileRange) -> FileRange | None:
+    """Returns the bytes beyond a writer's range that belong to a block it has to hash; None if none do."""
+    file, begin, end = written
+    blocks = layout.blocks.between(file, max(begin, end - layout.block_bytes), end)
+    stop = max((block.offset + block.nbytes for _, block in blocks), default=end)
+    return FileRange(file, end, stop) if stop > end else None
+
+
+def tensors_within(layout: Layout, wanted: FileRange) -> Iterator[TensorEntry]:
+    """Yields the tensors that have bytes in a range of a file, in order."""
+    tensors = layout.space.extents
+    for index in range(max(0, layout.space.find(wanted.file, wanted.begin)), len(tensors)):
+        entry = tensors[index]
+        if (entry.file, entry.offset) >= (wanted.file, wanted.end):
+            return
+        if entry.file == wanted.file and entry.offset + entry.nbytes > wanted.begin:
+            yield entry

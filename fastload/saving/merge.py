@@ -7,16 +7,27 @@ is known. So the stages of a pipeline, in the order of their ranks, make the mod
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import zlib
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from fastload.errors import PlanMismatch
 from fastload.formats.saved import leaf_of, read_keys
+from fastload.formats.state import leaves
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
+from fastload.geometry.box import Box
+from fastload.saving.layout import TensorSpec
 
-__all__ = ["merge"]
+if TYPE_CHECKING:
+    from fastload.formats.dtensors import BoxesByRank
+
+__all__ = ["MergedState", "boxes_by_rank", "merge", "pack_boxes", "refuse_merge", "unpack_boxes"]
 
 _DICTS = ("dict", "OrderedDict", "Counter")
-
 _Told = Sequence[tuple[Any, Sequence[int]]]
 """Nodes, each with the ranks that have it."""
 
@@ -128,3 +139,121 @@ def _shown(node: Any) -> str:
     if kind in ("list", "tuple", "set", "frozenset", "state_dict", "defaultdict", "PerRank", *_DICTS):
         return f"a {kind}" + (f" of {len(node)}" if kind == "list" else "")
     return show_key(decode_value(node))
+
+
+_NUM_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class MergedState:
+    """The merged state.
+
+    Attributes:
+        structure: All but its tensors.
+        specs: These, in its order.
+    """
+
+    structure: Any
+    specs: list[TensorSpec]
+
+    @classmethod
+    def of(cls, forms: Sequence[bytes]) -> MergedState:
+        """Merges what the ranks have told.
+
+        Raises:
+            PlanMismatch: It does not go together.
+        """
+        ranks_of: dict[bytes, list[int]] = {}
+        for rank, form in enumerate(forms):
+            ranks_of.setdefault(form, []).append(rank)
+        told = [(json.loads(zlib.decompress(form)), ranks) for form, ranks in ranks_of.items()]
+        structure, problems = merge([(structure, ranks) for (structure, _), ranks in told])
+        problems += _other_places([(structure, ranks) for (structure, _), ranks in told])
+        specs = _same_specs([(specs, ranks) for (_, specs), ranks in told], problems)
+        stored: dict[str, TensorSpec] = {}
+        own_names = set()
+        for leaf in leaves(structure) if not problems else ():
+            stored[leaf.stored] = specs[leaf.stored]
+            if leaf.stored == leaf.name and leaf.name in own_names:
+                problems.append(f"{leaf.name}: two keys of different ranks spell this name")
+            own_names.add(leaf.name)
+        if problems:
+            refuse_merge("the ranks hold parts of a state that do not go together", problems)
+        return cls(structure, list(stored.values()))
+
+
+def _other_places(told: Sequence[tuple[Any, Sequence[int]]]) -> list[str]:
+    """Says which ranks have values of their own at fewer places than others: all have one there, or none."""
+    ranks_of: dict[int, list[int]] = defaultdict(list)
+    for structure, ranks in told:
+        ranks_of[_num_places(structure)] += ranks
+    if len(ranks_of) == 1:
+        return []
+    return [
+        "fastload.PerRank: " + ", ".join(f"rank {min(ranks)} has {num}" for num, ranks in ranks_of.items())
+    ]
+
+
+def _num_places(node: Any) -> int:
+    if isinstance(node, list):
+        return sum(map(_num_places, node))
+    if not isinstance(node, dict):
+        return 0
+    return 1 if node.keys() == {"PerRank"} else sum(map(_num_places, node.values()))
+
+
+def _same_specs(
+    told: Sequence[tuple[Sequence[Any], Sequence[int]]], problems: list[str]
+) -> dict[str, TensorSpec]:
+    """Returns the tensors of all ranks, by name; notes those that are not the same on all that have them."""
+    found: dict[str, dict[TensorSpec, list[int]]] = defaultdict(dict)
+    for specs, ranks in told:
+        for name, dtype, shape, nbytes in specs:
+            spec = TensorSpec(name, dtype, tuple(shape), nbytes)
+            found[name].setdefault(spec, []).extend(ranks)
+    for name, variants in found.items():
+        if len(variants) > 1:
+            texts = (f"rank {min(ranks)} {spec.dtype} {list(spec.shape)}" for spec, ranks in variants.items())
+            problems.append(f"{name}: {', '.join(texts)}")
+    return {name: next(iter(variants)) for name, variants in found.items()}
+
+
+def refuse_merge(head: str, problems: Sequence[str]) -> NoReturn:
+    """Raises `PlanMismatch` with a line for each problem."""
+    lines = [f"  {problem}" for problem in problems[:_NUM_SHOWN]]
+    more = len(problems) - len(lines)
+    lines += [f"  and {more} more"] if more > 0 else []
+    raise PlanMismatch("\n".join([f"{head}, so nothing was saved:", *lines]))
+
+
+def pack_boxes(boxes: Mapping[str, tuple[Box, ...]]) -> bytes:
+    """Packs what a rank holds: layers that are alike compress well."""
+    numbers: dict[tuple[Box, ...], int] = {}
+    columns = [[name, numbers.setdefault(held, len(numbers))] for name, held in boxes.items()]
+    return zlib.compress(json.dumps([list(numbers), columns]).encode(), level=1)
+
+
+def unpack_boxes(packed: bytes) -> Iterator[tuple[str, tuple[Box, ...]]]:
+    """Yields name and boxes of each tensor that another rank has packed."""
+    boxes, columns = json.loads(zlib.decompress(packed))
+    kinds = [tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in held) for held in boxes]
+    return ((name, kinds[number]) for name, number in columns)
+
+
+def boxes_by_rank(boxes: Sequence[Iterator[tuple[str, tuple[Box, ...]]]]) -> dict[str, BoxesByRank]:
+    """Returns for each tensor which boxes which ranks have; the same object where that is the same."""
+    numbers: dict[tuple[Box, ...], int] = {}
+    columns: dict[str, array[int]] = defaultdict(partial(array, "I"))
+    for rank, of_rank in enumerate(boxes):
+        for name, held in of_rank:
+            columns[name].extend((rank, numbers.setdefault(held, len(numbers))))
+    kinds = list(numbers)
+    known: dict[bytes, BoxesByRank] = {}
+    for column in columns.values():
+        key = column.tobytes()
+        if key not in known:
+            ranks_of: dict[int, list[int]] = {}
+            for rank, number in zip(column[::2], column[1::2], strict=True):
+                ranks_of.setdefault(number, []).append(rank)
+            known[key] = tuple((kinds[number], tuple(ranks)) for number, ranks in ranks_of.items())
+    return {name: known[column.tobytes()] for name, column in columns.items()}

@@ -1,7 +1,8 @@
-"""State → host memory: the only thing an asynchronous save keeps training waiting for."""
+"""Copies of the state in host memory, and the buffers that they go through."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
@@ -9,25 +10,82 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fastload.base.devices import Streams, accelerators_of
-from fastload.base.memory import (
-    PAGE_BYTES,
-    allocate_staging,
-    byte_view,
-    copy_flat,
-    host_view,
-    round_up,
-    runs,
-)
+from fastload.base.devices import Streams, accelerators_of, can_pin
+from fastload.base.memory import PAGE_BYTES, allocate_staging, byte_view, copy_flat, host_view, round_up, runs
 from fastload.base.stopwatch import Stopwatch
-from fastload.formats.dtensors import local_parts
+from fastload.base.threads import ProcessLock
+from fastload.formats.dtensors import local_parts, narrowed
 from fastload.geometry.box import Box
-from fastload.saving.assign import FileRange, tensors_within
-from fastload.saving.layout import Layout
-from fastload.saving.spares import Spares, spares
+from fastload.saving.layout import FileRange, Layout, tensors_within
+from fastload.saving.messages import Packet
 
-__all__ = ["Copies", "HasBytes", "ReusedSlabs", "Slabs", "Snapshot", "Source", "copy_bytes"]
+__all__ = [
+    "Copies",
+    "HasBytes",
+    "ReusedSlabs",
+    "Shards",
+    "Slabs",
+    "Snapshot",
+    "Source",
+    "Spares",
+    "copy_bytes",
+    "spares",
+]
 
+Kind = tuple[tuple[int, ...], bool]  # lengths of the slabs in bytes, and whether they are pinned
+_lock = ProcessLock()
+
+
+class Spares:
+    """Memory of snapshots, kept for the next ones: its first touch costs several times as much as the copy.
+
+    May be used by several threads.
+
+    Args:
+        num_snapshots: How many snapshots there may be at once. The first one takes the memory of all.
+        num_kinds: How many states may be saved in turn, such as a model and what else a training needs.
+    """
+
+    def __init__(self, num_snapshots: int, *, num_kinds: int = 1) -> None:
+        self._num_snapshots = num_snapshots
+        self._last: deque[Kind] = deque(maxlen=num_kinds)
+        self._free: dict[Kind, list[list[Tensor]]] = {}
+
+    def take(self, lengths: Sequence[int], *, pinned: bool) -> list[Tensor]:
+        """Returns slabs of these lengths, in bytes.
+
+        Raises:
+            MemoryError: The system refuses that much.
+        """
+        kind = (tuple(lengths), pinned and can_pin())
+        with _lock:
+            is_first = kind not in self._last
+            self._last.append(kind)
+            self._free = {each: self._free.get(each, []) for each in self._last}
+            slabs = self._free[kind].pop() if self._free[kind] else None
+        if slabs is None:
+            slabs = [allocate_staging(nbytes, pinned=pinned) for nbytes in lengths]
+        for _ in range(self._num_snapshots - 1 if is_first else 0):
+            # Touched, so that what is not there is missed now and not in the middle of a training.
+            self.keep([allocate_staging(nbytes, pinned=pinned).zero_() for nbytes in lengths])
+        return slabs
+
+    def keep(self, slabs: list[Tensor]) -> None:
+        """Takes slabs back, if they are such as were taken last, of as many kinds as there may be."""
+        kind = (tuple(slab.numel() for slab in slabs), slabs[0].is_pinned())
+        with _lock:
+            if kind in self._last and len(self._free[kind]) < self._num_snapshots:
+                self._free[kind].append(slabs)
+
+    def clear(self) -> None:
+        """Lets go of what is kept."""
+        with _lock:
+            self._last.clear()
+            self._free.clear()
+
+
+spares = Spares(1, num_kinds=2)
+"""Those of a process, for saves that are not of one training."""
 _SLAB_BYTES = 64 << 20  # a power of two, and a small part of a share that is worth counting
 
 
@@ -270,3 +328,47 @@ def _pack(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
 
 def _whole_pages(piece: HasBytes) -> int:
     return round_up(piece.nbytes, PAGE_BYTES)
+
+
+class Shards:
+    """What this rank contributes, packet by packet. May be used by several threads.
+
+    Args:
+        layout: The files.
+        source: The tensors of this rank's state.
+    """
+
+    def __init__(self, layout: Layout, source: Source) -> None:
+        self._layout = layout
+        self._source = source
+
+    @property
+    def on_device(self) -> bool:
+        """Whether some of the state is on a accelerator."""
+        return self._source.on_device
+
+    def is_in_host_memory(self, name: str) -> bool:
+        """Whether a tensor is there, by its name."""
+        return self._source.tensor(name).is_cpu
+
+    def copy(self, wanted: Packet, slab: Tensor) -> None:
+        """Starts to copy a packet into the beginning of a flat uint8 host tensor; see `settle`."""
+        position = 0
+        with self._source.copying(wanted.nbytes):
+            for number, cell, begin, end in wanted.stretches:
+                out = slab[position : position + end - begin]
+                copy_bytes(self._view(number, cell.box), begin, end, out)
+                position += end - begin
+
+    def settle(self) -> None:
+        """Returns once all copies that were started are done."""
+        self._source.settle()
+
+    def _view(self, number: int, box: Box) -> Tensor:
+        """Returns a box of a tensor that this rank holds."""
+        for held, view in self._source.parts(self._layout.space.extents[number].name):
+            if held == box:
+                return view
+            if held.intersect(box) == box:
+                return narrowed(view, box.relative_to(held))
+        raise AssertionError(f"this rank does not hold {box}")

@@ -1,31 +1,280 @@
-"""Slabs → pending files: one thread copies and hashes, others write, and all of it is durable at the end."""
+"""Parts → pending files: hashed, written, durable, with a receipt for the leader."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import xxhash
+
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers
 from fastload.comm.world import World
-from fastload.errors import StorageError
-from fastload.saving.assembly import Assembly
-from fastload.saving.assign import FileRange, Share, blocks_of
+from fastload.errors import OptionError, StorageError
+from fastload.formats.record import CHECKSUM_BYTES, checksum
+from fastload.geometry.blocks import Block
 from fastload.saving.call import Call
-from fastload.saving.hashing import BlockHasher
-from fastload.saving.part import Part
-from fastload.saving.pending import Pending
-from fastload.saving.receipts import Receipt, hand_in
+from fastload.saving.exchange import Assembly
+from fastload.saving.layout import FileRange, blocks_of
+from fastload.saving.plan import Part
 from fastload.saving.snapshot import ReusedSlabs, Slabs, Snapshot
+from fastload.saving.split import Share, Team
 from fastload.storage import Target
-from fastload.transfer.wire import Wire
+from fastload.transfer.wire import Wire, accept_offers
 
-__all__ = ["Writing", "Written", "write"]
+__all__ = [
+    "BlockHasher",
+    "Checksums",
+    "Pending",
+    "Receipt",
+    "Writing",
+    "Written",
+    "collect",
+    "hand_in",
+    "open_pending",
+    "write",
+]
+
+Checksums = dict[int, list[tuple[int, bytes]]]
+"""File → (number of the first block, checksums of it and those that follow it, 8 bytes each)."""
+
+
+class BlockHasher:
+    """Hashes blocks whose bytes come in pieces, in order.
+
+    Args:
+        blocks: The blocks, in order.
+    """
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._blocks: Iterator[Block] = iter(blocks)
+        self._block = next(self._blocks, None)
+        self._begun = xxhash.xxh3_64()
+        self._num_begun_bytes = 0
+        self._found: dict[int, list[tuple[int, bytearray]]] = {}
+
+    def feed(self, piece: FileRange, data: memoryview) -> None:
+        """Takes the next piece; bytes of blocks that belong to other ranks are skipped."""
+        while (block := self._block) is not None and block.file == piece.file and block.offset < piece.end:
+            begin = block.offset + self._num_begun_bytes - piece.begin
+            end = block.offset + block.nbytes - piece.begin
+            if end > len(data):
+                self._begun.update(data[begin:])
+                self._num_begun_bytes += len(data) - begin
+                return
+            if self._num_begun_bytes:
+                self._begun.update(data[begin:end])
+                self._add(block, self._begun.digest())
+                self._begun.reset()
+                self._num_begun_bytes = 0
+            else:
+                self._add(block, checksum(data[begin:end]))
+            self._block = next(self._blocks, None)
+
+    def checksums(self) -> Checksums:
+        """Returns the checksums, once everything has been fed."""
+        assert self._block is None
+        return {
+            file: [(first, bytes(sums)) for first, sums in stretches]
+            for file, stretches in self._found.items()
+        }
+
+    def _add(self, block: Block, digest: bytes) -> None:
+        stretches = self._found.setdefault(block.file, [])
+        if stretches and stretches[-1][0] + len(stretches[-1][1]) // CHECKSUM_BYTES == block.number:
+            stretches[-1][1].extend(digest)
+        else:
+            stretches.append((block.number, bytearray(digest)))
+
+
+_PLACE = "checksums"  # where in the store
+_SHORT_BYTES = 64 << 10  # of all receipts, which go to all ranks
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What a rank has written, for its leader.
+
+    Attributes:
+        written: The receipt of its target.
+        checksums: File → [number of the first block, checksums of it and those that follow it].
+    """
+
+    written: Mapping[str, Any]
+    checksums: Checksums
+
+    def to_bytes(self) -> bytes:
+        """Packs it."""
+        sums = {
+            file: [[first, digests.hex()] for first, digests in stretches]
+            for file, stretches in self.checksums.items()
+        }
+        return json.dumps([self.written, sums]).encode()
+
+    @classmethod
+    def from_bytes(cls, packed: bytes | str) -> Receipt:
+        """Unpacks what `to_bytes` packed."""
+        written, sums = json.loads(packed)
+        return cls(
+            written,
+            {
+                int(file): [(first, bytes.fromhex(digests)) for first, digests in stretches]
+                for file, stretches in sums.items()
+            },
+        )
+
+
+def hand_in(world: World, team: Team, receipt: Receipt, *, what: str) -> str | None:
+    """Leaves a rank's receipt for its leader; to be called before it says that it has written.
+
+    Args:
+        world: The ranks.
+        team: This rank's.
+        receipt: What it has written.
+        what: Name of the save, for messages.
+
+    Returns:
+        What this rank is to tell the others with that: the receipt, if it is short.
+    """
+    if world.rank == team.leader:
+        return None
+    packed = receipt.to_bytes()
+    if len(packed) * world.size <= _SHORT_BYTES:
+        return str(packed, "ascii")
+    world.leave_bytes(f"{what}: leaving checksums", _PLACE, packed)
+    return None
+
+
+def collect(
+    world: World, team: Team, own: Receipt, handed_in: Sequence[str | None], *, what: str
+) -> list[Receipt]:
+    """Returns the receipts of all members, on their leader.
+
+    Args:
+        world: The ranks; all members have handed in theirs.
+        team: This rank's.
+        own: The leader's.
+        handed_in: What `hand_in` has returned on each rank.
+        what: Name of the save, for messages.
+    """
+    receipts = [own]
+    for rank in team.members[1:]:
+        packed: str | bytes | None = handed_in[rank]
+        if packed is None:
+            packed = world.take_bytes(f"{what}: collecting checksums", _PLACE, rank)
+        assert packed is not None
+        receipts.append(Receipt.from_bytes(packed))
+    return receipts
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What is prepared.
+
+    Attributes:
+        wire: What connects this rank to others, if any rank needs something from another one.
+        join: To be called before this rank writes.
+    """
+
+    wire: Wire | None
+    join: Callable[[], object]
+
+
+def open_pending(call: Call, part: Part) -> Pending:
+    """Has the leaders prepare the place, while the ranks tell each other where they are found.
+
+    Each joins its leader once it writes; where each host has a copy of its own, before any rank does.
+
+    Raises:
+        OptionError: The hosts see one place although each was to have its own.
+        PeerError: Some rank cannot write there, with its cause.
+        CheckpointExists: There is a checkpoint already.
+    """
+    world, team, target = call.world, part.team, part.target
+    leads = world.rank == team.leader
+    files = [(file.name, file.nbytes) for file in part.described.layout.files]
+    packets = part.packets
+    wire = Wire(world, range(world.size), packets.partners) if packets is not None else None
+
+    def prepare() -> dict[str, Any]:
+        return {
+            "ticket": target.prepare(files, overwrite=bool(call.options.overwrite)) if leads else None,
+            "exchanges": packets is not None and bool(packets.leaving),
+            "offer": wire.offer() if wire is not None else None,
+        }
+
+    what = f"preparing to save to {target.url}"
+    try:
+        ranks = world.agree(what, prepare)
+        if any(each["exchanges"] for each in ranks):
+            accept_offers(world, what, wire, [each["offer"] for each in ranks])
+        elif wire is not None:
+            wire.close(keep=True)
+            wire = None
+        tickets = [each["ticket"] for each in ranks]
+        join = _nothing if leads else partial(_join, call, target, tickets[team.leader], team.leader)
+        if team.num_copies > 1:
+            others = [tickets[leader] for leader in team.leaders if leads and leader != team.leader]
+            _join_all(call, target.url, join, others)
+            join = _nothing
+    except BaseException:
+        if wire is not None:
+            wire.close(keep=False)
+        raise
+    return Pending(wire, join)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _join_all(call: Call, url: str, join: Callable[[], object], others: Sequence[Any]) -> None:
+    """Has every rank join its team before any of them writes, and look for what the others have prepared."""
+
+    def meet() -> None:
+        join()
+        _look_for_others(call.open_target, others)
+
+    call.world.agree(f"joining the save to {url}", meet)
+
+
+def _join(call: Call, target: Target, ticket: Any, leader: int) -> None:
+    try:
+        target.join(ticket)
+    except StorageError as error:
+        why = (
+            f"both are on {call.world.host}, but have no disk in common there; save to one that they share, "
+            "or give containers host names of their own"
+            if call.options.shared is False
+            else "the hosts do not share this path; save to one that they share, or a copy on each host with "
+            "shared=False"
+        )
+        raise StorageError(
+            f"this rank does not see what rank {leader} prepared there ({error.args[0]}): {why}",
+            url=target.url,
+        ) from error
+
+
+def _look_for_others(another: Callable[[], Target], tickets: Sequence[Any]) -> None:
+    """Looks whether what another team has prepared can be seen from here."""
+    for ticket in tickets:
+        target = another()
+        try:
+            target.join(ticket)
+        except StorageError:
+            continue
+        finally:
+            target.close()
+        raise OptionError(
+            f"shared=False, but the hosts share {target.url}: each would replace the other's copy"
+        )
+
 
 T = TypeVar("T")
 

@@ -9,9 +9,9 @@ from typing import Any
 from fastload import api
 from fastload.comm.world import agree
 from fastload.options import LoadOptions, SaveOptions
-from fastload.saving.background import save_in_background
+from fastload.saving.call import Turn
 from fastload.saving.handle import SaveHandle
-from fastload.saving.turn import Turn
+from fastload.saving.save import save_in_background
 
 __all__ = ["Calls"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from fastload.report import SaveReport
 from fastload.saving.handle import SaveHandle
-from fastload.saving.spares import Spares
+from fastload.saving.snapshot import Spares
 from fastload.training.retention import Saved
 
 __all__ = ["Flight", "Planned", "Shared"]

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable
 
 from fastload.comm.world import World
+from fastload.saving.call import Turn
 from fastload.saving.handle import SaveHandle
-from fastload.saving.spares import Spares
-from fastload.saving.turn import Turn
+from fastload.saving.snapshot import Spares
 from fastload.training.flight import Flight, Planned, Shared
 from fastload.training.orders import Order, Orders
 from fastload.training.retention import Point, Retention, Saved

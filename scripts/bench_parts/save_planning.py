@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from bench_parts.planning import world_of
 from fastload.comm.traces import Tracing
 from fastload.options import SaveOptions
-from fastload.saving import part
+from fastload.saving import plan
 from fastload.saving.agree import foresee
 from fastload.saving.call import Call
 from fastload.saving.describe import describe
@@ -36,12 +36,12 @@ def measure_save_plan(num_tensors: int, num_ranks: int, *, repeats: int) -> dict
     seconds: dict[str, list[float]] = {"first": [], "later": []}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(repeats):
-            part._last.clear()
+            plan._last.clear()
             for taken in seconds.values():
                 call = _call(Path(folder, "checkpoint"), num_ranks)
                 began = time.perf_counter()
                 described = describe(call, state)
-                part.take_part(call, described, foresee(call, described)).target.close()
+                plan.take_part(call, described, foresee(call, described)).target.close()
                 taken.append(time.perf_counter() - began)
     dist.destroy_process_group()
     medians = {name: statistics.median(values) for name, values in seconds.items()}

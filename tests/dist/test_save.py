@@ -19,8 +19,8 @@ from torch import nn
 
 import fastload
 from fastload import SaveOptions
-from fastload.saving import replicas
-from fastload.saving.background import save_all_in_background
+from fastload.saving import compare
+from fastload.saving.save import save_all_in_background
 from tests.dist.harness import ranks, run_ranks
 
 SMALL = SaveOptions(max_shard_bytes=300_000, block_bytes=4096, writers="all", timeout_s=20)
@@ -237,7 +237,7 @@ def train(rank: int, world: int, path: Path) -> None:
 @ranks(2)
 def test_a_rank_that_cannot_compare_its_replica_says_why(rank: int, world: int, tmp_path: Path) -> None:
     if rank == 1:
-        replicas.allocate_staging = fail  # type: ignore[assignment]
+        compare.allocate_staging = fail  # type: ignore[assignment]
     options = replace(SMALL, check_replicas="full")
     for save in (fastload.save, fastload.async_save):
         began = time.monotonic()

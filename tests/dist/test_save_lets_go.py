@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import fastload
 from fastload import SaveOptions
 from fastload.errors import OptionError, PeerError, StorageError
-from fastload.saving import incoming, snapshot, spares
+from fastload.saving import exchange, snapshot
 from fastload.storage.local_target import LocalTarget
 from tests.dist.faults import fastload_threads
 from tests.dist.harness import run_ranks
@@ -59,7 +59,7 @@ def kept_after_failure(rank: int, world: int, path: Path, what: str, background:
     def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
         return note(allocate(*args, **kwargs))
 
-    snapshot.allocate_staging = spares.allocate_staging = incoming.allocate_staging = noted  # type: ignore[assignment]
+    snapshot.allocate_staging = exchange.allocate_staging = noted  # type: ignore[assignment]
     sharded, what = what.startswith("sharded"), what.removeprefix("sharded ")
     victim = rank == min(1, world - 1)
     if what == "all-write" or (what == "write" and victim):
@@ -75,7 +75,7 @@ def kept_after_failure(rank: int, world: int, path: Path, what: str, background:
         if world > 1:
             dist.barrier()
         descriptors.append(len(os.listdir("/proc/self/fd")))
-    spares.spares.clear()  # which is kept on purpose
+    snapshot.spares.clear()  # which is kept on purpose
     assert made
     until = time.monotonic() + 10  # a thread that ends late on a busy machine lets go of them late
     while (alive := sum(ref() is not None for ref in made)) and time.monotonic() < until:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fastload
 from fastload.base import memory
 from fastload.formats.state import state_digest
-from fastload.saving import spares
+from fastload.saving import snapshot
 from fastload.transfer import device_routed
 from fastload.transfer.route import RoutedPlan
 from tests.checkpoints import assert_same_bits, flip
@@ -238,7 +238,7 @@ def test_memory_that_cannot_be_pinned(
 ) -> None:
     """Copies from and to pageable memory wait, whatever the streams do."""
     monkeypatch.setattr(memory, "can_pin", lambda: False)
-    monkeypatch.setattr(spares, "can_pin", lambda: False)
+    monkeypatch.setattr(snapshot, "can_pin", lambda: False)
     saved = written(tmp_path, rank)
     devices.counts()
     for seed, strategy in enumerate(("direct", "allgather")):

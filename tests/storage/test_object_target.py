@@ -17,8 +17,8 @@ import pytest
 
 from fastload.errors import CheckpointExists, OptionError, StorageError
 from fastload.formats.names import NAMES, RECORD_NAME, SAVING_NAME
-from fastload.saving.assign import partition
 from fastload.saving.layout import TensorSpec, lay_out
+from fastload.saving.split import partition
 from fastload.storage import Target, marker, multipart, object_leftovers, open_target
 from fastload.storage.bucket import FsspecBucket, Keys
 from fastload.storage.marker import Marker

@@ -11,7 +11,7 @@ import torch
 from fastload import PerRank
 from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.state import describe
-from fastload.saving.differences import Content, _found, _spread, small_tensors
+from fastload.saving.compare import Content, _found, _spread, small_tensors
 from fastload.saving.layout import TensorSpec, lay_out
 
 

@@ -24,8 +24,8 @@ from fastload.formats.manifest import TensorEntry
 from fastload.formats.safetensors_header import parse_header
 from fastload.geometry.blocks import num_blocks
 from fastload.saving import layout as layout_module
-from fastload.saving.assign import FileRange, blocks_of, partition
-from fastload.saving.layout import Layout, TensorSpec, lay_out
+from fastload.saving.layout import FileRange, Layout, TensorSpec, blocks_of, lay_out
+from fastload.saving.split import partition
 
 METADATA = {"format": "pt"}
 SIZES = {"U8": 1, "BF16": 2, "F32": 4, "I64": 8, "C64": 8}

@@ -19,13 +19,12 @@ from fastload.formats.record import checksum
 from fastload.geometry.blocks import num_blocks
 from fastload.geometry.box import Box
 from fastload.geometry.placed import placed_boxes, placed_intervals
-from fastload.saving.assign import FileRange, Share, blocks_of
-from fastload.saving.hashing import BlockHasher
-from fastload.saving.holdings import Holdings
-from fastload.saving.layout import Layout, TensorSpec, lay_out
+from fastload.saving.layout import FileRange, Layout, TensorSpec, blocks_of, lay_out
 from fastload.saving.merge import merge
-from fastload.saving.packets import Packet, Packets, make_packets, places_of
-from fastload.saving.spread import spread
+from fastload.saving.messages import Packet, Packets, make_packets, places_of
+from fastload.saving.shard_map import Holdings
+from fastload.saving.split import Share, spread
+from fastload.saving.write import BlockHasher
 from tests.unit.test_layout import METADATA, SIZES
 
 MIB = 1 << 20

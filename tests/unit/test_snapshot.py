@@ -10,10 +10,8 @@ import torch
 from fastload.base.memory import PAGE_BYTES
 from fastload.formats.dtypes import safetensors_spec
 from fastload.saving import snapshot
-from fastload.saving.assign import FileRange, cut
-from fastload.saving.layout import TensorSpec, lay_out
-from fastload.saving.snapshot import Snapshot, Source
-from fastload.saving.spares import Spares
+from fastload.saving.layout import FileRange, TensorSpec, cut, lay_out
+from fastload.saving.snapshot import Snapshot, Source, Spares
 
 _SLAB_BYTES = 8 * PAGE_BYTES
 _LONGEST_BYTES = 3 * PAGE_BYTES

@@ -1,32 +1,183 @@
-"""Which ranges of the files each writer writes, where ranks hold different bytes. Pure.
-
-A file is cut into units, as storage allows. Neighbours of which the same ranks hold something are one
-stretch, and stretches with the same holders, over all files, a *lane*. Lanes are dealt to those who hold
-them, byte-even over all; what nobody holds in pieces of a unit, or too many do, goes to whoever has least.
-"""
+"""Which writer writes which ranges of the files. Pure: the same inputs give the same ranges on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from fastload.base.memory import round_up
+from fastload.errors import OptionError
+from fastload.geometry.blocks import Blocks
 from fastload.geometry.extents import Extent, Space
-from fastload.saving.assign import FileRange, partition
-from fastload.saving.holdings import Cell, Holdings
-from fastload.saving.layout import Layout
+from fastload.saving.layout import FileRange, Layout, cut, tail_of
+from fastload.saving.shard_map import Cell, Holdings
 from fastload.transfer.shares import deal
 
-__all__ = ["spread"]
+__all__ = ["Share", "Team", "assign", "choose_team", "partition", "spread", "whole_units"]
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks that write one copy of a checkpoint together.
+
+    Attributes:
+        members: All of them, ascending; the first one prepares and publishes.
+        writers: Those that write.
+        leaders: The first ones of all teams.
+    """
+
+    members: tuple[int, ...]
+    writers: tuple[int, ...]
+    leaders: tuple[int, ...]
+
+    @property
+    def num_copies(self) -> int:
+        """How many teams there are."""
+        return len(self.leaders)
+
+    @property
+    def leader(self) -> int:
+        """The member that prepares and publishes."""
+        return self.members[0]
+
+
+def choose_team(rank: int, hosts: Sequence[str], *, writers: int | str, shared: bool) -> Team:
+    """Chooses with whom a rank writes.
+
+    Args:
+        rank: The rank.
+        hosts: Host of each rank.
+        writers: ``all``, ``host`` or how many of those that write one copy.
+        shared: Whether all hosts write one copy together; else each host writes its own.
+    """
+    everyone = range(len(hosts))
+    members = tuple(r for r in everyone if shared or hosts[r] == hosts[rank])
+    leaders = (0,) if shared else _first_of_each(hosts, everyone)
+    if writers == "host":
+        return Team(members, _first_of_each(hosts, members), leaders)
+    count = len(members)
+    if isinstance(writers, int):
+        count = min(count, writers)
+    spread = tuple(members[index * len(members) // count] for index in range(count))
+    return Team(members, spread, leaders)
+
+
+def _first_of_each(hosts: Sequence[str], ranks: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted({hosts[rank]: rank for rank in reversed(ranks)}.values()))
+
+
+@dataclass(frozen=True)
+class Share:
+    """The bytes of a save that one rank contributes.
+
+    Attributes:
+        ranges: All it writes, in file order.
+        pieces: What it copies, hashes and writes at once, one after the other.
+        tails: The numbers of those pieces that it only hashes: the rest of blocks that it has begun.
+    """
+
+    ranges: Sequence[FileRange]
+    pieces: Sequence[FileRange]
+    tails: frozenset[int]
+
+    @classmethod
+    def of(cls, layout: Layout, ranges: Sequence[FileRange], piece_bytes: int) -> Share:
+        """Returns the share of a writer with these ranges, given the most bytes of a piece."""
+        pieces: list[FileRange] = []
+        tails = set()
+        for part in ranges:
+            pieces += cut([part], piece_bytes)
+            if tail := tail_of(layout, part):
+                tails.add(len(pieces))
+                pieces.append(tail)
+        return cls(ranges, pieces, frozenset(tails))
+
+    @property
+    def nbytes(self) -> int:
+        """Length of all it writes."""
+        return sum(end - begin for _, begin, end in self.ranges)
+
+
+def assign(
+    layout: Layout, writers: Sequence[int], rank: int, *, align_bytes: int | None, piece_bytes: int
+) -> Share:
+    """Returns what a rank contributes to a save.
+
+    Args:
+        layout: The files.
+        writers: The ranks that share the writing.
+        rank: The rank; it need not write.
+        align_bytes: Where a file may be cut; None: nowhere.
+        piece_bytes: Most bytes to copy, hash and write at once, unless `align_bytes` is more.
+
+    Raises:
+        OptionError: `align_bytes` is below 1, or there are no writers.
+    """
+    shares = partition(layout, num_writers=len(writers), align_bytes=align_bytes)
+    ranges = shares[writers.index(rank)] if rank in writers else ()
+    return Share.of(layout, ranges, whole_units(piece_bytes, align_bytes))
+
+
+def whole_units(piece_bytes: int, align_bytes: int | None) -> int:
+    """Returns the length of a piece: the most that it may have, in units that a file may be cut into."""
+    unit = align_bytes or 1
+    return max(1, piece_bytes // unit) * unit
+
+
+def partition(
+    layout: Layout, *, num_writers: int, align_bytes: int | None
+) -> tuple[tuple[FileRange, ...], ...]:
+    """Deals the bytes of the files, headers included, to the writers; each byte once.
+
+    Each writer gets one contiguous range of all files one after the other, cut only between files and
+    at multiples of `align_bytes` in a file, and at most the mean and `align_bytes` more. With whole
+    files a writer gets those it is dealt, longest first, each to whoever has least.
+
+    Args:
+        layout: The files.
+        num_writers: How many share the writing.
+        align_bytes: Where a file may be cut, such as the part size of an upload; None: nowhere.
+
+    Returns:
+        For each writer its ranges in file order; none if there is nothing left for it.
+
+    Raises:
+        OptionError: A number is below 1.
+    """
+    if num_writers < 1 or (align_bytes is not None and align_bytes < 1):
+        raise OptionError(f"num_writers={num_writers}, align_bytes={align_bytes}: must be at least 1")
+    sizes = [file.nbytes for file in layout.files]
+    if align_bytes is None:
+        return _deal_files(sizes, num_writers)
+    # One may cut where each file, laid end to end, has whole units.
+    units = Blocks(Space([Extent(file, 0, size) for file, size in enumerate(sizes)]), align_bytes)
+    files, total = units.space, units.space.nbytes
+    cuts = [units.floor(total * number // num_writers) for number in range(num_writers)]
+    return tuple(tuple(_ranges(files, begin, end)) for begin, end in pairwise([*cuts, total]))
+
+
+def _ranges(files: Space[Extent], begin: int, end: int) -> Iterator[FileRange]:
+    """Yields a range of all files one after the other as ranges of the files."""
+    for file, first, stop in files.cut(begin, end - begin):
+        yield FileRange(file, first, stop)
+
+
+def _deal_files(sizes: Sequence[int], num_writers: int) -> tuple[tuple[FileRange, ...], ...]:
+    shares: list[list[FileRange]] = [[] for _ in range(num_writers)]
+    loads = [0] * num_writers
+    for file in sorted(range(len(sizes)), key=lambda file: (-sizes[file], file)):
+        writer = loads.index(min(loads))
+        shares[writer].append(FileRange(file, 0, sizes[file]))
+        loads[writer] += sizes[file]
+    return tuple(tuple(sorted(share)) for share in shares)
+
 
 _MAX_HOLDERS = 8  # of a unit that several hold parts of: with more of them it matters little who writes it
-
 _MOST_UNEVEN = 1 / 32, 1 << 20  # a writer with more than the mean and the larger of these hands units on
-
 _Holders = tuple[int, ...] | None
 """Writers that hold something of a stretch; none if there are too many, None if nobody has to."""
-
-
 _NOBODYS: _Holders = None
 
 

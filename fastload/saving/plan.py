@@ -1,30 +1,78 @@
-"""One rank's part of a save: with whom it writes, what, and where."""
+"""What one rank does in a save: writer group, ranges, messages, buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastload.base.memory import uncollected
+from fastload.errors import OptionError
 from fastload.saving.agree import Agreed
-from fastload.saving.assembly import Depths
-from fastload.saving.assign import Share, assign, whole_units
 from fastload.saving.call import Call
 from fastload.saving.describe import Described
-from fastload.saving.holdings import Holdings
 from fastload.saving.layout import Layout
-from fastload.saving.packets import Packets, make_packets
-from fastload.saving.shards import Shards
-from fastload.saving.spread import spread
-from fastload.saving.team import Team, choose_team
+from fastload.saving.messages import Packets, make_packets
+from fastload.saving.shard_map import Holdings
+from fastload.saving.snapshot import Shards
+from fastload.saving.split import Share, Team, assign, choose_team, spread, whole_units
 from fastload.storage import Target
 
-__all__ = ["Part", "take_part"]
+__all__ = ["Depths", "Part", "take_part"]
+
+
+class Depths(NamedTuple):
+    """How much of a save an assembly has in memory.
+
+    Attributes:
+        slots: Pieces that are put together, or written, at once.
+        coming: Batches that come in.
+        leaving: Packets that are on their way.
+    """
+
+    slots: int
+    coming: int
+    leaving: int
+
+    @property
+    def num_batches(self) -> int:
+        """Those that come and those that leave, of which a packet may be all."""
+        return self.coming + self.leaving
+
+    @property
+    def num_pieces(self) -> int:
+        """All of them together, if a batch is one piece; and a scratch."""
+        return self.slots + 1 + self.num_batches
+
+    @classmethod
+    def within(cls, staging_bytes: int, unit_bytes: int, *, num_writes: int) -> Depths:
+        """Chooses them for pieces of at least so many bytes.
+
+        Args:
+            staging_bytes: Most memory of all.
+            unit_bytes: The shortest piece that may be written by itself.
+            num_writes: Pieces that may be written at once.
+
+        Raises:
+            OptionError: There is no room for the fewest.
+        """
+        least = cls(1, 1, 1)
+        for depths in (cls(num_writes + 1, 2, 4), cls(2, 2, 2), least):
+            if depths.num_pieces * unit_bytes <= staging_bytes:
+                return depths
+        raise OptionError(
+            f"staging_bytes={staging_bytes}: to save shards there takes at least "
+            f"{least.num_pieces * unit_bytes}: {least.num_pieces} pieces of {unit_bytes} bytes, the shortest "
+            "that this storage takes"
+        )
+
+    def batch_bytes(self, staging_bytes: int, piece_bytes: int) -> int:
+        """Returns how many bytes of pieces may come together."""
+        return max(piece_bytes, (staging_bytes - (self.slots + 1) * piece_bytes) // self.num_batches)
+
 
 _GOOD_PIECE_BYTES = 4 << 20  # more would leave the cache before it is hashed, and touch more new memory
 _GOOD_BATCH_BYTES = 32 << 20  # of pieces whose packets come together: several pieces, a part of a share
-
 # The plan of the last save, by all that it follows from: a training saves the same again and again.
 _last: dict[tuple[Any, ...], tuple[Share, Packets]] = {}
 

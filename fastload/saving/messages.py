@@ -16,9 +16,8 @@ from itertools import accumulate, chain, groupby, pairwise
 from typing import NamedTuple
 
 from fastload.geometry.box import Runs
-from fastload.saving.assign import FileRange
-from fastload.saving.holdings import Cell, Holdings
-from fastload.saving.layout import Layout
+from fastload.saving.layout import FileRange, Layout
+from fastload.saving.shard_map import Cell, Holdings
 
 __all__ = ["Packet", "Packets", "Stretch", "make_packets", "places_of"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
@@ -18,16 +18,29 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fastload.base.memory import host_bytes
+from fastload.base.memory import allocate_staging, host_bytes, host_view
 from fastload.comm.world import World
 from fastload.errors import PlanMismatch, ReplicaMismatch
 from fastload.formats.dtensors import is_dtensor
 from fastload.formats.dtypes import DTYPES
 from fastload.formats.saved import SavedTensor, children_of, leaf_of
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
-from fastload.saving.layout import TensorSpec
+from fastload.saving.layout import FileRange, Layout, TensorSpec
+from fastload.saving.messages import Packet, Stretch
+from fastload.saving.shard_map import Cell, Holdings
+from fastload.saving.snapshot import Shards, Source
 
-__all__ = ["Content", "require_alike", "small_tensors"]
+__all__ = [
+    "PIECE_BYTES",
+    "Content",
+    "compare_cells",
+    "compare_replicas",
+    "digest_cells",
+    "group_digests",
+    "pieces",
+    "require_alike",
+    "small_tensors",
+]
 
 _MAX_NUM = 1024  # a few milliseconds
 _MAX_BYTES = 64 << 10  # of one tensor
@@ -243,3 +256,198 @@ def _values(spec: TensorSpec, data: bytes) -> str:
     assert dtype is not None
     numbers = torch.frombuffer(bytearray(data), dtype=dtype).reshape(spec.shape)
     return f" {(numbers if not numbers.is_floating_point() else numbers.double()).tolist()}"
+
+
+PIECE_BYTES = 8 << 20
+"""Most bytes that are copied and hashed at once."""
+_DIGEST_BYTES = 8
+_NUM_SHOWN_REPLICAS = 20
+
+
+def _digests(layout: Layout, source: Source) -> bytes:
+    """Returns one xxh3-64 for each tensor, in layout order."""
+    memory = allocate_staging(PIECE_BYTES, pinned=source.on_device)
+    digests = bytearray()
+    for index, file in enumerate(layout.files):
+        for entry in file.tensors:
+            hasher = xxhash.xxh3_64()
+            for begin, end in pieces(entry.nbytes):
+                piece = FileRange(index, entry.offset + begin, entry.offset + end)
+                slab = memory[: piece.end - piece.begin]
+                source.copy(piece, slab)
+                source.settle()
+                hasher.update(host_view(slab))
+            digests += hasher.digest()
+    return bytes(digests)
+
+
+def compare_replicas(world: World, layout: Layout, source: Source, *, what: str) -> None:
+    """Compares the tensors of all ranks.
+
+    Args:
+        world: The ranks.
+        layout: The files.
+        source: This rank's tensors.
+        what: Name of the step, for messages.
+
+    Raises:
+        ReplicaMismatch: They differ; names ranks and tensors. The same on all ranks.
+        PeerError: Some rank could not say.
+    """
+    own = b""
+
+    def digest() -> str:
+        nonlocal own
+        own = _digests(layout, source)
+        return xxhash.xxh3_128_hexdigest(own)
+
+    if len(set(world.agree(what, digest))) == 1:
+        return
+    # A mismatch is rare: only then do the ranks learn the digests of one, and tell where theirs are others.
+    first = world.share(what, 0, lambda: own)
+    unlike = world.agree(what, lambda: _unlike(first, own))
+    raise ReplicaMismatch(
+        "the ranks hold different tensors, so nothing was saved:\n" + "\n".join(_differences(layout, unlike))
+    )
+
+
+def pieces(nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yields ranges of so many bytes that are copied and hashed at once."""
+    for begin in range(0, nbytes, PIECE_BYTES):
+        yield begin, min(begin + PIECE_BYTES, nbytes)
+
+
+def _unlike(first: bytes, own: bytes) -> tuple[int, list[tuple[int, str]]]:
+    """Returns how many of this rank's digests are not those of the first, and the first few of them."""
+    size = _DIGEST_BYTES
+    unlike = [at for at in range(0, len(own), size) if first[at : at + size] != own[at : at + size]]
+    few = [(at // size, own[at : at + size].hex()) for at in unlike[:_NUM_SHOWN_REPLICAS]]
+    return len(unlike), few
+
+
+def _differences(layout: Layout, unlike: Sequence[tuple[int, Sequence[tuple[int, str]]]]) -> list[str]:
+    """Says for the first tensors that differ which ranks have not what most have."""
+    few = [dict(few) for _, few in unlike]
+    numbers = sorted({number for digests in few for number in digests})
+    names = [entry.name for file in layout.files for entry in file.tensors]
+    lines = []
+    for number in numbers[:_NUM_SHOWN_REPLICAS]:
+        found = [digests.get(number, "as the first") for digests in few]
+        usual, count = Counter(found).most_common(1)[0]
+        odd = [str(rank) for rank, digest in enumerate(found) if digest != usual]
+        lines.append(f"  {names[number]}: rank {', '.join(odd)} not as the {count} other{'s' * (count > 1)}")
+    more = max(len(numbers), *(count for count, _ in unlike)) - _NUM_SHOWN_REPLICAS
+    return lines + ([f"  and at least {more} more"] if more > 0 else [])
+
+
+_CELL_DIGEST_BYTES = 8
+_UNKNOWN = bytes(_CELL_DIGEST_BYTES)  # nobody looked at it
+_MAX_NUM_CELLS = 1024  # of the cells that the same ranks hold: a few milliseconds
+_MAX_BYTES_CELL = 64 << 10  # of one cell
+_MAX_BYTES_CELLS = 4 << 20
+_NUM_SHOWN_CELLS = 20
+
+
+def digest_cells(
+    layout: Layout,
+    holdings: Holdings,
+    shards: Shards,
+    rank: int,
+    *,
+    how: str,
+    skip: Callable[[str], bool] = lambda _: False,
+) -> bytes:
+    """Returns one xxh3-64 for each cell that this rank and others hold, in order; 0 if it was not looked at.
+
+    Args:
+        layout: The files.
+        holdings: Which ranks hold which of their bytes.
+        shards: What this rank holds.
+        rank: This rank.
+        how: ``small``: of small cells in host memory, as many as take a few milliseconds; or ``full``.
+        skip: Whether not to look at a tensor, by its name.
+    """
+    digests, memory = bytearray(), None
+    nums: Counter[tuple[int, ...]] = Counter()
+    sizes: Counter[tuple[int, ...]] = Counter()
+    for number, cell in holdings.shared(rank):
+        name, nbytes = layout.space.extents[number].name, cell.runs.total
+        is_small = nbytes <= min(_MAX_BYTES_CELL, _MAX_BYTES_CELLS - sizes[cell.holders])
+        is_cheap = is_small and nums[cell.holders] < _MAX_NUM_CELLS and shards.is_in_host_memory(name)
+        if skip(name) or (how == "small" and not is_cheap):
+            digests += _UNKNOWN
+            continue
+        nums[cell.holders] += 1
+        sizes[cell.holders] += nbytes
+        memory = memory if memory is not None else allocate_staging(PIECE_BYTES, pinned=shards.on_device)
+        hasher = xxhash.xxh3_64()
+        for begin, end in pieces(nbytes):
+            slab = memory[: end - begin]
+            shards.copy(Packet(rank, rank, 0, (Stretch(number, cell, begin, end),)), slab)
+            shards.settle()
+            hasher.update(host_view(slab))
+        digests += hasher.digest()
+    return bytes(digests)
+
+
+def group_digests(layout: Layout, holdings: Holdings, rank: int, digests: bytes) -> dict[str, str]:
+    """Returns one digest for all cells that the same ranks hold, by these ranks.
+
+    Args:
+        layout: The files.
+        holdings: Which ranks hold which of their bytes.
+        rank: This rank.
+        digests: From `digest_cells`.
+    """
+    found: dict[tuple[int, ...], bytearray] = defaultdict(bytearray)
+    for at, (_, cell) in enumerate(holdings.shared(rank)):
+        found[cell.holders] += digests[_CELL_DIGEST_BYTES * at : _CELL_DIGEST_BYTES * (at + 1)]
+    return {
+        ",".join(map(str, holders)): xxhash.xxh3_64_hexdigest(bytes(sums))
+        for holders, sums in found.items()
+        if any(sums)
+    }
+
+
+def compare_cells(
+    world: World, layout: Layout, holdings: Holdings, digest: Callable[[], bytes], *, what: str
+) -> None:
+    """Compares what ranks hold of the same cells.
+
+    Args:
+        world: The ranks.
+        layout: The files.
+        holdings: Which ranks hold which of their bytes.
+        digest: Returns what `digest_cells` does.
+        what: Name of the step, for messages.
+
+    Raises:
+        ReplicaMismatch: They differ; names ranks and tensors. The same on all ranks.
+        PeerError: Some rank could not say.
+    """
+    found: dict[tuple[int, Cell], dict[bytes, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, digests in enumerate(world.gather_bytes(what, digest)):
+        for at, place in enumerate(holdings.shared(rank)):
+            digest_of_cell = digests[_CELL_DIGEST_BYTES * at : _CELL_DIGEST_BYTES * (at + 1)]
+            if digest_of_cell and digest_of_cell != _UNKNOWN:
+                found[place][digest_of_cell].append(rank)
+    unlike = [(place, ranks_of) for place, ranks_of in found.items() if len(ranks_of) > 1]
+    if not unlike:
+        return
+    lines = [
+        f"  {layout.space.extents[number].name}: {_odd(list(ranks_of.values()))}"
+        for (number, _), ranks_of in unlike[:_NUM_SHOWN_CELLS]
+    ]
+    more = len(unlike) - len(lines)
+    lines += [f"  and {more} more"] if more else []
+    raise ReplicaMismatch("the ranks hold different tensors, so nothing was saved:\n" + "\n".join(lines))
+
+
+def _odd(variants: Sequence[Sequence[int]]) -> str:
+    usual = max(variants, key=len)
+    odd = sorted(rank for ranks in variants if ranks is not usual for rank in ranks)
+    return f"rank {_some_ranks(odd)} not as rank {_some_ranks(usual)}"
+
+
+def _some_ranks(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:4])) + (", …" if len(ranks) > 4 else "")
