@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from fastload import estimate
     from fastload.saving.handle import SaveHandle
     from fastload.training.manager import CheckpointManager
-    from fastload.training.workers import worker_context
+    from fastload.training.signals import worker_context
 
 __all__ = [
     "Box",
@@ -102,7 +102,7 @@ __all__ = [
 _MODULES = {
     "CheckpointManager": "fastload.training.manager",
     "SaveHandle": "fastload.saving.handle",
-    "worker_context": "fastload.training.workers",
+    "worker_context": "fastload.training.signals",
 }
 
 

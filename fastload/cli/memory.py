@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from fastload.cli.console import age, shown, stdout, table_of
 from fastload.doctor.wording import count
 from fastload.errors import UnsupportedVersion
-from fastload.memory_tier.record import Generation
+from fastload.memory_tier.manifest import Generation
 from fastload.storage.tier_leftovers import Leftover, find_jobs, remove_dead
 from fastload.storage.tier_place import find_memory
 

@@ -1,4 +1,4 @@
-"""Shares to the hosts that keep copies of them, piece by piece, while training goes on."""
+"""Sends each rank's share to the hosts that keep copies of it, while training goes on."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from fastload.geometry.blocks import Blocks
 from fastload.geometry.extents import Space
 from fastload.loading.access import Access, agree_on_access
 from fastload.loading.checkpoint import Checkpoint
-from fastload.memory_tier.record import TABLE_NAME, Generation, Table
+from fastload.memory_tier.manifest import TABLE_NAME, Generation, Table
 from fastload.options import LoadOptions
 from fastload.storage import PatientStorage
 from fastload.storage.local import LocalStorage
@@ -37,7 +37,6 @@ from fastload.transfer.holders import Held, Holders
 __all__ = ["Found", "connect", "load", "read_table", "survey"]
 
 _log = logging.getLogger(__name__)
-
 _PIECE_BYTES = 8 << 20
 
 

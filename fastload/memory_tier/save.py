@@ -12,7 +12,7 @@ import xxhash
 from fastload.formats.names import RECORD_NAME
 from fastload.memory_tier.copies import send_copies
 from fastload.memory_tier.groups import Copies, plan_copies
-from fastload.memory_tier.record import TABLE_NAME, Generation, Table
+from fastload.memory_tier.manifest import TABLE_NAME, Generation, Table
 from fastload.saving.agree import agree
 from fastload.saving.call import Call
 from fastload.saving.commit import commit

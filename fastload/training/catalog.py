@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from fastload.base.threads import each
-from fastload.errors import CheckpointError, StorageError, UnsupportedVersion, proves_damage
+from fastload.base.errands import Errand
+from fastload.base.threads import background, each
+from fastload.errors import CheckpointError, FastloadError, StorageError, UnsupportedVersion, proves_damage
 from fastload.formats.names import NAMES, RECORD_NAME
-from fastload.formats.record import MAX_RECORD_BYTES, parse
+from fastload.formats.record import MAX_RECORD_BYTES, Record, parse
 from fastload.formats.untrusted import MAX_INT
 from fastload.storage import (
     FileStat,
@@ -26,12 +28,12 @@ from fastload.storage import (
     open_storage,
     open_target,
 )
+from fastload.storage.tier_place import GENERATION as NAME
 from fastload.training.retention import Point, Retention, Saved
 
-__all__ = ["MAX_STEP", "Catalog", "Entry", "Summary", "metadata_of", "metrics_of"]
+__all__ = ["MAX_STEP", "Catalog", "Entry", "Housekeeper", "RunName", "Summary", "metadata_of", "metrics_of"]
 
 MAX_STEP = MAX_INT
-
 _PREFIX = "step_"
 _NAME = re.compile(_PREFIX + r"([0-9]{8,19})")
 _STEP, _METRICS, _BRANCH = "step", "metrics", "branch"
@@ -378,3 +380,155 @@ def _is_in(path: str, folder: str) -> bool:
 
 def _normal(url: str) -> str:
     return os.path.abspath(url) if os.path.isabs(url) else url
+
+
+_FOLDER = "fastload-run"  # a checkpoint without files, which every storage can hold
+_RUN_PREFIX = "fastload-"  # shorter: some stores do not list what follows a whole name
+_RUN, _ROOT = "run", "root"
+
+
+class RunName:
+    """The name of a run, as one rank reads and writes it.
+
+    It says where the root was, too: what says so of another place that is still there is a copy, and gets a
+    name of its own.
+
+    Args:
+        catalog: The root.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._there: _There | None = None
+
+    def read(self) -> str:
+        """Returns the name; empty if there is none yet.
+
+        Raises:
+            StorageError: Storage does not answer.
+        """
+        there = self._there = self._read(self._catalog.root)
+        return there.run if there is not None and not self._is_copy(there) else ""
+
+    def write(self, run: str) -> None:
+        """Has the root bear a name, unless it does.
+
+        Raises:
+            FastloadError: It cannot be written.
+        """
+        root = self._catalog.root
+        if self._there is not None and self._there[:2] == (run, root.url):
+            return
+        record = Record(1, (), metadata={_RUN: run, _ROOT: root.url})
+        with closing(self._catalog.open_target(root / _FOLDER)) as target:
+            try:
+                target.prepare([], overwrite=True)
+                target.publish([target.flush()], [(RECORD_NAME, record.to_bytes())], overwrite=True)
+            except BaseException:
+                target.abort()
+                raise
+
+    def _is_copy(self, there: _There) -> bool:
+        """Whether a root that has this name is still where this one says that it was."""
+        root = self._catalog.root
+        if there.root == root.url:
+            return False
+        try:
+            other = locate(there.root)
+            found = self._read(other) if other.scheme == root.scheme else there
+        except FastloadError:
+            return True  # nobody knows
+        by_another_path = found is not None and bool(found.place) and found.place == there.place
+        return found is not None and found.run == there.run and not by_another_path
+
+    def _read(self, root: Location) -> _There | None:
+        with closing(self._catalog.open_storage(root)) as storage:
+            folder = storage.folders(_RUN_PREFIX).get(_FOLDER)
+            about = folder.files.get(RECORD_NAME) if folder is not None else None
+            if folder is None or about is None or about.nbytes > MAX_RECORD_BYTES:
+                return None
+            try:
+                metadata = parse(storage.read_all(f"{_FOLDER}/{RECORD_NAME}", about)).metadata
+            except CheckpointError:
+                return None
+        run = metadata.get(_RUN, "")
+        return _There(run, metadata.get(_ROOT, ""), folder.place) if NAME.fullmatch(run) else None
+
+
+class _There(NamedTuple):
+    """What is in a root.
+
+    Attributes:
+        run: The name of its run.
+        root: Where it says that it is.
+        place: Where that really is, links followed; empty where storage knows no links.
+    """
+
+    run: str
+    root: str
+    place: str
+
+
+_log = logging.getLogger(__name__)
+
+
+class Housekeeper:
+    """Keeps one root in order, in the background. What cannot be deleted is no reason for a training to fail.
+
+    Args:
+        catalog: The checkpoints.
+        retention: Which of them are kept.
+        in_use: Returns where the checkpoints are that must be left alone.
+    """
+
+    def __init__(self, catalog: Catalog, retention: Retention, in_use: Callable[[], set[str]]) -> None:
+        self._catalog = catalog
+        self._retention = retention
+        self._in_use = in_use
+        self._last: Errand | None = None
+
+    def clean(self) -> None:
+        """Begins to remove what dead saves left behind."""
+        self._begin(self._clean)
+
+    def prune(self, is_committed: Callable[[], bool], step: int, *, damaged: set[int]) -> None:
+        """Begins to delete old checkpoints, once a new one is there.
+
+        Args:
+            is_committed: Waits until the new one exists, or returns False if it never will.
+            step: That of the new one.
+            damaged: Steps of checkpoints that do not count, and that nothing is done to.
+        """
+        if self._retention.keep_last is not None:
+            self._begin(lambda: self._prune(step, damaged) if is_committed() else None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until all that was begun has ended, for so long at most."""
+        if self._last is not None:
+            self._last.join(timeout_s)
+
+    def _begin(self, work: Callable[[], object]) -> None:
+        before = self._last
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            try:
+                work()
+            except Exception as error:  # a defect, too, costs no more than disk space
+                defect = not isinstance(error, FastloadError)
+                _log.warning("%s: cannot clean up: %s", self._catalog.root, error, exc_info=defect)
+
+        self._last = background(run, "fastload-keep")
+        self._last.start()
+
+    def _clean(self) -> None:
+        for path in self._catalog.clean_abandoned():
+            _log.info("removed %s, which a save that died left behind", path)
+
+    def _prune(self, step: int, damaged: set[int]) -> None:
+        entries = self._catalog.entries()
+        for old in self._catalog.expendable(entries, self._retention, needed={step}, damaged=damaged):
+            if not self._catalog.is_at(old, self._in_use()):
+                self._catalog.remove(old)
+                _log.info("removed %s", self._catalog.path(old))

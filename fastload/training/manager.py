@@ -4,35 +4,124 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastload.comm.world import meet, require_same
-from fastload.errors import FastloadError, OptionError
+from fastload import api
+from fastload.comm.world import agree, meet, require_same
+from fastload.errors import FastloadError, OptionError, WorldError
 from fastload.loading.checkpoint import Checkpoint
-from fastload.memory_tier.wanted import Wanted, open_keeper
-from fastload.options import SAVE_SETTINGS, SaveOptions
+from fastload.options import SAVE_SETTINGS, LoadOptions, SaveOptions
+from fastload.saving.call import Turn
+from fastload.saving.handle import SaveHandle
+from fastload.saving.save import save_in_background
 from fastload.storage import locate, name_of
 from fastload.storage.target import new_token
-from fastload.training.calls import Calls
-from fastload.training.catalog import MAX_STEP, Catalog, metadata_of, metrics_of
-from fastload.training.flight import Planned
-from fastload.training.history import History, Listing
-from fastload.training.housekeeping import Housekeeper
-from fastload.training.in_flight import InFlight
-from fastload.training.life import Life
-from fastload.training.pacing import Rhythm
-from fastload.training.policy import Policy
-from fastload.training.restoring import Restorer
+from fastload.training.catalog import MAX_STEP, Catalog, Housekeeper, RunName, metadata_of, metrics_of
+from fastload.training.interval import Rhythm
+from fastload.training.pending import InFlight, Planned
+from fastload.training.policy import Policy, Wanted
+from fastload.training.restore import History, Listing, Restorer
 from fastload.training.retention import Point, Retention, Saved
-from fastload.training.run import RunName
-from fastload.training.schedule import Answer
-from fastload.training.timing import Timing
+from fastload.training.schedule import Answer, Timing
 
-__all__ = ["CheckpointManager"]
+if TYPE_CHECKING:  # for those who have a tier
+    from fastload.memory_tier.tier import Keeper
+
+__all__ = ["Calls", "CheckpointManager", "Life"]
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What all calls of one training have in common.
+
+    Attributes:
+        process_group: As for `fastload.load`.
+        storage_options: As for `fastload.load`.
+        options: How to save.
+        async_: Whether saves go on in the background.
+    """
+
+    process_group: Any
+    storage_options: Mapping[str, Any] | None
+    options: SaveOptions
+    async_: bool
+
+    def save(
+        self, state: Any, path: str, metadata: Mapping[str, str], *, turn: Turn | None
+    ) -> SaveHandle | None:
+        """Saves; returns what goes on in the background, if anything does.
+
+        Args:
+            state: As for `fastload.save`.
+            path: Where to.
+            metadata: As for `fastload.save`.
+            turn: When what goes on in the background is written; None for at once.
+
+        Raises:
+            FastloadError: As for `fastload.save`.
+        """
+        given: dict[str, Any] = {
+            "process_group": self.process_group,
+            "metadata": metadata,
+            "storage_options": self.storage_options,
+            "options": self.options,
+        }
+        if self.async_:
+            return save_in_background(state, path, **given, turn=turn)
+        api.save(state, path, **given)
+        return None
+
+    def load(self, path: str, arguments: Mapping[str, Any]) -> Any:
+        """Loads.
+
+        Args:
+            path: Where from.
+            arguments: Further ones of `fastload.load`.
+
+        Raises:
+            FastloadError: As for `fastload.load`.
+        """
+        given = {
+            "process_group": self.process_group,
+            "storage_options": self.storage_options,
+            "options": LoadOptions(timeout_s=self.options.timeout_s, retries=self.options.retries),
+        }
+        return api.load(path, **{**given, **arguments})
+
+    def agree(self, what: str, work: Callable[[], object]) -> None:
+        """Does work on all ranks together; raises on all if it fails on one.
+
+        Raises:
+            FastloadError: It failed on some rank.
+        """
+        agree(self.process_group, what, work, timeout_s=self.options.timeout_s)
+
+
+class Life:
+    """Whether a manager can be used: until it is closed, and in the process that made it."""
+
+    def __init__(self) -> None:
+        self._closed = False
+        self._pid = os.getpid()
+
+    def require(self) -> None:
+        """Raises `WorldError` if it cannot."""
+        if self._pid != os.getpid():
+            raise WorldError("this CheckpointManager is that of another process, which has forked this one")
+        if self._closed:
+            raise WorldError("this CheckpointManager is closed")
+
+    def end(self) -> bool:
+        """Ends it; returns whether it was still to be ended, and here."""
+        if self._closed or self._pid != os.getpid():
+            return False
+        self._closed = True
+        return True
+
 
 _log = logging.getLogger(__name__)
 
@@ -157,9 +246,7 @@ class CheckpointManager:
         )
         lists, keeps_house, life, run = self._meet(policy)
         self._history = History(self._world, self._catalog, lists=lists, process_group=process_group)
-        self._keeper = open_keeper(
-            self._world, process_group, policy.root, policy.memory, policy.options, life, run, self._catalog
-        )
+        self._keeper = self._open_tier(policy, process_group, life, run)
         self._restorer = Restorer(self._world, self._calls, self._catalog, self._history, self._keeper)
         self._in_flight = InFlight(self._world, policy.in_flight, policy.retention)
         signalled = self._keeper.last_words.expect if self._keeper is not None else lambda: None
@@ -169,6 +256,26 @@ class CheckpointManager:
         if keeps_house:
             self._housekeeper = Housekeeper(self._catalog, policy.retention, Checkpoint.urls_in_use)
             self._housekeeper.clean()
+
+    def _open_tier(self, policy: Policy, process_group: Any, life: str, run: str) -> Keeper | None:
+        """Opens the memory tier, if there is to be one."""
+        if policy.memory is None:
+            return None
+        from fastload.memory_tier.tier import Terms, open_tier
+
+        return open_tier(
+            Terms(
+                self._world,
+                process_group,
+                policy.root,
+                policy.memory.memory,
+                policy.memory.num_copies,
+                policy.options,
+                life,
+                run,
+                self._catalog,
+            )
+        )
 
     def _meet(self, policy: Policy) -> tuple[bool, bool, str, str]:
         """Compares the arguments.

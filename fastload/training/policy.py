@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from fastload.errors import OptionError
-from fastload.memory_tier.wanted import Wanted
 from fastload.options import SaveOptions
 from fastload.storage import Location
-from fastload.training.pacing import Keepers, Rhythm
+from fastload.training.interval import Keepers, Rhythm
 from fastload.training.retention import Retention
 
-__all__ = ["Policy"]
+__all__ = ["Policy", "Wanted"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Where recent checkpoints are kept, and how often.
+
+    Attributes:
+        memory: A directory on each host, or ``auto``.
+        num_copies: How many hosts are to keep each share.
+
+    Raises:
+        OptionError: It cannot be used.
+    """
+
+    memory: str
+    num_copies: int
+
+    @classmethod
+    def of(cls, memory: str | os.PathLike[str] | None, num_copies: int) -> Wanted | None:
+        """Returns what was asked for; None if nothing was.
+
+        Raises:
+            OptionError: It cannot be used.
+        """
+        if memory is None:
+            return None
+        path = os.fspath(memory)
+        if not isinstance(path, str) or not path:
+            raise OptionError(f"memory={memory!r}: must be 'auto' or a directory on each host")
+        return cls(path if path == "auto" else os.path.abspath(path), num_copies)
+
+    def __post_init__(self) -> None:
+        if type(self.num_copies) is not int or self.num_copies < 1:
+            raise OptionError(f"memory_copies={self.num_copies!r}: must be a number of at least 1")
 
 
 @dataclass(frozen=True)

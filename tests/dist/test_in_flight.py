@@ -23,7 +23,7 @@ from fastload import CheckpointManager, SaveOptions, SaveReport
 from fastload.errors import FastloadError, OptionError
 from fastload.saving import save as saver
 from fastload.storage.local_target import LocalTarget
-from fastload.training.flight import Flight
+from fastload.training.pending import Flight
 from tests.dist.faults import fastload_threads
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.patience import patient
@@ -123,7 +123,7 @@ def test_the_newest_that_waits_is_written_and_nobody_waits_for_that(
     training, reports = Training(sharded=sharded), list[SaveReport]()
     with (
         Storage().in_place() as storage,
-        warned("fastload.training.in_flight") as lines,
+        warned("fastload.training.pending") as lines,
         manage(tmp_path, reports) as manager,
     ):
         manager.save(1, training.at(1))
@@ -187,7 +187,7 @@ def test_that_saves_wait_is_said_once(rank: int, world: int, tmp_path: Path) -> 
         training, storage, root = Training(sharded=False), Storage(), tmp_path / str(num_slots)
         with (
             storage.in_place(),
-            warned("fastload.training.in_flight") as lines,
+            warned("fastload.training.pending") as lines,
             manage(root, in_flight=num_slots, keep_every=1) as manager,
         ):
             for step in range(1, num_slots + 1):

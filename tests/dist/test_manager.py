@@ -216,7 +216,7 @@ def test_restore_falls_back_past_what_is_damaged_and_what_is_incomplete(
             (tmp_path / "step_00000003/model.safetensors").unlink()
             (tmp_path / "step_00000009").mkdir()
         dist.barrier()
-        with warned("fastload.training.restoring") as lines:
+        with warned("fastload.training.restore") as lines:
             assert manager.restore()["step"] == 2
         assert len(lines) == (3 if rank == 0 else 0)
         assert all("falling back" in line for line in lines)
@@ -266,13 +266,13 @@ def test_the_metrics_of_rank_0_are_kept(rank: int, world: int, tmp_path: Path) -
 
 @ranks(2)
 def test_a_manager_that_would_never_save_says_so(rank: int, world: int, tmp_path: Path) -> None:
-    with warned("fastload.training.timing") as lines, manage(tmp_path) as manager:
+    with warned("fastload.training.schedule") as lines, manage(tmp_path) as manager:
         assert manager.latest() is None  # which needs no interval
         assert lines == []
         assert not any(manager.should_save(step) for step in range(1, 4))
         assert len(lines) == (rank == 0)
         assert all("should_save answers yes only after a signal" in line for line in lines)
-    with warned("fastload.training.timing") as lines, manage(tmp_path, every_seconds=1000) as manager:
+    with warned("fastload.training.schedule") as lines, manage(tmp_path, every_seconds=1000) as manager:
         manager.should_save(1)
         assert lines == []
 
@@ -332,7 +332,7 @@ def test_what_cannot_be_deleted_does_not_end_a_training(rank: int, world: int, t
 
     real, LocalTarget.remove = LocalTarget.remove, remove  # type: ignore[method-assign]
     try:
-        with manage(tmp_path, keep_last=1) as manager, warned("fastload.training.housekeeping") as lines:
+        with manage(tmp_path, keep_last=1) as manager, warned("fastload.training.catalog") as lines:
             for step in (1, 2):
                 manager.save(step, state_of(step))
             manager.wait()

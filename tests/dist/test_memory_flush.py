@@ -18,12 +18,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fastload
 from fastload import SaveOptions
-from fastload.memory_tier import last_words
+from fastload.memory_tier import flush
 from tests.dist.harness import ranks
 from tests.dist.test_manager import warned
 from tests.dist.test_memory_tier import ROOT, keep, manage
 
-RANKS_IMPORT = ("fastload.memory_tier.keeper", "torch.distributed.tensor")
+RANKS_IMPORT = ("fastload.memory_tier.tier", "torch.distributed.tensor")
 OPTIONS = SaveOptions(timeout_s=20, block_bytes=1 << 16, max_shard_bytes=3 << 20)
 
 
@@ -47,7 +47,7 @@ def steps_in(folder: Path) -> list[int]:
 def test_what_is_in_memory_is_written_when_training_does_not_come_to_save(
     rank: int, world: int, tmp_path: Path
 ) -> None:
-    last_words.AFTER_S = 0.5
+    flush.AFTER_S = 0.5
     memory, options = tmp_path / "memory", {"options": OPTIONS}
     with manage(tmp_path, memory, **options) as manager:
         keep(manager, 1, 2, state=lambda step: parts(step, rank))
@@ -106,7 +106,7 @@ def test_a_training_that_stops_without_a_save_loses_nothing(rank: int, world: in
 @ranks(2, ranks_per_host=1)
 def test_a_training_that_ends_in_its_own_way_after_a_signal(rank: int, world: int, tmp_path: Path) -> None:
     """By `sys.exit(0)`, or before it has heard of the signal at all."""
-    last_words.AFTER_S = 60.0
+    flush.AFTER_S = 60.0
     memory = tmp_path / "memory"
     own = memory / f"host{rank}" / f"fastload-{os.geteuid()}"
     for code, steps in ((0, [2]), (3, [])):
@@ -120,8 +120,8 @@ def test_a_training_that_ends_in_its_own_way_after_a_signal(rank: int, world: in
             sys.exit(code)
         assert steps_in(tmp_path / str(code)) == steps
         assert len(list(own.iterdir())) == (code != 0), "whoever crashed is to be restarted"
-    last_words.AFTER_S = 0.1
-    with warned("fastload.memory_tier.last_words") as lines:
+    flush.AFTER_S = 0.1
+    with warned("fastload.memory_tier.flush") as lines:
         with manage(tmp_path / "late", memory) as manager:
             keep(manager, 2)
             os.kill(os.getpid(), signal.SIGTERM)

@@ -38,7 +38,7 @@ from tests.dist.patience import patient
 from tests.dist.test_manager import warned
 
 OPTIONS = SaveOptions(timeout_s=20, block_bytes=1 << 16)
-RANKS_IMPORT = ("fastload.memory_tier.keeper", "torch.distributed.tensor")
+RANKS_IMPORT = ("fastload.memory_tier.tier", "torch.distributed.tensor")
 needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs mounts of its own")
 ROOT = "root"
 MODEL, SHARES, GENERATION, COMMIT = "model.safetensors", "shares.json", "generation.json", "fastload.json"
@@ -505,7 +505,7 @@ def test_a_tier_that_is_full(rank: int, world: int, tmp_path: Path) -> None:
     assert rank == 1 or find_memory() == str(memory)
 
     def try_to_keep(manager: CheckpointManager, step: int, state: Any, why: str, *, is_news: bool) -> None:
-        with warned("fastload.memory_tier.keeper") as lines:
+        with warned("fastload.memory_tier.tier") as lines:
             assert manager.should_save(step)
             manager.save(step, state)
             assert manager._keeper is not None
@@ -542,7 +542,7 @@ def test_a_rank_without_memory_for_its_copy(rank: int, world: int, tmp_path: Pat
             keep(manager, 1)
             assert manager._keeper is not None
             spares = manager._keeper._spares
-            with warned("fastload.memory_tier.keeper") as lines:
+            with warned("fastload.memory_tier.tier") as lines:
                 if rank == victim:
                     spares.take = take  # type: ignore[method-assign]
                 assert manager.should_save(2)
@@ -597,7 +597,7 @@ def test_a_damaged_checkpoint_on_storage_does_not_hide_a_newer_step_in_memory(tm
         manager.save(30, small_state_of(30))
     flip(root / "step_00000030" / MODEL, -1)
     reports: list[LoadReport] = []
-    with manage(tmp_path, memory) as manager, warned("fastload.training.restoring") as lines:
+    with manage(tmp_path, memory) as manager, warned("fastload.training.restore") as lines:
         assert manager.latest() == 30, "nobody has looked at its data"
         state = manager.restore(options=LoadOptions(timeout_s=20, on_report=reports.append))
         assert is_state(state, 28, small_state_of)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from fastload.errors import OptionError
 from fastload.estimate.cadence import young_s
 from fastload.estimate.tiers import Tier, loss_probability, recommend_tiers
-from fastload.training import pacing
-from fastload.training.pacing import Keepers, Pace, Rhythm, Steady
+from fastload.training import interval
+from fastload.training.interval import Keepers, Pace, Rhythm, Steady
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(pacing, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(interval, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def train(self, pace: Pace, steps: int, step_s: float) -> None:
         for _ in range(steps):

@@ -105,7 +105,7 @@ PURE = {
     "saving/split.py",
     "estimate/sizing.py",
     "memory_tier/groups.py",
-    "memory_tier/record.py",
+    "memory_tier/manifest.py",
     "estimate/units.py",
 }
 

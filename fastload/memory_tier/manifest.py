@@ -1,4 +1,4 @@
-"""What a host has of a generation, as it says itself in a file; read back with care, though it is its own."""
+"""The host manifest: which shares of an in-memory checkpoint one host has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ __all__ = ["TABLE_NAME", "Generation", "Table"]
 
 TABLE_NAME = "shares.json"
 """Which ranges of the files each share has; the same on all hosts."""
-
 _VERSION = 1
 
 

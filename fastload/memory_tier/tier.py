@@ -1,4 +1,4 @@
-"""The memory tier of one training: makes generations beside it, and gives back the newest that is whole."""
+"""The memory tier of one training: saves to host memory, restores, flushes to storage."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from fastload.base.threads import background
 from fastload.comm.traces import Tracing
 from fastload.comm.world import World, join
 from fastload.errors import FastloadError, OptionError, StorageError
-from fastload.memory_tier.flush import flush
-from fastload.memory_tier.last_words import LastWords
+from fastload.memory_tier.flush import LastWords, flush
 from fastload.memory_tier.restore import Found, load, survey
 from fastload.memory_tier.save import GenerationCall, GenerationReport, finish
-from fastload.memory_tier.wanted import Wanted
 from fastload.options import LoadOptions, SaveOptions
 from fastload.saving.save import Begun, begin
 from fastload.saving.snapshot import Spares
@@ -30,13 +28,11 @@ from fastload.storage.tier_leftovers import remove_dead
 from fastload.storage.tier_place import find_memory
 from fastload.storage.tier_target import TierTarget
 
-__all__ = ["LEFT_S", "Keeper", "Making", "Places", "Terms"]
+__all__ = ["LEFT_S", "Keeper", "Making", "Places", "Terms", "open_tier"]
 
 _log = logging.getLogger(__name__)
-
 LEFT_S = 24 * 3600.0
 """Seconds after which what a dead job has left on a host is removed by another one."""
-
 _YES = "yes"
 _ELEMENT_BYTES = 16  # blocks of shares end between elements
 
@@ -80,7 +76,8 @@ class Terms:
         world: The ranks, as long as the training lasts.
         group: The same, as for `fastload.load`.
         root: Of which checkpoints.
-        wanted: What was asked for.
+        memory: A directory on each host, or ``auto``.
+        num_copies: How many hosts are to keep each share.
         options: How the checkpoints are saved.
         life: A name that rank 0 has drawn for this life of the job.
         run: The random name of the run, 16 hex digits.
@@ -90,7 +87,8 @@ class Terms:
     world: World
     group: Any
     root: Location
-    wanted: Wanted
+    memory: str
+    num_copies: int
     options: SaveOptions
     life: str
     run: str
@@ -159,7 +157,7 @@ class Keeper:
         self._spares = Spares(1)
         self._asked = _Asked()
         self._units: dict[int, int | None] = {}
-        memory = find_memory() if terms.wanted.memory == "auto" else terms.wanted.memory
+        memory = find_memory() if terms.memory == "auto" else terms.memory
         for left in remove_dead(memory, older_s=LEFT_S, but=terms.run):
             _log.info("removed %s, which a job that died left behind: %d bytes", left.path, left.nbytes)
         self._folder = JobFolder(memory, terms.run, terms.root.url)
@@ -250,7 +248,7 @@ class Keeper:
             name=name,
             branch=branch,
             step=step,
-            num_copies=self._terms.wanted.num_copies,
+            num_copies=self._terms.num_copies,
             homes=self.homes,
             job=self._folder,
             target=TierTarget(self._folder, name, self._folder.place(name), self._unit),
@@ -393,3 +391,27 @@ def _how_to_keep(options: SaveOptions) -> SaveOptions:
         on_report=None,
         progress=None,
     )
+
+
+def open_tier(terms: Terms) -> Keeper:
+    """Opens the memory tier of a job on all ranks.
+
+    Raises:
+        FastloadError: There is no place for it on some host, or an option cannot be used with it.
+    """
+    keepers: list[Keeper] = []
+
+    def open_it() -> Home:
+        keepers.append(keeper := Keeper(terms))
+        return keeper.home
+
+    world = terms.world
+    try:
+        homes = world.agree(f"making room in memory for {terms.root}", open_it)
+    except BaseException:
+        for keeper in keepers:
+            keeper.close(remove=False)
+        raise
+    world.heard()
+    keepers[0].meet([Home(*home) for home in homes])
+    return keepers[0]

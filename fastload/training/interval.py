@@ -16,7 +16,6 @@ from fastload.estimate.tiers import loss_probability, mtbf_by_tier
 __all__ = ["Keepers", "Pace", "Rhythm", "Steady", "UnderWay"]
 
 _log = logging.getLogger(__name__)
-
 _FIRST_STEPS = 10  # between the first saves, which are made to be measured
 _NUM_STEPS = 101  # whose median is the time of a step
 

@@ -7,18 +7,186 @@ in the background uses the process group of the training, and all ranks do the s
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 
 from fastload.comm.world import World
+from fastload.report import SaveReport
 from fastload.saving.call import Turn
 from fastload.saving.handle import SaveHandle
 from fastload.saving.snapshot import Spares
-from fastload.training.flight import Flight, Planned, Shared
-from fastload.training.orders import Order, Orders
 from fastload.training.retention import Point, Retention, Saved
 
-__all__ = ["InFlight"]
+__all__ = ["Flight", "InFlight", "Order", "Orders", "Planned", "Shared"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all ranks do before a save.
+
+    Attributes:
+        failed: Number of an earlier save that has failed, which they raise; 0 if there is none.
+        given_up: Numbers of earlier saves that are not written, since this one is newer.
+    """
+
+    failed: int = 0
+    given_up: tuple[int, ...] = ()
+
+
+class Orders:
+    """Brings what rank 0 decides to the others, through the rendezvous store.
+
+    Args:
+        world: The ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._num_forgotten = 0
+
+    def share(self, number: int, decide: Callable[[], Order], *, num_heard: int) -> Order:
+        """Returns what rank 0 decides.
+
+        Args:
+            number: Of the order, from 1 on.
+            decide: Called on rank 0 only.
+            num_heard: How many of the first orders are known to have reached all ranks.
+
+        Raises:
+            PeerError: Rank 0 did not come to this save in time.
+        """
+        world, what = self._world, "asking what becomes of earlier saves"
+        if world.rank != 0:
+            text = world.rendezvous.await_text(
+                what, _key(number), 0, wait_s=world.patience_s, grace_s=world.grace_s
+            )
+            found = json.loads(text)
+            return Order(found["failed"], tuple(found["given_up"]))
+        order = decide()
+        if world.size > 1:
+            forget = [_key(old) for old in range(self._num_forgotten + 1, num_heard + 1)]
+            self._num_forgotten = max(self._num_forgotten, num_heard)
+            text = json.dumps(asdict(order))
+            world.rendezvous.post(what, _key(number), text, forget=forget, limit_s=world.patience_s)
+        return order
+
+
+def _key(number: int) -> str:
+    return f"orders/{number}"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A save that a training asks for.
+
+    Attributes:
+        saved: What the rules of retention know of it.
+        url: Where to.
+        stays: Whether it is written in any case.
+    """
+
+    saved: Saved
+    url: str
+    stays: bool
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the saves of one training share.
+
+    Attributes:
+        memory: That of their copies.
+        changed: Guards them; notified when one of them is over.
+        given_up: Number → where it would be, of those that are not written, until a report has said so.
+    """
+
+    memory: Spares
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    given_up: dict[int, str] = field(default_factory=dict)
+
+
+class Flight:
+    """A save in flight. Has its turn once those before it are over; see `fastload.saving.turn.Turn`.
+
+    Args:
+        number: Its number; later ones are higher, and newer.
+        planned: What was asked for.
+        before: The saves that were in flight when it was asked for.
+        shared: What it shares with them.
+
+    Attributes:
+        number: As given.
+        planned: As given.
+        handle: What goes on in the background, once something does.
+        is_over: Whether it takes no memory any more: it has ended, or is given up.
+    """
+
+    def __init__(self, number: int, planned: Planned, before: Sequence[Flight], shared: Shared) -> None:
+        self.number = number
+        self.planned = planned
+        self.handle: SaveHandle | None = None
+        self.is_over = False
+        self._is_given_up = False
+        self._has_come = False
+        self._before: Sequence[Flight] = before
+        self._shared = shared
+        self._give_back: Callable[[], None] | None = None
+
+    @property
+    def memory(self) -> Spares:
+        """Where the memory of its copy comes from."""
+        return self._shared.memory
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for others, and so can still be given up."""
+        with self._shared.changed:
+            return not (self.is_over or self._has_come or self._is_next)
+
+    @property
+    def _is_next(self) -> bool:
+        return all(flight.is_over for flight in self._before)
+
+    def hold(self, give_back: Callable[[], None]) -> None:
+        """Takes what gives the memory of its copy back."""
+        self._give_back = give_back
+
+    def run(self, work: Callable[[], SaveReport | None]) -> SaveReport | None:
+        """Does all that is left to do of it."""
+        try:
+            return work()
+        finally:
+            with self._shared.changed:
+                self.is_over, self._before, self._give_back = True, (), None
+                self._shared.changed.notify_all()
+
+    def come(self) -> bool:
+        """Waits until it is its turn, or is given up; returns which. Rank 0's answer counts."""
+        with self._shared.changed:
+            self._shared.changed.wait_for(lambda: self._is_given_up or self._is_next)
+            self._has_come, self._before = True, ()
+            return not self._is_given_up
+
+    def give_up(self) -> None:
+        """Lets go of it, if that has not been done; as rank 0 has decided, before anything was written."""
+        with self._shared.changed:
+            if self.is_over:
+                return
+            self.is_over = self._is_given_up = True
+            self._shared.given_up[self.number] = self.planned.url
+            if self._give_back is not None:
+                self._give_back()
+            self._shared.changed.notify_all()
+
+    def came_instead_of(self) -> tuple[str, ...]:
+        """Returns where the earlier ones would be that were given up, and that no report has named."""
+        with self._shared.changed:
+            numbers = sorted(number for number in self._shared.given_up if number < self.number)
+            return tuple(self._shared.given_up.pop(number) for number in numbers)
+
 
 _log = logging.getLogger(__name__)
 
