@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from fastload import api
-from fastload.comm.world import agree, meet, require_same
+from fastload.comm.world import meet, require_same
 from fastload.errors import FastloadError, OptionError, WorldError
 from fastload.loading.checkpoint import Checkpoint
-from fastload.options import SAVE_SETTINGS, LoadOptions, SaveOptions
-from fastload.saving.call import Turn
-from fastload.saving.handle import SaveHandle
-from fastload.saving.save import save_in_background
+from fastload.options import SAVE_SETTINGS, SaveOptions
 from fastload.storage import locate, name_of
 from fastload.storage.target import new_token
 from fastload.training.catalog import MAX_STEP, Catalog, Housekeeper, RunName, metadata_of, metrics_of
 from fastload.training.interval import Rhythm
 from fastload.training.pending import InFlight, Planned
-from fastload.training.policy import Policy, Wanted
+from fastload.training.policy import Calls, Policy, Wanted
 from fastload.training.restore import History, Listing, Restorer
 from fastload.training.retention import Point, Retention, Saved
 from fastload.training.schedule import Answer, Timing
@@ -31,74 +27,7 @@ from fastload.training.schedule import Answer, Timing
 if TYPE_CHECKING:  # for those who have a tier
     from fastload.memory_tier.tier import Keeper
 
-__all__ = ["Calls", "CheckpointManager", "Life"]
-
-
-@dataclass(frozen=True)
-class Calls:
-    """What all calls of one training have in common.
-
-    Attributes:
-        process_group: As for `fastload.load`.
-        storage_options: As for `fastload.load`.
-        options: How to save.
-        async_: Whether saves go on in the background.
-    """
-
-    process_group: Any
-    storage_options: Mapping[str, Any] | None
-    options: SaveOptions
-    async_: bool
-
-    def save(
-        self, state: Any, path: str, metadata: Mapping[str, str], *, turn: Turn | None
-    ) -> SaveHandle | None:
-        """Saves; returns what goes on in the background, if anything does.
-
-        Args:
-            state: As for `fastload.save`.
-            path: Where to.
-            metadata: As for `fastload.save`.
-            turn: When what goes on in the background is written; None for at once.
-
-        Raises:
-            FastloadError: As for `fastload.save`.
-        """
-        given: dict[str, Any] = {
-            "process_group": self.process_group,
-            "metadata": metadata,
-            "storage_options": self.storage_options,
-            "options": self.options,
-        }
-        if self.async_:
-            return save_in_background(state, path, **given, turn=turn)
-        api.save(state, path, **given)
-        return None
-
-    def load(self, path: str, arguments: Mapping[str, Any]) -> Any:
-        """Loads.
-
-        Args:
-            path: Where from.
-            arguments: Further ones of `fastload.load`.
-
-        Raises:
-            FastloadError: As for `fastload.load`.
-        """
-        given = {
-            "process_group": self.process_group,
-            "storage_options": self.storage_options,
-            "options": LoadOptions(timeout_s=self.options.timeout_s, retries=self.options.retries),
-        }
-        return api.load(path, **{**given, **arguments})
-
-    def agree(self, what: str, work: Callable[[], object]) -> None:
-        """Does work on all ranks together; raises on all if it fails on one.
-
-        Raises:
-            FastloadError: It failed on some rank.
-        """
-        agree(self.process_group, what, work, timeout_s=self.options.timeout_s)
+__all__ = ["CheckpointManager"]
 
 
 class Life:

@@ -20,7 +20,7 @@ from fastload.errors import (
 from fastload.options import LoadOptions
 from fastload.report import LoadReport
 from fastload.training.catalog import Catalog, Entry
-from fastload.training.manager import Calls
+from fastload.training.policy import Calls
 from fastload.training.retention import Point, branch_for
 
 if TYPE_CHECKING:
