@@ -20,9 +20,8 @@ import xxhash
 
 from fastload.base.threads import await_done
 from fastload.comm.alarm import Alarm
-from fastload.comm.answers import Column, Each, write_answer
+from fastload.comm.cache import ConnectionCache, cache_of
 from fastload.comm.course import Course, LastStep
-from fastload.comm.door import host_of, node
 from fastload.comm.failures import (
     Outcome,
     grace_of,
@@ -33,9 +32,10 @@ from fastload.comm.failures import (
     require_left,
     require_same_call,
 )
-from fastload.comm.kept import Kept, kept_of
+from fastload.comm.hosts import host_of, node
 from fastload.comm.meeting import Verdict
 from fastload.comm.rendezvous import Rendezvous
+from fastload.comm.responses import Column, Each, write_response
 from fastload.errors import to_wire
 
 __all__ = ["World"]
@@ -59,10 +59,10 @@ class World:
         rank: This process's rank in the group.
         size: Number of ranks in the group.
         host: Name of this host.
-        node: The same with what tells machines of one name apart; see `door.node`.
+        node: The same with what tells machines of one name apart; see `hosts.node`.
         group: The caller's process group, or None for a world of 1.
         rendezvous: The same with deadlines, for what is no agreement of all ranks.
-        kept: What the group keeps for its next calls, and drops when one fails.
+        cache: What the group keeps for its next calls, and drops when one fails.
         timeout_s: Longest wait without progress, in seconds.
     """
 
@@ -74,7 +74,7 @@ class World:
         group: dist.ProcessGroup | None,
         timeout_s: float,
         rendezvous: Rendezvous | None = None,
-        kept: Kept | None = None,
+        cache: ConnectionCache | None = None,
         call: str = "",
     ) -> None:
         self.rank = rank
@@ -82,7 +82,9 @@ class World:
         self.host = socket.gethostname()
         self.node = node(self.host)
         self.group = group
-        self.kept = kept if kept is not None else kept_of(group) if group is not None else Kept()
+        self.cache = (
+            cache if cache is not None else cache_of(group) if group is not None else ConnectionCache()
+        )
         self.timeout_s = timeout_s
         self._course = Course(call)
         self._nodes: Column | None = None
@@ -316,7 +318,7 @@ class World:
 
     def raise_missed(self, what: str, verdict: Verdict) -> NoReturn:
         """Raises what the others raised in a call that they made without this rank."""
-        self.kept.drop()
+        self.cache.clear()
         self.raise_failures(what, self._outcomes(verdict))
         raise AssertionError("the ranks agreed although this one was not there")
 
@@ -345,7 +347,7 @@ class World:
         try:
             yield
         except BaseException as error:
-            self.kept.drop()
+            self.cache.clear()
             if isinstance(error, Exception):
                 self.heard()
             else:
@@ -407,7 +409,7 @@ class World:
         answer = {"value": value, "error": wire}
         if step == 0:
             answer |= {"node": Each([self.node]), "call": self._course.call}
-        return write_answer(self.rank, answer)
+        return write_response(self.rank, answer)
 
     def _outcomes(self, verdict: Verdict) -> list[Outcome]:
         self._nodes = verdict.nodes or self._nodes

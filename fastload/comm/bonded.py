@@ -13,11 +13,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fastload.comm.answers import join_answers
-from fastload.comm.bonds import Bonds, BondsBroken, children_of, parent_of
-from fastload.comm.entrance import Entrance, Unreachable, come_in
+from fastload.comm.links import (
+    TreeBroken,
+    TreeLinks,
+    TreeListener,
+    Unreachable,
+    children_of,
+    connect,
+    parent_of,
+)
 from fastload.comm.meeting import Verdict
 from fastload.comm.rendezvous import Rendezvous
+from fastload.comm.responses import join_responses
 from fastload.comm.turns import Standing, Turn, Turns, turns_in
 from fastload.comm.versions import Versions
 from fastload.errors import FastloadError, PeerError
@@ -94,8 +101,8 @@ class Bonded(Rendezvous):
         self._thread = threading.get_ident()
         self._turn: Turn | None = None
         self._number = 0
-        self._entrance: Entrance | None = None
-        self._bonds: Bonds | None = None
+        self._entrance: TreeListener | None = None
+        self._bonds: TreeLinks | None = None
         self._was_along = False  # whether the last verdict came along the tree
         self._leftovers = _Leftovers()
 
@@ -150,9 +157,9 @@ class Bonded(Rendezvous):
             if (bonds := self._bonds) is not None:
                 try:
                     verdict = self._collect_along(bonds, what, step, answer, along, wait_s, look)
-                except (BondsBroken, OSError, MemoryError):
-                    below = bonds.come(self._children, (self._number, step))
-                    answer = join_answers([answer, *(table for table, _ in below)])
+                except (TreeBroken, OSError, MemoryError):
+                    below = bonds.take(self._children, (self._number, step))
+                    answer = join_responses([answer, *(table for table, _ in below)])
                     bonds.drop()
                 else:
                     if step == 0 and self._turn is not None:
@@ -270,7 +277,7 @@ class Bonded(Rendezvous):
 
     def _collect_along(
         self,
-        bonds: Bonds,
+        bonds: TreeLinks,
         what: str,
         step: int,
         answer: str,
@@ -281,31 +288,31 @@ class Bonded(Rendezvous):
         """Collects the answers and returns the verdict.
 
         Raises:
-            BondsBroken: The tree is broken, or some rank has not come in time.
+            TreeBroken: The tree is broken, or some rank has not come in time.
         """
         tag = self._number, step
         below = bonds.receive(self._children, tag, look)
-        table = join_answers([answer, *(table for table, _ in below)]) if below else answer
+        table = join_responses([answer, *(table for table, _ in below)]) if below else answer
         along = along or next((more for _, more in below if more), b"")
         if self._parent is None:
             place = self._step(step)
             text = Verdict.write(wait_s, table, along_tree=True)
             if self.ask(what, self._terms.limit_s, partial(place.settle, text)) != text:
-                raise BondsBroken  # others have decided in the store
+                raise TreeBroken  # others have decided in the store
             left = self._leftovers
             self._leftovers = _Leftovers(left.over + left.last, self._whole([place.verdict]))
         else:
             bonds.send([self._parent], tag, table, along)
             ((text, along),) = bonds.receive([self._parent], tag, look)
         bonds.send(self._children, tag, text, along)
-        with suppress(BondsBroken):  # those below find out by themselves
+        with suppress(TreeBroken):  # those below find out by themselves
             bonds.flush(self._children, look)
         verdict = Verdict.from_text(text, self._size, along)
         self._was_along = verdict.along_tree
         return verdict
 
     def _looking(self, step: int, wait_s: float) -> Callable[[], float]:
-        """Returns what a rank does now and then while it waits along the tree; see `Bonds.wait`."""
+        """Returns what a rank does now and then while it waits along the tree; see `TreeLinks.wait`."""
         began = time.monotonic()
         period_s = self._period_s(wait_s)
         next_look = began + period_s
@@ -316,7 +323,7 @@ class Bonded(Rendezvous):
             now = time.monotonic()
             left_s = max(began, self._pulse.heard_at) + wait_s - now
             if left_s <= 0:
-                raise BondsBroken
+                raise TreeBroken
             if now >= next_look:
                 next_look = now + period_s
                 with suppress(PeerError):  # without the store, the tree may be whole all the same
@@ -325,7 +332,7 @@ class Bonded(Rendezvous):
                         "waiting for the other ranks", left_s + self._terms.grace_s, look_around
                     )
                     if is_left or was_decided:  # for long, and it has not come here
-                        raise BondsBroken
+                        raise TreeBroken
                     was_decided = is_decided
             return min(left_s, period_s)
 
@@ -345,7 +352,7 @@ class Bonded(Rendezvous):
         """Whether this call makes a tree: the same on all ranks, as only those in order come to the next."""
         return self._thread == threading.get_ident() and self._standing.num_tries < _MOST_TRIES
 
-    def _bond(self, what: str, look: Callable[[], float], wait_s: float, limit_s: float) -> Bonds | None:
+    def _bond(self, what: str, look: Callable[[], float], wait_s: float, limit_s: float) -> TreeLinks | None:
         """Connects to the neighbours; returns None if they are to be met in the store."""
         links: dict[int, socket.socket] = {}
         try:
@@ -353,17 +360,17 @@ class Bonded(Rendezvous):
                 self._open(what, limit_s)
             if self._parent is not None:
                 address = self._find(what, f"at/{self._parent}", wait_s, limit_s)
-                links[self._parent] = come_in(address, self._here, self._rank, look)
+                links[self._parent] = connect(address, self._here, self._rank, look)
             if self._entrance is not None:
-                for child, link in self._entrance.admit(self._children, look):
+                for child, link in self._entrance.accept(self._children, look):
                     links[child] = link
             if self._parent is None:
                 self._leftovers.last += self._whole([self._step(0).called])
-            return Bonds(self._rank, links)
+            return TreeLinks(self._rank, links)
         except BaseException as error:
             for link in links.values():
                 link.close()
-            if isinstance(error, BondsBroken | Unreachable | OSError | MemoryError):
+            if isinstance(error, TreeBroken | Unreachable | OSError | MemoryError):
                 return None
             raise
 
@@ -374,7 +381,7 @@ class Bonded(Rendezvous):
             OSError: The system gives nothing to listen at.
         """
         if self._entrance is None:
-            self._entrance = Entrance(self._here, self._corner)
+            self._entrance = TreeListener(self._here, self._corner)
             self.ask(what, limit_s, partial(self._store.set, f"at/{self._rank}", self._entrance.address))
 
     def _shut(self, what: str | None, limit_s: float) -> None:
@@ -393,7 +400,7 @@ class Bonded(Rendezvous):
         """Returns where a rank is, once it has said so.
 
         Raises:
-            BondsBroken: Some ranks meet in the store instead, or it takes too long.
+            TreeBroken: Some ranks meet in the store instead, or it takes too long.
         """
 
         def find() -> str | None:
@@ -408,7 +415,7 @@ class Bonded(Rendezvous):
 
         address = self.ask(what, limit_s, find)
         if address is None:
-            raise BondsBroken
+            raise TreeBroken
         return address
 
     def _peek(self, key: str) -> str | None:

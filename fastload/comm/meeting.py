@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
 from typing import Any
 
-from fastload.comm.answers import Column, join_answers, read_answers
+from fastload.comm.responses import Column, join_responses, read_responses
 
 __all__ = ["Step", "Verdict"]
 
@@ -71,10 +71,12 @@ class Verdict:
         waited_s, how = head.split()
         if how != _LEFT:
             return cls(
-                float(waited_s), read_answers(table, size), how == _ALONG_TREE, bytes_along=bytes_along
+                float(waited_s), read_responses(table, size), how == _ALONG_TREE, bytes_along=bytes_along
             )
         last_words, table = table.split(_APART)
-        each = zip(_by_rank(read_answers(last_words, size)), _by_rank(read_answers(table, size)), strict=True)
+        each = zip(
+            _by_rank(read_responses(last_words, size)), _by_rank(read_responses(table, size)), strict=True
+        )
         return cls(float(waited_s), [(last or answer, 1) for last, answer in each], left=True)
 
     @staticmethod
@@ -99,7 +101,7 @@ class Verdict:
 
     @property
     def nodes(self) -> Column | None:
-        """Where each of them is, where they have told that; see `door.node`."""
+        """Where each of them is, where they have told that; see `hosts.node`."""
         return next((answer["node"] for answer, _ in self.came if "node" in answer), None)
 
     @property
@@ -144,7 +146,7 @@ class Step:
 
     def decide(self, waited_s: float) -> Verdict:
         """Returns the verdict: that of whoever decided first. This rank must have answered."""
-        table = join_answers([str(self._store.get(self.log), "ascii")])
+        table = join_responses([str(self._store.get(self.log), "ascii")])
         return Verdict.from_text(self.settle(Verdict.write(waited_s, table)), self._size)
 
     def leave(self, answer: str) -> Verdict:
@@ -153,7 +155,7 @@ class Step:
         What it has said along a tree before may be here in the answer of another rank: this holds instead.
         """
         self._store.append(self.log, "")  # else there may be none
-        table = join_answers([str(self._store.get(self.log), "ascii")])
+        table = join_responses([str(self._store.get(self.log), "ascii")])
         text = self.settle(Verdict.write(0.0, f"{answer}{_APART}{table}", left=True))
         return Verdict.from_text(text, self._size)
 
@@ -183,7 +185,7 @@ class Step:
             return True
         if not self._store.check([self.log]):
             return False
-        answers = read_answers(str(self._store.get(self.log), "ascii"), self._size)
+        answers = read_responses(str(self._store.get(self.log), "ascii"), self._size)
         return any(answer is not None and answer.get("call") == call for answer, _ in answers)
 
     def hear(self) -> bool:

@@ -1,12 +1,14 @@
-"""Traces of all ranks, on one clock, in one file: through the store, for hosts that share no file system."""
+"""Traces of all ranks on one clock, collected through the store into one file."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 from fastload.base.stopwatch import Stopwatch
@@ -16,22 +18,24 @@ from fastload.errors import FastloadError, OptionError
 from fastload.storage import locate
 from fastload.storage.own_files import write_text
 
-__all__ = ["Tracing"]
+__all__ = ["Tracing", "compare_clocks"]
 
 _log = logging.getLogger(__name__)
 
+_NUM_PINGS = 8
+
 
 class Tracing:
-    """Records what this rank does and, in the end, brings it to rank 0, which writes the file.
+    """Records the spans of this rank; rank 0 collects those of all ranks and writes the file.
 
-    All ranks make the same calls. None of them fails because of the trace.
+    All ranks make the same calls. A problem with the trace fails none of them.
 
     Args:
         world: The ranks.
-        path: The file; None to record nothing.
+        path: The file; None disables tracing.
 
     Attributes:
-        error: Why rank 0 could not write the file the last time; None if it could.
+        error: Why rank 0 could not write the last file, or None.
     """
 
     def __init__(self, world: World, path: str | os.PathLike[str] | None) -> None:
@@ -52,33 +56,31 @@ class Tracing:
             hosts: Host of each rank.
 
         Raises:
-            PeerError: The rendezvous store, which the clocks are compared through, is gone.
+            PeerError: The rendezvous store is gone.
         """
         self._hosts = hosts
         if self._path is not None:
-            from fastload.comm.clocks import compare_clocks  # few calls are traced
-
             self._offset_s = compare_clocks(self._world, hosts, time.perf_counter)
 
     def add(self, stage: str, began_s: float) -> None:
-        """Records something that began then, by `time.perf_counter`, and ends now."""
+        """Records a span that began at a `time.perf_counter` and ends now."""
         if self._path is not None:
             self._recorder.add(stage, began_s, time.perf_counter(), {})
 
     def follow(self, watches: Mapping[str, Stopwatch]) -> None:
-        """Records from now on what these stopwatches measure, by stage."""
+        """Records what these stopwatches measure from now on, by stage."""
         if self._path is None:
             return
         for stage, watch in watches.items():
             self._recorder.follow(stage, watch)
 
     def leave(self, whole: str, began_s: float, error: BaseException | None) -> None:
-        """Leaves this rank's spans for rank 0; to be called before the ranks settle how it went.
+        """Leaves this rank's spans for rank 0, before the ranks settle the outcome.
 
         Args:
-            whole: What has ended, such as ``load``.
-            began_s: When it began, by `time.perf_counter`.
-            error: What ended it, if it failed.
+            whole: Name of the complete span, such as ``load``.
+            began_s: Its beginning, by `time.perf_counter`.
+            error: The error that ended it, or None.
         """
         if self._path is None:
             return
@@ -93,7 +95,7 @@ class Tracing:
                 _log.debug("no trace of rank %d: %s", self._world.rank, lost)
 
     def write(self, about: Mapping[str, Any]) -> None:
-        """Writes on rank 0 what the ranks have left; to be called once they have settled."""
+        """Writes, on rank 0, the spans of all ranks, once they have settled the outcome."""
         if self._world.rank != 0 or self._path is None:
             return
         self.error = None
@@ -119,3 +121,77 @@ def _from_here(path: str | os.PathLike[str]) -> str:
         return locate(path).url
     except OptionError:  # which is told when it is written
         return os.fspath(path)
+
+
+# Clocks
+
+
+def compare_clocks(world: World, hosts: Sequence[str], clock: Callable[[], float]) -> float | None:
+    """Returns the offset of this rank's clock from rank 0's, in seconds; None if it is unknown.
+
+    Rank 0 asks one rank of each host for its time repeatedly and uses the shortest round trip. A rank that
+    does not respond leaves only its own host's offset unknown.
+
+    Args:
+        world: The ranks, which all call this once.
+        hosts: Host of each rank; ranks of one host share a clock.
+        clock: Returns the time, in seconds.
+
+    Raises:
+        PeerError: The rendezvous store is gone.
+    """
+    if len(set(hosts)) == 1:
+        return 0.0
+    leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    store, rank, leader = world.store, world.rank, hosts.index(hosts[world.rank])
+    assert store is not None
+    wait = timedelta(seconds=world.patience_s / 2)
+
+    def await_value(key: str) -> str:
+        # A blocking wait, which locks the store for other threads: there is none yet that asks.
+        store.wait([key], wait)
+        return str(store.get(key), "ascii")
+
+    def ask_all() -> float | None:
+        for other in leaders:
+            if other == 0:
+                continue
+            offset = ""
+            with contextlib.suppress(RuntimeError, ValueError):
+                offset = repr(min(_ping(store, other, n, await_value, clock) for n in range(_NUM_PINGS))[1])
+            store.set(_offset(other), offset)
+        return 0.0
+
+    def answer() -> float | None:
+        with contextlib.suppress(RuntimeError):
+            for number in range(_NUM_PINGS if leader == rank else 0):
+                await_value(_ping_key(leader, number))
+                store.set(_pong_key(leader, number), repr(clock()))
+            offset = await_value(_offset(leader)) if leader else "0.0"
+            return float(offset) if offset else None
+        return None
+
+    return world.rendezvous.ask("comparing clocks", world.patience_s, ask_all if rank == 0 else answer)
+
+
+def _ping(
+    store: Any, other: int, number: int, await_value: Callable[[str], str], clock: Callable[[], float]
+) -> tuple[float, float]:
+    """Returns the round trip to another rank, and the offset of its clock from this one, in seconds."""
+    began = clock()
+    store.set(_ping_key(other, number), "")
+    there = float(await_value(_pong_key(other, number)))
+    ended = clock()
+    return ended - began, (began + ended) / 2 - there
+
+
+def _ping_key(other: int, number: int) -> str:
+    return f"clocks/ping/{other}/{number}"
+
+
+def _pong_key(other: int, number: int) -> str:
+    return f"clocks/pong/{other}/{number}"
+
+
+def _offset(leader: int) -> str:
+    return f"clocks/offset/{leader}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastload.comm.bonds import Bonds, Tag
+from fastload.comm.links import Tag, TreeLinks
 from fastload.comm.meeting import Verdict
 from fastload.comm.versions import Versions
 
@@ -112,14 +112,14 @@ class Standing:
 
     def __init__(self) -> None:
         self.turns: Turns | None = None
-        self.bonds: Bonds | None = None
+        self.bonds: TreeLinks | None = None
         self.num_tries = 0
         self._lock = threading.Lock()
         self._unheard: dict[Tag, Sequence[str]] = {}
         self._of_last_tree: list[str] = []
         self._going: list[str] = []
 
-    def bond(self, bonds: Bonds) -> None:
+    def bond(self, bonds: TreeLinks) -> None:
         """Has another tree from now on.
 
         All ranks have come to it, after what has broken the last one; what they may still have looked for in
@@ -134,13 +134,13 @@ class Standing:
             self._of_last_tree = [key for keys in self._unheard.values() for key in keys]
             self._unheard = {}
 
-    def forget(self, bonds: Bonds) -> None:
+    def forget(self, bonds: TreeLinks) -> None:
         """Has no tree any more, if it was that one."""
         bonds.drop()
         if self.bonds is bonds:
             self.bonds = None
 
-    def end_step(self, tag: Tag, keys: Sequence[str], bonds: Bonds) -> None:
+    def end_step(self, tag: Tag, keys: Sequence[str], bonds: TreeLinks) -> None:
         """Notes that this rank has heard of a step along the tree, and goes on by itself.
 
         Args:
@@ -151,8 +151,8 @@ class Standing:
         with self._lock:
             if keys:
                 self._unheard[tag] = keys
-            bonds.tell_heard(tag)
-            for each in bonds.take_heard():
+            bonds.acknowledge(tag)
+            for each in bonds.take_acknowledged():
                 self._going += self._unheard.pop(each, ())
 
     def outdate(self, keys: Sequence[str]) -> None:

@@ -20,11 +20,10 @@ import xxhash
 
 from fastload.base.devices import is_accelerator, parse_device, with_index
 from fastload.comm.agreement import World
-from fastload.comm.door import machine
+from fastload.comm.cache import ConnectionCache, cache_of
 from fastload.comm.failures import grace_of, kinds_of, require_same
-from fastload.comm.kept import Kept, kept_of
+from fastload.comm.hosts import machine, require_neighbour
 from fastload.comm.launch import Launch, from_env
-from fastload.comm.reach import require_neighbour
 from fastload.comm.rendezvous import Rendezvous
 from fastload.comm.versions import Versions
 from fastload.errors import WorldError
@@ -108,7 +107,7 @@ def join_in(
     group: dist.ProcessGroup | None = None,
     host: int | None = None,
     if_lost: str = "",
-    kept: Kept | None = None,
+    cache: ConnectionCache | None = None,
 ) -> World:
     """Forms the world of the ranks that have a corner of a store to themselves.
 
@@ -121,18 +120,18 @@ def join_in(
         group: Their process group.
         host: The rank that hosts the store, if one of them does.
         if_lost: What it means that the store is gone.
-        kept: What the ranks keep from call to call; None for what the group keeps, or nothing.
+        cache: What the ranks keep from call to call; None for what the group keeps, or nothing.
     """
     knows: dict[str, Any] = {"rank": rank, "size": size, "host": host, "if_lost": if_lost}
-    if kept is None and group is not None:
-        kept = kept_of(group)
-    form = partial(World, rank=rank, size=size, group=group, timeout_s=timeout_s, kept=kept, call=call)
-    if kept is not None:
+    if cache is None and group is not None:
+        cache = cache_of(group)
+    form = partial(World, rank=rank, size=size, group=group, timeout_s=timeout_s, cache=cache, call=call)
+    if cache is not None:
         from fastload.comm.bonded import Bonded  # only where there are several ranks
         from fastload.comm.turns import Standing
 
         knows |= {"call": call, "grace_s": grace_of(timeout_s), "limit_s": timeout_s}
-        bonded = Bonded(corner, kept.lasting(Standing), machine(socket.gethostname(), rank), **knows)
+        bonded = Bonded(corner, cache.lasting(Standing), machine(socket.gethostname(), rank), **knows)
         world = form(rendezvous=bonded)
         with world.together():
             missed = bonded.begin()

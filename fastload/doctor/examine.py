@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from fastload.comm.agreement import World
-from fastload.comm.clocks import compare_clocks
 from fastload.comm.launch import Launch
+from fastload.comm.traces import compare_clocks
 from fastload.comm.world import join_job
 from fastload.doctor.facts import Facts, look_around
 from fastload.doctor.rates import HostRate, measure_rates

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fastload.base.devices import accelerator_names
 from fastload.base.memory import memory_bytes
 from fastload.base.threads import within
-from fastload.comm.door import machine
+from fastload.comm.hosts import machine
 from fastload.errors import DeadlineExceeded
 from fastload.storage import Location
 from fastload.storage.mounts import bucket_client, file_system_type

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from fastload.comm.answers import Each
-from fastload.comm.door import machine
+from fastload.comm.hosts import machine
+from fastload.comm.responses import Each
 from fastload.comm.world import World, kinds_of, require_same
 from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, StorageError
 from fastload.formats.manifest import Manifest
@@ -39,7 +39,7 @@ class Access:
     Attributes:
         storage: Where this rank reads from.
         manifest: What is where, as the lowest rank that sees it read it.
-        hosts: Host of each rank; see `comm.door.node`.
+        hosts: Host of each rank; see `comm.hosts.node`.
         machines: What tells those ranks apart that cannot share memory.
         readers: Ranks that can read, ascending.
         notes: For each rank that cannot read, why.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from fastload.base.memory import uncollected
-from fastload.comm.answers import Each, Reports
+from fastload.comm.responses import Each, Reports
 from fastload.comm.traces import Tracing
 from fastload.comm.world import kinds_of, require_same
 from fastload.loading.job import Job, Opened, Request, Wish, closing_unused, open_whole

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from fastload.base.memory import allocate_staging, host_view
-from fastload.comm.answers import Each, Reports
-from fastload.comm.door import host_of
+from fastload.comm.hosts import host_of
+from fastload.comm.responses import Each, Reports
 from fastload.comm.world import World, require_same
 from fastload.errors import ChecksumError
 from fastload.formats.record import CHECKSUM_BYTES

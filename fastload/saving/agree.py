@@ -40,7 +40,7 @@ class Agreed:
     """What all ranks know of each other.
 
     Attributes:
-        hosts: Host of each rank; see `comm.door.node`.
+        hosts: Host of each rank; see `comm.hosts.node`.
         num_writers: How many ranks write, where the options leave it open.
         metadata: Text to keep with the checkpoint.
         holdings: Which ranks hold which bytes; None if each holds all.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fastload.comm.answers import Each, Reports
+from fastload.comm.responses import Each, Reports
 from fastload.errors import FastloadError
 from fastload.options import SaveOptions
 from fastload.report import SaveRankReport, SaveReport

@@ -53,10 +53,10 @@ class Communicators:
         self._world = world
         self._members = members
         self._device = device
-        self._era = world.kept.era
+        self._num_clears = world.cache.num_clears
         self._backend = backend
         self._name = f"{backend} {name} {device}"
-        self._made: _Made | None = world.kept.take(self._name)
+        self._made: _Made | None = world.cache.take(self._name)
 
     def offer(self) -> Any:
         """Says which ones this rank has; see `Exchange.offer`."""
@@ -94,7 +94,7 @@ class Communicators:
         if made is None:
             return
         if keep:
-            self._world.kept.put(self._name, made, self._era)
+            self._world.cache.put(self._name, made, self._num_clears)
         else:
             made.drop()
 
@@ -114,7 +114,7 @@ class Communicators:
 
 
 class _Made:
-    """Some that all ranks have made together; see `comm.kept.Keepsake`.
+    """Some that all ranks have made together; see `comm.cache.CachedResource`.
 
     Args:
         token: Names them.

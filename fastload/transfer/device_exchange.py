@@ -14,7 +14,7 @@ from torch import Tensor
 from fastload.base.devices import copy_async, use_stream
 from fastload.base.memory import allocate, allocate_staging
 from fastload.base.stopwatch import Stopwatch
-from fastload.comm.reach import Peer
+from fastload.comm.hosts import Peer
 from fastload.comm.world import World
 from fastload.transfer.communicators import Communicators, Endings
 from fastload.transfer.grid import Grid, Move, is_gather

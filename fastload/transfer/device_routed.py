@@ -16,7 +16,7 @@ from torch import Tensor
 from fastload.base.devices import use_stream
 from fastload.base.memory import allocate, allocate_staging
 from fastload.base.stopwatch import Stopwatch
-from fastload.comm.reach import Peer
+from fastload.comm.hosts import Peer
 from fastload.comm.world import World
 from fastload.transfer.communicators import Communicators, Endings
 from fastload.transfer.lanes import Ranks

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastload.base.memory import allocate_staging, byte_view, host_view
 from fastload.base.stopwatch import Stopwatch
-from fastload.comm.reach import Peer
+from fastload.comm.hosts import Peer
 from fastload.comm.world import World
 from fastload.errors import Interrupted
 from fastload.transfer.rounds import FAILED, FlatSlab, Round, Slab, wait_sent

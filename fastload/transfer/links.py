@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor
 
 from fastload.base.threads import await_done, background
-from fastload.comm.reach import address_in, listener_at
+from fastload.comm.hosts import address_in, listener_at
 from fastload.errors import DeadlineExceeded, Interrupted, WorldError
 
 __all__ = ["Links"]
@@ -28,7 +28,7 @@ _NEVER_SENT = 2**31 - 1  # a tag
 
 
 class Links:
-    """Connections between some ranks, the members, seen from one of them; see `comm.kept.Keepsake`.
+    """Connections between some ranks, the members, seen from one of them; see `comm.cache.CachedResource`.
 
     Each is a group of Gloo of its own, of two: a group of all would connect everybody with everybody. Where
     torch is to use several network devices it is one for each, and a message goes by its tag: those of one

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastload.base.memory import allocate_staging
 from fastload.base.stopwatch import Stopwatch
-from fastload.comm.reach import Peer
+from fastload.comm.hosts import Peer
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.geometry.extents import Span
 

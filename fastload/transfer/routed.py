@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastload.base.memory import allocate_staging
 from fastload.base.stopwatch import Stopwatch
-from fastload.comm.reach import Peer
+from fastload.comm.hosts import Peer
 from fastload.comm.world import World
 from fastload.transfer.rounds import FAILED, FlatSlab, Leg, Round, wait_sent
 from fastload.transfer.wire import Relay, Wire

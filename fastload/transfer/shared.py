@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from fastload.comm.hostlink import HostRounds
-from fastload.comm.neighbours import Neighbours
+from fastload.comm.shared_memory import HostRounds, Neighbours
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.transfer.rounds import TICK_S, Round, Slots
@@ -136,7 +135,7 @@ class SharedSlabs:
 
 
 class _Turns:
-    """How far the ranks of a host are with the rounds of a load; a `hostlink.Listener`.
+    """How far the ranks of a host are with the rounds of a load; a `shared_memory.RoundObserver`.
 
     Attributes:
         placed: Up to which round this rank has placed all.

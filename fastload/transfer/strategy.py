@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastload.comm.door import host_of
+from fastload.comm.hosts import host_of
 from fastload.errors import OptionError
 from fastload.transfer.demand import Demand, Supply
 
@@ -55,7 +55,7 @@ def choose_strategy(
         strategy: The option: a strategy, or ``auto``.
         world_size: Number of ranks.
         readers: Ranks that can read, ascending.
-        hosts: Host of each rank; see `comm.door.node`.
+        hosts: Host of each rank; see `comm.hosts.node`.
         shared: Whether all ranks read through one link.
         fast_links: Whether the exchange runs between devices (NCCL), far faster than any storage.
 

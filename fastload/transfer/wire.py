@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import background
-from fastload.comm.reach import Peer, require_reachable
+from fastload.comm.hosts import Peer, require_reachable
 from fastload.comm.world import World
 from fastload.transfer.links import Links
 from fastload.transfer.rounds import TICK_S, Round
@@ -101,8 +101,8 @@ class Wire:
         self._name = f"gloo {sorted(members)}"
         self._closed = False
         self._failure = ""
-        self._era = world.kept.era
-        self._links: Links = world.kept.take(self._name) or self._open()
+        self._num_clears = world.cache.num_clears
+        self._links: Links = world.cache.take(self._name) or self._open()
 
     def offer(self) -> dict[str, Any]:
         """Says which connections this rank has, or where it is found; see `Offering`."""
@@ -175,7 +175,7 @@ class Wire:
             return
         self._closed = True
         if keep and self._links.token:
-            self._world.kept.put(self._name, self._links, self._era)
+            self._world.cache.put(self._name, self._links, self._num_clears)
         else:
             self._links.drop()
 

@@ -20,11 +20,11 @@ import xxhash
 from rich.table import Table
 
 from fastload.base.threads import within
-from fastload.comm.answers import Each, join_answers, write_answer
-from fastload.comm.bonds import Bonds
+from fastload.comm.cache import ConnectionCache
 from fastload.comm.failures import outcomes_of, require_same
-from fastload.comm.kept import Kept
+from fastload.comm.links import TreeLinks
 from fastload.comm.meeting import Verdict
+from fastload.comm.responses import Each, join_responses, write_response
 from fastload.comm.world import join_in
 from fastload.report import RankReport
 
@@ -39,7 +39,7 @@ print(store.port, flush=True)
 sys.stdin.read()
 """
 _ANSWER = {"value": {"plan": "fc89f712c219374e6cb510905f7f6283"}}
-_TABLE = write_answer(0, _ANSWER)
+_TABLE = write_response(0, _ANSWER)
 _PLACES = {"tree": True, "store": False}
 
 
@@ -95,12 +95,12 @@ def measure_parts(num_ranks: int, repeats: int) -> dict[str, float]:
 def _measure_hop(repeats: int) -> float:
     near, far = _connected()
     if not (child := os.fork()):
-        bonds = Bonds(1, {0: far})
+        bonds = TreeLinks(1, {0: far})
         for step in range(repeats):
             bonds.receive([0], (1, step), lambda: 1.0)
             bonds.send([0], (1, step), _TABLE, b"")
         os._exit(0)
-    bonds = Bonds(0, {1: near})
+    bonds = TreeLinks(0, {1: near})
 
     def go(step: int) -> None:
         bonds.send([1], (1, step), _TABLE, b"")
@@ -115,15 +115,15 @@ def _measure_hop(repeats: int) -> float:
 
 def _measure_answer(repeats: int) -> float:
     pairs = dict(enumerate((_connected() for _ in range(7)), 1))
-    above = Bonds(0, {rank: near for rank, (near, _) in pairs.items()})
-    below = {rank: Bonds(rank, {0: far}) for rank, (_, far) in pairs.items()}
+    above = TreeLinks(0, {rank: near for rank, (near, _) in pairs.items()})
+    below = {rank: TreeLinks(rank, {0: far}) for rank, (_, far) in pairs.items()}
     spent_s = 0.0
     for step in range(repeats):
         for rank, bonds in below.items():
-            bonds.send([0], (1, step), write_answer(rank, _ANSWER), b"")
+            bonds.send([0], (1, step), write_response(rank, _ANSWER), b"")
         began_s = time.thread_time()
         tables = [table for table, _ in above.receive(pairs, (1, step), lambda: 1.0)]
-        above.send(pairs, (1, step), join_answers([write_answer(0, _ANSWER), *tables]), b"")
+        above.send(pairs, (1, step), join_responses([write_response(0, _ANSWER), *tables]), b"")
         spent_s += time.thread_time() - began_s
         for bonds in below.values():
             bonds.receive([0], (1, step), lambda: 1.0)
@@ -152,10 +152,10 @@ def _measure_told(num_ranks: int) -> tuple[float, float]:
 
     spent_s, num_bytes = 0.0, 0
     for answers in zip(*map(steps, range(num_ranks)), strict=True):
-        tables = [write_answer(rank, {"error": None, **answer}) for rank, answer in enumerate(answers)]
+        tables = [write_response(rank, {"error": None, **answer}) for rank, answer in enumerate(answers)]
         while len(tables) > 1:
             began_s = time.thread_time()
-            tables = [join_answers(tables[begin : begin + 8]) for begin in range(0, len(tables), 8)]
+            tables = [join_responses(tables[begin : begin + 8]) for begin in range(0, len(tables), 8)]
             spent_s += (time.thread_time() - began_s) / len(tables)
         num_bytes += len(tables[0])
         text = Verdict.write(1.0, tables[0], along_tree=True)
@@ -201,7 +201,7 @@ def _end(server: subprocess.Popen[str]) -> None:
 def _measure(port: int, server: int, size: int, way: str, repeats: int) -> dict[str, Any]:
     stores = [dist.TCPStore("127.0.0.1", port, is_master=False) for _ in range(min(size, 64))]
     corners = [dist.PrefixStore(f"{way} {size}", stores[rank % len(stores)]) for rank in range(size)]
-    kept = [Kept() if _PLACES[way] else None for _ in range(size)]
+    caches = [ConnectionCache() if _PLACES[way] else None for _ in range(size)]
     begun = threading.Barrier(size)
     num_steps = 4
     rows: list[tuple[float, float, float]] = []
@@ -211,7 +211,7 @@ def _measure(port: int, server: int, size: int, way: str, repeats: int) -> dict[
             begun.wait()
             began, server_s, own_s = time.perf_counter(), _cpu_s(server), time.process_time()
             world = join_in(
-                corners[rank], rank=rank, size=size, call="agreeing", timeout_s=_TIMEOUT_S, kept=kept[rank]
+                corners[rank], rank=rank, size=size, call="agreeing", timeout_s=_TIMEOUT_S, cache=caches[rank]
             )
             for _ in range(num_steps):
                 world.agree("agreeing", lambda: {"plan": "0123456789abcdef", "host": f"host{rank // 8}"})
@@ -228,8 +228,8 @@ def _measure(port: int, server: int, size: int, way: str, repeats: int) -> dict[
 
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(be, range(size)))
-    for one in filter(None, kept):
-        one.end()
+    for one in filter(None, caches):
+        one.close()
     first, *later = rows
     wall_s, server_s, own_s = (statistics.median(column) / num_steps for column in zip(*later, strict=True))
     return {

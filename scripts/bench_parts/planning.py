@@ -16,9 +16,9 @@ import xxhash
 
 from bench_parts.job import MIB, forget_peak, peak_bytes
 from fastload.base.memory import uncollected
-from fastload.comm.answers import write_answer
 from fastload.comm.meeting import Step
 from fastload.comm.rendezvous import Rendezvous
+from fastload.comm.responses import write_response
 from fastload.comm.world import World
 from fastload.estimate.parallel import Cut, Model, Parallel, claims_of
 from fastload.formats.manifest import TensorEntry
@@ -170,7 +170,7 @@ def _leave_answers(pipe: Connection, packed: Sequence[bytes], ranks: Sequence[in
         digest = xxhash.xxh3_128_hexdigest(packed[rank])
         for step, value in enumerate(({"value": digest, "call": ""}, {"value": 0}, {"value": "0" * 32})):
             answer = {"host": f"host{rank // 8}", "error": None, **value}
-            Step(store, str(step), len(packed)).answer(write_answer(rank, answer))
+            Step(store, str(step), len(packed)).answer(write_response(rank, answer))
 
 
 def world_of(store: dist.Store, rank: int, size: int, group: dist.ProcessGroup | None = None) -> World:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import fastload
 from fastload import CheckpointManager, LoadOptions, SaveOptions
-from fastload.comm import door
+from fastload.comm import hosts
 from fastload.storage.mounts import file_system_type, memory_mounts
 from tests.dist.harness import ranks
 from tests.dist.hosts import mount_memory
@@ -51,7 +51,7 @@ def test_two_machines_of_one_name_with_disks_of_their_own(rank: int, world: int,
     """Cloned machines often have one name. Each has booted by itself, and has a copy of its own."""
     patch = pytest.MonkeyPatch()
     (boot_id := tmp_path / f"boot_id{rank}").write_text(f"{rank:08}-0000")
-    patch.setattr(door, "_BOOT_ID", boot_id)
+    patch.setattr(hosts, "_BOOT_ID", boot_id)
     (disk := tmp_path / "disk").mkdir(exist_ok=True)
     own_disk(disk, rank)
     patch.setattr(socket, "gethostname", lambda: "same")

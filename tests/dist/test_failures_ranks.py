@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import fastload
 from fastload.base.threads import background
-from fastload.comm import hostlink
+from fastload.comm import shared_memory
 from fastload.errors import PeerError, StorageError
 from fastload.loading import wants
 from fastload.storage.local import LocalStorage
@@ -380,7 +380,7 @@ def kept_after_failure(rank: int, world: int, path: Path, what: str) -> None:
     for owner, name in (
         (rounds, "allocate_staging"),
         (gloo, "allocate_staging"),
-        (hostlink, "_map"),
+        (shared_memory, "_map"),
         (wants, "allocate"),
     ):
         real = getattr(owner, name)

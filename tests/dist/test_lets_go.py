@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastload
-from fastload.comm import hostlink
+from fastload.comm import shared_memory
 from fastload.errors import FastloadError, StorageError
 from fastload.loading import sweep, wants
 from fastload.staging.place_files import FilePlacer
@@ -59,7 +59,7 @@ class Refusing(nn.Module):
 def noted_buffers(patch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
     made: list[weakref.ref[torch.Tensor]] = []
     for owner, name in (
-        (rounds, "allocate_staging"), (gloo, "allocate_staging"), (hostlink, "_map"),
+        (rounds, "allocate_staging"), (gloo, "allocate_staging"), (shared_memory, "_map"),
         (sweep, "allocate_staging"), (wants, "allocate"),
     ):  # fmt: skip
         real = getattr(owner, name)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import fastload
 from fastload import LoadOptions, PeerError
-from fastload.comm.kept import kept_of
+from fastload.comm.cache import cache_of
 from fastload.storage.local import LocalStorage
 from tests.dist.harness import ranks
 
@@ -74,7 +74,7 @@ def test_connections_are_kept_until_a_load_fails(rank: int, world: int, tmp_path
     dist.barrier()
 
     if rank == 2:  # of which the others learn when they load
-        kept_of(dist.group.WORLD).drop()
+        cache_of(dist.group.WORLD).clear()
     load(path)
     await_sockets(before + 3 + in_tree)
     assert len(sockets() - connected) == 3, "all ranks have connected anew"
@@ -90,7 +90,7 @@ def test_connections_are_kept_until_a_load_fails(rank: int, world: int, tmp_path
     await_sockets(before + 3 + in_tree)
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo,lo"
-    kept_of(dist.group.WORLD).drop()
+    cache_of(dist.group.WORLD).clear()
     load(path)
     await_sockets(before + 6 + in_tree)
     dist.barrier()

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import fastload
-from fastload.comm import door, hostlink, neighbours
-from fastload.comm.kept import kept_of
+from fastload.comm import shared_memory
+from fastload.comm.cache import cache_of
 from tests.dist import faults
 from tests.dist.faults import NUM_BYTES, checkpoint, fastload_threads, is_intact, options, outcome_of
 from tests.dist.harness import ranks, run_ranks
@@ -62,8 +62,8 @@ def test_each_byte_enters_each_host_once(rank: int, world: int, path: Path) -> N
 @ranks(3)
 def test_on_one_host_nothing_goes_through_sockets(rank: int, world: int, path: Path) -> None:
     made = []
-    real = neighbours.HostLink
-    pytest.MonkeyPatch().setattr(neighbours, "HostLink", lambda *a, **k: made.append(1) or real(*a, **k))
+    real = shared_memory.HostLink
+    pytest.MonkeyPatch().setattr(shared_memory, "HostLink", lambda *a, **k: made.append(1) or real(*a, **k))
     for strategy in ("allgather", "broadcast", "allgather", "broadcast"):
         loaded, report = load(path, strategy=strategy)
         assert is_intact(loaded)
@@ -74,11 +74,11 @@ def test_on_one_host_nothing_goes_through_sockets(rank: int, world: int, path: P
 @ranks(4, ranks_per_host=2)
 def test_a_rank_that_has_kept_nothing_meets_the_others_anew(rank: int, world: int, path: Path) -> None:
     doors = []
-    real = neighbours.Door
-    pytest.MonkeyPatch().setattr(neighbours, "Door", lambda: doors.append(1) or real())
+    real = shared_memory.HostListener
+    pytest.MonkeyPatch().setattr(shared_memory, "HostListener", lambda: doors.append(1) or real())
     for victim in (None, None, 0, 3):
         if rank == victim:
-            kept_of(dist.group.WORLD).drop()
+            cache_of(dist.group.WORLD).clear()
         assert is_intact(load(path)[0])
     assert len(doors) == 3  # none where all have kept what connects them
 
@@ -113,7 +113,7 @@ def test_memory_that_a_rank_cannot_have(rank: int, world: int, path: Path, victi
     for _ in range(3):
         with pytest.MonkeyPatch.context() as patch:
             if rank == victim:
-                patch.setattr(hostlink, "_map", refuse)
+                patch.setattr(shared_memory, "_map", refuse)
             end = outcome_of(lambda: fastload.load(path, options=options(timeout_s=PATIENT_S)))
         assert end.causes == {victim: "MemoryError"}
         assert fastload_threads() == []
@@ -158,9 +158,9 @@ _guests: list[socket.socket] = []
 
 
 def test_strangers_are_not_admitted() -> None:
-    own = door.Door()
+    own = shared_memory.HostListener()
     admitted: dict[int, socket.socket] = {}
-    waiting = threading.Thread(target=lambda: admitted.update(own.admit([1, 2], 20, lambda: False)))
+    waiting = threading.Thread(target=lambda: admitted.update(own.accept([1, 2], 20, lambda: False)))
     waiting.start()
     visits: list[Callable[[], None]] = [
         partial(knock, own.name, say) for say in (b"", b"7", b"-1", b"one", b"9" * 99)

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from fastload.comm.answers import write_answer
 from fastload.comm.meeting import Step
+from fastload.comm.responses import write_response
 from fastload.comm.world import _of_this_life
 
 
@@ -58,7 +58,7 @@ def test_a_verdict_of_many_ranks_is_short() -> None:
     steps = [Step(store, "1/0", num_ranks) for _ in range(num_ranks)]
     plan = "fc89f712c219374e6cb510905f7f6283"
     answers = [{"value": {"host": f"host{rank // 8}", "plan": plan}} for rank in range(num_ranks)]
-    last = [step.answer(write_answer(rank, answers[rank])) for rank, step in enumerate(steps)]
+    last = [step.answer(write_response(rank, answers[rank])) for rank, step in enumerate(steps)]
     assert last == [False] * (num_ranks - 1) + [True]
     steps[-1].decide(1.0)
     assert [answer for answer, _ in steps[0].read().runs] == answers[::8]

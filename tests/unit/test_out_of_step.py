@@ -16,10 +16,10 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fastload.comm import bonds
+from fastload.comm import links
 from fastload.comm.agreement import World
-from fastload.comm.answers import Each, write_answer
-from fastload.comm.kept import Kept
+from fastload.comm.cache import ConnectionCache
+from fastload.comm.responses import Each, write_response
 from fastload.comm.turns import Standing
 from fastload.comm.world import join_in
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError, PlanMismatch
@@ -34,7 +34,7 @@ _BITS = st.integers(1, 31)
 def deep_trees() -> Iterator[None]:
     """A tree of few ranks has some that are neither at its top nor at its bottom."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bonds, "_BASE", 2)
+        patch.setattr(links, "_FANOUT", 2)
         yield
 
 
@@ -61,9 +61,9 @@ def make(
     call: str,
     timeout_s: float,
     num_steps: int = 2,
-    kept: Kept | None = None,
+    cache: ConnectionCache | None = None,
 ) -> list[int]:
-    world = join_in(store, rank=rank, size=size, call=call, timeout_s=timeout_s, kept=kept)
+    world = join_in(store, rank=rank, size=size, call=call, timeout_s=timeout_s, cache=cache)
     with world.together():
         for step in range(num_steps):
             ranks = world.agree(f"{call}, step {step}", lambda: rank)
@@ -71,9 +71,9 @@ def make(
     return ranks
 
 
-def leave(store: Any, rank: int, size: int, call: str, kept: Kept | None) -> str:
+def leave(store: Any, rank: int, size: int, call: str, cache: ConnectionCache | None) -> str:
     """Is interrupted before it answers; one that comes late hears of the others, and raises what they do."""
-    join_in(store, rank=rank, size=size, call=call, timeout_s=LONG_S, kept=kept).leave(KeyboardInterrupt())
+    join_in(store, rank=rank, size=size, call=call, timeout_s=LONG_S, cache=cache).leave(KeyboardInterrupt())
     return "left"
 
 
@@ -86,24 +86,24 @@ def end_of(call: Callable[[], Any]) -> Any:
 
 def follow(
     root: Any, rank: int, size: int, ops: Sequence[Op], barrier: threading.Barrier, in_tree: bool
-) -> tuple[list[Any], list[Kept]]:
-    """Does all operations, as one of the ranks; returns how each ended, and what each group kept."""
+) -> tuple[list[Any], list[ConnectionCache]]:
+    """Does all operations, as one of the ranks; returns how each ended, and what each group cached."""
     ends: list[Any] = []
-    store, groups = root, [Kept()]
+    store, groups = root, [ConnectionCache()]
     for number, op in enumerate(ops):
-        kept = groups[-1] if in_tree else None
+        cache = groups[-1] if in_tree else None
         chosen = bool(op.who >> rank & 1)
-        short = partial(make, store, rank, size, op.call, SHORT_S, kept=kept)
+        short = partial(make, store, rank, size, op.call, SHORT_S, cache=cache)
         barrier.wait(60)
         if op.kind == "anew":
-            groups[-1].end()
-            groups.append(Kept())
+            groups[-1].close()
+            groups.append(ConnectionCache())
             store = store if op.call == "A" else dist.PrefixStore(str(number), root)
             ends.append("anew")
         elif op.kind == "leave" and chosen:
-            ends.append(end_of(partial(leave, store, rank, size, op.call, kept)))
+            ends.append(end_of(partial(leave, store, rank, size, op.call, cache)))
         elif op.kind in ("all", "leave"):
-            ends.append(end_of(partial(make, store, rank, size, op.call, LONG_S, kept=kept)))
+            ends.append(end_of(partial(make, store, rank, size, op.call, LONG_S, cache=cache)))
         elif chosen is (op.kind == "some"):
             ends.append(end_of(short))
         barrier.wait(60)
@@ -139,7 +139,7 @@ def test_ranks_meet_again_whatever_some_have_done(size: int, ops: list[Op], in_t
     last = [groups[-1] for _, groups in each]
     assert not in_tree or all(one.lasting(Standing).bonds.are_whole() for one in last)
     for one in last:
-        one.end()
+        one.close()
     everyone = list(range(size))
     for op, ends in zip(ops, zip(*[ends for ends, _ in each], strict=True), strict=True):
         chosen = [rank for rank in everyone if op.who >> rank & 1]
@@ -202,12 +202,12 @@ def test_a_store_that_is_slower_than_a_short_timeout_is_not_gone(in_tree: bool) 
     """A busy machine may stop a thread for longer; its rank goes on where the others do."""
     size, store = 3, SlowStore()
     everyone = list(range(size))
-    kept = [Kept() if in_tree else None for _ in everyone]
+    caches = [ConnectionCache() if in_tree else None for _ in everyone]
     with ThreadPoolExecutor(size) as pool:
         for kind in ("append", "check", *["set"] * in_tree):
 
             def call(rank: int, timeout_s: float) -> Any:
-                return end_of(partial(make, store, rank, size, "A", timeout_s, kept=kept[rank]))
+                return end_of(partial(make, store, rank, size, "A", timeout_s, cache=caches[rank]))
 
             ends = [call(2, SHORT_S)]  # what it had of a tree goes with that
             store.slow_s = {kind: 3 * SHORT_S}
@@ -217,12 +217,12 @@ def test_a_store_that_is_slower_than_a_short_timeout_is_not_gone(in_tree: bool) 
                 assert isinstance(end, PeerError)
                 assert set(end.failures) == {0, 1}, (kind, end)
             assert list(pool.map(partial(call, timeout_s=LONG_S), everyone)) == [everyone] * size, kind
-    for one in filter(None, kept):
-        one.end()
+    for one in filter(None, caches):
+        one.close()
 
 
 def wander(
-    store: Any, rank: int, size: int, seed: int, kept: Kept | None
+    store: Any, rank: int, size: int, seed: int, cache: ConnectionCache | None
 ) -> list[tuple[tuple[int, int], Any]]:
     """Makes calls at random times, some for long, some late in their second step."""
     draw, calls = random.Random(seed * 10 + rank), []
@@ -232,7 +232,7 @@ def wander(
 
         def call(own: tuple[int, int] = own) -> Any:
             name, timeout_s = draw.choice("AAB"), draw.choice([0.05, 0.1, 0.3])
-            world = join_in(store, rank=rank, size=size, call=name, timeout_s=timeout_s, kept=kept)
+            world = join_in(store, rank=rank, size=size, call=name, timeout_s=timeout_s, cache=cache)
             with world.together():
                 first = world.agree("first", lambda: own)
                 time.sleep(draw.choice([0, 0, 0, 0.15]))
@@ -247,11 +247,11 @@ def wander(
 @pytest.mark.parametrize("seed", range(6))
 def test_all_return_from_a_call_or_none_does(seed: int) -> None:
     size, store = 2 + seed % 3, dist.HashStore()
-    kept = [Kept() if seed >= 2 else None for _ in range(size)]
+    caches = [ConnectionCache() if seed >= 2 else None for _ in range(size)]
     with ThreadPoolExecutor(size) as pool:
-        walks = list(pool.map(lambda rank: wander(store, rank, size, seed, kept[rank]), range(size)))
-    for one in filter(None, kept):
-        one.end()
+        walks = list(pool.map(lambda rank: wander(store, rank, size, seed, caches[rank]), range(size)))
+    for one in filter(None, caches):
+        one.close()
     ends = dict(end for walk in walks for end in walk)
     for own, end in ends.items():
         if isinstance(end, list):
@@ -297,7 +297,7 @@ def test_a_rank_that_dies_after_losing_patience_keeps_nobody() -> None:
     store = dist.HashStore()
     dead, other, _ = join_all(store, 3, SHORT_S)
     store.append(
-        "1/0/answers", write_answer(0, {"value": 0, "error": None, "node": Each(["x/"]), "call": "A"})
+        "1/0/answers", write_response(0, {"value": 0, "error": None, "node": Each(["x/"]), "call": "A"})
     )
     store.add("1/0/count", (1 << 40) + 1)
     with pytest.raises(PeerError) as raised:

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 
-from fastload.comm.reach import Peer, address_in, listener_at, require_reachable
+from fastload.comm.hosts import Peer, address_in, listener_at, require_reachable
 from fastload.errors import WorldError
 from fastload.transfer.links import Links
 

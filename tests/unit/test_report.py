@@ -10,7 +10,7 @@ import pytest
 
 from fastload.base import stopwatch
 from fastload.base.stopwatch import Stopwatch
-from fastload.comm.answers import Each, Reports, join_answers, read_answers, write_answer
+from fastload.comm.responses import Each, Reports, join_responses, read_responses, write_response
 from fastload.report import LoadReport, RankReport
 
 
@@ -112,8 +112,8 @@ def test_reports_of_all_ranks_are_read_as_they_were_told() -> None:
         )
         for rank in range(4)
     ]
-    tables = [write_answer(one.rank, {"value": {"report": Each(one.pack())}}) for one in own]
-    ((answer, _),) = read_answers(join_answers(tables), len(own))
+    tables = [write_response(one.rank, {"value": {"report": Each(one.pack())}}) for one in own]
+    ((answer, _),) = read_responses(join_responses(tables), len(own))
     assert answer is not None
     reports = Reports(RankReport, answer["value"]["report"])
     assert [(one.rank, one.host, one.read_s, one.total_s) for one in reports] == [

@@ -36,7 +36,7 @@ DISTRIBUTED = {
 ENVIRONMENT = {
     "doctor/facts.py",
     "options.py",
-    "comm/reach.py",
+    "comm/hosts.py",
     "comm/launch.py",
     "comm/world.py",
     "transfer/communicators.py",
@@ -51,8 +51,7 @@ FILES = {
     "integrations/engines.py",  # what is a path, and not a name
     "integrations/host.py",
     "integrations/trainer.py",
-    "comm/door.py",  # what it says of itself
-    "comm/reach.py",  # what it says of ports
+    "comm/hosts.py",  # what it says of itself, and of ports
     "storage/folders.py",
     "storage/leftovers.py",
     "storage/local.py",

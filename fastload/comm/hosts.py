@@ -1,4 +1,4 @@
-"""Whether ranks reach each other, found out before a library waits for connections that never come."""
+"""Hosts: what identifies one, its addresses, and whether ranks on others can connect to it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import struct
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastload.comm.failures import some_of
@@ -23,8 +24,11 @@ __all__ = [
     "Peer",
     "address_in",
     "host_addresses",
+    "host_of",
     "interface_address",
     "listener_at",
+    "machine",
+    "node",
     "require_neighbour",
     "require_reachable",
 ]
@@ -34,10 +38,12 @@ _SIOCGIFADDR = 0x8915
 _ADDRESSES = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}  # where in a sockaddr, and bytes
 _MOST = 8  # addresses that a rank tries
 _PORTS = "/proc/sys/net/ipv4/ip_local_port_range"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK = "/proc/self/ns/net"
 
 
 class Peer(NamedTuple):
-    """Where another rank is to be found.
+    """The address of another rank.
 
     Attributes:
         rank: The rank.
@@ -52,10 +58,51 @@ class Peer(NamedTuple):
     port: int
 
 
-def address_in(told: bytes) -> str | None:
-    """Returns the IP address in what Gloo tells other ranks; None where it does not look as known.
+# Identity
 
-    It begins with the name of the host and a ``sockaddr_storage``, each after its length.
+
+def node(host: str) -> str:
+    """Returns an identifier of this machine; several machines may have the same host name.
+
+    Args:
+        host: Name of the host; `host_of` returns it.
+    """
+    try:
+        kernel = _BOOT_ID.read_text().strip()
+    except OSError:  # another system: the name has to do
+        kernel = ""
+    return f"{host}/{kernel[:8]}"
+
+
+def host_of(node: str) -> str:
+    """Returns the host name in a `node`."""
+    return node.partition("/")[0]
+
+
+def machine(host: str, rank: int) -> str:
+    """Returns an identifier shared by the ranks that can share memory: one kernel, network and user.
+
+    Ranks of one host may run in separate containers.
+
+    Args:
+        host: Name of the host.
+        rank: This rank, which gets an identifier of its own where memory cannot be shared.
+    """
+    try:
+        os.close(os.memfd_create("fastload"))
+        where = [_BOOT_ID.read_text().strip(), os.readlink(_NETWORK), str(os.getuid())]
+    except (AttributeError, OSError):  # another system, or one that does not let us
+        where = [f"rank {rank}"]
+    return " ".join([host, *where])
+
+
+# Addresses
+
+
+def address_in(told: bytes) -> str | None:
+    """Returns the IP address in the bytes that Gloo publishes; None if their format is unknown.
+
+    They begin with the name of the host and a ``sockaddr_storage``, each after its length.
     """
     try:
         (name_bytes,) = struct.unpack_from("=Q", told)
@@ -68,7 +115,7 @@ def address_in(told: bytes) -> str | None:
 
 
 def interface_address() -> str | None:
-    """Returns the IP address of the network interface that Gloo is told to use; None if it is told none."""
+    """Returns the IP address of the network interface in ``GLOO_SOCKET_IFNAME``; None without one."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if not name:
         return None
@@ -79,7 +126,7 @@ def interface_address() -> str | None:
 
 
 def host_addresses() -> list[str]:
-    """Returns the IP addresses that the name of this host stands for, here."""
+    """Returns the IP addresses that this host's name resolves to."""
     try:
         found = socket.getaddrinfo(os.uname().nodename, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -88,17 +135,20 @@ def host_addresses() -> list[str]:
 
 
 def listener_at(address: str) -> socket.socket | None:
-    """Returns a socket that others can connect to, at a free port; None where the system gives none."""
+    """Returns a socket that listens at a free port; None if the system refuses."""
     try:
         return socket.create_server((address, 0), family=_family(address), backlog=socket.SOMAXCONN)
     except OSError:
         return None
 
 
-def require_reachable(rank: int, peers: Sequence[Peer], *, limit_s: float) -> None:
-    """Connects to a few of the addresses of other ranks, and ends the connections again.
+# Reachability
 
-    Those of the ranks that come next: of many ranks all are tried, and none by many.
+
+def require_reachable(rank: int, peers: Sequence[Peer], *, limit_s: float) -> None:
+    """Checks that this rank can connect to a few others, those that come next in the group.
+
+    With many ranks every one is tried, and none by many.
 
     Args:
         rank: This rank.
@@ -106,7 +156,7 @@ def require_reachable(rank: int, peers: Sequence[Peer], *, limit_s: float) -> No
         limit_s: Longest wait for all of them.
 
     Raises:
-        WorldError: Some were not reached.
+        WorldError: Some cannot be reached.
     """
     one_at_each: dict[str, Peer] = {}
     for peer in sorted(peers, key=lambda peer: (peer.rank < rank, peer.rank)):
@@ -125,7 +175,7 @@ def require_reachable(rank: int, peers: Sequence[Peer], *, limit_s: float) -> No
 
 
 def _try(peers: Sequence[Peer], limit_s: float) -> dict[Peer, str]:
-    """Returns what keeps this rank from some of those."""
+    """Returns the problem with each peer that cannot be reached."""
     poll, waiting, problems = select.poll(), dict[int, tuple[socket.socket, Peer]](), dict[Peer, str]()
     until = time.monotonic() + limit_s
     try:
@@ -161,7 +211,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _free_ports() -> str:
-    """Returns which ports the system gives to those who take any."""
+    """Returns the range of the ports that the system assigns."""
     try:
         with open(_PORTS) as file:
             first, last = file.read().split()
@@ -171,20 +221,20 @@ def _free_ports() -> str:
 
 
 def require_neighbour(store: Any, rank: int, size: int, *, host: str, num_local: int, limit_s: float) -> None:
-    """Has each rank connect to one on the next host, before Gloo has all of them connect to all.
+    """Checks that each rank can connect to one on the next host, before Gloo connects all of them.
 
-    Gloo would wait five times as long as it is told to, and torch tells it half an hour.
+    Gloo waits five times its timeout, which torch sets to half an hour.
 
     Args:
-        store: A ``torch.distributed.Store``, in which these ranks are alone.
+        store: A ``torch.distributed.Store`` that only these ranks use.
         rank: This rank.
         size: Number of ranks.
         host: Name of this host.
-        num_local: How many ranks are on it, as far as is known.
+        num_local: How many ranks run on it, if known.
         limit_s: Longest wait for the connection.
 
     Raises:
-        PeerError: Some ranks could not; on all ranks, with what each of them says.
+        PeerError: Some ranks cannot connect; the same on all ranks.
     """
     listener = next(filter(None, map(listener_at, _gloo_addresses())), None)
     with contextlib.closing(listener) if listener is not None else contextlib.nullcontext():
@@ -216,7 +266,7 @@ def _meet(store: Any, what: str, size: int, limit_s: float) -> None:
 
 
 def _gloo_addresses() -> list[str]:
-    """Returns where Gloo would have other hosts find this rank."""
+    """Returns the addresses that Gloo publishes for this rank."""
     address = interface_address()
     addresses = [address] if address is not None else host_addresses()
     return [one for one in addresses if not ipaddress.ip_address(one.partition("%")[0]).is_loopback]

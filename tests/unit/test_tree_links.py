@@ -6,17 +6,17 @@ import socket
 
 import pytest
 
-from fastload.comm.bonds import Bonds, BondsBroken
+from fastload.comm.links import TreeBroken, TreeLinks
 
 
 def test_what_came_before_the_other_end_went_is_received() -> None:
     """Although this end has something for it, of another call, which nobody takes any more."""
     above, below = socket.socketpair()
-    first, second = Bonds(0, {1: above}), Bonds(1, {0: below})
+    first, second = TreeLinks(0, {1: above}), TreeLinks(1, {0: below})
     first.send([1], (1, 0), "verdict", b"along")
     first.drop()
     second.send([0], (2, 0), "answer", b"")
     assert second.receive([0], (1, 0), lambda: 1.0) == [("verdict", b"along")]
-    with pytest.raises(BondsBroken):
+    with pytest.raises(TreeBroken):
         second.receive([0], (2, 0), lambda: 1.0)
     second.drop()

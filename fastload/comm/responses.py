@@ -1,7 +1,7 @@
-"""What the ranks answer in a step, with each thing told once, however many ranks say the same.
+"""What the ranks response in a step, with each thing told once, however many ranks say the same.
 
 A table is text, of lines ``ranks <tab> name <tab> value``: the ranks as ``0-7,9``, name and value in JSON. An
-answer has a line for each of its values, and what it has as its ``value`` is taken apart once more: of
+response has a line for each of its values, and what it has as its ``value`` is taken apart once more: of
 thousands of ranks most say the same of most things. What each rank says of itself (`Each`) is in columns: the
 values of all ranks are in one line, one after the other, and nobody reads them but who wants to know.
 """
@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar, overload
 
 from fastload.base.memory import uncollected
 
-__all__ = ["Column", "Each", "Reports", "join_answers", "read_answers", "write_answer"]
+__all__ = ["Column", "Each", "Reports", "join_responses", "read_responses", "write_response"]
 
 _VALUE = "value"
 _COLUMN = "="  # before what a column has, in place of JSON
@@ -41,7 +41,7 @@ R = TypeVar("R", bound=_Report)
 class Each:
     """What a rank says of itself, which differs from rank to rank: some JSON values.
 
-    Who reads the answer of any rank finds a list of `Column` in its place; beside the ``value``, one.
+    Who reads the response of any rank finds a list of `Column` in its place; beside the ``value``, one.
     """
 
     values: Sequence[Any]
@@ -68,17 +68,17 @@ class Column:
         return dict(zip(chain.from_iterable(ranks), self.values(), strict=True))
 
 
-def write_answer(rank: int, answer: Mapping[str, Any]) -> str:
+def write_response(rank: int, response: Mapping[str, Any]) -> str:
     """Returns the table of one rank.
 
     Args:
         rank: This one.
-        answer: Of values that JSON can hold, or `Each`, also in a ``value`` that is a dictionary.
+        response: Of values that JSON can hold, or `Each`, also in a ``value`` that is a dictionary.
     """
-    return "".join(f"{rank}\t{name}\t{text}\n" for name, text in _apart(answer))
+    return "".join(f"{rank}\t{name}\t{text}\n" for name, text in _apart(response))
 
 
-def join_answers(tables: Iterable[str]) -> str:
+def join_responses(tables: Iterable[str]) -> str:
     """Returns one table with what is in several; of what a rank has said twice the first counts."""
     found: dict[str, list[str]] = {}
     columns: dict[str, list[tuple[str, str]]] = {}
@@ -100,11 +100,11 @@ def join_answers(tables: Iterable[str]) -> str:
 
 
 @uncollected
-def read_answers(table: str, size: int) -> list[tuple[dict[str, Any] | None, int]]:
-    """Returns the answers, each with the number of ranks, one after the other, that gave it; None for none.
+def read_responses(table: str, size: int) -> list[tuple[dict[str, Any] | None, int]]:
+    """Returns the responses, each with the number of ranks, one after the other, that gave it; None for none.
 
     Args:
-        table: What `write_answer` and `join_answers` have made.
+        table: What `write_response` and `join_responses` have made.
         size: Number of ranks.
     """
     lines = [line.split("\t") for line in reversed(table.split("\n")) if line]  # of two the first one stays
@@ -126,21 +126,21 @@ def read_answers(table: str, size: int) -> list[tuple[dict[str, Any] | None, int
             at[begin:end] = [index] * (end - begin)
     names = json.loads(f"[{','.join(reversed(places))}]")
     made: dict[tuple[int | None, ...], dict[str, Any] | None] = {}
-    answers: list[tuple[dict[str, Any] | None, int]] = []
+    responses: list[tuple[dict[str, Any] | None, int]] = []
     for run, (begin, end) in enumerate(pairwise(edges)):
         indices = tuple(at[run] for at in reversed(places.values()))
         if indices not in made:
             said = [(name, values[at]) for name, at in zip(names, indices, strict=True) if at is not None]
             made[indices] = _together(said) if said else None
-        answers.append((made[indices], end - begin))
-    return answers
+        responses.append((made[indices], end - begin))
+    return responses
 
 
-def _apart(answer: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the parts of an answer, names and what they have as text."""
+def _apart(response: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the parts of an response, names and what they have as text."""
     names: list[str] = []
     values: list[Any] = []
-    for name, value in answer.items():
+    for name, value in response.items():
         if name == _VALUE and isinstance(value, dict) and value and all(type(key) is str for key in value):
             for key, part in value.items():
                 if isinstance(part, Each):
@@ -171,15 +171,15 @@ def _texts(values: Sequence[Any]) -> list[str]:
 
 
 def _together(said: Iterable[tuple[Name, Any]]) -> dict[str, Any]:
-    answer: dict[str, Any] = {}
+    response: dict[str, Any] = {}
     for name, value in said:
         if isinstance(name, str):
-            answer[name] = value
+            response[name] = value
         elif len(name) == 1:
-            answer.setdefault(_VALUE, {})[name[0]] = value
+            response.setdefault(_VALUE, {})[name[0]] = value
         else:
-            answer.setdefault(_VALUE, {}).setdefault(name[0], []).append(value)
-    return answer
+            response.setdefault(_VALUE, {}).setdefault(name[0], []).append(value)
+    return response
 
 
 def _order(parts: Sequence[str]) -> tuple[str, list[int]] | None:

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch.distributed as dist
 
-from fastload.comm.kept import Kept, kept_of
+from fastload.comm.cache import ConnectionCache, cache_of
 
 
 class Thing:
@@ -24,23 +24,23 @@ class Thing:
 
 
 def test_whoever_takes_a_thing_has_it_alone() -> None:
-    kept, one, two = Kept(), Thing("one"), Thing("two")
-    kept.put("wire", one, kept.era)
-    assert kept.take("wire") is one
-    assert kept.take("wire") is None, "another call has it"
-    kept.put("wire", two, kept.era)
-    kept.put("wire", one, kept.era)
+    cache, one, two = ConnectionCache(), Thing("one"), Thing("two")
+    cache.put("wire", one, cache.num_clears)
+    assert cache.take("wire") is one
+    assert cache.take("wire") is None, "another call has it"
+    cache.put("wire", two, cache.num_clears)
+    cache.put("wire", one, cache.num_clears)
     assert (one.ends, two.ends) == ([], ["dropped"]), "two calls at once leave one to the next"
-    assert kept.take("wire") is one
+    assert cache.take("wire") is one
 
 
 def test_a_failure_drops_what_is_kept_and_what_is_in_use() -> None:
-    kept, idle, used = Kept(), Thing("idle"), Thing("used")
-    kept.put("idle", idle, era := kept.era)
-    kept.drop()
-    kept.put("used", used, era)
+    cache, idle, used = ConnectionCache(), Thing("idle"), Thing("used")
+    cache.put("idle", idle, era := cache.num_clears)
+    cache.clear()
+    cache.put("used", used, era)
     assert (idle.ends, used.ends) == (["dropped"], ["dropped"])
-    assert kept.take("idle") is kept.take("used") is None
+    assert cache.take("idle") is cache.take("used") is None
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
@@ -48,12 +48,12 @@ def test_what_a_group_keeps_goes_with_it_and_is_no_childs() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         group = dist.new_group([0])
-        kept, thing = kept_of(group), Thing("a")
-        assert kept_of(group) is kept
-        assert kept_of(dist.group.WORLD) is not kept
-        kept.put("wire", thing, kept.era)
+        cache, thing = cache_of(group), Thing("a")
+        assert cache_of(group) is cache
+        assert cache_of(dist.group.WORLD) is not cache
+        cache.put("wire", thing, cache.num_clears)
         if not (child := os.fork()):
-            os._exit(thing.ends != ["disowned"] or kept.take("wire") is not None)
+            os._exit(thing.ends != ["disowned"] or cache.take("wire") is not None)
         assert os.waitpid(child, 0)[1] == 0
         assert thing.ends == []
         dist.destroy_process_group(group)
