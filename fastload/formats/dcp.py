@@ -23,7 +23,7 @@ from fastload.formats.names import METADATA_NAME, metadata_names
 from fastload.formats.nesting import nested
 from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
 from fastload.formats.torch_folder import moved
-from fastload.formats.torch_state import read_state
+from fastload.formats.torch_save.state import encode_pickle
 from fastload.formats.torch_zip import entries_of, open_archive
 from fastload.formats.untrusted import MemoryBudget, is_plain_path, show
 from fastload.geometry.box import Box
@@ -245,7 +245,7 @@ def _values(
             item.nbytes,
             where,
         )
-        state = read_state(archive.pickle, where, name, budget=budget)
+        state = encode_pickle(archive.pickle, where, name, budget=budget)
         nodes[name] = state.structure
         found.extend(
             entries_of(state.tensors, archive.storages, where, item.nbytes, numbers[item.file], item.offset)

@@ -16,7 +16,7 @@ from fastload.errors import ManifestError
 from fastload.formats.dcp_metadata import Item
 from fastload.formats.manifest import TensorEntry
 from fastload.formats.reading import in_threads, read_bytes, url_of
-from fastload.formats.torch_state import read_state
+from fastload.formats.torch_save.state import encode_pickle
 from fastload.formats.torch_zip import entries_of, open_archive
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.storage.base import Storage
@@ -202,7 +202,7 @@ def _look_at(storage: Storage, wanted: Wanted) -> Layout:
         return read_bytes(storage, item.file, item.offset + offset, nbytes)
 
     archive = open_archive(read, item.nbytes, where)
-    state = read_state(archive.pickle, where, budget=MemoryBudget(where, _MAX_HEAD_BYTES))
+    state = encode_pickle(archive.pickle, where, budget=MemoryBudget(where, _MAX_HEAD_BYTES))
     entries = entries_of(state.tensors, archive.storages, where, item.nbytes, 0)
     if type(state.structure) is dict and state.structure.keys() == {"refused"}:
         return Layout(b"", None, state.structure)

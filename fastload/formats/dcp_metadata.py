@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from fastload.base.memory import uncollected
 from fastload.errors import ManifestError
-from fastload.formats.pickled import Global, Made, Pairs
-from fastload.formats.unpickle import unpickle
+from fastload.formats.torch_save.unpickle import Global, PickledCall, PickledDict, unpickle
 from fastload.formats.untrusted import MAX_INT, MemoryBudget, is_size, is_unicode, show
 from fastload.formats.values import MAX_DEPTH, num_chars
 from fastload.geometry.box import Box
@@ -174,7 +173,7 @@ def _dtype(properties: Any, where: str) -> str:
     dtype, layout = state[0], state[1] if len(state) > 1 else None
     if type(dtype) is not Global or dtype.module != "torch":
         raise ManifestError(f"{where}: its dtype is {show(dtype)}")
-    if type(layout) is Made and layout.args != ("torch.strided",):
+    if type(layout) is PickledCall and layout.args != ("torch.strided",):
         raise ManifestError(f"{where}: a tensor of layout {show(layout.args)} cannot be read by bytes")
     return dtype.name
 
@@ -182,7 +181,7 @@ def _dtype(properties: Any, where: str) -> str:
 def _items(storage_data: Any, where: str, budget: MemoryBudget) -> dict[tuple[str, Offsets | None], Item]:
     """Returns where each item lies, by name and offsets."""
     items: dict[tuple[str, Offsets | None], Item] = {}
-    if type(storage_data) is not Pairs:
+    if type(storage_data) is not PickledDict:
         raise ManifestError(f"{where}: storage_data is no dict but {show(storage_data)}")
     budget.charge(_ITEM_BYTES * (len(storage_data) // 2))
     for index, info in storage_data.pairs():
@@ -215,7 +214,7 @@ def _item(
 
 def _paths(planner_data: Any, names: Set[str], where: str, budget: MemoryBudget) -> dict[str, Path]:
     """Returns the keys that names were made of; none if a planner has noted something of its own kind."""
-    if type(planner_data) is not Pairs:
+    if type(planner_data) is not PickledDict:
         return {}
     noted = {name: path for name, path in planner_data.pairs() if type(name) is str and name in names}
     for path in noted.values():
@@ -235,22 +234,24 @@ def _is_path(what: Any) -> bool:
 
 
 def _is_a(what: Any, name: str) -> bool:
-    return type(what) is Made and what.what.name == name
+    return type(what) is PickledCall and what.what.name == name
 
 
 def _fields(what: Any, names: Sequence[str], where: str) -> dict[str, Any]:
     """Returns the attributes of an object of one of some classes."""
-    if type(what) is not Made or what.what.name not in names:
+    if type(what) is not PickledCall or what.what.name not in names:
         raise ManifestError(f"{where}: {show(what)} where a {names[0]} is to be")
-    if type(what.state) is Pairs and len(what.state) > 2 * _MAX_FIELDS:
+    if type(what.state) is PickledDict and len(what.state) > 2 * _MAX_FIELDS:
         raise ManifestError(f"{where}: a {names[0]} of {len(what.state) // 2} attributes")
     return (
-        what.state.by_text(where) if type(what.state) is Pairs else _dict(what.state, f"{where}: {names[0]}")
+        what.state.by_text(where)
+        if type(what.state) is PickledDict
+        else _dict(what.state, f"{where}: {names[0]}")
     )
 
 
 def _dict(what: Any, where: str) -> dict[str, Any]:
-    if type(what) is not Pairs:
+    if type(what) is not PickledDict:
         raise ManifestError(f"{where}: no dict but {show(what)}")
     found: dict[str, Any] = what.by_text(where)
     return found
@@ -258,7 +259,9 @@ def _dict(what: Any, where: str) -> dict[str, Any]:
 
 def _sizes(what: Any, where: str) -> tuple[int, ...]:
     """Returns the numbers of a ``torch.Size``."""
-    is_made = type(what) is Made and what.what.name == "Size" and type(what.args) is tuple and what.args
+    is_made = (
+        type(what) is PickledCall and what.what.name == "Size" and type(what.args) is tuple and what.args
+    )
     sizes = what.args[0] if is_made else what
     if type(sizes) is list:
         sizes = tuple(sizes)

@@ -12,12 +12,10 @@ import xxhash
 
 from fastload.errors import ManifestError
 from fastload.formats.manifest import FileEntry, Manifest
-from fastload.formats.pickled import Pairs, persistent_ids
 from fastload.formats.reading import read_bytes, url_of
-from fastload.formats.stored_tensor import StorageRef
-from fastload.formats.torch_state import read_described
+from fastload.formats.torch_save.state import StorageRef, encode_unpickled
+from fastload.formats.torch_save.unpickle import PickledDict, Truncated, persistent_ids, unpickle_first
 from fastload.formats.torch_zip import entries_of, guards_of
-from fastload.formats.unpickle import Truncated, unpickle_first
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.formats.zip_directory import Record
 from fastload.storage.base import FileStat, Storage
@@ -59,7 +57,7 @@ def read_file(
     """
     where = url_of(storage, name)
     (_, version, about, state, keys), head = _read_pickles(storage, name, stat.nbytes)
-    if version != _VERSION or type(about) is not Pairs:
+    if version != _VERSION or type(about) is not PickledDict:
         raise ManifestError(f"{where}: a file of torch.save, of version {show(version)}, which none has")
     if about.by_text(where).get("little_endian") is not True:
         raise ManifestError(f"{where}: a big-endian file: only little-endian ones are read")
@@ -68,7 +66,7 @@ def read_file(
         for key, record in storages.items():
             if read_bytes(storage, name, record.header, _LENGTH_BYTES) != record.head:
                 raise ManifestError(f"{where}: storage {show(key)} is not as long as its state says")
-    structure, tensors = read_described(state, len(head), where, budget=budget)
+    structure, tensors = encode_unpickled(state, len(head), where, budget=budget)
     entries = entries_of(tensors, storages, where, stat.nbytes)
     files = (FileEntry(name, stat.nbytes, stat.version, xxhash.xxh3_128_hexdigest(head)),)
     guards, heads = ((), ()) if exact else guards_of(storages.values())

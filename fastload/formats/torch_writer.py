@@ -21,9 +21,8 @@ from torch import Tensor
 from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import TensorEntry
-from fastload.formats.pickled import made_by
 from fastload.formats.state import leaves, rebuild
-from fastload.formats.unpickle import unpickle
+from fastload.formats.torch_save.unpickle import pickled_calls, unpickle
 
 __all__ = ["Placed", "TorchLayout", "join_crcs", "lay_out_torch"]
 
@@ -169,7 +168,7 @@ def _pickled(state: Any, keys: Mapping[int, str]) -> bytes:
     file = io.BytesIO()
     Pickler(file, 2).dump(state)
     data = file.getvalue()
-    for what in made_by(unpickle(data, "what is to be saved")):
+    for what in pickled_calls(unpickle(data, "what is to be saved")):
         if str(what) not in _READ_BY_TORCH:
             raise OptionError(f"the state holds {what}, which torch.load(weights_only=True) does not read")
     return data

@@ -16,8 +16,7 @@ from fastload.errors import ManifestError
 from fastload.formats.dtypes import NAMES
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry
 from fastload.formats.reading import read_bytes, url_of
-from fastload.formats.stored_tensor import StoredTensor
-from fastload.formats.torch_state import read_state
+from fastload.formats.torch_save.state import StoredTensor, encode_pickle
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.formats.zip_directory import Directory, ReadRange, Record, read_directory
 from fastload.geometry.box import Box
@@ -73,7 +72,7 @@ def read_file(
     """
     where = url_of(storage, name)
     archive = _open(storage, name, stat.nbytes, exact=exact)
-    structure, tensors = read_state(archive.pickle, f"{where}: data.pkl", budget=budget)
+    structure, tensors = encode_pickle(archive.pickle, f"{where}: data.pkl", budget=budget)
     entries = entries_of(tensors, archive.storages, where, stat.nbytes)
     files = (FileEntry(name, stat.nbytes, stat.version, archive.digest),)
     guards, heads = guards_of(archive.storages.values())
@@ -224,7 +223,7 @@ def _entry(name: str, tensor: StoredTensor, file: int, storage: int) -> TensorEn
         strides = (*(2 * stride for stride in strides), 1)
     if dtype == "F4":
         shape = (*shape[:-1], 2 * shape[-1])
-    assert dtype is not None  # which `read_state` refuses
+    assert dtype is not None  # which `encode_pickle` refuses
     if not nbytes:
         return TensorEntry(name, dtype, shape, file, storage, 0)
     if tensor.is_contiguous:

@@ -150,13 +150,17 @@ def test_metadata_that_contradict_themselves_or_the_files(folder: Path, what: st
     assert str(folder) in str(caught.value)
 
 
-def test_sizes_of_something_that_is_no_tuple(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [(b"K\x04\x94\x85\x94K\x040", "no sizes"), (b"K\x04\x94\x94N0N0", "must be a tuple")],
+)
+def test_sizes_of_something_that_is_no_tuple(folder: Path, args: bytes, says: str) -> None:
     change(folder, lambda metadata: None)
     good = (folder / ".metadata").read_bytes()
-    bad = good.replace(b"K\x04K\x06\x86\x94\x85\x94R", b"K\x04\x94\x94N0N0R")  # torch.Size(*4)
+    bad = good.replace(b"K\x04K\x06\x86\x94\x85\x94R", args + b"R")  # torch.Size(4)
     assert bad != good
     (folder / ".metadata").write_bytes(bad)
-    with pytest.raises(ManifestError, match="no sizes"):
+    with pytest.raises(ManifestError, match=says):
         fastload.inspect(folder)
 
 

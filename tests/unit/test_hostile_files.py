@@ -132,7 +132,7 @@ STATES: dict[str, tuple[Callable[[], Any], str]] = {
     "attributes of many dicts": (lambda: [Call(OrderedDict, state=HOOKS) for _ in range(10_000)], REPEATED),
     "very many arguments": (
         lambda: [Call(torch._tensor._rebuild_from_type_v2, REBUILD, torch.Tensor, ARGS, None)] * 3,
-        "arguments that are none",
+        "500000 arguments",
     ),
     "many small containers": (lambda: [[n] for n in range(300_000)], REPEATED),
     "what is refused, repeated": (lambda: [subclass(dict)] * 900_000, REPEATED),
@@ -158,6 +158,14 @@ def test_a_type_that_takes_forever_to_show_is_named_briefly(tmp_path: Path) -> N
         (tmp_path / "a.pt").write_bytes(zipped(pickled({"a": value, "b": tensor((1,), (1,))}, 4)))
         assert list(fastload.load(tmp_path / "a.pt", names="b")) == ["b"]
         refused(tmp_path / "a.pt", r"(?s)not all of it can be loaded:.*state\['a'\] is ", fastload.load)
+
+
+def test_a_dtype_that_takes_forever_to_hash(tmp_path: Path) -> None:
+    """Where the dtype of a tensor is expected, there is a tuple of 2**60 parts."""
+    untyped = Stored("0", 100, torch.UntypedStorage)
+    call = Call(torch._utils._rebuild_tensor_v3, untyped, 0, (1,), (1,), False, OrderedDict(), doubled(1, 60))
+    (tmp_path / "a.pt").write_bytes(zipped(pickled({"a": call}, 4)))
+    refused(tmp_path / "a.pt", "is no dtype")
 
 
 def test_the_values_of_many_files_count_together(tmp_path: Path) -> None:

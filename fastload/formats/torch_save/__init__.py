@@ -1,0 +1,1 @@
+"""Files of torch.save: their pickles, and the archives that these are in."""

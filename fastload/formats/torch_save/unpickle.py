@@ -1,0 +1,354 @@
+"""Reads pickles without running them: names, calls and containers come out as descriptions.
+
+The standard library's `pickle.Unpickler` does the work, on a pickle that was checked and translated first:
+
+- Its opcodes are on a closed list, its lengths end within the data, and of each object that it makes it has
+  some bytes. So it cannot ask for more memory than some twenty times its own.
+- Opcodes that make dicts and sets, and those that need a class, are replaced by others. So nothing is hashed
+  or compared, which could take forever or overflow the stack in C.
+
+`find_class` and `persistent_load` import nothing. What would be called becomes a `PickledCall`. Values may be
+shared, nested deeply or contain themselves, as in any pickle: walk them with a limit.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from fastload.base.memory import uncollected
+from fastload.errors import ManifestError
+from fastload.formats.untrusted import show
+
+__all__ = [
+    "Global",
+    "PersistentId",
+    "PickledCall",
+    "PickledDict",
+    "PickledSet",
+    "Truncated",
+    "persistent_ids",
+    "pickled_calls",
+    "unpickle",
+    "unpickle_first",
+]
+
+_MAX_BYTES = 1 << 30
+_MAX_INT_BYTES = 1024  # Python shows integers of 4300 digits at most
+_MAX_NUMBER_CHARS = 2 * _MAX_INT_BYTES
+_NAME = re.compile(r"[^\s\x00-\x1f]{1,1000}")
+
+# The opcodes, by how many bytes follow; by how many bytes have the length of what follows; by how many lines
+# follow. Missing are EXT1, EXT2 and EXT4, whose names are elsewhere, STRING, and out-of-band buffers.
+_FIXED = {
+    0: b"()012NQRabdelostu]}\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94",
+    1: b"Khq\x80",
+    2: b"M",
+    4: b"Jjr",
+    8: b"G\x95",
+}
+_COUNTED = {1: b"CU\x8a\x8c", 4: b"BTX\x8b", 8: b"\x8d\x8e\x96"}
+_LINES = {1: b"FILPVgp", 2: b"ci"}
+
+# How many bytes of the pickle an object has to have, or an open mark; and how many are granted to all.
+_COST = dict.fromkeys(b"]}dltciRoPQ\x81\x85\x86\x87\x8f\x91\x92\x93", 5) | {ord("("): 2}
+_FREE_COST = 500_000
+
+_REPLACED = {
+    ord(code): replacement
+    for code, replacement in {
+        "}": b"]Q",  # a dict: its persistent id is a list
+        "d": b"lQ",
+        "\x8f": b")\x85Q",  # a set: its persistent id is a tuple in a tuple
+        "\x91": b"t\x85Q",
+        "\x81": b"R",  # cls.__new__(cls, *args): a call
+        "\x92": b"0R",  # with keywords, which nothing that is read has
+        "\x95": b"",  # a frame, whose length would be another
+    }.items()
+}
+_STOP = ord(".")
+_LONG_PUT, _PUT_LINE = b"rp"
+_LONGS, _NUMBER_LINES = b"\x8a\x8b", b"FILgp"
+
+_NUM_BYTES, _NUM_LENGTH_BYTES, _NUM_LINES = (
+    {code: number for number, codes in table.items() for code in codes}
+    for table in (_FIXED, _COUNTED, _LINES)
+)
+_SKIPPED = {
+    code: 1 + number
+    for code, number in _NUM_BYTES.items()
+    if code not in _COST and code not in _REPLACED and code != _LONG_PUT
+}
+
+
+class Truncated(ManifestError):
+    """The pickle goes on where the data end."""
+
+
+class Global(NamedTuple):
+    """A class or function that a pickle names; it is not imported.
+
+    Attributes:
+        module: Of Python 3, also where a pickle has the names of Python 2.
+        name: In the module; may have dots.
+    """
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    def __call__(self, *args: Any) -> PickledCall:
+        """Describes a call of it: the unpickler calls this."""
+        return PickledCall(self, args)
+
+
+class PersistentId(NamedTuple):
+    """A reference to something outside of the pickle.
+
+    Attributes:
+        id: As the pickle has it.
+    """
+
+    id: Any
+
+    def __repr__(self) -> str:
+        return "<persistent id>"
+
+
+class PickledDict(list[Any]):
+    """The keys and values of a dict by turns, as they were set; a key may be there twice."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<dict of {len(self) // 2}>"
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self += (key, value)
+
+    def extend(self, items: Any) -> None:
+        """Refuses items without keys."""
+        raise ValueError("items without keys for a dict")
+
+    def pairs(self) -> Iterator[tuple[Any, Any]]:
+        """Yields each key with its value."""
+        return zip(self[::2], self[1::2], strict=True)
+
+    def by_text(self, where: str) -> dict[str, Any]:
+        """Returns it as a dict whose keys are texts.
+
+        Args:
+            where: What it is, for messages.
+
+        Raises:
+            ManifestError: A key is something else.
+        """
+        keys = self[::2]
+        if not {str}.issuperset(map(type, keys)):  # in C: there may be very many
+            other = next(key for key in keys if type(key) is not str)
+            raise ManifestError(f"{where}: a key is no text but {show(other)}")
+        return dict(zip(keys, self[1::2], strict=True))
+
+
+class PickledSet(list[Any]):
+    """The members of a set or a frozenset; some perhaps twice."""
+
+    __slots__ = ()
+    add = list.append
+
+    def __repr__(self) -> str:
+        return f"<set of {len(self)}>"
+
+
+_NO_ITEMS: list[Any] = []
+_NO_PAIRS = PickledDict()
+
+
+class PickledCall:
+    """A call that a pickle would make, and what it would do to the result.
+
+    Attributes:
+        what: What it would call, or whose ``__new__``.
+        args: The arguments.
+        state: The argument of ``__setstate__``; None if there is none.
+        items: What would be appended to it, or added.
+        pairs: The items that would be set.
+    """
+
+    __slots__ = ("args", "items", "pairs", "state", "what")
+
+    def __init__(self, what: Global, args: tuple[Any, ...]) -> None:
+        self.what = what
+        self.args = args
+        self.state: Any = None
+        self.items = _NO_ITEMS  # most have none
+        self.pairs = _NO_PAIRS
+
+    def __setstate__(self, state: Any) -> None:
+        if self.state is not None:
+            raise ValueError(f"a second state for {self!r}")
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self.pairs is _NO_PAIRS:
+            self.pairs = PickledDict()
+        self.pairs[key] = value
+
+    def extend(self, items: list[Any]) -> None:
+        """Adds to its `items`."""
+        if self.items is _NO_ITEMS:
+            self.items = []
+        self.items += items
+
+    def add(self, item: Any) -> None:
+        """Adds one of its `items`."""
+        self.extend([item])
+
+    def __repr__(self) -> str:
+        return f"<{self.what}>"
+
+
+def unpickle(data: bytes, where: str) -> Any:
+    """Reads a pickle.
+
+    Args:
+        data: The pickle; what follows it is not looked at.
+        where: What it is, for messages.
+
+    Raises:
+        ManifestError: It is malformed, or there are more containers than content.
+    """
+    return unpickle_first(data, where)[0]
+
+
+@uncollected
+def unpickle_first(data: bytes, where: str, start: int = 0) -> tuple[Any, int]:
+    """Reads the pickle that begins at `start`; returns what it holds, and where it ends.
+
+    Raises:
+        Truncated: It is not all there.
+        ManifestError: It is malformed.
+    """
+    if len(data) - start > _MAX_BYTES:
+        raise ManifestError(
+            f"{where}: a pickle of {len(data) - start} bytes is over the limit of {_MAX_BYTES}"
+        )
+    end = None
+    try:
+        translated, end = _translate(data, start)
+        return _Unpickler(io.BytesIO(translated), encoding="utf-8").load(), end
+    except (
+        pickle.UnpicklingError,
+        AttributeError,
+        EOFError,
+        LookupError,
+        OverflowError,
+        TypeError,
+        ValueError,
+    ) as error:
+        if end is None and isinstance(error, IndexError):
+            raise Truncated(f"{where}: the pickle is cut off at byte {len(data) - start}") from None
+        raise ManifestError(f"{where}: the pickle is malformed: {str(error)[:400]}") from None
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Global:
+        if not _NAME.fullmatch(f"{module}.{name}"):
+            raise ValueError(f"not a name: {show((module, name))}")
+        python_3 = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+        return Global(*python_3)
+
+    def persistent_load(self, pid: Any) -> Any:
+        if type(pid) is list:
+            if len(pid) % 2:
+                raise ValueError("a key without a value")
+            return PickledDict(pid)
+        if type(pid) is tuple and len(pid) == 1 and type(pid[0]) is tuple:
+            return PickledSet(pid[0])
+        return PersistentId(pid)
+
+
+def _translate(data: bytes, start: int) -> tuple[bytes, int]:
+    """Checks the opcodes of a pickle, and replaces some.
+
+    Returns:
+        The new pickle, and where the old one ends.
+
+    Raises:
+        IndexError: It goes on where the data end.
+        ValueError: An opcode is not on the list, or too large.
+    """
+    parts: list[bytes] = []
+    at = copied = start
+    cost = -_FREE_COST
+    while (code := data[at]) != _STOP:
+        if code in _SKIPPED:
+            at += _SKIPPED[code]
+            continue
+        begin, at = at, at + 1
+        if code in _NUM_LENGTH_BYTES:
+            num_bytes = _NUM_LENGTH_BYTES[code]
+            length = int.from_bytes(data[at : at + num_bytes], "little")
+            if length > _MAX_INT_BYTES and code in _LONGS:
+                raise ValueError(f"an integer of {length} bytes")
+            at += num_bytes + length
+            continue
+        cost += _COST.get(code, 0)
+        if cost > begin - start:
+            raise ValueError("it makes more objects than its length allows")
+        if code in _NUM_BYTES:
+            at += _NUM_BYTES[code]
+            if code in _REPLACED:
+                parts += (data[copied:begin], _REPLACED[code])
+                copied = at
+            elif code == _LONG_PUT and int.from_bytes(data[begin + 1 : at], "little") > at - start:
+                raise ValueError("a place in the memo far behind the others")
+        elif code in _NUM_LINES:
+            for _ in range(_NUM_LINES[code]):
+                at = data.find(b"\n", at) + 1
+                if not at:
+                    raise IndexError
+            line = data[begin + 1 : at]
+            if code in _NUMBER_LINES and len(line) > _MAX_NUMBER_CHARS:
+                raise ValueError(f"a number of {len(line)} digits")
+            if code == _PUT_LINE and int(line) > at - start:
+                raise ValueError("a place in the memo far behind the others")
+        else:
+            raise ValueError(f"{bytes([code])!r} is no opcode that is known")
+    parts.append(data[copied : at + 1])
+    translated = b"".join(parts)
+    return b"\x95" + len(translated).to_bytes(8, "little") + translated, at + 1
+
+
+def persistent_ids(value: Any) -> Iterator[Any]:
+    """Yields all persistent ids in what a pickle holds, those in what cannot be read as well."""
+    return (node.id for node in _nodes(value) if type(node) is PersistentId)
+
+
+def pickled_calls(value: Any) -> set[Global]:
+    """Returns what a pickle would call."""
+    return {node.what for node in _nodes(value) if type(node) is PickledCall}
+
+
+def _nodes(value: Any) -> Iterator[Any]:
+    """Yields all that is described in what a pickle holds, each once."""
+    seen, waiting = set[int](), [value]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        if type(node) is PersistentId:
+            yield node
+        elif type(node) is PickledCall:
+            seen.add(id(node))
+            yield node
+            waiting += [node.args, node.state, node.items, node.pairs]
+        elif type(node) in (list, tuple, PickledDict, PickledSet):
+            seen.add(id(node))
+            waiting += node
