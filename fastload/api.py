@@ -283,7 +283,6 @@ def save(
         metadata,
         storage_options,
         options,
-        in_background=False,
         raise_earlier=SaveHandle.raise_unseen,
     )
     report = saving.save(call, state)

@@ -48,7 +48,7 @@ from bench_parts.save_memory import Generations
 from bench_parts.save_training import Training
 
 from fastload.options import SaveOptions
-from fastload.saving.snapshot import spares
+from fastload.saving.snapshot import buffer_pool
 
 # ---- what the user calls
 
@@ -282,7 +282,7 @@ def stall_rows(folder: str, size: int, shards: str | None, repeats: int, arms: s
         for name, arm in named.items():
             with fresh_path(folder) as path:
                 if name.endswith("first"):
-                    spares.clear()  # as if nothing had been saved in this process before
+                    buffer_pool.clear()  # as if nothing had been saved in this process before
                 before, began = forget_peak(), time.perf_counter()
                 wait = arm(state, path)
                 stall_s = time.perf_counter() - began

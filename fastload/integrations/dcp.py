@@ -275,7 +275,6 @@ class Writer(StorageWriter):
             self._metadata,
             self._storage_options,
             replace(options, parts=options.parts or has_parts, overwrite=options.overwrite is not False),
-            in_background=False,
             raise_earlier=SaveHandle.raise_unseen,
             names=DCP_NAMES,
         )

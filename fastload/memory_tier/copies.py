@@ -16,7 +16,7 @@ from fastload.base.memory import allocate_staging, host_view
 from fastload.comm.failures import require_left
 from fastload.comm.world import World
 from fastload.memory_tier.groups import Copies
-from fastload.saving.exchange import PacketExchange
+from fastload.saving.exchange import MessageExchange
 from fastload.saving.layout import FileRange
 from fastload.storage.tier_target import TierTarget
 from fastload.transfer.wire import Wire, accept_offers
@@ -31,7 +31,7 @@ _NUM_COMING = 2  # pieces of each source for which there is memory
 class _Piece(NamedTuple):
     """A range of a file on its way from one host to another."""
 
-    supplier: int
+    sender: int
     writer: int
     name: str
     begin: int
@@ -108,7 +108,7 @@ class _Sending:
         self._target = target
         largest = max((piece.nbytes for piece in leaving), default=0)
         self._buffers = [allocate_staging(largest, pinned=False) for _ in range(_NUM_LEAVING)]
-        self._exchange = PacketExchange(world, wire, leaving, self._read, num_buffers=_NUM_LEAVING)
+        self._exchange = MessageExchange(world, wire, leaving, self._read, num_buffers=_NUM_LEAVING)
 
     def run(self, what: str, sources: Sequence[int], names: Sequence[str]) -> int:
         """Sends and receives all; returns how many bytes have come."""

@@ -23,9 +23,9 @@ from fastload.formats.record import CHECKSUM_BYTES
 from fastload.memory_tier.manifest import Table
 from fastload.memory_tier.restore import Found, connect, read_table
 from fastload.options import LoadOptions, SaveOptions
-from fastload.saving.layout import FileRange, Layout, LayoutFile, blocks_of
-from fastload.saving.split import Share
-from fastload.saving.write import BlockHasher, Writing
+from fastload.saving.layout import FileRange, Layout, LayoutFile
+from fastload.saving.split import WriterShare
+from fastload.saving.write import BlockHasher, PartWriter
 from fastload.storage import PatientStorage, Target
 from fastload.storage.tier import JobFolder
 
@@ -145,18 +145,18 @@ def flush(
         ticket = world.agree(f"{what}: preparing", prepare)[source]
         world.agree(f"{what}: joining", lambda: target.join(ticket) if world.rank != source else None)
         names = [name for name, _ in plan.files]
-        writing = Writing(world, target, names, num_threads=options.write_threads, progress=None)
+        writer = PartWriter(world, target, names, num_threads=options.write_threads, progress=None)
 
         def write() -> Mapping[str, Any] | None:
             if world.rank not in found.holders:
                 return None
             with closing(_storage(world, folder, found)) as storage:
-                return _write(storage, names, ranges, writing)
+                return _write(storage, names, ranges, writer)
 
         try:
             receipts = world.settle(what, write)
         finally:
-            writing.close()
+            writer.close()
 
         def publish() -> None:
             if world.rank == source:
@@ -250,19 +250,19 @@ def _parts(
 
 
 def _write(
-    storage: PatientStorage, names: Sequence[str], ranges: Sequence[FileRange], writing: Writing
+    storage: PatientStorage, names: Sequence[str], ranges: Sequence[FileRange], writer: PartWriter
 ) -> Mapping[str, Any]:
     """Writes ranges, and checks the blocks that begin in them; returns the receipt.
 
     Raises:
         ChecksumError: A block is not as it was written.
-        FastloadError: As for `Writing.write`.
+        FastloadError: As for `PartWriter.write`.
     """
     manifest = read_manifest(storage)
     layout = _layout(manifest, names)
-    share = Share.of(layout, ranges, _PIECE_BYTES)
-    hasher = BlockHasher(blocks_of(layout, ranges))
-    receipt = writing.write(share, _Pieces(storage, manifest, names, share.pieces), hasher)
+    share = WriterShare.of(layout, ranges, _PIECE_BYTES)
+    hasher = BlockHasher(layout.blocks_of(ranges))
+    receipt = writer.write(share, _Pieces(storage, manifest, names, share.parts), hasher)
     recorded = {file.name: file.checksums for file in manifest.files}
     for file, stretches in hasher.checksums().items():
         for first, digests in stretches:
@@ -286,7 +286,7 @@ def _layout(manifest: Manifest, names: Sequence[str]) -> Layout:
 
 
 class _Pieces:
-    """Pieces out of the memory of this host; see `saving.snapshot.Slabs`."""
+    """Pieces out of the memory of this host; see `saving.write.PartSource`."""
 
     depth = 4
 
@@ -300,11 +300,7 @@ class _Pieces:
         longest = max((piece.nbytes for piece in pieces), default=0)
         self._buffers = [allocate_staging(longest, pinned=False) for _ in range(self.depth)]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.numel() for buffer in self._buffers)
-
-    def piece(self, index: int) -> memoryview:
+    def part(self, index: int) -> memoryview:
         file, begin, end = self._pieces[index]
         data = host_view(self._buffers[index % self.depth][: end - begin])
         name = self._names[file]

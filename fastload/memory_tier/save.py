@@ -14,11 +14,11 @@ from fastload.memory_tier.copies import send_copies
 from fastload.memory_tier.groups import Copies, plan_copies
 from fastload.memory_tier.manifest import TABLE_NAME, Generation, Table
 from fastload.saving.agree import agree
-from fastload.saving.call import Call
+from fastload.saving.call import SaveCall
 from fastload.saving.commit import commit
-from fastload.saving.plan import Part
-from fastload.saving.save import Begun
-from fastload.saving.snapshot import Spares
+from fastload.saving.plan import SavePlan
+from fastload.saving.save import BegunSave
+from fastload.saving.snapshot import BufferPool
 from fastload.saving.write import open_pending, write
 from fastload.storage import Target
 from fastload.storage.tier import Home, JobFolder
@@ -56,7 +56,7 @@ class GenerationReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationCall(Call):
+class GenerationCall(SaveCall):
     """A call to make a generation.
 
     Attributes:
@@ -67,7 +67,7 @@ class GenerationCall(Call):
         homes: Of each rank, where it keeps what it has.
         job: What the job has on this host.
         target: This host's part of the generation.
-        spares: Where the memory of its copy comes from.
+        buffers: Lends the memory of its snapshot.
     """
 
     name: str
@@ -77,7 +77,7 @@ class GenerationCall(Call):
     homes: Sequence[Home]
     job: JobFolder
     target: TierTarget
-    spares: Spares
+    buffers: BufferPool
 
     @property
     def what(self) -> str:
@@ -85,16 +85,16 @@ class GenerationCall(Call):
         return f"keeping step {self.step} in memory"
 
     @property
-    def memory(self) -> Spares:
-        """Where the memory of its copy comes from."""
-        return self.spares
+    def pool(self) -> BufferPool:
+        """Lends the memory of its snapshot."""
+        return self.buffers
 
     def open_target(self) -> Target:
         """Returns write access to this host's part."""
         return self.target
 
 
-def finish(call: GenerationCall, begun: Begun) -> GenerationReport:
+def finish(call: GenerationCall, begun: BegunSave) -> GenerationReport:
     """Does all that training need not wait for.
 
     Raises:
@@ -104,25 +104,25 @@ def finish(call: GenerationCall, begun: Begun) -> GenerationReport:
     try:
         with world.together():
             if agreed is None:
-                _, agreed = agree(call, lambda: begun.part.described, went_on=True)
+                _, agreed = agree(call, lambda: begun.plan.state, went_on=True)
             # The rest of a block that this rank has begun is written, too: whoever reads it can verify it.
-            share = replace(begun.part.share, tails=frozenset())
-            part = replace(begun.part, share=share)
+            share = replace(begun.plan.share, tails=frozenset())
+            plan = replace(begun.plan, share=share)
             copies = plan_copies(call.homes, world.rank, call.num_copies)
-            names = [file.name for file in part.described.layout.files]
-            target.expect(_room(call, part, copies, names))
-            written = write(call, part, begun.snapshot, open_pending(call, part))
+            names = [file.name for file in plan.state.layout.files]
+            target.expect(_room(call, plan, copies, names))
+            written = write(call, plan, begun.snapshot, open_pending(call, plan))
             copied_bytes = 0
             if copies.num_hosts > 1 and call.num_copies > 1:
-                copied_bytes = send_copies(world, call.what, target, copies, share.pieces, names)
+                copied_bytes = send_copies(world, call.what, target, copies, share.parts, names)
 
             def publish() -> bytes:
-                commit(call, part, written, agreed.metadata)
+                commit(call, plan, written, agreed.metadata)
                 assert target.published is not None
                 return _pack(target.published)
 
-            published = _unpack(world.share(f"{call.what}: recording", part.team.leader, publish))
-            nbytes = part.described.layout.nbytes
+            published = _unpack(world.share(f"{call.what}: recording", plan.group.leader, publish))
+            nbytes = plan.state.layout.nbytes
             record = _record(call, nbytes, published, copies)
             keep = (published.small_files, record.to_bytes()) if copies.leads else None
             world.agree(
@@ -140,7 +140,7 @@ def finish(call: GenerationCall, begun: Begun) -> GenerationReport:
     return GenerationReport(
         call.step,
         nbytes,
-        sum(piece.nbytes for piece in share.pieces),
+        sum(part.nbytes for part in share.parts),
         copied_bytes,
         copies.num_hosts,
         stall_s,
@@ -148,18 +148,16 @@ def finish(call: GenerationCall, begun: Begun) -> GenerationReport:
     )
 
 
-def _room(call: GenerationCall, part: Part, copies: Copies, names: Sequence[str]) -> Room:
+def _room(call: GenerationCall, plan: SavePlan, copies: Copies, names: Sequence[str]) -> Room:
     """Says what is to be on this host: what its ranks write, and as much for each further copy."""
-    layout, pieces = part.described.layout, part.share.pieces
-    own_bytes = sum(piece.nbytes for piece in pieces)
-    facts = [part.described.content.layout, call.homes, call.num_copies]
-    if part.packets is not None:
-        facts.append([sum(piece.nbytes for piece in pieces), len(pieces)])
+    layout, parts = plan.state.layout, plan.share.parts
+    own_bytes = sum(part.nbytes for part in parts)
+    facts = [plan.state.content.layout, call.homes, call.num_copies, own_bytes, len(parts)]
     return Room(
         plan=xxhash.xxh3_128_hexdigest(json.dumps(facts).encode()),
         heads={file.name: file.header for file in layout.files},
         nbytes=own_bytes * len(copies.held) + sum(len(file.header) for file in layout.files),
-        ranges=[(names[file], begin, end) for file, begin, end in pieces],
+        ranges=[(names[file], begin, end) for file, begin, end in parts],
     )
 
 

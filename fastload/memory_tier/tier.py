@@ -20,8 +20,8 @@ from fastload.memory_tier.flush import LastWords, flush
 from fastload.memory_tier.restore import Found, load, survey
 from fastload.memory_tier.save import GenerationCall, GenerationReport, finish
 from fastload.options import LoadOptions, SaveOptions
-from fastload.saving.save import Begun, begin
-from fastload.saving.snapshot import Spares
+from fastload.saving.save import BegunSave, begin
+from fastload.saving.snapshot import BufferPool
 from fastload.storage import Location, Target
 from fastload.storage.tier import Home, JobFolder
 from fastload.storage.tier_leftovers import remove_dead
@@ -154,7 +154,7 @@ class Keeper:
         self._options = _how_to_keep(terms.options)
         self._num_begun = 0
         self._has_failed = False  # which is said once
-        self._spares = Spares(1)
+        self._buffers = BufferPool(1)
         self._asked = _Asked()
         self._units: dict[int, int | None] = {}
         memory = find_memory() if terms.memory == "auto" else terms.memory
@@ -241,7 +241,6 @@ class Keeper:
             metadata=metadata,
             storage_options=None,
             options=self._options,
-            in_background=True,
             raise_earlier=None,
             tracing=Tracing(world, None),
             began=began,
@@ -252,9 +251,9 @@ class Keeper:
             homes=self.homes,
             job=self._folder,
             target=TierTarget(self._folder, name, self._folder.place(name), self._unit),
-            spares=self._spares,
+            buffers=self._buffers,
         )
-        begun: Begun | MemoryError
+        begun: BegunSave | MemoryError
         try:
             begun = begin(call, state)
         except MemoryError as error:  # of which the others have heard: no reason for a training to end
@@ -262,7 +261,7 @@ class Keeper:
         self.last = making = Making(step, lambda: self._finish(call, begun))
         return making
 
-    def _finish(self, call: GenerationCall, begun: Begun | MemoryError) -> GenerationReport:
+    def _finish(self, call: GenerationCall, begun: BegunSave | MemoryError) -> GenerationReport:
         try:
             if isinstance(begun, MemoryError):
                 raise begun

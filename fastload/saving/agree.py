@@ -1,4 +1,4 @@
-"""What the ranks agree on before they write: that they save the same, and who they are."""
+"""The ranks agree that they save the same, and learn which rank holds what, on which host."""
 
 from __future__ import annotations
 
@@ -7,52 +7,47 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastload.comm.world import require_same
 from fastload.errors import PlanMismatch
-from fastload.geometry.box import Box
-from fastload.saving.call import Call
+from fastload.saving.call import SaveCall
 from fastload.saving.compare import (
-    Content,
-    compare_cells,
-    compare_replicas,
-    digest_cells,
-    group_digests,
-    require_alike,
+    StateContent,
+    compare_shards,
+    differing_groups,
+    digest_by_holders,
+    digest_shards,
+    require_same_content,
 )
-from fastload.saving.describe import Described, lay_out_files
+from fastload.saving.describe import EncodedState, lay_out_files
 from fastload.saving.merge import MergedState, boxes_by_rank, pack_boxes, refuse_merge, unpack_boxes
-from fastload.saving.shard_map import Holdings
-from fastload.saving.snapshot import Shards
+from fastload.saving.shard_map import ShardMap
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["Agreed", "agree", "foresee", "has_to_meet", "merge_parts"]
+__all__ = ["SaveAgreement", "agree", "foresee", "has_to_meet"]
 
 _MIN_SHARE_BYTES = 32 << 20  # below, one more writer costs more than it saves
 _MIN_SHARDED_BYTES = 1 << 20  # where its bytes would have to get to another rank
 
 
 @dataclass(frozen=True)
-class Agreed:
+class SaveAgreement:
     """What all ranks know of each other.
 
     Attributes:
         hosts: Host of each rank; see `comm.hosts.node`.
         num_writers: How many ranks write, where the options leave it open.
         metadata: Text to keep with the checkpoint.
-        holdings: Which ranks hold which bytes; None if each holds all.
+        shard_map: Which ranks hold which bytes.
     """
 
     hosts: Sequence[str]
     num_writers: int
     metadata: Mapping[str, str]
-    holdings: Holdings | None
+    shard_map: ShardMap
 
 
-def has_to_meet(call: Call, described: Described) -> bool:
+def has_to_meet(call: SaveCall, state: EncodedState) -> bool:
     """Whether the ranks have to agree before they know who writes what.
 
     That follows from state and options alone, unless it matters which hosts the ranks are on, their tensors
@@ -62,26 +57,23 @@ def has_to_meet(call: Call, described: Described) -> bool:
     options = call.options
     by_options = options.writers == "host" or options.shared is False
     by_options |= options.check_replicas == "full"
-    is_told = described.held is None or described.held.foreseen is not None
-    return by_options or not is_told or call.raise_earlier is not None
+    return by_options or state.shard_map is None or call.raise_earlier is not None
 
 
-def foresee(call: Call, described: Described) -> Agreed:
+def foresee(call: SaveCall, state: EncodedState) -> SaveAgreement:
     """Returns what the ranks will agree on, as far as who writes what follows from it."""
-    size, held = call.world.size, described.held
-    writers = _good_writers(size, described.layout.nbytes, is_sharded=held is not None)
-    foreseen = held.foreseen if held is not None else None
-    return Agreed([call.world.node] * size, writers, call.metadata, foreseen)
+    assert state.shard_map is not None
+    return _agreement(call, state, state.shard_map, [call.world.node] * call.world.size, call.metadata)
 
 
 def agree(
-    call: Call, describe: Callable[[], Described], *, went_on: bool = False
-) -> tuple[Described, Agreed]:
+    call: SaveCall, describe: Callable[[], EncodedState], *, went_on: bool = False
+) -> tuple[EncodedState, SaveAgreement]:
     """Compares what the ranks are about to save, and learns on which hosts they are.
 
     Args:
         call: This rank's call.
-        describe: Says what this rank is about to save.
+        describe: Returns what this rank is about to save.
         went_on: Whether this rank has copied what it contributes by what it has foreseen.
 
     Returns:
@@ -91,72 +83,70 @@ def agree(
         FastloadError: Some rank cannot save, or what the ranks save does not go together.
     """
     world, how = call.world, call.options.check_replicas
-    made: list[Described] = []
+    made: list[EncodedState] = []
 
     def introduce() -> dict[str, Any]:
         if call.raise_earlier is not None:
             call.raise_earlier()
-        made.append(described := describe())
+        made.append(state := describe())
+        shard_map = state.shard_map
         return {
             "host": world.node,
             "same": {"call": "save", "path": call.location.given, **call.options.shared_values()},
-            "content": described.content.digests(),
+            "content": state.content.digests(),
             "metadata": call.metadata if world.rank == 0 else {},
-            "held": _introduce_held(described, world.rank),
+            "shards": shard_map.digest if shard_map is not None else "",
+            "small": digest_by_holders(shard_map, world.rank, state.small)
+            if shard_map and state.small
+            else {},
             "went_on": went_on,
         }
 
     ranks = world.agree(call.what, introduce)
-    [described] = made
+    [state] = made
     require_same([each["same"] for each in ranks])
     what = f"{call.what}: comparing replicas"
-    hosts, metadata = [each["host"] for each in ranks], ranks[0]["metadata"]
-    if all(each["held"] is None for each in ranks):
-        require_alike(world, what, described.content, [each["content"] for each in ranks])
-        if how == "full":
-            compare_replicas(world, described.layout, described.source, what=what)
-        writers = _good_writers(world.size, described.layout.nbytes, is_sharded=False)
-        return described, Agreed(hosts, writers, metadata, None)
-    if _is_foreseen(ranks) and described.held is not None and described.held.foreseen is not None:
-        require_alike(world, what, described.content, [each["content"] for each in ranks])
-        holdings, small = described.held.foreseen, described.held.small
-        if how == "small" and _differ([each["held"]["small"] for each in ranks]):
-            compare_cells(world, described.layout, holdings, lambda: small, what=what)
+    shard_map = state.shard_map if _have_foreseen_the_same(ranks) else None
+    if shard_map is not None:
+        require_same_content(world, what, state.content, [each["content"] for each in ranks])
+        if how == "small" and differing_groups([each["small"] for each in ranks]):
+            compare_shards(world, state.layout, shard_map, lambda: state.small, what=what)
     else:
         _refuse_foresight(ranks)
-        described, holdings = merge_parts(call, described)
-    if how == "full" or (how == "small" and not _is_foreseen(ranks)):
-        layout, shards = described.layout, Shards(described.layout, described.source)
-        digest = partial(digest_cells, layout, holdings, shards, world.rank, how=how)
-        compare_cells(world, layout, holdings, digest, what=what)
-    writers = _good_writers(world.size, described.layout.nbytes, is_sharded=True)
-    return described, Agreed(hosts, writers, metadata, holdings)
+        state, shard_map = _merge_states(call, state)
+        if how == "small":
+            _compare(call, state, shard_map, what)
+    if how == "full":
+        _compare(call, state, shard_map, what)
+    hosts = [each["host"] for each in ranks]
+    return state, _agreement(call, state, shard_map, hosts, ranks[0]["metadata"])
 
 
-def _introduce_held(described: Described, rank: int) -> dict[str, Any] | None:
-    """Returns what the ranks compare of what they hold; None if this one holds all of its state."""
-    held = described.held
-    if held is None:
-        return None
-    if held.foreseen is None:
-        return {"holdings": "", "small": {}}
-    small = group_digests(described.layout, held.foreseen, rank, held.small)
-    return {"holdings": held.foreseen.digest, "small": small}
+def _agreement(
+    call: SaveCall,
+    state: EncodedState,
+    shard_map: ShardMap,
+    hosts: Sequence[str],
+    metadata: Mapping[str, str],
+) -> SaveAgreement:
+    # More writers where each rank holds its own part of the bytes.
+    least_bytes = _MIN_SHARE_BYTES if shard_map.is_replicated else _MIN_SHARDED_BYTES
+    num_writers = max(1, min(call.world.size, state.layout.nbytes // least_bytes))
+    return SaveAgreement(hosts, num_writers, metadata, shard_map)
 
 
-def _is_foreseen(ranks: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all ranks have the same state, and have foreseen alike who holds what of it."""
-    has_one_form = len({each["content"][0] for each in ranks}) == 1
-    holdings = {each["held"]["holdings"] if each["held"] is not None else "" for each in ranks}
-    return has_one_form and len(holdings) == 1 and "" not in holdings
+def _compare(call: SaveCall, state: EncodedState, shard_map: ShardMap, what: str) -> None:
+    """Compares the shards that several ranks hold."""
+    world, layout, how = call.world, state.layout, call.options.check_replicas
+    digest = partial(digest_shards, layout, shard_map, state.reader, world.rank, how=how)
+    compare_shards(world, layout, shard_map, digest, what=what)
 
 
-def _differ(digests: Sequence[Mapping[str, str]]) -> bool:
-    """Whether some ranks have different digests of the same."""
-    known: dict[str, str] = {}
-    return any(
-        known.setdefault(group, sums) != sums for of_rank in digests for group, sums in of_rank.items()
-    )
+def _have_foreseen_the_same(ranks: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the ranks have told alike who holds what; of replicas even where the states differ."""
+    maps = {each["shards"] for each in ranks}
+    forms = {each["content"][0] for each in ranks}
+    return maps == {"replicated"} or (len(maps) == len(forms) == 1 and "" not in maps)
 
 
 def _refuse_foresight(ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -169,13 +159,7 @@ def _refuse_foresight(ranks: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _good_writers(num_ranks: int, nbytes: int, *, is_sharded: bool) -> int:
-    """Returns how many writers so many bytes are worth; more, if each rank holds its own part of them."""
-    least_bytes = _MIN_SHARDED_BYTES if is_sharded else _MIN_SHARE_BYTES
-    return max(1, min(num_ranks, nbytes // least_bytes))
-
-
-def merge_parts(call: Call, described: Described) -> tuple[Described, Holdings]:
+def _merge_states(call: SaveCall, state: EncodedState) -> tuple[EncodedState, ShardMap]:
     """Tells the other ranks what this one has, and merges what all have.
 
     Raises:
@@ -183,24 +167,16 @@ def merge_parts(call: Call, described: Described) -> tuple[Described, Holdings]:
         FastloadError: Some rank could not tell.
     """
     world, what = call.world, f"{call.what}: telling what each rank has"
-    content = described.content
+    content, reader = state.content, state.reader
     form = zlib.compress(json.dumps([content.structure, content.specs]).encode(), level=1)
     forms = world.gather_bytes(what, lambda: form)
-    boxes = world.gather_bytes(what, lambda: pack_boxes(_boxes_of(described)))
-    whole = MergedState.of(forms)
-    layout = lay_out_files(whole.specs, call.options)
-    held = boxes_by_rank([unpack_boxes(packed) for packed in boxes])
-    holdings = Holdings(layout, held)
-    if holdings.missing:
-        refuse_merge("the ranks together do not have the whole state", holdings.missing)
-    merged = Content(whole.structure, layout.digest(), whole.specs, {})
-    return replace(
-        described, content=merged, layout=layout, source=described.source.laid_out(layout)
-    ), holdings
-
-
-def _boxes_of(described: Described) -> Mapping[str, tuple[Box, ...]]:
-    if described.held is not None:
-        return described.held.boxes
-    names = (spec.name for spec in described.content.specs)
-    return {name: (Box.whole(described.source.tensor(name).shape),) for name in names}
+    packed = world.gather_bytes(
+        what, lambda: pack_boxes({spec.name: reader.boxes(spec.name) for spec in content.specs})
+    )
+    merged = MergedState.of(forms)
+    layout = lay_out_files(merged.specs, call.options)
+    shard_map = ShardMap(layout, world.size, boxes_by_rank([unpack_boxes(each) for each in packed]))
+    if missing := shard_map.missing():
+        refuse_merge("the ranks together do not have the whole state", missing)
+    content = StateContent(merged.structure, layout.digest(), merged.specs, {})
+    return replace(state, content=content, layout=layout, reader=reader.with_layout(layout)), shard_map

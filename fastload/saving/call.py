@@ -13,36 +13,38 @@ from fastload.comm.world import World, meet
 from fastload.formats.names import NAMES
 from fastload.options import SAVE_SETTINGS, SaveOptions
 from fastload.report import SaveReport
-from fastload.saving.snapshot import Spares, spares
+from fastload.saving.snapshot import BufferPool, buffer_pool
 from fastload.storage import Location, Target, locate, name_of, open_target
 from fastload.storage.names import Names
 
-__all__ = ["Call", "Turn", "make_call"]
+__all__ = ["QueuedSave", "SaveCall", "make_call"]
+
+_MAX_ATTEMPT_S = 30.0  # for one request: what takes longer has stalled
 
 
-class Turn(Protocol):
+class QueuedSave(Protocol):
     """One of several saves that are written one after the other, on all ranks in the same order.
 
     All ranks hear from rank 0 whether it is written, when its turn has come there.
 
     Attributes:
-        memory: Where the memory of its copy comes from.
+        pool: Lends the memory of its snapshot.
     """
 
     @property
-    def memory(self) -> Spares:
+    def pool(self) -> BufferPool:
         """See above."""
         ...
 
-    def hold(self, give_back: Callable[[], None]) -> None:
-        """Takes what gives the memory of the copy back, should the save never be written."""
+    def hold(self, release: Callable[[], None]) -> None:
+        """Takes a callback that frees the snapshot, should the save never be written."""
         ...
 
     def run(self, work: Callable[[], SaveReport | None]) -> SaveReport | None:
         """Does all that is left to do of the save."""
         ...
 
-    def come(self) -> bool:
+    def await_turn(self) -> bool:
         """Waits until it is to be written or not, as far as this rank can tell; returns which."""
         ...
 
@@ -51,15 +53,12 @@ class Turn(Protocol):
         ...
 
     def came_instead_of(self) -> tuple[str, ...]:
-        """Returns where the earlier saves would be that were not written, in favour of this one; once."""
+        """Returns the URLs of the earlier saves that were not written, in favour of this one; once."""
         ...
 
 
-_MAX_ATTEMPT_S = 30.0  # for one request: what takes longer has stalled
-
-
 @dataclass(frozen=True)
-class Call:
+class SaveCall:
     """A call to save.
 
     Attributes:
@@ -68,11 +67,10 @@ class Call:
         metadata: Text of the user's; that of rank 0 counts.
         storage_options: For the target.
         options: How.
-        in_background: Whether the caller waits for the snapshot only.
         raise_earlier: Raises what is left to raise of an earlier save; None if no rank can have anything.
         tracing: Records the save.
         began: `time.perf_counter` of the call.
-        turn: When it is written; None for at once.
+        queued: Its place among the saves of a training; None to write at once.
         names: What files are called, and what may be replaced.
     """
 
@@ -81,17 +79,16 @@ class Call:
     metadata: Mapping[str, str]
     storage_options: Mapping[str, Any] | None
     options: SaveOptions
-    in_background: bool
     raise_earlier: Callable[[], None] | None
     tracing: Tracing
     began: float
-    turn: Turn | None = None
+    queued: QueuedSave | None = None
     names: Names = NAMES
 
     @property
-    def memory(self) -> Spares:
-        """Where the memory of its copy comes from."""
-        return self.turn.memory if self.turn is not None else spares
+    def pool(self) -> BufferPool:
+        """Lends the memory of its snapshot."""
+        return self.queued.pool if self.queued is not None else buffer_pool
 
     @property
     def url(self) -> str:
@@ -102,11 +99,6 @@ class Call:
     def what(self) -> str:
         """Name of the save, for messages."""
         return f"saving to {self.location}"
-
-    @property
-    def folder(self) -> str:
-        """What the checkpoints of a training have in common."""
-        return self.url.rstrip("/").rpartition("/")[0]
 
     def open_target(self) -> Target:
         """Opens write access; nothing is asked of the storage yet.
@@ -126,7 +118,7 @@ class Call:
         )
 
     def tell(self, report: SaveReport) -> None:
-        """Hands the report to whoever wants it."""
+        """Calls `on_report`."""
         if self.options.on_report is not None:
             self.options.on_report(report)
 
@@ -138,11 +130,10 @@ def make_call(
     storage_options: Mapping[str, Any] | None,
     options: SaveOptions | None,
     *,
-    in_background: bool,
     raise_earlier: Callable[[], None] | None,
-    turn: Turn | None = None,
+    queued: QueuedSave | None = None,
     names: Names = NAMES,
-) -> Call:
+) -> SaveCall:
     """Has all ranks meet for a save; args are those of `fastload.save`, or attributes of the call.
 
     Raises:
@@ -160,16 +151,15 @@ def make_call(
         timeout_s=lambda ready: ready[2].timeout_s,
         default_s=getattr(options, "timeout_s", SAVE_SETTINGS["timeout_s"].default),
     )
-    return Call(
+    return SaveCall(
         world,
         location,
         metadata=texts,
         storage_options=storage_options,
         options=chosen,
-        in_background=in_background,
         raise_earlier=raise_earlier,
         tracing=Tracing(world, chosen.trace),
         began=began,
-        turn=turn,
+        queued=queued,
         names=names,
     )

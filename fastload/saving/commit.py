@@ -8,34 +8,34 @@ from functools import partial
 from fastload.errors import StorageError
 from fastload.formats.names import INDEX_NAME, RECORD_NAME
 from fastload.formats.record import CHECKSUM_BYTES, Record, RecordedFile, checksum
-from fastload.saving.call import Call
+from fastload.saving.call import SaveCall
 from fastload.saving.layout import Layout, LayoutFile
-from fastload.saving.per_rank import OwnFiles
-from fastload.saving.plan import Part
-from fastload.saving.write import Receipt, Written, collect
+from fastload.saving.per_rank import PerRankFiles
+from fastload.saving.plan import SavePlan
+from fastload.saving.write import WriteReceipt, WriteResult, collect_receipts
 
 __all__ = ["commit"]
 
 
-def commit(call: Call, part: Part, written: Written, metadata: Mapping[str, str]) -> OwnFiles:
+def commit(call: SaveCall, plan: SavePlan, result: WriteResult, metadata: Mapping[str, str]) -> PerRankFiles:
     """Writes index, the ranks' own values and commit record, and makes the checkpoint exist.
 
     Args:
         call: The leader's call; all ranks have written.
-        part: Its part.
-        written: What they have.
+        plan: Its plan.
+        result: What they have written.
         metadata: Text of the user's.
 
     Returns:
-        What the ranks have of their own.
+        The files with the ranks' own values.
 
     Raises:
         StorageError: Bytes or checksums are missing, or storage failed.
         CheckpointExists: Another save was faster.
     """
-    described, layout, target = part.described, part.described.layout, part.target
-    structure, own = described.own.gather(described.content.structure, block_bytes=layout.block_bytes)
-    receipts = collect(call.world, part.team, written.receipt, written.handed_in, what=call.what)
+    state, layout, target = plan.state, plan.state.layout, plan.target
+    structure, own = state.own.gather(state.content.structure, block_bytes=layout.block_bytes)
+    receipts = collect_receipts(call.world, plan.group, result, what=call.what)
     record = Record(
         block_bytes=layout.block_bytes,
         files=(
@@ -61,7 +61,7 @@ def _record_own(block_bytes: int, file: LayoutFile, content: bytes) -> RecordedF
     return RecordedFile(file.name, file.nbytes, len(file.header), checksum(file.header), bytes(sums))
 
 
-def _recorded(layout: Layout, receipts: Sequence[Receipt], url: str) -> tuple[RecordedFile, ...]:
+def _recorded(layout: Layout, receipts: Sequence[WriteReceipt], url: str) -> tuple[RecordedFile, ...]:
     files = []
     for index, file in enumerate(layout.files):
         stretches = sorted(stretch for each in receipts for stretch in each.checksums.get(index, ()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
@@ -25,23 +25,25 @@ from fastload.formats.dtensors import is_dtensor
 from fastload.formats.dtypes import DTYPES
 from fastload.formats.saved import SavedTensor, children_of, leaf_of
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
-from fastload.saving.layout import FileRange, Layout, TensorSpec
-from fastload.saving.messages import Packet, Stretch
-from fastload.saving.shard_map import Cell, Holdings
-from fastload.saving.snapshot import Shards, Source
+from fastload.saving.layout import Layout, TensorSpec
+from fastload.saving.messages import ShardRange
+from fastload.saving.shard_map import MappedShard, ShardMap
+from fastload.saving.snapshot import StateReader
 
 __all__ = [
-    "PIECE_BYTES",
-    "Content",
-    "compare_cells",
-    "compare_replicas",
-    "digest_cells",
-    "group_digests",
-    "pieces",
-    "require_alike",
+    "StateContent",
+    "compare_shards",
+    "differing_groups",
+    "digest_by_holders",
+    "digest_shards",
+    "require_same_content",
     "small_tensors",
 ]
 
+_PIECE_BYTES = 8 << 20  # copied and hashed at once
+_DIGEST_BYTES = 8
+_UNKNOWN = bytes(_DIGEST_BYTES)  # of a shard that was not looked at
+_Replica = tuple[int, MappedShard]  # number of the tensor, and the shard
 _MAX_NUM = 1024  # a few milliseconds
 _MAX_BYTES = 64 << 10  # of one tensor
 _MAX_BYTES_OF_ALL = 4 << 20
@@ -90,7 +92,7 @@ def _spread(starts: Sequence[int], num: int) -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class Content:
+class StateContent:
     """What one rank is about to save, as far as the ranks compare it.
 
     Attributes:
@@ -118,21 +120,23 @@ class Content:
         return zlib.compress(text.encode(), level=1)
 
     @classmethod
-    def from_bytes(cls, packed: bytes) -> Content:
+    def from_bytes(cls, packed: bytes) -> StateContent:
         """Unpacks what `to_bytes` packed."""
         structure, layout, specs, small = json.loads(zlib.decompress(packed))
         data = {name: bytes.fromhex(text) for name, text in small.items()}
         return cls(structure, layout, [TensorSpec(*spec) for spec in specs], data)
 
 
-def require_alike(world: World, what: str, content: Content, digests: Sequence[Sequence[str]]) -> None:
+def require_same_content(
+    world: World, what: str, content: StateContent, digests: Sequence[Sequence[str]]
+) -> None:
     """Checks that all ranks are about to save the same.
 
     Args:
         world: The ranks.
         what: Name of the step, for messages.
         content: What this rank is about to save.
-        digests: The `Content.digests` of each rank.
+        digests: The `StateContent.digests` of each rank.
 
     Raises:
         PlanMismatch: Plain values, names, dtypes or shapes differ; names the places and the values.
@@ -142,7 +146,7 @@ def require_alike(world: World, what: str, content: Content, digests: Sequence[S
     if all(each == digests[0] for each in digests):
         return
     first = world.share(what, 0, content.to_bytes)
-    found = world.agree(what, lambda: _found(Content.from_bytes(first), content))
+    found = world.agree(what, lambda: _found(StateContent.from_bytes(first), content))
     has_one_form = all(each[0] == digests[0][0] for each in digests)
     places: dict[str, list[str]] = {}
     for rank, (_, few) in enumerate(found):
@@ -150,7 +154,7 @@ def require_alike(world: World, what: str, content: Content, digests: Sequence[S
             places.setdefault(place, [f"rank 0 {there}"]).append(f"rank {rank} {here}")
     if has_one_form and not places:
         return  # the same tensors are in host memory on some ranks only
-    lines = [f"  {place}: {_some(texts)}" for place, texts in islice(places.items(), _NUM_SHOWN)]
+    lines = [f"  {place}: {_first_few(texts)}" for place, texts in islice(places.items(), _NUM_SHOWN)]
     more = max(len(places), *(count for count, _ in found)) - len(lines)
     lines += [f"  and at least {more} more"] if more > 0 else []
     if has_one_form:
@@ -160,11 +164,11 @@ def require_alike(world: World, what: str, content: Content, digests: Sequence[S
     raise PlanMismatch("\n".join([head, *lines, _HINT]))
 
 
-def _some(texts: Sequence[str]) -> str:
+def _first_few(texts: Sequence[str]) -> str:
     return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
 
 
-def _found(first: Content, own: Content) -> tuple[int, list[tuple[str, str, str]]]:
+def _found(first: StateContent, own: StateContent) -> tuple[int, list[tuple[str, str, str]]]:
     """Returns how many places differ, and the first few of them, of each list too, with what is there."""
     num, num_in = 0, Counter[Any]()
     few: list[tuple[str, str, str]] = []
@@ -183,7 +187,7 @@ _Place = tuple[tuple[Any, ...], str, str]
 class _Comparison:
     """One walk through the states of two ranks at once."""
 
-    def __init__(self, one: Content, other: Content) -> None:
+    def __init__(self, one: StateContent, other: StateContent) -> None:
         self._contents = contents = (one, other)
         self._specs = [{spec.name: spec for spec in content.specs} for content in contents]
 
@@ -258,196 +262,179 @@ def _values(spec: TensorSpec, data: bytes) -> str:
     return f" {(numbers if not numbers.is_floating_point() else numbers.double()).tolist()}"
 
 
-PIECE_BYTES = 8 << 20
-"""Most bytes that are copied and hashed at once."""
-_DIGEST_BYTES = 8
-_NUM_SHOWN_REPLICAS = 20
-
-
-def _digests(layout: Layout, source: Source) -> bytes:
-    """Returns one xxh3-64 for each tensor, in layout order."""
-    memory = allocate_staging(PIECE_BYTES, pinned=source.on_device)
-    digests = bytearray()
-    for index, file in enumerate(layout.files):
-        for entry in file.tensors:
-            hasher = xxhash.xxh3_64()
-            for begin, end in pieces(entry.nbytes):
-                piece = FileRange(index, entry.offset + begin, entry.offset + end)
-                slab = memory[: piece.end - piece.begin]
-                source.copy(piece, slab)
-                source.settle()
-                hasher.update(host_view(slab))
-            digests += hasher.digest()
-    return bytes(digests)
-
-
-def compare_replicas(world: World, layout: Layout, source: Source, *, what: str) -> None:
-    """Compares the tensors of all ranks.
-
-    Args:
-        world: The ranks.
-        layout: The files.
-        source: This rank's tensors.
-        what: Name of the step, for messages.
-
-    Raises:
-        ReplicaMismatch: They differ; names ranks and tensors. The same on all ranks.
-        PeerError: Some rank could not say.
-    """
-    own = b""
-
-    def digest() -> str:
-        nonlocal own
-        own = _digests(layout, source)
-        return xxhash.xxh3_128_hexdigest(own)
-
-    if len(set(world.agree(what, digest))) == 1:
-        return
-    # A mismatch is rare: only then do the ranks learn the digests of one, and tell where theirs are others.
-    first = world.share(what, 0, lambda: own)
-    unlike = world.agree(what, lambda: _unlike(first, own))
-    raise ReplicaMismatch(
-        "the ranks hold different tensors, so nothing was saved:\n" + "\n".join(_differences(layout, unlike))
-    )
-
-
-def pieces(nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yields ranges of so many bytes that are copied and hashed at once."""
-    for begin in range(0, nbytes, PIECE_BYTES):
-        yield begin, min(begin + PIECE_BYTES, nbytes)
-
-
-def _unlike(first: bytes, own: bytes) -> tuple[int, list[tuple[int, str]]]:
-    """Returns how many of this rank's digests are not those of the first, and the first few of them."""
-    size = _DIGEST_BYTES
-    unlike = [at for at in range(0, len(own), size) if first[at : at + size] != own[at : at + size]]
-    few = [(at // size, own[at : at + size].hex()) for at in unlike[:_NUM_SHOWN_REPLICAS]]
-    return len(unlike), few
-
-
-def _differences(layout: Layout, unlike: Sequence[tuple[int, Sequence[tuple[int, str]]]]) -> list[str]:
-    """Says for the first tensors that differ which ranks have not what most have."""
-    few = [dict(few) for _, few in unlike]
-    numbers = sorted({number for digests in few for number in digests})
-    names = [entry.name for file in layout.files for entry in file.tensors]
-    lines = []
-    for number in numbers[:_NUM_SHOWN_REPLICAS]:
-        found = [digests.get(number, "as the first") for digests in few]
-        usual, count = Counter(found).most_common(1)[0]
-        odd = [str(rank) for rank, digest in enumerate(found) if digest != usual]
-        lines.append(f"  {names[number]}: rank {', '.join(odd)} not as the {count} other{'s' * (count > 1)}")
-    more = max(len(numbers), *(count for count, _ in unlike)) - _NUM_SHOWN_REPLICAS
-    return lines + ([f"  and at least {more} more"] if more > 0 else [])
-
-
-_CELL_DIGEST_BYTES = 8
-_UNKNOWN = bytes(_CELL_DIGEST_BYTES)  # nobody looked at it
-_MAX_NUM_CELLS = 1024  # of the cells that the same ranks hold: a few milliseconds
-_MAX_BYTES_CELL = 64 << 10  # of one cell
-_MAX_BYTES_CELLS = 4 << 20
-_NUM_SHOWN_CELLS = 20
-
-
-def digest_cells(
+def digest_shards(
     layout: Layout,
-    holdings: Holdings,
-    shards: Shards,
+    shard_map: ShardMap,
+    reader: StateReader,
     rank: int,
     *,
     how: str,
     skip: Callable[[str], bool] = lambda _: False,
 ) -> bytes:
-    """Returns one xxh3-64 for each cell that this rank and others hold, in order; 0 if it was not looked at.
+    """Returns one xxh3-64 for each shard that this rank and others hold, in order; 0 if it was not looked at.
 
     Args:
         layout: The files.
-        holdings: Which ranks hold which of their bytes.
-        shards: What this rank holds.
+        shard_map: Which ranks hold which of their bytes.
+        reader: Reads what this rank holds.
         rank: This rank.
-        how: ``small``: of small cells in host memory, as many as take a few milliseconds; or ``full``.
-        skip: Whether not to look at a tensor, by its name.
+        how: ``small``: of small shards in host memory, as many as take a few milliseconds; or ``full``.
+        skip: Whether to leave out a tensor, by its name.
     """
     digests, memory = bytearray(), None
-    nums: Counter[tuple[int, ...]] = Counter()
-    sizes: Counter[tuple[int, ...]] = Counter()
-    for number, cell in holdings.shared(rank):
-        name, nbytes = layout.space.extents[number].name, cell.runs.total
-        is_small = nbytes <= min(_MAX_BYTES_CELL, _MAX_BYTES_CELLS - sizes[cell.holders])
-        is_cheap = is_small and nums[cell.holders] < _MAX_NUM_CELLS and shards.is_in_host_memory(name)
+    nums: Counter[Sequence[int]] = Counter()
+    sizes: Counter[Sequence[int]] = Counter()
+    for number, shard in shard_map.replicated(rank):
+        name, nbytes = layout.space.extents[number].name, shard.runs.total
+        is_small = nbytes <= min(_MAX_BYTES, _MAX_BYTES_OF_ALL - sizes[shard.holders])
+        is_cheap = is_small and nums[shard.holders] < _MAX_NUM and reader.is_in_host_memory(name)
         if skip(name) or (how == "small" and not is_cheap):
             digests += _UNKNOWN
             continue
-        nums[cell.holders] += 1
-        sizes[cell.holders] += nbytes
-        memory = memory if memory is not None else allocate_staging(PIECE_BYTES, pinned=shards.on_device)
+        nums[shard.holders] += 1
+        sizes[shard.holders] += nbytes
+        memory = memory if memory is not None else allocate_staging(_PIECE_BYTES, pinned=reader.on_device)
         hasher = xxhash.xxh3_64()
-        for begin, end in pieces(nbytes):
-            slab = memory[: end - begin]
-            shards.copy(Packet(rank, rank, 0, (Stretch(number, cell, begin, end),)), slab)
-            shards.settle()
-            hasher.update(host_view(slab))
+        for begin in range(0, nbytes, _PIECE_BYTES):
+            end = min(begin + _PIECE_BYTES, nbytes)
+            reader.copy([ShardRange(number, shard, begin, end)], memory[: end - begin])
+            reader.settle()
+            hasher.update(host_view(memory[: end - begin]))
         digests += hasher.digest()
     return bytes(digests)
 
 
-def group_digests(layout: Layout, holdings: Holdings, rank: int, digests: bytes) -> dict[str, str]:
-    """Returns one digest for all cells that the same ranks hold, by these ranks.
+def digest_by_holders(shard_map: ShardMap, rank: int, digests: bytes) -> dict[str, str]:
+    """Returns one digest for all shards that the same ranks hold, by these ranks.
 
     Args:
-        layout: The files.
-        holdings: Which ranks hold which of their bytes.
+        shard_map: Which ranks hold which shards.
         rank: This rank.
-        digests: From `digest_cells`.
+        digests: From `digest_shards`.
     """
-    found: dict[tuple[int, ...], bytearray] = defaultdict(bytearray)
-    for at, (_, cell) in enumerate(holdings.shared(rank)):
-        found[cell.holders] += digests[_CELL_DIGEST_BYTES * at : _CELL_DIGEST_BYTES * (at + 1)]
+    found: dict[Sequence[int], bytearray] = defaultdict(bytearray)
+    for shard, digest in _by_shard(shard_map, rank, digests):
+        found[shard[1].holders] += digest
     return {
-        ",".join(map(str, holders)): xxhash.xxh3_64_hexdigest(bytes(sums))
+        _name_of(holders): xxhash.xxh3_64_hexdigest(bytes(sums))
         for holders, sums in found.items()
         if any(sums)
     }
 
 
-def compare_cells(
-    world: World, layout: Layout, holdings: Holdings, digest: Callable[[], bytes], *, what: str
+def compare_shards(
+    world: World, layout: Layout, shard_map: ShardMap, digest: Callable[[], bytes], *, what: str
 ) -> None:
-    """Compares what ranks hold of the same cells.
+    """Compares what ranks hold of the same shards.
 
     Args:
         world: The ranks.
         layout: The files.
-        holdings: Which ranks hold which of their bytes.
-        digest: Returns what `digest_cells` does.
+        shard_map: Which ranks hold which of their bytes.
+        digest: Returns what `digest_shards` does.
         what: Name of the step, for messages.
 
     Raises:
         ReplicaMismatch: They differ; names ranks and tensors. The same on all ranks.
         PeerError: Some rank could not say.
     """
-    found: dict[tuple[int, Cell], dict[bytes, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, digests in enumerate(world.gather_bytes(what, digest)):
-        for at, place in enumerate(holdings.shared(rank)):
-            digest_of_cell = digests[_CELL_DIGEST_BYTES * at : _CELL_DIGEST_BYTES * (at + 1)]
-            if digest_of_cell and digest_of_cell != _UNKNOWN:
-                found[place][digest_of_cell].append(rank)
-    unlike = [(place, ranks_of) for place, ranks_of in found.items() if len(ranks_of) > 1]
+    own: dict[_Replica, bytes] = {}
+
+    def summarize() -> dict[str, str]:
+        digests = digest()
+        own.update(_by_shard(shard_map, world.rank, digests))
+        return digest_by_holders(shard_map, world.rank, digests)
+
+    unlike = differing_groups(world.agree(what, summarize))
     if not unlike:
         return
+    # Rare: only then do the first holders tell their digests, and the others where theirs differ.
+    told = world.gather_bytes(
+        what,
+        lambda: b"".join(own[shard] for shard in _first_held(shard_map, world.rank, unlike)),
+    )
+    first: dict[_Replica, bytes] = {}
+    for rank, digests in enumerate(told):
+        first.update(zip(_first_held(shard_map, rank, unlike), _cut(digests), strict=True))
+    differing = world.agree(what, lambda: _differing(first, own))
+    odd: dict[_Replica, dict[int, str]] = defaultdict(dict)
+    for rank, (_, few) in enumerate(differing):
+        replicated = shard_map.replicated(rank) if few else []
+        for at, digest_here in few:
+            odd[replicated[at]][rank] = digest_here
+    if not odd:
+        return  # the same shards were looked at on some ranks only
     lines = [
-        f"  {layout.space.extents[number].name}: {_odd(list(ranks_of.values()))}"
-        for (number, _), ranks_of in unlike[:_NUM_SHOWN_CELLS]
+        f"  {layout.space.extents[number].name}: {_odd_ranks(shard.holders, ranks, world.size)}"
+        for (number, shard), ranks in islice(sorted(odd.items(), key=lambda item: item[0][0]), _NUM_SHOWN)
     ]
-    more = len(unlike) - len(lines)
-    lines += [f"  and {more} more"] if more else []
+    more = max(len(odd), *(count for count, _ in differing)) - len(lines)
+    lines += [f"  and at least {more} more"] if more > 0 else []
     raise ReplicaMismatch("the ranks hold different tensors, so nothing was saved:\n" + "\n".join(lines))
 
 
-def _odd(variants: Sequence[Sequence[int]]) -> str:
-    usual = max(variants, key=len)
-    odd = sorted(rank for ranks in variants if ranks is not usual for rank in ranks)
-    return f"rank {_some_ranks(odd)} not as rank {_some_ranks(usual)}"
+def _differing(
+    first: Mapping[_Replica, bytes], own: Mapping[_Replica, bytes]
+) -> tuple[int, list[tuple[int, str]]]:
+    """Returns how many of this rank's digests differ from the first holders', and the first few."""
+    unlike = [
+        (at, digest.hex())
+        for at, (shard, digest) in enumerate(own.items())
+        if digest != first.get(shard, digest) and _UNKNOWN not in (digest, first[shard])
+    ]
+    return len(unlike), unlike[:_NUM_SHOWN]
 
 
-def _some_ranks(ranks: Sequence[int]) -> str:
+def _odd_ranks(holders: Sequence[int], digests: Mapping[int, str], num_ranks: int) -> str:
+    """Names the holders of a shard that differ from most, given the digests that differ from the first."""
+    variants: dict[str, list[int]] = defaultdict(list)
+    for rank in holders:
+        variants[digests.get(rank, "as the first")].append(rank)
+    usual = max(variants.values(), key=len)
+    odd = [rank for rank in holders if rank not in usual]
+    most = (
+        f"the {len(usual)} other{'s' * (len(usual) > 1)}"
+        if len(holders) == num_ranks
+        else f"rank {_some(usual)}"
+    )
+    return f"rank {_some(odd)} not as {most}"
+
+
+def _some(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:4])) + (", …" if len(ranks) > 4 else "")
+
+
+def differing_groups(digests: Sequence[Mapping[str, str]]) -> set[str]:
+    """Returns the groups of holders of which some ranks have different digests; see `digest_by_holders`."""
+    known: dict[str, str] = {}
+    return {
+        group
+        for of_rank in digests
+        for group, digest in of_rank.items()
+        if known.setdefault(group, digest) != digest
+    }
+
+
+def _name_of(holders: Sequence[int]) -> str:
+    return xxhash.xxh3_64_hexdigest(",".join(map(str, holders)).encode())
+
+
+def _cut(digests: bytes) -> list[bytes]:
+    return [digests[at : at + _DIGEST_BYTES] for at in range(0, len(digests), _DIGEST_BYTES)]
+
+
+def _by_shard(shard_map: ShardMap, rank: int, digests: bytes) -> Iterator[tuple[_Replica, bytes]]:
+    return zip(shard_map.replicated(rank), _cut(digests), strict=True)
+
+
+def _first_held(shard_map: ShardMap, rank: int, groups: Collection[str]) -> list[_Replica]:
+    """Returns the shards that some groups hold, of which a rank is the first holder."""
+    is_wanted: dict[Sequence[int], bool] = {}
+    found = []
+    for number, shard in shard_map.replicated(rank):
+        holders = shard.holders
+        if holders not in is_wanted:
+            is_wanted[holders] = holders[0] == rank and _name_of(holders) in groups
+        if is_wanted[holders]:
+            found.append((number, shard))
+    return found

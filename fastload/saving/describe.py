@@ -1,4 +1,4 @@
-"""The state of one rank → its tensors, laid out in files, and what else there is."""
+"""The state of one rank → its tensors, laid out in files, and everything else as plain values."""
 
 from __future__ import annotations
 
@@ -17,78 +17,67 @@ from fastload.formats.dtensors import BoxesByRank, Group, is_dtensor
 from fastload.formats.dtypes import safetensors_spec
 from fastload.geometry.box import Box
 from fastload.options import SaveOptions
-from fastload.saving.call import Call
-from fastload.saving.compare import Content, digest_cells, small_tensors
+from fastload.saving.call import SaveCall
+from fastload.saving.compare import StateContent, digest_shards, small_tensors
 from fastload.saving.layout import HEADER_METADATA, Layout, TensorSpec, lay_out
-from fastload.saving.per_rank import OwnValues
-from fastload.saving.shard_map import Holdings
-from fastload.saving.snapshot import Shards, Source
+from fastload.saving.per_rank import PerRankValues
+from fastload.saving.shard_map import ShardMap
+from fastload.saving.snapshot import StateReader
 
-__all__ = ["Described", "Held", "describe", "lay_out_files"]
+__all__ = ["EncodedState", "describe", "lay_out_files"]
 
 _NUM_SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Held:
-    """What of its tensors a rank holds, where ranks hold different parts.
-
-    Attributes:
-        boxes: What this rank holds of each tensor.
-        foreseen: What each rank holds, if that can be told without asking: by the placements on meshes of
-            all ranks, and as long as all have the same state.
-        small: Of what is sharded and held by others, too, digests of small cells; see `digest_cells`.
-    """
-
-    boxes: Mapping[str, tuple[Box, ...]]
-    foreseen: Holdings | None
-    small: bytes
-
-
-@dataclass(frozen=True)
-class Described:
-    """What one rank is about to save.
+class EncodedState:
+    """The state that one rank is about to save.
 
     Attributes:
         content: The structure of the state, and what else the ranks compare of it.
-        layout: What every byte of every file is.
-        source: The tensors that these bytes are taken from.
-        own: What this rank has of its own.
-        held: What of the tensors this rank holds; None if all of all, as all other ranks are to do.
+        layout: The files.
+        reader: Reads this rank's tensors.
+        own: This rank's own values.
+        shard_map: Which rank holds what, as far as this one can tell: by placements on meshes of all ranks,
+            if all have the same state. None if only the other ranks can tell.
+        small: Digests of small shards that others hold, too; see `compare.digest_shards`.
     """
 
-    content: Content
+    content: StateContent
     layout: Layout
-    source: Source
-    own: OwnValues
-    held: Held | None
+    reader: StateReader
+    own: PerRankValues
+    shard_map: ShardMap | None
+    small: bytes = b""
 
 
 @uncollected
 @torch.no_grad()  # else each look at a DTensor turns it off and on
-def describe(call: Call, state: Any) -> Described:
+def describe(call: SaveCall, state: Any) -> EncodedState:
     """Takes the state apart, and lays its tensors out.
 
     Raises:
         OptionError: Something in the state, or the metadata, cannot be kept.
     """
-    options = call.options
+    options, world = call.options, call.world
     if not all(isinstance(text, str) for pair in call.metadata.items() for text in pair):
         raise OptionError(f"metadata={call.metadata!r}: must be text by text")
     if state is None:  # seldom meant: what some method returned that changes things in place
         raise OptionError("the state is None: there is nothing to save")
-    description = states.describe(state, call.world.rank)
+    description = states.describe(state, world.rank)
     tensors = description.tensors
     specs = [TensorSpec(name, *safetensors_spec(tensor), tensor.nbytes) for name, tensor in tensors.items()]
     layout = lay_out_files(specs, options)
-    source = Source(layout, tensors)
-    held = _hold(call.world, tensors, layout, source, options)
-    call.tracing.follow({"snapshot": source.watch})
-    small = {}
+    reader = StateReader(layout, tensors)
+    shard_map, small = _foresee_shards(world, tensors, layout, reader, options)
+    call.tracing.follow({"snapshot": reader.watch})
+    compared = {}
     if options.check_replicas == "small":
-        small = small_tensors(specs, tensors, description.starts)
-    content = Content(description.structure, layout.digest(), specs, small)
-    return Described(content, layout, source, OwnValues(call.world, call.what, description), held)
+        compared = small_tensors(specs, tensors, description.starts)
+    content = StateContent(description.structure, layout.digest(), specs, compared)
+    return EncodedState(
+        content, layout, reader, PerRankValues(world, call.what, description), shard_map, small
+    )
 
 
 def lay_out_files(specs: Sequence[TensorSpec], options: SaveOptions) -> Layout:
@@ -101,36 +90,38 @@ def lay_out_files(specs: Sequence[TensorSpec], options: SaveOptions) -> Layout:
     )
 
 
-def _hold(
-    world: World, tensors: Mapping[str, Tensor], layout: Layout, source: Source, options: SaveOptions
-) -> Held | None:
-    """Finds out what this rank holds, and what the others do.
+def _foresee_shards(
+    world: World, tensors: Mapping[str, Tensor], layout: Layout, reader: StateReader, options: SaveOptions
+) -> tuple[ShardMap | None, bytes]:
+    """Returns the shard map, as far as this rank can tell, and digests of small shards.
 
     Raises:
-        OptionError: A DTensor is not what its placements say, or no rank has a part of it.
+        OptionError: A DTensor is not what its placements say.
     """
     sharded = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
     if not sharded and not options.parts:
-        return None
+        return ShardMap(layout, world.size), b""
     group = Group(members_of(world.group), place="the state", call="save")
     problems = [line for name, tensor in sharded.items() for line in group.misfits(name, tensor)]
     if problems:
         shown, more = problems[:_NUM_SHOWN], len(problems) - _NUM_SHOWN
         lines = [*shown, *([f"and {more} more"] if more > 0 else [])]
         raise OptionError("the state cannot be saved: " + "\n  ".join(lines))
+    if options.parts:
+        return None, b""
     everyone = tuple(range(world.size))
-    boxes: dict[str, tuple[Box, ...]] = {}
-    foreseen: dict[str, BoxesByRank | None] = {}
+    boxes: dict[str, BoxesByRank] = {}
+    whole: dict[tuple[Box, ...], BoxesByRank] = {}  # one object for what is equal
     for name, tensor in tensors.items():
-        boxes[name] = tuple(box for box, _ in source.parts(name))
-        is_sharded = name in sharded
-        foreseen[name] = group.boxes_of_all(tensor) if is_sharded else ((boxes[name], everyone),)
-    known = {name: of_all for name, of_all in foreseen.items() if of_all is not None}
-    if options.parts or len(known) < len(foreseen):
-        return Held(boxes, None, b"")
-    holdings, small = Holdings(layout, known), b""
+        if name not in sharded:
+            held = reader.boxes(name)
+            boxes[name] = whole.setdefault(held, ((held, everyone),))
+        elif (of_all := group.boxes_of_all(tensor)) is not None:
+            boxes[name] = of_all
+        else:
+            return None, b""
+    shard_map, small = ShardMap(layout, world.size, boxes), b""
     if options.check_replicas == "small":
-        shards = Shards(layout, source)
         skip = lambda name: name not in sharded  # noqa: E731  (what is plain is compared with the content)
-        small = digest_cells(layout, holdings, shards, world.rank, how="small", skip=skip)
-    return Held(boxes, holdings, small)
+        small = digest_shards(layout, shard_map, reader, world.rank, how="small", skip=skip)
+    return shard_map, small

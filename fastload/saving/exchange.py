@@ -1,4 +1,4 @@
-"""Messages between the ranks that hold shards and the ranks that write them."""
+"""Parts of files, filled with this rank's bytes and with messages from the ranks that hold the others."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
-from threading import Event
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -19,24 +17,23 @@ from fastload.base.threads import background
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.geometry.box import Runs
-from fastload.saving.layout import FileRange, Layout
-from fastload.saving.messages import Packet, Packets, places_of
-from fastload.saving.plan import Depths
-from fastload.saving.snapshot import Shards, Snapshot
+from fastload.saving.messages import ShardMessage, positions_in
+from fastload.saving.plan import SavePlan
+from fastload.saving.snapshot import Snapshot
 from fastload.transfer.rounds import TICK_S, wait_for
 from fastload.transfer.wire import Wire
 
-__all__ = ["Assembly", "Buffers", "Incoming", "PacketExchange"]
+__all__ = ["MessageExchange", "PartAssembler"]
 
-_TAG = 0  # packets for a rank come in the order of its pieces at both ends
-_FOR_EVER = timedelta(days=1)  # a packet waits for its writer, who may write for hours before
+_TAG = 0  # messages for a rank come in the order of its parts at both ends
+_FOR_EVER = timedelta(days=1)  # a message waits for its writer, who may write for hours before
 
 
 class Sendable(Protocol):
-    """What goes from one rank to another: a packet, or a copy of what is written already."""
+    """A message between two ranks."""
 
     @property
-    def supplier(self) -> int:
+    def sender(self) -> int:
         """The rank that it comes from."""
         ...
 
@@ -46,35 +43,35 @@ class Sendable(Protocol):
         ...
 
 
-ItemT = TypeVar("ItemT", bound=Sendable)
+MessageT = TypeVar("MessageT", bound=Sendable)
 
 
-class PacketExchange(Generic[ItemT]):
+class MessageExchange(Generic[MessageT]):
     """Sends what others need as they come to need it, and receives what this rank needs.
 
-    Both in threads of their own: a wait of Gloo's cannot look out for alarms. Packets leave in the order of
-    the pieces that they are for, and every writer has receives open for its next pieces. So the packet for
-    the first piece of all that is not complete is never behind one that waits.
+    Both in threads of their own: a wait inside of Gloo cannot look for failures of other ranks. Messages
+    leave in the order of the parts that they are for, and every writer has receives open for its next parts.
+    So the message for the first incomplete part of all is never behind one that waits.
 
     Args:
         world: The ranks.
-        wire: To those that this rank has packets for, or gets some from; closed in the end.
-        leaving: What others get from this rank, in order.
-        pack: Returns the bytes of a packet, flat uint8, given which of `num_buffers` it may use.
-        num_buffers: Packets under way at once.
+        wire: To those that this rank sends to or receives from; closed in the end.
+        outgoing: Messages to others, in order.
+        pack: Returns the bytes of a message, flat uint8, given which of `num_buffers` it may use.
+        num_buffers: Messages on their way at once.
     """
 
     def __init__(
         self,
         world: World,
         wire: Wire,
-        leaving: Sequence[ItemT],
-        pack: Callable[[ItemT, int], Tensor],
+        outgoing: Sequence[MessageT],
+        pack: Callable[[MessageT, int], Tensor],
         *,
         num_buffers: int,
     ) -> None:
         self._world = world
-        self._leaving = leaving
+        self._outgoing = outgoing
         self._pack = pack
         self._num_buffers = num_buffers
         self._wire = wire
@@ -98,22 +95,22 @@ class PacketExchange(Generic[ItemT]):
         for thread in self._threads:
             thread.start()
 
-    def expect(self, parts: Sequence[tuple[ItemT, Tensor]]) -> threading.Event:
-        """Makes ready to receive packets; returns what is set once all of them are here."""
-        came = threading.Event()
+    def expect(self, messages: Sequence[tuple[MessageT, Tensor]]) -> threading.Event:
+        """Posts receives of messages, each into its buffer; returns what is set once all have arrived."""
+        arrived = threading.Event()
         try:
-            receives = [self._wire.receive(into, packet.supplier, _TAG) for packet, into in parts]
+            receives = [self._wire.receive(into, message.sender, _TAG) for message, into in messages]
         except RuntimeError as error:
             raise Interrupted(f"the exchange broke: {error}") from error
-        self._expected.put((receives, came))
-        return came
+        self._expected.put((receives, arrived))
+        return arrived
 
     def wait(self, event: threading.Event, what: str) -> None:
-        """Waits for packets.
+        """Waits for messages.
 
         Args:
             event: What `expect` returned.
-            what: They are, for messages.
+            what: They are, for error messages.
 
         Raises:
             Interrupted: Another rank failed, or the connection did, or they did not come in time.
@@ -141,14 +138,14 @@ class PacketExchange(Generic[ItemT]):
         self.wait(self._all_sent, "sending to the ranks that write")
 
     def close(self) -> None:
-        """Ends the exchange; what is still under way is abandoned."""
+        """Ends the exchange; messages on their way are abandoned."""
         self._closed = True
         self._expected.put(None)
-        whole = not self._is_alive(TICK_S)
-        if not whole:
+        ended = not self._is_alive(TICK_S)
+        if not ended:
             self._wire.cut()
         if not self._is_alive(10 * TICK_S):
-            self._wire.close(keep=whole and self._error is None and self._all_sent.is_set())
+            self._wire.close(keep=ended and self._error is None and self._all_sent.is_set())
 
     def _is_alive(self, wait_s: float) -> bool:
         for thread in self._threads:
@@ -166,31 +163,31 @@ class PacketExchange(Generic[ItemT]):
             del error  # else error → traceback → frame → error would keep all their memory alive
 
     def _send_all(self) -> None:
-        under_way: deque[Any] = deque()
+        sends: deque[Any] = deque()
         try:
-            for index, packet in enumerate(self._leaving):
-                if len(under_way) == self._num_buffers:
-                    _wait(under_way.popleft())
+            for index, message in enumerate(self._outgoing):
+                if len(sends) == self._num_buffers:
+                    _wait(sends.popleft())
                 if self._closed:
                     return
-                data = self._pack(packet, index % self._num_buffers)
-                under_way.append(_run(lambda: self._wire.send(data, packet.writer, _TAG)))  # noqa: B023
-            while under_way:
-                _wait(under_way.popleft())
+                data = self._pack(message, index % self._num_buffers)
+                sends.append(_run(lambda: self._wire.send(data, message.writer, _TAG)))  # noqa: B023
+            while sends:
+                _wait(sends.popleft())
         except Exception as error:
             self._broke(error)
         self._all_sent.set()
 
     def _await_all(self) -> None:
         while (expected := self._expected.get()) is not None:
-            receives, came = expected
+            receives, arrived = expected
             try:
                 for receive in receives:
                     _wait(receive)
             except Exception as error:
                 self._broke(error)
                 return
-            came.set()
+            arrived.set()
 
     def _broke(self, error: Exception) -> None:
         if self._error is None:
@@ -198,7 +195,7 @@ class PacketExchange(Generic[ItemT]):
 
 
 class _Broken(Exception):
-    """A connection did not last."""
+    """A connection broke."""
 
 
 def _run(call: Callable[[], Any]) -> Any:
@@ -212,86 +209,16 @@ def _wait(work: Any) -> None:
     _run(lambda: work.wait(_FOR_EVER))
 
 
-class Incoming:
-    """What others contribute to the pieces of this rank, which are put together in order.
+class _BufferRing:
+    """Some buffers of the same length, used in turn; allocated on first use.
 
     Args:
-        packets: What the pieces consist of.
-        exchange: Brings it, once it is open.
-        memory: Makes the buffers for it, given the lengths of what comes for each batch; see `Buffers`.
-        num_batches: How many of them there are.
-    """
-
-    def __init__(
-        self,
-        packets: Packets,
-        exchange: PacketExchange[Packet],
-        memory: Callable[[Sequence[int]], Buffers],
-        *,
-        num_batches: int,
-    ) -> None:
-        self._exchange = exchange
-        self._ends = [batch.stop for batch in packets.batches]
-        self._packets = [packets.travelling(number) for number in range(len(self._ends))]
-        lengths = [sum(packet.nbytes for packet in of_batch) for of_batch in self._packets]
-        self._memory = memory(lengths)
-        self._num_batches = num_batches
-        self._posted: deque[tuple[dict[int, Tensor], Event]] = deque()
-        self._number = -1
-        self._left: dict[int, Tensor] = {}
-        self._came = Event()
-
-    def reach(self, piece: int) -> None:
-        """Makes ready to receive what is for a piece, and for later ones; what earlier ones got may go.
-
-        Raises:
-            Interrupted: A connection broke.
-        """
-        while self._number < 0 or self._ends[self._number] <= piece:
-            self._number += 1
-            last = min(self._number + self._num_batches, len(self._ends))
-            for number in range(self._number + len(self._posted), last):
-                self._post(number)
-            self._left, self._came = self._posted.popleft()
-
-    def take(self, packet: Packet) -> Tensor:
-        """Waits for what a rank contributes to the piece that was reached; its packets are taken in order.
-
-        Raises:
-            Interrupted: Another rank failed, or a connection, or it did not come in time.
-        """
-        if not self._came.is_set():
-            self._exchange.wait(self._came, f"piece {packet.number} of this rank")
-        data = self._left[packet.supplier]
-        self._left[packet.supplier] = data[packet.nbytes :]
-        return data[: packet.nbytes]
-
-    def free(self) -> None:
-        """Lets go of the memory."""
-        self._posted.clear()
-        self._left.clear()
-        self._memory = Buffers(0, (), pinned=False)
-
-    def _post(self, number: int) -> None:
-        packets, memory, position = self._packets[number], self._memory, 0
-        parts: list[tuple[Packet, Tensor]] = []
-        for packet in packets:
-            parts.append((packet, memory.get(number)[position : position + packet.nbytes]))
-            position += packet.nbytes
-        came = self._exchange.expect(parts)
-        self._posted.append(({packet.supplier: data for packet, data in parts}, came))
-
-
-class Buffers:
-    """Some buffers of the same length, used in turn; they take no memory before.
-
-    Args:
-        count: How many.
+        count: Number of buffers.
         lengths: Of what goes into them, one at a time, in bytes; the longest one fits.
         pinned: Page-locks them, for copies from an accelerator.
 
     Attributes:
-        kind: The same for those that may take each other's place.
+        kind: Equal for rings that may replace each other.
     """
 
     def __init__(self, count: int, lengths: Sequence[int], *, pinned: bool) -> None:
@@ -301,11 +228,11 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Length of those that were used, in bytes."""
+        """Length of the allocated ones, in bytes."""
         return len(self._buffers) * self.kind[1]
 
     def get(self, index: int) -> Tensor:
-        """Returns the buffer whose turn it is, which whatever used it before has to have left."""
+        """Returns the buffer whose turn it is; its last user has to be done with it."""
         count, largest, pinned = self.kind
         turn = index % count
         if turn not in self._buffers:
@@ -313,149 +240,192 @@ class Buffers:
         return self._buffers[turn]
 
 
-class Assembly:
-    """The pieces of this rank, and what it sends for those of others; see `snapshot.Slabs`.
-
-    What this rank holds itself is copied where it belongs; what others hold comes for some pieces at a time.
+class _Receiver:
+    """Receives the messages for the parts of this rank, some batches ahead.
 
     Args:
-        world: The ranks.
-        layout: The files.
-        pieces: What this rank writes or hashes.
-        packets: What they consist of, and what others need.
-        shards: The tensors of this rank; not asked if there is a snapshot.
-        snapshot: `Packets.own`, if that was copied before.
-        depths: How much is in memory.
-        wire: To other ranks; None if no rank needs anything from another one.
+        batches: The end of each batch, in parts, and its messages.
+        exchange: Brings them, once it is open.
+        buffers: For a batch each.
+        num_ahead: Batches that are expected at once.
     """
 
     def __init__(
         self,
-        world: World,
-        layout: Layout,
-        pieces: Sequence[FileRange],
-        packets: Packets,
-        shards: Shards,
-        snapshot: Snapshot | None,
-        *,
-        depths: Depths,
-        wire: Wire | None,
+        batches: Sequence[tuple[int, Sequence[ShardMessage]]],
+        exchange: MessageExchange[ShardMessage],
+        buffers: _BufferRing,
+        num_ahead: int,
     ) -> None:
-        self._layout = layout
-        self._pieces = pieces
-        self._packets = packets
-        self._shards = shards
-        self._copied = {}
-        if snapshot is not None:
-            places = [(packet.writer, packet.number) for packet in packets.own]
-            self._copied = {place: snapshot.tensor(index) for index, place in enumerate(places)}
-        self.depth = depths.slots
+        self._batches = batches
+        self._exchange = exchange
+        self._buffers = buffers
+        self._num_ahead = num_ahead
+        self._posted: deque[tuple[dict[int, Tensor], threading.Event]] = deque()
+        self._number = -1
+        self._left: dict[int, Tensor] = {}
+        self._arrived = threading.Event()
+
+    def reach(self, part: int) -> None:
+        """Posts receives for a part, and for later ones; the messages of earlier batches may go.
+
+        Raises:
+            Interrupted: A connection broke.
+        """
+        while self._number < 0 or self._batches[self._number][0] <= part:
+            self._number += 1
+            last = min(self._number + self._num_ahead, len(self._batches))
+            for number in range(self._number + len(self._posted), last):
+                self._post(number)
+            self._left, self._arrived = self._posted.popleft()
+
+    def take(self, message: ShardMessage) -> Tensor:
+        """Waits for a message for the part that was reached; those of one rank are taken in order.
+
+        Raises:
+            Interrupted: Another rank failed, or a connection, or it did not come in time.
+        """
+        if not self._arrived.is_set():
+            self._exchange.wait(self._arrived, f"piece {message.number} of this rank")
+        data = self._left[message.sender]
+        self._left[message.sender] = data[message.nbytes :]
+        return data[: message.nbytes]
+
+    def _post(self, number: int) -> None:
+        position = 0
+        expected: list[tuple[ShardMessage, Tensor]] = []
+        for message in self._batches[number][1]:
+            expected.append((message, self._buffers.get(number)[position : position + message.nbytes]))
+            position += message.nbytes
+        arrived = self._exchange.expect(expected)
+        self._posted.append(({message.sender: data for message, data in expected}, arrived))
+
+
+class PartAssembler:
+    """Fills the parts of this rank, and sends its bytes for those of others.
+
+    This rank's own bytes are copied to their place in a part. Messages of others come for some parts at once.
+
+    Args:
+        world: The ranks.
+        plan: This rank's plan.
+        snapshot: All bytes that this rank contributes; None takes them from the state.
+        wire: To other ranks; None if no rank needs anything from another one.
+
+    Attributes:
+        depth: Parts that stay valid: part i until part i + depth is asked for.
+    """
+
+    def __init__(self, world: World, plan: SavePlan, snapshot: Snapshot | None, wire: Wire | None) -> None:
+        self.depth = plan.depths.parts
+        self._plan = plan
+        self._snapshot = snapshot
         # Kept with the connections, which only a save that ended well leaves to the next one: the first touch
-        # of memory takes four times as long as to hash what is in it.
-        self._buffers: dict[str, Buffers] = wire.along("buffers", dict) if wire is not None else {}
-        self._reuse("slots", depths.slots, [piece.nbytes for piece in pieces])
-        self._reuse("scratch", 1, [packet.nbytes for packet in packets.kept])
-        self._reuse("leaving", depths.leaving, [packet.nbytes for packet in packets.leaving])
-        self._incoming: Incoming | None = None
-        self._exchange: PacketExchange[Packet] | None = None
+        # of memory takes four times as long as to hash it.
+        self._buffers: dict[str, _BufferRing] = wire.along("buffers", dict) if wire is not None else {}
+        messages = plan.messages
+        self._reuse("parts", self.depth, [part.nbytes for part in plan.share.parts])
+        self._reuse("scratch", 1, [message.nbytes for message in messages.local])
+        self._reuse("outgoing", plan.depths.outgoing, [message.nbytes for message in messages.outgoing])
+        self._exchange: MessageExchange[ShardMessage] | None = None
+        self._receiver: _Receiver | None = None
         if wire is not None:
-            self._exchange = PacketExchange(
-                world, wire, packets.leaving, self._pack, num_buffers=depths.leaving
+            num_buffers = plan.depths.outgoing
+            self._exchange = MessageExchange(
+                world, wire, messages.outgoing, self._pack, num_buffers=num_buffers
             )
-            coming = partial(self._reuse, "coming", depths.coming)
-            self._incoming = Incoming(packets, self._exchange, coming, num_batches=depths.coming)
+            batches = [(batch.stop, messages.incoming(at)) for at, batch in enumerate(messages.batches)]
+            lengths = [sum(message.nbytes for message in of_batch) for _, of_batch in batches]
+            num_ahead = plan.depths.incoming
+            buffers = self._reuse("incoming", num_ahead, lengths)
+            self._receiver = _Receiver(batches, self._exchange, buffers, num_ahead)
 
     @property
     def nbytes(self) -> int:
         """Host memory that it takes, in bytes."""
-        return sum(memory.nbytes for memory in self._buffers.values())
+        return sum(ring.nbytes for ring in self._buffers.values())
 
     def open(self) -> None:
-        """Meets the other ranks, if any of them needs something from another; errors are those of `piece`."""
+        """Meets the other ranks, if any of them needs something from another; errors are those of `part`."""
         if self._exchange is not None:
             self._exchange.open()
 
-    def piece(self, index: int) -> memoryview:
-        """Puts a piece together, and returns its bytes.
+    def part(self, index: int) -> memoryview:
+        """Fills a part, and returns its bytes; parts are asked for in order.
 
         Raises:
-            Interrupted: Another rank failed, or a connection, or what others hold did not come in time.
+            Interrupted: Another rank failed, or a connection, or messages did not come in time.
         """
-        piece, coming = self._pieces[index], self._packets.coming[index]
-        if self._incoming is not None:
-            self._incoming.reach(index)
-        whole = coming[0] if len(coming) == 1 and coming[0].nbytes == piece.nbytes else None
-        copied = self._copied.get((whole.writer, index)) if whole is not None else None
-        if whole is not None and copied is not None and _is_one_run(places_of(self._layout, whole, piece)):
-            return host_view(copied)
-        slot = self._buffers["slots"].get(index)[: piece.nbytes]
-        header = self._layout.files[piece.file].header[piece.begin : piece.end]
+        layout, part = self._plan.state.layout, self._plan.share.parts[index]
+        messages = self._plan.messages.parts[index]
+        if self._receiver is not None:
+            self._receiver.reach(index)
+        positions = [positions_in(layout, part, message) for message in messages]
+        is_own = len(messages) == 1 and messages[0].is_local and messages[0].nbytes == part.nbytes
+        if is_own and self._snapshot is not None and _is_one_run(positions[0]):
+            return host_view(self._snapshot.get(messages[0]))
+        buffer = self._buffers["parts"].get(index)[: part.nbytes]
+        header = layout.files[part.file].header[part.begin : part.end]
         if header:
-            host_view(slot[: len(header)])[:] = header
-        for packet in coming:
-            places = places_of(self._layout, packet, piece)
-            if packet.supplier != packet.writer:
-                assert self._incoming is not None
-                _scatter(self._incoming.take(packet), places, slot)
-            elif (packet.writer, index) in self._copied:
-                _scatter(self._copied[packet.writer, index], places, slot)
-            elif _is_one_run(places):
-                self._fill(packet, slot[places[0].start : places[0].end])
+            host_view(buffer[: len(header)])[:] = header
+        for message, runs in zip(messages, positions, strict=True):
+            if not message.is_local:
+                assert self._receiver is not None
+                _scatter(self._receiver.take(message), runs, buffer)
+            elif self._snapshot is not None:
+                _scatter(self._snapshot.get(message), runs, buffer)
+            elif _is_one_run(runs):
+                self._read(message, buffer[runs[0].start : runs[0].end])
             else:
-                data = self._buffers["scratch"].get(0)[: packet.nbytes]
-                self._fill(packet, data)
-                _scatter(data, places, slot)
-        return host_view(slot)
+                _scatter(self._read(message, self._buffers["scratch"].get(0)), runs, buffer)
+        return host_view(buffer)
 
     def finish(self) -> None:
-        """Returns once others have what they need from this rank; errors are those of `piece`."""
+        """Returns once others have what they need from this rank; errors are those of `part`."""
         if self._exchange is not None:
             self._exchange.finish()
 
     def close(self) -> None:
-        """Ends what is still under way, and lets go of all memory."""
-        exchange, self._exchange = self._exchange, None  # which refers to this
+        """Ends the exchange, and frees all memory."""
+        exchange, self._exchange, self._receiver = self._exchange, None, None  # which refer to this
         if exchange is not None:
             exchange.close()
-        incoming, self._incoming = self._incoming, None  # which refers to that
-        if incoming is not None:
-            incoming.free()
-        self._copied.clear()
+        self._snapshot = None
         self._buffers = {}
 
-    def _reuse(self, name: str, count: int, lengths: Sequence[int]) -> Buffers:
-        """Returns the buffers of the last save if they will do, else others."""
-        buffers = Buffers(count, lengths, pinned=self._shards.on_device)
-        if name not in self._buffers or self._buffers[name].kind != buffers.kind:
-            self._buffers[name] = buffers
+    def _reuse(self, name: str, count: int, lengths: Sequence[int]) -> _BufferRing:
+        """Returns the buffers of the last save if they will do, else new ones."""
+        ring = _BufferRing(count, lengths, pinned=self._plan.state.reader.on_device)
+        if name not in self._buffers or self._buffers[name].kind != ring.kind:
+            self._buffers[name] = ring
         return self._buffers[name]
 
-    def _fill(self, packet: Packet, out: Tensor) -> None:
-        self._shards.copy(packet, out)
-        self._shards.settle()
-
-    def _pack(self, packet: Packet, number: int) -> Tensor:
-        copied = self._copied.get((packet.writer, packet.number))
-        if copied is not None:
-            return copied
-        data = self._buffers["leaving"].get(number)[: packet.nbytes]
-        self._fill(packet, data)
+    def _read(self, message: ShardMessage, buffer: Tensor) -> Tensor:
+        """Copies the bytes of a message out of the state."""
+        data = buffer[: message.nbytes]
+        self._plan.state.reader.copy(message.ranges, data)
+        self._plan.state.reader.settle()
         return data
 
+    def _pack(self, message: ShardMessage, number: int) -> Tensor:
+        if self._snapshot is not None:
+            return self._snapshot.get(message)
+        return self._read(message, self._buffers["outgoing"].get(number))
 
-def _is_one_run(places: Sequence[Runs]) -> bool:
-    return len(places) == 1 and not places[0].steps
+
+def _is_one_run(positions: Sequence[Runs]) -> bool:
+    return len(positions) == 1 and not positions[0].steps
 
 
-def _scatter(data: Tensor, places: Sequence[Runs], slot: Tensor) -> None:
-    """Takes a packet to where it belongs in its piece."""
-    position = 0
-    for runs in places:
-        part = data[position : position + runs.total]
+def _scatter(data: Tensor, positions: Sequence[Runs], part: Tensor) -> None:
+    """Copies the bytes of a message to their positions in a part."""
+    begin = 0
+    for runs in positions:
+        copied = data[begin : begin + runs.total]
         if runs.steps:
             sizes, strides = zip(*runs.steps, (runs.length, 1), strict=True)
-            target = slot.as_strided(sizes, strides, slot.storage_offset() + runs.start)
-            target.copy_(part.view(sizes))
+            target = part.as_strided(sizes, strides, part.storage_offset() + runs.start)
+            target.copy_(copied.view(sizes))
         else:
-            slot[runs.start : runs.end].copy_(part)
-        position += runs.total
+            part[runs.start : runs.end].copy_(copied)
+        begin += runs.total

@@ -1,4 +1,4 @@
-"""Which tensor goes where in which file. Pure, and independent of who writes: the same on every rank.
+"""The files of a checkpoint: their headers, and the place of every tensor. Pure: the same on every rank.
 
 The files are plain safetensors (https://github.com/huggingface/safetensors#format): the length of the
 header as a little-endian u64, the header as JSON, blanks up to a multiple of 8, then the tensors
@@ -43,11 +43,7 @@ __all__ = [
     "Layout",
     "LayoutFile",
     "TensorSpec",
-    "blocks_of",
-    "cut",
     "lay_out",
-    "tail_of",
-    "tensors_within",
 ]
 
 HEADER_METADATA = {"format": "pt"}
@@ -71,6 +67,19 @@ class TensorSpec(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+
+
+class FileRange(NamedTuple):
+    """Bytes of one file, from `begin` up to but not including `end`; never empty."""
+
+    file: int
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self.end - self.begin
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,34 @@ class Layout:
     def first_block(self, file: int) -> int:
         """Returns the number of the first block of a file, or of the next one if it has none."""
         return self.blocks.firsts[self.space.find(file, -1) + 1]
+
+    def blocks_of(self, ranges: Sequence[FileRange]) -> Iterator[Block]:
+        """Yields the checksum blocks that the writer of some ranges hashes: those whose first byte it writes.
+
+        So each block is hashed once, whoever writes. The last one may end beyond the ranges. They are
+        numbered within their file.
+        """
+        for file, begin, end in ranges:
+            first = self.first_block(file)
+            for _, block in self.blocks.between(file, begin, end):
+                yield block._replace(number=block.number - first)
+
+    def tail_of(self, written: FileRange) -> FileRange | None:
+        """Returns the bytes behind a range that belong to a block which begins in it; None if none do."""
+        file, begin, end = written
+        blocks = self.blocks.between(file, max(begin, end - self.block_bytes), end)
+        stop = max((block.offset + block.nbytes for _, block in blocks), default=end)
+        return FileRange(file, end, stop) if stop > end else None
+
+    def tensors_in(self, wanted: FileRange) -> Iterator[int]:
+        """Yields the numbers in `space` of the tensors that have bytes in a range of a file, in order."""
+        tensors = self.space.extents
+        for number in range(max(0, self.space.find(wanted.file, wanted.begin)), len(tensors)):
+            entry = tensors[number]
+            if (entry.file, entry.offset) >= (wanted.file, wanted.end):
+                return
+            if entry.file == wanted.file and entry.offset + entry.nbytes > wanted.begin:
+                yield number
 
     def digest(self) -> str:
         """xxh3-128 of the layout, for comparison between ranks."""
@@ -218,60 +255,3 @@ def _good_block_bytes(total_bytes: int) -> int:
     """Chooses blocks small enough to be verified one by one, few enough for the commit record."""
     least = -(-total_bytes // _GOOD_NUM_BLOCKS)
     return max(_MIN_BLOCK_BYTES, min(1 << (least - 1).bit_length(), _MAX_BLOCK_BYTES))
-
-
-class FileRange(NamedTuple):
-    """Bytes of one file, from `begin` up to but not including `end`; never empty."""
-
-    file: int
-    begin: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        """Length in bytes."""
-        return self.end - self.begin
-
-
-def blocks_of(layout: Layout, ranges: Sequence[FileRange]) -> Iterator[Block]:
-    """Yields the checksum blocks a writer has to hash: those whose first byte it writes.
-
-    So each block is hashed once, whoever writes. The last one may end beyond the writer's range. They are
-    numbered within their file.
-
-    Args:
-        layout: The files.
-        ranges: What the writer writes.
-    """
-    for file, begin, end in ranges:
-        first = layout.first_block(file)
-        for _, block in layout.blocks.between(file, begin, end):
-            yield block._replace(number=block.number - first)
-
-
-def cut(ranges: Sequence[FileRange], piece_bytes: int) -> list[FileRange]:
-    """Cuts ranges into what is copied and written at once: each of them every so many bytes."""
-    return [
-        FileRange(file, at, min(end, at + piece_bytes))
-        for file, begin, end in ranges
-        for at in range(begin, end, piece_bytes)
-    ]
-
-
-def tail_of(layout: Layout, written: FileRange) -> FileRange | None:
-    """Returns the bytes beyond a writer's range that belong to a block it has to hash; None if none do."""
-    file, begin, end = written
-    blocks = layout.blocks.between(file, max(begin, end - layout.block_bytes), end)
-    stop = max((block.offset + block.nbytes for _, block in blocks), default=end)
-    return FileRange(file, end, stop) if stop > end else None
-
-
-def tensors_within(layout: Layout, wanted: FileRange) -> Iterator[TensorEntry]:
-    """Yields the tensors that have bytes in a range of a file, in order."""
-    tensors = layout.space.extents
-    for index in range(max(0, layout.space.find(wanted.file, wanted.begin)), len(tensors)):
-        entry = tensors[index]
-        if (entry.file, entry.offset) >= (wanted.file, wanted.end):
-            return
-        if entry.file == wanted.file and entry.offset + entry.nbytes > wanted.begin:
-            yield entry

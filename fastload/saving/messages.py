@@ -1,10 +1,9 @@
-"""Which bytes go from whom to whom, so that each writer has all that it writes and hashes. Pure.
+"""The messages of a save: which bytes each rank contributes to which part of which writer. Pure.
 
-What one rank contributes to one *piece* of a writer's is a *packet*: the bytes of the cells it has there,
-cell by cell, each in row-major order. A writer that holds a cell takes it from itself; for others the holders
-take turns. Where rows are sharded, most of what travels are blocks that cross from one rank's rows to the
-next one's: many, and short. So what is for several pieces of a writer's, a *batch*, travels as one packet.
-Both ends make a packet of the same stretches, in the same order.
+A writer that holds a shard takes it from itself. Else the holders take turns, and send it. Where rows are
+sharded, most messages would be short: blocks that cross from one rank's rows to the next one's. So what a
+writer needs from one rank for several parts, a *batch*, is one message. Both ends build a message of the same
+ranges in the same order.
 """
 
 from __future__ import annotations
@@ -17,242 +16,246 @@ from typing import NamedTuple
 
 from fastload.geometry.box import Runs
 from fastload.saving.layout import FileRange, Layout
-from fastload.saving.shard_map import Cell, Holdings
+from fastload.saving.shard_map import MappedShard, ShardMap, TensorShards
 
-__all__ = ["Packet", "Packets", "Stretch", "make_packets", "places_of"]
+__all__ = ["MessagePlan", "ShardMessage", "ShardRange", "plan_messages", "positions_in"]
 
 
-class Stretch(NamedTuple):
-    """A part of a cell.
+class ShardRange(NamedTuple):
+    """A byte range of a shard.
 
     Attributes:
         tensor: Number of the tensor in `Layout.space`.
-        cell: The cell.
-        begin: First byte in the cell.
-        end: The byte after the last one in the cell.
+        shard: The shard.
+        begin: First byte in the shard.
+        end: The byte after the last one in the shard.
     """
 
     tensor: int
-    cell: Cell
+    shard: MappedShard
     begin: int
     end: int
 
 
-class Packet(NamedTuple):
-    """What one rank contributes to a piece, or to a batch of them.
+class ShardMessage(NamedTuple):
+    """The bytes that one rank contributes to a part of a writer's, or to a batch of parts.
 
     Attributes:
-        supplier: That rank.
-        writer: The rank whose piece it is.
-        number: Which of its pieces, or batches.
-        stretches: What it consists of.
+        sender: The rank that holds them.
+        writer: The rank that writes them.
+        number: Number of the writer's part, or batch.
+        ranges: The bytes, in order.
     """
 
-    supplier: int
+    sender: int
     writer: int
     number: int
-    stretches: tuple[Stretch, ...]
+    ranges: tuple[ShardRange, ...]
 
     @property
     def nbytes(self) -> int:
-        """Its length in bytes."""
-        return sum(stretch.end - stretch.begin for stretch in self.stretches)
+        """Length in bytes."""
+        return sum(end - begin for _, _, begin, end in self.ranges)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the writer holds the bytes itself."""
+        return self.sender == self.writer
 
 
 @dataclass(frozen=True)
-class Packets:
-    """The packets that one rank has to do with.
+class MessagePlan:
+    """The messages of one rank.
 
     Attributes:
-        coming: For each of its pieces, what it consists of but for headers; its own packet, if any, first.
-        batches: Its pieces, a few at a time.
-        leaving: What others get from it for a batch of theirs, in the order in which it goes.
+        parts: For each of its parts, the messages that fill it but for headers; its own one, if any, first.
+        batches: Its parts, a few at a time.
+        outgoing: Messages to other writers, one for each batch of theirs, in the order of sending.
     """
 
-    coming: Sequence[Sequence[Packet]]
+    parts: Sequence[Sequence[ShardMessage]]
     batches: Sequence[range]
-    leaving: Sequence[Packet]
+    outgoing: Sequence[ShardMessage]
 
-    def travelling(self, batch: int) -> list[Packet]:
-        """Returns what comes from others for a batch, as they have it among their `leaving`."""
-        found: dict[int, list[Packet]] = {}
-        for piece in self.batches[batch]:
-            for packet in self.coming[piece]:
-                if packet.supplier != packet.writer:
-                    found.setdefault(packet.supplier, []).append(packet)
-        return [_together(packets, batch) for packets in found.values()]
+    def incoming(self, batch: int) -> list[ShardMessage]:
+        """Returns the messages of other ranks for a batch, as these have them among their `outgoing`."""
+        found: dict[int, list[ShardMessage]] = {}
+        for part in self.batches[batch]:
+            for message in self.parts[part]:
+                if not message.is_local:
+                    found.setdefault(message.sender, []).append(message)
+        return [_joined(messages, batch) for messages in found.values()]
 
     @property
     def partners(self) -> set[int]:
-        """The other ranks that it gets packets from, or has some for."""
-        suppliers = {packet.supplier for of_piece in self.coming for packet in of_piece}
-        writers = {packet.writer for of_piece in self.coming for packet in of_piece}
-        return suppliers - writers | {packet.writer for packet in self.leaving}
+        """The ranks that it receives from, or sends to."""
+        senders = {message.sender for of_part in self.parts for message in of_part if not message.is_local}
+        return senders | {message.writer for message in self.outgoing}
 
     @property
-    def own(self) -> list[Packet]:
-        """All that the rank contributes: to its own pieces, and to those of others."""
-        return [*self.kept, *self.leaving]
+    def contributed(self) -> list[ShardMessage]:
+        """All messages that the rank fills: for its own parts, and for other writers."""
+        return [*self.local, *self.outgoing]
 
     @property
-    def kept(self) -> list[Packet]:
-        """What the rank contributes to its own pieces."""
-        return [packet for of_piece in self.coming for packet in of_piece if packet.supplier == packet.writer]
+    def local(self) -> list[ShardMessage]:
+        """The messages that the rank fills for its own parts."""
+        return [message for of_part in self.parts for message in of_part if message.is_local]
 
 
-def make_packets(
+def plan_messages(
     layout: Layout,
-    holdings: Holdings,
-    pieces: Sequence[Mapping[int, Sequence[FileRange]]],
+    shard_map: ShardMap,
+    parts: Sequence[Mapping[int, Sequence[FileRange]]],
     rank: int,
-    teams: Sequence[Sequence[int]],
+    groups: Sequence[Sequence[int]],
     batch_bytes: int,
-) -> Packets:
-    """Returns the packets that a rank has to do with.
+) -> MessagePlan:
+    """Returns the messages of a rank.
 
     Args:
         layout: The files.
-        holdings: Which ranks hold which of their bytes.
-        pieces: For each team, what its writers write or hash, piece by piece.
+        shard_map: Which ranks hold which of their bytes.
+        parts: For each group, the parts that its writers write or hash. Other writers than this rank may be
+            left out if it has nothing for them.
         rank: The rank.
-        teams: For each team, the ranks in it, which give to each other before others do.
-        batch_bytes: Most bytes of a batch of several pieces.
+        groups: The ranks of each group, who send to each other before others do.
+        batch_bytes: Most bytes of a batch of several parts.
     """
-    coming: list[list[Packet]] = []
+    own: list[list[ShardMessage]] = []
     batches: list[range] = []
-    leaving: list[Packet] = []
-    for of_team, members in zip(pieces, map(frozenset, teams), strict=True):
-        if rank in of_team:
-            coming = [
-                _coming(layout, holdings, FileRange(*piece), rank, index, members)
-                for index, piece in enumerate(of_team[rank])
+    outgoing: list[ShardMessage] = []
+    for of_group, members in zip(parts, map(frozenset, groups), strict=True):
+        if rank in of_group:
+            own = [
+                _messages_for(layout, shard_map, FileRange(*part), rank, index, members)
+                for index, part in enumerate(of_group[rank])
             ]
-            batches = _batches(of_team[rank], batch_bytes)
-        leaving += _leaving(layout, holdings, of_team, rank, members, batch_bytes)
-    num_ranks = 1 + max(rank, *(packet.writer for packet in leaving)) if leaving else 1
+            batches = _batches(of_group[rank], batch_bytes)
+        others = {writer: of_writer for writer, of_writer in of_group.items() if writer != rank}
+        if others:
+            outgoing += _outgoing(layout, shard_map, others, rank, members, batch_bytes)
+    num_ranks = 1 + max(rank, *(message.writer for message in outgoing)) if outgoing else 1
     # Not all to the same writer at once.
-    leaving.sort(key=lambda packet: (packet.number, (packet.writer - rank) % num_ranks))
-    return Packets(coming, batches, leaving)
+    outgoing.sort(key=lambda message: (message.number, (message.writer - rank) % num_ranks))
+    return MessagePlan(own, batches, outgoing)
 
 
-def places_of(layout: Layout, packet: Packet, piece: FileRange) -> list[Runs]:
-    """Returns where in its piece the bytes of a packet belong, in the order in which the packet has them."""
-    places: list[Runs] = []
-    for number, cell, begin, end in packet.stretches:
-        offset = layout.space.extents[number].offset - piece.begin
-        for runs in cell.runs.cut(begin, end):
+def positions_in(layout: Layout, part: FileRange, message: ShardMessage) -> list[Runs]:
+    """Returns the positions in a part of the bytes of a message, in the order of the message."""
+    positions: list[Runs] = []
+    for number, shard, begin, end in message.ranges:
+        offset = layout.space.extents[number].offset - part.begin
+        for runs in shard.runs.cut(begin, end):
             moved = runs._replace(start=runs.start + offset)
-            last = places[-1] if places else None
+            last = positions[-1] if positions else None
             if last is not None and not last.steps and not moved.steps and last.end == moved.start:
-                places[-1] = last._replace(length=last.length + moved.length)
+                positions[-1] = last._replace(length=last.length + moved.length)
             else:
-                places.append(moved)
-    return places
+                positions.append(moved)
+    return positions
 
 
-def _coming(
-    layout: Layout, holdings: Holdings, piece: FileRange, writer: int, index: int, members: Collection[int]
-) -> list[Packet]:
-    found: dict[int, list[Stretch]] = {writer: []}
-    tensors = layout.space.extents
-    for number in range(max(0, layout.space.find(piece.file, piece.begin)), len(tensors)):
-        entry = tensors[number]
-        if (entry.file, entry.offset) >= (piece.file, piece.end):
-            break
-        if entry.file == piece.file and entry.offset + entry.nbytes > piece.begin:
-            cells = holdings.within(number, piece.begin - entry.offset, piece.end - entry.offset)
-            for cell, begin, end in cells:
-                supplier = _supplier(cell.holders, writer, index, members)
-                found.setdefault(supplier, []).append(Stretch(number, cell, begin, end))
-    return [Packet(supplier, writer, index, tuple(of)) for supplier, of in found.items() if of]
+def _messages_for(
+    layout: Layout, shard_map: ShardMap, part: FileRange, writer: int, index: int, members: Collection[int]
+) -> list[ShardMessage]:
+    """Returns the messages that fill a part."""
+    found: dict[int, list[ShardRange]] = {writer: []}
+    for number in layout.tensors_in(part):
+        offset = layout.space.extents[number].offset
+        shards = shard_map.tensor(number).within(part.begin - offset, part.end - offset)
+        for shard, begin, end in shards:
+            sender = _sender(shard.holders, writer, index, members)
+            found.setdefault(sender, []).append(ShardRange(number, shard, begin, end))
+    return [ShardMessage(sender, writer, index, tuple(of)) for sender, of in found.items() if of]
 
 
-def _leaving(
+def _outgoing(
     layout: Layout,
-    holdings: Holdings,
-    pieces: Mapping[int, Sequence[FileRange]],
+    shard_map: ShardMap,
+    parts: Mapping[int, Sequence[FileRange]],
     rank: int,
     members: Collection[int],
     batch_bytes: int,
-) -> list[Packet]:
-    known = _Pieces(pieces)
-    found: dict[tuple[int, int], list[Stretch]] = {}
-    own: dict[int, list[Cell]] = {}
-    for number, entry in enumerate(layout.space.extents):
-        kind = holdings.kind(number)
-        if kind not in own:
-            own[kind] = [cell for cell in holdings.cells(number) if rank in cell.holders]
-        for cell in own[kind]:
-            first, last = entry.offset + cell.runs.start, entry.offset + cell.runs.end
-            for piece, writer, index in known.overlapping(entry.file, first, last):
-                if _supplier(cell.holders, writer, index, members) != rank or writer == rank:
+) -> list[ShardMessage]:
+    """Returns the messages from a rank to other writers of a group."""
+    known = _Parts(parts)
+    found: dict[tuple[int, int], list[ShardRange]] = {}
+    held: dict[TensorShards, list[MappedShard]] = {}
+    for number, (entry, kind) in enumerate(zip(layout.space.extents, shard_map.tensors, strict=True)):
+        if kind not in held:
+            held[kind] = [shard for shard in kind.shards if rank in shard.holders]
+        for shard in held[kind]:
+            first, last = entry.offset + shard.runs.start, entry.offset + shard.runs.end
+            for part, writer, index in known.overlapping(entry.file, first, last):
+                if _sender(shard.holders, writer, index, members) != rank:
                     continue
-                begin = cell.runs.before(piece.begin - entry.offset)
-                end = cell.runs.before(piece.end - entry.offset)
+                begin = shard.runs.before(part.begin - entry.offset)
+                end = shard.runs.before(part.end - entry.offset)
                 if begin < end:
-                    found.setdefault((writer, index), []).append(Stretch(number, cell, begin, end))
-    of_writer: dict[int, list[Packet]] = {}
+                    found.setdefault((writer, index), []).append(ShardRange(number, shard, begin, end))
+    of_writer: dict[int, list[ShardMessage]] = {}
     for (writer, index), of in sorted(found.items()):
-        of_writer.setdefault(writer, []).append(Packet(rank, writer, index, tuple(of)))
+        of_writer.setdefault(writer, []).append(ShardMessage(rank, writer, index, tuple(of)))
     return [
-        packet
-        for writer, packets in of_writer.items()
-        for packet in _batched(packets, _batches(pieces[writer], batch_bytes))
+        message
+        for writer, messages in of_writer.items()
+        for message in _batched(messages, _batches(parts[writer], batch_bytes))
     ]
 
 
-def _batches(pieces: Sequence[FileRange], batch_bytes: int) -> list[range]:
-    """Returns the pieces of a writer in batches."""
+def _batches(parts: Sequence[FileRange], batch_bytes: int) -> list[range]:
+    """Returns the parts of a writer in batches."""
     firsts, nbytes = [0], 0
-    for index, (_, begin, end) in enumerate(pieces):
+    for index, (_, begin, end) in enumerate(parts):
         if nbytes and nbytes + end - begin > batch_bytes:
             firsts.append(index)
             nbytes = 0
         nbytes += end - begin
-    return [range(first, end) for first, end in pairwise([*firsts, len(pieces)])]
+    return [range(first, end) for first, end in pairwise([*firsts, len(parts)])]
 
 
-def _batched(packets: Sequence[Packet], batches: Sequence[range]) -> Iterator[Packet]:
-    """Yields packets for pieces of one writer, in order, as packets for its batches."""
+def _batched(messages: Sequence[ShardMessage], batches: Sequence[range]) -> Iterator[ShardMessage]:
+    """Yields messages for parts of one writer, in order, as messages for its batches."""
     ends = [batch.stop for batch in batches]
-    for number, of_batch in groupby(packets, lambda packet: bisect_right(ends, packet.number)):
-        yield _together(list(of_batch), number)
+    for number, of_batch in groupby(messages, lambda message: bisect_right(ends, message.number)):
+        yield _joined(list(of_batch), number)
 
 
-def _together(packets: Sequence[Packet], batch: int) -> Packet:
-    """Returns packets of the same ranks, in order, as one; stretches that meet become one."""
-    stretches: list[Stretch] = []
-    for stretch in chain.from_iterable(packet.stretches for packet in packets):
-        last = stretches[-1] if stretches else None
-        if last is not None and last[:2] == stretch[:2] and last.end == stretch.begin:
-            stretches[-1] = last._replace(end=stretch.end)
+def _joined(messages: Sequence[ShardMessage], batch: int) -> ShardMessage:
+    """Returns messages between the same two ranks, in order, as one; ranges that meet become one."""
+    ranges: list[ShardRange] = []
+    for each in chain.from_iterable(message.ranges for message in messages):
+        last = ranges[-1] if ranges else None
+        if last is not None and last[:2] == each[:2] and last.end == each.begin:
+            ranges[-1] = last._replace(end=each.end)
         else:
-            stretches.append(stretch)
-    return Packet(packets[0].supplier, packets[0].writer, batch, tuple(stretches))
+            ranges.append(each)
+    return ShardMessage(messages[0].sender, messages[0].writer, batch, tuple(ranges))
 
 
-class _Pieces:
-    """The pieces of a team, to be found by what they have; what is only hashed overlaps what others write."""
+class _Parts:
+    """The parts of several writers, found by byte range. Parts that are only hashed overlap others."""
 
-    def __init__(self, pieces: Mapping[int, Sequence[FileRange]]) -> None:
+    def __init__(self, parts: Mapping[int, Sequence[FileRange]]) -> None:
         self._sorted = sorted(
-            (piece, writer, index) for writer, of in pieces.items() for index, piece in enumerate(of)
+            (part, writer, index) for writer, of in parts.items() for index, part in enumerate(of)
         )
-        self._ends = list(accumulate(((piece.file, piece.end) for piece, _, _ in self._sorted), max))
+        self._ends = list(accumulate(((part.file, part.end) for part, _, _ in self._sorted), max))
 
     def overlapping(self, file: int, begin: int, end: int) -> Iterator[tuple[FileRange, int, int]]:
-        """Yields those that have bytes of a range, each with its writer and its number."""
+        """Yields the parts that have bytes of a range, each with its writer and its number."""
         for at in range(bisect_right(self._ends, (file, begin)), len(self._sorted)):
-            piece, writer, index = self._sorted[at]
-            if (piece.file, piece.begin) >= (file, end):
+            part, writer, index = self._sorted[at]
+            if (part.file, part.begin) >= (file, end):
                 return
-            if piece.file == file and piece.end > begin:
-                yield piece, writer, index
+            if part.file == file and part.end > begin:
+                yield part, writer, index
 
 
-def _supplier(holders: Sequence[int], writer: int, piece: int, members: Collection[int]) -> int:
-    """Returns which of those who hold a cell gives it to a writer."""
+def _sender(holders: Sequence[int], writer: int, part: int, members: Collection[int]) -> int:
+    """Returns the holder of a shard that contributes it to a part of a writer."""
     if writer in holders:
         return writer
     near = [rank for rank in holders if rank in members] or holders
-    return near[(writer + piece) % len(near)]
+    return near[(writer + part) % len(near)]

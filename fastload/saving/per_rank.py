@@ -22,7 +22,7 @@ from fastload.formats.per_rank import fill_places
 from fastload.formats.state import Description
 from fastload.saving.layout import HEADER_METADATA, LayoutFile, TensorSpec, lay_out
 
-__all__ = ["OwnFiles", "OwnValues", "gather_own", "pack_own"]
+__all__ = ["PerRankFiles", "PerRankValues", "gather_own", "pack_own"]
 
 _PLACE = "own"  # where in the store
 _MAX_BYTES = 1 << 20  # of a rank
@@ -57,7 +57,7 @@ def pack_own(values: Sequence[Any], tensors: Mapping[str, Tensor], rank: int, si
 
 
 @dataclass(frozen=True)
-class OwnFiles:
+class PerRankFiles:
     """The files with the own values of all ranks.
 
     Attributes:
@@ -77,7 +77,7 @@ class OwnFiles:
         }
 
 
-class OwnValues:
+class PerRankValues:
     """What a rank has of its own, on its way to the ranks that publish. Copied when it is made.
 
     Args:
@@ -102,10 +102,10 @@ class OwnValues:
         if self._packed:
             self._world.show_bytes(f"{self._what}: leaving this rank's own values", _PLACE, self._packed)
 
-    def gather(self, structure: Any, *, block_bytes: int) -> tuple[Any, OwnFiles]:
+    def gather(self, structure: Any, *, block_bytes: int) -> tuple[Any, PerRankFiles]:
         """Puts together what all ranks have shown; see `gather_own`."""
         if not self._packed:
-            return structure, OwnFiles()
+            return structure, PerRankFiles()
         what = f"{self._what}: collecting the ranks' own values"
         everyone = [self._world.take_bytes(what, _PLACE, rank, keep=True) for rank in range(self._world.size)]
         packed = [each for each in everyone if each is not None]
@@ -115,7 +115,7 @@ class OwnValues:
 
 def gather_own(
     structure: Any, packed: Sequence[bytes], *, block_bytes: int, metadata: Mapping[str, str]
-) -> tuple[Any, OwnFiles]:
+) -> tuple[Any, PerRankFiles]:
     """Puts together what the ranks have of their own.
 
     Args:
@@ -146,4 +146,4 @@ def gather_own(
     contents = [
         b"".join([file.header, *(data[entry.name] for entry in file.tensors)]) for file in layout.files
     ]
-    return fill_places(structure, values), OwnFiles(layout.files, tuple(contents))
+    return fill_places(structure, values), PerRankFiles(layout.files, tuple(contents))

@@ -1,4 +1,4 @@
-"""What one rank does in a save: writer group, ranges, messages, buffers."""
+"""One rank's plan of a save: whom it writes with, what, where to, and from whose bytes."""
 
 from __future__ import annotations
 
@@ -8,182 +8,165 @@ from typing import Any, NamedTuple
 
 from fastload.base.memory import uncollected
 from fastload.errors import OptionError
-from fastload.saving.agree import Agreed
-from fastload.saving.call import Call
-from fastload.saving.describe import Described
+from fastload.saving.agree import SaveAgreement
+from fastload.saving.call import SaveCall
+from fastload.saving.describe import EncodedState
 from fastload.saving.layout import Layout
-from fastload.saving.messages import Packets, make_packets
-from fastload.saving.shard_map import Holdings
-from fastload.saving.snapshot import Shards
-from fastload.saving.split import Share, Team, assign, choose_team, spread, whole_units
+from fastload.saving.messages import MessagePlan, plan_messages
+from fastload.saving.shard_map import ShardMap
+from fastload.saving.split import WriterGroup, WriterShare, choose_writers, split, whole_units
 from fastload.storage import Target
 
-__all__ = ["Depths", "Part", "take_part"]
+__all__ = ["SavePlan", "StagingDepths", "make_plan"]
+
+_GOOD_PART_BYTES = 4 << 20  # more would leave the cache before it is hashed, and touch more new memory
+_GOOD_BATCH_BYTES = 32 << 20  # of parts whose messages come together: several parts, a fraction of a share
+
+# The last plan, by all that it follows from: a training saves the same again and again.
+_last: dict[tuple[Any, ...], tuple[WriterShare, MessagePlan]] = {}
 
 
-class Depths(NamedTuple):
-    """How much of a save an assembly has in memory.
+class StagingDepths(NamedTuple):
+    """The number of buffers of a save.
 
     Attributes:
-        slots: Pieces that are put together, or written, at once.
-        coming: Batches that come in.
-        leaving: Packets that are on their way.
+        parts: Parts that are filled, or written, at once.
+        incoming: Batches that come in.
+        outgoing: Messages on their way.
     """
 
-    slots: int
-    coming: int
-    leaving: int
+    parts: int
+    incoming: int = 0
+    outgoing: int = 0
 
     @property
-    def num_batches(self) -> int:
-        """Those that come and those that leave, of which a packet may be all."""
-        return self.coming + self.leaving
+    def num_buffers(self) -> int:
+        """All of them, with one for a message on its way into a part."""
+        return self.parts + 1 + self.incoming + self.outgoing
 
     @property
-    def num_pieces(self) -> int:
-        """All of them together, if a batch is one piece; and a scratch."""
-        return self.slots + 1 + self.num_batches
+    def exchanges(self) -> bool:
+        """Whether ranks may need bytes from others."""
+        return self.incoming > 0
 
     @classmethod
-    def within(cls, staging_bytes: int, unit_bytes: int, *, num_writes: int) -> Depths:
-        """Chooses them for pieces of at least so many bytes.
+    def within(cls, staging_bytes: int, unit_bytes: int, *, num_writes: int) -> StagingDepths:
+        """Chooses them for parts of at least so many bytes, of which others hold some.
 
         Args:
             staging_bytes: Most memory of all.
-            unit_bytes: The shortest piece that may be written by itself.
-            num_writes: Pieces that may be written at once.
+            unit_bytes: The shortest part that may be written by itself.
+            num_writes: Parts that may be written at once.
 
         Raises:
             OptionError: There is no room for the fewest.
         """
         least = cls(1, 1, 1)
         for depths in (cls(num_writes + 1, 2, 4), cls(2, 2, 2), least):
-            if depths.num_pieces * unit_bytes <= staging_bytes:
+            if depths.num_buffers * unit_bytes <= staging_bytes:
                 return depths
         raise OptionError(
             f"staging_bytes={staging_bytes}: to save shards there takes at least "
-            f"{least.num_pieces * unit_bytes}: {least.num_pieces} pieces of {unit_bytes} bytes, the shortest "
-            "that this storage takes"
+            f"{least.num_buffers * unit_bytes}: {least.num_buffers} pieces of {unit_bytes} bytes, the "
+            "shortest that this storage takes"
         )
 
-    def batch_bytes(self, staging_bytes: int, piece_bytes: int) -> int:
-        """Returns how many bytes of pieces may come together."""
-        return max(piece_bytes, (staging_bytes - (self.slots + 1) * piece_bytes) // self.num_batches)
-
-
-_GOOD_PIECE_BYTES = 4 << 20  # more would leave the cache before it is hashed, and touch more new memory
-_GOOD_BATCH_BYTES = 32 << 20  # of pieces whose packets come together: several pieces, a part of a share
-# The plan of the last save, by all that it follows from: a training saves the same again and again.
-_last: dict[tuple[Any, ...], tuple[Share, Packets]] = {}
+    def batch_bytes(self, staging_bytes: int, part_bytes: int) -> int:
+        """Returns the most bytes of the parts of a batch."""
+        if not self.exchanges:
+            return part_bytes
+        left = staging_bytes - (self.parts + 1) * part_bytes
+        return max(part_bytes, min(_GOOD_BATCH_BYTES, left // (self.incoming + self.outgoing)))
 
 
 @dataclass(frozen=True)
-class Part:
-    """One rank's part of a save.
+class SavePlan:
+    """One rank's plan of a save.
 
     Attributes:
-        described: What is saved.
-        team: With whom this rank writes.
+        state: What is saved.
+        group: Whom the rank writes with.
         share: What it writes.
+        messages: Its bytes for all writers, and all ranks' bytes for its parts.
+        depths: Its buffers.
         target: Where to.
-        shards: What it contributes; None if it takes what it writes from the whole state.
-        packets: To whom that goes, and what comes from others, likewise.
-        depths: How many pieces are in memory, likewise.
     """
 
-    described: Described
-    team: Team
-    share: Share
+    state: EncodedState
+    group: WriterGroup
+    share: WriterShare
+    messages: MessagePlan
+    depths: StagingDepths
     target: Target
-    shards: Shards | None = None
-    packets: Packets | None = None
-    depths: Depths | None = None
 
 
-def take_part(call: Call, described: Described, agreed: Agreed) -> Part:
-    """Finds this rank's part, without asking anyone.
+def make_plan(call: SaveCall, state: EncodedState, agreed: SaveAgreement) -> SavePlan:
+    """Makes this rank's plan, without asking anyone.
 
     Raises:
-        OptionError: The URL cannot be written to, what it needs is not installed, or the pieces that the
+        OptionError: The URL cannot be written to, what it needs is not installed, or the parts that the
             storage takes are too long for `staging_bytes`.
     """
-    options, layout, rank = call.options, described.layout, call.world.rank
-    team = _team_of(call, agreed, rank)
+    options, layout, rank = call.options, state.layout, call.world.rank
+    groups = _groups(call, agreed)
     target = call.open_target()
     align_bytes = target.align_bytes(max(file.nbytes for file in layout.files))
-    if agreed.holdings is not None:
-        teams = [team if leader == team.leader else _team_of(call, agreed, leader) for leader in team.leaders]
-        return _take_of_shards(call, described, agreed.holdings, teams, target, align_bytes)
-    share = assign(
-        layout,
-        team.writers,
-        rank,
-        align_bytes=align_bytes,
-        piece_bytes=min(_GOOD_PIECE_BYTES, options.staging_bytes // (options.write_threads + 1)),
-    )
-    return Part(described, team, share, target)
-
-
-def _take_of_shards(
-    call: Call,
-    described: Described,
-    holdings: Holdings,
-    teams: Sequence[Team],
-    target: Target,
-    align_bytes: int | None,
-) -> Part:
-    """Finds this rank's part where ranks hold different bytes: each copy is made of what all of them hold."""
-    options, layout, rank = call.options, described.layout, call.world.rank
-    depths = Depths.within(options.staging_bytes, align_bytes or 1, num_writes=options.write_threads)
-    staged = options.staging_bytes // depths.num_pieces
-    piece_bytes = whole_units(min(_GOOD_PIECE_BYTES, staged), align_bytes)
-    batch_bytes = min(_GOOD_BATCH_BYTES, depths.batch_bytes(options.staging_bytes, piece_bytes))
-    lengths = align_bytes, piece_bytes, batch_bytes
-    key = (described.content.layout, holdings.digest, rank, tuple(teams), *lengths)
+    depths = StagingDepths(options.write_threads + 1)
+    if not agreed.shard_map.is_replicated:
+        depths = StagingDepths.within(
+            options.staging_bytes, align_bytes or 1, num_writes=options.write_threads
+        )
+    staged = options.staging_bytes // depths.num_buffers
+    part_bytes = whole_units(min(_GOOD_PART_BYTES, staged), align_bytes)
+    lengths = align_bytes, part_bytes, depths.batch_bytes(options.staging_bytes, part_bytes)
+    key = (state.content.layout, agreed.shard_map.digest, rank, tuple(groups), *lengths)
     plan = _last.get(key)
     if plan is None:
-        plan = _plan(layout, holdings, rank, teams, *lengths)
+        plan = _plan(layout, agreed.shard_map, rank, groups, *lengths)
         _last.clear()
         _last[key] = plan
-    [team] = [team for team in teams if rank in team.members]
-    return Part(described, team, plan[0], target, Shards(layout, described.source), plan[1], depths)
+    [group] = [group for group in groups if rank in group.members]
+    return SavePlan(state, group, *plan, depths, target)
+
+
+def _groups(call: SaveCall, agreed: SaveAgreement) -> list[WriterGroup]:
+    """Returns the groups of writers; each writes one copy, made of what all ranks hold."""
+    options = call.options
+    writers = options.writers if options.writers != "auto" else agreed.num_writers
+    shared = options.shared is not False
+    own = choose_writers(call.world.rank, agreed.hosts, writers=writers, shared=shared)
+    return [
+        own if leader == own.leader else choose_writers(leader, agreed.hosts, writers=writers, shared=shared)
+        for leader in own.leaders
+    ]
 
 
 @uncollected
 def _plan(
     layout: Layout,
-    holdings: Holdings,
+    shard_map: ShardMap,
     rank: int,
-    teams: Sequence[Team],
+    groups: Sequence[WriterGroup],
     align_bytes: int | None,
-    piece_bytes: int,
+    part_bytes: int,
     batch_bytes: int,
-) -> tuple[Share, Packets]:
-    """Returns what a rank writes, and the packets that it has to do with."""
+) -> tuple[WriterShare, MessagePlan]:
+    """Returns the share of a rank, and its messages."""
     shares = [
         {
-            writer: Share.of(layout, ranges, piece_bytes)
-            for writer, ranges in spread(layout, holdings, team.writers, align_bytes).items()
+            writer: WriterShare.of(layout, ranges, part_bytes)
+            for writer, ranges in split(layout, shard_map, group.writers, align_bytes).items()
+            if writer == rank or not shard_map.is_replicated
         }
-        for team in teams
+        for group in groups
     ]
-    packets = make_packets(
+    messages = plan_messages(
         layout,
-        holdings,
-        [{writer: share.pieces for writer, share in of_team.items()} for of_team in shares],
+        shard_map,
+        [{writer: share.parts for writer, share in of_group.items()} for of_group in shares],
         rank,
-        [team.members for team in teams],
+        [group.members for group in groups],
         batch_bytes,
     )
-    own = [of_team[rank] for of_team in shares if rank in of_team]
-    return own[0] if own else Share((), (), frozenset()), packets
-
-
-def _team_of(call: Call, agreed: Agreed, rank: int) -> Team:
-    options = call.options
-    return choose_team(
-        rank,
-        agreed.hosts,
-        writers=options.writers if options.writers != "auto" else agreed.num_writers,
-        shared=options.shared is not False,
-    )
+    own = [of_group[rank] for of_group in shares if rank in of_group]
+    return own[0] if own else WriterShare(), messages

@@ -1,14 +1,14 @@
-"""Which ranks hold which bytes of the files, where not all hold the same. Pure.
+"""The shard map: which ranks hold which bytes of the tensors of a save. Pure.
 
-A tensor is cut where the boxes of any rank end. Of each *cell* that comes of it all bytes are held by the
-same ranks, its *holders*; laid end to end in row-major order they are what one of these contributes.
+A tensor is cut where the box of any rank ends. Each part of it, a *shard*, is held as a whole by the same
+ranks, its *holders*. A holder contributes the bytes of a shard in row-major order.
 """
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise, product
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,103 +22,129 @@ from fastload.saving.layout import Layout
 if TYPE_CHECKING:
     from fastload.formats.dtensors import BoxesByRank
 
-__all__ = ["Cell", "Holdings"]
+__all__ = ["MappedShard", "ShardMap", "TensorShards"]
 
 _NUM_SHOWN = 20
 
 
-class Cell(NamedTuple):
-    """A part of a tensor that some ranks hold, as a whole.
+class MappedShard(NamedTuple):
+    """A part of a tensor that some ranks hold as a whole.
 
     Attributes:
-        box: Which part.
-        runs: Where its bytes lie in the tensor.
-        holders: Those ranks, ascending.
+        box: The part.
+        runs: Its bytes in the tensor.
+        holders: The ranks that hold it, ascending.
     """
 
     box: Box
     runs: Runs
-    holders: tuple[int, ...]
+    holders: Sequence[int]
 
 
-class _Cells(NamedTuple):
-    """The cells of a tensor, in the order of their first bytes, and how far they and those before reach."""
-
-    cells: tuple[Cell, ...]
-    reaches: list[int]
-
-    @classmethod
-    def of(cls, cells: Iterable[Cell]) -> _Cells:
-        """Puts cells in order."""
-        ordered = tuple(sorted(cells, key=lambda cell: cell.runs.start))
-        return cls(ordered, list(accumulate((cell.runs.end for cell in ordered), max)))
-
-
-class Holdings:
-    """What all ranks hold of the tensors of a layout.
+class TensorShards:
+    """The shards of a tensor, and of all others that are cut alike.
 
     Args:
-        layout: The files.
-        boxes: By name of the tensor, what each rank holds of it; one object for what is equal.
+        shards: All of them.
+        missing: Boxes that no rank holds.
 
     Attributes:
-        missing: Says which boxes are on no rank, of the first ones.
+        shards: In the order of their first bytes.
+        missing: As given.
     """
 
-    def __init__(self, layout: Layout, boxes: Mapping[str, BoxesByRank]) -> None:
-        self.missing: list[str] = []
-        self._kinds: list[_Cells] = []
-        self._kind_of: list[int] = []
-        known: dict[tuple[tuple[int, ...], int, int], tuple[int, list[Box]]] = {}
-        for entry in layout.space.extents:
-            dtype, shape = torch_spec(entry)
-            key = (shape, dtype.itemsize, id(boxes[entry.name]))  # the same for layers that are alike
-            if key not in known:
-                cells = [(box, holders) for box, holders in _cut(shape, boxes[entry.name])]
-                known[key] = len(self._kinds), _joined([box for box, holders in cells if not holders])
-                held = (
-                    Cell(box, runs_of(box, shape).scaled(dtype.itemsize), holders)
-                    for box, holders in cells
-                    if holders
-                )
-                self._kinds.append(_Cells.of(held))
-            kind, missing = known[key]
-            self._kind_of.append(kind)
-            if len(self.missing) < _NUM_SHOWN:
-                self.missing += [_lack(box, shape, entry.name) for box in missing]
+    def __init__(self, shards: Sequence[MappedShard], missing: Sequence[Box] = ()) -> None:
+        self.shards = sorted(shards, key=lambda shard: shard.runs.start)
+        self.missing = missing
+        self._ends = list(accumulate((shard.runs.end for shard in self.shards), max))
 
-    def cells(self, tensor: int) -> tuple[Cell, ...]:
-        """Returns the cells of a tensor that has bytes, by its number in `Layout.space`, in order."""
-        return self._kinds[self._kind_of[tensor]].cells
-
-    def shared(self, rank: int) -> list[tuple[int, Cell]]:
-        """Returns the cells that a rank and others hold, each with the number of its tensor, in order."""
-        of_kind = [
-            [cell for cell in cells if len(cell.holders) > 1 and rank in cell.holders]
-            for cells, _ in self._kinds
-        ]
-        return [(number, cell) for number, kind in enumerate(self._kind_of) for cell in of_kind[kind]]
-
-    def within(self, tensor: int, begin: int, end: int) -> Iterator[tuple[Cell, int, int]]:
-        """Yields what cells of a tensor have in a range of its bytes: where that begins and ends in each."""
-        cells, reaches = self._kinds[self._kind_of[tensor]]
-        for at in range(bisect_right(reaches, begin), len(cells)):
-            runs = cells[at].runs
+    def within(self, begin: int, end: int) -> Iterator[tuple[MappedShard, int, int]]:
+        """Yields the shards that have bytes in a range of the tensor, each with its own range of them."""
+        for at in range(bisect_right(self._ends, begin), len(self.shards)):
+            runs = self.shards[at].runs
             if runs.start >= end:
                 return
             first, last = runs.before(begin), runs.before(end)
             if first < last:
-                yield cells[at], first, last
+                yield self.shards[at], first, last
 
-    def kind(self, tensor: int) -> int:
-        """Returns a number that tensors with the same cells share."""
-        return self._kind_of[tensor]
+
+class ShardMap:
+    """The shards of all tensors of a layout.
+
+    Args:
+        layout: The files.
+        num_ranks: Ranks that save.
+        boxes: By name of the tensor, the boxes that each rank holds; one object for what is equal. None if
+            every rank holds every tensor.
+
+    Attributes:
+        is_replicated: Whether every rank holds every tensor.
+    """
+
+    def __init__(
+        self, layout: Layout, num_ranks: int, boxes: Mapping[str, BoxesByRank] | None = None
+    ) -> None:
+        self.is_replicated = boxes is None
+        self._entries = layout.space.extents
+        self._everyone = range(num_ranks)
+        self._boxes = boxes
+        self._known: dict[tuple[tuple[int, ...], int, int], TensorShards] = {}
+
+    def tensor(self, number: int) -> TensorShards:
+        """Returns the shards of a tensor that has bytes, by its number in `Layout.space`."""
+        entry = self._entries[number]
+        dtype, shape = torch_spec(entry)
+        held = None if self._boxes is None else self._boxes[entry.name]
+        key = (shape, dtype.itemsize, id(held))  # the same for layers that are alike
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._cut(shape, dtype.itemsize, held)
+        return found
+
+    @cached_property
+    def tensors(self) -> list[TensorShards]:
+        """The shards of every tensor that has bytes; the same object for those that are cut alike."""
+        return [self.tensor(number) for number in range(len(self._entries))]
+
+    def replicated(self, rank: int) -> list[tuple[int, MappedShard]]:
+        """Returns the shards that a rank and others hold, each with the number of its tensor, in order."""
+        held = {
+            kind: [shard for shard in kind.shards if len(shard.holders) > 1 and rank in shard.holders]
+            for kind in set(self.tensors)
+        }
+        return [(number, shard) for number, kind in enumerate(self.tensors) for shard in held[kind]]
+
+    def missing(self) -> list[str]:
+        """Describes the first boxes that no rank holds."""
+        found: list[str] = []
+        for entry, kind in zip(self._entries, self.tensors, strict=True):
+            found += [_lack(box, torch_spec(entry)[1], entry.name) for box in kind.missing]
+            if len(found) >= _NUM_SHOWN:
+                break
+        return found
 
     @cached_property
     def digest(self) -> str:
-        """xxh3-128 of who holds what."""
-        kinds = [[[cell.box, cell.holders] for cell in cells] for cells, _ in self._kinds]
-        return xxhash.xxh3_128_hexdigest(json.dumps([kinds, self._kind_of]).encode())
+        """Identifies the map among those of the same layout."""
+        if self.is_replicated:
+            return "replicated"
+        numbers: dict[TensorShards, int] = {}
+        of_tensors = [numbers.setdefault(kind, len(numbers)) for kind in self.tensors]
+        kinds = [[[shard.box, shard.holders] for shard in kind.shards] for kind in numbers]
+        return xxhash.xxh3_128_hexdigest(json.dumps([kinds, of_tensors]).encode())
+
+    def _cut(self, shape: tuple[int, ...], itemsize: int, held: BoxesByRank | None) -> TensorShards:
+        if held is None:
+            whole = Box.whole(shape)
+            return TensorShards([MappedShard(whole, runs_of(whole, shape).scaled(itemsize), self._everyone)])
+        parts = list(_cut(shape, held))
+        shards = [
+            MappedShard(box, runs_of(box, shape).scaled(itemsize), holders)
+            for box, holders in parts
+            if holders
+        ]
+        return TensorShards(shards, _joined([box for box, holders in parts if not holders]))
 
 
 def _cut(shape: Sequence[int], held: BoxesByRank) -> Iterator[tuple[Box, tuple[int, ...]]]:

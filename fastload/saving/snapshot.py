@@ -1,58 +1,48 @@
-"""Copies of the state in host memory, and the buffers that they go through."""
+"""Copies of this rank's tensors in host memory: all that an asynchronous save keeps training waiting for."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from fastload.base.devices import Streams, accelerators_of, can_pin
-from fastload.base.memory import PAGE_BYTES, allocate_staging, byte_view, copy_flat, host_view, round_up, runs
+from fastload.base.memory import PAGE_BYTES, allocate_staging, byte_view, copy_flat, round_up, runs
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import ProcessLock
 from fastload.formats.dtensors import local_parts, narrowed
 from fastload.geometry.box import Box
-from fastload.saving.layout import FileRange, Layout, tensors_within
-from fastload.saving.messages import Packet
+from fastload.saving.layout import Layout
+from fastload.saving.messages import ShardMessage, ShardRange
 
-__all__ = [
-    "Copies",
-    "HasBytes",
-    "ReusedSlabs",
-    "Shards",
-    "Slabs",
-    "Snapshot",
-    "Source",
-    "Spares",
-    "copy_bytes",
-    "spares",
-]
+__all__ = ["BufferPool", "Snapshot", "StateReader", "buffer_pool"]
 
-Kind = tuple[tuple[int, ...], bool]  # lengths of the slabs in bytes, and whether they are pinned
+_BUFFER_BYTES = 64 << 20  # a power of two, and a small part of a share that is worth counting
+
+_Kind = tuple[tuple[int, ...], bool]  # lengths of the buffers in bytes, and whether they are pinned
+
 _lock = ProcessLock()
 
 
-class Spares:
+class BufferPool:
     """Memory of snapshots, kept for the next ones: its first touch costs several times as much as the copy.
 
     May be used by several threads.
 
     Args:
-        num_snapshots: How many snapshots there may be at once. The first one takes the memory of all.
-        num_kinds: How many states may be saved in turn, such as a model and what else a training needs.
+        num_snapshots: Snapshots at once. The first one takes the memory of all.
+        num_kinds: States that are saved in turn, such as a model and what else a training needs.
     """
 
     def __init__(self, num_snapshots: int, *, num_kinds: int = 1) -> None:
         self._num_snapshots = num_snapshots
-        self._last: deque[Kind] = deque(maxlen=num_kinds)
-        self._free: dict[Kind, list[list[Tensor]]] = {}
+        self._last: deque[_Kind] = deque(maxlen=num_kinds)
+        self._free: dict[_Kind, list[list[Tensor]]] = {}
 
     def take(self, lengths: Sequence[int], *, pinned: bool) -> list[Tensor]:
-        """Returns slabs of these lengths, in bytes.
+        """Returns buffers of these lengths, in bytes.
 
         Raises:
             MemoryError: The system refuses that much.
@@ -62,66 +52,34 @@ class Spares:
             is_first = kind not in self._last
             self._last.append(kind)
             self._free = {each: self._free.get(each, []) for each in self._last}
-            slabs = self._free[kind].pop() if self._free[kind] else None
-        if slabs is None:
-            slabs = [allocate_staging(nbytes, pinned=pinned) for nbytes in lengths]
+            buffers = self._free[kind].pop() if self._free[kind] else None
+        if buffers is None:
+            buffers = [allocate_staging(nbytes, pinned=pinned) for nbytes in lengths]
         for _ in range(self._num_snapshots - 1 if is_first else 0):
-            # Touched, so that what is not there is missed now and not in the middle of a training.
-            self.keep([allocate_staging(nbytes, pinned=pinned).zero_() for nbytes in lengths])
-        return slabs
+            # Touched, so that memory that is not there is missed now and not in the middle of a training.
+            self.give_back([allocate_staging(nbytes, pinned=pinned).zero_() for nbytes in lengths])
+        return buffers
 
-    def keep(self, slabs: list[Tensor]) -> None:
-        """Takes slabs back, if they are such as were taken last, of as many kinds as there may be."""
-        kind = (tuple(slab.numel() for slab in slabs), slabs[0].is_pinned())
+    def give_back(self, buffers: list[Tensor]) -> None:
+        """Keeps buffers for the next snapshot, if they are of a kind that was taken last."""
+        kind = (tuple(buffer.numel() for buffer in buffers), buffers[0].is_pinned())
         with _lock:
             if kind in self._last and len(self._free[kind]) < self._num_snapshots:
-                self._free[kind].append(slabs)
+                self._free[kind].append(buffers)
 
     def clear(self) -> None:
-        """Lets go of what is kept."""
+        """Frees the buffers that are kept."""
         with _lock:
             self._last.clear()
             self._free.clear()
 
 
-spares = Spares(1, num_kinds=2)
-"""Those of a process, for saves that are not of one training."""
-_SLAB_BYTES = 64 << 20  # a power of two, and a small part of a share that is worth counting
+buffer_pool = BufferPool(1, num_kinds=2)
+"""The pool of a process, for saves without a manager."""
 
 
-class HasBytes(Protocol):
-    """What can be copied: bytes of files, or of tensors."""
-
-    @property
-    def nbytes(self) -> int:
-        """Length in bytes."""
-        ...
-
-
-ItemT = TypeVar("ItemT", bound=HasBytes, contravariant=True)
-
-
-class Copies(Protocol[ItemT]):
-    """What copies bytes of the state.
-
-    Attributes:
-        on_device: Whether some of the state is on an accelerator.
-    """
-
-    @property
-    def on_device(self) -> bool: ...  # noqa: D102
-
-    def copy(self, wanted: ItemT, slab: Tensor) -> None:
-        """Starts to copy bytes into the beginning of a flat uint8 host tensor."""
-        ...
-
-    def settle(self) -> None:
-        """Returns once all copies that were started are done."""
-        ...
-
-
-class Source:
-    """The bytes of a layout's files, taken from the tensors of the state.
+class StateReader:
+    """Reads the bytes of this rank's tensors. May be used by several threads.
 
     Args:
         layout: The files.
@@ -133,74 +91,65 @@ class Source:
     """
 
     def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], watch: Stopwatch | None = None) -> None:
+        self.watch = watch if watch is not None else Stopwatch()
         self._layout = layout
         self._tensors = tensors
         self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
         self._streams = Streams(accelerators_of(tensors.values()))
-        self.watch = watch if watch is not None else Stopwatch()
 
-    def laid_out(self, layout: Layout) -> Source:
-        """Returns the same tensors as parts of other files."""
-        source = Source(layout, self._tensors, self.watch)
-        source._parts, source._streams = self._parts, self._streams
-        return source
+    def with_layout(self, layout: Layout) -> StateReader:
+        """Returns a reader of the same tensors as parts of other files."""
+        return StateReader(layout, self._tensors, self.watch)
 
     @property
     def on_device(self) -> bool:
         """Whether some of the state is on an accelerator."""
         return bool(self._streams)
 
-    def copy(self, wanted: FileRange, slab: Tensor) -> None:
-        """Starts to copy a range of a file into the beginning of a flat uint8 host tensor; see `settle`."""
-        header = self._layout.files[wanted.file].header
-        with self.copying(wanted.end - wanted.begin):
-            if wanted.begin < len(header):
-                text = header[wanted.begin : wanted.end]
-                host_view(slab[: len(text)])[:] = text
-            for entry in tensors_within(self._layout, wanted):
-                begin, end = max(wanted.begin, entry.offset), min(wanted.end, entry.offset + entry.nbytes)
-                out = slab[begin - wanted.begin : end - wanted.begin]
-                copy_bytes(self.tensor(entry.name), begin - entry.offset, end - entry.offset, out)
+    def is_in_host_memory(self, name: str) -> bool:
+        """Whether a tensor is there."""
+        return self._tensors[name].is_cpu
 
-    def tensor(self, name: str) -> Tensor:
-        """Returns a tensor of the state, detached."""
-        return self._tensors[name].detach()
-
-    def parts(self, name: str) -> list[tuple[Box, Tensor]]:
-        """Returns what this rank holds of a tensor, detached; see `dtensors.local_parts`.
-
-        Found once: to ask a DTensor takes longer than to copy a little of it.
-        """
-        if name not in self._parts:
-            self._parts[name] = [(box, view.detach()) for box, view in local_parts(self._tensors[name])]
-        return self._parts[name]
-
-    def forget(self) -> None:
-        """Lets go of the state."""
-        self._tensors = {}
-        self._parts.clear()
+    def copy(self, ranges: Iterable[ShardRange], out: Tensor) -> None:
+        """Starts to copy ranges of shards into the beginning of a flat uint8 host tensor; see `settle`."""
+        position = 0
+        with self.watch.span(nbytes=out.numel()), self._streams.current():
+            for number, shard, begin, end in ranges:
+                _copy_bytes(self._view(number, shard.box), begin, end, out[position : position + end - begin])
+                position += end - begin
 
     def settle(self) -> None:
         """Returns once all copies that were started are done."""
         with self.watch:
             self._streams.synchronize()
 
-    @contextmanager
-    def copying(self, nbytes: int) -> Iterator[None]:
-        """Counts the time of a copy from the state, and orders it after what the caller has queued."""
-        with self.watch.span(nbytes=nbytes), self._streams.current():
-            yield
+    def boxes(self, name: str) -> tuple[Box, ...]:
+        """Returns the boxes of a tensor that this rank holds."""
+        return tuple(box for box, _ in self._parts_of(name))
+
+    def forget(self) -> None:
+        """Drops the references to the state."""
+        self._tensors = {}
+        self._parts.clear()
+
+    def _parts_of(self, name: str) -> list[tuple[Box, Tensor]]:
+        """Returns the local parts of a tensor, detached. Cached: a DTensor takes long to ask."""
+        if name not in self._parts:
+            self._parts[name] = [(box, view.detach()) for box, view in local_parts(self._tensors[name])]
+        return self._parts[name]
+
+    def _view(self, number: int, box: Box) -> Tensor:
+        """Returns a box of a tensor, by its number in `Layout.space`."""
+        for held, view in self._parts_of(self._layout.space.extents[number].name):
+            if held == box:
+                return view
+            if held.intersect(box) == box:
+                return narrowed(view, box.relative_to(held))
+        raise AssertionError(f"this rank does not hold {box}")
 
 
-def copy_bytes(tensor: Tensor, begin: int, end: int, out: Tensor) -> None:
-    """Starts to copy a range of the bytes of a tensor, of any strides, on any device, in row-major order.
-
-    Args:
-        tensor: Detached.
-        begin: First byte.
-        end: The byte after the last one.
-        out: Flat uint8 host tensor of that length.
-    """
+def _copy_bytes(tensor: Tensor, begin: int, end: int, out: Tensor) -> None:
+    """Starts to copy a range of the bytes of a tensor, of any strides, on any device, in row-major order."""
     if tensor.is_contiguous():
         copy_flat(byte_view(tensor)[begin:end], out)
         return
@@ -214,161 +163,50 @@ def copy_bytes(tensor: Tensor, begin: int, end: int, out: Tensor) -> None:
     copy_flat(byte_view(dense)[begin - first * size : end - first * size], out)
 
 
-class Slabs(Protocol):
-    """Host memory with the pieces of a rank's share, to be asked for in order.
-
-    Attributes:
-        depth: So many pieces stay valid at once: that of piece i until piece i + depth is asked for.
-        nbytes: Host memory that it takes, in bytes.
-    """
-
-    @property
-    def depth(self) -> int:
-        """See above."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """See above."""
-        ...
-
-    def piece(self, index: int) -> memoryview:
-        """Returns the bytes of a piece."""
-        ...
-
-
 class Snapshot:
-    """All pieces at once: when it is made, the state may change.
+    """The bytes that this rank contributes to a save: once they are copied, the state may change.
 
-    It is not one slab: torch rounds page-locked memory up to a power of two.
+    It has several buffers: torch rounds page-locked memory up to a power of two.
 
     Args:
-        source: What to copy from.
-        pieces: What to copy.
-        memory: Where its memory comes from, and is kept for the next one.
+        reader: The state.
+        messages: The bytes to copy.
+        pool: Lends the memory.
     """
 
-    def __init__(self, source: Copies[ItemT], pieces: Sequence[ItemT], memory: Spares = spares) -> None:
-        places, lengths = _pack([_whole_pages(piece) for piece in pieces])
-        self._memory = memory
-        self._slabs = memory.take(lengths, pinned=source.on_device)
-        self._pieces = [
-            self._slabs[slab][start : start + piece.nbytes]
-            for (slab, start), piece in zip(places, pieces, strict=True)
-        ]
-        for piece, slab in zip(pieces, self._pieces, strict=True):
-            source.copy(piece, slab)
-        source.settle()
-
-    @property
-    def depth(self) -> int:
-        """All of them."""
-        return max(1, len(self._pieces))
+    def __init__(self, reader: StateReader, messages: Sequence[ShardMessage], pool: BufferPool) -> None:
+        places, lengths = _pack([round_up(message.nbytes, PAGE_BYTES) for message in messages])
+        self._pool = pool
+        self._buffers = pool.take(lengths, pinned=reader.on_device)
+        self._copied: dict[tuple[int, int], Tensor] = {}
+        for message, (buffer, start) in zip(messages, places, strict=True):
+            copied = self._buffers[buffer][start : start + message.nbytes]
+            reader.copy(message.ranges, copied)
+            self._copied[message.writer, message.number] = copied
+        reader.settle()
 
     @property
     def nbytes(self) -> int:
-        """Length of the whole snapshot."""
-        return sum(slab.numel() for slab in self._slabs)
+        """Host memory that it takes."""
+        return sum(buffer.numel() for buffer in self._buffers)
 
-    def piece(self, index: int) -> memoryview:
-        """Returns the bytes of a piece."""
-        return host_view(self._pieces[index])
+    def get(self, message: ShardMessage) -> Tensor:
+        """Returns the bytes of a message as a flat uint8 tensor."""
+        return self._copied[message.writer, message.number]
 
-    def tensor(self, index: int) -> Tensor:
-        """Returns the bytes of a piece as a flat uint8 tensor."""
-        return self._pieces[index]
-
-    def keep(self) -> None:
-        """Leaves the memory to the next snapshot; this one cannot be used any more."""
-        slabs, self._slabs = self._slabs, []
-        self._pieces.clear()
-        self._memory.keep(slabs)
-
-
-class ReusedSlabs:
-    """A few slabs, filled one after the other while earlier ones are written.
-
-    Args:
-        source: What to copy from.
-        pieces: What to copy.
-        num_slabs: Pieces in memory at once.
-    """
-
-    def __init__(self, source: Source, pieces: Sequence[FileRange], *, num_slabs: int) -> None:
-        self._source = source
-        self._pieces = pieces
-        self.depth = max(1, min(num_slabs, len(pieces)))
-        largest = max(map(_whole_pages, pieces), default=PAGE_BYTES)
-        # Each by itself: torch rounds page-locked memory up to a power of two, which a piece mostly is.
-        self._slabs = [allocate_staging(largest, pinned=source.on_device) for _ in range(self.depth)]
-
-    @property
-    def nbytes(self) -> int:
-        """Length of all slabs."""
-        return sum(slab.numel() for slab in self._slabs)
-
-    def piece(self, index: int) -> memoryview:
-        """Copies a piece, and returns its bytes."""
-        slab, wanted = self._slabs[index % self.depth], self._pieces[index]
-        self._source.copy(wanted, slab)
-        self._source.settle()
-        return host_view(slab[: wanted.end - wanted.begin])
+    def release(self) -> None:
+        """Gives the memory back; the snapshot cannot be used any more."""
+        buffers, self._buffers = self._buffers, []
+        self._copied.clear()
+        self._pool.give_back(buffers)
 
 
 def _pack(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Returns in which slab each piece is, and where, and the lengths of the slabs: at least one."""
+    """Returns each message's buffer and place in it, and the lengths of the buffers: at least one."""
     places, lengths = [], [0]
     for size in sizes:
-        if lengths[-1] and lengths[-1] + size > _SLAB_BYTES:
+        if lengths[-1] and lengths[-1] + size > _BUFFER_BYTES:
             lengths.append(0)
         places.append((len(lengths) - 1, lengths[-1]))
         lengths[-1] += size
     return places, [max(length, PAGE_BYTES) for length in lengths]
-
-
-def _whole_pages(piece: HasBytes) -> int:
-    return round_up(piece.nbytes, PAGE_BYTES)
-
-
-class Shards:
-    """What this rank contributes, packet by packet. May be used by several threads.
-
-    Args:
-        layout: The files.
-        source: The tensors of this rank's state.
-    """
-
-    def __init__(self, layout: Layout, source: Source) -> None:
-        self._layout = layout
-        self._source = source
-
-    @property
-    def on_device(self) -> bool:
-        """Whether some of the state is on a accelerator."""
-        return self._source.on_device
-
-    def is_in_host_memory(self, name: str) -> bool:
-        """Whether a tensor is there, by its name."""
-        return self._source.tensor(name).is_cpu
-
-    def copy(self, wanted: Packet, slab: Tensor) -> None:
-        """Starts to copy a packet into the beginning of a flat uint8 host tensor; see `settle`."""
-        position = 0
-        with self._source.copying(wanted.nbytes):
-            for number, cell, begin, end in wanted.stretches:
-                out = slab[position : position + end - begin]
-                copy_bytes(self._view(number, cell.box), begin, end, out)
-                position += end - begin
-
-    def settle(self) -> None:
-        """Returns once all copies that were started are done."""
-        self._source.settle()
-
-    def _view(self, number: int, box: Box) -> Tensor:
-        """Returns a box of a tensor that this rank holds."""
-        for held, view in self._source.parts(self._layout.space.extents[number].name):
-            if held == box:
-                return view
-            if held.intersect(box) == box:
-                return narrowed(view, box.relative_to(held))
-        raise AssertionError(f"this rank does not hold {box}")

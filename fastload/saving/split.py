@@ -1,4 +1,4 @@
-"""Which writer writes which ranges of the files. Pure: the same inputs give the same ranges on every rank."""
+"""Which writer writes which ranges of the files. Pure: the same on every rank."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from fastload.base.memory import round_up
 from fastload.errors import OptionError
 from fastload.geometry.blocks import Blocks
 from fastload.geometry.extents import Extent, Space
-from fastload.saving.layout import FileRange, Layout, cut, tail_of
-from fastload.saving.shard_map import Cell, Holdings
+from fastload.saving.layout import FileRange, Layout
+from fastload.saving.shard_map import MappedShard, ShardMap, TensorShards
 from fastload.transfer.shares import deal
 
-__all__ = ["Share", "Team", "assign", "choose_team", "partition", "spread", "whole_units"]
+__all__ = ["WriterGroup", "WriterShare", "choose_writers", "split", "split_evenly", "whole_units"]
+
+_MAX_HOLDERS = 8  # of a unit that several hold parts of: with more of them it matters little who writes it
+_MOST_UNEVEN = 1 / 32, 1 << 20  # a writer with more than the mean and the larger of these hands units on
 
 
 @dataclass(frozen=True)
-class Team:
+class WriterGroup:
     """The ranks that write one copy of a checkpoint together.
 
     Attributes:
-        members: All of them, ascending; the first one prepares and publishes.
-        writers: Those that write.
-        leaders: The first ones of all teams.
+        members: All ranks of the group, ascending; the first one prepares and publishes.
+        writers: The members that write.
+        leaders: The first members of all groups.
     """
 
     members: tuple[int, ...]
@@ -34,7 +37,7 @@ class Team:
 
     @property
     def num_copies(self) -> int:
-        """How many teams there are."""
+        """Number of groups."""
         return len(self.leaders)
 
     @property
@@ -43,25 +46,25 @@ class Team:
         return self.members[0]
 
 
-def choose_team(rank: int, hosts: Sequence[str], *, writers: int | str, shared: bool) -> Team:
-    """Chooses with whom a rank writes.
+def choose_writers(rank: int, hosts: Sequence[str], *, writers: int | str, shared: bool) -> WriterGroup:
+    """Chooses the group of a rank.
 
     Args:
         rank: The rank.
         hosts: Host of each rank.
-        writers: ``all``, ``host`` or how many of those that write one copy.
+        writers: ``all``, ``host`` or the number of writers of one copy.
         shared: Whether all hosts write one copy together; else each host writes its own.
     """
     everyone = range(len(hosts))
     members = tuple(r for r in everyone if shared or hosts[r] == hosts[rank])
     leaders = (0,) if shared else _first_of_each(hosts, everyone)
     if writers == "host":
-        return Team(members, _first_of_each(hosts, members), leaders)
+        return WriterGroup(members, _first_of_each(hosts, members), leaders)
     count = len(members)
     if isinstance(writers, int):
         count = min(count, writers)
-    spread = tuple(members[index * len(members) // count] for index in range(count))
-    return Team(members, spread, leaders)
+    chosen = tuple(members[index * len(members) // count] for index in range(count))
+    return WriterGroup(members, chosen, leaders)
 
 
 def _first_of_each(hosts: Sequence[str], ranks: Sequence[int]) -> tuple[int, ...]:
@@ -69,75 +72,97 @@ def _first_of_each(hosts: Sequence[str], ranks: Sequence[int]) -> tuple[int, ...
 
 
 @dataclass(frozen=True)
-class Share:
-    """The bytes of a save that one rank contributes.
+class WriterShare:
+    """The bytes that one writer hashes and writes.
 
     Attributes:
-        ranges: All it writes, in file order.
-        pieces: What it copies, hashes and writes at once, one after the other.
-        tails: The numbers of those pieces that it only hashes: the rest of blocks that it has begun.
+        ranges: All that it writes, in file order.
+        parts: The same in parts that are hashed and written at once, with the tails.
+        tails: The numbers of those parts that it only hashes: the rest of blocks that begin in a range.
     """
 
-    ranges: Sequence[FileRange]
-    pieces: Sequence[FileRange]
-    tails: frozenset[int]
+    ranges: Sequence[FileRange] = ()
+    parts: Sequence[FileRange] = ()
+    tails: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, layout: Layout, ranges: Sequence[FileRange], piece_bytes: int) -> Share:
-        """Returns the share of a writer with these ranges, given the most bytes of a piece."""
-        pieces: list[FileRange] = []
+    def of(cls, layout: Layout, ranges: Sequence[FileRange], part_bytes: int) -> WriterShare:
+        """Returns the share of a writer with these ranges, given the most bytes of a part."""
+        parts: list[FileRange] = []
         tails = set()
-        for part in ranges:
-            pieces += cut([part], piece_bytes)
-            if tail := tail_of(layout, part):
-                tails.add(len(pieces))
-                pieces.append(tail)
-        return cls(ranges, pieces, frozenset(tails))
+        for written in ranges:
+            file, begin, end = written
+            parts += [FileRange(file, at, min(end, at + part_bytes)) for at in range(begin, end, part_bytes)]
+            if tail := layout.tail_of(written):
+                tails.add(len(parts))
+                parts.append(tail)
+        return cls(ranges, parts, frozenset(tails))
 
     @property
     def nbytes(self) -> int:
-        """Length of all it writes."""
-        return sum(end - begin for _, begin, end in self.ranges)
+        """Length of all that it writes."""
+        return sum(written.nbytes for written in self.ranges)
 
 
-def assign(
-    layout: Layout, writers: Sequence[int], rank: int, *, align_bytes: int | None, piece_bytes: int
-) -> Share:
-    """Returns what a rank contributes to a save.
+def whole_units(part_bytes: int, align_bytes: int | None) -> int:
+    """Returns the length of a part: the most that it may have, in units that a file may be cut into."""
+    unit = align_bytes or 1
+    return max(1, part_bytes // unit) * unit
+
+
+def split(
+    layout: Layout, shard_map: ShardMap, writers: Sequence[int], align_bytes: int | None
+) -> dict[int, Sequence[FileRange]]:
+    """Splits the bytes of the files, headers included, among the writers; each byte once.
+
+    Where every rank holds everything, each writer gets one contiguous range. Else a file is cut into units
+    of `align_bytes`, and units with the same holders, over all files, are split evenly among these. Units
+    with no holder among the writers, or with too many, go to the writers with the fewest bytes.
 
     Args:
         layout: The files.
+        shard_map: Which ranks hold which of their bytes.
         writers: The ranks that share the writing.
-        rank: The rank; it need not write.
-        align_bytes: Where a file may be cut; None: nowhere.
-        piece_bytes: Most bytes to copy, hash and write at once, unless `align_bytes` is more.
+        align_bytes: Where a file may be cut, such as the part size of an upload; None: nowhere.
+
+    Returns:
+        For each writer its ranges in file order; none if there is nothing left for it.
 
     Raises:
         OptionError: `align_bytes` is below 1, or there are no writers.
     """
-    shares = partition(layout, num_writers=len(writers), align_bytes=align_bytes)
-    ranges = shares[writers.index(rank)] if rank in writers else ()
-    return Share.of(layout, ranges, whole_units(piece_bytes, align_bytes))
+    if shard_map.is_replicated or align_bytes is None:
+        evenly = split_evenly(layout, num_writers=len(writers), align_bytes=align_bytes)
+        return dict(zip(writers, evenly, strict=True))
+    by_holders: dict[tuple[int, ...], list[Extent]] = {}
+    for file, ranges in enumerate(_held_ranges(layout, shard_map, frozenset(writers), align_bytes)):
+        for begin, end, holders in _whole_units(ranges, layout.files[file].nbytes, align_bytes):
+            by_holders.setdefault(holders or (), []).append(Extent(file, begin, end - begin))
+    spaces = [Space(extents) for extents in by_holders.values()]
+    shares = deal([[(0, space.nbytes)] for space in spaces], list(by_holders), sorted(writers))
+    found: dict[int, list[FileRange]] = {writer: [] for writer in writers}
+    for number, writer, begin, end in ((each.lane, each.reader, each.begin, each.end) for each in shares):
+        space = spaces[number]
+        first, last = (_floor(space, position, align_bytes) for position in (begin, end))
+        for index, start, stop in space.cut(first, last - first):
+            file, offset, _ = space.extents[index]
+            found[writer].append(FileRange(file, offset + start, offset + stop))
+    _even_out(found, align_bytes)
+    return {writer: _joined(ranges) for writer, ranges in found.items()}
 
 
-def whole_units(piece_bytes: int, align_bytes: int | None) -> int:
-    """Returns the length of a piece: the most that it may have, in units that a file may be cut into."""
-    unit = align_bytes or 1
-    return max(1, piece_bytes // unit) * unit
-
-
-def partition(
+def split_evenly(
     layout: Layout, *, num_writers: int, align_bytes: int | None
 ) -> tuple[tuple[FileRange, ...], ...]:
-    """Deals the bytes of the files, headers included, to the writers; each byte once.
+    """Splits the bytes of the files, headers included, evenly; each byte once.
 
     Each writer gets one contiguous range of all files one after the other, cut only between files and
     at multiples of `align_bytes` in a file, and at most the mean and `align_bytes` more. With whole
-    files a writer gets those it is dealt, longest first, each to whoever has least.
+    files, the longest first, each goes to the writer with the fewest bytes.
 
     Args:
         layout: The files.
-        num_writers: How many share the writing.
+        num_writers: Number of writers.
         align_bytes: Where a file may be cut, such as the part size of an upload; None: nowhere.
 
     Returns:
@@ -150,8 +175,7 @@ def partition(
         raise OptionError(f"num_writers={num_writers}, align_bytes={align_bytes}: must be at least 1")
     sizes = [file.nbytes for file in layout.files]
     if align_bytes is None:
-        return _deal_files(sizes, num_writers)
-    # One may cut where each file, laid end to end, has whole units.
+        return _split_files(sizes, num_writers)
     units = Blocks(Space([Extent(file, 0, size) for file, size in enumerate(sizes)]), align_bytes)
     files, total = units.space, units.space.nbytes
     cuts = [units.floor(total * number // num_writers) for number in range(num_writers)]
@@ -164,7 +188,7 @@ def _ranges(files: Space[Extent], begin: int, end: int) -> Iterator[FileRange]:
         yield FileRange(file, first, stop)
 
 
-def _deal_files(sizes: Sequence[int], num_writers: int) -> tuple[tuple[FileRange, ...], ...]:
+def _split_files(sizes: Sequence[int], num_writers: int) -> tuple[tuple[FileRange, ...], ...]:
     shares: list[list[FileRange]] = [[] for _ in range(num_writers)]
     loads = [0] * num_writers
     for file in sorted(range(len(sizes)), key=lambda file: (-sizes[file], file)):
@@ -174,58 +198,18 @@ def _deal_files(sizes: Sequence[int], num_writers: int) -> tuple[tuple[FileRange
     return tuple(tuple(sorted(share)) for share in shares)
 
 
-_MAX_HOLDERS = 8  # of a unit that several hold parts of: with more of them it matters little who writes it
-_MOST_UNEVEN = 1 / 32, 1 << 20  # a writer with more than the mean and the larger of these hands units on
 _Holders = tuple[int, ...] | None
-"""Writers that hold something of a stretch; none if there are too many, None if nobody has to."""
-_NOBODYS: _Holders = None
+"""Writers that hold something of a range; none if there are too many, None if nobody has to."""
 
 
-class _Stretch(NamedTuple):
+class _HeldRange(NamedTuple):
     begin: int
     end: int
     holders: _Holders
 
 
-def spread(
-    layout: Layout, holdings: Holdings, writers: Sequence[int], align_bytes: int | None
-) -> dict[int, list[FileRange]]:
-    """Deals the bytes of the files, headers included, to the writers; each byte once.
-
-    Args:
-        layout: The files.
-        holdings: Which ranks hold which of their bytes.
-        writers: The ranks that share the writing.
-        align_bytes: Where a file may be cut, such as the part size of an upload; None: nowhere.
-
-    Returns:
-        For each writer its ranges in file order; none if there is nothing left for it.
-
-    Raises:
-        OptionError: `align_bytes` is below 1, or there are no writers.
-    """
-    if align_bytes is None:
-        whole = partition(layout, num_writers=len(writers), align_bytes=None)
-        return {writer: list(ranges) for writer, ranges in zip(writers, whole, strict=True)}
-    lanes: dict[tuple[int, ...], list[Extent]] = {}
-    for file, stretches in enumerate(_stretches(layout, holdings, frozenset(writers), align_bytes)):
-        for begin, end, holders in _whole_units(stretches, layout.files[file].nbytes, align_bytes):
-            lanes.setdefault(holders or (), []).append(Extent(file, begin, end - begin))
-    spaces = [Space(extents) for extents in lanes.values()]
-    shares = deal([[(0, space.nbytes)] for space in spaces], list(lanes), sorted(writers))
-    found: dict[int, list[FileRange]] = {writer: [] for writer in writers}
-    for lane, writer, begin, end in ((each.lane, each.reader, each.begin, each.end) for each in shares):
-        space = spaces[lane]
-        first, last = (_floor(space, position, align_bytes) for position in (begin, end))
-        for index, start, stop in space.cut(first, last - first):
-            file, offset, _ = space.extents[index]
-            found[writer].append(FileRange(file, offset + start, offset + stop))
-    _even_out(found, align_bytes)
-    return {writer: _joined(ranges) for writer, ranges in found.items()}
-
-
 def _even_out(found: dict[int, list[FileRange]], align_bytes: int) -> None:
-    """Moves units from who has most to who has least: each cut of a lane was up to a unit off."""
+    """Moves units from who has most to who has least: each cut was up to a unit off."""
     loads = {writer: sum(end - begin for _, begin, end in ranges) for writer, ranges in found.items()}
     mean, (part, few_bytes) = sum(loads.values()) / len(loads), _MOST_UNEVEN
     bound = mean + max(mean * part, few_bytes)
@@ -246,7 +230,7 @@ def _even_out(found: dict[int, list[FileRange]], align_bytes: int) -> None:
 
 
 def _floor(space: Space[Extent], position: int, align_bytes: int) -> int:
-    """Returns the last place before a position where a lane may be cut."""
+    """Returns the last position, up to a given one, where a file may be cut."""
     if position == space.nbytes:
         return position
     index = space.at(position)
@@ -264,63 +248,64 @@ def _joined(ranges: Sequence[FileRange]) -> list[FileRange]:
     return joined
 
 
-def _stretches(
-    layout: Layout, holdings: Holdings, writers: Collection[int], align_bytes: int
-) -> Iterator[Iterator[_Stretch]]:
-    """Yields for each file who holds what of it, from its first byte to its last."""
-    known: dict[int, list[_Stretch]] = {}
+def _held_ranges(
+    layout: Layout, shard_map: ShardMap, writers: Collection[int], align_bytes: int
+) -> Iterator[Iterator[_HeldRange]]:
+    """Yields for each file its byte ranges, from the first to the last, with their holders."""
+    known: dict[TensorShards, list[_HeldRange]] = {}
     tensors = layout.space.extents
 
-    def of_file(file: int, first: int) -> Iterator[_Stretch]:
-        yield _Stretch(0, len(layout.files[file].header), None)
+    def of_file(file: int, first: int) -> Iterator[_HeldRange]:
+        yield _HeldRange(0, len(layout.files[file].header), None)
         for number in range(first, len(tensors)):
             entry = tensors[number]
             if entry.file != file:
                 return
-            kind = holdings.kind(number)
+            kind = shard_map.tensors[number]
             if kind not in known:
-                known[kind] = _of_cells(holdings.cells(number), writers, align_bytes)
+                known[kind] = _of_shards(kind.shards, writers, align_bytes)
             for begin, end, holders in known[kind]:
-                yield _Stretch(entry.offset + begin, entry.offset + end, holders)
+                yield _HeldRange(entry.offset + begin, entry.offset + end, holders)
 
     for file in range(len(layout.files)):
         yield of_file(file, layout.space.find(file, -1) + 1)
 
 
-def _of_cells(cells: Sequence[Cell], writers: Collection[int], align_bytes: int) -> list[_Stretch]:
-    """Joins the cells of a tensor that share its bytes, and short ones: only of long ranges it matters."""
-    found: list[_Stretch] = []
-    for cell in cells:
-        able = tuple(rank for rank in cell.holders if rank in writers)
-        new = _Stretch(cell.runs.start, cell.runs.end, able)
+def _of_shards(shards: Sequence[MappedShard], writers: Collection[int], align_bytes: int) -> list[_HeldRange]:
+    """Joins the shards of a tensor whose bytes alternate, and short ones: only long ranges matter."""
+    found: list[_HeldRange] = []
+    for shard in shards:
+        able = tuple(rank for rank in shard.holders if rank in writers)
+        new = _HeldRange(shard.runs.start, shard.runs.end, able)
         if found:
             last = found[-1]
             is_short = min(last.end - last.begin, new.end - new.begin) < align_bytes
             if new.begin < last.end or is_short:
-                found[-1] = _Stretch(last.begin, max(last.end, new.end), _either(last.holders, able))
+                found[-1] = _HeldRange(last.begin, max(last.end, new.end), _either(last.holders, able))
                 continue
         found.append(new)
     return found
 
 
-def _whole_units(stretches: Iterator[_Stretch], nbytes: int, align_bytes: int) -> Iterator[_Stretch]:
-    """Yields a file in whole units, and who holds something of each."""
-    position, holders = 0, _NOBODYS
-    for begin, end, here in stretches:
+def _whole_units(ranges: Iterator[_HeldRange], nbytes: int, align_bytes: int) -> Iterator[_HeldRange]:
+    """Yields a file in whole units, each with the holders of some of its bytes."""
+    position = 0
+    holders: _Holders = None
+    for begin, end, here in ranges:
         first = min(round_up(begin, align_bytes), nbytes)
         last = end // align_bytes * align_bytes
         if first < last:
             if position < first:
-                yield _Stretch(position, first, _either(holders, here))
-            yield _Stretch(first, last, here)
-            position, holders = last, _NOBODYS
+                yield _HeldRange(position, first, _either(holders, here))
+            yield _HeldRange(first, last, here)
+            position, holders = last, None
         elif position < last:
-            yield _Stretch(position, last, _either(holders, here))
-            position, holders = last, _NOBODYS
+            yield _HeldRange(position, last, _either(holders, here))
+            position, holders = last, None
         if end > position:
             holders = _either(holders, here)
     if position < nbytes:
-        yield _Stretch(position, nbytes, holders)
+        yield _HeldRange(position, nbytes, holders)
 
 
 def _either(one: _Holders, other: _Holders) -> _Holders:

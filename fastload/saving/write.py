@@ -1,4 +1,4 @@
-"""Parts → pending files: hashed, written, durable, with a receipt for the leader."""
+"""Parts → pending files: prepared by the leaders, then hashed, written and made durable by all writers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import xxhash
 
@@ -19,166 +19,41 @@ from fastload.comm.world import World
 from fastload.errors import OptionError, StorageError
 from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.geometry.blocks import Block
-from fastload.saving.call import Call
-from fastload.saving.exchange import Assembly
-from fastload.saving.layout import FileRange, blocks_of
-from fastload.saving.plan import Part
-from fastload.saving.snapshot import ReusedSlabs, Slabs, Snapshot
-from fastload.saving.split import Share, Team
+from fastload.saving.call import SaveCall
+from fastload.saving.exchange import PartAssembler
+from fastload.saving.layout import FileRange
+from fastload.saving.plan import SavePlan
+from fastload.saving.snapshot import Snapshot
+from fastload.saving.split import WriterGroup, WriterShare
 from fastload.storage import Target
 from fastload.transfer.wire import Wire, accept_offers
 
 __all__ = [
     "BlockHasher",
-    "Checksums",
-    "Pending",
-    "Receipt",
-    "Writing",
-    "Written",
-    "collect",
-    "hand_in",
+    "PartWriter",
+    "PendingFiles",
+    "WriteReceipt",
+    "WriteResult",
+    "collect_receipts",
     "open_pending",
     "write",
 ]
 
+T = TypeVar("T")
+
 Checksums = dict[int, list[tuple[int, bytes]]]
 """File → (number of the first block, checksums of it and those that follow it, 8 bytes each)."""
-
-
-class BlockHasher:
-    """Hashes blocks whose bytes come in pieces, in order.
-
-    Args:
-        blocks: The blocks, in order.
-    """
-
-    def __init__(self, blocks: Iterable[Block]) -> None:
-        self._blocks: Iterator[Block] = iter(blocks)
-        self._block = next(self._blocks, None)
-        self._begun = xxhash.xxh3_64()
-        self._num_begun_bytes = 0
-        self._found: dict[int, list[tuple[int, bytearray]]] = {}
-
-    def feed(self, piece: FileRange, data: memoryview) -> None:
-        """Takes the next piece; bytes of blocks that belong to other ranks are skipped."""
-        while (block := self._block) is not None and block.file == piece.file and block.offset < piece.end:
-            begin = block.offset + self._num_begun_bytes - piece.begin
-            end = block.offset + block.nbytes - piece.begin
-            if end > len(data):
-                self._begun.update(data[begin:])
-                self._num_begun_bytes += len(data) - begin
-                return
-            if self._num_begun_bytes:
-                self._begun.update(data[begin:end])
-                self._add(block, self._begun.digest())
-                self._begun.reset()
-                self._num_begun_bytes = 0
-            else:
-                self._add(block, checksum(data[begin:end]))
-            self._block = next(self._blocks, None)
-
-    def checksums(self) -> Checksums:
-        """Returns the checksums, once everything has been fed."""
-        assert self._block is None
-        return {
-            file: [(first, bytes(sums)) for first, sums in stretches]
-            for file, stretches in self._found.items()
-        }
-
-    def _add(self, block: Block, digest: bytes) -> None:
-        stretches = self._found.setdefault(block.file, [])
-        if stretches and stretches[-1][0] + len(stretches[-1][1]) // CHECKSUM_BYTES == block.number:
-            stretches[-1][1].extend(digest)
-        else:
-            stretches.append((block.number, bytearray(digest)))
-
 
 _PLACE = "checksums"  # where in the store
 _SHORT_BYTES = 64 << 10  # of all receipts, which go to all ranks
 
 
 @dataclass(frozen=True)
-class Receipt:
-    """What a rank has written, for its leader.
+class PendingFiles:
+    """The files of a save before its commit.
 
     Attributes:
-        written: The receipt of its target.
-        checksums: File → [number of the first block, checksums of it and those that follow it].
-    """
-
-    written: Mapping[str, Any]
-    checksums: Checksums
-
-    def to_bytes(self) -> bytes:
-        """Packs it."""
-        sums = {
-            file: [[first, digests.hex()] for first, digests in stretches]
-            for file, stretches in self.checksums.items()
-        }
-        return json.dumps([self.written, sums]).encode()
-
-    @classmethod
-    def from_bytes(cls, packed: bytes | str) -> Receipt:
-        """Unpacks what `to_bytes` packed."""
-        written, sums = json.loads(packed)
-        return cls(
-            written,
-            {
-                int(file): [(first, bytes.fromhex(digests)) for first, digests in stretches]
-                for file, stretches in sums.items()
-            },
-        )
-
-
-def hand_in(world: World, team: Team, receipt: Receipt, *, what: str) -> str | None:
-    """Leaves a rank's receipt for its leader; to be called before it says that it has written.
-
-    Args:
-        world: The ranks.
-        team: This rank's.
-        receipt: What it has written.
-        what: Name of the save, for messages.
-
-    Returns:
-        What this rank is to tell the others with that: the receipt, if it is short.
-    """
-    if world.rank == team.leader:
-        return None
-    packed = receipt.to_bytes()
-    if len(packed) * world.size <= _SHORT_BYTES:
-        return str(packed, "ascii")
-    world.leave_bytes(f"{what}: leaving checksums", _PLACE, packed)
-    return None
-
-
-def collect(
-    world: World, team: Team, own: Receipt, handed_in: Sequence[str | None], *, what: str
-) -> list[Receipt]:
-    """Returns the receipts of all members, on their leader.
-
-    Args:
-        world: The ranks; all members have handed in theirs.
-        team: This rank's.
-        own: The leader's.
-        handed_in: What `hand_in` has returned on each rank.
-        what: Name of the save, for messages.
-    """
-    receipts = [own]
-    for rank in team.members[1:]:
-        packed: str | bytes | None = handed_in[rank]
-        if packed is None:
-            packed = world.take_bytes(f"{what}: collecting checksums", _PLACE, rank)
-        assert packed is not None
-        receipts.append(Receipt.from_bytes(packed))
-    return receipts
-
-
-@dataclass(frozen=True)
-class Pending:
-    """What is prepared.
-
-    Attributes:
-        wire: What connects this rank to others, if any rank needs something from another one.
+        wire: Connects this rank to others, if any rank needs something from another one.
         join: To be called before this rank writes.
     """
 
@@ -186,8 +61,8 @@ class Pending:
     join: Callable[[], object]
 
 
-def open_pending(call: Call, part: Part) -> Pending:
-    """Has the leaders prepare the place, while the ranks tell each other where they are found.
+def open_pending(call: SaveCall, plan: SavePlan) -> PendingFiles:
+    """Has the leaders prepare the files, while the ranks tell each other their addresses.
 
     Each joins its leader once it writes; where each host has a copy of its own, before any rank does.
 
@@ -196,16 +71,15 @@ def open_pending(call: Call, part: Part) -> Pending:
         PeerError: Some rank cannot write there, with its cause.
         CheckpointExists: There is a checkpoint already.
     """
-    world, team, target = call.world, part.team, part.target
-    leads = world.rank == team.leader
-    files = [(file.name, file.nbytes) for file in part.described.layout.files]
-    packets = part.packets
-    wire = Wire(world, range(world.size), packets.partners) if packets is not None else None
+    world, group, target = call.world, plan.group, plan.target
+    leads = world.rank == group.leader
+    files = [(file.name, file.nbytes) for file in plan.state.layout.files]
+    wire = Wire(world, range(world.size), plan.messages.partners) if plan.depths.exchanges else None
 
     def prepare() -> dict[str, Any]:
         return {
             "ticket": target.prepare(files, overwrite=bool(call.options.overwrite)) if leads else None,
-            "exchanges": packets is not None and bool(packets.leaving),
+            "exchanges": bool(plan.messages.outgoing),
             "offer": wire.offer() if wire is not None else None,
         }
 
@@ -218,24 +92,24 @@ def open_pending(call: Call, part: Part) -> Pending:
             wire.close(keep=True)
             wire = None
         tickets = [each["ticket"] for each in ranks]
-        join = _nothing if leads else partial(_join, call, target, tickets[team.leader], team.leader)
-        if team.num_copies > 1:
-            others = [tickets[leader] for leader in team.leaders if leads and leader != team.leader]
+        join = _nothing if leads else partial(_join, call, target, tickets[group.leader], group.leader)
+        if group.num_copies > 1:
+            others = [tickets[leader] for leader in group.leaders if leads and leader != group.leader]
             _join_all(call, target.url, join, others)
             join = _nothing
     except BaseException:
         if wire is not None:
             wire.close(keep=False)
         raise
-    return Pending(wire, join)
+    return PendingFiles(wire, join)
 
 
 def _nothing() -> None:
     pass
 
 
-def _join_all(call: Call, url: str, join: Callable[[], object], others: Sequence[Any]) -> None:
-    """Has every rank join its team before any of them writes, and look for what the others have prepared."""
+def _join_all(call: SaveCall, url: str, join: Callable[[], object], others: Sequence[Any]) -> None:
+    """Has every rank join its leader before any of them writes, and look for other groups' files."""
 
     def meet() -> None:
         join()
@@ -244,7 +118,7 @@ def _join_all(call: Call, url: str, join: Callable[[], object], others: Sequence
     call.world.agree(f"joining the save to {url}", meet)
 
 
-def _join(call: Call, target: Target, ticket: Any, leader: int) -> None:
+def _join(call: SaveCall, target: Target, ticket: Any, leader: int) -> None:
     try:
         target.join(ticket)
     except StorageError as error:
@@ -262,7 +136,7 @@ def _join(call: Call, target: Target, ticket: Any, leader: int) -> None:
 
 
 def _look_for_others(another: Callable[[], Target], tickets: Sequence[Any]) -> None:
-    """Looks whether what another team has prepared can be seen from here."""
+    """Checks that the files of other groups cannot be seen from here."""
     for ticket in tickets:
         target = another()
         try:
@@ -276,94 +150,90 @@ def _look_for_others(another: Callable[[], Target], tickets: Sequence[Any]) -> N
         )
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True)
-class Written:
-    """What one rank has done, once all of them have written.
+class WriteResult:
+    """What one rank has written, once all of them have.
 
     Attributes:
-        receipt: What its leader is to know of it.
-        handed_in: What each rank has told of its own; see `receipts.hand_in`.
+        receipt: Of this rank.
+        handed_in: What each rank has told of its own; see `_hand_in`.
         write_s: Seconds with at least one write under way.
         flush_s: Seconds until what was written was durable.
-        slab_bytes: Memory that the bytes went through.
+        staging_bytes: Memory that the bytes went through.
     """
 
-    receipt: Receipt
+    receipt: WriteReceipt
     handed_in: tuple[str | None, ...]
     write_s: float
     flush_s: float
-    slab_bytes: int
+    staging_bytes: int
 
 
-def write(call: Call, part: Part, snapshot: Snapshot | None, pending: Pending) -> Written:
+def write(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, pending: PendingFiles) -> WriteResult:
     """Writes this rank's share, and settles on all ranks whether all of them have.
 
     Args:
         call: This rank's call.
-        part: Its part.
-        snapshot: What it contributes; None takes it from the state. Its memory is left to the next snapshot.
-        pending: What it writes to; its wire is closed in the end.
+        plan: Its plan.
+        snapshot: The bytes that it contributes; None takes them from the state. Its memory is given back.
+        pending: The files; the wire is closed in the end.
 
     Raises:
         FastloadError: Some rank has not written.
     """
-    world, options, described = call.world, call.options, part.described
-    writing = Writing(
+    world, options, layout = call.world, call.options, plan.state.layout
+    writer = PartWriter(
         world,
-        part.target,
-        [file.name for file in described.layout.files],
+        plan.target,
+        [file.name for file in layout.files],
         num_threads=options.write_threads,
         progress=options.progress,
     )
-    call.tracing.follow({"write": writing.watch})
-    wire = pending.wire
-    found: list[Written] = []
+    call.tracing.follow({"write": writer.watch})
+    assembler = PartAssembler(world, plan, snapshot, pending.wire)
+    found: list[WriteResult] = []
 
     def work() -> str | None:
         pending.join()
-        slabs = _slabs(call, part, snapshot, wire)
-        if isinstance(slabs, Assembly):
-            assemblies.append(slabs)
-            slabs.open()
-        hasher = BlockHasher(blocks_of(described.layout, part.share.ranges))
-        receipt = Receipt(writing.write(part.share, slabs, hasher), hasher.checksums())
-        if isinstance(slabs, Assembly):
-            slabs.finish()
-        to_tell = hand_in(world, part.team, receipt, what=call.what)
-        described.own.show()
-        nbytes = slabs.nbytes + (snapshot.nbytes if snapshot is not None and snapshot is not slabs else 0)
-        found.append(Written(receipt, (), writing.watch.seconds, writing.flush_s, nbytes))
+        assembler.open()
+        hasher = BlockHasher(layout.blocks_of(plan.share.ranges))
+        written = writer.write(plan.share, assembler, hasher)
+        receipt = WriteReceipt(written, hasher.checksums())
+        assembler.finish()
+        to_tell = _hand_in(world, plan.group, receipt, what=call.what)
+        plan.state.own.show()
+        nbytes = assembler.nbytes + (snapshot.nbytes if snapshot is not None else 0)
+        found.append(WriteResult(receipt, (), writer.watch.seconds, writer.flush_s, nbytes))
         return to_tell
 
-    assemblies: list[Assembly] = []
     try:
         handed_in = world.settle(call.what, work)
     finally:
-        for assembly in assemblies:
-            assembly.close()
-        if wire is not None and not assemblies:
-            wire.close(keep=False)
-        if writing.close() and snapshot is not None:
-            snapshot.keep()
+        assembler.close()
+        if writer.close() and snapshot is not None:
+            snapshot.release()
     return replace(found[0], handed_in=tuple(handed_in))
 
 
-def _slabs(call: Call, part: Part, snapshot: Snapshot | None, wire: Wire | None) -> Slabs:
-    described, share, num_writes = part.described, part.share, call.options.write_threads
-    if part.shards is not None and part.packets is not None and part.depths is not None:
-        given: dict[str, Any] = {"depths": part.depths, "wire": wire}
-        layout = described.layout
-        return Assembly(call.world, layout, share.pieces, part.packets, part.shards, snapshot, **given)
-    if snapshot is not None:
-        return snapshot
-    return ReusedSlabs(described.source, share.pieces, num_slabs=num_writes + 1)
+class PartSource(Protocol):
+    """The bytes of parts, asked for in order.
+
+    Attributes:
+        depth: Parts that stay valid: part i until part i + depth is asked for.
+    """
+
+    @property
+    def depth(self) -> int:
+        """See above."""
+        ...
+
+    def part(self, index: int) -> memoryview:
+        """Returns the bytes of a part."""
+        ...
 
 
-class Writing:
-    """One rank's writing, watched by the others.
+class PartWriter:
+    """Writes parts of files in several threads, as long as no other rank fails.
 
     Args:
         world: The ranks; a failure of another one ends this.
@@ -394,12 +264,12 @@ class Writing:
         self.watch = Stopwatch()
         self.flush_s = 0.0
 
-    def write(self, share: Share, slabs: Slabs, hasher: BlockHasher) -> dict[str, Any]:
-        """Writes all pieces and makes them durable.
+    def write(self, share: WriterShare, source: PartSource, hasher: BlockHasher) -> dict[str, Any]:
+        """Writes all parts and makes them durable.
 
         Args:
             share: What to write, and what to hash.
-            slabs: The bytes of both.
+            source: The bytes of both.
             hasher: Fed with them on the way.
 
         Returns:
@@ -414,19 +284,19 @@ class Writing:
 
         def finish() -> None:
             nonlocal done_bytes
-            piece = share.pieces[under_way[0][0]]
-            self._await(piece, under_way.popleft()[1])
-            done_bytes += piece.end - piece.begin
+            part = share.parts[under_way[0][0]]
+            self._await(part, under_way.popleft()[1])
+            done_bytes += part.nbytes
             if self._progress is not None:
                 self._progress(done_bytes, share.nbytes)
 
-        for index, piece in enumerate(share.pieces):
-            if under_way and under_way[0][0] + slabs.depth == index:
+        for index, part in enumerate(share.parts):
+            if under_way and under_way[0][0] + source.depth == index:
                 finish()
-            data = slabs.piece(index)
-            hasher.feed(piece, data)
+            data = source.part(index)
+            hasher.feed(part, data)
             if index not in share.tails:
-                under_way.append((index, self._workers.submit(partial(self._write, piece, data))))
+                under_way.append((index, self._workers.submit(partial(self._write, part, data))))
             del data
         while under_way:
             finish()
@@ -439,20 +309,136 @@ class Writing:
         """Ends the threads; returns whether no write is under way any more."""
         return self._workers.close(wait_s=min(1.0, self._world.grace_s))
 
-    def _write(self, piece: FileRange, data: memoryview) -> None:
+    def _write(self, part: FileRange, data: memoryview) -> None:
         with self.watch.span(nbytes=len(data)):
-            self._target.write(self._names[piece.file], piece.begin, data)
+            self._target.write(self._names[part.file], part.begin, data)
 
-    def _await(self, piece: FileRange | None, work: Future[T]) -> T:
+    def _await(self, part: FileRange | None, work: Future[T]) -> T:
         """Waits for a write, or for all of it to be durable, no longer than the other ranks go on."""
         try:
-            return self._world.await_work(work, partial(self._overdue, piece))
+            return self._world.await_work(work, partial(self._overdue, part))
         finally:
             del work  # else error → traceback → frame → work → error would keep all their memory alive
 
-    def _overdue(self, piece: FileRange | None) -> StorageError:
+    def _overdue(self, part: FileRange | None) -> StorageError:
         text = f"storage did not answer within {self._world.patience_s:.1f} s"
-        if piece is None:
+        if part is None:
             return StorageError(f"{text} that the data is durable", url=self._target.url)
-        url = f"{self._target.url}/{self._names[piece.file]}"
-        return StorageError(text, url=url, offset=piece.begin, nbytes=piece.end - piece.begin)
+        url = f"{self._target.url}/{self._names[part.file]}"
+        return StorageError(text, url=url, offset=part.begin, nbytes=part.nbytes)
+
+
+class BlockHasher:
+    """Hashes blocks whose bytes come in parts, in order.
+
+    Args:
+        blocks: The blocks, in order.
+    """
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._blocks: Iterator[Block] = iter(blocks)
+        self._block = next(self._blocks, None)
+        self._begun = xxhash.xxh3_64()
+        self._num_begun_bytes = 0
+        self._found: dict[int, list[tuple[int, bytearray]]] = {}
+
+    def feed(self, part: FileRange, data: memoryview) -> None:
+        """Takes the next part; bytes of blocks that belong to other ranks are skipped."""
+        while (block := self._block) is not None and block.file == part.file and block.offset < part.end:
+            begin = block.offset + self._num_begun_bytes - part.begin
+            end = block.offset + block.nbytes - part.begin
+            if end > len(data):
+                self._begun.update(data[begin:])
+                self._num_begun_bytes += len(data) - begin
+                return
+            if self._num_begun_bytes:
+                self._begun.update(data[begin:end])
+                self._add(block, self._begun.digest())
+                self._begun.reset()
+                self._num_begun_bytes = 0
+            else:
+                self._add(block, checksum(data[begin:end]))
+            self._block = next(self._blocks, None)
+
+    def checksums(self) -> Checksums:
+        """Returns the checksums, once everything has been fed."""
+        assert self._block is None
+        return {
+            file: [(first, bytes(sums)) for first, sums in stretches]
+            for file, stretches in self._found.items()
+        }
+
+    def _add(self, block: Block, digest: bytes) -> None:
+        stretches = self._found.setdefault(block.file, [])
+        if stretches and stretches[-1][0] + len(stretches[-1][1]) // CHECKSUM_BYTES == block.number:
+            stretches[-1][1].extend(digest)
+        else:
+            stretches.append((block.number, bytearray(digest)))
+
+
+@dataclass(frozen=True)
+class WriteReceipt:
+    """What a rank has written, for its leader.
+
+    Attributes:
+        written: The receipt of its target.
+        checksums: Of the blocks that it has hashed.
+    """
+
+    written: Mapping[str, Any]
+    checksums: Checksums
+
+    def to_text(self) -> str:
+        """Packs it."""
+        sums = {
+            file: [[first, digests.hex()] for first, digests in stretches]
+            for file, stretches in self.checksums.items()
+        }
+        return json.dumps([self.written, sums])
+
+    @classmethod
+    def parse(cls, packed: bytes | str) -> WriteReceipt:
+        """Reads what `to_text` returned."""
+        written, sums = json.loads(packed)
+        return cls(
+            written,
+            {
+                int(file): [(first, bytes.fromhex(digests)) for first, digests in stretches]
+                for file, stretches in sums.items()
+            },
+        )
+
+
+def _hand_in(world: World, group: WriterGroup, receipt: WriteReceipt, *, what: str) -> str | None:
+    """Returns what this rank tells the others once it has written: its receipt, if it is short.
+
+    A long one is left in the store for the leader, before this rank says that it has written.
+    """
+    if world.rank == group.leader:
+        return None
+    packed = receipt.to_text()
+    if len(packed) * world.size <= _SHORT_BYTES:
+        return packed
+    world.leave_bytes(f"{what}: leaving checksums", _PLACE, packed.encode())
+    return None
+
+
+def collect_receipts(
+    world: World, group: WriterGroup, result: WriteResult, *, what: str
+) -> list[WriteReceipt]:
+    """Returns the receipts of all members, on their leader.
+
+    Args:
+        world: The ranks; all members have handed in theirs.
+        group: This rank's.
+        result: The leader's.
+        what: Name of the save, for messages.
+    """
+    receipts = [result.receipt]
+    for rank in group.members[1:]:
+        packed: str | bytes | None = result.handed_in[rank]
+        if packed is None:
+            packed = world.take_bytes(f"{what}: collecting checksums", _PLACE, rank)
+        assert packed is not None
+        receipts.append(WriteReceipt.parse(packed))
+    return receipts

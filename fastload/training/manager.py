@@ -306,7 +306,7 @@ class CheckpointManager:
             self._raise_failed(failed)
         save = partial(self._calls.save, state, path, metadata)
         has_succeeded = self._in_flight.make(
-            planned, lambda turn: self._timing.saving(partial(save, turn=turn))
+            planned, lambda queued: self._timing.saving(partial(save, queued=queued))
         )
         self._catalog.damaged.discard(step)
         if self._housekeeper is not None:

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field
 
 from fastload.comm.world import World
 from fastload.report import SaveReport
-from fastload.saving.call import Turn
+from fastload.saving.call import QueuedSave
 from fastload.saving.handle import SaveHandle
-from fastload.saving.snapshot import Spares
+from fastload.saving.snapshot import BufferPool
 from fastload.training.retention import Point, Retention, Saved
 
 __all__ = ["Flight", "InFlight", "Order", "Orders", "Planned", "Shared"]
@@ -98,18 +98,18 @@ class Shared:
     """What the saves of one training share.
 
     Attributes:
-        memory: That of their copies.
+        pool: Lends the memory of their snapshots.
         changed: Guards them; notified when one of them is over.
         given_up: Number → where it would be, of those that are not written, until a report has said so.
     """
 
-    memory: Spares
+    pool: BufferPool
     changed: threading.Condition = field(default_factory=threading.Condition)
     given_up: dict[int, str] = field(default_factory=dict)
 
 
 class Flight:
-    """A save in flight. Has its turn once those before it are over; see `fastload.saving.turn.Turn`.
+    """A save in flight. Has its turn once those before it are over; see `fastload.saving.call.QueuedSave`.
 
     Args:
         number: Its number; later ones are higher, and newer.
@@ -133,12 +133,12 @@ class Flight:
         self._has_come = False
         self._before: Sequence[Flight] = before
         self._shared = shared
-        self._give_back: Callable[[], None] | None = None
+        self._release: Callable[[], None] | None = None
 
     @property
-    def memory(self) -> Spares:
-        """Where the memory of its copy comes from."""
-        return self._shared.memory
+    def pool(self) -> BufferPool:
+        """Lends the memory of its snapshot."""
+        return self._shared.pool
 
     @property
     def waits(self) -> bool:
@@ -150,9 +150,9 @@ class Flight:
     def _is_next(self) -> bool:
         return all(flight.is_over for flight in self._before)
 
-    def hold(self, give_back: Callable[[], None]) -> None:
-        """Takes what gives the memory of its copy back."""
-        self._give_back = give_back
+    def hold(self, release: Callable[[], None]) -> None:
+        """Takes a callback that frees the snapshot."""
+        self._release = release
 
     def run(self, work: Callable[[], SaveReport | None]) -> SaveReport | None:
         """Does all that is left to do of it."""
@@ -160,10 +160,10 @@ class Flight:
             return work()
         finally:
             with self._shared.changed:
-                self.is_over, self._before, self._give_back = True, (), None
+                self.is_over, self._before, self._release = True, (), None
                 self._shared.changed.notify_all()
 
-    def come(self) -> bool:
+    def await_turn(self) -> bool:
         """Waits until it is its turn, or is given up; returns which. Rank 0's answer counts."""
         with self._shared.changed:
             self._shared.changed.wait_for(lambda: self._is_given_up or self._is_next)
@@ -177,8 +177,8 @@ class Flight:
                 return
             self.is_over = self._is_given_up = True
             self._shared.given_up[self.number] = self.planned.url
-            if self._give_back is not None:
-                self._give_back()
+            if self._release is not None:
+                self._release()
             self._shared.changed.notify_all()
 
     def came_instead_of(self) -> tuple[str, ...]:
@@ -212,7 +212,7 @@ class InFlight:
         self._num_slots = num_slots
         self._retention = retention
         self._orders = Orders(world)
-        self._shared = Shared(Spares(num_slots))
+        self._shared = Shared(BufferPool(num_slots))
         self._flights: list[Flight] = []
         self._number = 0
         self._num_heard = 0
@@ -254,7 +254,9 @@ class InFlight:
             self._await_slot(planned)
         return order.failed
 
-    def make(self, planned: Planned, save: Callable[[Turn | None], SaveHandle | None]) -> Callable[[], bool]:
+    def make(
+        self, planned: Planned, save: Callable[[QueuedSave | None], SaveHandle | None]
+    ) -> Callable[[], bool]:
         """Makes the save that room was made for.
 
         Returns:
@@ -363,4 +365,4 @@ class InFlight:
 
     def close(self) -> None:
         """Lets go of the memory."""
-        self._shared.memory.clear()
+        self._shared.pool.clear()

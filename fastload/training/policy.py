@@ -11,7 +11,7 @@ from fastload import api
 from fastload.comm.world import agree
 from fastload.errors import OptionError
 from fastload.options import LoadOptions, SaveOptions
-from fastload.saving.call import Turn
+from fastload.saving.call import QueuedSave
 from fastload.saving.handle import SaveHandle
 from fastload.saving.save import save_in_background
 from fastload.storage import Location
@@ -158,7 +158,7 @@ class Calls:
     async_: bool
 
     def save(
-        self, state: Any, path: str, metadata: Mapping[str, str], *, turn: Turn | None
+        self, state: Any, path: str, metadata: Mapping[str, str], *, queued: QueuedSave | None
     ) -> SaveHandle | None:
         """Saves; returns what goes on in the background, if anything does.
 
@@ -166,7 +166,7 @@ class Calls:
             state: As for `fastload.save`.
             path: Where to.
             metadata: As for `fastload.save`.
-            turn: When what goes on in the background is written; None for at once.
+            queued: Its place among the pending saves; None to write at once.
 
         Raises:
             FastloadError: As for `fastload.save`.
@@ -178,7 +178,7 @@ class Calls:
             "options": self.options,
         }
         if self.async_:
-            return save_in_background(state, path, **given, turn=turn)
+            return save_in_background(state, path, **given, queued=queued)
         api.save(state, path, **given)
         return None
 

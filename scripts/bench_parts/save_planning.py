@@ -18,7 +18,7 @@ from fastload.comm.traces import Tracing
 from fastload.options import SaveOptions
 from fastload.saving import plan
 from fastload.saving.agree import foresee
-from fastload.saving.call import Call
+from fastload.saving.call import SaveCall
 from fastload.saving.describe import describe
 from fastload.storage.location import locate
 
@@ -41,7 +41,7 @@ def measure_save_plan(num_tensors: int, num_ranks: int, *, repeats: int) -> dict
                 call = _call(Path(folder, "checkpoint"), num_ranks)
                 began = time.perf_counter()
                 described = describe(call, state)
-                plan.take_part(call, described, foresee(call, described)).target.close()
+                plan.make_plan(call, described, foresee(call, described)).target.close()
                 taken.append(time.perf_counter() - began)
     dist.destroy_process_group()
     medians = {name: statistics.median(values) for name, values in seconds.items()}
@@ -60,8 +60,8 @@ def _state(num_tensors: int, num_ranks: int) -> dict[str, torch.Tensor]:
     return state
 
 
-def _call(path: Path, num_ranks: int) -> Call:
+def _call(path: Path, num_ranks: int) -> SaveCall:
     world = world_of(dist.HashStore(), num_ranks // 2, num_ranks, dist.group.WORLD)
     location = locate(path)
     now, options = time.perf_counter(), SaveOptions()
-    return Call(world, location, {}, None, options, True, None, Tracing(world, None), now)
+    return SaveCall(world, location, {}, None, options, None, Tracing(world, None), now)

@@ -35,7 +35,7 @@ def strike(
 ) -> End:
     """The victim gets a signal before it sends a packet, or when it has put a piece together."""
     if rank == victim:
-        place, name = (write.Wire, "send") if where == "sending" else (exchange.Assembly, "piece")
+        place, name = (write.Wire, "send") if where == "sending" else (exchange.PartAssembler, "part")
         real, left = getattr(place, name), [2]
 
         def struck(*given: Any) -> Any:

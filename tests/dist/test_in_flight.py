@@ -111,7 +111,7 @@ def require_whole(manager: CheckpointManager, *steps: int) -> None:
 
 def addresses(manager: CheckpointManager) -> list[int]:
     """Where the memory is that waits for the next save."""
-    free = manager._in_flight._shared.memory._free
+    free = manager._in_flight._shared.pool._free
     return [slab.data_ptr() for snapshots in free.values() for slabs in snapshots for slab in slabs]
 
 
@@ -392,7 +392,7 @@ def strike(stage: str, die: Callable[[], None]) -> None:
         die()
 
     if stage == "copying":
-        saver._copy = instead
+        saver.Snapshot = instead
     elif stage == "giving up":
         Flight.give_up = instead  # type: ignore[method-assign]
     elif stage == "its turn":

@@ -541,14 +541,14 @@ def test_a_rank_without_memory_for_its_copy(rank: int, world: int, tmp_path: Pat
         with manage(tmp_path / str(victim), tmp_path / "memory", every_steps=5) as manager:
             keep(manager, 1)
             assert manager._keeper is not None
-            spares = manager._keeper._spares
+            buffers = manager._keeper._buffers
             with warned("fastload.memory_tier.tier") as lines:
                 if rank == victim:
-                    spares.take = take  # type: ignore[method-assign]
+                    buffers.take = take  # type: ignore[method-assign]
                 assert manager.should_save(2)
                 manager.save(2, state_of(2))
                 manager._keeper.settle()
-                vars(spares).pop("take", None)
+                vars(buffers).pop("take", None)
             assert manager._keeper.last is not None
             assert "refused" in manager._keeper.last.error
             assert [line for line in lines if "refused" not in line] == []

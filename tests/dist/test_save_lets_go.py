@@ -75,7 +75,7 @@ def kept_after_failure(rank: int, world: int, path: Path, what: str, background:
         if world > 1:
             dist.barrier()
         descriptors.append(len(os.listdir("/proc/self/fd")))
-    snapshot.spares.clear()  # which is kept on purpose
+    snapshot.buffer_pool.clear()  # which is kept on purpose
     assert made
     until = time.monotonic() + 10  # a thread that ends late on a busy machine lets go of them late
     while (alive := sum(ref() is not None for ref in made)) and time.monotonic() < until:

@@ -18,7 +18,7 @@ import pytest
 from fastload.errors import CheckpointExists, OptionError, StorageError
 from fastload.formats.names import NAMES, RECORD_NAME, SAVING_NAME
 from fastload.saving.layout import TensorSpec, lay_out
-from fastload.saving.split import partition
+from fastload.saving.split import split_evenly
 from fastload.storage import Target, marker, multipart, object_leftovers, open_target
 from fastload.storage.bucket import FsspecBucket, Keys
 from fastload.storage.marker import Marker
@@ -364,7 +364,7 @@ def test_four_writers_of_a_small_file_have_even_shares(s3: dict[str, Any], mib: 
     specs = [TensorSpec("a", "U8", (mib << 20,), mib << 20)]
     layout = lay_out(specs, max_shard_bytes=5 << 30, block_bytes=None, metadata={})
     target = open_target(f"s3://{BUCKET}/a", NAMES, s3)
-    shares = partition(layout, num_writers=4, align_bytes=target.align_bytes(layout.files[0].nbytes))
+    shares = split_evenly(layout, num_writers=4, align_bytes=target.align_bytes(layout.files[0].nbytes))
     target.close()
     most = max(sum(piece.end - piece.begin for piece in share) for share in shares)
     assert most < 1.07 * layout.nbytes / 4

@@ -11,16 +11,16 @@ import torch
 from fastload import PerRank
 from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.state import describe
-from fastload.saving.compare import Content, _found, _spread, small_tensors
+from fastload.saving.compare import StateContent, _found, _spread, small_tensors
 from fastload.saving.layout import TensorSpec, lay_out
 
 
-def content_of(state: Any) -> Content:
+def content_of(state: Any) -> StateContent:
     described = describe(state)
     specs = [TensorSpec(name, *safetensors_spec(t), t.nbytes) for name, t in described.tensors.items()]
     layout = lay_out(specs, max_shard_bytes=1 << 30, block_bytes=None, metadata={}).digest()
     small = small_tensors(specs, described.tensors, described.starts)
-    return Content(described.structure, layout, specs, small)
+    return StateContent(described.structure, layout, specs, small)
 
 
 def state_dict(**items: Any) -> Any:
@@ -88,7 +88,7 @@ LARGE = torch.zeros(1 << 15)
 def test_places_are_named(one: Any, other: Any, lines: list[str]) -> None:
     first, own = content_of(one), content_of(other)
     assert (first.digests() != own.digests()) == bool(lines)
-    packed = Content.from_bytes(first.to_bytes())
+    packed = StateContent.from_bytes(first.to_bytes())
     assert packed.digests() == first.digests()
     num, found = _found(packed, own)
     shown = [f"{place}: {there} | {here}" for place, there, here in found]

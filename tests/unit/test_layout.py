@@ -24,8 +24,8 @@ from fastload.formats.manifest import TensorEntry
 from fastload.formats.safetensors_header import parse_header
 from fastload.geometry.blocks import num_blocks
 from fastload.saving import layout as layout_module
-from fastload.saving.layout import FileRange, Layout, TensorSpec, blocks_of, lay_out
-from fastload.saving.split import partition
+from fastload.saving.layout import FileRange, Layout, TensorSpec, lay_out
+from fastload.saving.split import split_evenly
 
 METADATA = {"format": "pt"}
 SIZES = {"U8": 1, "BF16": 2, "F32": 4, "I64": 8, "C64": 8}
@@ -134,7 +134,7 @@ def test_an_empty_state_is_one_file_without_tensors() -> None:
     layout = lay_out_small()
     assert [(file.name, file.tensors) for file in layout.files] == [("model.safetensors", ())]
     assert safetensors.torch.load(layout.files[0].header) == {}
-    assert partition(layout, num_writers=2, align_bytes=4096) == ((), (FileRange(0, 0, layout.nbytes),))
+    assert split_evenly(layout, num_writers=2, align_bytes=4096) == ((), (FileRange(0, 0, layout.nbytes),))
 
 
 def all_dtypes() -> dict[str, Tensor]:
@@ -205,7 +205,7 @@ def test_no_header_is_longer_than_the_reference_reads(monkeypatch: pytest.Monkey
 @given(layouts())
 def test_blocks_tile_the_tensors_and_never_span_two(layout: Layout) -> None:
     for index, file in enumerate(layout.files):
-        blocks = [block[2:] for block in blocks_of(layout, [FileRange(index, 0, file.nbytes)])]
+        blocks = [block[2:] for block in layout.blocks_of([FileRange(index, 0, file.nbytes)])]
         assert len(blocks) == sum(num_blocks(entry.nbytes, layout.block_bytes) for entry in file.tensors)
         end, begins = len(file.header), {entry.offset for entry in file.tensors if entry.nbytes}
         for offset, nbytes in blocks:
@@ -245,7 +245,7 @@ def bytes_of(share: tuple[FileRange, ...]) -> int:
 def test_each_writer_has_one_range_and_each_byte_one_writer(
     layout: Layout, num_writers: int, align_bytes: int
 ) -> None:
-    shares = partition(layout, num_writers=num_writers, align_bytes=align_bytes)
+    shares = split_evenly(layout, num_writers=num_writers, align_bytes=align_bytes)
     assert len(shares) == num_writers
     file, end = 0, 0
     for share in shares:
@@ -262,7 +262,7 @@ def test_each_writer_has_one_range_and_each_byte_one_writer(
 
 @given(layouts(), st.integers(1, 9))
 def test_whole_files_are_dealt_evenly(layout: Layout, num_writers: int) -> None:
-    shares = partition(layout, num_writers=num_writers, align_bytes=None)
+    shares = split_evenly(layout, num_writers=num_writers, align_bytes=None)
     assert len(shares) == num_writers
     dealt = sorted(range_ for share in shares for range_ in share)
     assert dealt == [FileRange(number, 0, file.nbytes) for number, file in enumerate(layout.files)]
@@ -278,13 +278,13 @@ def test_each_block_is_hashed_once_by_who_writes_its_first_byte(
     layout: Layout, num_writers: int, align_bytes: int | None
 ) -> None:
     hashed = {}
-    for share in partition(layout, num_writers=num_writers, align_bytes=align_bytes):
-        for number, file, offset, nbytes in blocks_of(layout, share):
+    for share in split_evenly(layout, num_writers=num_writers, align_bytes=align_bytes):
+        for number, file, offset, nbytes in layout.blocks_of(share):
             assert any(r.file == file and r.begin <= offset < r.end for r in share)
             assert (file, number) not in hashed
             hashed[file, number] = (offset, nbytes)
     for number, file in enumerate(layout.files):
-        blocks = [block[2:] for block in blocks_of(layout, [FileRange(number, 0, file.nbytes)])]
+        blocks = [block[2:] for block in layout.blocks_of([FileRange(number, 0, file.nbytes)])]
         assert [hashed.pop((number, index)) for index in range(len(blocks))] == blocks
     assert not hashed
 
@@ -292,7 +292,7 @@ def test_each_block_is_hashed_once_by_who_writes_its_first_byte(
 @pytest.mark.parametrize(("num_writers", "align_bytes"), [(0, None), (1, 0), (-1, 4096)])
 def test_a_partition_needs_sensible_numbers(num_writers: int, align_bytes: int | None) -> None:
     with pytest.raises(OptionError, match="must be at least 1"):
-        partition(lay_out_small(), num_writers=num_writers, align_bytes=align_bytes)
+        split_evenly(lay_out_small(), num_writers=num_writers, align_bytes=align_bytes)
 
 
 # The same everywhere, and in time
@@ -313,7 +313,7 @@ def test_the_digest_changes_with_everything_that_matters() -> None:
 
 def layout_and_shares() -> str:
     layout = lay_out_small(*big(1000), max_shard_bytes=20_000)
-    return f"{layout.digest()} {partition(layout, num_writers=3, align_bytes=4096)}"
+    return f"{layout.digest()} {split_evenly(layout, num_writers=3, align_bytes=4096)}"
 
 
 def test_another_process_makes_the_same_layout(elsewhere: Callable[[Any], str]) -> None:
@@ -327,8 +327,8 @@ def big(num_tensors: int) -> list[TensorSpec]:
 def test_very_many_tensors_are_laid_out_in_time() -> None:
     start = time.process_time()
     layout = lay_out_small(*big(50_000), max_shard_bytes=10_000_000)
-    shares = partition(layout, num_writers=64, align_bytes=4096)
-    assert sum(1 for share in shares for _ in blocks_of(layout, share)) == sum(
+    shares = split_evenly(layout, num_writers=64, align_bytes=4096)
+    assert sum(1 for share in shares for _ in layout.blocks_of(share)) == sum(
         num_blocks(entry.nbytes, layout.block_bytes) for file in layout.files for entry in file.tensors
     )
     assert time.process_time() - start < 3  # 0.3 s

@@ -19,11 +19,11 @@ from fastload.formats.record import checksum
 from fastload.geometry.blocks import num_blocks
 from fastload.geometry.box import Box
 from fastload.geometry.placed import placed_boxes, placed_intervals
-from fastload.saving.layout import FileRange, Layout, TensorSpec, blocks_of, lay_out
+from fastload.saving.layout import FileRange, Layout, TensorSpec, lay_out
 from fastload.saving.merge import merge
-from fastload.saving.messages import Packet, Packets, make_packets, places_of
-from fastload.saving.shard_map import Holdings
-from fastload.saving.split import Share, spread
+from fastload.saving.messages import MessagePlan, ShardMessage, plan_messages, positions_in
+from fastload.saving.shard_map import ShardMap
+from fastload.saving.split import WriterShare, split
 from fastload.saving.write import BlockHasher
 from tests.unit.test_layout import METADATA, SIZES
 
@@ -49,7 +49,7 @@ def drawn_placement(draw: st.DrawFn, num_dims: int) -> Any:
 
 
 @st.composite
-def saves(draw: st.DrawFn) -> tuple[Layout, dict[str, BoxesByRank], int]:
+def saves(draw: st.DrawFn) -> tuple[Layout, dict[str, BoxesByRank] | None, int]:
     mesh = draw(st.sampled_from([(1,), (2,), (3,), (5,), (2, 2), (2, 3), (1, 2, 2)]))
     num_ranks = prod(mesh)
     specs, boxes = [], {}
@@ -72,7 +72,7 @@ def saves(draw: st.DrawFn) -> tuple[Layout, dict[str, BoxesByRank], int]:
         block_bytes=draw(st.sampled_from([1, 3, 64, 1 << 18])),
         metadata=METADATA,
     )
-    return layout, boxes, num_ranks
+    return layout, draw(st.sampled_from([boxes, boxes, None])), num_ranks  # None: all hold everything
 
 
 def bytes_of(layout: Layout) -> list[bytes]:
@@ -81,67 +81,71 @@ def bytes_of(layout: Layout) -> list[bytes]:
     return [file.header + rng.randbytes(file.nbytes - len(file.header)) for file in layout.files]
 
 
-def packed(layout: Layout, packet: Packet, files: Sequence[bytes]) -> bytes:
-    """What the supplier sends."""
+def packed(layout: Layout, message: ShardMessage, files: Sequence[bytes]) -> bytes:
+    """What the sender sends."""
     data = b""
-    for number, cell, begin, end in packet.stretches:
-        assert packet.supplier in cell.holders
+    for number, shard, begin, end in message.ranges:
+        assert message.sender in shard.holders
         entry = layout.space.extents[number]
         tensor = files[entry.file][entry.offset : entry.offset + entry.nbytes]
-        whole = b"".join(tensor[at : at + cell.runs.length] for at in cell.runs.starts())
+        whole = b"".join(tensor[at : at + shard.runs.length] for at in shard.runs.starts())
         data += whole[begin:end]
     return data
 
 
-def assembled(layout: Layout, piece: FileRange, coming: Sequence[Packet], sent: Sequence[bytes]) -> bytes:
-    header = layout.files[piece.file].header[piece.begin : piece.end]
-    slot = bytearray(header.ljust(piece.nbytes, b"?"))
-    for packet, data in zip(coming, sent, strict=True):
+def assembled(
+    layout: Layout, part: FileRange, coming: Sequence[ShardMessage], sent: Sequence[bytes]
+) -> bytes:
+    header = layout.files[part.file].header[part.begin : part.end]
+    slot = bytearray(header.ljust(part.nbytes, b"?"))
+    for message, data in zip(coming, sent, strict=True):
         position = 0
-        for runs in places_of(layout, packet, piece):
+        for runs in positions_in(layout, part, message):
             for start in runs.starts():
                 slot[start : start + runs.length] = data[position : position + runs.length]
                 position += runs.length
-        assert position == len(data) == packet.nbytes
+        assert position == len(data) == message.nbytes
     return bytes(slot)
 
 
 @given(saves(), st.data())
 def test_every_byte_is_written_once_and_every_block_hashed_once(
-    save: tuple[Layout, dict[str, BoxesByRank], int], data: st.DataObject
+    save: tuple[Layout, dict[str, BoxesByRank] | None, int], data: st.DataObject
 ) -> None:
     layout, boxes, num_ranks = save
-    holdings = Holdings(layout, boxes)
-    assert not holdings.missing
+    shard_map = ShardMap(layout, num_ranks, boxes)
+    assert not shard_map.missing()
     align_bytes = data.draw(st.sampled_from([None, 1, 4, 64, 4096]))
-    piece_bytes = data.draw(st.integers(1, 4)) * (align_bytes or 100)
+    part_bytes = data.draw(st.integers(1, 4)) * (align_bytes or 100)
     cut = data.draw(st.integers(0, num_ranks - 1))
     teams = [tuple(range(cut)), tuple(range(cut, num_ranks))] if cut else [tuple(range(num_ranks))]
     files = bytes_of(layout)
     shares = []
     for members in teams:
         writers = sorted(data.draw(st.sets(st.sampled_from(members), min_size=1)))
-        ranges = spread(layout, holdings, writers, align_bytes)
-        shares.append({writer: Share.of(layout, each, piece_bytes) for writer, each in ranges.items()})
-    pieces = [{writer: share.pieces for writer, share in of_team.items()} for of_team in shares]
-    batch_bytes = data.draw(st.integers(1, 3)) * piece_bytes
-    packets = [make_packets(layout, holdings, pieces, rank, teams, batch_bytes) for rank in range(num_ranks)]
-    check_both_ends(packets)
+        ranges = split(layout, shard_map, writers, align_bytes)
+        shares.append({writer: WriterShare.of(layout, each, part_bytes) for writer, each in ranges.items()})
+    parts = [{writer: share.parts for writer, share in of_team.items()} for of_team in shares]
+    batch_bytes = data.draw(st.integers(1, 3)) * part_bytes
+    messages = [
+        plan_messages(layout, shard_map, parts, rank, teams, batch_bytes) for rank in range(num_ranks)
+    ]
+    check_both_ends(messages)
     for of_team in shares:
         for writer, share in of_team.items():
-            check_batches(share.pieces, packets[writer], batch_bytes)
+            check_batches(share.parts, messages[writer], batch_bytes)
     for of_team in shares:
         written = [bytearray(b"?" * len(content)) for content in files]
         sums: dict[tuple[int, int], bytes] = {}
         for writer, share in of_team.items():
-            hasher = BlockHasher(blocks_of(layout, share.ranges))
-            for index, piece in enumerate(share.pieces):
-                coming = packets[writer].coming[index]
-                found = assembled(layout, piece, coming, [packed(layout, each, files) for each in coming])
-                hasher.feed(piece, memoryview(found))
+            hasher = BlockHasher(layout.blocks_of(share.ranges))
+            for index, part in enumerate(share.parts):
+                coming = messages[writer].parts[index]
+                found = assembled(layout, part, coming, [packed(layout, each, files) for each in coming])
+                hasher.feed(part, memoryview(found))
                 if index not in share.tails:
-                    assert set(written[piece.file][piece.begin : piece.end]) <= {ord("?")}
-                    written[piece.file][piece.begin : piece.end] = found
+                    assert set(written[part.file][part.begin : part.end]) <= {ord("?")}
+                    written[part.file][part.begin : part.end] = found
             for file, stretches in hasher.checksums().items():
                 for first, digests in stretches:
                     for number in range(len(digests) // 8):
@@ -156,39 +160,39 @@ def test_writers_of_few_parts_write_about_as_much() -> None:
     specs = [TensorSpec(f"t{number}", "BF16", shape, 2 * 4400 * 512) for number in range(29)]
     layout = lay_out(specs, max_shard_bytes=1 << 30, block_bytes=None, metadata={})
     halves = tuple(((Box((first, 0), (2200, 512)),), ranks) for first, ranks in ((0, (0, 2)), (2200, (1, 3))))
-    holdings = Holdings(layout, {spec.name: halves for spec in specs})
-    ranges = spread(layout, holdings, range(4), 8 << 20)
+    shard_map = ShardMap(layout, 4, {spec.name: halves for spec in specs})
+    ranges = split(layout, shard_map, range(4), 8 << 20)
     most = max(sum(end - begin for _, begin, end in of_writer) for of_writer in ranges.values())
     assert 15 < layout.nbytes / (8 << 20) < 16
     assert most == 4 * 8 << 20
 
 
-def check_both_ends(packets: Sequence[Packets]) -> None:
-    """Between two ranks the same packets leave and come, in the same order."""
-    for supplier, writer in product(range(len(packets)), repeat=2):
-        leaving = [packet for packet in packets[supplier].leaving if packet.writer == writer]
+def check_both_ends(messages: Sequence[MessagePlan]) -> None:
+    """Between two ranks the same messages leave and come, in the same order."""
+    for sender, writer in product(range(len(messages)), repeat=2):
+        leaving = [message for message in messages[sender].outgoing if message.writer == writer]
         coming = [
-            packet
-            for number in range(len(packets[writer].batches))
-            for packet in packets[writer].travelling(number)
-            if packet.supplier == supplier
+            message
+            for number in range(len(messages[writer].batches))
+            for message in messages[writer].incoming(number)
+            if message.sender == sender
         ]
         assert leaving == coming
 
 
-def check_batches(pieces: Sequence[FileRange], packets: Packets, batch_bytes: int) -> None:
-    """They are the pieces in order, and what comes for one is what its pieces consist of, one by one."""
-    assert [piece for batch in packets.batches for piece in batch] == list(range(len(pieces)))
-    for number, batch in enumerate(packets.batches):
-        assert len(batch) == 1 or sum(pieces[piece].nbytes for piece in batch) <= batch_bytes
-        for packet in packets.travelling(number):
-            of_pieces = [each for piece in batch for each in packets.coming[piece]]
-            parts = [each for each in of_pieces if each.supplier == packet.supplier]
-            assert bytewise(packet) == [one for each in parts for one in bytewise(each)]
+def check_batches(parts: Sequence[FileRange], messages: MessagePlan, batch_bytes: int) -> None:
+    """They are the parts in order, and what comes for one is what its parts consist of, one by one."""
+    assert [part for batch in messages.batches for part in batch] == list(range(len(parts)))
+    for number, batch in enumerate(messages.batches):
+        assert len(batch) == 1 or sum(parts[part].nbytes for part in batch) <= batch_bytes
+        for message in messages.incoming(number):
+            of_parts = [each for part in batch for each in messages.parts[part]]
+            same = [each for each in of_parts if each.sender == message.sender]
+            assert bytewise(message) == [one for each in same for one in bytewise(each)]
 
 
-def bytewise(packet: Packet) -> list[tuple[int, Box, int]]:
-    return [(s.tensor, s.cell.box, at) for s in packet.stretches for at in range(s.begin, s.end)]
+def bytewise(message: ShardMessage) -> list[tuple[int, Box, int]]:
+    return [(s.tensor, s.shard.box, at) for s in message.ranges for at in range(s.begin, s.end)]
 
 
 def all_sums(layout: Layout, files: Sequence[bytes]) -> dict[tuple[int, int], bytes]:
@@ -219,14 +223,14 @@ def test_who_holds_long_ranges_writes_them_and_all_write_as_much(
 ) -> None:
     specs = [TensorSpec(f"t{number}", "F32", (16384, 2000), 16384 * 8000) for number in range(8)]
     layout = lay_out(specs, max_shard_bytes=10**9, block_bytes=None, metadata=METADATA)
-    holdings = Holdings(layout, {spec.name: placed_on(mesh, placements, spec.shape) for spec in specs})
-    ranges = spread(layout, holdings, range(4), MIB)
+    shard_map = ShardMap(layout, 4, {spec.name: placed_on(mesh, placements, spec.shape) for spec in specs})
+    ranges = split(layout, shard_map, range(4), MIB)
     sizes = [sum(each.nbytes for each in of_writer) for of_writer in ranges.values()]
     assert sum(sizes) == layout.nbytes
     assert max(sizes) <= layout.nbytes / 4 + 2.5 * MIB
-    pieces = {writer: Share.of(layout, each, 4 * MIB).pieces for writer, each in ranges.items()}
-    packets = [make_packets(layout, holdings, [pieces], rank, [range(4)], 16 * MIB) for rank in range(4)]
-    sent = [sum(packet.nbytes for packet in of_rank.leaving) for of_rank in packets]
+    parts = {writer: WriterShare.of(layout, each, 4 * MIB).parts for writer, each in ranges.items()}
+    messages = [plan_messages(layout, shard_map, [parts], rank, [range(4)], 16 * MIB) for rank in range(4)]
+    sent = [sum(message.nbytes for message in of_rank.outgoing) for of_rank in messages]
     assert sum(sent) <= most_sent * layout.nbytes
     assert max(sent) <= sum(sent) / 4 + 0.02 * layout.nbytes
 
@@ -236,7 +240,7 @@ def test_what_is_on_no_rank_is_named() -> None:
         [TensorSpec("w", "F32", (8, 2), 64)], max_shard_bytes=10**9, block_bytes=None, metadata={}
     )
     held = (((Box((0, 0), (3, 2)),), (0, 2)), ((Box((6, 0), (2, 1)),), (1,)))
-    assert Holdings(layout, {"w": held}).missing == [
+    assert ShardMap(layout, 3, {"w": held}).missing() == [
         "rows 3-5 of w are on no rank",
         "elements [6:8, 1:2] of w are on no rank",
     ]

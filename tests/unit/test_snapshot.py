@@ -10,11 +10,21 @@ import torch
 from fastload.base.memory import PAGE_BYTES
 from fastload.formats.dtypes import safetensors_spec
 from fastload.saving import snapshot
-from fastload.saving.layout import FileRange, TensorSpec, cut, lay_out
-from fastload.saving.snapshot import Snapshot, Source, Spares
+from fastload.saving.layout import FileRange, Layout, TensorSpec, lay_out
+from fastload.saving.messages import ShardMessage, plan_messages
+from fastload.saving.shard_map import ShardMap
+from fastload.saving.snapshot import BufferPool, Snapshot, StateReader, buffer_pool
+from fastload.saving.split import WriterShare
 
-_SLAB_BYTES = 8 * PAGE_BYTES
+_BUFFER_BYTES = 8 * PAGE_BYTES
 _LONGEST_BYTES = 3 * PAGE_BYTES
+
+
+def messages_of(layout: Layout, part_bytes: int) -> list[ShardMessage]:
+    """What one rank alone contributes to the first file."""
+    parts = WriterShare.of(layout, [FileRange(0, 0, layout.files[0].nbytes)], part_bytes).parts
+    plan = plan_messages(layout, ShardMap(layout, 1), [{0: parts}], 0, [range(1)], part_bytes)
+    return plan.contributed
 
 
 def power_of_two(value: int) -> int:
@@ -35,62 +45,60 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_a_share_takes_little_more_memory_than_it_has_even_rounded_to_powers_of_two(
     monkeypatch: pytest.MonkeyPatch, nbytes: int
 ) -> None:
-    monkeypatch.setattr(snapshot, "_SLAB_BYTES", _SLAB_BYTES)
+    monkeypatch.setattr(snapshot, "_BUFFER_BYTES", _BUFFER_BYTES)
     tensor = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
     specs = [TensorSpec("t", *safetensors_spec(tensor), tensor.nbytes)]
     layout = lay_out(specs, max_shard_bytes=1 << 30, block_bytes=1 << 20, metadata={})
-    [file] = layout.files
-    pieces = cut([FileRange(0, 0, file.nbytes)], _LONGEST_BYTES)
-    taken = Snapshot(Source(layout, {"t": tensor}), pieces)
-    whole = b"".join(taken.piece(index) for index in range(len(pieces)))
-    assert whole == file.header + tensor.numpy().tobytes()
-    asked = [slab.numel() for slab in taken._slabs]
+    messages = messages_of(layout, _LONGEST_BYTES)
+    taken = Snapshot(StateReader(layout, {"t": tensor}), messages, BufferPool(1))
+    assert b"".join(taken.get(each).numpy().tobytes() for each in messages) == tensor.numpy().tobytes()
+    asked = [buffer.numel() for buffer in taken._buffers]
     assert taken.nbytes == sum(asked)
-    # What is left over in a slab is less than a piece; of the last one, less than half.
-    num_slabs = -(-len(pieces) // (_SLAB_BYTES // _LONGEST_BYTES))
-    assert len(asked) == max(1, num_slabs)
-    assert sum(map(power_of_two, asked)) <= num_slabs * _SLAB_BYTES
+    # What is left over in a buffer is less than a message; of the last one, less than half.
+    num_buffers = max(1, -(-len(messages) // (_BUFFER_BYTES // _LONGEST_BYTES)))
+    assert len(asked) == num_buffers
+    assert sum(map(power_of_two, asked)) <= num_buffers * _BUFFER_BYTES
 
 
 def test_memory_is_used_again_by_a_snapshot_of_the_same_length() -> None:
     tensor = torch.zeros(1 << 20)
     specs = [TensorSpec("t", *safetensors_spec(tensor), tensor.nbytes)]
     layout = lay_out(specs, max_shard_bytes=1 << 30, block_bytes=1 << 20, metadata={})
-    pieces = [FileRange(0, 0, layout.files[0].nbytes)]
-    first = Snapshot(Source(layout, {"t": tensor}), pieces)
-    addresses = [slab.data_ptr() for slab in first._slabs]
-    first.keep()
-    second = Snapshot(Source(layout, {"t": tensor}), pieces)
-    assert [slab.data_ptr() for slab in second._slabs] == addresses
+    messages = messages_of(layout, 1 << 30)
+    first = Snapshot(StateReader(layout, {"t": tensor}), messages, buffer_pool)
+    addresses = [buffer.data_ptr() for buffer in first._buffers]
+    first.release()
+    second = Snapshot(StateReader(layout, {"t": tensor}), messages, buffer_pool)
+    assert [buffer.data_ptr() for buffer in second._buffers] == addresses
 
 
 def test_memory_for_all_that_may_be_in_flight_is_taken_by_the_first_and_kept() -> None:
-    spares = Spares(3)
-    first = spares.take([4096, 8192], pinned=False)
-    others = [spares.take([4096, 8192], pinned=False) for _ in range(2)]
-    addresses = {slab.data_ptr() for slabs in (first, *others) for slab in slabs}
-    fourth = spares.take([4096, 8192], pinned=False)
-    assert not addresses & {slab.data_ptr() for slab in fourth}, "one more than was said is not kept"
-    for slabs in (first, *others, fourth):
-        spares.keep(slabs)
-    again = [spares.take([4096, 8192], pinned=False) for _ in range(3)]
-    assert {slab.data_ptr() for slabs in again for slab in slabs} == addresses
-    grown = spares.take([4096, 16384], pinned=False)
-    assert [slab.numel() for slab in grown] == [4096, 16384]
-    spares.keep(again[0])  # of a state that has another size now
-    assert [slab.numel() for slab in spares.take([4096, 16384], pinned=False)] == [4096, 16384]
+    pool = BufferPool(3)
+    first = pool.take([4096, 8192], pinned=False)
+    others = [pool.take([4096, 8192], pinned=False) for _ in range(2)]
+    addresses = {buffer.data_ptr() for buffers in (first, *others) for buffer in buffers}
+    fourth = pool.take([4096, 8192], pinned=False)
+    assert not addresses & {buffer.data_ptr() for buffer in fourth}, "one more than was said is not kept"
+    for buffers in (first, *others, fourth):
+        pool.give_back(buffers)
+    again = [pool.take([4096, 8192], pinned=False) for _ in range(3)]
+    assert {buffer.data_ptr() for buffers in again for buffer in buffers} == addresses
+    grown = pool.take([4096, 16384], pinned=False)
+    assert [buffer.numel() for buffer in grown] == [4096, 16384]
+    pool.give_back(again[0])  # of a state that has another size now
+    assert [buffer.numel() for buffer in pool.take([4096, 16384], pinned=False)] == [4096, 16384]
 
 
 def test_memory_of_states_that_are_saved_in_turn_is_kept_for_each() -> None:
-    spares = Spares(1, num_kinds=2)
+    pool = BufferPool(1, num_kinds=2)
 
     def saved(*lengths: int) -> set[int]:
-        slabs = spares.take(lengths, pinned=False)
-        spares.keep(slabs)
-        return {slab.data_ptr() for slab in slabs}
+        buffers = pool.take(lengths, pinned=False)
+        pool.give_back(buffers)
+        return {buffer.data_ptr() for buffer in buffers}
 
     of_model, of_optimizer = saved(4096, 8192), saved(16384)
     assert (saved(4096, 8192), saved(16384)) == (of_model, of_optimizer)
     for _ in range(2):
         saved(32768)  # from here on
-    assert list(spares._free) == [((32768,), False)], "what is saved no more is let go of"
+    assert list(pool._free) == [((32768,), False)], "what is saved no more is let go of"
