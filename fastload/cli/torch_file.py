@@ -11,7 +11,7 @@ from fastload.cli.shares import Share, Shares
 from fastload.comm.world import World, join
 from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
-from fastload.formats.torch_writer import TorchLayout, join_crcs, lay_out_torch
+from fastload.formats.torch_save.writer import TorchLayout, join_crcs, lay_out_torch
 from fastload.geometry.box import runs_of
 from fastload.storage import locate, one_file
 
@@ -89,7 +89,7 @@ def _write_share(world: World, shares: Shares, layout: TorchLayout, name: str) -
         for index, share in enumerate(shares.tensors):
             if share.dim is None and index % world.size != world.rank:
                 continue
-            begin = layout.tensors[share.entry.name].data
+            begin = layout.tensors[share.entry.name].offset
             for start, data in _runs(share):
                 checksum = 0
                 for at in range(0, len(data), _CHUNK_BYTES):

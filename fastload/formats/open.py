@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from fastload.errors import CheckpointNotFound
-from fastload.formats import recorded, safetensors
+from fastload.formats import recorded
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import (
     BIN_INDEX_NAME,
@@ -24,6 +24,7 @@ from fastload.formats.names import (
     metadata_names,
 )
 from fastload.formats.reading import read_bytes
+from fastload.formats.safetensors import reader as safetensors
 from fastload.formats.untrusted import show
 from fastload.storage.base import Storage
 
@@ -61,14 +62,14 @@ class FileFormat(NamedTuple):
 
 _FOLDER_FORMATS = (  # the first that knows a directory reads it
     FolderFormat(recorded.is_recorded, "recorded"),
-    FolderFormat(lambda names: bool(metadata_names(names)), "dcp", True),
-    FolderFormat(safetensors.has_files, "safetensors"),
-    FolderFormat(lambda names: BIN_NAME in names or BIN_INDEX_NAME in names, "torch_folder", True),
+    FolderFormat(lambda names: bool(metadata_names(names)), "dcp.reader", True),
+    FolderFormat(safetensors.has_files, "safetensors.reader"),
+    FolderFormat(lambda names: BIN_NAME in names or BIN_INDEX_NAME in names, "torch_save.folder", True),
 )
 _FILE_FORMATS = (
-    FileFormat((b"PK\3\4", b"PK\5\6"), "torch_zip", True),
-    FileFormat((b"\x80\x02\x8a\nl\xfc\x9cF",), "torch_legacy", True),
-    FileFormat((b"",), "safetensors"),
+    FileFormat((b"PK\3\4", b"PK\5\6"), "torch_save.zip_file", True),
+    FileFormat((b"\x80\x02\x8a\nl\xfc\x9cF",), "torch_save.legacy_file", True),
+    FileFormat((b"",), "safetensors.reader"),
 )
 _HEAD_BYTES = 8
 
@@ -132,7 +133,7 @@ def record_digest(storage: Storage, manifest: Manifest) -> str:
     Raises:
         StorageError: Storage failed.
     """
-    module = "dcp" if manifest.format == "dcp" else "recorded"
+    module = "dcp.reader" if manifest.format == "dcp" else "recorded"
     return _module(module).record_digest(storage)  # type: ignore[no-any-return]
 
 

@@ -18,8 +18,8 @@ from fastload.formats.record import (
     checksum,
     parse,
 )
-from fastload.formats.safetensors import assemble
-from fastload.formats.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES
+from fastload.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES
+from fastload.formats.safetensors.reader import assemble
 from fastload.formats.state import check_names
 from fastload.formats.untrusted import show
 from fastload.geometry.blocks import num_blocks

@@ -26,7 +26,7 @@ import xxhash
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
 from fastload.formats.names import file_name
-from fastload.formats.safetensors_header import (
+from fastload.formats.safetensors.header import (
     ALIGN_BYTES,
     MAX_HEADER_BYTES,
     build_header,

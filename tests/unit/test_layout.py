@@ -21,7 +21,7 @@ from torch import Tensor
 from fastload.errors import OptionError
 from fastload.formats.dtypes import NAMES, safetensors_spec, torch_spec
 from fastload.formats.manifest import TensorEntry
-from fastload.formats.safetensors_header import parse_header
+from fastload.formats.safetensors.header import parse_header
 from fastload.geometry.blocks import num_blocks
 from fastload.saving import layout as layout_module
 from fastload.saving.layout import FileRange, Layout, TensorSpec, lay_out

@@ -23,7 +23,7 @@ from fastload.errors import CheckpointNotFound, ManifestError, StorageError
 from fastload.formats.dtypes import DTYPES, torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.open import read_manifest
-from fastload.formats.safetensors_header import MAX_HEADER_BYTES, parse_header
+from fastload.formats.safetensors.header import MAX_HEADER_BYTES, parse_header
 from fastload.storage.base import FileStat, Storage
 
 URL = "mem://ckpt"

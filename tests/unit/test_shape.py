@@ -81,7 +81,7 @@ PURE = {
     "formats/manifest.py",
     "formats/names.py",
     "formats/record.py",
-    "formats/safetensors_header.py",
+    "formats/safetensors/header.py",
     "staging/inventory.py",
     "transfer/plan.py",
     "transfer/claims.py",

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -22,18 +21,12 @@ from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import TensorEntry
 from fastload.formats.state import leaves, rebuild
+from fastload.formats.torch_save.archive import ZipRecord, directory_text, local_header, place
 from fastload.formats.torch_save.unpickle import pickled_calls, unpickle
 
-__all__ = ["Placed", "TorchLayout", "join_crcs", "lay_out_torch"]
+__all__ = ["TorchLayout", "join_crcs", "lay_out_torch"]
 
 _MOST_NAMES = 20
-_ALIGNMENT = 64
-_FULL_4 = 0xFFFFFFFF
-_VERSION = 45  # of the zip format: with sizes of 64 bits
-_EPOCH = 0x21  # the first of January 1980, before which zip knows no time
-_LOCAL, _ENTRY = struct.Struct("<4s5H3L2H"), struct.Struct("<4s6H3L5H2L")
-_END, _END_64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q")
-_LOCATOR_64, _WIDE, _PADDING = struct.Struct("<4sLQL"), struct.Struct("<2H2Q"), struct.Struct("<2sH")
 _TYPED = {
     torch.float64: torch.DoubleStorage,
     torch.float32: torch.FloatStorage,
@@ -61,22 +54,6 @@ _READ_BY_TORCH = {
 }
 
 
-class Placed(NamedTuple):
-    """A record of the file.
-
-    Attributes:
-        name: Its name.
-        header: Where its local header begins.
-        data: Where its data begin.
-        nbytes: Their length.
-    """
-
-    name: str
-    header: int
-    data: int
-    nbytes: int
-
-
 @dataclass(frozen=True)
 class TorchLayout:
     """What every byte of a file is.
@@ -87,8 +64,8 @@ class TorchLayout:
         nbytes: Length of the file up to its directory.
     """
 
-    small: tuple[tuple[Placed, bytes], ...]
-    tensors: Mapping[str, Placed]
+    small: tuple[tuple[ZipRecord, bytes], ...]
+    tensors: Mapping[str, ZipRecord]
     nbytes: int
 
     def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
@@ -97,13 +74,11 @@ class TorchLayout:
         Args:
             checksums: CRC-32 of each tensor's bytes, by its name.
         """
-        sums = [(placed, crc32(content)) for placed, content in self.small]
-        sums += [(placed, checksums[name]) for name, placed in self.tensors.items()]
-        yield from ((placed.data, content) for placed, content in self.small)
-        yield from ((placed.header, _local_header(placed, checksum)) for placed, checksum in sums)
-        entries = [_entry(placed, checksum) for placed, checksum in sums]
-        text = b"".join(entries)
-        yield self.nbytes, text + _end(len(entries), self.nbytes, len(text))
+        yield from ((record.offset, content) for record, content in self.small)
+        sums = [(record, crc32(content)) for record, content in self.small]
+        sums += [(record, checksums[name]) for name, record in self.tensors.items()]
+        yield from ((record.header, local_header(record, checksum)) for record, checksum in sums)
+        yield self.nbytes, directory_text(sums, self.nbytes)
 
 
 def lay_out_torch(structure: Any, entries: Sequence[TensorEntry]) -> TorchLayout:
@@ -129,13 +104,13 @@ def lay_out_torch(structure: Any, entries: Sequence[TensorEntry]) -> TorchLayout
     keys = {stand_in.untyped_storage()._cdata: str(key) for key, stand_in in enumerate(stand_ins.values())}
     small, at = [], 0
     for name, content in (("data.pkl", _pickled(state, keys)), ("byteorder", b"little"), ("version", b"3\n")):
-        placed = _place(name, at, len(content))
-        small.append((placed, content))
-        at = placed.data + placed.nbytes
+        record = place(f"archive/{name}", at, len(content))
+        small.append((record, content))
+        at = record.offset + record.nbytes
     tensors = {}
     for key, entry in enumerate(entries):
-        placed = tensors[entry.name] = _place(f"data/{key}", at, entry.nbytes)
-        at = placed.data + placed.nbytes
+        record = tensors[entry.name] = place(f"archive/data/{key}", at, entry.nbytes)
+        at = record.offset + record.nbytes
     return TorchLayout(tuple(small), tensors, at)
 
 
@@ -172,44 +147,6 @@ def _pickled(state: Any, keys: Mapping[int, str]) -> bytes:
         if str(what) not in _READ_BY_TORCH:
             raise OptionError(f"the state holds {what}, which torch.load(weights_only=True) does not read")
     return data
-
-
-# The archive
-
-
-def _place(name: str, header: int, nbytes: int) -> Placed:
-    """Places a record: the data are aligned as torch does it."""
-    name = f"archive/{name}"
-    least = header + _LOCAL.size + len(name) + _PADDING.size + (_WIDE.size if nbytes >= _FULL_4 else 0)
-    return Placed(name, header, -(-least // _ALIGNMENT) * _ALIGNMENT, nbytes)
-
-
-def _local_header(placed: Placed, checksum: int) -> bytes:
-    wide = _WIDE.pack(1, 16, placed.nbytes, placed.nbytes) if placed.nbytes >= _FULL_4 else b""
-    rest = placed.data - placed.header - _LOCAL.size - len(placed.name) - len(wide) - _PADDING.size
-    extra = wide + _PADDING.pack(b"FB", rest) + b"Z" * rest
-    size = min(placed.nbytes, _FULL_4)
-    about = (_VERSION, 0, 0, 0, _EPOCH, checksum, size, size, len(placed.name), len(extra))
-    return _LOCAL.pack(b"PK\3\4", *about) + placed.name.encode() + extra
-
-
-def _entry(placed: Placed, checksum: int) -> bytes:
-    is_wide = max(placed.nbytes, placed.header) >= _FULL_4
-    extra = struct.pack("<2H3Q", 1, 24, placed.nbytes, placed.nbytes, placed.header) if is_wide else b""
-    size, header = (_FULL_4, _FULL_4) if is_wide else (placed.nbytes, placed.header)
-    about = (_VERSION, _VERSION, 0, 0, 0, _EPOCH, checksum, size, size, len(placed.name), len(extra))
-    return _ENTRY.pack(b"PK\1\2", *about, 0, 0, 0, 0, header) + placed.name.encode() + extra
-
-
-def _end(count: int, start: int, nbytes: int) -> bytes:
-    """Returns what stands behind the directory: in 64 bits, and as far as they suffice in fewer."""
-    wide = _END_64.pack(b"PK\6\6", _END_64.size - 12, _VERSION, _VERSION, 0, 0, count, count, nbytes, start)
-    locator = _LOCATOR_64.pack(b"PK\6\7", 0, start + nbytes, 1)
-    few, length, at = min(count, 0xFFFF), min(nbytes, _FULL_4), min(start, _FULL_4)
-    return wide + locator + _END.pack(b"PK\5\6", 0, 0, few, few, length, at, 0)
-
-
-# Checksums of what several ranks have written
 
 
 def join_crcs(first: int, second: int, length: int) -> int:

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from fastload.errors import ManifestError
-from fastload.formats import torch_legacy, torch_zip
-from fastload.formats.index import read_index
 from fastload.formats.manifest import Guard, Manifest, TensorEntry
 from fastload.formats.names import BIN_INDEX_NAME, BIN_NAME
 from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
+from fastload.formats.safetensors.reader import read_index
 from fastload.formats.state import children, leaves
+from fastload.formats.torch_save import legacy_file, zip_file
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.storage.base import FileStat, Storage
 
@@ -27,7 +27,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     Args:
         storage: Where it is.
         listing: The names of the files.
-        exact: As for `torch_zip.read_file`.
+        exact: As for `zip_file.read_file`.
 
     Raises:
         ManifestError: A file or the index is malformed, they contradict each other, or a file is missing.
@@ -43,10 +43,10 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
 
 def _read(storage: Storage, name: str, stat: FileStat, budget: MemoryBudget, *, exact: bool) -> Manifest:
     head = read_bytes(storage, name, 0, min(stat.nbytes, _LONGEST_START))
-    if torch_zip.is_one(head):
-        return torch_zip.read_file(storage, name, stat, exact=exact, budget=budget)
-    if torch_legacy.is_one(head):
-        return torch_legacy.read_file(storage, name, stat, exact=exact, budget=budget)
+    if zip_file.is_one(head):
+        return zip_file.read_file(storage, name, stat, exact=exact, budget=budget)
+    if legacy_file.is_one(head):
+        return legacy_file.read_file(storage, name, stat, exact=exact, budget=budget)
     raise ManifestError(f"{url_of(storage, name)}: no file of torch.save: it starts with {head[:8]!r}")
 
 

@@ -15,16 +15,16 @@ import xxhash
 
 from fastload.base.memory import uncollected
 from fastload.errors import ManifestError
-from fastload.formats import torch_zip
-from fastload.formats.dcp_items import Layout, Wanted, lay_out, lay_out_alike, read_items
-from fastload.formats.dcp_metadata import Described, SavedParts, describe_metadata, join_described
+from fastload.formats.dcp.items import Layout, Wanted, lay_out, lay_out_alike, read_items
+from fastload.formats.dcp.metadata import Described, SavedParts, describe_metadata, join_described
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.names import METADATA_NAME, metadata_names
 from fastload.formats.nesting import nested
 from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
-from fastload.formats.torch_folder import moved
+from fastload.formats.torch_save import zip_file
+from fastload.formats.torch_save.folder import moved
 from fastload.formats.torch_save.state import encode_pickle
-from fastload.formats.torch_zip import entries_of, open_archive
+from fastload.formats.torch_save.zip_file import entries_of, open_archive
 from fastload.formats.untrusted import MemoryBudget, is_plain_path, show
 from fastload.geometry.box import Box
 from fastload.storage.base import FileStat, Storage
@@ -72,7 +72,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     heads = {} if exact else {layout.head: None for layout in layouts if layout.entry is not None}
     common: list[Any] = []
     if is_megatron:
-        part = torch_zip.read_file(storage, _COMMON_NAME, stats[_COMMON_NAME], exact=True, budget=budget)
+        part = zip_file.read_file(storage, _COMMON_NAME, stats[_COMMON_NAME], exact=True, budget=budget)
         tensors += [moved(entry, numbers[_COMMON_NAME]) for entry in part.tensors]
         common = _keys_of(part.structure, url_of(storage, _COMMON_NAME))
     stored = [entry.name for entry in tensors]

@@ -1,6 +1,6 @@
-"""The central directory of a zip archive: where each record lies.
+"""Zip archives as torch.save writes them: where each record lies, and what stands around it.
 
-What it says is checked against itself and the size of the archive: records neither overlap nor reach beyond
+A directory is checked against itself and the size of the archive: records neither overlap nor reach beyond
 it, each name is there once, nothing is encrypted. So no range that comes out of here costs more than the
 archive's own bytes.
 """
@@ -8,13 +8,21 @@ archive's own bytes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from fastload.errors import ManifestError
 from fastload.formats.untrusted import show
 
-__all__ = ["Directory", "ReadRange", "Record", "read_directory"]
+__all__ = [
+    "ReadRange",
+    "ZipDirectory",
+    "ZipRecord",
+    "directory_text",
+    "local_header",
+    "place",
+    "read_directory",
+]
 
 ReadRange = Callable[[int, int], bytes]
 """Returns so many bytes from an offset in the archive."""
@@ -24,6 +32,9 @@ _END_64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR_64 = struct.Struct("<4sLQL")
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
+_WIDE, _PADDING = struct.Struct("<2H2Q"), struct.Struct("<2sH")
+_VERSION = 45  # of the zip format: with sizes of 64 bits
+_EPOCH = 0x21  # the first of January 1980, before which zip knows no time
 _FULL_2, _FULL_4 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED, _DESCRIBED_AFTER = 0x2041, 0x8  # flags
 _TAIL_BYTES = 64 << 10  # read at first, from the end
@@ -33,23 +44,25 @@ _ALIGNMENT = 64  # of the data in what torch writes
 _MAX_PADDING = 1 << 16
 
 
-class Record(NamedTuple):
+class ZipRecord(NamedTuple):
     """Where a record of an archive lies, in bytes from where the archive begins.
 
     Attributes:
+        name: Its name.
         header: Its local header.
         offset: Its data.
         nbytes: Length of its data, as they are there.
         head: What has to stand right before its data, which was not looked at; empty if it was.
     """
 
+    name: str
     header: int
     offset: int
     nbytes: int
     head: bytes = b""
 
 
-class Directory(NamedTuple):
+class ZipDirectory(NamedTuple):
     """What is in an archive.
 
     Attributes:
@@ -58,7 +71,7 @@ class Directory(NamedTuple):
         compressed: Names of those that are not stored as they are.
     """
 
-    records: dict[str, Record]
+    records: dict[str, ZipRecord]
     text: bytes
     compressed: tuple[str, ...]
 
@@ -71,7 +84,7 @@ class _Entry(NamedTuple):
     is_compressed: bool
 
 
-def read_directory(read: ReadRange, nbytes: int, where: str, *, exact: bool) -> Directory:
+def read_directory(read: ReadRange, nbytes: int, where: str, *, exact: bool) -> ZipDirectory:
     """Reads where the records of an archive are.
 
     Args:
@@ -98,7 +111,7 @@ def read_directory(read: ReadRange, nbytes: int, where: str, *, exact: bool) -> 
         text = read_new(start, length)
         entries = sorted(_entries(text, count), key=lambda entry: entry.header)
         compressed = tuple(entry.name for entry in entries if entry.is_compressed)
-        return Directory(_locate(read_new, entries, start, exact=exact), text, compressed)
+        return ZipDirectory(_locate(read_new, entries, start, exact=exact), text, compressed)
     except struct.error:
         raise ManifestError(f"{where}: the directory of the zip archive is cut off") from None
     except ValueError as error:
@@ -182,7 +195,7 @@ def _wide(extra: bytes, *fields: int) -> tuple[int, ...]:
     raise ValueError("sizes of 64 bits are missing in its directory")
 
 
-def _locate(read: ReadRange, entries: list[_Entry], end: int, *, exact: bool) -> dict[str, Record]:
+def _locate(read: ReadRange, entries: list[_Entry], end: int, *, exact: bool) -> dict[str, ZipRecord]:
     """Finds the data of each record: by what follows it, or by its header where that does not fit."""
     records = {}
     for entry, after in zip(entries, [*(entry.header for entry in entries[1:]), end], strict=False):
@@ -198,7 +211,7 @@ def _locate(read: ReadRange, entries: list[_Entry], end: int, *, exact: bool) ->
             offset = _data_after(read, entry, least)
             if offset + entry.nbytes > after:
                 raise ValueError(f"{show(entry.name)} overlaps what is after it")
-        records[entry.name] = Record(entry.header, offset, entry.nbytes, head)
+        records[entry.name] = ZipRecord(entry.name, entry.header, offset, entry.nbytes, head)
     return records
 
 
@@ -218,7 +231,7 @@ def _head(entry: _Entry, nbytes: int) -> bytes:
     filling = nbytes - len(sizes) - 4
     if filling < 0:
         return b""
-    return entry.name.encode() + sizes + struct.pack("<2sH", b"FB", filling) + b"Z" * filling
+    return entry.name.encode() + sizes + _PADDING.pack(b"FB", filling) + b"Z" * filling
 
 
 def _data_after(read: ReadRange, entry: _Entry, least: int) -> int:
@@ -228,3 +241,56 @@ def _data_after(read: ReadRange, entry: _Entry, least: int) -> int:
     if sign != b"PK\3\4" or name_length != len(name) or header[_LOCAL.size :] != name:
         raise ValueError(f"{show(entry.name)} is not where the directory says")
     return least + int(extra_length)
+
+
+# Writing
+
+
+def place(name: str, header: int, nbytes: int) -> ZipRecord:
+    """Returns a record that begins at some byte, with its data aligned as torch does it.
+
+    Args:
+        name: Its name.
+        header: Where its local header begins.
+        nbytes: Length of its data.
+    """
+    least = header + _LOCAL.size + len(name) + _PADDING.size + (_WIDE.size if nbytes >= _FULL_4 else 0)
+    return ZipRecord(name, header, -(-least // _ALIGNMENT) * _ALIGNMENT, nbytes)
+
+
+def local_header(record: ZipRecord, checksum: int) -> bytes:
+    """Returns the bytes from `ZipRecord.header` to its data.
+
+    Args:
+        record: The record.
+        checksum: CRC-32 of its data.
+    """
+    wide = _WIDE.pack(1, 16, record.nbytes, record.nbytes) if record.nbytes >= _FULL_4 else b""
+    rest = record.offset - record.header - _LOCAL.size - len(record.name) - len(wide) - _PADDING.size
+    extra = wide + _PADDING.pack(b"FB", rest) + b"Z" * rest
+    size = min(record.nbytes, _FULL_4)
+    about = (_VERSION, 0, 0, 0, _EPOCH, checksum, size, size, len(record.name), len(extra))
+    return _LOCAL.pack(b"PK\3\4", *about) + record.name.encode() + extra
+
+
+def directory_text(checksums: Sequence[tuple[ZipRecord, int]], start: int) -> bytes:
+    """Returns the central directory, and what stands behind it: in 64 bits, and as far as they suffice in 32.
+
+    Args:
+        checksums: All records, with the CRC-32 of their data.
+        start: Where it begins in the archive.
+    """
+    text = b"".join(_directory_entry(record, checksum) for record, checksum in checksums)
+    count, nbytes = len(checksums), len(text)
+    wide = _END_64.pack(b"PK\6\6", _END_64.size - 12, _VERSION, _VERSION, 0, 0, count, count, nbytes, start)
+    locator = _LOCATOR_64.pack(b"PK\6\7", 0, start + nbytes, 1)
+    few, length, at = min(count, 0xFFFF), min(nbytes, _FULL_4), min(start, _FULL_4)
+    return text + wide + locator + _END.pack(b"PK\5\6", 0, 0, few, few, length, at, 0)
+
+
+def _directory_entry(record: ZipRecord, checksum: int) -> bytes:
+    is_wide = max(record.nbytes, record.header) >= _FULL_4
+    extra = struct.pack("<2H3Q", 1, 24, record.nbytes, record.nbytes, record.header) if is_wide else b""
+    size, header = (_FULL_4, _FULL_4) if is_wide else (record.nbytes, record.header)
+    about = (_VERSION, _VERSION, 0, 0, 0, _EPOCH, checksum, size, size, len(record.name), len(extra))
+    return _ENTRY.pack(b"PK\1\2", *about, 0, 0, 0, 0, header) + record.name.encode() + extra

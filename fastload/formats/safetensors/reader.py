@@ -1,6 +1,6 @@
 """safetensors files, one or several with or without the Hugging Face index, as storage holds them.
 
-What their headers say is parsed by `fastload.formats.safetensors_header`, which also writes them.
+What their headers say is parsed by `fastload.formats.safetensors.header`, which also writes them.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ from functools import partial
 import xxhash
 
 from fastload.errors import ManifestError
-from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
+from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.names import INDEX_NAME, INDEX_SUFFIX, SUFFIX
 from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
-from fastload.formats.safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
-from fastload.formats.untrusted import show
+from fastload.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
+from fastload.formats.untrusted import are_sizes, is_plain_path, parse_json, show
+from fastload.geometry.box import Box
+from fastload.geometry.tiling import tiling_problem
 from fastload.storage.base import FileStat, Storage
 
-__all__ = ["assemble", "has_files", "header_digest", "read_file", "read_folder"]
+__all__ = ["assemble", "has_files", "header_digest", "read_file", "read_folder", "read_index"]
 
 logger = logging.getLogger(__name__)
 
 _SHARDING_KEY = "DCP_SHARDING_INFO"  # of files that hold shards of tensors
 
+_MAX_INDEX_BYTES = 100_000_000
 _TAR_BYTES, _TAR_SIGN = 512, (257, 5, b"ustar")
 
 
@@ -59,8 +62,6 @@ def read_folder(storage: Storage, listing: Sequence[str]) -> Manifest:
     index = _find_index(storage, listing)
     if index is None:
         return assemble(storage, stat_all(storage, _ending_in((SUFFIX,), listing)), read_header)
-    from fastload.formats.index import read_index
-
     weight_map = read_index(storage, index)
     stats = stat_all(storage, sorted(set(weight_map.values())))
     manifest = assemble(storage, stats, read_header, weight_map)
@@ -114,9 +115,7 @@ def assemble(
         tensors += entries
         metadata = file_metadata | metadata
     if shards:
-        from fastload.formats.shards import join_shards
-
-        tensors = join_shards(tensors, shards, storage.url)
+        tensors = _join_shards(tensors, shards, storage.url)
     else:
         tensors = _select(storage.url, files, tensors, weight_map or {})
     return Manifest(storage.url, tuple(files), tuple(tensors), metadata)
@@ -199,3 +198,82 @@ def _check_index(url: str, weight_map: Mapping[str, str], manifest: Manifest) ->
             raise ManifestError(f"{url}: tensor {show(name)} is not in {show(file)}: {where}")
     if len(manifest.tensors) > len(weight_map):
         logger.info("%s: %d tensors are not in the index", url, len(manifest.tensors) - len(weight_map))
+
+
+def read_index(storage: Storage, index: str) -> dict[str, str]:
+    """Returns the ``weight_map`` of an index: tensor name → file name, safe to look up below the root.
+
+    Raises:
+        ManifestError: It is malformed, or there is none.
+    """
+    url = url_of(storage, index)
+    stat = stat_all(storage, [index])[index]
+    if stat.nbytes > _MAX_INDEX_BYTES:
+        raise ManifestError(f"{url}: index of {stat.nbytes} bytes is over the limit of {_MAX_INDEX_BYTES}")
+    weight_map = parse_json(read_bytes(storage, index, 0, stat.nbytes), f"{url}: index").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ManifestError(f"{url}: weight_map is not an object that names files but {show(weight_map)}")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not is_plain_path(file):
+            raise ManifestError(f"{url}: tensor {show(name)}: not a plain relative file name: {show(file)}")
+    return weight_map
+
+
+# Files that hold shards of tensors, each with its offsets in the header: so does `HuggingFaceStorageWriter`
+# of torch.distributed.checkpoint save with ``save_distributed=True``.
+
+
+def _join_shards(tensors: Sequence[TensorEntry], infos: Mapping[int, str], url: str) -> list[TensorEntry]:
+    """Makes one tensor of its shards.
+
+    Args:
+        tensors: What is in the files.
+        infos: What the headers have at ``DCP_SHARDING_INFO``, by index of the file.
+        url: The checkpoint, for messages.
+
+    Raises:
+        ManifestError: That is malformed, or shards do not make up a tensor.
+    """
+    shards: dict[str, list[tuple[Box, TensorEntry]]] = {}
+    offsets = {file: _offsets(text, url) for file, text in infos.items()}
+    for entry in tensors:
+        of_file = offsets.get(entry.file, {})
+        at = of_file.get(entry.name, (0,) * len(entry.shape))
+        if len(at) != len(entry.shape):
+            raise ManifestError(
+                f"{url}: a shard of {show(entry.name)} of shape {list(entry.shape)} begins at {list(at)}"
+            )
+        shards.setdefault(entry.name, []).append((Box(at, entry.shape), entry))
+    return in_order(_joined(name, parts, url) for name, parts in shards.items())
+
+
+def _joined(name: str, parts: Sequence[tuple[Box, TensorEntry]], url: str) -> TensorEntry:
+    first = parts[0][1]
+    if any((entry.dtype, len(entry.shape)) != (first.dtype, len(first.shape)) for _, entry in parts):
+        raise ManifestError(
+            f"{url}: shards of {show(name)} are of several dtypes, or have several dimensions"
+        )
+    ends = [[offset + size for offset, size in zip(*box, strict=True)] for box, _ in parts]
+    shape = tuple(map(max, *ends)) if len(ends) > 1 else tuple(ends[0])
+    if problem := tiling_problem([box for box, _ in parts], shape):
+        raise ManifestError(f"{url}: the shards of {show(name)}: {problem}")
+    if len(parts) == 1:
+        return first
+    if first.dtype == "F4":
+        raise ManifestError(f"{url}: shards of {show(name)}: of F4 tensors none are read")
+    pieces = [Piece(box, entry.file, entry.offset, entry.nbytes) for box, entry in parts if entry.nbytes]
+    pieces.sort(key=lambda piece: piece[1:3])
+    nbytes = sum(piece.nbytes for piece in pieces)
+    file, offset = pieces[0][1:3] if pieces else (first.file, first.offset)
+    return TensorEntry(name, first.dtype, shape, file, offset, nbytes, tuple(pieces))
+
+
+def _offsets(text: str, url: str) -> dict[str, tuple[int, ...]]:
+    """Returns where the shards in a file begin, by name."""
+    found = {}
+    for name, info in parse_json(text.encode(), f"{url}: where shards begin").items():
+        offsets = info.get("saved_offsets") if isinstance(info, dict) else None
+        if not are_sizes(offsets):
+            raise ManifestError(f"{url}: where shards begin: {show(name)} begins at {show(info)}")
+        found[name] = tuple(offsets)
+    return found

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fastload.errors import ManifestError
-from fastload.formats.dcp_metadata import Item
+from fastload.formats.dcp.metadata import Item
 from fastload.formats.manifest import TensorEntry
 from fastload.formats.reading import in_threads, read_bytes, url_of
 from fastload.formats.torch_save.state import encode_pickle
-from fastload.formats.torch_zip import entries_of, open_archive
+from fastload.formats.torch_save.zip_file import entries_of, open_archive
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.storage.base import Storage
 

@@ -16,9 +16,9 @@ from fastload.errors import ManifestError
 from fastload.formats.dtypes import NAMES
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry
 from fastload.formats.reading import read_bytes, url_of
+from fastload.formats.torch_save.archive import ReadRange, ZipDirectory, ZipRecord, read_directory
 from fastload.formats.torch_save.state import StoredTensor, encode_pickle
 from fastload.formats.untrusted import MemoryBudget, show
-from fastload.formats.zip_directory import Directory, ReadRange, Record, read_directory
 from fastload.geometry.box import Box
 from fastload.storage.base import FileStat, Storage
 
@@ -40,7 +40,7 @@ class Archive(NamedTuple):
     """
 
     pickle: bytes
-    storages: Mapping[str, Record]
+    storages: Mapping[str, ZipRecord]
     digest: str
 
 
@@ -87,14 +87,14 @@ def read_file(
     )
 
 
-def guards_of(storages: Iterable[Record]) -> tuple[tuple[Guard, ...], tuple[bytes, ...]]:
+def guards_of(storages: Iterable[ZipRecord]) -> tuple[tuple[Guard, ...], tuple[bytes, ...]]:
     """Returns what has to stand before storages that were not looked at."""
     guarded = sorted((record for record in storages if record.head and record.nbytes), key=_begin)
     heads = tuple(record.head for record in guarded)
     return tuple(Guard(0, record.offset, number) for number, record in enumerate(guarded)), heads
 
 
-def _begin(record: Record) -> int:
+def _begin(record: ZipRecord) -> int:
     return record.offset
 
 
@@ -147,7 +147,7 @@ def open_archive(read: ReadRange, nbytes: int, where: str, *, exact: bool = True
     return Archive(pickle, storages, digest.hexdigest())
 
 
-def _prefix(directory: Directory, where: str) -> str:
+def _prefix(directory: ZipDirectory, where: str) -> str:
     found = [
         name.removesuffix("data.pkl")
         for name in directory.records
@@ -160,7 +160,7 @@ def _prefix(directory: Directory, where: str) -> str:
 
 
 def _read_together(
-    read: ReadRange, pickle: Record, order: Record | None, where: str
+    read: ReadRange, pickle: ZipRecord, order: ZipRecord | None, where: str
 ) -> tuple[bytes, bytes | None]:
     """Reads the pickle, and in the same request what says the byte order, if that is near."""
     if pickle.nbytes > _MAX_PICKLE_BYTES:
@@ -179,7 +179,7 @@ def _read_together(
 
 def entries_of(
     tensors: Mapping[str, StoredTensor],
-    storages: Mapping[str, Record],
+    storages: Mapping[str, ZipRecord],
     where: str,
     nbytes: int,
     file: int = 0,

@@ -13,11 +13,11 @@ import xxhash
 from fastload.errors import ManifestError
 from fastload.formats.manifest import FileEntry, Manifest
 from fastload.formats.reading import read_bytes, url_of
+from fastload.formats.torch_save.archive import ZipRecord
 from fastload.formats.torch_save.state import StorageRef, encode_unpickled
 from fastload.formats.torch_save.unpickle import PickledDict, Truncated, persistent_ids, unpickle_first
-from fastload.formats.torch_zip import entries_of, guards_of
+from fastload.formats.torch_save.zip_file import entries_of, guards_of
 from fastload.formats.untrusted import MemoryBudget, show
-from fastload.formats.zip_directory import Record
 from fastload.storage.base import FileStat, Storage
 
 __all__ = ["header_digest", "is_one", "read_file"]
@@ -107,7 +107,7 @@ def _read_pickles(storage: Storage, name: str, nbytes: int) -> tuple[list[Any], 
             return found, head[:end]
 
 
-def _locate(state: Any, keys: Any, begin: int, nbytes: int, where: str) -> dict[str, Record]:
+def _locate(state: Any, keys: Any, begin: int, nbytes: int, where: str) -> dict[str, ZipRecord]:
     """Returns where the storages lie: all of them, one after the other, up to the end of the file."""
     refs = [StorageRef.of(one, where) for one in persistent_ids(state) if _is_storage(one)]
     lengths = {ref.key: ref.dtype.itemsize for ref in refs}
@@ -117,7 +117,9 @@ def _locate(state: Any, keys: Any, begin: int, nbytes: int, where: str) -> dict[
     found, at = {}, begin
     for key in keys:
         length = counts[key] * lengths[key]
-        found[key] = Record(at, at + _LENGTH_BYTES, length, counts[key].to_bytes(_LENGTH_BYTES, "little"))
+        found[key] = ZipRecord(
+            key, at, at + _LENGTH_BYTES, length, counts[key].to_bytes(_LENGTH_BYTES, "little")
+        )
         at += _LENGTH_BYTES + length
     if at != nbytes or len(found) < len(keys):
         there = nbytes - begin
