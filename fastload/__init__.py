@@ -29,7 +29,7 @@ from fastload.errors import (
     WorldError,
 )
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
-from fastload.formats.per_rank import PerRank
+from fastload.formats.state import PerRank
 from fastload.geometry.box import Box
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, SaveOptions, StageOptions

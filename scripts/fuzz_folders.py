@@ -35,7 +35,7 @@ from torch import Tensor
 
 import fastload
 from fastload.errors import FastloadError, ManifestError
-from fastload.formats.state import describe
+from fastload.formats.encoder import encode_state
 
 _LOAD_S = 20
 _ROOM_BYTES = 4 << 30  # of address space, beyond what there is at the beginning
@@ -158,7 +158,7 @@ def spots(folder: Path, ranges: dict[str, list[tuple[int, int]]]) -> list[tuple[
 
 
 def tensors_of(state: Any) -> dict[str, Tensor]:
-    return describe(state).tensors
+    return encode_state(state).tensors
 
 
 def run_one(folder: Path, expected: dict[str, Tensor]) -> str:

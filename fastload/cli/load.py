@@ -18,10 +18,9 @@ from fastload.cli.sharded import sharding_of
 from fastload.comm.world import agree, initialize
 from fastload.doctor.wording import count
 from fastload.errors import FastloadError
+from fastload.formats.encoder import encode_state
 from fastload.formats.manifest import TensorEntry
-from fastload.formats.per_rank import OWN_PREFIX
-from fastload.formats.refused import without_refused
-from fastload.formats.state import describe, state_digest
+from fastload.formats.state import OWN_PREFIX, state_digest, without_refused
 from fastload.geometry.box import row_major
 from fastload.options import SETTINGS, STRATEGIES
 from fastload.storage import locate
@@ -113,7 +112,7 @@ def load(
 
 def _tensors(state: Any, *, sharded: bool) -> dict[str, Tensor]:
     """Returns what this rank has of a loaded state."""
-    return {name: t.to_local() for name, t in state.items()} if sharded else describe(state).tensors
+    return {name: t.to_local() for name, t in state.items()} if sharded else encode_state(state).tensors
 
 
 def _all_names(manifest: fastload.Manifest) -> list[str] | None:

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastload.formats.decoder import decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
-from fastload.formats.refused import raise_refused, without_refused
-from fastload.formats.state import leaves, own_view, rebuild
+from fastload.formats.state import leaves, own_view, raise_refused, without_refused
 from fastload.geometry.box import Box
 from fastload.loading.checkpoint import Checkpoint
 
@@ -75,7 +75,7 @@ class Shares:
                     shape=whole.shape,
                     stride=whole.stride(),
                 )
-        return found if self.structure is None else rebuild(self.structure, found)
+        return found if self.structure is None else decode_state(self.structure, found)
 
 
 def num_ranks() -> int:

@@ -12,8 +12,7 @@ from typing import Any
 from fastload.errors import OptionError
 from fastload.estimate.units import require_whole
 from fastload.formats.manifest import Manifest, TensorEntry
-from fastload.formats.per_rank import OWN_PREFIX
-from fastload.formats.state import children, leaves
+from fastload.formats.state import OWN_PREFIX, children, leaves
 
 __all__ = ["Parameters", "of_checkpoint", "of_config", "of_shape"]
 

@@ -1,6 +1,6 @@
-"""Nested state as named tensors and a JSON structure, and back. Nothing is pickled.
+"""The structure of a state in JSON, beside its tensors by name. Nothing is pickled.
 
-The structure, JSON types only:
+`fastload.formats.encoder` makes it, `fastload.formats.decoder` makes a state of it. JSON types only:
 
 ===========================================  ==========================================================
 ``null true 1 1.5 "text"``                   itself
@@ -13,7 +13,8 @@ The structure, JSON types only:
 ``{}``                                       the tensor that is named by its path
 ``{"tensor": [name, kind, dtype]}``          any other; nulls at the end are left out. A null name is the
                                              path's; the dtype says what the stored one stands for
-``{"PerRank": [name, [node, …]]}``           what each rank has of its own, see `fastload.formats.per_rank`
+``{"PerRank": [name, [node, …]]}``           one node for each rank, see `PerRank`
+``{"refused": [text]}``                      what cannot be loaded, of a state that fastload did not save
 other tags                                   plain values, see `fastload.formats.values`
 ===========================================  ==========================================================
 
@@ -25,121 +26,166 @@ its strides, device, gradient or attributes. Tensors that are tied (same memory,
 dtype) are stored once and come back as one object, or sharing memory where one is a Parameter and the
 other its data. A container that appears twice comes back as two. Tensors that merely overlap are stored
 one by one.
+
+A rank's own tensors are called ``@rank3.`` and their path, and lie with those of the other ranks in files of
+their own. The longer plain values among them are tensors, too, of kind ``json``: their bytes are JSON texts.
+Each rank's node has at least one tensor. So the structure stays short however many ranks there are.
+
+A structure is untrusted: functions here raise `ManifestError` for one that is malformed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import xxhash
 from torch import Tensor
 
-from fastload.base.memory import byte_view, host_view, uncollected
-from fastload.errors import FastloadError, ManifestError, OptionError, UnsupportedVersion
-from fastload.formats.per_rank import OWN_PREFIX, OwnView, view
-from fastload.formats.rebuilder import Rebuilder
-from fastload.formats.saved import SavedTensor, charge_names, children_of, leaf_of, leaves_of
-from fastload.formats.untrusted import MemoryBudget
-from fastload.formats.values import Unknown, show_path
+from fastload.base.memory import byte_view, host_view
+from fastload.errors import FastloadError, ManifestError, UnsupportedVersion
+from fastload.formats.untrusted import MemoryBudget, show
+from fastload.formats.values import BARE_NAME, Unknown, crowded, decode_value, key_text, num_chars, show_path
 
 __all__ = [
-    "Description",
-    "Rebuilder",
+    "NO_VALUE",
+    "OWN_PREFIX",
+    "OwnView",
+    "PerRank",
     "SavedTensor",
     "check_names",
+    "checked",
     "children",
-    "describe",
+    "fill_places",
+    "has_gap",
     "leaf",
+    "leaf_of",
     "leaves",
+    "list_of",
+    "own_prefix",
     "own_view",
-    "rebuild",
+    "raise_refused",
+    "read_keys",
+    "refused_node",
     "state_digest",
+    "structure_error",
+    "without_refused",
 ]
 
-_MAX_PROBLEMS = 20
+OWN_PREFIX = "@rank"
+NO_VALUE: dict[str, Any] = {"PerRank": []}
+"""The node of a place that has no value for this rank."""
+
+_DICTS = ("dict", "OrderedDict", "Counter")
+_KINDS = frozenset({None, "Tensor+grad", "Parameter", "Parameter+grad", "ndarray", "json"})
+_NUM_NAMES = 2  # a list of the tensors, and the walk that makes the state
+_NUMBER_CHARS = 24  # more than most numbers take
+_MAX_LINES = 20
+_ADVICE = "strict=False leaves these out, and loads the rest"
 _DIGEST_PIECE_BYTES = 16 << 20
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
-class Description:
-    """What a state consists of.
+
+@dataclass(eq=False)
+class PerRank(Generic[T]):
+    """A value of which each rank has its own, such as a random state or a position in the data.
+
+    Stands anywhere in a state that is saved, except in another one::
+
+        state = {"model": model.state_dict(), "rng": fastload.PerRank(torch.get_rng_state())}
+
+    `fastload.save` keeps the value of each rank of the group: at most 1 MiB on a rank in all, and 256 MiB of
+    all ranks. A load by as many ranks gives each of them its own back: the value itself, or, where ``into=``
+    has a `PerRank`, in that one's `value`. A load by another number of ranks is an error that names the
+    place; with ``strict=False`` it leaves the place out.
 
     Attributes:
-        tensors: What is to be stored, each tensor once, by name, in the order of the state. They share
-            memory with the state where they can; dense, of a dtype that safetensors has, on any device.
-        structure: Everything else, JSON types only; the same whoever describes an equal state.
-        own_tensors: Those of this rank's own values, likewise.
-        own_values: The rest of these, one for each place in `structure`.
-        starts: Of each entry of the state, how many of `tensors` are before it.
+        value: What this rank has: tensors, NumPy arrays, plain values, and containers of them. Tensors that
+            the rest of the state has, too, or another `PerRank`, are stored once more, and not tied to those.
     """
 
-    tensors: dict[str, Tensor]
-    structure: Any
-    own_tensors: dict[str, Tensor]
-    own_values: list[Any]
-    starts: list[int]
+    value: T
 
 
-def describe(state: Any, rank: int = 0) -> Description:
-    """Takes a nested state apart.
+class SavedTensor(NamedTuple):
+    """A tensor of a state.
+
+    Attributes:
+        name: Its path.
+        stored: What it is stored under; tied tensors share that.
+        kind: ``Parameter``, ``ndarray`` and the like, ``json`` for a text; None for a plain tensor.
+        dtype: What the stored dtype stands for, if not for itself.
+    """
+
+    name: str
+    stored: str
+    kind: str | None = None
+    dtype: str | None = None
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is no tensor of the state, but the text of a plain value."""
+        return self.kind == "json"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no other dtype than the stored one can stand for it: no cast."""
+        return self.kind == "ndarray" or self.dtype is not None
+
+    @property
+    def is_complex128(self) -> bool:
+        """Whether it is stored as pairs of float64, a dimension more."""
+        return self.dtype == "complex128" or (self.dtype or "")[1:] == "c16"
+
+    @property
+    def own_name(self) -> str:
+        """The name it goes by where every name stands for one tensor."""
+        if self.stored == self.name:
+            return self.name
+        return self.stored if self.stored.startswith(f"{self.name}~") else self.name
+
+
+def structure_error(error: Exception, path: Sequence[Any] | None = None) -> Exception:
+    """Returns what to raise for an error that a malformed structure has caused.
 
     Args:
-        state: Dicts (also OrderedDict, defaultdict, Counter), lists, tuples and sets of tensors,
-            Parameters, NumPy arrays and scalars, and plain values; any of it in a `PerRank`.
-        rank: Whose own values those are.
-
-    Raises:
-        OptionError: Something cannot be kept; names the key of each such thing.
+        error: The error.
+        path: The keys that lead to it, if they are known.
     """
-    from fastload.formats.describer import Describer  # which a load has no need of
-
-    describer = Describer(rank)
-    try:
-        structure = describer.value(state, "", "")
-    except RecursionError:
-        raise OptionError("the state cannot be saved: it is nested too deeply") from None
-    if describer.problems:
-        shown = describer.problems[:_MAX_PROBLEMS]
-        more = len(describer.problems) - len(shown)
-        lines = [*shown, *([f"and {more} more"] if more else [])]
-        raise OptionError("the state cannot be saved: " + "\n  ".join(lines))
-    own = describer.own
-    if own is None:
-        return Description(describer.tensors, structure, {}, [], describer.starts)
-    for name in describer.tensors:
-        if name.startswith(OWN_PREFIX):
-            raise OptionError(
-                f"the state cannot be saved: tensor {name[:200]!r}: with a PerRank in the state, no name may "
-                f"begin with {OWN_PREFIX!r}"
-            )
-    return Description(describer.tensors, structure, own.tensors, own.values, describer.starts)
+    if isinstance(error, FastloadError):
+        return error
+    if isinstance(error, RecursionError):
+        return ManifestError("the structure of the state is nested too deeply")
+    where = "" if path is None else f", at {show_path(path)}"
+    kind = UnsupportedVersion if isinstance(error, Unknown) else ManifestError
+    why = str(error)[:400]  # however long a hostile text made it
+    return kind(f"the structure of the state{where}: {why}")
 
 
-@uncollected
-def rebuild(structure: Any, tensors: Mapping[str, Tensor] | Rebuilder, name: str = "") -> Any:
-    """Puts a state together again.
-
-    Args:
-        structure: From `describe`, perhaps by way of JSON; untrusted.
-        tensors: By name. They become part of the state, they are not copied. Or what has rebuilt other
-            parts of the same state: what is tied in the state is then tied across these parts, too.
-        name: If this is the structure of a part of the state, the name of that part.
-
-    Raises:
-        ManifestError: The structure is malformed or does not fit the tensors; says where.
-        UnsupportedVersion: A later version may know what it has.
-        CheckpointError: It needs NumPy, which is not installed.
-    """
-    rebuilder = tensors if isinstance(tensors, Rebuilder) else Rebuilder(tensors)
-    rebuilder.path.clear()
-    with _distrusting(rebuilder.path):
-        return rebuilder.value(structure, "", name)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def children(structure: Any) -> dict[Any, tuple[str, Any]] | None:
+def checked(function: _Function) -> _Function:
+    """Makes a function raise `ManifestError` for a structure that is malformed."""
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+            raise structure_error(error) from None
+
+    return call  # type: ignore[return-value]
+
+
+# The tree
+
+
+@checked
+def children(node: Any) -> dict[Any, tuple[str, Any]] | None:
     """Returns the keys of a dict, a list or a tuple, each with the end of its name and its structure.
 
     None if the structure stands for something else.
@@ -147,22 +193,92 @@ def children(structure: Any) -> dict[Any, tuple[str, Any]] | None:
     Raises:
         ManifestError: It is malformed.
     """
-    with _distrusting():
-        return children_of(structure)
+    if type(node) is list:
+        return {index: (str(index), child) for index, child in enumerate(node)}
+    if type(node) is not dict or len(node) != 1:
+        return None
+    ((tag, payload),) = node.items()
+    if tag == "tuple":
+        return children(list_of(payload))
+    if tag in ("state_dict", "defaultdict"):
+        payload = list_of(payload)[tag == "defaultdict"]
+    elif tag not in _DICTS:
+        return None
+    keys = read_keys(list_of(payload)[::2])
+    return {key: (key_text(key), child) for key, child in zip(keys, payload[1::2], strict=True)}
 
 
-def leaf(structure: Any, name: str) -> SavedTensor | None:
-    """Returns the tensor that a structure stands for; None if it stands for something else.
+def leaf_of(node: Any, name: str) -> SavedTensor | None:
+    """Returns the tensor or NumPy array that a structure stands for; None if it stands for something else.
 
     Raises:
-        ManifestError: It is malformed.
+        ValueError: It is malformed; of `leaf`, a `ManifestError`.
     """
-    if structure == {} and name:  # said here, too, since it is asked of very many
-        return SavedTensor(name, name)
-    with _distrusting():
-        return leaf_of(structure, name)
+    if type(node) is not dict:
+        return None
+    if not node:
+        return SavedTensor(name or BARE_NAME, name or BARE_NAME)
+    if node.keys() != {"tensor"}:
+        return None
+    payload = list_of(node["tensor"])
+    stored, kind, dtype = (*payload, None, None)[: max(3, len(payload))]
+    if not all(field is None or type(field) is str for field in (stored, kind, dtype)):
+        raise ValueError("not a tensor's name, kind and dtype")
+    if kind not in _KINDS:
+        raise Unknown(f"not a tensor's name, kind and dtype: unknown kind {kind[:40]!r}: update fastload")
+    name = name or BARE_NAME
+    return SavedTensor(name, name if stored is None else stored, kind, dtype)
 
 
+leaf = checked(leaf_of)
+
+
+@checked
+def leaves(structure: Any, name: str = "") -> list[SavedTensor]:
+    """Returns the tensors, and the NumPy arrays, of a state or a part of it.
+
+    Raises:
+        ManifestError: The structure is malformed.
+    """
+    found: list[SavedTensor] = []
+    _collect(structure, name, found)
+    return found
+
+
+def _collect(node: Any, name: str, found: list[SavedTensor]) -> None:
+    saved = leaf_of(node, name)
+    if saved is not None:
+        found.append(saved)
+        return
+    prefix = f"{name}." if name else ""
+    for ending, child in (children(node) or {}).values():
+        _collect(child, prefix + ending, found)
+    if type(node) is dict and node.keys() == {"state_dict"}:
+        _collect(list_of(node["state_dict"])[1], f"{prefix}_metadata", found)
+
+
+def read_keys(nodes: list[Any]) -> list[Any]:
+    """Returns keys of a dict, or members of a set."""
+    keys = [_key(node) for node in nodes]
+    if why := crowded(keys):
+        raise ValueError(why)
+    return keys
+
+
+def _key(node: Any) -> Any:
+    if type(node) is dict and node.keys() == {"tuple"}:
+        return tuple(map(_key, list_of(node["tuple"])))
+    return decode_value(node)
+
+
+def list_of(payload: Any) -> list[Any]:
+    """Returns a payload that has to be a list."""
+    if type(payload) is not list:
+        raise ValueError("not a list")
+    return payload
+
+
+@checked
 def check_names(structure: Any, where: str, nbytes: int) -> None:
     """Refuses a structure that makes very much of few bytes: long keys above very many tensors.
 
@@ -176,43 +292,180 @@ def check_names(structure: Any, where: str, nbytes: int) -> None:
     """
     budget = MemoryBudget(where)
     budget.add_input(nbytes)
-    with _distrusting():
-        charge_names(structure, 0, budget)
+    _charge_names(structure, 0, budget)
 
 
+def _charge_names(node: Any, num_prefix_chars: int, budget: MemoryBudget) -> None:
+    """Charges the names below a node, which every walk makes; whatever is malformed is left to that walk."""
+    if type(node) not in (list, dict):
+        return
+    budget.charge(_NUM_NAMES * num_prefix_chars)
+    if type(node) is list:
+        for child in node:
+            _charge_names(child, num_prefix_chars + _NUMBER_CHARS, budget)
+        return
+    if len(node) != 1:
+        return
+    ((tag, payload),) = node.items()
+    if type(payload) is not list:
+        return
+    if tag == "tuple":
+        _charge_names(payload, num_prefix_chars, budget)
+    elif tag in _DICTS:
+        _charge_items(payload, num_prefix_chars, budget)
+    elif tag in ("state_dict", "defaultdict"):
+        for part in payload:
+            if type(part) is list:
+                _charge_items(part, num_prefix_chars, budget)
+            else:
+                _charge_names(part, num_prefix_chars + len("._metadata"), budget)
+    elif tag == "PerRank":
+        for part in payload:
+            _charge_names(part, num_chars(payload[0]), budget)
+
+
+def _charge_items(items: list[Any], num_prefix_chars: int, budget: MemoryBudget) -> None:
+    for key, child in zip(items[::2], items[1::2], strict=False):
+        if type(child) is dict or type(child) is list:
+            num_key_chars = len(key) + 1 if type(key) is str and key.isascii() else _num_json_chars(key)
+            _charge_names(child, num_prefix_chars + num_key_chars, budget)
+
+
+def _num_json_chars(node: Any) -> int:
+    """Returns about how many characters the JSON of a key takes; its part of a name takes fewer."""
+    if type(node) is list:
+        return sum(map(_num_json_chars, node))
+    if type(node) is dict:
+        return sum(_NUMBER_CHARS + _num_json_chars(payload) for payload in node.values())
+    return _NUMBER_CHARS + num_chars(node)
+
+
+# Values that each rank has of its own
+
+
+def own_prefix(rank: int) -> str:
+    """Returns what the names of a rank's own tensors begin with."""
+    return f"{OWN_PREFIX}{rank}."
+
+
+def fill_places(structure: Any, values: Sequence[Sequence[Any]]) -> Any:
+    """Returns the structure with the nodes of all ranks.
+
+    Args:
+        structure: As it is encoded on any rank: its places are ``{"PerRank": [name, number]}``.
+        values: The nodes of each rank, in the order of the numbers.
+    """
+    if type(structure) is list:
+        return [fill_places(child, values) for child in structure]
+    if type(structure) is not dict:
+        return structure
+    if structure.keys() == {"PerRank"}:
+        name, number = structure["PerRank"]
+        return {"PerRank": [name, [nodes[number] for nodes in values]]}
+    return {tag: fill_places(payload, values) for tag, payload in structure.items()}
+
+
+@dataclass
+class OwnView:
+    """A structure as one rank is to see it.
+
+    Attributes:
+        structure: With this rank's own values; with `NO_VALUE` where there are none.
+        elsewhere: The names of these places, and the number of ranks that they were saved for.
+        together: Names of the tensors at the same place, those of all ranks, by the name of each of this
+            rank's own.
+    """
+
+    structure: Any = None
+    elsewhere: list[tuple[str, int]] = field(default_factory=list)
+    together: dict[str, Sequence[str]] = field(default_factory=dict)
+
+
+@checked
 def own_view(structure: Any, rank: int, size: int) -> OwnView:
     """Returns a structure as a rank of a group of so many is to see it.
 
     Raises:
         ManifestError: It is malformed.
     """
-    with _distrusting():
-        return view(structure, rank, size)
+    seen = OwnView()
+    seen.structure = _own(structure, rank, size, seen)
+    return seen
 
 
-def leaves(structure: Any, name: str = "") -> list[SavedTensor]:
-    """Returns the tensors, and the NumPy arrays, of a state or a part of it.
+def _own(node: Any, rank: int, size: int, seen: OwnView) -> Any:
+    if type(node) is list:
+        return [_own(child, rank, size, seen) for child in node]
+    if type(node) is not dict:
+        return node
+    if node.keys() != {"PerRank"}:
+        return {tag: _own(payload, rank, size, seen) for tag, payload in node.items()}
+    name, values = list_of(node["PerRank"])
+    if type(name) is not str or not list_of(values):
+        raise ValueError(f"not a place of the ranks' own values: {show(node)}")
+    if len(values) != size:
+        seen.elsewhere.append((name, len(values)))
+        return NO_VALUE
+    names = [[saved.stored for saved in leaves(value, name)] for value in values]
+    everyone = [stored for each in names for stored in each]
+    seen.together.update((stored, everyone) for stored in names[rank])
+    return values[rank]
+
+
+def has_gap(node: Any) -> bool:
+    """Whether there is a place in it that has no value for this rank."""
+    if type(node) is list:
+        return any(map(has_gap, node))
+    return type(node) is dict and (node == NO_VALUE or any(map(has_gap, node.values())))
+
+
+# Values that cannot be loaded
+
+
+def refused_node(text: str) -> Any:
+    """Returns the node of a value that cannot be loaded.
+
+    Args:
+        text: Says where it is, what it is, and why.
+    """
+    return {"refused": [text]}
+
+
+def without_refused(structure: Any, found: list[str]) -> Any:
+    """Returns the structure with gaps where values cannot be loaded.
+
+    Args:
+        structure: The structure.
+        found: Gets the text of each.
+    """
+    if type(structure) is list:
+        return [without_refused(child, found) for child in structure]
+    if type(structure) is not dict:
+        return structure
+    if structure.keys() == {"refused"}:
+        found += structure["refused"]
+        return NO_VALUE
+    return {tag: without_refused(payload, found) for tag, payload in structure.items()}
+
+
+def raise_refused(url: str, refused: Sequence[str], advice: str = _ADVICE) -> None:
+    """Raises if there is anything that cannot be loaded.
+
+    Args:
+        url: Of the checkpoint.
+        refused: A line for each thing.
+        advice: What to do.
 
     Raises:
-        ManifestError: The structure is malformed.
+        ManifestError: There is; it lists it.
     """
-    with _distrusting():
-        return leaves_of(structure, name)
-
-
-@contextmanager
-def _distrusting(path: Sequence[Any] | None = None) -> Iterator[None]:
-    try:
-        yield
-    except RecursionError:
-        raise ManifestError("the structure of the state is nested too deeply") from None
-    except FastloadError:
-        raise
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        where = "" if path is None else f", at {show_path(path)}"
-        why = str(error)[:400]  # however long a hostile text made it
-        kind = UnsupportedVersion if isinstance(error, Unknown) else ManifestError
-        raise kind(f"the structure of the state{where}: {why}") from None
+    if not refused:
+        return
+    lines = [f"{url}: not all of it can be loaded:", *(f"  {line}" for line in refused[:_MAX_LINES])]
+    if len(refused) > _MAX_LINES:
+        lines.append(f"  and {len(refused) - _MAX_LINES} more")
+    lines.append(advice)
+    raise ManifestError("\n".join(lines))
 
 
 def state_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from fastload import LoadOptions, OptionError, SaveOptions, load
 from fastload import open as open_checkpoint
-from fastload.formats.state import describe
+from fastload.formats.encoder import encode_state
 from fastload.integrations.background import BackgroundSave
 from fastload.integrations.host import (
     is_ours,
@@ -225,4 +225,4 @@ def _describe_rest(trainer: pl.Trainer) -> None:
         if part is not None and part.hparams:
             is_plain = isinstance(part.hparams, dict)
             parts[part.CHECKPOINT_HYPER_PARAMS_KEY] = dict(part.hparams) if is_plain else part.hparams
-    describe(parts)
+    encode_state(parts)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fastload import LoadOptions, OptionError, SaveHandle, SaveOptions, SaveReport, async_save, save, world
+from fastload.formats.encoder import encode_state
 from fastload.formats.names import RECORD_NAME
-from fastload.formats.state import describe
 from fastload.integrations.dcp import Reader
 from fastload.integrations.host import require_layout, unknown
 
@@ -76,7 +76,8 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]
             _require_known(config)
         super().__init__(config, **parts)
         if config.enable:  # before the training, not in the middle of it
-            describe({name: _state(self.states[name]) for name in self.states.keys() - set(_EACH_ITS_OWN)})
+            own = {name: _state(self.states[name]) for name in self.states.keys() - set(_EACH_ITS_OWN)}
+            encode_state(own)
 
     @torch.no_grad()
     def dcp_save(

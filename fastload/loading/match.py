@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from fastload.errors import OptionError
+from fastload.formats.decoder import StateDecoder, decode_state
 from fastload.formats.dtensors import Group
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import OWN_STEM
-from fastload.formats.per_rank import OwnView
-from fastload.formats.state import Rebuilder, SavedTensor, leaves, own_view, rebuild
+from fastload.formats.state import OwnView, SavedTensor, leaves, own_view
 from fastload.loading.mismatch import Renamed, find_renamed, misfit, raise_mismatch
 from fastload.loading.modules import Leaf
 from fastload.loading.optimizers import optimizer_misfits, sharded_state
@@ -131,7 +131,7 @@ def match(
         manifest = replace(manifest, structure=view.structure)
     refused: list[str] = []
     if manifest.format != "fastload" and manifest.structure is not None:
-        from fastload.formats.refused import raise_refused, without_refused
+        from fastload.formats.state import raise_refused, without_refused
 
         manifest = replace(manifest, structure=without_refused(manifest.structure, refused))
         if strict and names is None:
@@ -180,7 +180,7 @@ def _match_all(manifest: Manifest, arrivals: Arrivals, left_out: tuple[str, ...]
     def restore() -> Any:
         if manifest.structure is None:
             return arrivals.new
-        return rebuild(manifest.structure, Rebuilder(arrivals.new, arrivals.exact))
+        return decode_state(manifest.structure, StateDecoder(arrivals.new, arrivals.exact))
 
     return Match(arrivals.destinations, arrivals.new, arrivals.copy, restore, left_out)
 

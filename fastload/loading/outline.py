@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastload.formats.decoder import StateDecoder, decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
-from fastload.formats.state import Rebuilder, SavedTensor, leaves, own_view, rebuild
+from fastload.formats.state import SavedTensor, leaves, own_view
 
 __all__ = ["GAP", "Outline", "outline"]
 
@@ -70,13 +71,13 @@ def outline(
     structure = view.structure
     left_out = [f"{name}: each of {num} ranks has its own" for name, num in view.elsewhere]
     if manifest.format != "fastload":
-        from fastload.formats.refused import without_refused
+        from fastload.formats.state import without_refused
 
         structure = without_refused(structure, left_out)
     values = {saved.stored: saved for saved in leaves(structure) if saved.kind in ("ndarray", "json")}
     data = load(sorted(values))
     exact = {**metas, **{name: _as_stored(saved, data[name]) for name, saved in values.items()}}
-    return Outline(rebuild(structure, Rebuilder(exact, gap=GAP)), stored, left_out)
+    return Outline(decode_state(structure, StateDecoder(exact, gap=GAP)), stored, left_out)
 
 
 def _as_stored(saved: SavedTensor, tensor: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fastload.errors import OptionError
+from fastload.formats.decoder import StateDecoder
 from fastload.formats.manifest import Manifest
-from fastload.formats.per_rank import NO_VALUE, PerRank, has_gap
-from fastload.formats.state import Rebuilder, SavedTensor, children, leaf, leaves
+from fastload.formats.state import NO_VALUE, PerRank, SavedTensor, children, has_gap, leaf, leaves
 from fastload.formats.values import MAX_DEPTH, tensor_name
 from fastload.loading.modules import Leaf, extra_names, find_unfilled, fit, needs_call, own_tensors, reshard
 from fastload.loading.pairs import Handover, Pairs, Part, Put, Remade, Value
@@ -202,7 +202,7 @@ class _Walk:
             own,
             {local: isinstance(one, SavedTensor) for local, one in saved.items()},
             lambda local: Value.of(saved[local]).made_of_nothing(self._manifest),
-            {} if metadata is None else metadata.made(Rebuilder({})),
+            {} if metadata is None else metadata.made(StateDecoder({})),
         )
         given: dict[str, Leaf | Value] = {}
         for local, target in found.in_place.items():

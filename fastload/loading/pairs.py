@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from fastload.errors import OptionError
+from fastload.formats.decoder import StateDecoder, decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
-from fastload.formats.state import Rebuilder, SavedTensor, describe, rebuild
+from fastload.formats.state import SavedTensor
 from fastload.loading.modules import Leaf, Unfilled
 
 __all__ = ["Handover", "Pairs", "Part", "Put", "Remade", "Value"]
@@ -33,9 +34,9 @@ class Value(NamedTuple):
             return saved
         return cls({"tensor": list(saved[1:])}, saved.name, (saved,))
 
-    def made(self, rebuilder: Rebuilder) -> Any:
+    def made(self, decoder: StateDecoder) -> Any:
         """Makes it."""
-        return rebuild(self.node, rebuilder, self.name)
+        return decode_state(self.node, decoder, self.name)
 
     def made_of_nothing(self, manifest: Manifest) -> Any:
         """Makes it with tensors on the meta device; None if it has what has to have data."""
@@ -45,7 +46,7 @@ class Value(NamedTuple):
         tensors = {
             name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in specs.items()
         }
-        return self.made(Rebuilder(tensors))
+        return self.made(StateDecoder(tensors))
 
     def values(self) -> Iterator[Value]:
         """Yields itself."""
@@ -55,9 +56,11 @@ class Value(NamedTuple):
         """Whether a value is what was saved, types included."""
         if self.leaves:
             return False
-        self.made(Rebuilder({}))  # which says if it is malformed
+        self.made(StateDecoder({}))  # which says if it is malformed
         try:
-            structure = describe(value).structure
+            from fastload.formats.encoder import encode_state  # which few loads need
+
+            structure = encode_state(value).structure
         except OptionError:
             return False
         return json.dumps(structure) == json.dumps(self.node)
@@ -69,11 +72,11 @@ class Remade(NamedTuple):
     members: tuple[Any, ...]
     changes: Mapping[int, Value | Remade]
 
-    def made(self, rebuilder: Rebuilder) -> Any:
+    def made(self, decoder: StateDecoder) -> Any:
         """Makes it."""
         members = list(self.members)
         for index, change in self.changes.items():
-            members[index] = change.made(rebuilder)
+            members[index] = change.made(decoder)
         kind = type(self.members)
         return kind(*members) if hasattr(kind, "_fields") else kind(members)
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fastload.errors import MismatchError
-from fastload.formats.state import Rebuilder, SavedTensor
+from fastload.formats.decoder import StateDecoder
+from fastload.formats.state import SavedTensor
 from fastload.loading.mismatch import FOUND_LATE, raise_mismatch
 from fastload.loading.modules import Leaf, still_unfilled
 from fastload.loading.pairs import Handover, Pairs, Value
@@ -59,9 +60,9 @@ class Restorer:
                 device; names it.
         """
         pairs = self.pairs
-        cast, as_stored = Rebuilder(arrivals.new, arrivals.exact), Rebuilder(arrivals.exact)
+        cast, as_stored = StateDecoder(arrivals.new, arrivals.exact), StateDecoder(arrivals.exact)
         puts = [(put.container, put.key, put.value.made(cast)) for put in pairs.puts]
-        in_shards = Rebuilder({**arrivals.exact, **self.sharded}) if self.sharded else as_stored
+        in_shards = StateDecoder({**arrivals.exact, **self.sharded}) if self.sharded else as_stored
         states = [(part, part.value.made(in_shards)) for part in pairs.parts]
         with torch.no_grad():  # else each look at a DTensor turns it off and on
             loaded = {identity(_now(leaf)) for _, leaf in pairs.tensors} if pairs.handovers else set()
@@ -89,15 +90,15 @@ class Restorer:
 
 def _checked(value: Value) -> Sequence[SavedTensor]:
     if not value.leaves:
-        value.made(Rebuilder({}))
+        value.made(StateDecoder({}))
     return value.leaves
 
 
-def _state_dict(handover: Handover, rebuilder: Rebuilder, loaded: Container[object]) -> Any:
+def _state_dict(handover: Handover, decoder: StateDecoder, loaded: Container[object]) -> Any:
     """Returns what was saved of a module; what was read in place is the module's own tensor."""
     state: Any = OrderedDict()
     for name, source in handover.given.items():
-        state[name] = _now(source) if isinstance(source, Leaf) else source.made(rebuilder)
+        state[name] = _now(source) if isinstance(source, Leaf) else source.made(decoder)
     filled = {
         (id(source.container), source.key) for source in handover.given.values() if isinstance(source, Leaf)
     }
@@ -106,7 +107,7 @@ def _state_dict(handover: Handover, rebuilder: Rebuilder, loaded: Container[obje
         if not is_given and identity(_now(leaf)) in loaded:
             state[name] = _now(leaf)
     if handover.metadata is not None:
-        state._metadata = handover.metadata.made(Rebuilder({}))
+        state._metadata = handover.metadata.made(StateDecoder({}))
     return state
 
 

@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from fastload.formats.manifest import Manifest
-from fastload.formats.per_rank import OWN_PREFIX
-from fastload.formats.state import SavedTensor, leaves
+from fastload.formats.state import OWN_PREFIX, SavedTensor, leaves
 
 __all__ = ["Selection", "catalogue"]
 

@@ -19,8 +19,7 @@ from fastload.comm.world import World
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import OWN_STEM
-from fastload.formats.per_rank import OWN_PREFIX
-from fastload.formats.state import own_view
+from fastload.formats.state import OWN_PREFIX, own_view
 from fastload.loading.job import Job, Opened
 from fastload.loading.match import Match
 from fastload.loading.mismatch import raise_mismatch
@@ -77,7 +76,7 @@ def _wanted(manifest: Manifest, names: Sequence[str] | str | None, rank: int, si
     if has_own:
         structure = own_view(structure, rank, size).structure
     if manifest.format != "fastload" and structure is not None:
-        from fastload.formats.refused import without_refused
+        from fastload.formats.state import without_refused
 
         structure = without_refused(structure, [])
     selection = Selection(

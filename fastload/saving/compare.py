@@ -23,7 +23,7 @@ from fastload.comm.world import World
 from fastload.errors import PlanMismatch, ReplicaMismatch
 from fastload.formats.dtensors import is_dtensor
 from fastload.formats.dtypes import DTYPES
-from fastload.formats.saved import SavedTensor, children_of, leaf_of
+from fastload.formats.state import SavedTensor, children, leaf
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
 from fastload.saving.layout import Layout, TensorSpec
 from fastload.saving.messages import ShardRange
@@ -197,7 +197,7 @@ class _Comparison:
         return self._walk(one.structure, other.structure, "", ())
 
     def _walk(self, one: Any, other: Any, name: str, path: tuple[Any, ...]) -> Iterator[_Place]:
-        below, others = children_of(one), children_of(other)
+        below, others = children(one), children(other)
         if below is None or others is None or _kind(one) != _kind(other):
             there, here = (self._shown(side, node, name) for side, node in enumerate((one, other)))
             if there != here or json.dumps(one) != json.dumps(other):
@@ -222,10 +222,10 @@ class _Comparison:
             yield from self._walk(there, here, f"{prefix}_metadata", (*path, Attribute("_metadata")))
 
     def _shown(self, side: int, node: Any, name: str) -> str:
-        leaf = leaf_of(node, name)
-        if leaf is not None:
-            return self._tensor(side, leaf)
-        below, kind = children_of(node), _kind(node)
+        saved = leaf(node, name)
+        if saved is not None:
+            return self._tensor(side, saved)
+        below, kind = children(node), _kind(node)
         if below is not None:
             return f"a {kind} of {len(below)}"
         if kind == "PerRank":
@@ -235,11 +235,11 @@ class _Comparison:
         except ValueError:  # a set
             return show_key(node)
 
-    def _tensor(self, side: int, leaf: SavedTensor) -> str:
-        spec, data = self._specs[side][leaf.stored], self._contents[side].small.get(leaf.stored)
-        is_known = all(leaf.stored in content.small for content in self._contents)
-        kind = f"{leaf.kind} of " if leaf.kind else ""
-        tie = f", one with {show_key(leaf.stored)}" if leaf.stored != leaf.own_name else ""
+    def _tensor(self, side: int, saved: SavedTensor) -> str:
+        spec, data = self._specs[side][saved.stored], self._contents[side].small.get(saved.stored)
+        is_known = all(saved.stored in content.small for content in self._contents)
+        kind = f"{saved.kind} of " if saved.kind else ""
+        tie = f", one with {show_key(saved.stored)}" if saved.stored != saved.own_name else ""
         return f"{kind}{spec.dtype} {list(spec.shape)}{_values(spec, data) if data and is_known else ''}{tie}"
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from fastload.base.memory import uncollected
 from fastload.comm.world import World, members_of
 from fastload.errors import OptionError
-from fastload.formats import state as states
 from fastload.formats.dtensors import BoxesByRank, Group, is_dtensor
 from fastload.formats.dtypes import safetensors_spec
+from fastload.formats.encoder import encode_state
 from fastload.geometry.box import Box
 from fastload.options import SaveOptions
 from fastload.saving.call import SaveCall
@@ -64,7 +64,7 @@ def describe(call: SaveCall, state: Any) -> EncodedState:
         raise OptionError(f"metadata={call.metadata!r}: must be text by text")
     if state is None:  # seldom meant: what some method returned that changes things in place
         raise OptionError("the state is None: there is nothing to save")
-    description = states.describe(state, world.rank)
+    description = encode_state(state, world.rank)
     tensors = description.tensors
     specs = [TensorSpec(name, *safetensors_spec(tensor), tensor.nbytes) for name, tensor in tensors.items()]
     layout = lay_out_files(specs, options)

@@ -16,8 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastload.errors import PlanMismatch
-from fastload.formats.saved import leaf_of, read_keys
-from fastload.formats.state import leaves
+from fastload.formats.state import leaf, leaves, read_keys
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
 from fastload.geometry.box import Box
 from fastload.saving.layout import TensorSpec
@@ -132,9 +131,9 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _shown(node: Any) -> str:
-    leaf = leaf_of(node, "")
-    if leaf is not None:
-        return f"a tensor{f' ({leaf.kind})' if leaf.kind else ''}"
+    saved = leaf(node, "")
+    if saved is not None:
+        return f"a tensor{f' ({saved.kind})' if saved.kind else ''}"
     kind = _kind(node)
     if kind in ("list", "tuple", "set", "frozenset", "state_dict", "defaultdict", "PerRank", *_DICTS):
         return f"a {kind}" + (f" of {len(node)}" if kind == "list" else "")
@@ -172,11 +171,11 @@ class MergedState:
         specs = _same_specs([(specs, ranks) for (_, specs), ranks in told], problems)
         stored: dict[str, TensorSpec] = {}
         own_names = set()
-        for leaf in leaves(structure) if not problems else ():
-            stored[leaf.stored] = specs[leaf.stored]
-            if leaf.stored == leaf.name and leaf.name in own_names:
-                problems.append(f"{leaf.name}: two keys of different ranks spell this name")
-            own_names.add(leaf.name)
+        for saved in leaves(structure) if not problems else ():
+            stored[saved.stored] = specs[saved.stored]
+            if saved.stored == saved.name and saved.name in own_names:
+                problems.append(f"{saved.name}: two keys of different ranks spell this name")
+            own_names.add(saved.name)
         if problems:
             refuse_merge("the ranks hold parts of a state that do not go together", problems)
         return cls(structure, list(stored.values()))

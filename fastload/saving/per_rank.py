@@ -17,9 +17,9 @@ from fastload.base.memory import host_bytes
 from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.dtypes import safetensors_spec
+from fastload.formats.encoder import EncodedState
 from fastload.formats.names import OWN_STEM
-from fastload.formats.per_rank import fill_places
-from fastload.formats.state import Description
+from fastload.formats.state import fill_places
 from fastload.saving.layout import HEADER_METADATA, LayoutFile, TensorSpec, lay_out
 
 __all__ = ["PerRankFiles", "PerRankValues", "gather_own", "pack_own"]
@@ -89,7 +89,7 @@ class PerRankValues:
         OptionError: It is too large.
     """
 
-    def __init__(self, world: World, what: str, description: Description) -> None:
+    def __init__(self, world: World, what: str, description: EncodedState) -> None:
         self._world = world
         self._what = what
         self._packed = b""

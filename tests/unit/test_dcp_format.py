@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import fastload
 from fastload.errors import ManifestError
+from fastload.formats.decoder import decode_state
 from fastload.formats.nesting import nested
-from fastload.formats.state import rebuild
 from fastload.geometry.box import Box
 from fastload.geometry.tiling import tiling_problem
 from tests.unit.test_pieces import tilings
@@ -282,7 +282,7 @@ def test_a_state_is_nested_again() -> None:
         "o.param_groups.0.params": [1],
         "free.x": 6,
     }
-    assert rebuild(nested(nodes, paths, "x"), {}) == {
+    assert decode_state(nested(nodes, paths, "x"), {}) == {
         "a": {"b": 1, "0": 2},
         "l": [4, None, 3],
         "o": {"state": {1: {"x": 5}}, "param_groups": [{"params": [1]}]},

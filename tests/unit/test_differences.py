@@ -10,13 +10,13 @@ import torch
 
 from fastload import PerRank
 from fastload.formats.dtypes import safetensors_spec
-from fastload.formats.state import describe
+from fastload.formats.encoder import encode_state
 from fastload.saving.compare import StateContent, _found, _spread, small_tensors
 from fastload.saving.layout import TensorSpec, lay_out
 
 
 def content_of(state: Any) -> StateContent:
-    described = describe(state)
+    described = encode_state(state)
     specs = [TensorSpec(name, *safetensors_spec(t), t.nbytes) for name, t in described.tensors.items()]
     layout = lay_out(specs, max_shard_bytes=1 << 30, block_bytes=None, metadata={}).digest()
     small = small_tensors(specs, described.tensors, described.starts)

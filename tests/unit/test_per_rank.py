@@ -18,15 +18,16 @@ from torch import Tensor, nn
 import fastload
 from fastload import PerRank
 from fastload.errors import ManifestError, MismatchError, OptionError
-from fastload.formats.per_rank import NO_VALUE, fill_places, has_gap
-from fastload.formats.state import describe, leaves, own_view, rebuild
+from fastload.formats.decoder import decode_state
+from fastload.formats.encoder import encode_state
+from fastload.formats.state import NO_VALUE, fill_places, has_gap, leaves, own_view
 from fastload.saving.per_rank import gather_own, pack_own
 from tests.unit.test_state import assert_same
 
 
 def gathered(states: list[Any]) -> tuple[Any, dict[str, Tensor]]:
     """Does what a save does: structure and tensors of all ranks, by way of files."""
-    described = [describe(state, rank) for rank, state in enumerate(states)]
+    described = [encode_state(state, rank) for rank, state in enumerate(states)]
     packed = [pack_own(d.own_values, d.own_tensors, rank, len(states)) for rank, d in enumerate(described)]
     structure, files = gather_own(described[0].structure, packed, block_bytes=4096, metadata={})
     tensors = dict(described[0].tensors)
@@ -41,7 +42,7 @@ def gathered(states: list[Any]) -> tuple[Any, dict[str, Tensor]]:
 
 
 def seen_by(rank: int, size: int, structure: Any, tensors: dict[str, Tensor]) -> Any:
-    return rebuild(own_view(structure, rank, size).structure, tensors)
+    return decode_state(own_view(structure, rank, size).structure, tensors)
 
 
 VALUES = [
@@ -103,7 +104,7 @@ def test_whatever_the_ranks_have(own: list[tuple[Any, Any]], common: Any) -> Non
     size = len(own) + 1
     view = own_view(structure, 0, size)
     assert view.elsewhere == [("a", len(own)), ("b.0", len(own))]
-    assert_same(rebuild(view.structure, tensors), {"a": None, "common": common, "b": (None,)})
+    assert_same(decode_state(view.structure, tensors), {"a": None, "common": common, "b": (None,)})
 
 
 def test_the_structure_stays_short_however_much_the_ranks_have() -> None:
@@ -116,7 +117,7 @@ def test_the_structure_stays_short_however_much_the_ranks_have() -> None:
 def test_the_same_states_give_the_same_bytes() -> None:
     def make() -> tuple[Any, tuple[bytes, ...]]:
         own = [{"s": {"x", "y", str(rank)}, "t": torch.full((3,), rank)} for rank in range(3)]
-        described = [describe({"a": PerRank(value)}, rank) for rank, value in enumerate(own)]
+        described = [encode_state({"a": PerRank(value)}, rank) for rank, value in enumerate(own)]
         packed = [pack_own(d.own_values, d.own_tensors, rank, 3) for rank, d in enumerate(described)]
         structure, files = gather_own(described[0].structure, packed, block_bytes=4096, metadata={})
         return structure, files.contents
@@ -148,25 +149,25 @@ def test_what_cannot_be_kept_is_named() -> None:
     with pytest.raises(
         OptionError, match=r"state\['a'\]\['b'\] is a fastload.PerRank: it is inside of another"
     ):
-        describe({"a": PerRank({"b": PerRank(1)})})
+        encode_state({"a": PerRank({"b": PerRank(1)})})
     with pytest.raises(OptionError, match=r"state\['a'\]\['f'\] is a builtins?\.?.*function"):
-        describe({"a": PerRank({"f": print})})
+        encode_state({"a": PerRank({"f": print})})
     with pytest.raises(
         OptionError, match=r"'@rank0\.x': with a PerRank in the state, no name may begin with"
     ):
-        describe({"@rank0.x": torch.ones(1), "a": PerRank(1)})
-    assert "@rank0.x" in describe({"@rank0.x": torch.ones(1)}).tensors
+        encode_state({"@rank0.x": torch.ones(1), "a": PerRank(1)})
+    assert "@rank0.x" in encode_state({"@rank0.x": torch.ones(1)}).tensors
     with pytest.raises(OptionError, match="keyed by"):
-        describe({PerRank(1): 2})
+        encode_state({PerRank(1): 2})
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(OptionError, match=r"nested too deeply|contains itself"):
-        describe(PerRank(loop))
+        encode_state(PerRank(loop))
 
 
 def test_too_much_is_refused_and_named() -> None:
     def pack(value: Any, size: int) -> bytes:
-        described = describe({"a": PerRank(value)}, 3)
+        described = encode_state({"a": PerRank(value)}, 3)
         return pack_own(described.own_values, described.own_tensors, 3, size)
 
     pack(torch.zeros((1 << 20) - 500, dtype=torch.uint8), 8)
@@ -206,7 +207,7 @@ def test_nothing_is_trusted(node: Any) -> None:
         "leaf": torch.frombuffer(bytearray(b'{"tensor": ["t"]}'), dtype=torch.uint8),
     }
     with pytest.raises(ManifestError, match="structure of the state"):
-        rebuild(own_view({"dict": ["k", node]}, 0, 2).structure, tensors)
+        decode_state(own_view({"dict": ["k", node]}, 0, 2).structure, tensors)
 
 
 def test_gaps() -> None:

@@ -20,8 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fastload.formats.decoder import decode_state
 from fastload.formats.dtypes import NAMES, safetensors_spec
-from fastload.formats.state import describe, rebuild
+from fastload.formats.encoder import encode_state
 
 
 def through_json(structure: Any) -> Any:
@@ -31,15 +32,15 @@ def through_json(structure: Any) -> Any:
 
 
 def round_trip(state: Any) -> Any:
-    description = describe(state)
+    description = encode_state(state)
     for name, tensor in description.tensors.items():
         safetensors_spec(tensor)
         assert name.encode()
         assert name != "__metadata__"
         assert not tensor.requires_grad
     stored = {name: tensor.clone() for name, tensor in reversed(description.tensors.items())}
-    restored = rebuild(through_json(description.structure), stored)
-    assert describe(restored).structure == description.structure
+    restored = decode_state(through_json(description.structure), stored)
+    assert encode_state(restored).structure == description.structure
     return restored
 
 
@@ -142,7 +143,7 @@ def test_any_state_comes_back(state: Any) -> None:
 
 def test_plain_things_are_plain_json() -> None:
     state = {"model": {"a.b": torch.zeros(2)}, "steps": [1, 2.5, None, True, "x"]}
-    description = describe(state)
+    description = encode_state(state)
     assert description.structure == {
         "dict": ["model", {"dict": ["a.b", {}]}, "steps", [1, 2.5, None, True, "x"]],
     }
@@ -206,7 +207,7 @@ def test_tied_tensors_are_stored_once_and_come_back_tied() -> None:
         "b": [weight, weight.detach(), buffer, weight.data.T, buffer[:2]],
         "c": (buffer, buffer[:2], empty, torch.empty(0)),
     }
-    description = describe(state)
+    description = encode_state(state)
     assert list(description.tensors) == "a.weight a.empty b.2 b.3 b.4 c.3".split()
     restored = round_trip(state)
     assert_same(restored, state)
@@ -224,7 +225,7 @@ def test_a_model_with_tied_weights_keeps_its_names_and_ties() -> None:
     model = nn.Sequential(nn.Embedding(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 5, bias=False))
     model[2].weight = model[0].weight
     state = model.state_dict()
-    description = describe(state)
+    description = encode_state(state)
     assert list(description.tensors) == [name for name in state if name != "2.weight"]
     restored = round_trip(state)
     assert_same(restored, state)
@@ -260,10 +261,11 @@ def test_numpy_is_imported_only_for_what_came_from_it() -> None:
     program = (
         "import sys; from fastload.formats.values import decode_value, encode_value\n"
         "sys.modules['numpy'] = None\n"
-        "from fastload.formats.state import describe, rebuild; import torch\n"
-        "d = describe({'a': torch.ones(2), 'b': [1, {2}]})\n"
-        "print(rebuild(d.structure, d.tensors)['b'])\n"
-        "rebuild({'numpy': ['<f4', '00000000']}, {})"
+        "from fastload.formats.encoder import encode_state\n"
+        "from fastload.formats.decoder import decode_state; import torch\n"
+        "d = encode_state({'a': torch.ones(2), 'b': [1, {2}]})\n"
+        "print(decode_state(d.structure, d.tensors)['b'])\n"
+        "decode_state({'numpy': ['<f4', '00000000']}, {})"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT
@@ -292,12 +294,12 @@ def test_names_are_paths_and_never_collide() -> None:
         "tensor": ones(),
         "list": [ones(), {"b\ud800": ones()}],
     }
-    names = list(describe(state).tensors)
+    names = list(encode_state(state).tensors)
     expected = "a.b a.b~2 a.b~2~2 a. __metadata__~2 1 1~2 (1,x) tensor tensor~2 list.0 list.1.b\\ud800"
     assert [name.replace(" ", "") for name in names] == expected.split()
     assert_same(round_trip(state), state)
-    assert list(describe(ones()).tensors) == ["tensor"]
-    assert list(describe([ones()]).tensors) == ["0"]
+    assert list(encode_state(ones()).tensors) == ["tensor"]
+    assert list(encode_state([ones()]).tensors) == ["0"]
 
 
 def test_very_many_collisions_take_no_time() -> None:
@@ -306,12 +308,12 @@ def test_very_many_collisions_take_no_time() -> None:
         "m": [{1: torch.ones(1), "1": torch.ones(1)} for _ in range(100)],
     }
     state |= {f"k{i}": {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}} for i in range(100)}
-    assert len(describe(state).tensors) == 401
+    assert len(encode_state(state).tensors) == 401
 
 
 def structure_with_sets() -> str:
     state = {"s": {"a", "b", (1, "c"), None, 2.5, "d"}, "f": frozenset("xyz"), "t": torch.ones(1)}
-    return json.dumps(describe(state).structure)
+    return json.dumps(encode_state(state).structure)
 
 
 def test_another_process_describes_the_same(elsewhere: Callable[[Any], str]) -> None:
@@ -329,9 +331,9 @@ def test_very_many_tensors_take_little_time_and_space() -> None:
         for i in range(num)
     }
     start = time.process_time()
-    description = describe({"model": model, "optimizer": {"state": state}})
+    description = encode_state({"model": model, "optimizer": {"state": state}})
     structure = through_json(description.structure)
-    rebuild(structure, description.tensors)
+    decode_state(structure, description.tensors)
     assert time.process_time() - start < 2  # 0.1 s
     keys_bytes = sum(map(len, model)) + num * len("step exp_avg exp_avg_sq 00000")
     assert len(json.dumps(structure, separators=(",", ":"))) < keys_bytes + 12 * 4 * num
@@ -346,7 +348,7 @@ def test_nothing_is_kept_alive_after_a_walk() -> None:
     try:
         state = {"a": nn.Parameter(torch.zeros(1)), "b": np.zeros(3), "c": [{}]}
         gone = weakref.ref(state["b"])
-        rebuilt = rebuild(describe(state).structure, describe(state).tensors)
+        rebuilt = decode_state(encode_state(state).structure, encode_state(state).tensors)
         gone_too = weakref.ref(rebuilt["b"])
         del state, rebuilt
         assert gone() is None

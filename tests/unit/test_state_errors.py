@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 import fastload
 from fastload.errors import FastloadError, ManifestError, OptionError
-from fastload.formats.state import describe, rebuild
+from fastload.formats.decoder import decode_state
+from fastload.formats.encoder import encode_state
 from fastload.formats.values import MAX_DEPTH, encode_value
 
 
@@ -95,7 +96,7 @@ REFUSED = {
 def test_what_cannot_be_kept_is_named_with_its_key(name: str) -> None:
     value, message = REFUSED[name]
     with pytest.raises(OptionError) as caught:
-        describe({"a": torch.ones(1), "x": value})
+        encode_state({"a": torch.ones(1), "x": value})
     assert message in str(caught.value)
     assert "state['x']" in str(caught.value)
 
@@ -104,7 +105,7 @@ def test_all_that_cannot_be_kept_is_listed() -> None:
     group = {"lr": 0.1, "fn": lambda: 1}
     state = {"optimizer": {"param_groups": [group]}, "many": [object() for _ in range(30)]}
     with pytest.raises(ValueError, match="cannot be saved") as caught:
-        describe(state)
+        encode_state(state)
     lines = str(caught.value).splitlines()
     assert lines[0].startswith(
         "the state cannot be saved: state['optimizer']['param_groups'][0]['fn'] is a function: only"
@@ -123,9 +124,9 @@ def test_a_state_that_contains_itself_is_refused() -> None:
     inner: dict[str, Any] = {"a": [1]}
     inner["a"].append((inner, 2))
     with pytest.raises(OptionError, match=r"state\['x'\]\['a'\]\[1\]\[0\] is a dict: it contains itself"):
-        describe({"x": inner})
+        encode_state({"x": inner})
     shared = [torch.ones(1)]
-    assert len(describe({"a": shared, "b": shared}).tensors) == 1
+    assert len(encode_state({"a": shared, "b": shared}).tensors) == 1
 
 
 def nest(depth: int) -> tuple[Any, Any]:
@@ -138,14 +139,14 @@ def nest(depth: int) -> tuple[Any, Any]:
 
 def test_nesting_is_bounded_both_ways() -> None:
     state, structure = nest(MAX_DEPTH)
-    assert describe(state).structure == structure
-    assert rebuild(structure, {}) == state
+    assert encode_state(state).structure == structure
+    assert decode_state(structure, {}) == state
     for depth in (MAX_DEPTH + 1, 900, 100_000):
         state, structure = nest(depth)
         with pytest.raises(OptionError, match=f"is a list: nested deeper than {MAX_DEPTH} levels"):
-            describe(state)
+            encode_state(state)
         with pytest.raises(ManifestError, match=f"nested deeper than {MAX_DEPTH} levels"):
-            rebuild(structure, {})
+            decode_state(structure, {})
         while state:  # freeing a deep list recurses
             state = state.pop()
 
@@ -156,12 +157,12 @@ def test_no_recursion_error_escapes() -> None:
     part: Any = 1
     for _ in range(50_000):
         key, structure, part = (key,), {"tuple": [structure]}, {"slice": [part, None, None]}
-    for walk in (lambda: describe({"a": {key}}), lambda: describe(slice(1, 2, key))):
+    for walk in (lambda: encode_state({"a": {key}}), lambda: encode_state(slice(1, 2, key))):
         with pytest.raises(OptionError):
             walk()
     for malformed in ({"set": [structure]}, {"dict": [structure, 1]}, part, [part]):
         with pytest.raises(ManifestError, match="nested too deeply"):
-            rebuild(malformed, {})
+            decode_state(malformed, {})
 
 
 def test_a_stack_that_is_nearly_full_gives_the_same_errors() -> None:
@@ -172,7 +173,7 @@ def test_a_stack_that_is_nearly_full_gives_the_same_errors() -> None:
 
     outcomes = set()
     for levels in range(0, sys.getrecursionlimit(), 10):
-        for walk in (lambda: describe(state), lambda: rebuild(structure, {})):
+        for walk in (lambda: encode_state(state), lambda: decode_state(structure, {})):
             try:
                 at_depth(levels, walk)
             except (FastloadError, RecursionError) as error:
@@ -238,10 +239,10 @@ MALFORMED = {
 def test_a_malformed_structure_is_refused(name: str) -> None:
     structure, message = MALFORMED[name]
     if message is None:  # two numbers are one complex number
-        assert rebuild(structure, T).tolist() == 1 + 1j
+        assert decode_state(structure, T).tolist() == 1 + 1j
         return
     with pytest.raises(ManifestError, match=message) as caught:
-        rebuild(structure, T)
+        decode_state(structure, T)
     assert "the structure of the state, at state" in str(caught.value)
 
 
@@ -275,16 +276,16 @@ def test_keys_whose_hashes_collide_are_refused(name: str) -> None:
     ]
     for structure in structures:
         with pytest.raises(ManifestError, match="more than 256 of its keys have the same hash"):
-            rebuild([structure], {})
+            decode_state([structure], {})
     for state in (dict.fromkeys(keys), set(keys), Counter(keys), defaultdict(None, dict.fromkeys(keys))):
         with pytest.raises(OptionError, match=r"state\['x'\] is a .*: more than 256 of"):
-            describe({"x": state})
+            encode_state({"x": state})
 
 
 def test_large_numbers_as_keys_are_kept() -> None:
     state = {"powers": {2**i for i in range(4000)}, "multiples": {i * M: i for i in range(256)}}
     state["others"] = {(i * (M + 2), -i): i for i in range(5000)}
-    assert rebuild(json.loads(json.dumps(describe(state).structure)), {}) == state
+    assert decode_state(json.loads(json.dumps(encode_state(state).structure)), {}) == state
 
 
 json_values = st.recursive(
@@ -312,13 +313,13 @@ json_values = st.recursive(
 def test_any_json_is_rebuilt_or_refused(structure: Any) -> None:
     before = json.dumps(structure)
     with contextlib.suppress(ManifestError):
-        rebuild(structure, T | {"tensor": T["t"]})
+        decode_state(structure, T | {"tensor": T["t"]})
     assert json.dumps(structure) == before
 
 
 def test_a_counter_and_an_empty_state_dict_need_no_special_case() -> None:
     state = [Counter({"a": torch.ones(1)}), nn.Module().state_dict()]
-    description = describe(state)
-    restored = rebuild(description.structure, description.tensors)
+    description = encode_state(state)
+    restored = decode_state(description.structure, description.tensors)
     assert restored[0]["a"] is state[0]["a"]
     assert restored[1]._metadata == state[1]._metadata

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from fastload.formats.state import describe
+from fastload.formats.encoder import encode_state
 from tests.unit.test_state import assert_same, round_trip
 
 
@@ -67,7 +67,7 @@ def test_the_names_of_an_optimizer_are_its_paths() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2)).sum().backward()
     optimizer.step()
-    names = list(describe({"optimizer": optimizer.state_dict()}).tensors)
+    names = list(encode_state({"optimizer": optimizer.state_dict()}).tensors)
     fields = ("step", "exp_avg", "exp_avg_sq")
     assert names == [f"optimizer.state.{index}.{field}" for index in (0, 1) for field in fields]
 

@@ -17,9 +17,9 @@ import torch
 
 from fastload.base.memory import uncollected
 from fastload.errors import ManifestError
-from fastload.formats.describer import CONTAINERS, Describer, leaf_node
 from fastload.formats.dtypes import NAMES
-from fastload.formats.refused import refused_node
+from fastload.formats.encoder import CONTAINERS, StateEncoder, leaf_node
+from fastload.formats.state import refused_node
 from fastload.formats.torch_save.unpickle import (
     Global,
     PersistentId,
@@ -232,7 +232,7 @@ class _NotLoadable(Exception):
         super().__init__(what, why)
 
 
-class _PickleEncoder(Describer):
+class _PickleEncoder(StateEncoder):
     """Encodes the values that a pickle describes, with tensors that are still in their storages.
 
     Args:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from fastload.errors import OptionError
+from fastload.formats.decoder import decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import TensorEntry
-from fastload.formats.state import leaves, rebuild
+from fastload.formats.state import leaves
 from fastload.formats.torch_save.archive import ZipRecord, directory_text, local_header, place
 from fastload.formats.torch_save.unpickle import pickled_calls, unpickle
 
@@ -100,7 +101,7 @@ def lay_out_torch(structure: Any, entries: Sequence[TensorEntry]) -> TorchLayout
     for entry in entries:
         dtype, shape = torch_spec(entry)
         stand_ins[entry.name] = torch.empty(shape, dtype=dtype, device="meta")
-    state = rebuild(structure, stand_ins) if structure is not None else stand_ins
+    state = decode_state(structure, stand_ins) if structure is not None else stand_ins
     keys = {stand_in.untyped_storage()._cdata: str(key) for key, stand_in in enumerate(stand_ins.values())}
     small, at = [], 0
     for name, content in (("data.pkl", _pickled(state, keys)), ("byteorder", b"little"), ("version", b"3\n")):

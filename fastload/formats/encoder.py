@@ -1,4 +1,4 @@
-"""The walk that takes a state apart; `fastload.formats.state` says what comes of it."""
+"""A state → its tensors by name, and its structure as `fastload.formats.state` has it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
+from fastload.errors import OptionError
 from fastload.formats.dtensors import is_dtensor, local_of, with_local
 from fastload.formats.dtypes import NAMES
-from fastload.formats.per_rank import PerRank, own_prefix
-from fastload.formats.saved import leaves_of
+from fastload.formats.state import OWN_PREFIX, PerRank, leaves, own_prefix
 from fastload.formats.values import (
     BARE_NAME,
     FACTORIES,
@@ -30,13 +31,67 @@ from fastload.formats.values import (
     tensor_name,
 )
 
-__all__ = ["CONTAINERS", "Describer", "leaf_node"]
+__all__ = ["CONTAINERS", "EncodedState", "StateEncoder", "encode_state", "leaf_node"]
 
 _RESERVED = "__metadata__"  # what a safetensors header calls something else
+_MAX_PROBLEMS = 20
 _MAX_SHORT_TEXT = 100  # about what a tensor more costs in header and structure
 
 
-class Describer:
+@dataclass(frozen=True)
+class EncodedState:
+    """What a state consists of.
+
+    Attributes:
+        tensors: What is to be stored, each tensor once, by name, in the order of the state. They share
+            memory with the state where they can; dense, of a dtype that safetensors has, on any device.
+        structure: Everything else, JSON types only; the same whoever encodes an equal state.
+        own_tensors: Those of this rank's own values, likewise.
+        own_values: The rest of these, one for each place in `structure`.
+        starts: Of each entry of the state, how many of `tensors` are before it.
+    """
+
+    tensors: dict[str, Tensor]
+    structure: Any
+    own_tensors: dict[str, Tensor]
+    own_values: list[Any]
+    starts: list[int]
+
+
+def encode_state(state: Any, rank: int = 0) -> EncodedState:
+    """Encodes a nested state.
+
+    Args:
+        state: Dicts (also OrderedDict, defaultdict, Counter), lists, tuples and sets of tensors,
+            Parameters, NumPy arrays and scalars, and plain values; any of it in a `PerRank`.
+        rank: Whose own values those are.
+
+    Raises:
+        OptionError: Something cannot be kept; names the key of each such thing.
+    """
+    encoder = StateEncoder(rank)
+    try:
+        structure = encoder.value(state, "", "")
+    except RecursionError:
+        raise OptionError("the state cannot be saved: it is nested too deeply") from None
+    if encoder.problems:
+        shown = encoder.problems[:_MAX_PROBLEMS]
+        more = len(encoder.problems) - len(shown)
+        lines = [*shown, *([f"and {more} more"] if more else [])]
+        raise OptionError("the state cannot be saved: " + "\n  ".join(lines))
+    own = encoder.own
+    if own is None:
+        return EncodedState(encoder.tensors, structure, {}, [], encoder.starts)
+    for name in encoder.tensors:
+        if name.startswith(OWN_PREFIX):
+            raise OptionError(
+                f"the state cannot be saved: tensor {name[:200]!r}: with a PerRank in the state, no name may "
+                f"begin with {OWN_PREFIX!r}"
+            )
+    return EncodedState(encoder.tensors, structure, own.tensors, own.values, encoder.starts)
+
+
+class StateEncoder:
     """One walk through a state; `problems` holds a line for each thing that cannot be kept.
 
     Args:
@@ -44,7 +99,7 @@ class Describer:
     """
 
     def __init__(self, rank: int = 0) -> None:
-        self.own: OwnDescriber | None = None
+        self.own: PerRankEncoder | None = None
         self.starts: list[int] = []  # how many tensors there are before each entry of the state
         self.tensors: dict[str, Tensor] = {}
         self.problems: list[str] = []
@@ -79,7 +134,7 @@ class Describer:
 
     def _per_rank(self, value: PerRank[Any], prefix: str, key: Any) -> Any:
         if self.own is None:
-            self.own = OwnDescriber(self._rank, self.problems, self._path, self._open)
+            self.own = PerRankEncoder(self._rank, self.problems, self._path, self._open)
         return self.own.place(value.value, prefix, key)
 
     # Containers
@@ -229,7 +284,7 @@ class Describer:
         return free
 
 
-class OwnDescriber(Describer):
+class PerRankEncoder(StateEncoder):
     """Takes apart what a rank has of its own, in the course of a walk through the whole state.
 
     Attributes:
@@ -249,7 +304,7 @@ class OwnDescriber(Describer):
         self._first.clear()
         self._others.clear()
         node = self.value(value, prefix, key)
-        self.values.append(node if leaves_of(node, name) else self._text(node, name))
+        self.values.append(node if leaves(node, name) else self._text(node, name))
         return {"PerRank": [name or BARE_NAME, len(self.values) - 1]}
 
     def value(self, value: Any, prefix: str, key: Any) -> Any:
@@ -280,15 +335,15 @@ class OwnDescriber(Describer):
         return super()._add(tensor, own_prefix(self._rank) + name)
 
 
-CONTAINERS: dict[type, Callable[[Describer, Any, str], Any]] = {
-    dict: Describer._dict,
-    OrderedDict: Describer._ordered_dict,
-    defaultdict: Describer._defaultdict,
-    Counter: Describer._counter,
-    list: Describer._elements,
-    tuple: Describer._tuple,
-    set: Describer._set,
-    frozenset: Describer._set,
+CONTAINERS: dict[type, Callable[[StateEncoder, Any, str], Any]] = {
+    dict: StateEncoder._dict,
+    OrderedDict: StateEncoder._ordered_dict,
+    defaultdict: StateEncoder._defaultdict,
+    Counter: StateEncoder._counter,
+    list: StateEncoder._elements,
+    tuple: StateEncoder._tuple,
+    set: StateEncoder._set,
+    frozenset: StateEncoder._set,
 }
 
 

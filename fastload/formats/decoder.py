@@ -1,4 +1,4 @@
-"""The walk that puts a state together again; `fastload.formats.state` says from what. Trusts nothing."""
+"""Tensors by name, and a structure as `fastload.formats.state` has it → the state. Trusts nothing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastload.base.memory import host_view
-from fastload.formats.per_rank import NO_VALUE
-from fastload.formats.saved import SavedTensor, leaf_of, list_of, read_keys
+from fastload.base.memory import host_view, uncollected
+from fastload.formats.state import NO_VALUE, SavedTensor, leaf_of, list_of, read_keys, structure_error
 from fastload.formats.untrusted import parse_value
 from fastload.formats.values import (
     FACTORIES,
@@ -28,12 +27,35 @@ from fastload.formats.values import (
     tensor_name,
 )
 
-__all__ = ["Rebuilder"]
+__all__ = ["StateDecoder", "decode_state"]
 
 _MISSING: Any = object()
 
 
-class Rebuilder:
+@uncollected
+def decode_state(structure: Any, tensors: Mapping[str, Tensor] | StateDecoder, name: str = "") -> Any:
+    """Returns the state that a structure and its tensors stand for.
+
+    Args:
+        structure: As it was encoded, perhaps by way of JSON; untrusted.
+        tensors: By name. They become part of the state, they are not copied. Or the decoder of other parts of
+            the same state: tensors that are tied in the state are then tied across these parts, too.
+        name: If this is the structure of a part of the state, the name of that part.
+
+    Raises:
+        ManifestError: The structure is malformed or does not fit the tensors; says where.
+        UnsupportedVersion: A later version may know what it has.
+        CheckpointError: It needs NumPy, which is not installed.
+    """
+    decoder = tensors if isinstance(tensors, StateDecoder) else StateDecoder(tensors)
+    decoder.path.clear()
+    try:
+        return decoder.value(structure, "", name)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise structure_error(error, decoder.path) from None
+
+
+class StateDecoder:
     """One walk through a structure, or one after the other: what is tied is so across them.
 
     Args:
@@ -59,11 +81,11 @@ class Rebuilder:
         if type(node) in SCALARS:
             return node
         name = tensor_name(prefix, key)
-        leaf = leaf_of(node, name)
-        if leaf is not None:
-            return self._leaf(leaf)
+        saved = leaf_of(node, name)
+        if saved is not None:
+            return self._leaf(saved)
         if type(node) is list:
-            return self._container(Rebuilder._elements, node, name)
+            return self._container(StateDecoder._elements, node, name)
         if type(node) is dict and len(node) == 1:
             if node == NO_VALUE:
                 return self._gap
@@ -72,7 +94,7 @@ class Rebuilder:
                 return self._container(_CONTAINERS[tag], payload, name)
         return decode_value(node)
 
-    def _container(self, make: Callable[[Rebuilder, Any, str], Any], payload: Any, name: str) -> Any:
+    def _container(self, make: Callable[[StateDecoder, Any, str], Any], payload: Any, name: str) -> Any:
         if len(self.path) >= MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
         self.path.append(None)
@@ -108,26 +130,26 @@ class Rebuilder:
             raise Unknown("unknown default_factory: update fastload")
         return self._fill(defaultdict(None if factory is None else FACTORIES[factory]), items, prefix)
 
-    def _tensor(self, leaf: SavedTensor) -> Tensor:
+    def _tensor(self, saved: SavedTensor) -> Tensor:
         try:
-            return (self._exact if leaf.is_exact else self._tensors)[leaf.stored]
+            return (self._exact if saved.is_exact else self._tensors)[saved.stored]
         except KeyError:
-            raise ValueError(f"there is no tensor {show_key(leaf.stored)}") from None
+            raise ValueError(f"there is no tensor {show_key(saved.stored)}") from None
 
-    def _leaf(self, leaf: SavedTensor) -> Any:
-        key = leaf[1:]
+    def _leaf(self, saved: SavedTensor) -> Any:
+        key = saved[1:]
         if key not in self._made:
-            tensor = self._tensor(leaf)
-            self._made[key] = tensor if key[1:] == (None, None) else _make(tensor, leaf.kind, leaf.dtype)
+            tensor = self._tensor(saved)
+            self._made[key] = tensor if key[1:] == (None, None) else _make(tensor, saved.kind, saved.dtype)
         return self._made[key]
 
 
-_CONTAINERS: dict[str, Callable[[Rebuilder, Any, str], Any]] = {
+_CONTAINERS: dict[str, Callable[[StateDecoder, Any, str], Any]] = {
     "dict": lambda self, payload, prefix: self._fill({}, payload, prefix),
     "OrderedDict": lambda self, payload, prefix: self._fill(OrderedDict(), payload, prefix),
     "Counter": lambda self, payload, prefix: self._fill(Counter(), payload, prefix),
-    "state_dict": Rebuilder._state_dict,
-    "defaultdict": Rebuilder._defaultdict,
+    "state_dict": StateDecoder._state_dict,
+    "defaultdict": StateDecoder._defaultdict,
     "tuple": lambda self, payload, prefix: tuple(self._elements(payload, prefix)),
     "set": lambda self, payload, _: set(read_keys(list_of(payload))),
     "frozenset": lambda self, payload, _: frozenset(read_keys(list_of(payload))),
@@ -157,7 +179,7 @@ def _read_text(tensor: Tensor) -> Any:
     if tensor.dtype is not torch.uint8 or tensor.dim() != 1:
         raise ValueError(f"a {tensor.dtype} tensor is no text")
     text = bytes(host_view(tensor.cpu().contiguous()))
-    return Rebuilder({}).value(parse_value(text), "", "")
+    return StateDecoder({}).value(parse_value(text), "", "")
 
 
 def _make_array(tensor: Tensor, dtype: str | None) -> Any:
