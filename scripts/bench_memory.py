@@ -139,7 +139,7 @@ def job(settings: dict[str, Any]) -> None:
         memory_copies=settings["copies"],
         options=fastload.SaveOptions(timeout_s=TIMEOUT_S),
     )
-    keeper = manager._keeper
+    keeper = manager._tier
     assert keeper is not None
     if settings["phase"] == "save":
         row = keep(manager, keeper, state, dist.get_world_size())

@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from fastload.cli.console import age, shown, stdout, table_of
 from fastload.doctor.wording import count
 from fastload.errors import UnsupportedVersion
-from fastload.memory_tier.manifest import Generation
+from fastload.memory_tier.manifest import HostManifest
 from fastload.storage.tier_leftovers import Leftover, find_jobs, remove_dead
 from fastload.storage.tier_place import find_memory
 
@@ -64,11 +64,11 @@ def prune_memory(place: str | None, *, dry_run: bool) -> None:
     click.echo(f"{count(len(removed), 'job')}, {decimal(nbytes)}{' to delete' if dry_run else ''}")
 
 
-def _generations(job: Leftover) -> list[Generation]:
+def _generations(job: Leftover) -> list[HostManifest]:
     found = []
     for _, text in job.records:
         with suppress(UnsupportedVersion):
-            found.append(Generation.parse(text))
+            found.append(HostManifest.parse(text))
     return sorted((each for each in found if each is not None), key=lambda each: (each.branch, each.step))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastload.base.memory import allocate_staging, host_view
 from fastload.comm.failures import require_left
 from fastload.comm.world import World
-from fastload.memory_tier.groups import Copies
+from fastload.memory_tier.groups import CopyPlan
 from fastload.saving.exchange import MessageExchange
 from fastload.saving.layout import FileRange
 from fastload.storage.tier_target import TierTarget
@@ -46,7 +46,7 @@ def send_copies(
     world: World,
     what: str,
     target: TierTarget,
-    copies: Copies,
+    copies: CopyPlan,
     pieces: Sequence[FileRange],
     names: Sequence[str],
 ) -> int:

@@ -20,8 +20,8 @@ from fastload.formats.manifest import Manifest
 from fastload.formats.names import RECORD_NAME
 from fastload.formats.open import read_manifest
 from fastload.formats.record import CHECKSUM_BYTES
-from fastload.memory_tier.manifest import Table
-from fastload.memory_tier.restore import Found, connect, read_table
+from fastload.memory_tier.manifest import ShareTable
+from fastload.memory_tier.restore import InMemoryCheckpoint, connect, read_table
 from fastload.options import LoadOptions, SaveOptions
 from fastload.saving.layout import FileRange, Layout, LayoutFile
 from fastload.saving.split import WriterShare
@@ -29,7 +29,7 @@ from fastload.saving.write import BlockHasher, PartWriter
 from fastload.storage import PatientStorage, Target
 from fastload.storage.tier import JobFolder
 
-__all__ = ["AFTER_S", "LastWords", "flush"]
+__all__ = ["AFTER_S", "EmergencyFlush", "flush"]
 
 _log = logging.getLogger(__name__)
 AFTER_S = 5.0
@@ -43,7 +43,7 @@ class _State(Enum):
     OVER = auto()
 
 
-class LastWords:
+class EmergencyFlush:
     """Writes what is in memory to storage some time after a signal, unless the training comes to save before.
 
     Each rank that has got the signal waits for itself. The ranks do it together or not at all: one that comes
@@ -115,7 +115,11 @@ _PIECE_BYTES = 4 << 20
 
 
 def flush(
-    world: World, folder: JobFolder, found: Found, open_target: Callable[[], Target], options: SaveOptions
+    world: World,
+    folder: JobFolder,
+    found: InMemoryCheckpoint,
+    open_target: Callable[[], Target],
+    options: SaveOptions,
 ) -> None:
     """Writes a generation to storage, on all ranks: each byte by one that has it.
 
@@ -182,14 +186,14 @@ class _Plan:
     """
 
     files: Sequence[tuple[str, int]]
-    table: Table
+    table: ShareTable
 
 
-def _storage(world: World, folder: JobFolder, found: Found) -> PatientStorage:
+def _storage(world: World, folder: JobFolder, found: InMemoryCheckpoint) -> PatientStorage:
     return connect(folder.place(found.name), world, LoadOptions(io="buffered", timeout_s=world.timeout_s))
 
 
-def _plan(world: World, what: str, folder: JobFolder, found: Found, source: int) -> _Plan:
+def _plan(world: World, what: str, folder: JobFolder, found: InMemoryCheckpoint, source: int) -> _Plan:
     """Reads on one rank, for all, what there is to write."""
 
     def read() -> bytes:
@@ -199,11 +203,11 @@ def _plan(world: World, what: str, folder: JobFolder, found: Found, source: int)
         return b"\n".join([json.dumps(files).encode(), text])
 
     files, _, text = world.share(what, source, read).partition(b"\n")
-    table = Table.parse(text, found.table, what)
+    table = ShareTable.parse(text, found.table, what)
     return _Plan([(name, nbytes) for name, nbytes in json.loads(files)], table)
 
 
-def _deal(plan: _Plan, found: Found, target: Target, num_ranks: int) -> list[list[FileRange]]:
+def _deal(plan: _Plan, found: InMemoryCheckpoint, target: Target, num_ranks: int) -> list[list[FileRange]]:
     """Says which ranges each rank writes: each byte once, by one whose host has it.
 
     Raises:

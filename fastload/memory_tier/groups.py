@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Copies", "keepers", "plan_copies"]
+__all__ = ["CopyPlan", "hosts_keeping", "plan_copies"]
 
 
-def keepers(num_hosts: int, num_copies: int) -> list[tuple[int, ...]]:
+def hosts_keeping(num_hosts: int, num_copies: int) -> list[tuple[int, ...]]:
     """Returns for each host which hosts keep its share, itself first.
 
     Args:
@@ -33,7 +33,7 @@ def keepers(num_hosts: int, num_copies: int) -> list[tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Copies:
+class CopyPlan:
     """What one rank has to do with the copies of a generation.
 
     Attributes:
@@ -51,7 +51,7 @@ class Copies:
     num_hosts: int
 
 
-def plan_copies(homes: Sequence[tuple[str, str]], rank: int, num_copies: int) -> Copies:
+def plan_copies(homes: Sequence[tuple[str, str]], rank: int, num_copies: int) -> CopyPlan:
     """Says what a rank has to do with copies: each rank gives its share to one of each host that keeps it.
 
     A host is whoever keeps things in one place. Those of one machine, such as containers with memory of their
@@ -66,7 +66,7 @@ def plan_copies(homes: Sequence[tuple[str, str]], rank: int, num_copies: int) ->
     for member, home in enumerate(homes):
         ranks_of.setdefault(home, []).append(member)
     hosts = _apart(list(ranks_of))
-    kept_by = keepers(len(hosts), num_copies)
+    kept_by = hosts_keeping(len(hosts), num_copies)
     sends: dict[int, tuple[int, ...]] = {}
     held: list[int] = []
     for number, host in enumerate(hosts):
@@ -75,7 +75,7 @@ def plan_copies(homes: Sequence[tuple[str, str]], rank: int, num_copies: int) ->
             sends[member] = tuple(ranks[local % len(ranks)] for ranks in others)
         if hosts.index(homes[rank]) in kept_by[number]:
             held += ranks_of[host]
-    return Copies(
+    return CopyPlan(
         targets=sends[rank],
         sources=tuple(member for member, targets in sorted(sends.items()) if rank in targets),
         held=tuple(sorted(held)),

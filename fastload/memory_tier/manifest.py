@@ -12,7 +12,7 @@ import xxhash
 from fastload.errors import ChecksumError, ManifestError, UnsupportedVersion
 from fastload.formats.untrusted import is_plain_path, is_size
 
-__all__ = ["TABLE_NAME", "Generation", "Table"]
+__all__ = ["TABLE_NAME", "HostManifest", "ShareTable"]
 
 TABLE_NAME = "shares.json"
 """Which ranges of the files each share has; the same on all hosts."""
@@ -20,7 +20,7 @@ _VERSION = 1
 
 
 @dataclass(frozen=True)
-class Generation:
+class HostManifest:
     """A generation as one host has it.
 
     Attributes:
@@ -29,7 +29,7 @@ class Generation:
         nbytes: Length of all files.
         shares: Numbers of the shares that it consists of, ascending.
         held: Those of them that are on this host, ascending.
-        table: xxh3-128 of the `Table`.
+        table: xxh3-128 of the `ShareTable`.
     """
 
     branch: int
@@ -45,7 +45,7 @@ class Generation:
         return b"\n".join([xxhash.xxh3_128_hexdigest(text).encode(), text])
 
     @classmethod
-    def parse(cls, text: bytes) -> Generation | None:
+    def parse(cls, text: bytes) -> HostManifest | None:
         """Reads what `to_bytes` wrote; None for what is no such text, or is damaged.
 
         Raises:
@@ -72,7 +72,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Table:
+class ShareTable:
     """What the shares of a generation consist of.
 
     Attributes:
@@ -89,7 +89,7 @@ class Table:
         return json.dumps({"shares": shares, "whole": self.whole}).encode()
 
     @classmethod
-    def parse(cls, text: bytes, digest: str, where: str) -> Table:
+    def parse(cls, text: bytes, digest: str, where: str) -> ShareTable:
         """Reads what `to_bytes` wrote.
 
         Args:

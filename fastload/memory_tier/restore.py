@@ -27,22 +27,22 @@ from fastload.geometry.blocks import Blocks
 from fastload.geometry.extents import Space
 from fastload.loading.access import Access, agree_on_access
 from fastload.loading.checkpoint import Checkpoint
-from fastload.memory_tier.manifest import TABLE_NAME, Generation, Table
+from fastload.memory_tier.manifest import TABLE_NAME, HostManifest, ShareTable
 from fastload.options import LoadOptions
 from fastload.storage import PatientStorage
 from fastload.storage.local import LocalStorage
 from fastload.storage.tier import JobFolder
 from fastload.transfer.holders import Held, Holders
 
-__all__ = ["Found", "connect", "load", "read_table", "survey"]
+__all__ = ["InMemoryCheckpoint", "connect", "load", "read_table", "survey"]
 
 _log = logging.getLogger(__name__)
 _PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Found:
-    """A generation, as far as the hosts that are here have it; the same on all ranks.
+class InMemoryCheckpoint:
+    """An in-memory checkpoint, as far as the hosts that are here have it; the same on all ranks.
 
     Attributes:
         name: Of the generation.
@@ -65,19 +65,24 @@ class Found:
     holders: Mapping[int, tuple[int, ...]]
 
     @property
-    def is_whole(self) -> bool:
+    def point(self) -> tuple[int, int]:
+        """Its place in the history of the run: branch and step."""
+        return self.branch, self.step
+
+    @property
+    def is_complete(self) -> bool:
         """Whether each share is on some host."""
         return not self.missing
 
     @property
     def lack(self) -> str:
         """Says what is missing; empty if nothing is."""
-        if self.is_whole:
+        if self.is_complete:
             return ""
         return f"{len(self.missing)} of the {self.num_shares} shares of step {self.step} are on no host"
 
 
-def survey(world: World, what: str, folder: JobFolder) -> list[Found]:
+def survey(world: World, what: str, folder: JobFolder) -> list[InMemoryCheckpoint]:
     """Finds which generations the hosts have together, on all ranks; the oldest first.
 
     Raises:
@@ -85,7 +90,7 @@ def survey(world: World, what: str, folder: JobFolder) -> list[Found]:
     """
 
     def look() -> dict[str, Any]:
-        found = {name: Generation.parse(text) for name, text in folder.records().items()}
+        found = {name: HostManifest.parse(text) for name, text in folder.records().items()}
         return {name: asdict(each) for name, each in found.items() if each is not None}
 
     of_rank = world.agree(what, look)
@@ -98,12 +103,16 @@ def survey(world: World, what: str, folder: JobFolder) -> list[Found]:
         here = {share for held in holders.values() for share in held}
         missing = tuple(share for share in shares if share not in here)
         facts = (first["branch"], first["step"], first["nbytes"], len(shares), first["table"])
-        found.append(Found(name, *facts, missing, holders))
+        found.append(InMemoryCheckpoint(name, *facts, missing, holders))
     return sorted(found, key=lambda each: (each.branch, each.step, each.name))
 
 
 def load(
-    group: Any, folder: JobFolder, found: Found, options: LoadOptions, arguments: Mapping[str, Any]
+    group: Any,
+    folder: JobFolder,
+    found: InMemoryCheckpoint,
+    options: LoadOptions,
+    arguments: Mapping[str, Any],
 ) -> Any:
     """Loads a generation on all ranks, from the hosts that have it.
 
@@ -159,7 +168,7 @@ class _Damage:
 def _load(
     group: Any,
     folder: JobFolder,
-    found: Found,
+    found: InMemoryCheckpoint,
     options: LoadOptions,
     arguments: Mapping[str, Any],
     damage: _Damage,
@@ -171,11 +180,13 @@ def _load(
         return checkpoint.load(**arguments)
 
 
-def _what(found: Found) -> str:
+def _what(found: InMemoryCheckpoint) -> str:
     return f"restoring step {found.step} from memory"
 
 
-def _open(world: World, folder: JobFolder, found: Found, options: LoadOptions, damage: _Damage) -> Access:
+def _open(
+    world: World, folder: JobFolder, found: InMemoryCheckpoint, options: LoadOptions, damage: _Damage
+) -> Access:
     """Opens a generation on all ranks; whoever has something of it reads that, and nothing else.
 
     Raises:
@@ -199,7 +210,7 @@ def _open(world: World, folder: JobFolder, found: Found, options: LoadOptions, d
             access.readers[0],
             lambda: read_table(access.storage, found)[0],
         )
-        table = Table.parse(packed, found.table, manifest.url)
+        table = ShareTable.parse(packed, found.table, manifest.url)
         holders = _holders(manifest, table, found, access.readers, damage)
         if lacking := holders.lacking(manifest.extents):
             raise IncompleteCheckpoint(
@@ -218,7 +229,7 @@ def connect(place: str, world: World, options: LoadOptions) -> PatientStorage:
     return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s / 2)
 
 
-def read_table(storage: PatientStorage, found: Found) -> tuple[bytes, Table]:
+def read_table(storage: PatientStorage, found: InMemoryCheckpoint) -> tuple[bytes, ShareTable]:
     """Reads what each share has, from this host.
 
     Raises:
@@ -228,11 +239,11 @@ def read_table(storage: PatientStorage, found: Found) -> tuple[bytes, Table]:
     if stat is None:
         raise IncompleteCheckpoint(f"{storage.url}: it has no {TABLE_NAME}")
     text = storage.read_all(TABLE_NAME, stat)
-    return text, Table.parse(text, found.table, f"{storage.url}/{TABLE_NAME}")
+    return text, ShareTable.parse(text, found.table, f"{storage.url}/{TABLE_NAME}")
 
 
 def _holders(
-    manifest: Manifest, table: Table, found: Found, readers: Sequence[int], damage: _Damage
+    manifest: Manifest, table: ShareTable, found: InMemoryCheckpoint, readers: Sequence[int], damage: _Damage
 ) -> Holders:
     """Says which ranks can deliver which bytes: whole checksum blocks only, of what is not damaged."""
     numbers = {file.name: number for number, file in enumerate(manifest.files)}
@@ -308,7 +319,9 @@ def _without(held: Sequence[Held], bad: Sequence[tuple[int, int, int, int]]) -> 
                 yield Held(each.file, begin, end, ranks)
 
 
-def _look_for_damage(group: Any, folder: JobFolder, found: Found, options: LoadOptions) -> _Damage:
+def _look_for_damage(
+    group: Any, folder: JobFolder, found: InMemoryCheckpoint, options: LoadOptions
+) -> _Damage:
     """Has each host look at all that it has of a generation; the ranks of a host share the work.
 
     Raises:
@@ -343,7 +356,7 @@ def _look_for_damage(group: Any, folder: JobFolder, found: Found, options: LoadO
 
 
 def _damaged(
-    storage: PatientStorage, found: Found, world: World, place: int, num_places: int
+    storage: PatientStorage, found: InMemoryCheckpoint, world: World, place: int, num_places: int
 ) -> Iterable[tuple[int, int, int]]:
     """Yields the blocks that this host has and that are not as they were written.
 

@@ -11,24 +11,23 @@ import xxhash
 
 from fastload.formats.names import RECORD_NAME
 from fastload.memory_tier.copies import send_copies
-from fastload.memory_tier.groups import Copies, plan_copies
-from fastload.memory_tier.manifest import TABLE_NAME, Generation, Table
+from fastload.memory_tier.groups import CopyPlan, plan_copies
+from fastload.memory_tier.manifest import TABLE_NAME, HostManifest, ShareTable
 from fastload.saving.agree import agree
 from fastload.saving.call import SaveCall
 from fastload.saving.commit import commit
 from fastload.saving.plan import SavePlan
 from fastload.saving.save import BegunSave
-from fastload.saving.snapshot import BufferPool
 from fastload.saving.write import open_pending, write
 from fastload.storage import Target
 from fastload.storage.tier import Home, JobFolder
 from fastload.storage.tier_target import Published, Room, TierTarget
 
-__all__ = ["GenerationCall", "GenerationReport", "finish"]
+__all__ = ["TierSaveCall", "TierSaveReport", "finish"]
 
 
 @dataclass(frozen=True)
-class GenerationReport:
+class TierSaveReport:
     """What one rank has done for a generation.
 
     Attributes:
@@ -56,7 +55,7 @@ class GenerationReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationCall(SaveCall):
+class TierSaveCall(SaveCall):
     """A call to make a generation.
 
     Attributes:
@@ -67,7 +66,6 @@ class GenerationCall(SaveCall):
         homes: Of each rank, where it keeps what it has.
         job: What the job has on this host.
         target: This host's part of the generation.
-        buffers: Lends the memory of its snapshot.
     """
 
     name: str
@@ -77,24 +75,18 @@ class GenerationCall(SaveCall):
     homes: Sequence[Home]
     job: JobFolder
     target: TierTarget
-    buffers: BufferPool
 
     @property
     def what(self) -> str:
         """Name of the save, for messages."""
         return f"keeping step {self.step} in memory"
 
-    @property
-    def pool(self) -> BufferPool:
-        """Lends the memory of its snapshot."""
-        return self.buffers
-
     def open_target(self) -> Target:
         """Returns write access to this host's part."""
         return self.target
 
 
-def finish(call: GenerationCall, begun: BegunSave) -> GenerationReport:
+def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
     """Does all that training need not wait for.
 
     Raises:
@@ -137,7 +129,7 @@ def finish(call: GenerationCall, begun: BegunSave) -> GenerationReport:
     if copies.leads:
         call.job.retire(call.name)
     stall_s = begun.stall_s if begun.stall_s is not None else 0.0
-    return GenerationReport(
+    return TierSaveReport(
         call.step,
         nbytes,
         sum(part.nbytes for part in share.parts),
@@ -148,7 +140,7 @@ def finish(call: GenerationCall, begun: BegunSave) -> GenerationReport:
     )
 
 
-def _room(call: GenerationCall, plan: SavePlan, copies: Copies, names: Sequence[str]) -> Room:
+def _room(call: TierSaveCall, plan: SavePlan, copies: CopyPlan, names: Sequence[str]) -> Room:
     """Says what is to be on this host: what its ranks write, and as much for each further copy."""
     layout, parts = plan.state.layout, plan.share.parts
     own_bytes = sum(part.nbytes for part in parts)
@@ -161,11 +153,11 @@ def _room(call: GenerationCall, plan: SavePlan, copies: Copies, names: Sequence[
     )
 
 
-def _record(call: GenerationCall, nbytes: int, published: Published, copies: Copies) -> Generation:
+def _record(call: TierSaveCall, nbytes: int, published: Published, copies: CopyPlan) -> HostManifest:
     shares = tuple(number for number, files in enumerate(published.written) if files)
     held = tuple(number for number in copies.held if number in shares)
     [table] = [content for name, content in published.small_files if name == TABLE_NAME]
-    return Generation(call.branch, call.step, nbytes, shares, held, xxhash.xxh3_128_hexdigest(table))
+    return HostManifest(call.branch, call.step, nbytes, shares, held, xxhash.xxh3_128_hexdigest(table))
 
 
 def _pack(published: Published) -> bytes:
@@ -175,7 +167,7 @@ def _pack(published: Published) -> bytes:
         for number, files in enumerate(published.written)
     }
     whole = tuple(name for name, _ in published.small_files if name != RECORD_NAME)
-    files = [*published.small_files, (TABLE_NAME, Table(shares, whole).to_bytes())]
+    files = [*published.small_files, (TABLE_NAME, ShareTable(shares, whole).to_bytes())]
     head = json.dumps([published.written, [(name, len(content)) for name, content in files]]).encode()
     return b"".join([head, b"\n", *(content for _, content in files)])
 

@@ -70,6 +70,7 @@ class SaveCall:
         raise_earlier: Raises what is left to raise of an earlier save; None if no rank can have anything.
         tracing: Records the save.
         began: `time.perf_counter` of the call.
+        pool: Lends the memory of its snapshot.
         queued: Its place among the saves of a training; None to write at once.
         names: What files are called, and what may be replaced.
     """
@@ -82,13 +83,9 @@ class SaveCall:
     raise_earlier: Callable[[], None] | None
     tracing: Tracing
     began: float
+    pool: BufferPool = buffer_pool
     queued: QueuedSave | None = None
     names: Names = NAMES
-
-    @property
-    def pool(self) -> BufferPool:
-        """Lends the memory of its snapshot."""
-        return self.queued.pool if self.queued is not None else buffer_pool
 
     @property
     def url(self) -> str:
@@ -160,6 +157,7 @@ def make_call(
         raise_earlier=raise_earlier,
         tracing=Tracing(world, chosen.trace),
         began=began,
+        pool=queued.pool if queued is not None else buffer_pool,
         queued=queued,
         names=names,
     )

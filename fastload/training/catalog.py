@@ -29,7 +29,7 @@ from fastload.storage import (
     open_target,
 )
 from fastload.storage.tier_place import GENERATION as NAME
-from fastload.training.retention import Point, Retention, Saved
+from fastload.training.retention import Point, Retention, SavedCheckpoint
 
 __all__ = ["MAX_STEP", "Catalog", "Entry", "Housekeeper", "RunName", "Summary", "metadata_of", "metrics_of"]
 
@@ -115,11 +115,11 @@ class Entry:
         return self.state == "complete"
 
     @property
-    def saved(self) -> Saved:
+    def saved(self) -> SavedCheckpoint:
         """The same as `Retention` wants it."""
         if self.summary is None:
-            return Saved(self.step, self.saved_s)
-        return Saved(self.step, self.saved_s, self.summary.metrics, self.summary.branch)
+            return SavedCheckpoint(self.step, self.saved_s)
+        return SavedCheckpoint(self.step, self.saved_s, self.summary.metrics, self.summary.branch)
 
     @property
     def point(self) -> Point:

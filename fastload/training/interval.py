@@ -1,4 +1,4 @@
-"""How often to save, worked out while training runs: measured by one rank, which decides for all."""
+"""How often to save: as given, or worked out by rank 0 while training runs."""
 
 from __future__ import annotations
 
@@ -13,90 +13,82 @@ from fastload.errors import OptionError
 from fastload.estimate.cadence import Cadence, Save
 from fastload.estimate.tiers import loss_probability, mtbf_by_tier
 
-__all__ = ["Keepers", "Pace", "Rhythm", "Steady", "UnderWay"]
+__all__ = ["IntervalController", "IntervalPolicy", "RunningSave"]
 
 _log = logging.getLogger(__name__)
+
 _FIRST_STEPS = 10  # between the first saves, which are made to be measured
 _NUM_STEPS = 101  # whose median is the time of a step
 
 
-@dataclass(frozen=True)
-class Keepers:
-    """Who keeps recent checkpoints in memory.
-
-    Attributes:
-        num_hosts: Hosts that there are.
-        num_copies: How many of them are to keep each share.
-        interval_s: Seconds between those, if given.
-        is_paced: Whether they have no interval of their own, neither in steps nor in seconds.
-    """
-
-    num_hosts: int
-    num_copies: int
-    interval_s: float | None = None
-    is_paced: bool = False
-
-    def mtbf_by_tier(self, mtbf_s: float, window_s: float) -> tuple[float, float]:
-        """Returns the mean times in seconds between failures that memory gets over, and that need storage.
-
-        Failures are as in `fastload.estimate.tiers.loss_probability`: each takes a host. With one copy memory
-        gets over processes that die, and how many failures are of that kind nobody knows: then each tier is
-        there for all of them.
-
-        Args:
-            mtbf_s: Mean time between failures of the job.
-            window_s: Time from a failure until all copies are there again.
-        """
-        copies = min(self.num_copies, self.num_hosts)
-        share = loss_probability(num_hosts=self.num_hosts, copies=copies, mtbf_s=mtbf_s, window_s=window_s)
-        return mtbf_by_tier(mtbf_s, share) if share < 1 else (mtbf_s, mtbf_s)
-
-
-@dataclass(frozen=True)
-class Rhythm:
-    """What was asked for: seconds between saves, or ``auto`` and what it is to be worked out from.
+@dataclass(frozen=True, kw_only=True)
+class IntervalPolicy:
+    """When to save: the arguments of a `CheckpointManager`, checked.
 
     Attributes:
         every: ``auto`` or None.
-        every_seconds: Seconds between saves; None for none by time.
+        every_steps: Steps between saves to storage; None for none by steps.
+        every_seconds: Seconds between them; None for none by time.
         mtbf_s: Mean time between failures of the job, for ``auto``.
         restart_s: Seconds from a failure until training goes on, for ``auto``.
         budget: Largest part of the time that training may stand still to save, for ``auto``.
+        memory_copies: Hosts that keep each share of an in-memory checkpoint; None without a memory tier.
+        memory_every_steps: Steps between saves to memory.
+        memory_every_seconds: Seconds between them.
+
+    Raises:
+        OptionError: One cannot be used.
     """
 
-    every: str | None
-    every_seconds: float | None
-    mtbf_s: float | None
-    restart_s: float
-    budget: float
+    every: str | None = None
+    every_steps: int | None = None
+    every_seconds: float | None = None
+    mtbf_s: float | None = None
+    restart_s: float = 300.0
+    budget: float = 0.035
+    memory_copies: int | None = None
+    memory_every_steps: int | None = None
+    memory_every_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        seconds = self.every_seconds
-        if seconds is not None and not (type(seconds) in (int, float) and seconds > 0):
-            raise OptionError(f"every_seconds={seconds!r}: must be a number of seconds above 0")
+        for name in ("every_steps", "memory_every_steps", "memory_copies"):
+            steps = getattr(self, name)
+            if steps is not None and (type(steps) is not int or steps < 1):
+                raise OptionError(f"{name}={steps!r}: must be a number of at least 1")
+        for name in ("every_seconds", "memory_every_seconds"):
+            seconds = getattr(self, name)
+            if seconds is not None and not (type(seconds) in (int, float) and seconds > 0):
+                raise OptionError(f"{name}={seconds!r}: must be a number of seconds above 0")
         if self.every not in (None, "auto"):
             raise OptionError(
                 f"every={self.every!r}: must be 'auto', or every_steps= or every_seconds= be used"
             )
-        if self.every == "auto" and (self.mtbf_s is None or seconds is not None):
+        if self.every == "auto" and (self.mtbf_s is None or self.every_seconds is not None):
             raise OptionError(
                 "every='auto' needs mtbf_s=, the job's mean time between failures, and no every_seconds="
             )
-        self.start()
+        has_memory, needs_one = self.memory_copies is not None, self.every != "auto"
+        if self.has_memory_interval < (has_memory and needs_one) or self.has_memory_interval > has_memory:
+            raise OptionError(
+                "memory= and memory_every_steps= or memory_every_seconds= go together (or memory= and "
+                "every='auto'): where to keep recent checkpoints, and how often"
+            )
+        IntervalController(self, num_hosts=1)
 
-    def start(self, keepers: Keepers | None = None) -> Pace | Steady:
-        """Returns what says how long to wait, as a training begins.
+    @property
+    def has_memory_interval(self) -> bool:
+        """Whether saves to memory have an interval of their own."""
+        return (self.memory_every_steps, self.memory_every_seconds) != (None, None)
 
-        Args:
-            keepers: Who keeps recent checkpoints in memory; None for nobody.
-        """
-        if self.mtbf_s is None or self.every is None:
-            return Steady(self.every_seconds, keepers.interval_s if keepers is not None else None)
-        return Pace(mtbf_s=self.mtbf_s, restart_s=self.restart_s, budget=self.budget, keepers=keepers)
+    @property
+    def has_interval(self) -> bool:
+        """Whether anything but a signal can make a save due."""
+        intervals = (self.every, self.every_steps, self.every_seconds, self.memory_copies)
+        return intervals != (None, None, None, None)
 
 
-class Ended(Protocol):
-    """What a report says of how long it took."""
+class SavedReport(Protocol):
+    """The part of a report that says how long a save took."""
 
     @property
     def background_s(self) -> float:
@@ -104,11 +96,11 @@ class Ended(Protocol):
         ...
 
 
-class UnderWay(Protocol):
-    """A save that goes on in the background, to either tier."""
+class RunningSave(Protocol):
+    """A save in the background, to either tier."""
 
     @property
-    def report(self) -> Ended | None:
+    def report(self) -> SavedReport | None:
         """What was done, once it has succeeded; else None."""
         ...
 
@@ -117,125 +109,124 @@ class UnderWay(Protocol):
         ...
 
 
-T = TypeVar("T", bound=UnderWay | None)
+SaveT = TypeVar("SaveT", bound=RunningSave | None)
 
 
-class Steady:
-    """Intervals that were given.
+class IntervalController:
+    """The seconds between saves to each tier, given or from what steps and saves take.
 
-    Args:
-        interval_s: Seconds between saves to storage, or None for none by time.
-        memory_interval_s: Seconds between those to memory, likewise.
-    """
-
-    def __init__(self, interval_s: float | None, memory_interval_s: float | None = None) -> None:
-        self.interval_s = interval_s
-        self.memory_interval_s = memory_interval_s
-
-    def stepped(self) -> None:
-        """Notes that a step is over."""
-
-    def saving(self, save: Callable[[], T]) -> T:
-        """Saves to storage."""
-        return save()
-
-    def keeping(self, keep: Callable[[], T]) -> T:
-        """Saves to memory."""
-        return keep()
-
-
-class Pace:
-    """Intervals that follow from what steps and saves take; see `fastload.estimate.cadence.Cadence`.
-
-    With memory each tier has that of the failures that it is there for. Storage gets at most half of the
-    budget, and memory what that leaves, as in `fastload.estimate.tiers.recommend_tiers`.
+    Worked out as in `fastload.estimate.cadence.Cadence`. With memory each tier has the interval for the
+    failures that it survives. Storage gets at most half of the budget, and memory what that leaves, as in
+    `fastload.estimate.tiers.recommend_tiers`.
 
     Args:
-        mtbf_s: Mean time between failures of the job, in seconds.
-        restart_s: Seconds from a failure until training goes on.
-        budget: Largest part of the time that training may stand still to save.
-        keepers: Who keeps recent checkpoints in memory; None for nobody.
+        policy: What was asked for.
+        num_hosts: Hosts that keep in-memory checkpoints.
     """
 
-    def __init__(
-        self, *, mtbf_s: float, restart_s: float, budget: float, keepers: Keepers | None = None
-    ) -> None:
+    def __init__(self, policy: IntervalPolicy, num_hosts: int = 1) -> None:
+        self._policy = policy
+        self._num_hosts = num_hosts
+        self._storage: _TierInterval | None = None
+        self._memory: _TierInterval | None = None
+        self._steps_s: list[float] = []
+        self._last_s: float | None = None
+        if policy.every is None or policy.mtbf_s is None:
+            return
         cadence = Cadence(
-            mtbf_s=mtbf_s,
-            restart_s=restart_s,
-            budget=budget,
+            mtbf_s=policy.mtbf_s,
+            restart_s=policy.restart_s,
+            budget=policy.budget,
             saves_in_flight=1,  # they are written one after the other
             interval_steps=_FIRST_STEPS,
         )
-        self._mtbf_s, self._restart_s, self._budget = mtbf_s, restart_s, budget
-        self._keepers = keepers
-        self._storage = _Tier(cadence, "saving")
-        self._memory = _Tier(cadence, "keeping in memory" if keepers and keepers.is_paced else "")
-        self._steps_s: list[float] = []
-        self._last_s: float | None = None
+        self._storage = _TierInterval(cadence, "saving")
+        if policy.memory_copies is not None:
+            self._memory = _TierInterval(cadence, "" if policy.has_memory_interval else "keeping in memory")
 
     @property
-    def interval_s(self) -> float | None:
-        """Seconds between saves to storage; None while too little is known."""
-        return self._seconds(self._storage)
+    def storage_s(self) -> float | None:
+        """Seconds between saves to storage; None while too little is known, or for none by time."""
+        return self._policy.every_seconds if self._storage is None else self._seconds(self._storage)
 
     @property
-    def memory_interval_s(self) -> float | None:
-        """Seconds between saves to memory; None while too little is known, or for none by time."""
-        if self._keepers is None or not self._keepers.is_paced:
-            return self._keepers.interval_s if self._keepers is not None else None
+    def memory_s(self) -> float | None:
+        """Seconds between saves to memory, likewise."""
+        if self._memory is None or self._policy.has_memory_interval:
+            return self._policy.memory_every_seconds
         return self._seconds(self._memory)
 
-    def _seconds(self, tier: _Tier) -> float | None:
-        if len(self._steps_s) < 2 or tier.is_first_under_way:
+    def _seconds(self, tier: _TierInterval) -> float | None:
+        if len(self._steps_s) < 2 or tier.is_first_running:
             return None
         return tier.cadence.interval_steps * median(self._steps_s)
 
-    def stepped(self) -> None:
+    def step_done(self) -> None:
         """Notes that a step is over, and learns from saves that have ended."""
+        if self._storage is None:
+            return
         now = time.monotonic()
         if self._last_s is not None:
             self._steps_s = [*self._steps_s, now - self._last_s][-_NUM_STEPS:]
         self._last_s = now
         for tier in (self._memory, self._storage):
-            for stall_s, background_s in tier.ended():
-                self._feed(tier, stall_s, background_s)
+            for stall_s, background_s in tier.ended() if tier is not None else ():
+                self._learn(tier, stall_s, background_s)
 
-    def saving(self, save: Callable[[], T]) -> T:
-        """Saves to storage, and measures for how long training stands still."""
-        return self._begin(self._storage, save)
+    def save_to_storage(self, save: Callable[[], SaveT]) -> SaveT:
+        """Calls `save`, and measures for how long training stands still."""
+        return self._measure(self._storage, save)
 
-    def keeping(self, keep: Callable[[], T]) -> T:
-        """Saves to memory, and measures for how long training stands still."""
-        return self._begin(self._memory, keep)
+    def save_to_memory(self, save: Callable[[], SaveT]) -> SaveT:
+        """Calls `save`, and measures for how long training stands still."""
+        return self._measure(self._memory, save)
 
-    def _begin(self, tier: _Tier, save: Callable[[], T]) -> T:
+    def _measure(self, tier: _TierInterval | None, save: Callable[[], SaveT]) -> SaveT:
         began = time.monotonic()
-        handle = save()
+        running = save()
         stall_s = time.monotonic() - began
         self._last_s = None if self._last_s is None else self._last_s + stall_s
-        if handle is None:
-            self._feed(tier, stall_s, 0.0)
+        if running is not None and tier is not None:
+            tier.running.append((running, stall_s))
         else:
-            tier.begun(handle, stall_s)
-        return handle
+            self._learn(tier, stall_s, 0.0)
+        return running
 
-    def _feed(self, tier: _Tier, stall_s: float, background_s: float) -> None:
-        if not self._steps_s:
+    def _learn(self, tier: _TierInterval | None, stall_s: float, background_s: float) -> None:
+        if not self._steps_s or tier is None or self._storage is None:
             return
         save = Save(max(median(self._steps_s), 1e-6), stall_s, background_s)
-        if self._keepers is None:
+        budget = self._policy.budget
+        if self._memory is None:
             return tier.measured(save)
-        window_s = self._restart_s + self._memory.background_s
-        of_memory_s, of_storage_s = self._keepers.mtbf_by_tier(self._mtbf_s, window_s)
+        of_memory_s, of_storage_s = self._mtbf_by_tier(self._memory.background_s)
         if tier is self._storage:
-            tier.measured(save, mtbf_s=of_storage_s, budget=self._budget / 2)
+            tier.measured(save, mtbf_s=of_storage_s, budget=budget / 2)
         else:
-            left = max(self._budget / 2, self._budget - self._storage.overhead)
+            left = max(budget / 2, budget - self._storage.overhead)
             tier.measured(save, mtbf_s=of_memory_s, budget=left)
 
+    def _mtbf_by_tier(self, copy_s: float) -> tuple[float, float]:
+        """Returns the mean times in seconds between failures that memory survives, and that need storage.
 
-class _Tier:
+        Failures are as in `fastload.estimate.tiers.loss_probability`: each takes a host. With one copy memory
+        survives processes that die, and nobody knows how many failures are of that kind: then each tier is
+        there for all of them.
+
+        Args:
+            copy_s: Seconds until all copies are there again, once training goes on after a failure.
+        """
+        policy = self._policy
+        assert policy.mtbf_s is not None
+        assert policy.memory_copies is not None
+        copies, window_s = min(policy.memory_copies, self._num_hosts), policy.restart_s + copy_s
+        share = loss_probability(
+            num_hosts=self._num_hosts, copies=copies, mtbf_s=policy.mtbf_s, window_s=window_s
+        )
+        return mtbf_by_tier(policy.mtbf_s, share) if share < 1 else (policy.mtbf_s, policy.mtbf_s)
+
+
+class _TierInterval:
     """The saves to one tier: what they take, and the interval that follows.
 
     Args:
@@ -244,17 +235,18 @@ class _Tier:
 
     Attributes:
         cadence: As of now.
+        running: Saves that go on, and for how long training stood still for them.
     """
 
     def __init__(self, cadence: Cadence, doing: str) -> None:
         self.cadence = cadence
+        self.running: list[tuple[RunningSave, float]] = []
         self._doing = doing
-        self._under_way: list[tuple[UnderWay, float]] = []
 
     @property
-    def is_first_under_way(self) -> bool:
+    def is_first_running(self) -> bool:
         """Whether a save goes on, and none has been measured: nobody knows how long it takes."""
-        return bool(self._under_way) and not self.cadence.saves
+        return bool(self.running) and not self.cadence.saves
 
     @property
     def background_s(self) -> float:
@@ -267,16 +259,12 @@ class _Tier:
         saves, num_steps = self.cadence.saves, self.cadence.interval_steps
         return median([save.stall_s / (num_steps * save.step_s) for save in saves] or [0.0])
 
-    def begun(self, handle: UnderWay, stall_s: float) -> None:
-        """Notes a save that goes on, and for how long training stood still for it."""
-        self._under_way.append((handle, stall_s))
-
     def ended(self) -> list[tuple[float, float]]:
         """Returns stall and background of those that have ended since the last time, in seconds."""
-        ended = [(handle, stall_s) for handle, stall_s in self._under_way if handle.done()]
-        self._under_way = [pair for pair in self._under_way if pair not in ended]
+        ended = [(save, stall_s) for save, stall_s in self.running if save.done()]
+        self.running = [pair for pair in self.running if pair not in ended]
         # One without a report has failed, which is told elsewhere, or was given up.
-        reports = [(handle.report, stall_s) for handle, stall_s in ended]
+        reports = [(save.report, stall_s) for save, stall_s in ended]
         return [(stall_s, report.background_s) for report, stall_s in reports if report is not None]
 
     def measured(self, save: Save, **terms: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,49 +9,28 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from fastload.comm.world import meet, require_same
+from fastload import api
+from fastload.comm.world import agree, meet, require_same
 from fastload.errors import FastloadError, OptionError, WorldError
 from fastload.loading.checkpoint import Checkpoint
-from fastload.options import SAVE_SETTINGS, SaveOptions
+from fastload.options import SAVE_SETTINGS, LoadOptions, SaveOptions
+from fastload.saving.call import QueuedSave
+from fastload.saving.handle import SaveHandle
+from fastload.saving.save import save_in_background
 from fastload.storage import locate, name_of
 from fastload.storage.target import new_token
 from fastload.training.catalog import MAX_STEP, Catalog, Housekeeper, RunName, metadata_of, metrics_of
-from fastload.training.interval import Rhythm
-from fastload.training.pending import InFlight, Planned
-from fastload.training.policy import Calls, Policy, Wanted
+from fastload.training.interval import IntervalPolicy
+from fastload.training.pending import PendingSaves, SaveRequest
+from fastload.training.policy import Policy, memory_directory
 from fastload.training.restore import History, Listing, Restorer
-from fastload.training.retention import Point, Retention, Saved
-from fastload.training.schedule import Answer, Timing
+from fastload.training.retention import Point, Retention, SavedCheckpoint
+from fastload.training.schedule import SaveSchedule, ScheduleAnswer
 
 if TYPE_CHECKING:  # for those who have a tier
-    from fastload.memory_tier.tier import Keeper
+    from fastload.memory_tier.tier import MemoryTier
 
 __all__ = ["CheckpointManager"]
-
-
-class Life:
-    """Whether a manager can be used: until it is closed, and in the process that made it."""
-
-    def __init__(self) -> None:
-        self._closed = False
-        self._pid = os.getpid()
-
-    def require(self) -> None:
-        """Raises `WorldError` if it cannot."""
-        if self._pid != os.getpid():
-            raise WorldError("this CheckpointManager is that of another process, which has forked this one")
-        if self._closed:
-            raise WorldError("this CheckpointManager is closed")
-
-    def end(self) -> bool:
-        """Ends it; returns whether it was still to be ended, and here."""
-        if self._closed or self._pid != os.getpid():
-            return False
-        self._closed = True
-        return True
-
-
-_log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
@@ -140,10 +118,20 @@ class CheckpointManager:
         options: SaveOptions | None = None,
     ) -> None:
         def ready() -> Policy:
+            directory = memory_directory(memory)
             return Policy(
                 locate(root),
-                every_steps,
-                Rhythm(every, every_seconds, mtbf_s, restart_s, budget),
+                IntervalPolicy(
+                    every=every,
+                    every_steps=every_steps,
+                    every_seconds=every_seconds,
+                    mtbf_s=mtbf_s,
+                    restart_s=restart_s,
+                    budget=budget,
+                    memory_copies=memory_copies if directory is not None else None,
+                    memory_every_steps=memory_every_steps,
+                    memory_every_seconds=memory_every_seconds,
+                ),
                 Retention(
                     keep_last=keep_last,
                     keep_every=keep_every,
@@ -153,72 +141,70 @@ class CheckpointManager:
                 async_,
                 replace(options if options is not None else SaveOptions(), overwrite=True),
                 in_flight,
-                Wanted.of(memory, memory_copies),
-                memory_every_steps,
-                memory_every_seconds,
+                directory,
             )
 
-        self._world, policy = meet(
+        self._world, self._policy = world, policy = meet(
             process_group,
             f"managing the checkpoints in {name_of(root)}",
             ready,
             timeout_s=lambda policy: policy.options.timeout_s,
             default_s=getattr(options, "timeout_s", SAVE_SETTINGS["timeout_s"].default),
         )
-        self._life = Life()
-        self._calls = Calls(process_group, storage_options, policy.options, policy.async_)
-        self._catalog = Catalog(
-            policy.root,
-            storage_options,
-            timeout_s=self._world.patience_s / 2,
-            retries=policy.options.retries,
-        )
-        lists, keeps_house, life, run = self._meet(policy)
-        self._history = History(self._world, self._catalog, lists=lists, process_group=process_group)
-        self._keeper = self._open_tier(policy, process_group, life, run)
-        self._restorer = Restorer(self._world, self._calls, self._catalog, self._history, self._keeper)
-        self._in_flight = InFlight(self._world, policy.in_flight, policy.retention)
-        signalled = self._keeper.last_words.expect if self._keeper is not None else lambda: None
-        num_hosts = self._keeper.num_hosts if self._keeper is not None else 0
-        self._timing = Timing(self._world, policy, num_hosts, lambda: self._in_flight.failed, signalled)
+        self._open_in: int | None = os.getpid()  # the process; None once it is closed
+        timeout_s, retries = policy.options.timeout_s, policy.options.retries
+        self._defaults = {  # of loads; saves have options of their own
+            "process_group": process_group,
+            "storage_options": storage_options,
+            "options": LoadOptions(timeout_s=timeout_s, retries=retries),
+        }
+        self._catalog = Catalog(policy.root, storage_options, timeout_s=world.patience_s / 2, retries=retries)
+        lists, keeps_house, incarnation, run = self._meet()
+        self._history = History(world, self._catalog, lists=lists, process_group=process_group)
+        self._tier = self._open_tier(incarnation, run)
+        self._restorer = Restorer(world, self._defaults, self._catalog, self._history, self._tier)
+        self._pending = PendingSaves(world, policy.in_flight, policy.retention)
+        self._schedule = SaveSchedule(world, policy.root, policy.interval, self._pending, self._tier)
         self._housekeeper: Housekeeper | None = None
         if keeps_house:
             self._housekeeper = Housekeeper(self._catalog, policy.retention, Checkpoint.urls_in_use)
             self._housekeeper.clean()
 
-    def _open_tier(self, policy: Policy, process_group: Any, life: str, run: str) -> Keeper | None:
+    def _open_tier(self, incarnation: str, run: str) -> MemoryTier | None:
         """Opens the memory tier, if there is to be one."""
-        if policy.memory is None:
+        policy = self._policy
+        if policy.memory is None or policy.interval.memory_copies is None:
             return None
-        from fastload.memory_tier.tier import Terms, open_tier
+        from fastload.memory_tier.tier import TierJob, open_tier
 
         return open_tier(
-            Terms(
-                self._world,
-                process_group,
-                policy.root,
-                policy.memory.memory,
-                policy.memory.num_copies,
-                policy.options,
-                life,
-                run,
-                self._catalog,
+            TierJob(
+                world=self._world,
+                group=self._defaults["process_group"],
+                root=policy.root,
+                memory=policy.memory,
+                num_copies=policy.interval.memory_copies,
+                options=policy.options,
+                incarnation=incarnation,
+                run=run,
+                store=self._catalog,
             )
         )
 
-    def _meet(self, policy: Policy) -> tuple[bool, bool, str, str]:
+    def _meet(self) -> tuple[bool, bool, str, str]:
         """Compares the arguments.
 
         Returns:
             Whether this rank lists, whether it deletes, and two names that are the same on all ranks: of this
-            life of the job, and of its run.
+            incarnation of the job, and of its run.
         """
+        policy = self._policy
         world, name = self._world, RunName(self._catalog)
         what = f"managing the checkpoints in {self._catalog.root}"
 
         def compare() -> dict[str, Any]:
             shared = self._catalog.shared
-            seen = {"host": world.node, "shared": shared, "life": new_token()}
+            seen = {"host": world.node, "shared": shared, "incarnation": new_token()}
             looks = policy.memory is not None and (world.rank == 0 or not shared)
             return {**seen, "same": policy.shared_values(), "run": name.read() if looks else ""}
 
@@ -229,13 +215,13 @@ class CheckpointManager:
         hosts = [each["host"] for each in views]
         first = hosts.index(world.node) if policy.options.shared is False else 0
         lists, keeps_house = world.rank == 0 or not views[world.rank]["shared"], world.rank == first
-        life = views[0]["life"]
-        run = next((each["run"] for each in views if each["run"]), life)
+        incarnation = views[0]["incarnation"]
+        run = next((each["run"] for each in views if each["run"]), incarnation)
         if policy.memory is not None:
             with world.together():
                 world.agree(what, lambda: name.write(run) if keeps_house else None)
             world.heard()
-        return lists, keeps_house, life, run
+        return lists, keeps_house, incarnation, run
 
     # When
 
@@ -252,19 +238,19 @@ class CheckpointManager:
         Raises:
             FastloadError: A save in the background has failed.
         """
-        self._life.require()
-        answer = self._timing.ask(step)
-        if answer.failed and self._in_flight.holds(answer.failed):
+        self._require_open()
+        answer = self._schedule.ask(step)
+        if answer.failed and self._pending.holds(answer.failed):
             self._raise_failed(answer.failed)
         return answer.save or self._goes_to_memory(answer, step)
 
-    def _goes_to_memory(self, answer: Answer, step: int) -> bool:
-        return self._keeper is not None and answer.memory and self._keeper.admits(step)
+    def _goes_to_memory(self, answer: ScheduleAnswer, step: int) -> bool:
+        return self._tier is not None and answer.memory and self._tier.admits(step)
 
     @property
     def stop_requested(self) -> bool:
         """Whether a signal has asked the job to stop, as of the last `should_save`: the same on all ranks."""
-        return self._timing.stop_requested
+        return self._schedule.stop_requested
 
     # Save
 
@@ -283,40 +269,56 @@ class CheckpointManager:
         Raises:
             FastloadError: As for `fastload.save`; or an earlier one has failed, and this one was not begun.
         """
-        self._life.require()
+        self._require_open()
         if type(step) is not int or not 0 <= step <= MAX_STEP:
             raise OptionError(f"step={step!r}: must be a whole number from 0 to {MAX_STEP}")
         try:
             metadata_of(step, metrics)
         except (TypeError, ValueError) as error:
             raise OptionError(f"metrics={metrics!r}: must be numbers by name ({error})") from None
-        answer = self._timing.answer_for(step)
+        answer = self._schedule.answer_for(step)
         self._restorer.note_memory()
         branch, path = self._history.branch_for(step), self.path(step)
         metadata = metadata_of(step, metrics, branch)
-        if self._keeper is not None and self._goes_to_memory(answer, step):
-            self._timing.keeping(partial(self._keeper.save, step, branch, state, metadata))
+        if self._tier is not None and self._goes_to_memory(answer, step):
+            self._schedule.save_to_memory(partial(self._tier.save, step, branch, state, metadata))
             self._history.note(Point(branch, step))
             if not answer.save:
                 return
-        if self._keeper is not None and self._timing.stop_requested:
-            self._keeper.last_words.come_to_save()
-        planned = Planned(Saved(step, 0.0, metrics_of(metadata), branch), path, self._timing.stop_requested)
-        if failed := self._in_flight.make_room(planned):
+        if self._tier is not None and self._schedule.stop_requested:
+            self._tier.emergency.come_to_save()
+        saved = SavedCheckpoint(step, 0.0, metrics_of(metadata), branch)
+        request = SaveRequest(saved, path, self._schedule.stop_requested)
+        if failed := self._pending.make_room(request):
             self._raise_failed(failed)
-        save = partial(self._calls.save, state, path, metadata)
-        has_succeeded = self._in_flight.make(
-            planned, lambda queued: self._timing.saving(partial(save, queued=queued))
+        save = partial(self._save_to_storage, state, path, metadata)
+        has_succeeded = self._pending.start(
+            request, lambda queued: self._schedule.save_to_storage(partial(save, queued))
         )
         self._catalog.damaged.discard(step)
         if self._housekeeper is not None:
             self._housekeeper.prune(has_succeeded, step, damaged=set(self._catalog.damaged))
-            if not self._calls.async_:
+            if not self._policy.async_:
                 self._finish()
 
     def _raise_failed(self, number: int) -> None:
         """Raises the error of a save on all ranks, which all know to have failed."""
-        self._calls.agree("saving in the background", partial(self._in_flight.wait, number))
+        agree(
+            self._defaults["process_group"],
+            "saving in the background",
+            partial(self._pending.wait, number),
+            timeout_s=self._policy.options.timeout_s,
+        )
+
+    def _save_to_storage(
+        self, state: Any, path: str, metadata: Mapping[str, str], queued: QueuedSave | None
+    ) -> SaveHandle | None:
+        """Saves; returns what goes on in the background, if anything does."""
+        given: dict[str, Any] = {**self._defaults, "metadata": metadata, "options": self._policy.options}
+        if self._policy.async_:
+            return save_in_background(state, path, **given, queued=queued)
+        api.save(state, path, **given)
+        return None
 
     # What there is
 
@@ -344,14 +346,14 @@ class CheckpointManager:
             UnsupportedVersion: There is one that this fastload cannot read, and that may be newer.
             FastloadError: As for `all_steps`.
         """
-        points = [Point(found.branch, found.step) for found in self._restorer.in_memory()]
+        points = [Point(*found.point) for found in self._restorer.in_memory()]
         listing = self._look()
         self._catalog.require_supported(listing.unsupported)
         newest = max([*listing.complete, *points], default=None)
         return newest.step if newest is not None else None
 
     def _look(self) -> Listing:
-        self._life.require()
+        self._require_open()
         # All end first, so that no rank sees what another one is about to delete.
         return self._history.look(self._finish)
 
@@ -378,7 +380,7 @@ class CheckpointManager:
                 that is named by its step can be restored.
             FastloadError: As for `fastload.load`; if all are damaged, what is wrong with the oldest.
         """
-        self._life.require()
+        self._require_open()
         return self._restorer.restore(step, {"into": into, **arguments}, self._finish)
 
     @property
@@ -399,7 +401,7 @@ class CheckpointManager:
         Raises:
             FastloadError: The save failed.
         """
-        self._life.require()
+        self._require_open()
         self._finish()
 
     def close(self) -> None:
@@ -410,20 +412,33 @@ class CheckpointManager:
         self._end(goes_well=True)
 
     def _end(self, *, goes_well: bool) -> None:
-        if not self._life.end():
+        if self._open_in != os.getpid():
             return
+        self._open_in = None
         try:
             self._finish()
         finally:
-            self._in_flight.close()
-            self._timing.close()
-            if self._keeper is not None:
-                saved = self._in_flight.newest
-                self._keeper.end(
-                    goes_well=goes_well,
-                    flushes=self.stop_requested or self._history.has_memory,
-                    is_durable=lambda flushed: self._history.is_durable(saved, flushed),
-                )
+            self._pending.close()
+            self._schedule.close()
+            if self._tier is not None:
+                self._end_tier(self._tier, goes_well=goes_well)
+
+    def _end_tier(self, tier: MemoryTier, *, goes_well: bool) -> None:
+        """Removes all that is in memory once it is on storage; it stays if it is not."""
+        if not goes_well:
+            tier.emergency.cancel()
+            return tier.close(remove=False, wait_s=self._world.grace_s)
+        saved, has_memory = self._pending.newest, self._history.has_memory
+        if (self.stop_requested or has_memory) and not self._history.is_durable(saved, tier.flushed):
+            tier.emergency.write_now()
+        tier.emergency.come_to_save()
+        tier.close(remove=self._history.is_durable(saved, tier.flushed))
+
+    def _require_open(self) -> None:
+        if self._open_in is None:
+            raise WorldError("this CheckpointManager is closed")
+        if self._open_in != os.getpid():
+            raise WorldError("this CheckpointManager is that of another process, which has forked this one")
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -440,7 +455,7 @@ class CheckpointManager:
 
     def _finish(self) -> None:
         try:
-            self._in_flight.wait()
+            self._pending.wait()
         finally:
             if self._housekeeper is not None:
                 self._housekeeper.wait(self._world.patience_s / 2)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fastload import api
 from fastload.comm.world import World, agree
 from fastload.errors import (
     CheckpointNotFound,
@@ -17,17 +19,15 @@ from fastload.errors import (
     StorageError,
     proves_damage,
 )
-from fastload.options import LoadOptions
 from fastload.report import LoadReport
 from fastload.training.catalog import Catalog, Entry
-from fastload.training.policy import Calls
 from fastload.training.retention import Point, branch_for
 
 if TYPE_CHECKING:
-    from fastload.memory_tier.restore import Found
-    from fastload.memory_tier.tier import Keeper
+    from fastload.memory_tier.restore import InMemoryCheckpoint
+    from fastload.memory_tier.tier import MemoryTier
 
-__all__ = ["History", "Listing", "Restored", "Restorer"]
+__all__ = ["History", "Listing", "RestoredCheckpoint", "Restorer"]
 
 _log = logging.getLogger(__name__)
 _RECORDED = ("complete", "damaged")  # what a load can be tried of
@@ -118,16 +118,16 @@ class History:
         """The newest of all that was listed, noted, or about to be saved."""
         return self._newest
 
-    def is_durable(self, saved: Point | None, flushed: tuple[int, int] | None) -> bool:
-        """Whether nothing in memory is newer than what was saved, or written to storage from memory."""
+    def is_durable(self, *written: tuple[int, int] | None) -> bool:
+        """Whether nothing in memory is newer than the newest of what was written to storage."""
         if self._memory_is_void:
             return True
-        points = [point for point in (saved, Point(*flushed) if flushed is not None else None) if point]
+        points = [point for point in written if point is not None]
         return bool(points) and (self._in_memory is None or self._in_memory <= max(points))
 
     @property
     def has_memory(self) -> bool:
-        """Whether this life of the job has put something into memory, or gone on from there."""
+        """Whether this start of the job has saved to memory, or gone on from there."""
         return self._in_memory is not None
 
     def note(self, point: Point, *, given_up: bool = False) -> None:
@@ -192,8 +192,8 @@ def _points(found: Iterable[tuple[int, int]]) -> tuple[Point, ...]:
 
 
 @dataclass(frozen=True)
-class Restored:
-    """What was restored.
+class RestoredCheckpoint:
+    """A checkpoint that was restored.
 
     Attributes:
         step: Its step.
@@ -207,21 +207,29 @@ class Restored:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a checkpoint may be restored from.
+class _Candidate:
+    """A checkpoint that may be restored.
 
     Attributes:
         point: Where it stands in the history of the run.
-        found: The generation, if it is in memory; None if it is on storage.
+        found: The in-memory checkpoint; None if it is on storage.
     """
 
     point: Point
-    found: Found | None = None
+    found: InMemoryCheckpoint | None = None
 
     @property
     def step(self) -> int:
         """Its step."""
         return self.point.step
+
+    def is_to_blame(self, error: BaseException) -> bool:
+        """Whether an error of its load says that it is bad: then the next candidate is tried."""
+        if self.found is None:
+            return proves_damage(error)
+        if isinstance(error, PeerError):
+            return all(map(self.is_to_blame, error.failures.values()))
+        return proves_damage(error) or isinstance(error, StorageError)
 
 
 class Restorer:
@@ -229,10 +237,10 @@ class Restorer:
 
     Args:
         world: The ranks.
-        calls: How checkpoints are loaded.
-        catalog: Where they are.
-        history: Lists those on storage, and hears of those in memory.
-        keeper: The memory tier, or None.
+        defaults: Arguments of `fastload.load` that are not given with a restore.
+        catalog: The checkpoints on storage.
+        history: Lists them, and hears of those in memory.
+        tier: The memory tier, or None.
 
     Attributes:
         restored: What was restored last, or None.
@@ -241,17 +249,17 @@ class Restorer:
     def __init__(
         self,
         world: World,
-        calls: Calls,
+        defaults: Mapping[str, Any],
         catalog: Catalog,
         history: History,
-        keeper: Keeper | None,
+        tier: MemoryTier | None,
     ) -> None:
-        self.restored: Restored | None = None
+        self.restored: RestoredCheckpoint | None = None
         self._world = world
-        self._calls = calls
+        self._defaults = defaults
         self._catalog = catalog
         self._history = history
-        self._keeper = keeper
+        self._tier = tier
         self._has_noted = False
 
     def note_memory(self) -> None:
@@ -259,23 +267,22 @@ class Restorer:
 
         A call of all ranks, if there is a tier.
         """
-        if self._keeper is not None and not self._has_noted:
+        if self._tier is not None and not self._has_noted:
             try:
-                self._note(self._keeper.survey())
+                self._note(self._tier.survey())
             except FastloadError as error:
                 self._warn(f"what is in memory is not known: {error}")
 
-    def _note(self, generations: list[Found], restored: Found | None = None) -> None:
-        """Notes the newest of some generations, which is given up unless it was restored."""
+    def _note(self, found: Sequence[InMemoryCheckpoint], restored: InMemoryCheckpoint | None = None) -> None:
+        """Notes the newest of some in-memory checkpoints, which is given up unless it was restored."""
         self._has_noted = True
-        if generations:
-            newest = generations[-1]
-            self._history.note(Point(newest.branch, newest.step), given_up=newest is not restored)
+        if found:
+            self._history.note(Point(*found[-1].point), given_up=found[-1] is not restored)
 
-    def in_memory(self) -> list[Found]:
-        """Returns what is whole in memory, the oldest first; a call of all ranks, if there is a tier."""
-        found = self._keeper.survey() if self._keeper is not None else []
-        return [each for each in found if each.is_whole]
+    def in_memory(self) -> list[InMemoryCheckpoint]:
+        """Returns what is complete in memory, the oldest first; a call of all ranks, if there is a tier."""
+        found = self._tier.survey() if self._tier is not None else []
+        return [each for each in found if each.is_complete]
 
     def restore(self, step: int | None, arguments: Mapping[str, Any], finish: Callable[[], object]) -> Any:
         """Loads a checkpoint; see `CheckpointManager.restore`.
@@ -292,33 +299,37 @@ class Restorer:
             FastloadError: As for `CheckpointManager.restore`.
         """
         listing = self._history.look(finish)
-        generations = self._keeper.survey() if self._keeper is not None else []
-        reason = _reason(generations) if self._keeper is not None else ""
-        tried: list[_Place] = []
+        in_memory, reason = [], ""
+        if self._tier is not None:
+            in_memory = self._tier.survey()
+            reason = _why_not_from_memory(in_memory)
+        tried: list[_Candidate] = []
         while True:
-            left = self._left(step, listing, generations, tried)
+            left = self._candidates(step, listing, in_memory, tried)
             if not left:
-                raise CheckpointNotFound(f"{self._catalog.root}: no checkpoint to restore{_also(reason)}")
-            place = left[-1]
+                also = f", and {reason}" if reason else ""
+                raise CheckpointNotFound(f"{self._catalog.root}: no checkpoint to restore{also}")
+            chosen = left[-1]
             try:
-                state = self._load(place, left, arguments, reason)
+                state = self._load(chosen, left, arguments, reason)
             except FastloadError as error:
-                if not (_blames_memory(error) if place.found is not None else proves_damage(error)):
+                if not chosen.is_to_blame(error):
                     raise
-                tried.append(place)
-                if place.found is None:
-                    listing = self._look_again(place.step)
-                left = self._left(step, listing, generations, tried)
-                if not left or (step is not None and place.found is None):
+                tried.append(chosen)
+                if chosen.found is None:
+                    listing = self._look_again(chosen.step)
+                left = self._candidates(step, listing, in_memory, tried)
+                if not left or (step is not None and chosen.found is None):
                     raise
-                if place.found is not None:
-                    reason = f"step {place.step} in memory cannot be restored: {error}"
+                if chosen.found is not None:
+                    reason = f"step {chosen.step} in memory cannot be restored: {error}"
                     self._warn(reason)
                 else:
-                    next_step = left[-1].step
-                    self._warn(f"step {place.step} cannot be restored, falling back to {next_step}: {error}")
+                    self._warn(
+                        f"step {chosen.step} cannot be restored, falling back to {left[-1].step}: {error}"
+                    )
             else:
-                self._settle(step, place, generations, reason)
+                self._settle(step, chosen, in_memory, reason)
                 return state
 
     def _look_again(self, step: int) -> Listing:
@@ -331,51 +342,72 @@ class Restorer:
             self._catalog.damaged.add(step)
         return listing
 
-    def _left(
-        self, step: int | None, listing: Listing, generations: list[Found], tried: Collection[_Place]
-    ) -> list[_Place]:
-        """Returns where a checkpoint may come from, the one to try first last; of equals that is memory.
+    def _candidates(
+        self,
+        step: int | None,
+        listing: Listing,
+        in_memory: Sequence[InMemoryCheckpoint],
+        tried: Collection[_Candidate],
+    ) -> list[_Candidate]:
+        """Returns the checkpoints to try, the first one last; of equals that is the one in memory.
 
         Raises:
             UnsupportedVersion: There is one that this fastload cannot read, and that may be the newest.
         """
         unsupported = listing.unsupported
-        places = [_Place(point) for point in listing.recorded]
+        found = [_Candidate(point) for point in listing.recorded]
         if step is not None:
             unsupported = {step: unsupported[step]} if step in unsupported else {}
             # One that is not listed is tried, too: the load says what is the matter.
-            places = [place for place in places if place.step == step] or [_Place(Point(-1, step))]
+            found = [one for one in found if one.step == step] or [_Candidate(Point(-1, step))]
         self._catalog.require_supported(unsupported)
-        kept = [_Place(Point(found.branch, found.step), found) for found in generations if found.is_whole]
-        places += [place for place in kept if step is None or place.step == step]
-        places = [place for place in places if place not in tried]
-        return sorted(places, key=lambda place: (place.point, place.found is not None))
+        found += [
+            _Candidate(Point(*each.point), each)
+            for each in in_memory
+            if each.is_complete and step in (None, each.step)
+        ]
+        left = [one for one in found if one not in tried]
+        return sorted(left, key=lambda one: (one.point, one.found is not None))
 
-    def _load(self, place: _Place, left: list[_Place], arguments: Mapping[str, Any], reason: str) -> Any:
-        if place.found is None or self._keeper is None:
-            made = Restored(place.step, "storage", reason)
-            state = self._calls.load(os.fspath(self._catalog.path(place.step)), _telling(arguments, made))
+    def _load(
+        self, chosen: _Candidate, left: Sequence[_Candidate], arguments: Mapping[str, Any], reason: str
+    ) -> Any:
+        given = {**self._defaults, **arguments}
+        given["options"] = options = given["options"] or self._defaults["options"]
+        if chosen.found is None:
+            made = RestoredCheckpoint(chosen.step, "storage", reason)
         else:
             stored = [other.step for other in left if other.found is None]
             why = f"the newest on storage is step {stored[-1]}" if stored else "storage has none"
-            made = Restored(place.step, "memory", why)
-            state = self._keeper.load(place.found, _telling(arguments, made))
+            made = RestoredCheckpoint(chosen.step, "memory", why)
+        if options.on_report is not None:
+            given["options"] = replace(options, on_report=partial(_report_source, options.on_report, made))
+        if chosen.found is None or self._tier is None:
+            state = api.load(os.fspath(self._catalog.path(chosen.step)), **given)
+        else:
+            state = self._tier.load(chosen.found, given)
         self.restored = made
         return state
 
-    def _settle(self, step: int | None, place: _Place, generations: list[Found], reason: str) -> None:
+    def _settle(
+        self,
+        step: int | None,
+        chosen: _Candidate,
+        in_memory: Sequence[InMemoryCheckpoint],
+        reason: str,
+    ) -> None:
         """Has memory keep what is of use once something was restored."""
-        if place.found is None and reason:
-            self._warn(f"step {place.step} is restored from storage: {reason}")
-        if self._keeper is None:
+        if chosen.found is None and reason:
+            self._warn(f"step {chosen.step} is restored from storage: {reason}")
+        if self._tier is None:
             return
         if step is not None:  # what is newer stays
-            self._note(generations, place.found)
-        elif place.found is not None:
-            self._keeper.keep_only(place.found.name)
-            self._note([place.found], place.found)
+            self._note(in_memory, chosen.found)
+        elif chosen.found is not None:
+            self._tier.keep_only(chosen.found.name)
+            self._note([chosen.found], chosen.found)
         else:
-            self._keeper.keep_only("")  # all of it is older than what was restored, or not whole
+            self._tier.keep_only("")  # all of it is older than what was restored, or not complete
             self._history.note_void()
             self._has_noted = True
 
@@ -384,32 +416,14 @@ class Restorer:
             _log.warning("%s", text)
 
 
-def _reason(found: list[Found]) -> str:
+def _why_not_from_memory(found: Sequence[InMemoryCheckpoint]) -> str:
     """Says why nothing newer is restored from memory."""
     if not found:
         return "nothing is in memory"
     return found[-1].lack or f"memory has step {found[-1].step} only"
 
 
-def _also(reason: str) -> str:
-    return f", and {reason}" if reason else ""
-
-
-def _blames_memory(error: BaseException) -> bool:
-    """Whether an error says that what is in memory is bad, or cannot be read: then storage has something."""
-    if isinstance(error, PeerError):
-        return all(map(_blames_memory, error.failures.values()))
-    return proves_damage(error) or isinstance(error, StorageError)
-
-
-def _telling(arguments: Mapping[str, Any], made: Restored) -> dict[str, Any]:
-    """Returns the arguments of a load whose report says where it is from."""
-    options: LoadOptions | None = arguments.get("options")
-    tell = options.on_report if options is not None else None
-    if options is None or tell is None:
-        return dict(arguments)
-
-    def tell_more(report: LoadReport) -> None:
-        tell(replace(report, source=made.source, source_why=made.why))
-
-    return {**arguments, "options": replace(options, on_report=tell_more)}
+def _report_source(
+    tell: Callable[[LoadReport], None], restored: RestoredCheckpoint, report: LoadReport
+) -> None:
+    tell(replace(report, source=restored.source, source_why=restored.why))

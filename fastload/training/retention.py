@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastload.errors import OptionError
 
-__all__ = ["Point", "Retention", "Saved", "branch_for"]
+__all__ = ["Point", "Retention", "SavedCheckpoint", "branch_for"]
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """Where a checkpoint stands in the history of its run: what was saved later compares as greater.
 
     Attributes:
@@ -38,7 +37,7 @@ def branch_for(step: int, newest: Point | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedCheckpoint:
     """One checkpoint that is whole.
 
     Attributes:
@@ -90,7 +89,7 @@ class Retention:
         good = self.best is None or _is_best(self.best)
         _require(good, "best", self.best, 'a metric and "min" or "max"')
 
-    def insists_on(self, one: Saved, others: Sequence[Saved]) -> bool:
+    def insists_on(self, one: SavedCheckpoint, others: Sequence[SavedCheckpoint]) -> bool:
         """Whether a rule names a checkpoint that could be left out, since a newer one is there.
 
         Args:
@@ -101,7 +100,7 @@ class Retention:
             return True
         return self.best is not None and one.step in _best([*others, one], *self.best)
 
-    def best_of(self, one: Saved, other: Saved | None) -> Saved | None:
+    def best_of(self, one: SavedCheckpoint, other: SavedCheckpoint | None) -> SavedCheckpoint | None:
         """Returns the better one of two, as far as there is a rule."""
         if self.best is None:
             return None
@@ -109,7 +108,7 @@ class Retention:
         best = _best(known, *self.best)
         return next((each for each in reversed(known) if each.step in best), None)
 
-    def expendable(self, saved: Sequence[Saved], *, needed: Collection[int]) -> list[int]:
+    def expendable(self, saved: Sequence[SavedCheckpoint], *, needed: Collection[int]) -> list[int]:
         """Returns the steps to delete, oldest first.
 
         To delete them changes nothing of what the rules say of the others.
@@ -131,7 +130,7 @@ class Retention:
         return [one.step for one in ordered if one.step not in kept]
 
 
-def _spaced(ordered: Sequence[Saved], seconds: float) -> set[int]:
+def _spaced(ordered: Sequence[SavedCheckpoint], seconds: float) -> set[int]:
     kept: set[int] = set()
     due_s = -math.inf
     for one in sorted(ordered, key=lambda one: (one.saved_s, one.point)):
@@ -141,7 +140,7 @@ def _spaced(ordered: Sequence[Saved], seconds: float) -> set[int]:
     return kept
 
 
-def _best(ordered: Sequence[Saved], metric: str, direction: str) -> set[int]:
+def _best(ordered: Sequence[SavedCheckpoint], metric: str, direction: str) -> set[int]:
     sign = -1 if direction == "min" else 1
     found = [(sign * one.metrics[metric], one.point) for one in ordered if metric in one.metrics]
     measured = [(value, point) for value, point in found if not math.isnan(value)]

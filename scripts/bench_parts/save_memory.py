@@ -39,7 +39,7 @@ class Generations:
         self._step += 1
         assert self._manager.should_save(self._step)
         self._manager.save(self._step, state)
-        keeper = self._manager._keeper
+        keeper = self._manager._tier
         assert keeper is not None
         assert keeper.last is not None
         return keeper.last.wait

@@ -23,7 +23,7 @@ from fastload import CheckpointManager, SaveOptions, SaveReport
 from fastload.errors import FastloadError, OptionError
 from fastload.saving import save as saver
 from fastload.storage.local_target import LocalTarget
-from fastload.training.pending import Flight
+from fastload.training.pending import PendingSave
 from tests.dist.faults import fastload_threads
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.patience import patient
@@ -111,7 +111,7 @@ def require_whole(manager: CheckpointManager, *steps: int) -> None:
 
 def addresses(manager: CheckpointManager) -> list[int]:
     """Where the memory is that waits for the next save."""
-    free = manager._in_flight._shared.pool._free
+    free = manager._pending._queue.pool._free
     return [slab.data_ptr() for snapshots in free.values() for slabs in snapshots for slab in slabs]
 
 
@@ -302,7 +302,7 @@ def test_an_error_is_told_on_all_ranks_in_the_same_call_and_what_is_newer_is_wri
                 with pytest.raises(FastloadError, match="no more room"):
                     call(manager, step)
             saved = [torch.tensor([0]) for _ in range(world)]
-            dist.all_gather(saved, torch.tensor([manager._in_flight._number]))
+            dist.all_gather(saved, torch.tensor([manager._pending._number]))
             assert len(set(map(int, saved))) == 1, "all were told in the same call"
             manager.wait()  # it is told once
             if call is not save_again:
@@ -394,7 +394,7 @@ def strike(stage: str, die: Callable[[], None]) -> None:
     if stage == "copying":
         saver.Snapshot = instead
     elif stage == "giving up":
-        Flight.give_up = instead  # type: ignore[method-assign]
+        PendingSave.give_up = instead  # type: ignore[method-assign]
     elif stage == "its turn":
         saver._write = instead
     elif stage == "writing":

@@ -466,7 +466,7 @@ def test_the_intervals_follow_from_what_saves_take(rank: int, world: int, tmp_pa
             for step in itertools.count(1):
                 time.sleep(0.02 if rank == 0 else 0.0)
                 if manager.should_save(step):
-                    answer = manager._timing.answer_for(step)
+                    answer = manager._schedule.answer_for(step)
                     manager.save(step, {"weight": torch.zeros(1000) + step, "step": step})
                     saved += [step] if answer.save else []
                     kept += [step] if answer.memory else []

@@ -73,10 +73,10 @@ def keep(manager: CheckpointManager, *steps: int, state: Callable[[int], Any] = 
     for step in steps:
         assert manager.should_save(step)
         manager.save(step, state(step))
-        assert manager._keeper is not None
-        assert manager._keeper.last is not None
-        manager._keeper.settle()
-        assert not manager._keeper.last.error
+        assert manager._tier is not None
+        assert manager._tier.last is not None
+        manager._tier.settle()
+        assert not manager._tier.last.error
 
 
 def job_in(memory: Path, host: int) -> Path:
@@ -319,10 +319,10 @@ def keep_and_die(rank: int, world: int, folder: Path, stage: str, victims: list[
         die_in(stage)
     assert manager.should_save(3)
     manager.save(3, state_of(3))
-    assert manager._keeper is not None
-    manager._keeper.settle()
-    assert manager._keeper.last is not None
-    return manager._keeper.last.error
+    assert manager._tier is not None
+    manager._tier.settle()
+    assert manager._tier.last is not None
+    return manager._tier.last.error
 
 
 def restore_after(rank: int, world: int, folder: Path) -> int | None:
@@ -444,8 +444,8 @@ def test_training_does_not_wait_and_nothing_stays_behind(rank: int, world: int, 
         assert sorted(path.name for path in (tmp_path / ROOT).glob("step_*")) == ["step_00000016"]
         go_on.set()
         dist.barrier()
-        assert manager._keeper is not None
-        manager._keeper.settle()
+        assert manager._tier is not None
+        manager._tier.settle()
         keep(manager, 18)
         assert manager.latest() == 18
         assert manager.all_steps() == [16]
@@ -508,10 +508,10 @@ def test_a_tier_that_is_full(rank: int, world: int, tmp_path: Path) -> None:
         with warned("fastload.memory_tier.tier") as lines:
             assert manager.should_save(step)
             manager.save(step, state)
-            assert manager._keeper is not None
-            assert manager._keeper.last is not None
-            manager._keeper.settle()
-        assert why in manager._keeper.last.error
+            assert manager._tier is not None
+            assert manager._tier.last is not None
+            manager._tier.settle()
+        assert why in manager._tier.last.error
         assert len(lines) == (is_news and rank == 0)
         assert all(f"step {step} is not kept in memory" in line for line in lines)
 
@@ -540,17 +540,17 @@ def test_a_rank_without_memory_for_its_copy(rank: int, world: int, tmp_path: Pat
     for victim in (0, 1):
         with manage(tmp_path / str(victim), tmp_path / "memory", every_steps=5) as manager:
             keep(manager, 1)
-            assert manager._keeper is not None
-            buffers = manager._keeper._buffers
+            assert manager._tier is not None
+            buffers = manager._tier._buffers
             with warned("fastload.memory_tier.tier") as lines:
                 if rank == victim:
                     buffers.take = take  # type: ignore[method-assign]
                 assert manager.should_save(2)
                 manager.save(2, state_of(2))
-                manager._keeper.settle()
+                manager._tier.settle()
                 vars(buffers).pop("take", None)
-            assert manager._keeper.last is not None
-            assert "refused" in manager._keeper.last.error
+            assert manager._tier.last is not None
+            assert "refused" in manager._tier.last.error
             assert [line for line in lines if "refused" not in line] == []
             assert len(lines) == (rank == 0)
             keep(manager, 3)

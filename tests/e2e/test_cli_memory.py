@@ -25,8 +25,8 @@ def test_what_is_in_memory_is_listed_and_what_dead_jobs_left_is_removed(tmp_path
     manager = fastload.CheckpointManager(root, memory=place, memory_every_steps=1)
     assert manager.should_save(4)
     manager.save(4, {"weight": torch.ones(1000, 1000)})
-    assert manager._keeper is not None
-    manager._keeper.settle()
+    assert manager._tier is not None
+    manager._tier.settle()
     [job] = json.loads(run("ls", "--memory", place, "--json"))["jobs"]
     assert (job["root"], job["in_use"]) == (root, True)
     assert job["generations"] == [{"step": 4, "branch": 0, "held": [0], "num_shares": 1}]

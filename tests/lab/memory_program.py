@@ -27,7 +27,7 @@ def main() -> None:
     own.mkdir(parents=True, exist_ok=True)
     options = fastload.SaveOptions(timeout_s=6)
     manager = fastload.CheckpointManager(folder / "root", memory=own, memory_every_steps=1, options=options)
-    keeper = manager._keeper
+    keeper = manager._tier
     assert keeper is not None
     with (folder / f"{dist.get_rank()}.lines").open("w", buffering=1) as lines:
         for step in itertools.count(1):

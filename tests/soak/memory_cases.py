@@ -126,7 +126,7 @@ def train(rank: int, world: int, folder: Path, case: Case) -> None:
         with contextlib.suppress(Exception):  # another one is killed
             if manager.should_save(step):
                 manager.save(step, state_of(step, case, case.sharded))
-            keeper = manager._keeper
+            keeper = manager._tier
             if keeper is not None and keeper.last is not None and keeper.last.report is not None:
                 counted.with_suffix(".new").write_text(str(keeper.last.report.step))
                 counted.with_suffix(".new").rename(counted)

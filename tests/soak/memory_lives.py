@@ -237,7 +237,7 @@ def _live(life: Life, note: Any) -> None:
             if kind == "s":
                 manager.wait()
             else:
-                keeper = manager._keeper
+                keeper = manager._tier
                 assert keeper is not None
                 assert keeper.last is not None
                 keeper.settle()

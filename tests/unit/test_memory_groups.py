@@ -8,12 +8,12 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastload.memory_tier.groups import keepers, plan_copies
+from fastload.memory_tier.groups import hosts_keeping, plan_copies
 
 
 @given(st.integers(1, 12), st.integers(1, 5))
 def test_each_host_keeps_as_much_and_any_few_may_be_lost(num_hosts: int, num_copies: int) -> None:
-    kept_by = keepers(num_hosts, num_copies)
+    kept_by = hosts_keeping(num_hosts, num_copies)
     copies = min(num_hosts, num_copies)
     for host, hosts in enumerate(kept_by):
         assert hosts[0] == host
@@ -25,9 +25,9 @@ def test_each_host_keeps_as_much_and_any_few_may_be_lost(num_hosts: int, num_cop
 
 
 def test_groups_where_copies_divide_the_hosts_and_one_ring_for_the_rest() -> None:
-    assert keepers(4, 2) == [(0, 1), (1, 0), (2, 3), (3, 2)]
-    assert keepers(5, 2) == [(0, 1), (1, 0), (2, 3), (3, 4), (4, 2)]
-    assert keepers(1, 2) == [(0,)]
+    assert hosts_keeping(4, 2) == [(0, 1), (1, 0), (2, 3), (3, 2)]
+    assert hosts_keeping(5, 2) == [(0, 1), (1, 0), (2, 3), (3, 4), (4, 2)]
+    assert hosts_keeping(1, 2) == [(0,)]
 
 
 @given(

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import OptionError
-from fastload.training.retention import Point, Retention, Saved, branch_for
+from fastload.training.retention import Point, Retention, SavedCheckpoint, branch_for
 
 rules = st.builds(
     Retention,
@@ -25,15 +25,15 @@ measured = st.none() | st.floats(allow_nan=True, allow_infinity=True)
 runs = st.lists(st.tuples(st.integers(1, 5), st.floats(0.01, 20), measured), max_size=30)
 
 
-def history(run: list[tuple[int, float, float | None]]) -> list[Saved]:
+def history(run: list[tuple[int, float, float | None]]) -> list[SavedCheckpoint]:
     step, now, saved = 0, 0.0, []
     for steps, seconds, loss in run:
         step, now = step + steps, now + seconds
-        saved.append(Saved(step, now, {"loss": loss} if loss is not None else {}))
+        saved.append(SavedCheckpoint(step, now, {"loss": loss} if loss is not None else {}))
     return saved
 
 
-def steps_after(retention: Retention, saved: list[Saved]) -> list[Saved]:
+def steps_after(retention: Retention, saved: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
     gone = retention.expendable(saved, needed=())
     return [one for one in saved if one.step not in gone]
 
@@ -79,7 +79,7 @@ def test_one_in_so_many_seconds(seconds: float, run: Any) -> None:
 @given(rules, runs)
 def test_pruning_after_each_save_ends_where_pruning_once_does(retention: Retention, run: Any) -> None:
     saved = history(run)
-    left: list[Saved] = []
+    left: list[SavedCheckpoint] = []
     for one in saved:
         left = steps_after(retention, [*left, one])
     once = steps_after(retention, saved)
@@ -104,10 +104,10 @@ def test_order_does_not_matter_and_what_is_needed_stays(
 @given(st.lists(st.integers(0, 6), max_size=30), st.integers(1, 4))
 def test_the_order_is_that_of_the_saves_whatever_the_steps(steps: list[int], keep_last: int) -> None:
     """Runs go back, and other ones begin; a save of a step that is there replaces it."""
-    saved: dict[int, Saved] = {}
+    saved: dict[int, SavedCheckpoint] = {}
     for step in steps:
         newest = max((one.point for one in saved.values()), default=None)
-        saved[step] = Saved(step, branch=branch_for(step, newest))
+        saved[step] = SavedCheckpoint(step, branch=branch_for(step, newest))
         assert newest is None or saved[step].point >= newest
     order = [step for number, step in enumerate(steps) if step not in steps[number + 1 :]]
     assert sorted(saved, key=lambda step: saved[step].point) == order
@@ -135,13 +135,14 @@ def test_a_run_that_never_goes_back_has_one_branch() -> None:
 
 def test_the_best_of_equals_is_the_latest() -> None:
     saved = [
-        Saved(step, step, {"loss": loss}) for step, loss in enumerate([2.0, 1.0, math.nan, 1.0, 3.0, 4.0])
+        SavedCheckpoint(step, step, {"loss": loss})
+        for step, loss in enumerate([2.0, 1.0, math.nan, 1.0, 3.0, 4.0])
     ]
     rule = Retention(keep_last=1, best=("loss", "min"))
     assert rule.expendable(saved, needed=()) == [0, 1, 2, 4]
     assert Retention(keep_last=1, best=("loss", "max")).expendable(saved, needed=()) == [0, 1, 2, 3, 4]
-    later = Saved(1, 9.0, {"loss": 1.0}, branch=1)
-    again = [saved[0], saved[3], later, Saved(2, 10.0, branch=1)]
+    later = SavedCheckpoint(1, 9.0, {"loss": 1.0}, branch=1)
+    again = [saved[0], saved[3], later, SavedCheckpoint(2, 10.0, branch=1)]
     assert rule.expendable(again, needed=()) == [0, 3], "1 was saved after 3"
 
 
