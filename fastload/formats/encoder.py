@@ -15,7 +15,6 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from fastload.errors import OptionError
-from fastload.formats.dtensors import is_dtensor, local_of, with_local
 from fastload.formats.dtypes import NAMES
 from fastload.formats.state import OWN_PREFIX, PerRank, leaves, own_prefix
 from fastload.formats.values import (
@@ -30,6 +29,7 @@ from fastload.formats.values import (
     show_path,
     tensor_name,
 )
+from fastload.geometry.dtensors import is_dtensor, local_of, with_local
 
 __all__ = ["CONTAINERS", "EncodedState", "StateEncoder", "encode_state", "leaf_node"]
 

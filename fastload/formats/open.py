@@ -1,7 +1,7 @@
-"""What is at a path? → its manifest. The one place that knows which formats there are.
+"""Finds out which format a path has, and reads its manifest.
 
-A format is a module of this room that says by the names of files whether a directory is of its kind, and
-reads it.
+A format is a module or package next to this one. It tells by the names of files whether a directory is of its
+kind, and reads it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from fastload.errors import CheckpointNotFound
-from fastload.formats import recorded
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import (
     BIN_INDEX_NAME,
@@ -24,6 +23,7 @@ from fastload.formats.names import (
     metadata_names,
 )
 from fastload.formats.reading import read_bytes
+from fastload.formats.record import is_recorded
 from fastload.formats.safetensors import reader as safetensors
 from fastload.formats.untrusted import show
 from fastload.storage.base import Storage
@@ -36,13 +36,11 @@ class FolderFormat(NamedTuple):
 
     Attributes:
         is_in: Whether a directory with files of these names is one.
-        module: Of this room; its ``read_folder(storage, names)`` reads what is in it.
-        guarded: Whether it takes ``exact``; see `read_manifest`.
+        module: In this package; its ``read_folder(storage, names, exact=…)`` reads what is in it.
     """
 
     is_in: Callable[[Sequence[str]], bool]
     module: str
-    guarded: bool = False
 
 
 class FileFormat(NamedTuple):
@@ -50,25 +48,23 @@ class FileFormat(NamedTuple):
 
     Attributes:
         starts: How they begin.
-        module: Of this room; its ``read_file(storage, name, stat)`` reads what is in one, and its
+        module: In this package; its ``read_file(storage, name, stat, exact=…)`` reads what is in one, and its
             ``header_digest(storage, name, nbytes)`` returns its `FileEntry.header_digest`.
-        guarded: As for `FolderFormat`.
     """
 
     starts: tuple[bytes, ...]
     module: str
-    guarded: bool = False
 
 
 _FOLDER_FORMATS = (  # the first that knows a directory reads it
-    FolderFormat(recorded.is_recorded, "recorded"),
-    FolderFormat(lambda names: bool(metadata_names(names)), "dcp.reader", True),
+    FolderFormat(is_recorded, "record"),
+    FolderFormat(lambda names: bool(metadata_names(names)), "dcp.reader"),
     FolderFormat(safetensors.has_files, "safetensors.reader"),
-    FolderFormat(lambda names: BIN_NAME in names or BIN_INDEX_NAME in names, "torch_save.folder", True),
+    FolderFormat(lambda names: BIN_NAME in names or BIN_INDEX_NAME in names, "torch_save.folder"),
 )
 _FILE_FORMATS = (
-    FileFormat((b"PK\3\4", b"PK\5\6"), "torch_save.zip_file", True),
-    FileFormat((b"\x80\x02\x8a\nl\xfc\x9cF",), "torch_save.legacy_file", True),
+    FileFormat((b"PK\3\4", b"PK\5\6"), "torch_save.zip_file"),
+    FileFormat((b"\x80\x02\x8a\nl\xfc\x9cF",), "torch_save.legacy_file"),
     FileFormat((b"",), "safetensors.reader"),
 )
 _HEAD_BYTES = 8
@@ -118,13 +114,13 @@ def read_manifest(storage: Storage, *, exact: bool = False) -> Manifest:
     if names is not None:
         for kind in _FOLDER_FORMATS:
             if kind.is_in(names):
-                return _module(kind.module).read_folder(storage, names, **_more(kind, exact))  # type: ignore[no-any-return]
+                return _module(kind.module).read_folder(storage, names, exact=exact)  # type: ignore[no-any-return]
         raise CheckpointNotFound(_without_files(storage.url, names))
     stat = storage.stat("")
     if stat is None:
         raise CheckpointNotFound(f"{storage.url}: no such checkpoint")
     single = _file_format(storage, "", stat.nbytes)
-    return _module(single.module).read_file(storage, "", stat, **_more(single, exact))  # type: ignore[no-any-return]
+    return _module(single.module).read_file(storage, "", stat, exact=exact)  # type: ignore[no-any-return]
 
 
 def record_digest(storage: Storage, manifest: Manifest) -> str:
@@ -133,7 +129,7 @@ def record_digest(storage: Storage, manifest: Manifest) -> str:
     Raises:
         StorageError: Storage failed.
     """
-    module = "dcp.reader" if manifest.format == "dcp" else "recorded"
+    module = "dcp.reader" if manifest.format == "dcp" else "record"
     return _module(module).record_digest(storage)  # type: ignore[no-any-return]
 
 
@@ -152,10 +148,6 @@ def _file_format(storage: Storage, name: str, nbytes: int) -> FileFormat:
         return _FILE_FORMATS[-1]
     head = read_bytes(storage, name, 0, min(nbytes, _HEAD_BYTES))
     return next(kind for kind in _FILE_FORMATS if head.startswith(kind.starts))
-
-
-def _more(kind: FolderFormat | FileFormat, exact: bool) -> dict[str, bool]:
-    return {"exact": exact} if kind.guarded else {}
 
 
 def _module(name: str) -> Any:

@@ -355,14 +355,23 @@ def fill_places(structure: Any, values: Sequence[Sequence[Any]]) -> Any:
         structure: As it is encoded on any rank: its places are ``{"PerRank": [name, number]}``.
         values: The nodes of each rank, in the order of the numbers.
     """
-    if type(structure) is list:
-        return [fill_places(child, values) for child in structure]
-    if type(structure) is not dict:
-        return structure
-    if structure.keys() == {"PerRank"}:
-        name, number = structure["PerRank"]
+
+    def filled(place: Any) -> Any:
+        name, number = place
         return {"PerRank": [name, [nodes[number] for nodes in values]]}
-    return {tag: fill_places(payload, values) for tag, payload in structure.items()}
+
+    return _with_replaced(structure, "PerRank", filled)
+
+
+def _with_replaced(node: Any, tag: str, replaced: Callable[[Any], Any]) -> Any:
+    """Returns a structure with other nodes in place of those of one tag, given their payloads."""
+    if type(node) is list:
+        return [_with_replaced(child, tag, replaced) for child in node]
+    if type(node) is not dict:
+        return node
+    if node.keys() == {tag}:
+        return replaced(node[tag])
+    return {other: _with_replaced(payload, tag, replaced) for other, payload in node.items()}
 
 
 @dataclass
@@ -389,27 +398,21 @@ def own_view(structure: Any, rank: int, size: int) -> OwnView:
         ManifestError: It is malformed.
     """
     seen = OwnView()
-    seen.structure = _own(structure, rank, size, seen)
+
+    def own(place: Any) -> Any:
+        name, values = list_of(place)
+        if type(name) is not str or not list_of(values):
+            raise ValueError(f"not a place of the ranks' own values: {show(place)}")
+        if len(values) != size:
+            seen.elsewhere.append((name, len(values)))
+            return NO_VALUE
+        names = [[saved.stored for saved in leaves(value, name)] for value in values]
+        everyone = [stored for each in names for stored in each]
+        seen.together.update((stored, everyone) for stored in names[rank])
+        return values[rank]
+
+    seen.structure = _with_replaced(structure, "PerRank", own)
     return seen
-
-
-def _own(node: Any, rank: int, size: int, seen: OwnView) -> Any:
-    if type(node) is list:
-        return [_own(child, rank, size, seen) for child in node]
-    if type(node) is not dict:
-        return node
-    if node.keys() != {"PerRank"}:
-        return {tag: _own(payload, rank, size, seen) for tag, payload in node.items()}
-    name, values = list_of(node["PerRank"])
-    if type(name) is not str or not list_of(values):
-        raise ValueError(f"not a place of the ranks' own values: {show(node)}")
-    if len(values) != size:
-        seen.elsewhere.append((name, len(values)))
-        return NO_VALUE
-    names = [[saved.stored for saved in leaves(value, name)] for value in values]
-    everyone = [stored for each in names for stored in each]
-    seen.together.update((stored, everyone) for stored in names[rank])
-    return values[rank]
 
 
 def has_gap(node: Any) -> bool:
@@ -438,14 +441,12 @@ def without_refused(structure: Any, found: list[str]) -> Any:
         structure: The structure.
         found: Gets the text of each.
     """
-    if type(structure) is list:
-        return [without_refused(child, found) for child in structure]
-    if type(structure) is not dict:
-        return structure
-    if structure.keys() == {"refused"}:
-        found += structure["refused"]
+
+    def left_out(texts: Any) -> Any:
+        found.extend(texts)
         return NO_VALUE
-    return {tag: without_refused(payload, found) for tag, payload in structure.items()}
+
+    return _with_replaced(structure, "refused", left_out)
 
 
 def raise_refused(url: str, refused: Sequence[str], advice: str = _ADVICE) -> None:

@@ -1,1 +1,1 @@
-"""Byte ranges of files, laid end to end and cut into blocks; rectangles of tensors. Pure."""
+"""Byte ranges of files, laid end to end and cut into blocks; rectangles of tensors, and who holds them."""

@@ -32,8 +32,8 @@ from torch.utils._pytree import tree_leaves
 
 import fastload
 from fastload.errors import OptionError
-from fastload.formats.dtensors import Group, empty_like, is_dtensor, local_parts, with_local
 from fastload.formats.dtypes import torch_spec
+from fastload.geometry.dtensors import Group, empty_like, is_dtensor, local_parts, with_local
 from fastload.loading.outline import GAP, Outline
 
 __all__ = ["Part", "Wanted", "bytes_of", "has_gap", "kept_of", "part_of", "unwrapped"]

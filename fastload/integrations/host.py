@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parameter import is_lazy
 
 from fastload import LoadOptions, OptionError, world
-from fastload.formats.dtensors import is_dtensor
+from fastload.geometry.dtensors import is_dtensor
 
 __all__ = ["is_ours", "live_state", "odd_tensors", "refuse", "require_layout", "state_to_save", "unknown"]
 

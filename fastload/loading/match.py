@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fastload.errors import OptionError
 from fastload.formats.decoder import StateDecoder, decode_state
-from fastload.formats.dtensors import Group
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import OWN_STEM
 from fastload.formats.state import OwnView, SavedTensor, leaves, own_view
+from fastload.geometry.dtensors import Group
 from fastload.loading.mismatch import Renamed, find_renamed, misfit, raise_mismatch
 from fastload.loading.modules import Leaf
 from fastload.loading.optimizers import optimizer_misfits, sharded_state

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from fastload.errors import ManifestError, MismatchError
-from fastload.formats.dtensors import Group, local_of
 from fastload.formats.dtypes import DTYPES, torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.state import SavedTensor
+from fastload.geometry.dtensors import Group, local_of
 from fastload.loading.wants import castable, entry_of, target_dtype
 
 __all__ = ["FOUND_LATE", "Renamed", "find_renamed", "misfit", "overlaps", "raise_mismatch"]

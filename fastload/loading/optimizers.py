@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastload.formats.dtensors import is_dtensor
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.state import SavedTensor, children, leaf
+from fastload.geometry.dtensors import is_dtensor
 from fastload.loading.pairs import Part
 
 __all__ = ["optimizer_misfits", "sharded_state"]

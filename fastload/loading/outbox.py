@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fastload.base.devices import is_accelerator, synchronize
 from fastload.base.memory import allocate, allocate_staging
-from fastload.formats.dtensors import narrowed
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.geometry.box import row_major
+from fastload.geometry.dtensors import narrowed
 from fastload.geometry.extents import Extent, Space, Span
 from fastload.loading.pieces import Sources
 from fastload.loading.place import Destination, Placer

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastload.formats.dtensors import narrowed
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.geometry.box import Box, Runs, row_major, runs_of, strided_runs
+from fastload.geometry.dtensors import narrowed
 from fastload.loading.place import Destination
 
 __all__ = ["Sources"]

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from fastload.base.memory import allocate, byte_view
 from fastload.errors import ManifestError, MismatchError
-from fastload.formats.dtensors import empty_like, is_dtensor, local_of, local_parts
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.state import SavedTensor
 from fastload.geometry.box import Box
+from fastload.geometry.dtensors import empty_like, is_dtensor, local_of, local_parts
 from fastload.loading.pieces import Sources
 from fastload.loading.place import Destination
 

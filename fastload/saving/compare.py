@@ -21,10 +21,10 @@ from torch import Tensor
 from fastload.base.memory import allocate_staging, host_bytes, host_view
 from fastload.comm.world import World
 from fastload.errors import PlanMismatch, ReplicaMismatch
-from fastload.formats.dtensors import is_dtensor
 from fastload.formats.dtypes import DTYPES
 from fastload.formats.state import SavedTensor, children, leaf
 from fastload.formats.values import Attribute, decode_value, show_key, show_path
+from fastload.geometry.dtensors import is_dtensor
 from fastload.saving.layout import Layout, TensorSpec
 from fastload.saving.messages import ShardRange
 from fastload.saving.shard_map import MappedShard, ShardMap

@@ -12,10 +12,10 @@ from torch import Tensor
 from fastload.base.memory import uncollected
 from fastload.comm.world import World, members_of
 from fastload.errors import OptionError
-from fastload.formats.dtensors import BoxesByRank, Group, is_dtensor
 from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.encoder import encode_state
 from fastload.geometry.box import Box
+from fastload.geometry.dtensors import BoxesByRank, Group, is_dtensor
 from fastload.options import SaveOptions
 from fastload.saving.call import SaveCall
 from fastload.saving.compare import StateContent, digest_shards, small_tensors

@@ -22,7 +22,7 @@ from fastload.geometry.box import Box
 from fastload.saving.layout import TensorSpec
 
 if TYPE_CHECKING:
-    from fastload.formats.dtensors import BoxesByRank
+    from fastload.geometry.dtensors import BoxesByRank
 
 __all__ = ["MergedState", "boxes_by_rank", "merge", "pack_boxes", "refuse_merge", "unpack_boxes"]
 

@@ -20,7 +20,7 @@ from fastload.geometry.box import Box, Runs, runs_of
 from fastload.saving.layout import Layout
 
 if TYPE_CHECKING:
-    from fastload.formats.dtensors import BoxesByRank
+    from fastload.geometry.dtensors import BoxesByRank
 
 __all__ = ["MappedShard", "ShardMap", "TensorShards"]
 

@@ -12,8 +12,8 @@ from fastload.base.devices import Streams, accelerators_of, can_pin
 from fastload.base.memory import PAGE_BYTES, allocate_staging, byte_view, copy_flat, round_up, runs
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import ProcessLock
-from fastload.formats.dtensors import local_parts, narrowed
 from fastload.geometry.box import Box
+from fastload.geometry.dtensors import local_parts, narrowed
 from fastload.saving.layout import Layout
 from fastload.saving.messages import ShardMessage, ShardRange
 

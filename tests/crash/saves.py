@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import fastload
 from fastload.errors import CheckpointNotFound, PeerError
-from fastload.formats.dtensors import local_of
+from fastload.geometry.dtensors import local_of
 from tests.crash.tracer import Fault, striking
 from tests.dist.faults import SLACK_S, fastload_threads
 from tests.dist.harness import run_ranks

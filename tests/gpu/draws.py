@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import fastload
-from fastload.formats.dtensors import narrowed
+from fastload.geometry.dtensors import narrowed
 from tests.checkpoints import assert_same_bits
 from tests.dist.test_sharded import emptied, locals_of
 from tests.dist.test_sharded_failures import break_reads

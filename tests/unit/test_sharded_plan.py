@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fastload.formats.dtensors import BoxesByRank
 from fastload.formats.record import checksum
 from fastload.geometry.blocks import num_blocks
 from fastload.geometry.box import Box
+from fastload.geometry.dtensors import BoxesByRank
 from fastload.geometry.placed import placed_boxes, placed_intervals
 from fastload.saving.layout import FileRange, Layout, TensorSpec, lay_out
 from fastload.saving.merge import merge

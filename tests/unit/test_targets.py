@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fastload.formats.dtensors import is_dtensor, local_of, local_parts
 from fastload.geometry.box import Box
+from fastload.geometry.dtensors import is_dtensor, local_of, local_parts
 from fastload.geometry.placed import local_shape, placed_boxes, placed_intervals
 
 

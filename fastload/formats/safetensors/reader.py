@@ -36,8 +36,8 @@ def has_files(listing: Sequence[str]) -> bool:
     return bool(_ending_in((SUFFIX, INDEX_SUFFIX), listing))
 
 
-def read_file(storage: Storage, name: str, stat: FileStat) -> Manifest:
-    """Reads a file as if it were all there is.
+def read_file(storage: Storage, name: str, stat: FileStat, *, exact: bool = True) -> Manifest:
+    """Reads a file as if it were all there is; always exactly.
 
     Raises:
         ManifestError: It is malformed.
@@ -46,8 +46,8 @@ def read_file(storage: Storage, name: str, stat: FileStat) -> Manifest:
     return assemble(storage, {name: stat}, partial(_read_header, storage))
 
 
-def read_folder(storage: Storage, listing: Sequence[str]) -> Manifest:
-    """Reads a directory with an index, or of ``*.safetensors`` files.
+def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True) -> Manifest:
+    """Reads a directory with an index, or of ``*.safetensors`` files; always exactly.
 
     The index wins over other files in the directory; the files it names are taken whole, as transformers
     does: a tensor they hold that the index does not list is loaded all the same. Where two files hold a

@@ -158,32 +158,27 @@ def join_crcs(first: int, second: int, length: int) -> int:
         second: That of the second.
         length: Of the second, in bytes.
     """
-    return _apply(_zeros(length), first) ^ second
-
-
-def _apply(matrix: Sequence[int], vector: int) -> int:
-    total, row = 0, 0
-    while vector:
-        if vector & 1:
-            total ^= matrix[row]
-        vector >>= 1
-        row += 1
-    return total
+    return _product(_power(8 * length), first) ^ second
 
 
 @lru_cache(maxsize=1024)  # tensors are alike
-def _zeros(length: int) -> tuple[int, ...]:
-    """Returns what so many zero bytes do to a checksum, as a matrix over the field of two elements.
+def _power(exponent: int) -> int:
+    """Returns a power of x modulo the polynomial of CRC-32, by repeated squaring.
 
-    Source: M. Adler's ``crc32_combine`` in zlib, by repeated squaring.
+    Source: M. Adler's ``crc32_combine`` in zlib.
     """
-    if length == 0:
-        return tuple(1 << row for row in range(32))
-    if length == 1:
-        bit = (0xEDB88320, *(1 << row for row in range(31)))
-        for _ in range(3):
-            bit = tuple(_apply(bit, row) for row in bit)
-        return bit
-    half = _zeros(length // 2)
-    whole = tuple(_apply(half, row) for row in half)
-    return tuple(_apply(_zeros(1), row) for row in whole) if length % 2 else whole
+    if not exponent:
+        return 1 << 31
+    half = _power(exponent // 2)
+    square = _product(half, half)
+    return _product(square, 1 << 30) if exponent % 2 else square
+
+
+def _product(one: int, other: int) -> int:
+    """Returns the product of two polynomials modulo that of CRC-32; the highest bit is that of x^0."""
+    total = 0
+    for bit in range(31, -1, -1):
+        if other >> bit & 1:
+            total ^= one
+        one = one >> 1 ^ (0xEDB88320 if one & 1 else 0)
+    return total

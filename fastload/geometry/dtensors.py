@@ -1,4 +1,4 @@
-"""What of a tensor this rank holds: the boxes of a DTensor, and the views of its local tensor they are."""
+"""The boxes of a DTensor on this rank and on the others, and views of its local tensor."""
 
 from __future__ import annotations
 
