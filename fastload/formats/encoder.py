@@ -347,7 +347,7 @@ CONTAINERS: dict[type, Callable[[StateEncoder, Any, str], Any]] = {
 }
 
 
-def leaf_node(stored: str, natural: str, kind: str | None, dtype: str | None) -> Any:
+def leaf_node(stored: str, natural: str | None, kind: str | None, dtype: str | None) -> Any:
     """Returns the node of a tensor that is stored under a name, where its own would be another."""
     if stored == natural and kind is None and dtype is None:
         return {}

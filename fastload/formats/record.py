@@ -241,7 +241,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True)
             sizes = f"{stats[file.name].nbytes} bytes, of {file.nbytes} that {RECORD_NAME} records"
             raise ManifestError(f"{url_of(storage, file.name)}: has {sizes}", is_damage=True)
     by_name = {file.name: file for file in record.files}
-    manifest = assemble(storage, stats, lambda name, stat: _read_header(storage, by_name[name]))
+    manifest = assemble(storage, stats, lambda name, _: _read_header(storage, by_name[name]))
     wanted_blocks = [0] * len(record.files)
     for entry in manifest.tensors:
         wanted_blocks[entry.file] += num_blocks(entry.nbytes, record.block_bytes)

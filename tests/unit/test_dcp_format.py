@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import fastload
 from fastload.errors import ManifestError
+from fastload.formats.dcp.nesting import nested
 from fastload.formats.decoder import decode_state
-from fastload.formats.nesting import nested
 from fastload.geometry.box import Box
 from fastload.geometry.tiling import tiling_problem
 from tests.unit.test_pieces import tilings
@@ -124,7 +124,7 @@ BAD: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     "twice": (with_chunks(((0, 0), (4, 6)), ((1, 1), (1, 1))), "overlap"),
     "outside": (with_chunks(((0, 1), (4, 6))), "no box of a tensor of shape"),
     "other shape": (with_chunks(((0, 0), (4, 3)), ((0, 3), (4, 3))), "overlap"),
-    "negative": (negative, "no sizes"),
+    "negative": (negative, "in place of sizes"),
     "huge": (huge, "24 of"),
     "swapped": (swap, "where a tensor of"),
     "lost": (
@@ -152,7 +152,7 @@ def test_metadata_that_contradict_themselves_or_the_files(folder: Path, what: st
 
 @pytest.mark.parametrize(
     ("args", "says"),
-    [(b"K\x04\x94\x85\x94K\x040", "no sizes"), (b"K\x04\x94\x94N0N0", "must be a tuple")],
+    [(b"K\x04\x94\x85\x94K\x040", "in place of sizes"), (b"K\x04\x94\x94N0N0", "must be a tuple")],
 )
 def test_sizes_of_something_that_is_no_tuple(folder: Path, args: bytes, says: str) -> None:
     change(folder, lambda metadata: None)

@@ -216,7 +216,7 @@ METADATA: dict[str, tuple[Callable[[], Metadata], str]] = {
     "one box in many tensors": (one_box_in_many_tensors, REPEATED),
     "sizes in very many dimensions": (
         lambda: metadata_of(dict.fromkeys(VALUES, TensorStorageMetadata(SCALAR, (1,) * 100_000, [])), None),  # type: ignore[arg-type]
-        "no sizes of a tensor",
+        "in place of sizes",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Where in the files of ``torch.distributed.checkpoint`` the data of tensors lie.
+"""Finds the data of tensors in the files of ``torch.distributed.checkpoint``.
 
 Each *item*, a box of a tensor, is a whole file of torch.save within its file: a *head* that says what it is,
 the data, and a directory of both. Items of one kind begin with the same bytes. So of each kind one is looked
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fastload.errors import ManifestError
 from fastload.formats.dcp.metadata import Item
@@ -21,7 +21,7 @@ from fastload.formats.torch_save.zip_file import entries_of, open_archive
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.storage.base import Storage
 
-__all__ = ["Layout", "Wanted", "lay_out", "lay_out_alike", "read_items"]
+__all__ = ["ItemLayout", "TensorItem", "find_layouts", "infer_layouts", "read_items"]
 
 _MAX_HEAD_BYTES = 1 << 20
 _MAX_GAP_BYTES = 16 << 10  # reading that much more takes less than another request
@@ -32,7 +32,7 @@ _NEAR_BYTES = 4 << 10  # read of an item at first: more than most heads
 _FEW_REQUESTS, _MANY_REQUESTS = 8, 32
 
 
-class Wanted(NamedTuple):
+class TensorItem(NamedTuple):
     """A box of a tensor, as the metadata have it.
 
     Attributes:
@@ -53,7 +53,7 @@ class Wanted(NamedTuple):
         return self.dtype, self.sizes, self.item.nbytes
 
 
-class Layout(NamedTuple):
+class ItemLayout(NamedTuple):
     """How an item is laid out.
 
     Attributes:
@@ -67,7 +67,7 @@ class Layout(NamedTuple):
     refused: Any = None
 
 
-def lay_out(storage: Storage, wanted: Sequence[Wanted]) -> list[Layout]:
+def find_layouts(storage: Storage, wanted: Sequence[TensorItem]) -> list[ItemLayout]:
     """Finds out how items are laid out, from the head of each.
 
     Args:
@@ -81,13 +81,9 @@ def lay_out(storage: Storage, wanted: Sequence[Wanted]) -> list[Layout]:
         ManifestError: One is malformed, or is not what the metadata say.
         StorageError: Storage failed.
     """
-    kinds: dict[tuple[str, tuple[int, ...], int], list[Layout]] = {}
     kind_of = [one.kind for one in wanted]
-    firsts = dict(zip(reversed(kind_of), reversed(wanted), strict=True))
-    found = in_threads(lambda one: _look_at(storage, one), list(firsts.values()), _at_once(storage))
-    for kind, layout in zip(firsts, found, strict=True):
-        kinds[kind] = [layout]
-    result: list[Layout | None] = [None] * len(wanted)
+    kinds = {kind: [layout] for kind, layout in _one_of_each(storage, wanted, kind_of).items()}
+    result: list[ItemLayout | None] = [None] * len(wanted)
 
     def compare(index: int, head: bytes) -> None:
         result[index] = next((one for one in kinds[kind_of[index]] if head.startswith(one.head)), None)
@@ -108,7 +104,7 @@ def lay_out(storage: Storage, wanted: Sequence[Wanted]) -> list[Layout]:
     return [layout for layout in result if layout is not None]
 
 
-def lay_out_alike(storage: Storage, wanted: Sequence[Wanted]) -> list[Layout]:
+def infer_layouts(storage: Storage, wanted: Sequence[TensorItem]) -> list[ItemLayout]:
     """Tells how items are laid out, from one of each kind, and of each name if numbers in it do not count.
 
     In one model the tensors of all layers are alike, and so are the parts that ranks have of one tensor. Of
@@ -127,18 +123,29 @@ def lay_out_alike(storage: Storage, wanted: Sequence[Wanted]) -> list[Layout]:
     """
     roles = {one.name: _NUMBERS.sub("0", one.name) for one in wanted}
     kinds = [(roles[one.name], one.kind) for one in wanted]
-    firsts = dict(zip(reversed(kinds), reversed(wanted), strict=True))
-    found = in_threads(lambda one: _look_at(storage, one), list(firsts.values()), _at_once(storage))
-    same: dict[Any, Layout] = {}
+    found = _one_of_each(storage, wanted, kinds)
+    same: dict[Any, ItemLayout] = {}
     layouts = {
         kind: same.setdefault((layout.head, layout.entry), layout) if layout.entry else layout
-        for kind, layout in zip(firsts, found, strict=True)
+        for kind, layout in found.items()
     }
     if all(layout.entry for layout in layouts.values()):
         return [layouts[kind] for kind in kinds]
     refused = [one for one, kind in zip(wanted, kinds, strict=True) if layouts[kind].entry is None]
     looked_at = dict(zip(refused, in_threads(lambda one: _look_at(storage, one), refused), strict=True))
     return [looked_at.get(one) or layouts[kind] for one, kind in zip(wanted, kinds, strict=True)]
+
+
+_Kind = TypeVar("_Kind")
+
+
+def _one_of_each(
+    storage: Storage, wanted: Sequence[TensorItem], kinds: Sequence[_Kind]
+) -> dict[_Kind, ItemLayout]:
+    """Looks at the first item of each kind."""
+    firsts = dict(zip(reversed(kinds), reversed(wanted), strict=True))
+    found = in_threads(lambda one: _look_at(storage, one), list(firsts.values()), _at_once(storage))
+    return dict(zip(firsts, found, strict=True))
 
 
 def read_items(storage: Storage, items: Sequence[Item], take: Callable[[int, bytes], None]) -> None:
@@ -187,7 +194,7 @@ def _end(item: Item) -> int:
     return item.offset + item.nbytes
 
 
-def _look_at(storage: Storage, wanted: Wanted) -> Layout:
+def _look_at(storage: Storage, wanted: TensorItem) -> ItemLayout:
     """Reads all but the data of an item.
 
     Raises:
@@ -205,7 +212,7 @@ def _look_at(storage: Storage, wanted: Wanted) -> Layout:
     state = encode_pickle(archive.pickle, where, budget=MemoryBudget(where, _MAX_HEAD_BYTES))
     entries = entries_of(state.tensors, archive.storages, where, item.nbytes, 0)
     if type(state.structure) is dict and state.structure.keys() == {"refused"}:
-        return Layout(b"", None, state.structure)
+        return ItemLayout(b"", None, state.structure)
     tensor = next(iter(state.tensors.values()), None)
     if len(entries) != 1 or tensor is None or type(state.structure) is not dict:
         raise ManifestError(f"{where}: no tensor, but {show(state.structure)}")
@@ -214,4 +221,4 @@ def _look_at(storage: Storage, wanted: Wanted) -> Layout:
         raise ManifestError(f"{where}: {show(found)}, where a tensor of {show(wanted[2:])} is to be")
     if entries[0].offset > _MAX_HEAD_BYTES:
         raise ManifestError(f"{where}: its data begin only after {entries[0].offset} bytes")
-    return Layout(read(0, entries[0].offset), entries[0])
+    return ItemLayout(read(0, entries[0].offset), entries[0])

@@ -13,18 +13,17 @@ from typing import Any, NamedTuple
 
 from fastload.base.memory import uncollected
 from fastload.errors import ManifestError
-from fastload.formats.torch_save.unpickle import Global, PickledCall, PickledDict, unpickle
-from fastload.formats.untrusted import MAX_INT, MemoryBudget, is_size, is_unicode, show
+from fastload.formats.torch_save.unpickle import Global, PickledCall, PickledDict, sizes_of, unpickle
+from fastload.formats.untrusted import MemoryBudget, is_size, is_unicode, show
 from fastload.formats.values import MAX_DEPTH, num_chars
 from fastload.geometry.box import Box
 from fastload.geometry.tiling import tiling_problem
 
-__all__ = ["Described", "Item", "SavedParts", "describe_metadata", "join_described"]
+__all__ = ["ChunkedTensor", "DcpMetadata", "Item", "join_metadata", "parse_dcp_metadata"]
 
 _METADATA = ("Metadata", "MCoreMetadata")
 _TENSOR, _BYTES = "TensorStorageMetadata", "BytesStorageMetadata"
 _MAX_FIELDS = 64  # of an object; those of torch have five at most
-_MAX_DIMS = 64
 _NODE_BYTES = 300  # of a name, or a key of a path, in the structure
 _ITEM_BYTES, _CHUNK_BYTES = 400, 1000  # of where an item lies, of a box with all that is made of it
 _NUM_TEXTS = 4  # of names at once
@@ -48,7 +47,7 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SavedParts:
+class ChunkedTensor:
     """A tensor, as it was saved: in one part or several.
 
     Attributes:
@@ -63,7 +62,7 @@ class SavedParts:
 
 
 @dataclass(frozen=True)
-class Described:
+class DcpMetadata:
     """What was saved.
 
     Attributes:
@@ -72,13 +71,15 @@ class Described:
         paths: The keys that a flattened name was made of, where that is said.
     """
 
-    tensors: dict[str, SavedParts]
+    tensors: dict[str, ChunkedTensor]
     values: dict[str, Item]
     paths: dict[str, Path]
 
 
 @uncollected
-def describe_metadata(data: bytes, where: str, budget: MemoryBudget, *, in_parts: bool = False) -> Described:
+def parse_dcp_metadata(
+    data: bytes, where: str, budget: MemoryBudget, *, in_parts: bool = False
+) -> DcpMetadata:
     """Reads a ``.metadata`` file.
 
     Args:
@@ -93,7 +94,7 @@ def describe_metadata(data: bytes, where: str, budget: MemoryBudget, *, in_parts
     budget.add_input(len(data))
     fields = _fields(unpickle(data, where), _METADATA, where)
     items = _items(fields.get("storage_data"), where, budget)
-    tensors: dict[str, SavedParts] = {}
+    tensors: dict[str, ChunkedTensor] = {}
     values: dict[str, Item] = {}
     for name, what in _dict(fields.get("state_dict_metadata"), f"{where}: state_dict_metadata").items():
         if not is_unicode(name):
@@ -104,10 +105,10 @@ def describe_metadata(data: bytes, where: str, budget: MemoryBudget, *, in_parts
         else:
             tensors[name] = _tensor(name, what, items, where, budget, in_parts)
     paths = _paths(fields.get("planner_data"), {*tensors, *values}, where, budget)
-    return Described(tensors, values, paths)
+    return DcpMetadata(tensors, values, paths)
 
 
-def join_described(parts: Sequence[Described], where: str) -> Described:
+def join_metadata(parts: Sequence[DcpMetadata], where: str) -> DcpMetadata:
     """Joins what ranks have written each for itself: of what several have, the first is taken.
 
     Raises:
@@ -127,12 +128,12 @@ def join_described(parts: Sequence[Described], where: str) -> Described:
             known = boxes.setdefault(name, {})
             for box, item in tensor.chunks:
                 known.setdefault(box, item)
-    tensors = {name: SavedParts(*specs[name], tuple(known.items())) for name, known in boxes.items()}
+    tensors = {name: ChunkedTensor(*specs[name], tuple(known.items())) for name, known in boxes.items()}
     for name, tensor in tensors.items():
         _check_tiling(name, tensor, where)
         if name in values:
             raise ManifestError(f"{where}: {show(name)} is a tensor, and something else")
-    return Described(tensors, values, paths)
+    return DcpMetadata(tensors, values, paths)
 
 
 def _tensor(
@@ -142,7 +143,7 @@ def _tensor(
     where: str,
     budget: MemoryBudget,
     in_parts: bool,
-) -> SavedParts:
+) -> ChunkedTensor:
     at = f"{where}: {show(name)}"
     fields = _fields(what, (_TENSOR,), at)
     shape = _sizes(fields.get("size"), at)
@@ -155,13 +156,13 @@ def _tensor(
         of_chunk = _fields(chunk, ("ChunkStorageMetadata",), at)
         box = Box(_sizes(of_chunk.get("offsets"), at), _sizes(of_chunk.get("sizes"), at))
         found.append((box, _item(items, name, box.offsets, where)))
-    tensor = SavedParts(_dtype(fields.get("properties"), at), shape, tuple(found))
+    tensor = ChunkedTensor(_dtype(fields.get("properties"), at), shape, tuple(found))
     if not in_parts:
         _check_tiling(name, tensor, where)
     return tensor
 
 
-def _check_tiling(name: str, tensor: SavedParts, where: str) -> None:
+def _check_tiling(name: str, tensor: ChunkedTensor, where: str) -> None:
     if problem := tiling_problem([box for box, _ in tensor.chunks], tensor.shape):
         raise ManifestError(f"{where}: {show(name)}: {problem}")
 
@@ -243,11 +244,7 @@ def _fields(what: Any, names: Sequence[str], where: str) -> dict[str, Any]:
         raise ManifestError(f"{where}: {show(what)} where a {names[0]} is to be")
     if type(what.state) is PickledDict and len(what.state) > 2 * _MAX_FIELDS:
         raise ManifestError(f"{where}: a {names[0]} of {len(what.state) // 2} attributes")
-    return (
-        what.state.by_text(where)
-        if type(what.state) is PickledDict
-        else _dict(what.state, f"{where}: {names[0]}")
-    )
+    return _dict(what.state, where)
 
 
 def _dict(what: Any, where: str) -> dict[str, Any]:
@@ -258,15 +255,7 @@ def _dict(what: Any, where: str) -> dict[str, Any]:
 
 
 def _sizes(what: Any, where: str) -> tuple[int, ...]:
-    """Returns the numbers of a ``torch.Size``."""
-    is_made = (
-        type(what) is PickledCall and what.what.name == "Size" and type(what.args) is tuple and what.args
-    )
-    sizes = what.args[0] if is_made else what
-    if type(sizes) is list:
-        sizes = tuple(sizes)
-    is_sized = type(sizes) is tuple and {int}.issuperset(map(type, sizes))
-    if not is_sized or len(sizes) > _MAX_DIMS or (sizes and not (min(sizes) >= 0 and max(sizes) <= MAX_INT)):
-        raise ManifestError(f"{where}: no sizes of a tensor: {show(sizes)}")
-    found: tuple[int, ...] = sizes
-    return found
+    try:
+        return sizes_of(what)
+    except ValueError as error:
+        raise ManifestError(f"{where}: {error}") from None

@@ -15,11 +15,12 @@ import xxhash
 
 from fastload.base.memory import uncollected
 from fastload.errors import ManifestError
-from fastload.formats.dcp.items import Layout, Wanted, lay_out, lay_out_alike, read_items
-from fastload.formats.dcp.metadata import Described, SavedParts, describe_metadata, join_described
+from fastload.formats.dcp.items import ItemLayout, TensorItem, find_layouts, infer_layouts, read_items
+from fastload.formats.dcp.metadata import ChunkedTensor, DcpMetadata, join_metadata, parse_dcp_metadata
+from fastload.formats.dcp.nesting import nested
+from fastload.formats.encoder import leaf_node
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.names import METADATA_NAME, metadata_names
-from fastload.formats.nesting import nested
 from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
 from fastload.formats.torch_save import zip_file
 from fastload.formats.torch_save.folder import moved
@@ -54,21 +55,21 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     texts = _read_metadata(storage, names)
     where = url_of(storage, names[0])
     budget = MemoryBudget(storage.url)
-    described = _describe(storage, names, texts, budget)
-    stats = _stat_files(storage, described, where)
+    metadata = _parse(storage, names, texts, budget)
+    stats = _stat_files(storage, metadata, where)
     is_megatron = _MEGATRON_NAMES.issubset(listing)
     if is_megatron:
         stats = dict(sorted((stats | stat_all(storage, [_COMMON_NAME])).items()))
     numbers = {name: number for number, name in enumerate(stats)}
     nodes: dict[str, Any] = {}
     wanted = [
-        Wanted(name, item, tensor.dtype, box.sizes)
-        for name, tensor in described.tensors.items()
+        TensorItem(name, item, tensor.dtype, box.sizes)
+        for name, tensor in metadata.tensors.items()
         for box, item in tensor.chunks
     ]
-    layouts = (lay_out if exact else lay_out_alike)(storage, wanted)
-    tensors = _tensors(described, layouts, numbers, nodes)
-    tensors += _values(storage, described, numbers, nodes, budget)
+    layouts = (find_layouts if exact else infer_layouts)(storage, wanted)
+    tensors = _tensors(metadata, layouts, numbers, nodes)
+    tensors += _values(storage, metadata, numbers, nodes, budget)
     heads = {} if exact else {layout.head: None for layout in layouts if layout.entry is not None}
     common: list[Any] = []
     if is_megatron:
@@ -79,8 +80,8 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     if len(set(stored)) < len(stored):
         twice = next(name for name, after in pairwise(sorted(stored)) if name == after)
         raise ManifestError(f"{where}: two tensors are called {show(twice)}")
-    ordered = {name: nodes[name] for part in (described.paths, nodes) for name in part if name in nodes}
-    structure = {"dict": [*common, *nested(ordered, described.paths, where)["dict"]]}
+    ordered = {name: nodes[name] for part in (metadata.paths, nodes) for name in part if name in nodes}
+    structure = {"dict": [*common, *nested(ordered, metadata.paths, where)["dict"]]}
     return Manifest(
         storage.url,
         tuple(FileEntry(name, stat.nbytes, stat.version, "") for name, stat in stats.items()),
@@ -126,27 +127,27 @@ def _digest(texts: Sequence[bytes]) -> str:
     return digest.hexdigest()
 
 
-def _describe(
+def _parse(
     storage: Storage, names: Sequence[str], texts: Sequence[bytes], budget: MemoryBudget
-) -> Described:
+) -> DcpMetadata:
     if len(names) == 1 and names[0] == METADATA_NAME:
-        return describe_metadata(texts[0], url_of(storage, names[0]), budget)
+        return parse_dcp_metadata(texts[0], url_of(storage, names[0]), budget)
     parts = [
-        describe_metadata(text, url_of(storage, name), budget, in_parts=True)
+        parse_dcp_metadata(text, url_of(storage, name), budget, in_parts=True)
         for name, text in zip(names, texts, strict=True)
     ]
-    return join_described(parts, storage.url)
+    return join_metadata(parts, storage.url)
 
 
-def _stat_files(storage: Storage, described: Described, where: str) -> dict[str, FileStat]:
+def _stat_files(storage: Storage, metadata: DcpMetadata, where: str) -> dict[str, FileStat]:
     """Returns what storage says of the files that the metadata name, in name order.
 
     Raises:
         ManifestError: A name is none of a file in this directory, an item is not within its file, or has
             bytes of another.
     """
-    items = [item for tensor in described.tensors.values() for _, item in tensor.chunks]
-    items = sorted([*items, *described.values.values()])
+    items = [item for tensor in metadata.tensors.values() for _, item in tensor.chunks]
+    items = sorted([*items, *metadata.values.values()])
     names = sorted({item.file for item in items})
     for name in names:
         if not is_plain_path(name) or "/" in name:
@@ -164,7 +165,10 @@ def _stat_files(storage: Storage, described: Described, where: str) -> dict[str,
 
 
 def _guards(
-    wanted: Sequence[Wanted], layouts: Sequence[Layout], numbers: Mapping[str, int], heads: Sequence[bytes]
+    wanted: Sequence[TensorItem],
+    layouts: Sequence[ItemLayout],
+    numbers: Mapping[str, int],
+    heads: Sequence[bytes],
 ) -> list[Guard]:
     """Returns what has to stand before the data of items."""
     places = {head: place for place, head in enumerate(heads)}
@@ -176,31 +180,28 @@ def _guards(
 
 
 def _tensors(
-    described: Described, layouts: Sequence[Layout], numbers: Mapping[str, int], nodes: dict[str, Any]
+    metadata: DcpMetadata, layouts: Sequence[ItemLayout], numbers: Mapping[str, int], nodes: dict[str, Any]
 ) -> list[TensorEntry]:
     """Finds the pieces of all tensors; adds what stands for them in the structure."""
     next_layout = iter(layouts)
     found = []
-    for name, tensor in described.tensors.items():
+    for name, tensor in metadata.tensors.items():
         of_tensor = [next(next_layout) for _ in tensor.chunks]
         refused = next((layout.refused for layout in of_tensor if layout.entry is None), None)
         if refused is None and of_tensor:
             found.append(_entry(name, tensor, of_tensor, numbers))
-            refused = _leaf(name, described, tensor.dtype)
+            refused = _leaf(name, metadata, tensor.dtype)
         nodes[name] = refused
     return found
 
 
-def _leaf(name: str, described: Described, dtype: str) -> Any:
-    stands_for = [None, "complex128"] if dtype == "complex128" else []
-    path = described.paths.get(name, (name,))
-    stored = None if ".".join(map(str, path)) == name and name else name
-    fields = [stored, *stands_for]
-    return {} if fields == [None] else {"tensor": fields}
+def _leaf(name: str, metadata: DcpMetadata, dtype: str) -> Any:
+    natural = ".".join(map(str, metadata.paths.get(name, (name,))))
+    return leaf_node(name, natural or None, None, "complex128" if dtype == "complex128" else None)
 
 
 def _entry(
-    name: str, tensor: SavedParts, layouts: Sequence[Layout], numbers: Mapping[str, int]
+    name: str, tensor: ChunkedTensor, layouts: Sequence[ItemLayout], numbers: Mapping[str, int]
 ) -> TensorEntry:
     is_complex128 = tensor.dtype == "complex128"  # which is stored as pairs
     pieces, dtype, nbytes = [], "", 0
@@ -224,13 +225,13 @@ def _entry(
 
 def _values(
     storage: Storage,
-    described: Described,
+    metadata: DcpMetadata,
     numbers: Mapping[str, int],
     nodes: dict[str, Any],
     budget: MemoryBudget,
 ) -> list[TensorEntry]:
     """Reads what is no tensor; adds it to the structure. Returns the tensors that it has in it."""
-    names, items = list(described.values), list(described.values.values())
+    names, items = list(metadata.values), list(metadata.values.values())
     found: list[TensorEntry] = []
 
     def read(index: int, data: bytes) -> None:

@@ -69,20 +69,18 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True)
     return manifest
 
 
-def header_digest(storage: Storage, name: str, file_nbytes: int) -> str:
+def header_digest(storage: Storage, name: str, nbytes: int) -> str:
     """Returns the `FileEntry.header_digest` of a file as it is here; empty if it has no header."""
-    if file_nbytes < LENGTH_BYTES:
+    try:
+        return xxhash.xxh3_128_hexdigest(_read_header(storage, name, nbytes))
+    except ManifestError:
         return ""
-    length = int.from_bytes(read_bytes(storage, name, 0, LENGTH_BYTES), "little")
-    if length > min(MAX_HEADER_BYTES, file_nbytes - LENGTH_BYTES):
-        return ""
-    return xxhash.xxh3_128_hexdigest(read_bytes(storage, name, LENGTH_BYTES, length))
 
 
 def assemble(
     storage: Storage,
     stats: Mapping[str, FileStat],
-    read_header: Callable[[str, FileStat], bytes],
+    read_header: Callable[[str, int], bytes],
     weight_map: Mapping[str, str] | None = None,
 ) -> Manifest:
     """Reads the headers of some files and merges them.
@@ -90,7 +88,7 @@ def assemble(
     Args:
         storage: Where they are.
         stats: What storage says of them, in name order.
-        read_header: Returns the JSON text of a header.
+        read_header: Returns the JSON text of a header, given the name and size of its file.
         weight_map: Of a tensor that several files hold, the file that is meant.
 
     Raises:
@@ -99,7 +97,7 @@ def assemble(
 
     def read(item: tuple[int, tuple[str, FileStat]]) -> tuple[FileEntry, list[TensorEntry], dict[str, str]]:
         number, (name, stat) = item
-        header = read_header(name, stat)
+        header = read_header(name, stat.nbytes)
         tensors, metadata = parse_header(header, stat.nbytes, url_of(storage, name), number)
         digest = xxhash.xxh3_128_hexdigest(header)
         return FileEntry(name, stat.nbytes, stat.version, digest), tensors, metadata
@@ -121,23 +119,23 @@ def assemble(
     return Manifest(storage.url, tuple(files), tuple(tensors), metadata)
 
 
-def _read_header(storage: Storage, name: str, stat: FileStat) -> bytes:
+def _read_header(storage: Storage, name: str, nbytes: int) -> bytes:
     """Reads the JSON text of a header."""
     url = url_of(storage, name)
-    if not stat.nbytes:
+    if not nbytes:
         raise ManifestError(f"{url}: the file is empty")
-    if stat.nbytes < LENGTH_BYTES:
-        raise ManifestError(f"{url}: {stat.nbytes} bytes are too few for a safetensors file")
+    if nbytes < LENGTH_BYTES:
+        raise ManifestError(f"{url}: {nbytes} bytes are too few for a safetensors file")
     prefix = read_bytes(storage, name, 0, LENGTH_BYTES)
     length = int.from_bytes(prefix, "little")
-    limit = min(MAX_HEADER_BYTES, stat.nbytes - LENGTH_BYTES)
+    limit = min(MAX_HEADER_BYTES, nbytes - LENGTH_BYTES)
     if length > limit:
         # Files of other kinds end here.
-        if _is_tar(storage, name, prefix, stat.nbytes):
+        if _is_tar(storage, name, prefix, nbytes):
             raise ManifestError(f"{url}: a tar archive, which fastload does not read")
         raise ManifestError(
             f"{url}: header length of {length} bytes is over the limit of {limit} (file size:"
-            f" {stat.nbytes}); the file starts with {prefix!r}"
+            f" {nbytes}); the file starts with {prefix!r}"
         )
     return read_bytes(storage, name, LENGTH_BYTES, length)
 

@@ -11,12 +11,12 @@ from typing import Any
 import xxhash
 
 from fastload.errors import ManifestError
-from fastload.formats.manifest import FileEntry, Manifest
+from fastload.formats.manifest import Manifest
 from fastload.formats.reading import read_bytes, url_of
 from fastload.formats.torch_save.archive import ZipRecord
 from fastload.formats.torch_save.state import StorageRef, encode_unpickled
 from fastload.formats.torch_save.unpickle import PickledDict, Truncated, persistent_ids, unpickle_first
-from fastload.formats.torch_save.zip_file import entries_of, guards_of
+from fastload.formats.torch_save.zip_file import manifest_of
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.storage.base import FileStat, Storage
 
@@ -66,19 +66,9 @@ def read_file(
         for key, record in storages.items():
             if read_bytes(storage, name, record.header, _LENGTH_BYTES) != record.head:
                 raise ManifestError(f"{where}: storage {show(key)} is not as long as its state says")
-    structure, tensors = encode_unpickled(state, len(head), where, budget=budget)
-    entries = entries_of(tensors, storages, where, stat.nbytes)
-    files = (FileEntry(name, stat.nbytes, stat.version, xxhash.xxh3_128_hexdigest(head)),)
-    guards, heads = ((), ()) if exact else guards_of(storages.values())
-    return Manifest(
-        storage.url,
-        files,
-        tuple(entries),
-        structure=structure,
-        format="torch",
-        guards=guards,
-        heads=heads,
-    )
+            storages[key] = record._replace(head=b"")
+    encoded = encode_unpickled(state, len(head), where, budget=budget)
+    return manifest_of(storage, name, stat, encoded, storages, xxhash.xxh3_128_hexdigest(head))
 
 
 def header_digest(storage: Storage, name: str, nbytes: int) -> str:
@@ -109,23 +99,17 @@ def _read_pickles(storage: Storage, name: str, nbytes: int) -> tuple[list[Any], 
 
 def _locate(state: Any, keys: Any, begin: int, nbytes: int, where: str) -> dict[str, ZipRecord]:
     """Returns where the storages lie: all of them, one after the other, up to the end of the file."""
-    refs = [StorageRef.of(one, where) for one in persistent_ids(state) if _is_storage(one)]
-    lengths = {ref.key: ref.dtype.itemsize for ref in refs}
-    counts = {one[2]: one[4] for one in persistent_ids(state) if _is_storage(one)}
+    ids = [one for one in persistent_ids(state) if type(one) is tuple and one[:1] == ("storage",)]
+    lengths = {ref.key: ref.dtype.itemsize for ref in (StorageRef.of(one, where) for one in ids)}
+    counts = {one[2]: one[4] for one in ids}
     if type(keys) is not list or not all(type(key) is str for key in keys) or {*keys} != {*counts}:
         raise ManifestError(f"{where}: its storages are not those that its state names")
     found, at = {}, begin
     for key in keys:
-        length = counts[key] * lengths[key]
-        found[key] = ZipRecord(
-            key, at, at + _LENGTH_BYTES, length, counts[key].to_bytes(_LENGTH_BYTES, "little")
-        )
+        length, head = counts[key] * lengths[key], counts[key].to_bytes(_LENGTH_BYTES, "little")
+        found[key] = ZipRecord(key, at, at + _LENGTH_BYTES, length, head)
         at += _LENGTH_BYTES + length
     if at != nbytes or len(found) < len(keys):
         there = nbytes - begin
         raise ManifestError(f"{where}: its storages take {at - begin} bytes, of {there} that are there")
     return found
-
-
-def _is_storage(persistent_id: Any) -> bool:
-    return type(persistent_id) is tuple and persistent_id[:1] == ("storage",)

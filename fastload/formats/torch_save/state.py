@@ -26,6 +26,7 @@ from fastload.formats.torch_save.unpickle import (
     PickledCall,
     PickledDict,
     PickledSet,
+    sizes_of,
     unpickle,
 )
 from fastload.formats.untrusted import MemoryBudget, is_size, show
@@ -45,7 +46,6 @@ from fastload.formats.values import (
 __all__ = ["PickledState", "StorageRef", "StoredTensor", "encode_pickle", "encode_unpickled"]
 
 _NOT_LISTED = "it is not on the list of what is read without running it"
-_MAX_DIMS = 64
 _MAX_ARGS = 16
 _MAX_KEY_PARTS = 100
 _NODE_BYTES, _VALUE_BYTES = 550, 128  # of a container or tensor with its node of JSON, of a plain value
@@ -448,7 +448,7 @@ class _PickleEncoder(StateEncoder):
         metadata: Any = None,
         *_: Any,
     ) -> StoredTensor:
-        sizes, steps = _sizes(shape), _sizes(strides)
+        sizes, steps = sizes_of(shape), sizes_of(strides)
         if len(sizes) != len(steps) or not is_size(offset) or (grad is not None and type(grad) is not bool):
             raise ValueError("not offset, shape and strides of a tensor")
         if metadata is not None and any(self._fill({}, _pairs(metadata)).values()):
@@ -502,14 +502,6 @@ def _float(node: Any) -> float:
     return node
 
 
-def _sizes(node: Any) -> tuple[int, ...]:
-    if type(node) is PickledCall and node.what == Global("torch", "Size"):
-        node = node.args[0]
-    if type(node) not in (tuple, list) or len(node) > _MAX_DIMS or not all(map(is_size, node)):
-        raise ValueError(f"{show(node)} in place of sizes")
-    return tuple(node)
-
-
 _PLAIN_KEYS = frozenset({type(None), bool, int, float, str, bytes})
 _MADE_KEYS = frozenset({*_PLAIN_KEYS, torch.dtype, torch.device, torch.Size, complex})
 _TENSOR, _PARAMETER = Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter")
@@ -525,7 +517,7 @@ _CALLS: dict[Global, Callable[..., Any]] = {
     **_REBUILDS,
     Global("torch._tensor", "_rebuild_from_type_v2"): _PickleEncoder._typed,
     Global("torch._utils", "_rebuild_wrapper_subclass"): _PickleEncoder._subclass,
-    Global("torch", "Size"): lambda _, sizes: torch.Size(_sizes(sizes)),
+    Global("torch", "Size"): lambda _, sizes: torch.Size(sizes_of(sizes)),
     Global("torch", "device"): _PickleEncoder._device,
     Global("builtins", "set"): lambda self, members=(): set(self._keys(_plain_list(members))),
     Global("builtins", "frozenset"): lambda self, members=(): frozenset(self._keys(_plain_list(members))),

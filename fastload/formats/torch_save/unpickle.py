@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from fastload.base.memory import uncollected
 from fastload.errors import ManifestError
-from fastload.formats.untrusted import show
+from fastload.formats.untrusted import MAX_INT, show
 
 __all__ = [
     "Global",
@@ -33,12 +33,14 @@ __all__ = [
     "Truncated",
     "persistent_ids",
     "pickled_calls",
+    "sizes_of",
     "unpickle",
     "unpickle_first",
 ]
 
 _MAX_BYTES = 1 << 30
 _MAX_INT_BYTES = 1024  # Python shows integers of 4300 digits at most
+_MAX_DIMS = 64
 _MAX_NUMBER_CHARS = 2 * _MAX_INT_BYTES
 _NAME = re.compile(r"[^\s\x00-\x1f]{1,1000}")
 
@@ -324,6 +326,20 @@ def _translate(data: bytes, start: int) -> tuple[bytes, int]:
     parts.append(data[copied : at + 1])
     translated = b"".join(parts)
     return b"\x95" + len(translated).to_bytes(8, "little") + translated, at + 1
+
+
+def sizes_of(value: Any) -> tuple[int, ...]:
+    """Returns the numbers of a ``torch.Size``, of a tuple or of a list.
+
+    Raises:
+        ValueError: They cannot be sizes or strides of a tensor.
+    """
+    if type(value) is PickledCall and value.what == ("torch", "Size") and value.args:
+        value = value.args[0]
+    is_sized = type(value) in (tuple, list) and {int}.issuperset(map(type, value))  # in C: asked very often
+    if not is_sized or len(value) > _MAX_DIMS or (value and not (min(value) >= 0 and max(value) <= MAX_INT)):
+        raise ValueError(f"{show(value)} in place of sizes of a tensor")
+    return tuple(value)
 
 
 def persistent_ids(value: Any) -> Iterator[Any]:

@@ -5,8 +5,9 @@ A tensor's bytes lie in a record ``data/N``, stored as they are, so that each te
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -17,12 +18,12 @@ from fastload.formats.dtypes import NAMES
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry
 from fastload.formats.reading import read_bytes, url_of
 from fastload.formats.torch_save.archive import ReadRange, ZipDirectory, ZipRecord, read_directory
-from fastload.formats.torch_save.state import StoredTensor, encode_pickle
+from fastload.formats.torch_save.state import PickledState, StoredTensor, encode_pickle
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.geometry.box import Box
 from fastload.storage.base import FileStat, Storage
 
-__all__ = ["Archive", "entries_of", "guards_of", "header_digest", "is_one", "open_archive", "read_file"]
+__all__ = ["Archive", "entries_of", "header_digest", "is_one", "manifest_of", "open_archive", "read_file"]
 
 _MAX_PICKLE_BYTES = 1 << 26  # a hundred times what a large model has; as objects it takes far more
 _NEAR_BYTES = 4096  # of the small records behind the pickle
@@ -72,30 +73,46 @@ def read_file(
     """
     where = url_of(storage, name)
     archive = _open(storage, name, stat.nbytes, exact=exact)
-    structure, tensors = encode_pickle(archive.pickle, f"{where}: data.pkl", budget=budget)
-    entries = entries_of(tensors, archive.storages, where, stat.nbytes)
-    files = (FileEntry(name, stat.nbytes, stat.version, archive.digest),)
-    guards, heads = guards_of(archive.storages.values())
+    state = encode_pickle(archive.pickle, f"{where}: data.pkl", budget=budget)
+    return manifest_of(storage, name, stat, state, archive.storages, archive.digest)
+
+
+def manifest_of(
+    storage: Storage,
+    name: str,
+    stat: FileStat,
+    state: PickledState,
+    storages: Mapping[str, ZipRecord],
+    digest: str,
+) -> Manifest:
+    """Returns the manifest of a file of torch.save.
+
+    Args:
+        storage: Where it is.
+        name: What it is called there.
+        stat: Its size and version.
+        state: The state in it.
+        storages: Where the bytes of each storage lie, by its key.
+        digest: Its `FileEntry.header_digest`.
+
+    Raises:
+        ManifestError: A storage is missing, or too short.
+    """
+    entries = entries_of(state.tensors, storages, url_of(storage, name), stat.nbytes)
+    files = (FileEntry(name, stat.nbytes, stat.version, digest),)
+    guarded = [record for record in storages.values() if record.head and record.nbytes]
+    guarded.sort(key=attrgetter("offset"))
+    guards = tuple(Guard(0, record.offset, number) for number, record in enumerate(guarded))
+    heads = tuple(record.head for record in guarded)
     return Manifest(
         storage.url,
         files,
         tuple(entries),
-        structure=structure,
+        structure=state.structure,
         format="torch",
         guards=guards,
         heads=heads,
     )
-
-
-def guards_of(storages: Iterable[ZipRecord]) -> tuple[tuple[Guard, ...], tuple[bytes, ...]]:
-    """Returns what has to stand before storages that were not looked at."""
-    guarded = sorted((record for record in storages if record.head and record.nbytes), key=_begin)
-    heads = tuple(record.head for record in guarded)
-    return tuple(Guard(0, record.offset, number) for number, record in enumerate(guarded)), heads
-
-
-def _begin(record: ZipRecord) -> int:
-    return record.offset
 
 
 def header_digest(storage: Storage, name: str, nbytes: int) -> str:
