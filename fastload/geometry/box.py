@@ -91,6 +91,8 @@ class Runs(NamedTuple):
 
     def before(self, position: int) -> int:
         """Returns how much of the runs lies before a position."""
+        if not self.steps:
+            return min(max(position - self.start, 0), self.length)
         count, rest, total = 0, position - self.start, self.total
         for turns, distance in self.steps:
             if rest <= 0:

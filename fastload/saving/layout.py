@@ -141,7 +141,7 @@ class Layout:
         for file, begin, end in ranges:
             first = self.first_block(file)
             for _, block in self.blocks.between(file, begin, end):
-                yield block._replace(number=block.number - first)
+                yield Block(block.number - first, *block[1:])
 
     def tail_of(self, written: FileRange) -> FileRange | None:
         """Returns the bytes behind a range that belong to a block which begins in it; None if none do."""

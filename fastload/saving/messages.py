@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain, groupby, pairwise
 from typing import NamedTuple
 
@@ -37,7 +38,8 @@ class ShardRange(NamedTuple):
     end: int
 
 
-class ShardMessage(NamedTuple):
+@dataclass(frozen=True)
+class ShardMessage:
     """The bytes that one rank contributes to a part of a writer's, or to a batch of parts.
 
     Attributes:
@@ -52,7 +54,7 @@ class ShardMessage(NamedTuple):
     number: int
     ranges: tuple[ShardRange, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Length in bytes."""
         return sum(end - begin for _, _, begin, end in self.ranges)
@@ -144,16 +146,21 @@ def plan_messages(
 def positions_in(layout: Layout, part: FileRange, message: ShardMessage) -> list[Runs]:
     """Returns the positions in a part of the bytes of a message, in the order of the message."""
     positions: list[Runs] = []
+    first, last = 0, 0  # of a single run that goes on, as most do
     for number, shard, begin, end in message.ranges:
         offset = layout.space.extents[number].offset - part.begin
-        for runs in shard.runs.cut(begin, end):
-            moved = runs._replace(start=runs.start + offset)
-            last = positions[-1] if positions else None
-            if last is not None and not last.steps and not moved.steps and last.end == moved.start:
-                positions[-1] = last._replace(length=last.length + moved.length)
+        for start, length, steps in shard.runs.cut(begin, end):
+            if not steps and start + offset == last:
+                last += length
+                continue
+            if first < last:
+                positions.append(Runs(first, last - first, ()))
+            first = last = start + offset
+            if steps:
+                positions.append(Runs(first, length, steps))
             else:
-                positions.append(moved)
-    return positions
+                last += length
+    return [*positions, Runs(first, last - first, ())] if first < last else positions
 
 
 def _messages_for(

@@ -13,7 +13,7 @@ from fastload.base.memory import PAGE_BYTES, allocate_staging, byte_view, copy_f
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import ProcessLock
 from fastload.geometry.box import Box
-from fastload.geometry.dtensors import local_parts, narrowed
+from fastload.geometry.dtensors import is_dtensor, local_parts, narrowed
 from fastload.saving.layout import Layout
 from fastload.saving.messages import ShardMessage, ShardRange
 
@@ -140,7 +140,11 @@ class StateReader:
 
     def _view(self, number: int, box: Box) -> Tensor:
         """Returns a box of a tensor, by its number in `Layout.space`."""
-        for held, view in self._parts_of(self._layout.space.extents[number].name):
+        name = self._layout.space.extents[number].name
+        tensor = self._tensors[name]
+        if not is_dtensor(tensor) and box.sizes == tensor.shape:
+            return tensor.detach()
+        for held, view in self._parts_of(name):
             if held == box:
                 return view
             if held.intersect(box) == box:
