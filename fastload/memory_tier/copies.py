@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections import deque
 from collections.abc import Sequence
 from itertools import zip_longest
-from threading import Event
 from typing import NamedTuple
 
 from torch import Tensor
 
-from fastload.base.memory import allocate_staging, host_view
+from fastload.base.memory import host_view
 from fastload.comm.failures import require_left
 from fastload.comm.world import World
 from fastload.memory_tier.groups import CopyPlan
-from fastload.saving.exchange import MessageExchange
+from fastload.saving.exchange import BufferRing, MessageExchange
 from fastload.saving.layout import FileRange
 from fastload.storage.tier_target import TierTarget
 from fastload.transfer.wire import Wire, accept_offers
@@ -24,11 +22,11 @@ from fastload.transfer.wire import Wire, accept_offers
 __all__ = ["send_copies"]
 
 _PLACE = "copied"  # where in the store
-_NUM_LEAVING = 2  # pieces that are on their way at once, to all who get them
-_NUM_COMING = 2  # pieces of each source for which there is memory
+_NUM_OUTGOING = 2  # pieces that are on their way at once, to all who get them
+_NUM_AHEAD = 2  # parts of each source for which there is memory
 
 
-class _Piece(NamedTuple):
+class _Copy(NamedTuple):
     """A range of a file on its way from one host to another."""
 
     sender: int
@@ -82,7 +80,7 @@ def send_copies(
         wire.close(keep=False)
         raise
     own = [
-        _Piece(world.rank, writer, names[file], begin, end)
+        _Copy(world.rank, writer, names[file], begin, end)
         for file, begin, end in pieces
         for writer in copies.targets
     ]
@@ -99,58 +97,44 @@ class _Sending:
     Args:
         world: The ranks.
         wire: To those that it has to do with; closed in the end.
-        target: Where this host's part of the generation is.
-        leaving: What goes to others, in order.
+        target: Where this host's part of the checkpoint is.
+        outgoing: What goes to others, in order.
     """
 
-    def __init__(self, world: World, wire: Wire, target: TierTarget, leaving: Sequence[_Piece]) -> None:
+    def __init__(self, world: World, wire: Wire, target: TierTarget, outgoing: Sequence[_Copy]) -> None:
         self._world = world
         self._target = target
-        largest = max((piece.nbytes for piece in leaving), default=0)
-        self._buffers = [allocate_staging(largest, pinned=False) for _ in range(_NUM_LEAVING)]
-        self._exchange = MessageExchange(world, wire, leaving, self._read, num_buffers=_NUM_LEAVING)
+        self._buffers = BufferRing(_NUM_OUTGOING, [copy.nbytes for copy in outgoing], pinned=False)
+        self._exchange = MessageExchange(world, wire, outgoing, self._read, num_buffers=_NUM_OUTGOING)
 
     def run(self, what: str, sources: Sequence[int], names: Sequence[str]) -> int:
         """Sends and receives all; returns how many bytes have come."""
-        coming = [self._coming(what, source, names) for source in sources]
-        for pieces in coming:
-            self._target.reserve((piece.name, piece.begin, piece.end) for piece in pieces)
+        incoming = [self._copies_of(what, source, names) for source in sources]
+        for copies in incoming:
+            self._target.reserve((copy.name, copy.begin, copy.end) for copy in copies)
         self._exchange.open()
-        memory = [
-            [allocate_staging(max((p.nbytes for p in pieces), default=0), pinned=False) for pieces in coming]
-            for _ in range(_NUM_COMING)
-        ]
-        posted: deque[tuple[Event, list[tuple[_Piece, Tensor]]]] = deque()
-        # One piece of each source at a time, as each source sends one to each of its targets in turn.
-        for number, turn in enumerate(zip_longest(*coming)):
-            if len(posted) == _NUM_COMING:
-                self._keep(*posted.popleft())
-            parts = [
-                (piece, buffer[: piece.nbytes])
-                for piece, buffer in zip(turn, memory[number % _NUM_COMING], strict=True)
-                if piece is not None
-            ]
-            posted.append((self._exchange.expect(parts), parts))
-        while posted:
-            self._keep(*posted.popleft())
+        # One part of each source at a time, as each source sends one to each of its targets in turn.
+        batches = [[copy for copy in batch if copy is not None] for batch in zip_longest(*incoming)]
+        lengths = [sum(copy.nbytes for copy in batch) for batch in batches]
+        buffers = BufferRing(_NUM_AHEAD, lengths, pinned=False)
+        received = self._exchange.receive(batches, buffers, num_ahead=_NUM_AHEAD)
+        for batch, (arrived, data) in zip(batches, received, strict=True):
+            self._exchange.wait(arrived, "copies of other hosts' shares")
+            for copy, content in zip(batch, data, strict=True):
+                self._target.write(copy.name, copy.begin, host_view(content))
         self._exchange.finish()
-        return sum(piece.nbytes for pieces in coming for piece in pieces)
+        return sum(lengths)
 
     def close(self) -> None:
         """Ends it."""
         self._exchange.close()
 
-    def _coming(self, what: str, source: int, names: Sequence[str]) -> list[_Piece]:
+    def _copies_of(self, what: str, source: int, names: Sequence[str]) -> list[_Copy]:
         packed = require_left(what, self._world.take_bytes(what, _PLACE, source, keep=True), source)
         ranges = json.loads(zlib.decompress(packed))
-        return [_Piece(source, self._world.rank, names[file], begin, end) for file, begin, end in ranges]
+        return [_Copy(source, self._world.rank, names[file], begin, end) for file, begin, end in ranges]
 
-    def _keep(self, came: Event, parts: Sequence[tuple[_Piece, Tensor]]) -> None:
-        self._exchange.wait(came, "copies of other hosts' shares")
-        for piece, data in parts:
-            self._target.write(piece.name, piece.begin, host_view(data))
-
-    def _read(self, piece: _Piece, number: int) -> Tensor:
-        data = self._buffers[number][: piece.nbytes]
-        self._target.read(piece.name, piece.begin, host_view(data))
+    def _read(self, copy: _Copy, number: int) -> Tensor:
+        data = self._buffers.get(number)[: copy.nbytes]
+        self._target.read(copy.name, copy.begin, host_view(data))
         return data

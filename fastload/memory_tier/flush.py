@@ -268,11 +268,10 @@ def _write(
     hasher = BlockHasher(layout.blocks_of(ranges))
     receipt = writer.write(share, _Pieces(storage, manifest, names, share.parts), hasher)
     recorded = {file.name: file.checksums for file in manifest.files}
-    for file, stretches in hasher.checksums().items():
-        for first, digests in stretches:
-            begin = first * CHECKSUM_BYTES
-            if recorded[names[file]][begin : begin + len(digests)] != digests:
-                raise ChecksumError(f"{storage.url}/{names[file]}: damaged in memory")
+    for file, first, text in hasher.checksums():
+        digests, begin = bytes.fromhex(text), first * CHECKSUM_BYTES
+        if recorded[names[file]][begin : begin + len(digests)] != digests:
+            raise ChecksumError(f"{storage.url}/{names[file]}: damaged in memory")
     return receipt
 
 

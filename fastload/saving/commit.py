@@ -62,17 +62,16 @@ def _record_own(block_bytes: int, file: LayoutFile, content: bytes) -> RecordedF
 
 
 def _recorded(layout: Layout, receipts: Sequence[WriteReceipt], url: str) -> tuple[RecordedFile, ...]:
+    found = [bytearray() for _ in layout.files]
+    for index, first, digests in sorted(row for receipt in receipts for row in receipt.checksums):
+        if first * CHECKSUM_BYTES == len(found[index]):
+            found[index] += bytes.fromhex(digests)
     files = []
-    for index, file in enumerate(layout.files):
-        stretches = sorted(stretch for each in receipts for stretch in each.checksums.get(index, ()))
-        wanted, sums = layout.first_block(index + 1) - layout.first_block(index), bytearray()
-        for first, digests in stretches:
-            if first * CHECKSUM_BYTES != len(sums):
-                break
-            sums += digests
+    for index, (file, sums) in enumerate(zip(layout.files, found, strict=True)):
+        wanted = layout.first_block(index + 1) - layout.first_block(index)
         if len(sums) != wanted * CHECKSUM_BYTES:
-            found = len(sums) // CHECKSUM_BYTES
-            raise StorageError(f"nobody hashed block {found} of {wanted}", url=f"{url}/{file.name}")
+            missing = len(sums) // CHECKSUM_BYTES
+            raise StorageError(f"nobody hashed block {missing} of {wanted}", url=f"{url}/{file.name}")
         files.append(
             RecordedFile(file.name, file.nbytes, len(file.header), checksum(file.header), bytes(sums))
         )

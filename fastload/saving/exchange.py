@@ -5,9 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -23,14 +23,50 @@ from fastload.saving.snapshot import Snapshot
 from fastload.transfer.rounds import TICK_S, wait_for
 from fastload.transfer.wire import Wire
 
-__all__ = ["MessageExchange", "PartAssembler"]
+__all__ = ["BufferRing", "MessageExchange", "PartAssembler"]
 
 _TAG = 0  # messages for a rank come in the order of its parts at both ends
 _FOR_EVER = timedelta(days=1)  # a message waits for its writer, who may write for hours before
 
 
+class BufferRing:
+    """Some buffers of the same length, used in turn; allocated on first use.
+
+    Args:
+        count: Number of buffers.
+        lengths: Of what goes into them, one at a time, in bytes; the longest one fits.
+        pinned: Page-locks them, for copies from an accelerator.
+
+    Attributes:
+        kind: Equal for rings that may replace each other.
+    """
+
+    def __init__(self, count: int, lengths: Sequence[int], *, pinned: bool) -> None:
+        largest = round_up(max(lengths, default=0), PAGE_BYTES)
+        self.kind = min(count, len(lengths)), largest, pinned
+        self._buffers: dict[int, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the allocated ones, in bytes."""
+        return len(self._buffers) * self.kind[1]
+
+    def get(self, index: int) -> Tensor:
+        """Returns the buffer whose turn it is; its last user has to be done with it."""
+        count, largest, pinned = self.kind
+        turn = index % count
+        if turn not in self._buffers:
+            self._buffers[turn] = allocate_staging(largest, pinned=pinned)
+        return self._buffers[turn]
+
+
 class Sendable(Protocol):
     """A message between two ranks."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        ...
 
     @property
     def sender(self) -> int:
@@ -95,21 +131,49 @@ class MessageExchange(Generic[MessageT]):
         for thread in self._threads:
             thread.start()
 
-    def expect(self, messages: Sequence[tuple[MessageT, Tensor]]) -> threading.Event:
-        """Posts receives of messages, each into its buffer; returns what is set once all have arrived."""
-        arrived = threading.Event()
+    def receive(
+        self, batches: Sequence[Sequence[MessageT]], buffers: BufferRing, *, num_ahead: int
+    ) -> Iterator[tuple[threading.Event, list[Tensor]]]:
+        """Receives batches of messages, in order, some ahead of the one that is asked for.
+
+        Args:
+            batches: The messages of each.
+            buffers: Of `num_ahead`, for a batch each.
+            num_ahead: Batches that are expected at once.
+
+        Yields:
+            For each batch an event to `wait` for, and the bytes of its messages, which are valid until the
+            next batch is asked for.
+
+        Raises:
+            Interrupted: A connection broke.
+        """
+        posted: deque[tuple[threading.Event, list[Tensor]]] = deque()
+        for number in range(len(batches)):
+            for ahead in range(number + len(posted), min(number + num_ahead, len(batches))):
+                posted.append(self._expect(batches[ahead], buffers.get(ahead)))
+            yield posted.popleft()
+
+    def _expect(self, messages: Sequence[MessageT], buffer: Tensor) -> tuple[threading.Event, list[Tensor]]:
+        """Posts receives of messages; returns what is set once all have arrived, and their bytes."""
+        arrived, position = threading.Event(), 0
+        data, receives = [], []
+        for message in messages:
+            data.append(buffer[position : position + message.nbytes])
+            position += message.nbytes
         try:
-            receives = [self._wire.receive(into, message.sender, _TAG) for message, into in messages]
+            for message, into in zip(messages, data, strict=True):
+                receives.append(self._wire.receive(into, message.sender, _TAG))
         except RuntimeError as error:
             raise Interrupted(f"the exchange broke: {error}") from error
         self._expected.put((receives, arrived))
-        return arrived
+        return arrived, data
 
     def wait(self, event: threading.Event, what: str) -> None:
         """Waits for messages.
 
         Args:
-            event: What `expect` returned.
+            event: From `receive`.
             what: They are, for error messages.
 
         Raises:
@@ -209,96 +273,18 @@ def _wait(work: Any) -> None:
     _run(lambda: work.wait(_FOR_EVER))
 
 
-class _BufferRing:
-    """Some buffers of the same length, used in turn; allocated on first use.
-
-    Args:
-        count: Number of buffers.
-        lengths: Of what goes into them, one at a time, in bytes; the longest one fits.
-        pinned: Page-locks them, for copies from an accelerator.
+class _Batch(NamedTuple):
+    """A batch of messages of others.
 
     Attributes:
-        kind: Equal for rings that may replace each other.
+        end: The part behind its last one.
+        arrived: Set once all of them are here.
+        left: By sender, the bytes that were not taken yet.
     """
 
-    def __init__(self, count: int, lengths: Sequence[int], *, pinned: bool) -> None:
-        largest = round_up(max(lengths, default=0), PAGE_BYTES)
-        self.kind = min(count, len(lengths)), largest, pinned
-        self._buffers: dict[int, Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the allocated ones, in bytes."""
-        return len(self._buffers) * self.kind[1]
-
-    def get(self, index: int) -> Tensor:
-        """Returns the buffer whose turn it is; its last user has to be done with it."""
-        count, largest, pinned = self.kind
-        turn = index % count
-        if turn not in self._buffers:
-            self._buffers[turn] = allocate_staging(largest, pinned=pinned)
-        return self._buffers[turn]
-
-
-class _Receiver:
-    """Receives the messages for the parts of this rank, some batches ahead.
-
-    Args:
-        batches: The end of each batch, in parts, and its messages.
-        exchange: Brings them, once it is open.
-        buffers: For a batch each.
-        num_ahead: Batches that are expected at once.
-    """
-
-    def __init__(
-        self,
-        batches: Sequence[tuple[int, Sequence[ShardMessage]]],
-        exchange: MessageExchange[ShardMessage],
-        buffers: _BufferRing,
-        num_ahead: int,
-    ) -> None:
-        self._batches = batches
-        self._exchange = exchange
-        self._buffers = buffers
-        self._num_ahead = num_ahead
-        self._posted: deque[tuple[dict[int, Tensor], threading.Event]] = deque()
-        self._number = -1
-        self._left: dict[int, Tensor] = {}
-        self._arrived = threading.Event()
-
-    def reach(self, part: int) -> None:
-        """Posts receives for a part, and for later ones; the messages of earlier batches may go.
-
-        Raises:
-            Interrupted: A connection broke.
-        """
-        while self._number < 0 or self._batches[self._number][0] <= part:
-            self._number += 1
-            last = min(self._number + self._num_ahead, len(self._batches))
-            for number in range(self._number + len(self._posted), last):
-                self._post(number)
-            self._left, self._arrived = self._posted.popleft()
-
-    def take(self, message: ShardMessage) -> Tensor:
-        """Waits for a message for the part that was reached; those of one rank are taken in order.
-
-        Raises:
-            Interrupted: Another rank failed, or a connection, or it did not come in time.
-        """
-        if not self._arrived.is_set():
-            self._exchange.wait(self._arrived, f"piece {message.number} of this rank")
-        data = self._left[message.sender]
-        self._left[message.sender] = data[message.nbytes :]
-        return data[: message.nbytes]
-
-    def _post(self, number: int) -> None:
-        position = 0
-        expected: list[tuple[ShardMessage, Tensor]] = []
-        for message in self._batches[number][1]:
-            expected.append((message, self._buffers.get(number)[position : position + message.nbytes]))
-            position += message.nbytes
-        arrived = self._exchange.expect(expected)
-        self._posted.append(({message.sender: data for message, data in expected}, arrived))
+    end: int
+    arrived: threading.Event
+    left: dict[int, Tensor]
 
 
 class PartAssembler:
@@ -322,23 +308,19 @@ class PartAssembler:
         self._snapshot = snapshot
         # Kept with the connections, which only a save that ended well leaves to the next one: the first touch
         # of memory takes four times as long as to hash it.
-        self._buffers: dict[str, _BufferRing] = wire.along("buffers", dict) if wire is not None else {}
+        self._buffers: dict[str, BufferRing] = wire.along("buffers", dict) if wire is not None else {}
         messages = plan.messages
         self._reuse("parts", self.depth, [part.nbytes for part in plan.share.parts])
         self._reuse("scratch", 1, [message.nbytes for message in messages.local])
         self._reuse("outgoing", plan.depths.outgoing, [message.nbytes for message in messages.outgoing])
         self._exchange: MessageExchange[ShardMessage] | None = None
-        self._receiver: _Receiver | None = None
+        self._incoming: Iterator[_Batch] = iter(())
+        self._batch: _Batch | None = None
         if wire is not None:
-            num_buffers = plan.depths.outgoing
             self._exchange = MessageExchange(
-                world, wire, messages.outgoing, self._pack, num_buffers=num_buffers
+                world, wire, messages.outgoing, self._pack, num_buffers=plan.depths.outgoing
             )
-            batches = [(batch.stop, messages.incoming(at)) for at, batch in enumerate(messages.batches)]
-            lengths = [sum(message.nbytes for message in of_batch) for _, of_batch in batches]
-            num_ahead = plan.depths.incoming
-            buffers = self._reuse("incoming", num_ahead, lengths)
-            self._receiver = _Receiver(batches, self._exchange, buffers, num_ahead)
+            self._incoming = self._receive(self._exchange)
 
     @property
     def nbytes(self) -> int:
@@ -358,8 +340,8 @@ class PartAssembler:
         """
         layout, part = self._plan.state.layout, self._plan.share.parts[index]
         messages = self._plan.messages.parts[index]
-        if self._receiver is not None:
-            self._receiver.reach(index)
+        while self._exchange is not None and (self._batch is None or self._batch.end <= index):
+            self._batch = next(self._incoming)
         positions = [positions_in(layout, part, message) for message in messages]
         is_own = len(messages) == 1 and messages[0].is_local and messages[0].nbytes == part.nbytes
         if is_own and self._snapshot is not None and _is_one_run(positions[0]):
@@ -370,8 +352,7 @@ class PartAssembler:
             host_view(buffer[: len(header)])[:] = header
         for message, runs in zip(messages, positions, strict=True):
             if not message.is_local:
-                assert self._receiver is not None
-                _scatter(self._receiver.take(message), runs, buffer)
+                _scatter(self._take(message), runs, buffer)
             elif self._snapshot is not None:
                 _scatter(self._snapshot.get(message), runs, buffer)
             elif _is_one_run(runs):
@@ -387,15 +368,37 @@ class PartAssembler:
 
     def close(self) -> None:
         """Ends the exchange, and frees all memory."""
-        exchange, self._exchange, self._receiver = self._exchange, None, None  # which refer to this
+        exchange, self._exchange = self._exchange, None  # which refers to this
         if exchange is not None:
             exchange.close()
+        self._incoming, self._batch = iter(()), None
         self._snapshot = None
         self._buffers = {}
 
-    def _reuse(self, name: str, count: int, lengths: Sequence[int]) -> _BufferRing:
+    def _receive(self, exchange: MessageExchange[ShardMessage]) -> Iterator[_Batch]:
+        """Receives the messages of others, batch by batch."""
+        messages, num_ahead = self._plan.messages, self._plan.depths.incoming
+        batches = [messages.incoming(number) for number in range(len(messages.batches))]
+        lengths = [sum(message.nbytes for message in of_batch) for of_batch in batches]
+        received = exchange.receive(batches, self._reuse("incoming", num_ahead, lengths), num_ahead=num_ahead)
+        for parts, of_batch, (arrived, data) in zip(messages.batches, batches, received, strict=True):
+            senders = [message.sender for message in of_batch]
+            yield _Batch(parts.stop, arrived, dict(zip(senders, data, strict=True)))
+
+    def _take(self, message: ShardMessage) -> Tensor:
+        """Waits for a message for the part that was reached; those of one rank are taken in order."""
+        batch = self._batch
+        assert batch is not None
+        assert self._exchange is not None
+        if not batch.arrived.is_set():
+            self._exchange.wait(batch.arrived, f"piece {message.number} of this rank")
+        data = batch.left[message.sender]
+        batch.left[message.sender] = data[message.nbytes :]
+        return data[: message.nbytes]
+
+    def _reuse(self, name: str, count: int, lengths: Sequence[int]) -> BufferRing:
         """Returns the buffers of the last save if they will do, else new ones."""
-        ring = _BufferRing(count, lengths, pinned=self._plan.state.reader.on_device)
+        ring = BufferRing(count, lengths, pinned=self._plan.state.reader.on_device)
         if name not in self._buffers or self._buffers[name].kind != ring.kind:
             self._buffers[name] = ring
         return self._buffers[name]

@@ -41,8 +41,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-Checksums = dict[int, list[tuple[int, bytes]]]
-"""File → (number of the first block, checksums of it and those that follow it, 8 bytes each)."""
+Checksums = list[tuple[int, int, str]]
+"""File, number of its first block, and checksums of it and those that follow, in hexadecimal."""
 
 _PLACE = "checksums"  # where in the store
 _SHORT_BYTES = 64 << 10  # of all receipts, which go to all ranks
@@ -340,7 +340,7 @@ class BlockHasher:
         self._block = next(self._blocks, None)
         self._begun = xxhash.xxh3_64()
         self._num_begun_bytes = 0
-        self._found: dict[int, list[tuple[int, bytearray]]] = {}
+        self._found: list[tuple[int, int, bytearray]] = []
 
     def feed(self, part: FileRange, data: memoryview) -> None:
         """Takes the next part; bytes of blocks that belong to other ranks are skipped."""
@@ -363,17 +363,15 @@ class BlockHasher:
     def checksums(self) -> Checksums:
         """Returns the checksums, once everything has been fed."""
         assert self._block is None
-        return {
-            file: [(first, bytes(sums)) for first, sums in stretches]
-            for file, stretches in self._found.items()
-        }
+        return [(file, first, sums.hex()) for file, first, sums in self._found]
 
     def _add(self, block: Block, digest: bytes) -> None:
-        stretches = self._found.setdefault(block.file, [])
-        if stretches and stretches[-1][0] + len(stretches[-1][1]) // CHECKSUM_BYTES == block.number:
-            stretches[-1][1].extend(digest)
-        else:
-            stretches.append((block.number, bytearray(digest)))
+        if self._found:
+            file, first, sums = self._found[-1]
+            if file == block.file and first + len(sums) // CHECKSUM_BYTES == block.number:
+                sums.extend(digest)
+                return
+        self._found.append((block.file, block.number, bytearray(digest)))
 
 
 @dataclass(frozen=True)
@@ -390,23 +388,13 @@ class WriteReceipt:
 
     def to_text(self) -> str:
         """Packs it."""
-        sums = {
-            file: [[first, digests.hex()] for first, digests in stretches]
-            for file, stretches in self.checksums.items()
-        }
-        return json.dumps([self.written, sums])
+        return json.dumps([self.written, self.checksums])
 
     @classmethod
     def parse(cls, packed: bytes | str) -> WriteReceipt:
         """Reads what `to_text` returned."""
-        written, sums = json.loads(packed)
-        return cls(
-            written,
-            {
-                int(file): [(first, bytes.fromhex(digests)) for first, digests in stretches]
-                for file, stretches in sums.items()
-            },
-        )
+        written, checksums = json.loads(packed)
+        return cls(written, [(file, first, sums) for file, first, sums in checksums])
 
 
 def _hand_in(world: World, group: WriterGroup, receipt: WriteReceipt, *, what: str) -> str | None:

@@ -292,7 +292,7 @@ def test_what_comes_back(rank: int, world: int, tmp_path: Path) -> None:
 
 STAGES = {
     "copying": (TierTarget, "write"),
-    "sending": (copies._Sending, "_keep"),
+    "sending": (copies._Sending, "_read"),
     "before recording": (JobFolder, "record"),
     "after recording": (JobFolder, "touch"),
 }

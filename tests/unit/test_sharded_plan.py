@@ -146,11 +146,11 @@ def test_every_byte_is_written_once_and_every_block_hashed_once(
                 if index not in share.tails:
                     assert set(written[part.file][part.begin : part.end]) <= {ord("?")}
                     written[part.file][part.begin : part.end] = found
-            for file, stretches in hasher.checksums().items():
-                for first, digests in stretches:
-                    for number in range(len(digests) // 8):
-                        assert (file, first + number) not in sums
-                        sums[file, first + number] = digests[8 * number : 8 * number + 8]
+            for file, first, text in hasher.checksums():
+                digests = bytes.fromhex(text)
+                for number in range(len(digests) // 8):
+                    assert (file, first + number) not in sums
+                    sums[file, first + number] = digests[8 * number : 8 * number + 8]
         assert [bytes(content) for content in written] == files
         assert sums == all_sums(layout, files)
 
