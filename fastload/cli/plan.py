@@ -253,7 +253,7 @@ def _prediction_as_json(prediction: Prediction, floor_s: float) -> dict[str, Any
         "num_rounds": plan.num_rounds,
         "num_turns": plan.num_turns if isinstance(plan, TransferPlan) else 1,
         "depth": plan.depth,
-        "slab_bytes": plan.slab_bytes,
+        "buffer_bytes": plan.buffer_bytes,
         "round_s": prediction.limits,
     }
 

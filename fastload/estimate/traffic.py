@@ -7,14 +7,14 @@ taken to be spread evenly over it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
 from fastload.transfer.route import RoutedPlan
+from fastload.transfer.routing import choose_base, most_hops
 from fastload.transfer.shares import Share
 
 __all__ = ["Column", "columns_of"]
@@ -34,8 +34,8 @@ class Column(NamedTuple):
         rank_through: What a rank receives, or sends, whichever is more.
         rank_packed: What a rank packs to be sent.
         rank_placed: What a rank takes to where it belongs, but what it has read right there.
-        rank_messages: How many parcels a rank receives, or begins to send.
-        way: What goes from host to host one after the other until the last one has a parcel of a round.
+        rank_messages: How many messages a rank receives, or begins to send.
+        way: What goes from host to host one after the other until the last one has a message of a round.
         num_hops: From rank to rank, until the last one has it.
     """
 
@@ -196,70 +196,81 @@ def _flows(plan: RoutedPlan, grid: _Grid, ranks: Iterable[int], ranks_per_host: 
         shares[share.lane].append((share, grid.span(share)))
     lanes = plan.lanes
     for lane, wanted in enumerate(lanes.wanted_bytes):
-        parts = [(group, wanted_bytes / lanes.nbytes[lane]) for group, wanted_bytes in wanted.items()]
-        for group, part in parts:
-            for place, rank in enumerate(group):
-                if rank in flows:
-                    link = _Link(rank, group[place - 1], group[(place + 1) % len(group)], ranks_per_host)
-                    for share, span in shares[lane]:
-                        if share.reader != rank:
-                            link.pass_on(flows[rank], share, span, part, grid)
+        parts = [(_Hosts.of(group, ranks_per_host), wanted[group] / lanes.nbytes[lane]) for group in wanted]
+        for hosts, part in parts:
+            for rank in flows.keys() & set(hosts.group):
+                for share, span in shares[lane]:
+                    if share.reader != rank:
+                        _receive(flows[rank], rank, hosts, share, span, part, grid)
         for share, span in shares[lane]:
             if share.reader in flows:
-                _begin(flows[share.reader], share, span, parts, grid, ranks_per_host)
+                _begin(flows[share.reader], share, span, parts, grid)
     return flows
 
 
-class _Link(NamedTuple):
-    """A rank in the chains of a group: between the one before it and the one after it, around the group."""
+@dataclass(frozen=True)
+class _Hosts:
+    """The hosts of a group, which its messages go around.
 
-    rank: int
-    before: int
-    after: int
+    Attributes:
+        group: The ranks.
+        order: Their hosts, ascending.
+        num_members: How many of the ranks each host has.
+        ranks_per_host: How many ranks, of the group or not, are on a host.
+    """
+
+    group: tuple[int, ...]
+    order: Sequence[int]
+    num_members: Mapping[int, int]
     ranks_per_host: int
 
-    def pass_on(self, flows: _Flows, share: Share, span: _Span, part: float, grid: _Grid) -> None:
-        """Adds what comes to the rank of a share that another one reads, and what it sends on."""
-        reader, nbytes = share.reader, part * (share.end - share.begin)
-        source = reader if _is_between(self.before, reader, self.rank) else self.before
-        is_last = reader == self.after or _is_between(self.rank, reader, self.after)
-        flows.received.add(span, nbytes)
-        flows.placed.add(span, nbytes)
-        flows.messages.add(span, _num_chunks(share, grid))
-        host = self.rank // self.ranks_per_host
-        if source // self.ranks_per_host != host:
-            flows.received_far.add(span, nbytes)
-        if not is_last:
-            flows.sent.add(span, nbytes)
-            if self.after // self.ranks_per_host != host:
-                flows.sent_far.add(span, nbytes)
+    @classmethod
+    def of(cls, group: tuple[int, ...], ranks_per_host: int) -> _Hosts:
+        counts = Counter(rank // ranks_per_host for rank in group)
+        return cls(group, sorted(counts), counts, ranks_per_host)
+
+    def is_last(self, host: int, reader_host: int) -> bool:
+        """Whether messages of a host's ranks come to this one last."""
+        after = self.order[(self.order.index(host) + 1) % len(self.order)]
+        return reader_host == after or _is_between(host, reader_host, after)
+
+
+def _receive(
+    flows: _Flows, rank: int, hosts: _Hosts, share: Share, span: _Span, part: float, grid: _Grid
+) -> None:
+    """Adds what comes to a rank of a share that another one reads, and what it sends on.
+
+    A message enters a host once; the ranks of the group there take turns to receive, and share memory.
+    """
+    nbytes = part * (share.end - share.begin)
+    flows.placed.add(span, nbytes)
+    host, reader_host = rank // hosts.ranks_per_host, share.reader // hosts.ranks_per_host
+    if host == reader_host:
+        return
+    nbytes /= hosts.num_members[host]
+    flows.received.add(span, nbytes)
+    flows.received_far.add(span, nbytes)
+    flows.messages.add(span, _num_chunks(share, grid) / hosts.num_members[host])
+    if not hosts.is_last(host, reader_host):
+        flows.sent.add(span, nbytes)
+        flows.sent_far.add(span, nbytes)
 
 
 def _begin(
-    flows: _Flows,
-    share: Share,
-    span: _Span,
-    groups: Sequence[tuple[tuple[int, ...], float]],
-    grid: _Grid,
-    ranks_per_host: int,
+    flows: _Flows, share: Share, span: _Span, groups: Sequence[tuple[_Hosts, float]], grid: _Grid
 ) -> None:
-    """Adds what a rank reads itself, packs, and sends to the first of each group."""
+    """Adds what a rank reads itself, packs, and sends to the first host of each group."""
     length = share.end - share.begin
     flows.read.add(span, length)
-    for group, part in groups:
+    for hosts, part in groups:
         if part < 1:
             flows.packed.add(span, part * length)
-            if share.reader in group:
+            if share.reader in hosts.group:
                 flows.placed.add(span, part * length)
-        at = bisect_left(group, share.reader)
-        after = group[at % len(group)]
-        if after == share.reader:
-            after = group[(at + 1) % len(group)]
-        if after != share.reader:
+        if any(host != share.reader // hosts.ranks_per_host for host in hosts.order):
             flows.sent.add(span, part * length)
+            flows.sent_far.add(span, part * length)
             flows.messages.add(span, _num_chunks(share, grid))
-            if after // ranks_per_host != share.reader // ranks_per_host:
-                flows.sent_far.add(span, part * length)
 
 
 def _num_chunks(share: Share, grid: _Grid) -> float:
@@ -284,11 +295,10 @@ def _ways(plan: RoutedPlan, grid: _Grid, ranks_per_host: int) -> tuple[list[floa
         spans[share.lane] = [min(first, span.first), max(last, span.last), nbytes]
     for lane, (first, last, nbytes) in spans.items():
         wanted = plan.lanes.wanted_bytes[lane]
-        far = max(
-            (len({rank // ranks_per_host for rank in group}) - 1) * wanted_bytes / plan.lanes.nbytes[lane]
-            for group, wanted_bytes in wanted.items()
-        )
-        most = max(map(len, wanted)) - (len(wanted) == 1)
+        num_hosts = {group: len({rank // ranks_per_host for rank in group}) for group in wanted}
+        far = max((num_hosts[group] - 1) * wanted[group] / plan.lanes.nbytes[lane] for group in wanted)
+        most = max(num_hosts.values())
+        most = most_hops(most, choose_base(most)) + (max(map(len, wanted)) > most)
         for column in range(int(first), int(last) + 1):
             ways[column] = max(ways[column], far * nbytes * grid.num_rounds)
             hops[column] = max(hops[column], most * grid.num_rounds)

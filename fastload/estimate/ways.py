@@ -12,7 +12,7 @@ import torch
 
 from fastload.transfer.grid import dims_of
 from fastload.transfer.plan import TransferPlan
-from fastload.transfer.tree import Trees, choose_base, most_hops
+from fastload.transfer.routing import choose_base, most_hops, num_targets
 
 __all__ = ["Level", "Rates", "Way", "way_of"]
 
@@ -170,16 +170,13 @@ def _most_sent_by_trees(plan: TransferPlan, num_hosts: int, num_locals: int, bas
     if num_hosts == 1:
         return 0.0
     rails, num_rounds = _owners(plan, num_locals)
-    trees = Trees(tuple((host,) for host in range(num_hosts)), base)
-    num_targets = torch.tensor(
-        [len(trees.targets(0, host)) for host in range(num_hosts)], dtype=torch.float64
-    )
+    targets = torch.tensor([num_targets(at, num_hosts, base) for at in range(num_hosts)], dtype=torch.float64)
     read = torch.zeros(num_hosts, dtype=torch.float64)
     for rail in rails:
         for host, count in rail.items():
             read[host] += count
     # Who is how far from whom: a convolution.
-    sent = torch.fft.irfft(torch.fft.rfft(num_targets) * torch.fft.rfft(read), n=num_hosts)
+    sent = torch.fft.irfft(torch.fft.rfft(targets) * torch.fft.rfft(read), n=num_hosts)
     return float(sent.max()) / num_rounds
 
 

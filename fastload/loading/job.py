@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -18,18 +19,16 @@ from fastload.loading.access import Access
 from fastload.loading.match import Match, match
 from fastload.loading.place import Placer
 from fastload.options import LoadOptions
-from fastload.transfer.exchange import backend_of, open_exchange
+from fastload.transfer.buffers import Buffers, Plan
 from fastload.transfer.guards import Guards
+from fastload.transfer.open_transport import backend_of, open_transport
 from fastload.transfer.pipeline import Pipeline, read_threads
 from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.read import ChunkReader
-from fastload.transfer.rounds import Exchange
-from fastload.transfer.slabs import Places, Slabs, SlabsOf
+from fastload.transfer.routing import ring_order
 from fastload.transfer.strategy import Decision, choose_strategy
+from fastload.transfer.transport import Transport
 from fastload.transfer.verify import Verifier, refuse
-
-if TYPE_CHECKING:
-    from fastload.transfer.route import RoutedPlan
 
 __all__ = [
     "Job",
@@ -45,8 +44,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-
-PlanT = TypeVar("PlanT", "TransferPlan", "RoutedPlan")
 
 
 @dataclass(frozen=True)
@@ -178,13 +175,13 @@ class Wish:
         detour = "not all ranks load to devices that one backend connects"
         return replace(self, decision=decision, backend="", detour=detour)
 
-    def why_transport(self, exchange: Exchange) -> str:
-        """Returns why an exchange carries the bytes, for the report."""
-        if exchange.transport == "none":
+    def why_transport(self, transport: Transport) -> str:
+        """Returns why a transport carries the bytes, for the report."""
+        if transport.name == "none":
             return "no rank needs bytes from another one"
         if not self.backend:
             return self.detour
-        if exchange.transport.startswith(self.backend):
+        if transport.name.startswith(self.backend):
             return f"the process group's backend between {self.device.type} devices"
         return "no two ranks want the same bytes, or they form too many groups for communicators of devices"
 
@@ -223,15 +220,15 @@ class Job:
         plan: Who reads what when.
         bytes_wanted: Bytes that any rank wants.
         reader: Reads this rank's chunks.
-        exchange: Takes the chunks to the other ranks.
+        transport: Takes messages to the other ranks.
         pipeline: Moves them.
     """
 
     wish: Wish
-    plan: TransferPlan | RoutedPlan
+    plan: Plan
     bytes_wanted: int
     reader: ChunkReader
-    exchange: Exchange
+    transport: Transport
     pipeline: Pipeline
 
     def close(self) -> None:
@@ -255,14 +252,8 @@ def open_whole(wish: Wish) -> Job:
     is_stream = outbox is not None
     extents = [destination.extent for destination in wish.matched.destinations]
     staging_bytes = options.staging_bytes // (2 if is_stream else 1)  # the rest is the room of the outbox
-    exchange = open_exchange(
-        world,
-        hosts=access.hosts,
-        machines=access.machines,
-        local=decision.alone,
-        device=wish.device,
-        backend=wish.backend,
-    )
+    between_devices = bool(wish.backend) and not decision.alone
+    shares_memory = not between_devices and not decision.alone
     plan = plan_transfer(
         [] if outbox is not None and outbox.is_mapped else extents,
         decision.supply(world.rank),
@@ -270,30 +261,22 @@ def open_whole(wish: Wish) -> Job:
         staging_bytes=staging_bytes,
         chunk_bytes=options.chunk_bytes,
         block_bytes=opened.block_bytes,
-        even_slots=bool(wish.backend) and not decision.alone,
+        even_slots=between_devices,
         contiguous=access.is_mounted and not is_stream,
         hosts=access.hosts,
-        num_sharing=exchange.num_sharing,
+        num_sharing=min(Counter(access.machines).values()) if shares_memory else 1,
     )
     if is_stream:
         plan = plan.deeper(staging_bytes)
-    return open_job(wish, plan, exchange, Slabs, sum(extent.nbytes for extent in extents))
+    return open_job(wish, plan, sum(extent.nbytes for extent in extents))
 
 
-def open_job(
-    wish: Wish,
-    plan: PlanT,
-    exchange: Exchange,
-    lay_slabs: Callable[[PlanT, int, Exchange, Places], SlabsOf[PlanT]],
-    bytes_wanted: int,
-) -> Job:
+def open_job(wish: Wish, plan: Plan, bytes_wanted: int) -> Job:
     """Makes a load ready, from its plan.
 
     Args:
         wish: What this rank wants.
         plan: Who reads what when.
-        exchange: Takes chunks to other ranks.
-        lay_slabs: Makes the slabs of such a plan.
         bytes_wanted: Bytes that any rank wants.
 
     Raises:
@@ -315,9 +298,18 @@ def open_job(
         guards=_guards(access.manifest, in_parts=not isinstance(plan, TransferPlan)),
     )
     placer = wish.matched.outbox or Placer(wish.matched.destinations)
-    slabs = lay_slabs(plan, opened.world.rank, exchange, placer)
-    pipeline = Pipeline(opened.world, plan, reader, exchange, placer, slabs, options.progress)
-    return Job(wish, plan, bytes_wanted, reader, exchange, pipeline)
+    transport = open_transport(
+        opened.world,
+        plan,
+        order=ring_order(access.hosts),
+        machines=access.machines,
+        hosts=access.hosts,
+        device=wish.device,
+        backend="" if wish.decision.alone else wish.backend,
+    )
+    buffers = Buffers(plan, opened.world.rank, transport, placer)
+    pipeline = Pipeline(opened.world, plan, reader, transport, placer, buffers, options.progress)
+    return Job(wish, plan, bytes_wanted, reader, transport, pipeline)
 
 
 def _guards(manifest: Manifest, *, in_parts: bool) -> Guards | None:

@@ -96,11 +96,11 @@ def prepare(opened: Opened, request: Request) -> Job:
             "detour": wish.detour,
             "into": "not given" if request.is_same else "given",
             "dtype": str(wish.dtype),
-            "transport": jobs[0].exchange.transport if jobs else "",
+            "transport": jobs[0].transport.name if jobs else "",
             "names": f"{wish.matched.num_tensors} tensors ({_digest(wanted)})",
             "plan": jobs[0].plan.digest() if is_plain else "",
             "surplus": _digest(wish.matched.surplus) if wish.matched.surplus else "",
-            "offer": jobs[0].exchange.offer() if jobs else None,
+            "offer": jobs[0].transport.offer() if jobs else None,
         }
 
     what = f"preparing to load {opened.access.manifest.url}"
@@ -114,7 +114,7 @@ def prepare(opened: Opened, request: Request) -> Job:
         _raise_unexpected(wish, [answer["surplus"] for answer in kinds])
         if all(answer["plan"] for answer in kinds) and _is_same(kinds, "names", "strategy", "detour"):
             require_same(answers, "transport", "plan")
-            accept_offers(opened.world, what, jobs[0].exchange, [answer["offer"] for answer in answers])
+            accept_offers(opened.world, what, jobs[0].transport, [answer["offer"] for answer in answers])
             return jobs.pop()
     if not _is_same(kinds, "backend", "detour"):
         wish = wish.through_hosts()  # where tensors are differs between ranks, and with it what each decides
@@ -177,8 +177,8 @@ def run(
             url=url,
             strategy=job.wish.decision.strategy,
             why=job.wish.decision.why,
-            transport=job.exchange.transport,
-            why_transport=job.wish.why_transport(job.exchange),
+            transport=job.transport.name,
+            why_transport=job.wish.why_transport(job.transport),
             bytes_wanted=job.bytes_wanted,
             num_tensors=job.wish.matched.num_tensors,
             chunk_bytes=job.plan.chunk_bytes,
@@ -271,6 +271,6 @@ def _report_rank(opened: Opened, passes: Sequence[Job], before: Before) -> RankR
         exchange_s=exchange_s,
         place_s=place_s,
         total_s=total_s,
-        peak_staging_bytes=max(pipeline.slab_bytes for pipeline in pipelines),
+        peak_staging_bytes=max(pipeline.buffer_bytes for pipeline in pipelines),
         retries=access.storage.num_retries - before.retries + sum(job.reader.rereads.total for job in passes),
     )

@@ -16,7 +16,7 @@ from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.geometry.box import row_major
 from fastload.geometry.dtensors import narrowed
-from fastload.geometry.extents import Extent, Space, Span
+from fastload.geometry.extents import Extent, Space
 from fastload.loading.pieces import Sources
 from fastload.loading.place import Destination, Placer
 
@@ -48,7 +48,7 @@ class Outbox:
 
     Bytes are read or received right where they belong as long as the tensors on their way fit into some
     room. Others are placed once it is their turn; what of a round has to wait until the tensors before it
-    were handed out stays in its slab.
+    were handed out stays in its buffer.
 
     Args:
         manifest: The checkpoint.
@@ -125,14 +125,14 @@ class Outbox:
         if is_accelerator(self._device):
             synchronize(self._device)
 
-    def hand_out(self, in_place: Sequence[Span]) -> Iterator[tuple[str, Tensor]]:
+    def hand_out(self, in_place: Sequence[tuple[int, int]]) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors that a round has completed.
 
         Args:
-            in_place: Ranges of what is wanted that came right to where they belong.
+            in_place: (start, length) of what is wanted that came right to where it belongs.
         """
-        for span in in_place:
-            for index, begin, end in self._cut(span.start, span.nbytes):
+        for start, nbytes in in_place:
+            for index, begin, end in self._cut(start, nbytes):
                 self._left[index] -= end - begin
         while True:
             self.settle()

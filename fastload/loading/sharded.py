@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from fastload.base.devices import is_accelerator
 from fastload.base.memory import uncollected
 from fastload.comm.world import require_same
 from fastload.errors import Interrupted
@@ -17,13 +16,9 @@ from fastload.loading.claim import claim_of, exchange_claims, unwanted_by_all
 from fastload.loading.job import Job, Opened, Wish, closing_unused, open_job
 from fastload.loading.match import Match
 from fastload.transfer.claims import Claim, Claims
-from fastload.transfer.exchange import ring_order
 from fastload.transfer.lanes import Lanes
-from fastload.transfer.parcels import ParcelSlabs
-from fastload.transfer.partners import partners
-from fastload.transfer.rounds import Exchange, LocalExchange
 from fastload.transfer.route import RoutedPlan, plan_routes
-from fastload.transfer.routed import RoutedExchange
+from fastload.transfer.routing import ring_order
 from fastload.transfer.wire import accept_offers
 
 __all__ = ["BoxRequest", "prepare", "prepare_rest", "unwanted_by_all"]
@@ -88,13 +83,13 @@ def _agree(wish: Wish, open_it: Callable[[], Job]) -> Job:
     def make() -> dict[str, Any]:
         jobs.append(job := open_it())
         plan = job.plan.digest() if not wish.decision.alone else "each its own"
-        return {"plan": plan, "transport": job.exchange.transport, "offer": job.exchange.offer()}
+        return {"plan": plan, "transport": job.transport.name, "offer": job.transport.offer()}
 
     world, what = wish.opened.world, f"planning to load {wish.opened.access.manifest.url}"
     with closing_unused(jobs):
         answers = world.agree(what, make)
         require_same(answers, "plan", "transport")
-        accept_offers(world, what, jobs[0].exchange, [answer["offer"] for answer in answers])
+        accept_offers(world, what, jobs[0].transport, [answer["offer"] for answer in answers])
         return jobs.pop()
 
 
@@ -107,9 +102,11 @@ def _open_rest(job: Job, unread_from: dict[int, int]) -> Job:
         raise job.pipeline.read_error or Interrupted("no rank is left that can read")
     job.close()
     opened = job.wish.opened
-    # All has been counted as placed: only those who broke know what of it was no good.
-    silent = replace(opened, options=replace(opened.options, progress=None))
-    return _open_plan(replace(job.wish, opened=silent), rest, job.bytes_wanted)
+    progress, placed_bytes = opened.options.progress, job.pipeline.placed_bytes
+    if progress is not None:
+        goes_on = replace(opened.options, progress=lambda now, wanted: progress(placed_bytes + now, wanted))
+        opened = replace(opened, options=goes_on)
+    return open_job(replace(job.wish, opened=opened), rest, job.bytes_wanted)
 
 
 def _claim(wish: Wish) -> Claim:
@@ -126,20 +123,4 @@ def _open(wish: Wish, lanes: Lanes, bytes_wanted: int) -> Job:
         chunk_bytes=opened.options.chunk_bytes,
         holders=opened.access.holders,
     )
-    return _open_plan(wish, plan, bytes_wanted)
-
-
-def _open_plan(wish: Wish, plan: RoutedPlan, bytes_wanted: int) -> Job:
-    return open_job(wish, plan, _exchange(wish, plan), ParcelSlabs, bytes_wanted)
-
-
-def _exchange(wish: Wish, plan: RoutedPlan) -> Exchange:
-    world, pinned = wish.opened.world, is_accelerator(wish.device)
-    if not plan.exchanges:
-        return LocalExchange(pinned=pinned)
-    if wish.backend:
-        from fastload.transfer.device_routed import DeviceRoutedExchange, groups_of
-
-        if groups := groups_of(plan):
-            return DeviceRoutedExchange(world, groups, wish.device, wish.backend)
-    return RoutedExchange(world, partners(plan, world.rank), pinned=pinned)
+    return open_job(wish, plan, bytes_wanted)

@@ -124,7 +124,7 @@ class Sweep:
 
     @property
     def _slab_bytes(self) -> int:
-        return self._plan.largest_slot_bytes(self._world.rank)
+        return self._plan.largest_chunk_bytes(self._world.rank)
 
     def _finish(self, reads: deque[Future[None]], index: int) -> None:
         """Waits for the first read, no longer than all ranks go on."""

@@ -33,13 +33,13 @@ from fastload.storage import PatientStorage
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_copy import LocalCopy
 from fastload.storage.target import new_token
+from fastload.transfer.buffers import Buffers
 from fastload.transfer.demand import Demand, Supply
-from fastload.transfer.exchange import open_members_exchange
+from fastload.transfer.open_transport import open_transport
 from fastload.transfer.pipeline import Pipeline, read_threads
 from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.read import ChunkReader
-from fastload.transfer.rounds import Exchange
-from fastload.transfer.slabs import Slabs
+from fastload.transfer.transport import Transport
 from fastload.transfer.verify import refuse
 from fastload.transfer.wire import accept_offers
 
@@ -213,12 +213,12 @@ class Stage:
             plan, offer = self._plan(inventory, leaders, lack), None
             if leads and lack.runs:
                 self._job = self._open(inventory, leaders, lack, plan)
-                offer = self._job.exchange.offer()
+                offer = self._job.transport.offer()
             return [{"files": inventory.identity, "plan": plan.digest()}, offer]
 
         plans, offers = zip(*world.agree(self._what, prepare), strict=True)
         require_same(plans)
-        accept_offers(world, self._what, self._job.exchange if self._job is not None else None, offers)
+        accept_offers(world, self._what, self._job.transport if self._job is not None else None, offers)
         receipts: list[Mapping[str, Any]] = []
         flush_s: list[float] = []
 
@@ -282,10 +282,10 @@ class Stage:
             check=check,
             num_threads=options.write_threads,
         )
-        exchange = open_members_exchange(world, leaders.all)
-        slabs = Slabs(plan, world.rank, exchange, placer)
-        pipeline = Pipeline(world, plan, reader, exchange, placer, slabs, options.progress)
-        return _Job(storage, reader, check, placer, exchange, pipeline)
+        transport = open_transport(world, plan, order=leaders.all, machines=range(world.size))
+        buffers = Buffers(plan, world.rank, transport, placer)
+        pipeline = Pipeline(world, plan, reader, transport, placer, buffers, options.progress)
+        return _Job(storage, reader, check, placer, transport, pipeline)
 
     def _read_again(self, inventory: Inventory, block: Block, buffer: memoryview) -> None:
         file = at_source(self._access.manifest, inventory.files)[block.file]
@@ -335,7 +335,7 @@ class Stage:
             read_s=read_s,
             exchange_s=exchange_s,
             write_s=job.placer.watch.seconds,
-            peak_staging_bytes=job.pipeline.slab_bytes,
+            peak_staging_bytes=job.pipeline.buffer_bytes,
             retries=own.retries + job.check.rereads.total,
         )
 
@@ -390,5 +390,5 @@ class _Job:
     reader: ChunkReader
     check: BlockCheck
     placer: FilePlacer
-    exchange: Exchange
+    transport: Transport
     pipeline: Pipeline

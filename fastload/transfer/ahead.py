@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
 
 from fastload.base.memory import host_view
 from fastload.base.threads import await_done
+from fastload.transfer.buffers import Buffers, OwnChunk, Plan
 from fastload.transfer.plan import TransferPlan
 from fastload.transfer.read import ChunkReader
-from fastload.transfer.slabs import OwnChunk, Slabs, SlabsOf
-
-if TYPE_CHECKING:
-    from fastload.transfer.route import RoutedPlan
 
 __all__ = ["ReadAhead"]
 
@@ -25,25 +21,23 @@ class ReadAhead:
     Args:
         rank: This one.
         reader: Reads them.
-        slabs: Has the memory for them.
+        buffers: Has the memory for them.
     """
 
-    def __init__(self, rank: int, reader: ChunkReader, slabs: SlabsOf[Any]) -> None:
+    def __init__(self, rank: int, reader: ChunkReader, buffers: Buffers) -> None:
         self._rank = rank
         self._reader = reader
-        self._slabs = slabs
+        self._buffers = buffers
         self._begun: deque[tuple[int, OwnChunk, Future[None]]] = deque()
         self._next = 0
 
-    def read(self, plan: TransferPlan | RoutedPlan, num_done: int) -> None:
+    def read(self, plan: Plan, num_done: int) -> None:
         """Begins to read what may be read, once so many rounds of a plan are over."""
-        if not plan.ahead:
+        if not isinstance(plan, TransferPlan) or not plan.ahead:
             return
-        assert isinstance(plan, TransferPlan), "others read nothing ahead"
-        assert isinstance(self._slabs, Slabs), "those of such a plan"
         end = num_done + plan.ahead
         for index in plan.rounds_of(self._rank, self._next, end):
-            own = self._slabs.lay_own(plan, index)
+            own = self._buffers.lay_own(plan, index)
             if own.nbytes:
                 read = self._reader.submit(own.spans, [host_view(own.data)])
                 self._begun.append((index, own, read))

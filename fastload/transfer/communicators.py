@@ -21,7 +21,7 @@ from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import background, within
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
-from fastload.transfer.rounds import TICK_S, Round
+from fastload.transfer.transport import TICK_S, Round
 
 __all__ = ["Communicators", "Endings"]
 
@@ -39,7 +39,7 @@ class Communicators:
         members: The ranks of each one that this rank is in, in order, by its number. All ranks of it know it
             by the same number, and no others of this number have the same first rank.
         device: This rank's accelerator, with its number.
-        backend: What moves data between the devices, as `exchange.backend_of` names it.
+        backend: What moves data between the devices, as `open_transport.backend_of` names it.
     """
 
     def __init__(
@@ -59,18 +59,18 @@ class Communicators:
         self._made: _Made | None = world.cache.take(self._name)
 
     def offer(self) -> Any:
-        """Says which ones this rank has; see `Exchange.offer`."""
+        """Says which ones this rank has; see `Transport.offer`."""
         draw = secrets.token_hex(8) if self._world.rank == 0 else ""
         return {"token": self._made.token if self._made is not None else "", "draw": draw}
 
     def renew(self) -> None:
-        """Drops those that were kept; see `Exchange.renew`."""
+        """Drops those that were kept; see `Transport.renew`."""
         made, self._made = self._made, None
         if made is not None:
             made.drop()
 
     def accept(self, offers: Sequence[Any]) -> None:
-        """Learns what the others have offered; see `Exchange.accept`."""
+        """Learns what the others have offered; see `Transport.accept`."""
         if self._made is None:
             self._made = _Made(offers[0]["draw"])
 
@@ -149,7 +149,7 @@ def _make_backend(name: str, store: Any, rank: int, size: int, device: torch.dev
     fastload reports the failure itself.
 
     Args:
-        name: The backend, as `exchange.backend_of` returns it.
+        name: The backend, as `open_transport.backend_of` returns it.
         store: Where its members meet; no other communicator uses it.
         rank: This rank's number among the members.
         size: Number of members.

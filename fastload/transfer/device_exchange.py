@@ -1,4 +1,4 @@
-"""The exchange between devices: slabs in their memory, along the lines of a grid of hosts and their ranks."""
+"""The transport between devices for one group of all ranks, along the lines of a grid of hosts and ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from fastload.comm.hosts import Peer
 from fastload.comm.world import World
 from fastload.transfer.communicators import Communicators, Endings
 from fastload.transfer.grid import Grid, Move, is_gather
-from fastload.transfer.rounds import FlatSlab, Round
+from fastload.transfer.message import Message
+from fastload.transfer.routing import Route
+from fastload.transfer.transport import FlatBuffer, Round, Slots
 
 __all__ = ["DeviceExchange", "Lines"]
 
@@ -26,7 +28,7 @@ _NUM_KNOWN = 1024  # windows of readers whose moves are kept
 
 
 class DeviceExchange:
-    """Collectives on device slabs, on streams and communicators of fastload's own.
+    """Collectives on device buffers, on streams and communicators of fastload's own.
 
     Each line of the grid of ranks has a communicator, which is kept for the next loads of the group. The
     group's own communicator is never used: the caller may be in the middle of a collective on it.
@@ -34,17 +36,15 @@ class DeviceExchange:
     Args:
         world: The ranks.
         device: This rank's accelerator, with its number.
-        backend: What moves data between the devices, as `exchange.backend_of` names it.
+        backend: What moves data between the devices, as `open_transport.backend_of` names it.
         hosts: Host of each rank.
     """
 
-    private = True
     shares_memory = False
-    num_sharing = 1
     bytes_in = 0  # nobody counts what the backend takes between hosts
 
     def __init__(self, world: World, device: torch.device, backend: str, hosts: Sequence[str]) -> None:
-        self.transport = backend
+        self.name = backend
         self.device = device
         self.watch = Stopwatch()
         self._rank = world.rank
@@ -59,6 +59,9 @@ class DeviceExchange:
         self._num_started = 0
         self._lines: Lines | None = None
         self._endings = Endings(device, self.watch)
+
+    def route(self, message: Message) -> Route:
+        return Route(self._rank)
 
     def offer(self) -> Any:
         return self._communicators.offer()
@@ -79,18 +82,18 @@ class DeviceExchange:
     def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
         pass
 
-    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[FlatSlab, Tensor | None]:
-        slab = allocate((slab_bytes,), torch.uint8, self.device)
+    def allocate(self, buffer_bytes: int, own_bytes: int) -> tuple[FlatBuffer, Tensor | None]:
+        buffer = allocate((buffer_bytes,), torch.uint8, self.device)
         # Allocated here: a rank that ran out of memory in a round would leave the others alone in it.
         statuses = allocate((len(self._grid.ranks),), torch.uint8, self.device)
         for stream in self._streams:
             # Kernels of the caller's that still use what was freed here come first; and whoever gets the
             # memory next has to wait for what an abandoned load has left on the stream.
             stream.wait_stream(torch.accelerator.current_stream(self.device))
-            slab.record_stream(stream)
+            buffer.record_stream(stream)
             statuses.record_stream(stream)
         self._statuses.append(statuses)
-        return FlatSlab(slab), allocate_staging(own_bytes, pinned=True)
+        return FlatBuffer(buffer), allocate_staging(own_bytes, pinned=True)
 
     def allocate_own(self, nbytes: int) -> Tensor:
         return allocate_staging(nbytes, pinned=True)
@@ -101,18 +104,19 @@ class DeviceExchange:
     def start(self, work: Round) -> None:
         work.began = self.watch.start()
         ended = torch.Event(self.device)
+        assert work.slots is not None, "made for this transport"
         statuses = self._statuses[self._num_started % len(self._statuses)][: len(work.slots.each)]
         self._num_started += 1
         try:
             # What the caller's thread has allocated in inference mode cannot be written in another mode.
             self._last = self._streams[0]
             with torch.inference_mode(), use_stream(self._last):
-                self._bring(work, statuses)
+                self._bring(work.slots, work, statuses)
                 ended.record(self._last)
         except (RuntimeError, MemoryError) as error:
             work.broke(error)
         work.started.set()
-        self._endings.follow(work, ended, partial(_note, work, statuses))
+        self._endings.follow(work, ended, partial(_note, work, tuple(work.slots.each), statuses))
 
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
         pass  # the round is done, so every rank of the lines has sent and received all of it
@@ -120,15 +124,15 @@ class DeviceExchange:
     def close(self) -> None:
         self._communicators.close(keep=self._endings.close())
 
-    def _bring(self, work: Round, statuses: Tensor) -> None:
+    def _bring(self, slots: Slots, work: Round, statuses: Tensor) -> None:
         """Brings chunks, and one status for each reader, to all ranks."""
         assert self._lines is not None
-        owners = tuple(work.slots.each)
+        owners = tuple(slots.each)
         statuses.zero_()
-        if work.own is not None and self._rank in work.slots.each:
-            copy_async(work.own, work.slots.each[self._rank])
+        if work.own is not None:
+            copy_async(work.own, slots.each[self._rank])
             statuses[owners.index(self._rank)].fill_(work.status)
-        self._lines.bring(owners, work.slots.whole, statuses)
+        self._lines.bring(owners, slots.whole, statuses)
 
     @contextmanager
     def _within(self, phase: int) -> Iterator[None]:
@@ -139,14 +143,15 @@ class DeviceExchange:
             yield
 
 
-def _note(work: Round, statuses: Tensor) -> None:
+def _note(work: Round, readers: Sequence[int], statuses: Tensor) -> None:
     """Notes which chunks of a round could not be read.
 
     Args:
         work: The round, which is here.
-        statuses: What each reader says, (readers,), on the device.
+        readers: Those of it.
+        statuses: What each of them says, (readers,), on the device.
     """
-    found = zip(work.slots.each, statuses.tolist(), strict=True)
+    found = zip(readers, statuses.tolist(), strict=True)
     work.statuses = {rank: status for rank, status in found if status}
 
 

@@ -1,4 +1,4 @@
-"""The exchange between devices where ranks want different bytes: parcels among few groups."""
+"""The exchange between devices where ranks want different bytes: messages among few groups."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from fastload.base.stopwatch import Stopwatch
 from fastload.comm.hosts import Peer
 from fastload.comm.world import World
 from fastload.transfer.communicators import Communicators, Endings
-from fastload.transfer.lanes import Ranks
-from fastload.transfer.rounds import FAILED, FlatSlab, Leg, Round
+from fastload.transfer.message import Message, Ranks
 from fastload.transfer.route import RoutedPlan
+from fastload.transfer.routing import Route
+from fastload.transfer.transport import FAILED, Delivery, FlatBuffer, Round
 
 __all__ = ["DeviceRoutedExchange", "groups_of", "handed", "spread"]
 
@@ -29,25 +30,23 @@ _MAX_NUM_GROUPS = 4  # of one rank: each takes a communicator
 
 
 class DeviceRoutedExchange:
-    """Parcels between devices, each from the rank that reads it to a group that wants it.
+    """Messages between devices, each from the rank that reads it to a group that wants it.
 
     Chunks are read into host memory, and packed on the device. A rank that cannot read takes part all the
-    same, and says so when all of them meet after the rounds; see `RoutedExchange`.
+    same, and says so when all of them meet after the rounds; see `HostTransport`.
 
     Args:
         world: The ranks.
         groups: See `groups_of`; not empty.
         device: This rank's accelerator, with its number.
-        backend: What moves data between the devices, as `exchange.backend_of` names it.
+        backend: What moves data between the devices, as `open_transport.backend_of` names it.
     """
 
-    private = True
     shares_memory = False
-    num_sharing = 1
     bytes_in = 0  # nobody counts what the backend takes between hosts
 
     def __init__(self, world: World, groups: Sequence[Ranks], device: torch.device, backend: str) -> None:
-        self.transport = f"{backend} routed"
+        self.name = f"{backend} routed"
         self.device = device
         self.watch = Stopwatch()
         self._rank = world.rank
@@ -57,6 +56,9 @@ class DeviceRoutedExchange:
         self._spreads = Spreads(world.rank, {})
         self._packing, self._moving = torch.Stream(device), torch.Stream(device)
         self._endings = Endings(device, self.watch)
+
+    def route(self, message: Message) -> Route:
+        return Route(self._rank)
 
     def offer(self) -> Any:
         return self._communicators.offer()
@@ -76,11 +78,11 @@ class DeviceRoutedExchange:
     def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
         pass
 
-    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[FlatSlab, Tensor | None]:
-        slab = allocate((slab_bytes,), torch.uint8, self.device)
-        slab.record_stream(self._packing)
-        slab.record_stream(self._moving)
-        return FlatSlab(slab), self.allocate_own(own_bytes)
+    def allocate(self, buffer_bytes: int, own_bytes: int) -> tuple[FlatBuffer, Tensor | None]:
+        buffer = allocate((buffer_bytes,), torch.uint8, self.device)
+        buffer.record_stream(self._packing)
+        buffer.record_stream(self._moving)
+        return FlatBuffer(buffer), self.allocate_own(own_bytes)
 
     def allocate_own(self, nbytes: int) -> Tensor:
         return allocate_staging(nbytes, pinned=True)
@@ -98,10 +100,10 @@ class DeviceRoutedExchange:
         try:
             with self._on(self._moving):
                 self._moving.wait_stream(self._packing)
-                legs = (*work.kept, *work.incoming)
-                for leg in legs:  # some have memory besides the slab
-                    leg.data.record_stream(self._moving)
-                self._spreads.bring(legs)
+                deliveries = (*work.kept, *work.incoming)
+                for each in deliveries:  # some have memory besides the buffer
+                    each.data.record_stream(self._moving)
+                self._spreads.bring(deliveries)
                 ended.record(self._moving)
         except (RuntimeError, MemoryError) as error:
             work.broke(error)
@@ -145,30 +147,37 @@ class Spreads:
         self._groups = groups
         self._everyone = groups[max(groups, key=len)] if groups else None
 
-    def bring(self, legs: Collection[Leg]) -> None:
-        """Brings the parcels of a round to those who want them.
+    def bring(self, deliveries: Collection[Delivery]) -> None:
+        """Brings the messages of a round to those who want them.
 
         Args:
-            legs: All that goes through this rank.
+            deliveries: All that goes through this rank.
         """
-        if found := handed(legs):
-            _at_once(self._everyone, [partial(self._hand, leg) for leg in found])
-        for ranks, found in spread(legs).items():
+        if found := handed(deliveries, self._rank):
+            _at_once(self._everyone, [partial(self._hand, each) for each in found])
+        for ranks, found in spread(deliveries).items():
             group = self._groups[ranks]
-            _at_once(group, [partial(_broadcast, group, leg) for leg in found])
+            _at_once(group, [partial(_broadcast, group, each) for each in found])
 
-    def _hand(self, leg: Leg) -> Any:
+    def _hand(self, each: Delivery) -> Any:
         """The group of all has the ranks' own numbers."""
         assert self._everyone is not None
-        if leg.parcel.hop == 0:
-            return self._everyone.send([leg.data], leg.parcel.first, 0)
-        return self._everyone.recv([leg.data], leg.parcel.reader, 0)
+        if each.message.reader == self._rank:
+            return self._everyone.send([each.data], root_of(each.message), 0)
+        return self._everyone.recv([each.data], each.message.reader, 0)
 
 
-def _broadcast(group: Any, leg: Leg) -> Any:
+def _broadcast(group: Any, each: Delivery) -> Any:
     how = dist.BroadcastOptions()
-    how.rootRank = leg.parcel.ranks.index(leg.parcel.first)
-    return group.broadcast([leg.data], how)
+    how.rootRank = each.message.ranks.index(root_of(each.message))
+    return group.broadcast([each.data], how)
+
+
+def root_of(message: Message) -> int:
+    """Returns the first rank of a group that has a message: the reader, or the one that it is handed to."""
+    if message.reader in message.ranks:
+        return message.reader
+    return message.ranks[message.reader % len(message.ranks)]
 
 
 def _at_once(group: Any, calls: Sequence[Callable[[], Any]]) -> None:
@@ -184,16 +193,16 @@ def _at_once(group: Any, calls: Sequence[Callable[[], Any]]) -> None:
 
 
 def groups_of(plan: RoutedPlan) -> tuple[Ranks, ...]:
-    """Returns the groups that the parcels of a plan go around in, ascending; the same on all ranks.
+    """Returns the groups that the messages of a plan go around in, ascending; the same on all ranks.
 
-    These are the ranks that want the same, and all ranks if some parcel is read by a rank that does not want
+    These are the ranks that want the same, and all ranks if some message is read by a rank that does not want
     it. There are none if no two ranks want the same, if some rank were in too many groups, or if there is no
-    room for chunks in host memory besides slabs on devices.
+    room for chunks in host memory besides buffers on devices.
 
     Args:
         plan: The plan.
     """
-    if plan.slab_bytes + plan.longest_chunk_bytes > plan.staging_bytes:
+    if plan.buffer_bytes + plan.longest_chunk_bytes > plan.staging_bytes:
         return ()
     readers: dict[int, set[int]] = defaultdict(set)
     for share in plan.shares:
@@ -209,29 +218,35 @@ def groups_of(plan: RoutedPlan) -> tuple[Ranks, ...]:
     return tuple(sorted(groups | {tuple(sorted(plan.order))} if is_handed else groups))
 
 
-def handed(legs: Iterable[Leg]) -> list[Leg]:
-    """Returns what this rank hands to, or gets from, a rank that reads but does not want it.
+def handed(deliveries: Iterable[Delivery], rank: int) -> list[Delivery]:
+    """Returns what a rank hands to, or gets from, a rank that reads but does not want it.
 
     In an order that is the same on both of them.
 
     Args:
-        legs: All that goes through this rank in a round.
+        deliveries: All that goes through the rank in a round.
+        rank: The rank.
     """
-    return _in_order(leg for leg in legs if leg.parcel.is_handed and leg.parcel.hop <= 1)
+    return _in_order(
+        each
+        for each in deliveries
+        if each.message.reader not in each.message.ranks
+        and rank in (each.message.reader, root_of(each.message))
+    )
 
 
-def spread(legs: Iterable[Leg]) -> dict[Ranks, list[Leg]]:
-    """Returns what goes around in each group of this rank's; groups, and legs, in one order on all ranks.
+def spread(deliveries: Iterable[Delivery]) -> dict[Ranks, list[Delivery]]:
+    """Returns what is broadcast in each group of a rank's; groups, and messages, in one order on all ranks.
 
     Args:
-        legs: All that goes through this rank in a round.
+        deliveries: All that goes through the rank in a round.
     """
-    found: dict[Ranks, list[Leg]] = {}
-    for leg in _in_order(leg for leg in legs if leg.parcel.is_own and len(leg.parcel.ranks) > 1):
-        found.setdefault(leg.parcel.ranks, []).append(leg)
+    found: dict[Ranks, list[Delivery]] = {}
+    for each in _in_order(each for each in deliveries if each.message.ranges and len(each.message.ranks) > 1):
+        found.setdefault(each.message.ranks, []).append(each)
     return found
 
 
-def _in_order(legs: Iterable[Leg]) -> list[Leg]:
-    # Of one reader, each group has at most one parcel in a round.
-    return sorted(legs, key=lambda leg: (leg.parcel.ranks, leg.parcel.reader))
+def _in_order(deliveries: Iterable[Delivery]) -> list[Delivery]:
+    # Of one reader, each group has at most one message in a round.
+    return sorted(deliveries, key=lambda each: (each.message.ranks, each.message.reader))

@@ -21,11 +21,9 @@ from typing import NamedTuple
 
 from fastload.geometry.extents import HasExtent, Space
 from fastload.transfer.claims import Claims, Part
+from fastload.transfer.message import Ranks
 
-__all__ = ["Lanes", "Ranks", "Segment", "Stretch"]
-
-Ranks = tuple[int, ...]
-"""A group of ranks that want the same bytes, ascending."""
+__all__ = ["Lanes", "Segment", "Stretch"]
 
 _ELEMENT_BYTES = 16  # a multiple of the length of an element of any dtype
 _LONG_RUN_BYTES = 1 << 20  # strided runs of at least that are read one by one, each by who wants it

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 from fastload.base.memory import host_view
 from fastload.base.stopwatch import Stopwatch
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted
-from fastload.geometry.extents import Span
 from fastload.transfer.ahead import ReadAhead
-from fastload.transfer.plan import TransferPlan
+from fastload.transfer.buffers import Arrival, Buffers, Destinations, Plan
 from fastload.transfer.read import ChunkReader
-from fastload.transfer.rounds import UNREADABLE, Arrival, Exchange, Round, wait
-from fastload.transfer.slabs import Places, SlabsOf
 from fastload.transfer.starter import Starter
-
-if TYPE_CHECKING:
-    from fastload.transfer.route import RoutedPlan
+from fastload.transfer.transport import UNREADABLE, Round, Transport, wait
 
 __all__ = ["Pipeline", "read_threads"]
 
 _MAX_READ_THREADS = 8
 
-_Plan: TypeAlias = "TransferPlan | RoutedPlan"
 
-
-def read_threads(num_threads: int | None, plan: _Plan, *, ranks_on_host: int, in_order: bool) -> int:
+def read_threads(num_threads: int | None, plan: Plan, *, ranks_on_host: int, in_order: bool) -> int:
     """Returns how many reads a rank has in flight.
 
     As many as the option says. Else one, if storage wants them in order. Else, with an exchange, what the
@@ -41,7 +32,7 @@ def read_threads(num_threads: int | None, plan: _Plan, *, ranks_on_host: int, in
     if in_order:
         return 1
     if plan.exchanges:
-        return plan.num_reads if isinstance(plan, TransferPlan) else max(1, plan.depth // 2)
+        return plan.num_reads
     fair = 2 * (os.cpu_count() or 1) // ranks_on_host
     return min(plan.depth, max(2, min(fair, _MAX_READ_THREADS)))
 
@@ -50,9 +41,9 @@ class Pipeline:
     """Moves all rounds of a plan through read, exchange and place.
 
     Three parties work at once: the reader's threads read this rank's chunks, one thread hands them to
-    the exchange in plan order, and the caller's thread places what has arrived and posts the next round
-    into the slab that this frees. So at most `plan.depth` rounds are in flight. A chunk that belongs into
-    one piece of host memory is read, received and passed on right there; others go through the slab.
+    the transport in plan order, and the caller's thread places what has arrived and posts the next round
+    into the buffer that this frees. So at most `plan.depth` rounds are in flight. A chunk that belongs into
+    one piece of host memory is read, received and passed on right there; others go through the buffer.
     Where readers take turns, their chunks are read ahead of the rounds in flight.
 
     A rank that cannot read says so beside its chunk, and goes on with the rounds that are in flight: none is
@@ -63,9 +54,9 @@ class Pipeline:
         world: The ranks; a failure outside of the rounds is learned from it.
         plan: What to read in which round.
         reader: Reads this rank's chunks.
-        exchange: Joins the chunks of all ranks.
-        places: Takes them to where they belong.
-        slabs: Those of the plan, the exchange and the places.
+        transport: Brings the messages of each chunk to the ranks that want them.
+        destinations: Where the bytes go.
+        buffers: Those of the plan, the transport and the destinations.
         progress: Called with (bytes placed, bytes wanted).
 
     Attributes:
@@ -77,21 +68,21 @@ class Pipeline:
     def __init__(
         self,
         world: World,
-        plan: _Plan,
+        plan: Plan,
         reader: ChunkReader,
-        exchange: Exchange,
-        places: Places,
-        slabs: SlabsOf[Any],
+        transport: Transport,
+        destinations: Destinations,
+        buffers: Buffers,
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self._world = world
         self._plan = plan
         self._reader = reader
-        self._exchange = exchange
-        self._placing = _Placing(world.rank, places, progress)
-        self._slabs = slabs
-        self._starter = Starter(reader, exchange)
-        self._ahead = ReadAhead(world.rank, reader, slabs)
+        self._transport = transport
+        self._placing = _Placing(world.rank, destinations, progress)
+        self._buffers = buffers
+        self._starter = Starter(reader, transport)
+        self._ahead = ReadAhead(world.rank, reader, buffers)
         self._first_index = 0
         self._num_posted = 0
         self.broken: set[int] = set()
@@ -118,19 +109,24 @@ class Pipeline:
         return self._placing.received_bytes
 
     @property
-    def bytes_in(self) -> int:
-        """Bytes that came in from ranks that share no memory with this one."""
-        return self._exchange.bytes_in
+    def placed_bytes(self) -> int:
+        """Bytes placed, whoever has read them."""
+        return self._placing.placed_bytes
 
     @property
-    def slab_bytes(self) -> int:
-        """Bytes of all slabs; they take no memory if everything is read to where it belongs."""
-        return self._slabs.nbytes
+    def bytes_in(self) -> int:
+        """Bytes that came in from ranks that share no memory with this one."""
+        return self._transport.bytes_in
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all buffers; they take no memory if everything is read to where it belongs."""
+        return self._buffers.nbytes
 
     @property
     def watches(self) -> dict[str, Stopwatch]:
         """The stopwatch of each stage."""
-        return {"read": self._reader.watch, "exchange": self._exchange.watch, "place": self._placing.watch}
+        return {"read": self._reader.watch, "exchange": self._transport.watch, "place": self._placing.watch}
 
     @property
     def num_posted(self) -> int:
@@ -146,22 +142,22 @@ class Pipeline:
         for _ in self.steps():
             pass
 
-    def steps(self) -> Iterator[list[Span]]:
+    def steps(self) -> Iterator[list[tuple[int, int]]]:
         """Does the same round by round; while it pauses, the rounds after that are read and exchanged.
 
         Yields:
-            What of a round has been read or received right where it belongs; the rest of it was placed.
-            Until the next step, its bytes stay in the slab that they were placed from.
+            (start, length) of what of a round has been read or received right where it belongs; the rest of
+            it was placed. Until the next step, its bytes stay in the buffer that they were placed from.
 
         Raises:
             FastloadError: As above.
         """
         if self._plan.num_rounds == 0:
             return
-        self._exchange.connect(give_up=self._world.alarmed)
+        self._transport.connect(give_up=self._world.alarmed)
         self._starter.begin()
         try:
-            plan: _Plan | None = self._plan
+            plan: Plan | None = self._plan
             while plan is not None:
                 plan = yield from self._run_plan(plan)
         except BaseException as error:
@@ -180,14 +176,14 @@ class Pipeline:
         finally:
             self._starter.end()
 
-    def _run_plan(self, plan: _Plan) -> Generator[list[Span], None, _Plan | None]:
+    def _run_plan(self, plan: Plan) -> Generator[list[tuple[int, int]], None, Plan | None]:
         """Runs a plan to its end, or until a reader drops out; then returns the plan of what is left."""
         rounds: deque[Round] = deque()
         lacking: list[tuple[int, int]] = []
         broken: set[int] = set()
         num_posted = 0
         has_ended = False
-        depth = min(self._slabs.depth, plan.ahead or plan.num_rounds)
+        depth = min(self._buffers.depth, plan.ahead or plan.num_rounds)
         for index in range(plan.num_rounds):
             if not broken:
                 self._ahead.read(plan, index)
@@ -199,8 +195,8 @@ class Pipeline:
                 self._num_posted = self._first_index + num_posted
             if not rounds:
                 break
-            unread = self._finish(plan, index, rounds)
-            yield _spans_in_place(plan, index, rounds[0])
+            unread = self._finish(plan, index, rounds[0])
+            yield _ranges_in_place(rounds[0])
             self._recycle(rounds.popleft())
             if plan.in_lockstep:
                 broken.update(unread)
@@ -223,33 +219,34 @@ class Pipeline:
         """Ends the threads. After a failure that may take a moment, so the others are to be told before."""
         self._starter.close(wait_s=self._world.grace_s)
         self._ahead.forget()
-        self._exchange.close()
-        self._slabs.free()
+        self._transport.close()
+        self._buffers.free()
 
-    def _post(self, plan: _Plan, index: int) -> Round:
+    def _post(self, plan: Plan, index: int) -> Round:
         """Makes a round ready to receive, and has this rank's chunk read."""
         number = self._first_index + index
         try:
-            self._exchange.reserve(number, until_s=self._world.patience_s, give_up=self._world.alarmed)
+            self._transport.reserve(number, until_s=self._world.patience_s, give_up=self._is_lost)
         except DeadlineExceeded as late:
             raise Interrupted(str(late)) from None
         own, read = self._ahead.take(index)
-        work = self._slabs.lay_out(plan, index, number, own)
-        self._exchange.post(work)
+        work = self._buffers.lay_out(plan, index, number, own)
+        self._transport.post(work)
         if work.spans and read is None:
             read = self._reader.submit(work.spans, [host_view(buffer) for buffer in work.buffers])
         self._starter.post(work, read)
         return work
 
-    def _finish(self, plan: _Plan, index: int, rounds: Sequence[Round]) -> list[int]:
-        """Places the first round in flight once it is here; returns the readers whose chunks it lacks."""
-        work = rounds[0]
+    def _is_lost(self) -> bool:
+        """Whether some rank failed: also this one in its other threads, since others may wait for it."""
+        return self._world.alarmed() or self._starter.is_lost
+
+    def _finish(self, plan: Plan, index: int, work: Round) -> list[int]:
+        """Places a round once it is here; returns the readers whose chunks it lacks."""
         statuses = self._await(work)
         if lost := [rank for rank, status in statuses.items() if status != UNREADABLE]:
-            if not self._exchange.private:
-                self._end(rounds)
             raise Interrupted(f"round {work.index}: rank {lost[0]} is lost")
-        self._placing.place(work.index, self._slabs.arrivals(plan, index, work), self._slabs.wanted_bytes)
+        self._placing.place(work.index, self._buffers.arrivals(work), self._buffers.wanted_bytes)
         # In the same order on all ranks: what is left is dealt by it.
         return [rank for rank in sorted(statuses) if plan.chunk(index, rank).nbytes]
 
@@ -262,15 +259,6 @@ class Pipeline:
         self._world.moved()
         return work.statuses
 
-    def _end(self, rounds: Sequence[Round]) -> None:
-        """Lets rounds end that every rank has posted.
-
-        A collective that some ranks enter and others do not would meet the next one of the caller's.
-        """
-        with contextlib.suppress(FastloadError):  # there is a cause already
-            for work in rounds:
-                self._await(work)
-
     def _reason(self, work: Round, late: DeadlineExceeded) -> FastloadError:
         """Somebody else's read, or wire, unless this rank has not even handed over its own chunk."""
         overdue = None if work.started.is_set() else self._reader.overdue(at_least_s=0.0)
@@ -280,7 +268,7 @@ class Pipeline:
         # Before others may overwrite what copies to the device still read.
         self._placing.settle()
         try:
-            self._exchange.release(work, until_s=self._world.patience_s, give_up=self._world.alarmed)
+            self._transport.release(work, until_s=self._world.patience_s, give_up=self._world.alarmed)
         except DeadlineExceeded as late:
             raise Interrupted(str(late)) from None
 
@@ -289,14 +277,11 @@ def _never(number: int) -> bool:
     return False
 
 
-def _spans_in_place(plan: _Plan, index: int, work: Round) -> list[Span]:
-    """Returns what of a round came right to where it belongs, in bytes of what is wanted."""
-    if not isinstance(plan, TransferPlan):
-        return []
-    if not work.placed:
-        return []
-    here = [rank for rank in plan.readers_in(index) if rank in work.placed and rank not in work.statuses]
-    return [span for rank in here for span in plan.spans(plan.chunk(index, rank))]
+def _ranges_in_place(work: Round) -> list[tuple[int, int]]:
+    """Returns what of a round came right to where it belongs: (start, length) in what this rank wants."""
+    deliveries = (each for each in (*work.kept, *work.incoming) if each.is_in_place)
+    found = (each.message for each in deliveries if each.message.reader not in work.statuses)
+    return [bounds for message in found for bounds in message.ranges]
 
 
 class _Placing:
@@ -304,19 +289,22 @@ class _Placing:
 
     Args:
         rank: This one.
-        places: Takes it there.
+        destinations: Takes it there.
         progress: Called with (bytes placed, bytes wanted).
 
     Attributes:
         watch: Time spent placing.
-        received_bytes: Bytes placed that other ranks have read.
+        placed_bytes: Bytes placed.
+        received_bytes: Those of them that other ranks have read.
     """
 
-    def __init__(self, rank: int, places: Places, progress: Callable[[int, int], None] | None) -> None:
+    def __init__(
+        self, rank: int, destinations: Destinations, progress: Callable[[int, int], None] | None
+    ) -> None:
         self._rank = rank
-        self._places = places
+        self._destinations = destinations
         self._progress = progress
-        self._placed_bytes = 0
+        self.placed_bytes = 0
         self.watch = Stopwatch()
         self.received_bytes = 0
 
@@ -326,15 +314,15 @@ class _Placing:
             for arrival in arrivals:
                 self._place(arrival)
         if self._progress is not None:
-            self._progress(self._placed_bytes, wanted_bytes)
+            self._progress(self.placed_bytes, wanted_bytes)
 
     def settle(self) -> None:
         """Returns once everything placed so far is where it belongs."""
-        self._places.settle()
+        self._destinations.settle()
 
     def _place(self, arrival: Arrival) -> None:
         for start, data in arrival.pieces:
-            self._places.place(start, data)
-        self._placed_bytes += arrival.nbytes
+            self._destinations.place(start, data)
+        self.placed_bytes += arrival.nbytes
         if arrival.reader != self._rank:
             self.received_bytes += arrival.nbytes

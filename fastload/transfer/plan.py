@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -29,8 +29,10 @@ from typing import ClassVar, NamedTuple
 import xxhash
 
 from fastload.geometry.blocks import Blocks
+from fastload.geometry.box import Runs
 from fastload.geometry.extents import HasExtent, Space, Span, merged
 from fastload.transfer.demand import Demand, Supply
+from fastload.transfer.message import Message, Ranks, joined
 from fastload.transfer.room import Room, choose_sizes, slot_bytes
 from fastload.transfer.windows import Windows
 
@@ -67,7 +69,7 @@ class TransferPlan:
         ahead: Rounds, from the first in flight, that readers read the chunks of; 0 if each chunk is read
             once its round is in flight.
         hosts: Host of each rank; empty if each is on a host of its own.
-        num_sharing: Ranks that have their slabs together.
+        num_sharing: Ranks that have their buffers together.
         in_lockstep: Whether all ranks learn in the same round of a chunk that could not be read.
     """
 
@@ -130,7 +132,7 @@ class TransferPlan:
     def num_reads(self) -> int:
         """How many chunks a reader has to have in flight, if there is an exchange.
 
-        Half of the slabs: while those are read the others are exchanged. Or all that it reads ahead.
+        Half of the buffers: while those are read the others are exchanged. Or all that it reads ahead.
         """
         return max(1, -(-self.ahead // self.num_turns) if self.ahead else self.depth // 2)
 
@@ -174,16 +176,6 @@ class TransferPlan:
         bounds = [self._floor(begin + place * chunk_bytes) for place in range(len(readers) + 1)]
         return {rank: Chunk(a, b - a) for rank, (a, b) in zip(readers, pairwise(bounds), strict=True)}
 
-    def whole(self, round_index: int) -> Chunk | None:
-        """Returns all chunks of a round as one, if they follow each other and fill their slots."""
-        chunk_bytes = self.chunk_bytes_of(round_index)
-        if self.blocks is not None or self.contiguous or chunk_bytes != slot_bytes(chunk_bytes):
-            return None
-        lap, turn = divmod(round_index, self.num_turns)
-        first, last = self.windows.first(turn), self.windows.first(turn + 1)
-        start, end = self._bound(lap, first), self._bound(lap, last)
-        return Chunk(start, end - start) if end - start == chunk_bytes * (last - first) else None
-
     @cached_property
     def _share_bytes(self) -> int:
         """What each reader reads in all, before bounds are moved to blocks; the last one may read less."""
@@ -209,7 +201,7 @@ class TransferPlan:
         return position - wanted + self.blocks.floor(wanted)  # an extent begins with a block
 
     def slot_sizes(self, round_index: int, chunks: Mapping[int, Chunk]) -> dict[int, int]:
-        """Returns how much of a slab the chunk of each reader takes in a round: whole pages.
+        """Returns how much of a buffer the chunk of each reader takes in a round: whole pages.
 
         Args:
             round_index: Which round.
@@ -221,19 +213,19 @@ class TransferPlan:
             return dict.fromkeys(chunks, slot_bytes(max(chunk.nbytes for chunk in chunks.values())))
         return {rank: slot_bytes(chunk.nbytes) for rank, chunk in chunks.items()}
 
-    def largest_slot_bytes(self, rank: int) -> int:
-        """Returns how much of a slab a rank's chunk takes at most."""
+    def largest_chunk_bytes(self, rank: int) -> int:
+        """Returns how much of a buffer a rank's chunk takes at most."""
         is_reader = rank in self.windows.turn_of
         return slot_bytes(self.chunk_bytes + self._longest_block_bytes) if is_reader else 0
 
     @property
-    def slab_bytes(self) -> int:
+    def buffer_bytes(self) -> int:
         """Size of a buffer that holds a whole round; the ranks that share it have it once."""
         return self._room.nbytes(self.chunk_bytes)
 
     @property
     def staged_bytes(self) -> int:
-        """The most that one rank needs for its part of all slabs, and for what it reads ahead."""
+        """The most that one rank needs for its part of all buffers, and for what it reads ahead."""
         own = -(-self.ahead // self.num_turns) * slot_bytes(self.chunk_bytes + self._longest_block_bytes)
         return self.depth * self._room.part_bytes(self.chunk_bytes) + own
 
@@ -266,7 +258,7 @@ class TransferPlan:
             num_posted: Rounds that are over; those after them have not begun, and are dealt anew.
 
         Returns:
-            A plan that needs no larger slabs than this one, or None if no reader is left.
+            A plan that needs no larger buffers than this one, or None if no reader is left.
         """
         supply = self.supply.without(broken)
         if supply is None:
@@ -296,10 +288,33 @@ class TransferPlan:
         """Returns the same plan with as many reads ahead as fit, and are of use, if nothing is exchanged.
 
         Args:
-            staging_bytes: Most bytes for all slabs.
+            staging_bytes: Most bytes for all buffers.
         """
         fitting = staging_bytes // self._room.part_bytes(self.chunk_bytes)
         return self if self.exchanges else replace(self, depth=max(self.depth, min(fitting, _MOST_AHEAD)))
+
+    def depth_within(self, round_bytes: int) -> int:
+        """Returns how many rounds may be in flight that take so many bytes of a rank: sizes allow for it."""
+        return self.depth
+
+    def lap(self, round_index: int) -> int:
+        """Returns which lap a round is in."""
+        return round_index // self.num_turns
+
+    def view(self, rank: int) -> TransferView:
+        """Returns the plan as one rank sees it."""
+        return TransferView(self, rank)
+
+    @property
+    def groups(self) -> Collection[Ranks]:
+        """The groups of ranks that want the same bytes."""
+        return [self.demand.ranks]
+
+    def pairs(self, rank: int) -> Iterator[tuple[int, Ranks]]:
+        """Yields (reader, group) of all messages that a rank has to do with."""
+        for reader in self.readers:
+            if rank == reader or rank in self.demand.ranks:
+                yield reader, self.demand.ranks
 
     def digest(self) -> str:
         """xxh3-128 of the plan, for comparison between ranks."""
@@ -310,6 +325,51 @@ class TransferPlan:
         order = self.windows.order if self.windows.order != self.readers else ()
         text = json.dumps([self.extents, ranks, self.chunk_bytes, self.depth, blocks, *shape, order])
         return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+class TransferView:
+    """A plan as one rank sees it: each chunk is one message to all that want the bytes.
+
+    Args:
+        plan: The plan.
+        rank: The rank.
+
+    Attributes:
+        wanted_bytes: Bytes that the plan is about.
+    """
+
+    def __init__(self, plan: TransferPlan, rank: int) -> None:
+        self.wanted_bytes = plan.total_bytes
+        self._plan = plan
+        self._rank = rank
+        self._is_wanted = rank in plan.demand.ranks
+
+    def readers(self, index: int) -> Collection[int]:
+        """Returns who may read a chunk in a round."""
+        return self._plan.readers_in(index)
+
+    def reads(self, index: int) -> list[Span]:
+        """Returns what the rank reads in a round."""
+        return self._plan.spans(self._plan.chunk(index, self._rank))
+
+    def outgoing(self, index: int) -> list[Message]:
+        """Returns the message of what the rank reads in a round, if it reads anything."""
+        return self._messages({self._rank: self._plan.chunk(index, self._rank)})
+
+    def incoming(self, index: int) -> list[Message]:
+        """Returns the messages for the rank of what others read in a round."""
+        chunks = self._plan.chunks(index) if self._is_wanted else {}
+        return self._messages({reader: chunk for reader, chunk in chunks.items() if reader != self._rank})
+
+    def _messages(self, chunks: Mapping[int, Chunk]) -> list[Message]:
+        ranks, messages = self._plan.demand.ranks, []
+        for reader, chunk in chunks.items() if ranks else ():
+            if chunk.nbytes:
+                spans = self._plan.spans(chunk) if self._is_wanted else []
+                pieces = [Runs(0, chunk.nbytes, ())] if reader == self._rank else []
+                ranges = joined([(span.start, span.nbytes) for span in spans])
+                messages.append(Message(reader, ranks, chunk.nbytes, ranges, pieces))
+        return messages
 
 
 def plan_transfer(
@@ -333,14 +393,14 @@ def plan_transfer(
         wanted: Tensors, or other ranges of files, in file order.
         supply: Who can read.
         demand: Who wants what is read.
-        staging_bytes: Most bytes for one rank's part of all slabs, and what it reads ahead, together.
+        staging_bytes: Most bytes for one rank's part of all buffers, and what it reads ahead, together.
         chunk_bytes: Unit of reading and of exchange; None chooses it.
         block_bytes: Length of the checksum blocks that are to be verified; 0 if there are none.
         even_slots: See `TransferPlan`.
         contiguous: Whether each reader is to read one range, if staging is large enough: bounds that are
             moved to blocks then lengthen all chunks of a round, not one of them.
         hosts: Host of each rank; empty if each is on a host of its own.
-        num_sharing: How many ranks have their slabs together, at least; each has as large a part.
+        num_sharing: How many ranks have their buffers together, at least; each has as large a part.
 
     Raises:
         OptionError: `chunk_bytes`, or a checksum block, does not fit into `staging_bytes`.

@@ -55,7 +55,7 @@ class Room:
         longest_block_bytes: Length of the longest checksum block; 0 without any.
         apart: Whether each slot has to have room for a block more, since they have to be equally long, or
             since chunks of a round do not follow each other.
-        num_sharing: Ranks that have one slab together.
+        num_sharing: Ranks that have one buffer together.
     """
 
     num_slots: int
@@ -69,7 +69,7 @@ class Room:
         return self.num_slots * self.each_bytes(chunk_bytes) + self.once_bytes
 
     def part_bytes(self, chunk_bytes: int) -> int:
-        """Returns what one rank gives of a slab."""
+        """Returns what one rank gives of a buffer."""
         return -(-self.nbytes(chunk_bytes) // self.num_sharing)
 
     def own_bytes(self, chunk_bytes: int) -> int:
@@ -89,7 +89,7 @@ class Room:
 
 
 def slot_bytes(chunk_bytes: int) -> int:
-    """Returns how much of a slab a chunk takes: whole pages."""
+    """Returns how much of a buffer a chunk takes: whole pages."""
     return round_up(chunk_bytes, PAGE_BYTES)
 
 
@@ -110,7 +110,7 @@ def choose_sizes(
         num_readers: Who reads them.
         num_hosts: On how many hosts they are.
         room: Of a round with all readers.
-        staging_bytes: Most bytes for all slabs of one rank, and what it reads ahead, together.
+        staging_bytes: Most bytes for all buffers of one rank, and what it reads ahead, together.
         chunk_bytes: Unit of reading and of exchange; None chooses it.
 
     Raises:

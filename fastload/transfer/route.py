@@ -1,8 +1,7 @@
 """Who reads what when, and which way it goes, if not all ranks want the same. Pure.
 
 Each reader has its shares of the lanes one after the other, and reads a chunk of that in each round. What
-one group of ranks wants of a chunk is a *parcel*: packed if it is strided, and passed on from one of them
-to the next. So each rank receives what it wants and has not read, once.
+one group of ranks wants of a chunk is a message, packed if it is strided.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ import xxhash
 
 from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import IncompleteCheckpoint, OptionError
-from fastload.geometry.extents import Extent
+from fastload.geometry.box import Runs
+from fastload.geometry.extents import Span
 from fastload.transfer.claims import Part
 from fastload.transfer.demand import Supply
 from fastload.transfer.holders import Holders
-from fastload.transfer.lanes import Density, Lanes, Ranks, Stretch
-from fastload.transfer.parcel import Parcel
+from fastload.transfer.lanes import Density, Lanes, Stretch
+from fastload.transfer.message import Message, Ranks, joined
 from fastload.transfer.plan import Chunk
 from fastload.transfer.shares import Share, deal
 
@@ -46,11 +46,11 @@ class RoutedPlan:
         lanes: The wanted bytes.
         supply: The ranks that read.
         shares: What each of them reads, in the order in which it does.
-        order: All ranks, those of a host next to each other: the way that a parcel takes.
+        order: All ranks, those of a host next to each other.
         chunk_bytes: Length of a chunk in every round but a reader's last, before it is cut at units.
         depth: Rounds that may be in flight at once.
-        slab_bytes: Most bytes that a rank needs for a round.
-        staging_bytes: Most bytes for all slabs of one rank together.
+        buffer_bytes: Most bytes that a rank needs for a round.
+        staging_bytes: Most bytes for all buffers of one rank together.
         holders: Who of those that read can deliver what; None if each can deliver all.
         in_lockstep, ahead: See `TransferPlan`.
     """
@@ -61,7 +61,7 @@ class RoutedPlan:
     order: tuple[int, ...]
     chunk_bytes: int
     depth: int
-    slab_bytes: int
+    buffer_bytes: int
     staging_bytes: int
     holders: Holders | None = None
     in_lockstep: ClassVar[bool] = False
@@ -86,6 +86,38 @@ class RoutedPlan:
     def longest_chunk_bytes(self) -> int:
         """The most that a rank reads in a round: a chunk ends where its last unit does."""
         return self.chunk_bytes + self.lanes.longest_unit_bytes
+
+    def largest_chunk_bytes(self, rank: int) -> int:
+        """Returns the most that a rank reads in a round."""
+        return self.longest_chunk_bytes
+
+    @property
+    def num_reads(self) -> int:
+        """How many chunks a reader has to have in flight: while those are read others are exchanged."""
+        return max(1, self.depth // 2)
+
+    def depth_within(self, round_bytes: int) -> int:
+        """Returns how many rounds may be in flight that take so many bytes of a rank."""
+        return max(1, self.staging_bytes // round_bytes)
+
+    def view(self, rank: int) -> Routes:
+        """Returns the plan as one rank sees it."""
+        return Routes(self, rank)
+
+    @cached_property
+    def groups(self) -> Collection[Ranks]:
+        """The groups of ranks that want the same bytes."""
+        return dict.fromkeys(ranks for of_lane in self.lanes.densities for ranks in of_lane)
+
+    def pairs(self, rank: int) -> Iterator[tuple[int, Ranks]]:
+        """Yields (reader, group) of all messages that a rank may have to do with."""
+        readers: dict[int, set[int]] = defaultdict(set)
+        for share in self.shares:
+            readers[share.lane].add(share.reader)
+        for lane, of_lane in readers.items():
+            for ranks in self.lanes.densities[lane]:
+                for reader in sorted(of_lane) if rank in ranks else sorted(of_lane & {rank}):
+                    yield reader, ranks
 
     @property
     def num_rounds(self) -> int:
@@ -168,7 +200,7 @@ def plan_routes(
         lanes: The wanted bytes.
         supply: Who can read.
         order: All ranks, those of a host next to each other.
-        staging_bytes: Most bytes for all slabs of one rank together.
+        staging_bytes: Most bytes for all buffers of one rank together.
         chunk_bytes: Unit of reading and of exchange; None chooses it.
         holders: Who of those that can deliver has what; None if each has all.
 
@@ -235,13 +267,13 @@ class _Need:
         return max(chunk_bytes, self._lanes.longest_unit_bytes)
 
     def sizes(self, chunk_bytes: int, staging_bytes: int) -> tuple[int, int, int, int]:
-        """Returns length of a chunk, rounds in flight, length of a slab, and bytes for all of them.
+        """Returns length of a chunk, rounds in flight, length of a buffer, and bytes for all of them.
 
         Raises:
             OptionError: Not even one round fits.
         """
-        slab_bytes = self.bytes(chunk_bytes)
-        depth = min(_MAX_DEPTH, staging_bytes // slab_bytes)
+        buffer_bytes = self.bytes(chunk_bytes)
+        depth = min(_MAX_DEPTH, staging_bytes // buffer_bytes)
         if depth < 1:
             blocks, num_readers = self._lanes.block_bytes, max(map(len, self._suppliers), default=0)
             why = f" (checksum blocks have {blocks}: verify=False reads without)" if blocks else ""
@@ -249,7 +281,7 @@ class _Need:
                 f"chunk_bytes={chunk_bytes}: what comes from {num_readers} readers at once does not fit into "
                 f"staging_bytes={staging_bytes}{why}"
             )
-        return chunk_bytes, depth, slab_bytes, staging_bytes
+        return chunk_bytes, depth, buffer_bytes, staging_bytes
 
 
 class _Supplier(NamedTuple):
@@ -296,6 +328,9 @@ class Routes:
     Args:
         plan: The plan.
         rank: The rank.
+
+    Attributes:
+        wanted_bytes: Bytes that the rank wants.
     """
 
     def __init__(self, plan: RoutedPlan, rank: int) -> None:
@@ -310,7 +345,11 @@ class Routes:
             if reader != rank and (coming := [share for share in shares if share.lane in wanted])
         }
         self._parts: dict[int, dict[int, Part]] = {}
-        self._place = {member: place for place, member in enumerate(plan.order)}
+        self._starts: dict[int, int] = {}
+        self.wanted_bytes = 0
+        for tensor, part in plan.lanes.claims.of(rank):
+            self._starts[tensor] = self.wanted_bytes
+            self.wanted_bytes += sum(runs.total for runs in part)
 
     def part(self, rank: int, tensor: int) -> Part:
         """Returns what a rank wants of a tensor."""
@@ -318,34 +357,38 @@ class Routes:
             self._parts[rank] = dict(self._plan.lanes.claims.of(rank))
         return self._parts[rank].get(tensor, ())
 
-    def reads(self, index: int) -> list[Stretch]:
-        """Returns what this rank reads in a round."""
+    def readers(self, index: int) -> Collection[int]:
+        """Returns who may read something for this rank in a round."""
+        return self._plan.readers
+
+    def stretches(self, index: int) -> list[Stretch]:
+        """Returns the ranges of tensors that this rank reads in a round, in order."""
         return [stretch for stretch, _ in self._pieces(self._rank, index)]
 
-    def extents(self, stretches: Sequence[Stretch]) -> list[Extent]:
-        """Returns where stretches lie, those joined that follow each other."""
-        extents: list[Extent] = []
-        for tensor, begin, nbytes in stretches:
+    def reads(self, index: int) -> list[Span]:
+        """Returns the byte ranges of files that this rank reads in a round, in order."""
+        spans: list[Span] = []
+        start = 0
+        for tensor, begin, nbytes in self.stretches(index):
             entry = self._plan.lanes.tensors[tensor]
-            offset = entry.offset + begin
-            if extents and extents[-1].file == entry.file:
-                last = extents[-1]
-                if last.offset + last.nbytes == offset:
-                    extents[-1] = last._replace(nbytes=last.nbytes + nbytes)
-                    continue
-            extents.append(Extent(entry.file, offset, nbytes))
-        return extents
+            span = Span(entry.file, entry.offset + begin, nbytes, start)
+            start += nbytes
+            last = spans[-1] if spans else None
+            if last is not None and (last.file, last.offset + last.nbytes) == (span.file, span.offset):
+                spans[-1] = last._replace(nbytes=last.nbytes + nbytes)
+            else:
+                spans.append(span)
+        return spans
 
-    def sent(self, index: int) -> list[Parcel]:
-        """Returns the parcels of what this rank reads in a round."""
-        return self._parcels(self._rank, index)
+    def outgoing(self, index: int) -> list[Message]:
+        """Returns the messages of what this rank reads in a round."""
+        return self._messages(self._rank, index)
 
-    def received(self, index: int) -> list[Parcel]:
-        """Returns the parcels that come to this rank in a round, in the order in which they are passed on."""
-        parcels = [parcel for reader in self._suppliers for parcel in self._parcels(reader, index)]
-        return sorted(parcels, key=lambda parcel: parcel.hop)
+    def incoming(self, index: int) -> list[Message]:
+        """Returns the messages for this rank of what others read in a round."""
+        return [message for reader in self._suppliers for message in self._messages(reader, index)]
 
-    def _parcels(self, reader: int, index: int) -> list[Parcel]:
+    def _messages(self, reader: int, index: int) -> list[Message]:
         """Returns what each group, or each that this rank is in, wants of a chunk, unless that is nothing.
 
         In the same order on all ranks.
@@ -357,25 +400,43 @@ class Routes:
                 if reader == self._rank or self._rank in ranks:
                     wanted.setdefault(ranks, []).append((stretch, position))
             position += stretch.nbytes
-        parcels = (self._parcel(reader, ranks, placed) for ranks, placed in wanted.items())
-        return [parcel for parcel in parcels if parcel.nbytes]
+        messages = (self._message(reader, ranks, placed) for ranks, placed in wanted.items())
+        return [message for message in messages if message.nbytes]
 
-    def _parcel(self, reader: int, ranks: Ranks, placed: Sequence[tuple[Stretch, int]]) -> Parcel:
-        is_own = self._rank in ranks
-        wanter = self._rank if is_own else ranks[0]
-        stretches, places = zip(*placed, strict=True)
+    def _message(self, reader: int, ranks: Ranks, placed: Sequence[tuple[Stretch, int]]) -> Message:
+        is_wanted = self._rank in ranks
+        wanter = self._rank if is_wanted else ranks[0]
         nbytes = sum(
             runs.before(begin + length) - runs.before(begin)
-            for tensor, begin, length in stretches
+            for (tensor, begin, length), _ in placed
             for runs in self.part(wanter, tensor)
         )
-        chain = self._chain(reader, ranks)
-        return Parcel(chain, chain.index(self._rank), is_own, stretches, places, nbytes, ranks)
+        ranges = [found for stretch, _ in placed for found in self._ranges(stretch)] if is_wanted else []
+        pieces = self._packed(wanter, placed) if reader == self._rank else []
+        return Message(reader, ranks, nbytes, joined(ranges), pieces)
 
-    def _chain(self, reader: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        start, size = self._place[reader], len(self._place)
-        others = (rank for rank in ranks if rank != reader)
-        return (reader, *sorted(others, key=lambda rank: (self._place[rank] - start) % size))
+    def _ranges(self, stretch: Stretch) -> Iterator[tuple[int, int]]:
+        """Yields which ranges of what this rank wants are in a stretch, box by box."""
+        start = self._starts.get(stretch.tensor, -1)
+        for runs in self.part(self._rank, stretch.tensor):
+            first, last = runs.before(stretch.begin), runs.before(stretch.begin + stretch.nbytes)
+            if first < last:
+                yield start + first, last - first
+            start += runs.total
+
+    def _packed(self, wanter: int, placed: Sequence[tuple[Stretch, int]]) -> list[Runs]:
+        """Returns where in a chunk the bytes of a message are, in order."""
+        pieces: list[Runs] = []
+        for (tensor, begin, nbytes), place in placed:
+            for runs in self.part(wanter, tensor):
+                for piece in runs.cut(runs.before(begin), runs.before(begin + nbytes)):
+                    moved = piece._replace(start=piece.start - begin + place)
+                    last = pieces[-1] if pieces else None
+                    if last is not None and not last.steps and not moved.steps and last.end == moved.start:
+                        pieces[-1] = last._replace(length=last.length + moved.length)
+                    else:
+                        pieces.append(moved)
+        return pieces
 
     def _pieces(self, reader: int, index: int) -> Iterator[tuple[Stretch, Collection[Ranks]]]:
         """Yields what a reader reads in a round, of lanes that this rank has to do with, and who wants it."""

@@ -1,4 +1,4 @@
-"""Hands what was read to the exchange, in the order of the rounds."""
+"""Hands what was read to the transport, in the order of the rounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from fastload.base.threads import await_done, background
 from fastload.errors import FastloadError, Interrupted, StorageError
 from fastload.transfer.read import ChunkReader
-from fastload.transfer.rounds import FAILED, UNREADABLE, Exchange, Round
+from fastload.transfer.transport import FAILED, UNREADABLE, Round, Transport
 
 __all__ = ["Starter"]
 
@@ -19,24 +19,29 @@ class Starter:
 
     Args:
         reader: Reads the chunks; is stopped once one of them could not be read.
-        exchange: Takes them to the other ranks.
+        transport: Takes them to the other ranks.
 
     Attributes:
-        read_error: What kept this rank from reading a chunk, or from making its parcels; None if nothing did.
+        read_error: What kept this rank from reading a chunk, or from packing it; None if nothing did.
         note: The same as text, empty if nothing did; it outlasts `close`.
         unread_from: The round of the first chunk that it could not read; None if it could read all.
     """
 
-    def __init__(self, reader: ChunkReader, exchange: Exchange) -> None:
+    def __init__(self, reader: ChunkReader, transport: Transport) -> None:
         self.read_error: BaseException | None = None
         self.note = ""
         self.unread_from: int | None = None
         self._reader = reader
-        self._exchange = exchange
+        self._transport = transport
         self._posted: deque[tuple[Round, Future[None] | None]] = deque()
         self._ready = threading.Condition()
         self._ended = False
         self._thread = background(self._start_all, "fastload-start")
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether this rank can neither read nor help the others any more."""
+        return self.read_error is not None and not isinstance(self.read_error, StorageError)
 
     def begin(self) -> None:
         """Starts the thread."""
@@ -59,7 +64,7 @@ class Starter:
         if self._thread.is_alive():
             self._thread.join(wait_s)
         self._posted.clear()
-        self.read_error = None  # else error → traceback → frame → self → error would keep the slabs alive
+        self.read_error = None  # else error → traceback → frame → self → error would keep the buffers alive
 
     def _start_all(self) -> None:
         while True:
@@ -79,8 +84,9 @@ class Starter:
             if error is not None:
                 work.status = self._note(error, work.index)
             try:
-                self._exchange.start(work)
+                self._transport.start(work)
             except Exception as error:
+                self._note(error, work.index)
                 work.broke(error)
                 work.done.set()
 
@@ -92,11 +98,11 @@ class Starter:
         if is_first:
             self.unread_from = index
             self._reader.stop()  # this rank drops out: what it has not begun to read, others will
-        return UNREADABLE if isinstance(self.read_error, StorageError) else FAILED
+        return FAILED if self.is_lost else UNREADABLE
 
 
 def _pack(work: Round) -> Exception | None:
-    """Makes the parcels of a chunk; returns what kept this rank from it."""
+    """Makes the messages of a chunk; returns what kept this rank from it."""
     try:
         work.pack(work)
     except Exception as error:

@@ -16,7 +16,7 @@ from fastload.base.threads import background
 from fastload.comm.hosts import Peer, require_reachable
 from fastload.comm.world import World
 from fastload.transfer.links import Links
-from fastload.transfer.rounds import TICK_S, Round
+from fastload.transfer.transport import TICK_S, Round
 
 __all__ = ["Offering", "Relay", "Wire", "accept_offers"]
 
@@ -122,7 +122,7 @@ class Wire:
         return [Peer(rank, hosts[rank], *where) for rank in partners for where in offers[rank]["listens"]]
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
-        """Meets the neighbours; arguments and errors are those of `Exchange.connect`."""
+        """Meets the neighbours; arguments and errors are those of `Transport.connect`."""
         self._links.connect(give_up=give_up)
 
     def along(self, name: str, make: Callable[[], T]) -> T:

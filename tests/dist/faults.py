@@ -20,12 +20,11 @@ from fastload.comm import world
 from fastload.errors import PeerError
 from fastload.loading import access, job, load, sharded
 from fastload.storage.local import LocalStorage
-from fastload.transfer.gloo import GlooExchange
-from fastload.transfer.parcels import ParcelSlabs
+from fastload.transfer.buffers import Buffers
+from fastload.transfer.host_transport import HostTransport
 from fastload.transfer.pipeline import Pipeline, _Placing
 from fastload.transfer.read import ChunkReader
-from fastload.transfer.rounds import LocalExchange
-from fastload.transfer.routed import RoutedExchange
+from fastload.transfer.transport import LocalTransport
 from tests.dist.patience import patient
 
 TIMEOUT_S = 1.6
@@ -152,7 +151,7 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
     elif stage == "routes":
         before(sharded, "plan_routes")
     elif stage == "pack":
-        before(ParcelSlabs, "_pack")
+        before(Buffers, "_pack")
     elif stage == "rest":
         before(sharded, "_open_rest")
     elif stage == "connect":
@@ -160,17 +159,16 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
     elif stage == "read":
         before(ChunkReader, "_read")
     elif stage == "exchange":
-        before(GlooExchange, "start")
-        before(RoutedExchange, "start")
-        before(LocalExchange, "start")
+        before(HostTransport, "start")
+        before(LocalTransport, "start")
     elif stage == "place":
         before(_Placing, "_place")
     elif stage == "first":
-        before(Pipeline, "_finish", lambda self, plan, index, rounds: index == 0)
+        before(Pipeline, "_finish", lambda self, plan, index, work: index == 0)
     elif stage == "middle":
-        before(Pipeline, "_finish", lambda self, plan, index, rounds: index == plan.num_rounds // 2)
+        before(Pipeline, "_finish", lambda self, plan, index, work: index == plan.num_rounds // 2)
     elif stage == "last":
-        before(Pipeline, "_finish", lambda self, plan, index, rounds: index == plan.num_rounds - 1)
+        before(Pipeline, "_finish", lambda self, plan, index, work: index == plan.num_rounds - 1)
     elif stage == "gather":
         before(load, "_report_rank")
     else:

@@ -26,7 +26,7 @@ from fastload.comm import shared_memory
 from fastload.errors import PeerError, StorageError
 from fastload.loading import wants
 from fastload.storage.local import LocalStorage
-from fastload.transfer import gloo, rounds
+from fastload.transfer import host_transport, transport
 from tests.dist import faults
 from tests.dist.faults import (
     PATIENT_S,
@@ -372,14 +372,14 @@ def test_no_thread_of_ours_returns_when_the_interpreter_is_gone() -> None:
 
 
 def kept_after_failure(rank: int, world: int, path: Path, what: str) -> None:
-    """Neither slabs nor tensors, descriptors or threads outlive a load that failed."""
+    """Neither buffers nor tensors, descriptors or threads outlive a load that failed."""
     gc.collect()
     gc.disable()
     made: list[weakref.ref[torch.Tensor]] = []
     patch = pytest.MonkeyPatch()
     for owner, name in (
-        (rounds, "allocate_staging"),
-        (gloo, "allocate_staging"),
+        (transport, "allocate_staging"),
+        (host_transport, "allocate_staging"),
         (shared_memory, "_map"),
         (wants, "allocate"),
     ):

@@ -26,7 +26,7 @@ from fastload.loading import sweep, wants
 from fastload.staging.place_files import FilePlacer
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_copy import LocalCopy
-from fastload.transfer import gloo, rounds
+from fastload.transfer import host_transport, transport
 from tests.checkpoints import flip, record_by_hand, write_sharded
 from tests.dist.faults import fastload_threads
 from tests.dist.harness import run_ranks
@@ -59,7 +59,7 @@ class Refusing(nn.Module):
 def noted_buffers(patch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
     made: list[weakref.ref[torch.Tensor]] = []
     for owner, name in (
-        (rounds, "allocate_staging"), (gloo, "allocate_staging"), (shared_memory, "_map"),
+        (transport, "allocate_staging"), (host_transport, "allocate_staging"), (shared_memory, "_map"),
         (sweep, "allocate_staging"), (wants, "allocate"),
     ):  # fmt: skip
         real = getattr(owner, name)

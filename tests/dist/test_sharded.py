@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import fastload
-from fastload.transfer import parcels
+from fastload.transfer import buffers
 from tests.checkpoints import assert_same_bits
 from tests.dist.harness import ranks
 
@@ -174,21 +174,56 @@ def write_rows(path: Path, rank: int, num_rows: int) -> torch.Tensor:
     return tensor
 
 
+MIXED: dict[str, tuple[tuple[int, ...], list[Any]]] = {
+    "fsdp": ((8,), [Shard(0)]),
+    "hsdp, replicas across hosts": ((2, 4), [Replicate(), Shard(0)]),
+    "hsdp, replicas within a host": ((4, 2), [Shard(0), Replicate()]),
+    "dp x tp": ((4, 2), [Replicate(), Shard(0)]),
+}
+
+
+@ranks(8, ranks_per_host=4)
+def test_each_byte_enters_each_host_that_wants_it_once(rank: int, world: int, tmp_path: Path) -> None:
+    """Also those of groups that have several ranks on a host, on that of the reader and on others."""
+    tensors = {
+        "rows": torch.arange(8 * 65_536, dtype=torch.float32).view(512, 1024),
+        "norm": torch.arange(65_536, dtype=torch.float32),
+    }
+    if rank == 0:
+        write(tmp_path, tensors)
+    torch.distributed.barrier()
+    for name, (shape, placements) in MIXED.items():
+        mesh = init_device_mesh("cpu", shape)
+        everywhere = [Replicate()] * len(shape)
+        into: dict[str, torch.Tensor] = {
+            "rows": placed(tensors["rows"], mesh, placements),
+            "norm": placed(tensors["norm"], mesh, everywhere),
+        }
+        share = locals_of(into)["rows"]
+        begins: list[Any] = [None] * world
+        torch.distributed.all_gather_object(begins, (share.flatten()[0].item(), share.nbytes))
+        report = check(tmp_path, into, strategy="allgather", chunk_bytes=16_384)
+        for host in (range(4), range(4, 8)):
+            wanted = sum(dict(begins[one] for one in host).values()) + tensors["norm"].nbytes
+            came = sum(report.ranks[one].bytes_read + report.ranks[one].bytes_in for one in host)
+            assert came <= 1.02 * wanted, (name, host, came / wanted)
+
+
 @ranks(4)
 def test_staging_is_enough_for_all_that_is_packed_and_received(
     rank: int, world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensor = write_rows(tmp_path, rank, 2048)
     besides: list[int] = []
-    take = parcels._Room.take
+    take = buffers._Room.take
 
-    def taken(room: parcels._Room, nbytes: int) -> torch.Tensor:
-        found = take(room, nbytes)
-        if found.untyped_storage().data_ptr() != room._slab.untyped_storage().data_ptr():
+    def taken(room: buffers._Room, nbytes: int, **how: bool) -> torch.Tensor:
+        found = take(room, nbytes, **how)
+        if found.untyped_storage().data_ptr() != room.memory.untyped_storage().data_ptr():
             besides.append(nbytes)
         return found
 
-    monkeypatch.setattr(parcels._Room, "take", taken)
+    monkeypatch.setattr(buffers._Room, "take", taken)
     staging_bytes = 4 << 20
     options = fastload.LoadOptions(strategy="allgather", staging_bytes=staging_bytes, timeout_s=20)
     with fastload.open(tmp_path, options=options) as opened:

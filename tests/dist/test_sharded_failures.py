@@ -25,10 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fastload
+from fastload.comm import shared_memory
 from fastload.errors import PeerError, StorageError
 from fastload.loading import sharded
 from fastload.storage.local import LocalStorage
-from fastload.transfer import rounds, routed
+from fastload.transfer import host_transport, transport
+from fastload.transfer.host_transport import HostTransport
 from fastload.transfer.read import ChunkReader
 from tests.checkpoints import assert_same_bits
 from tests.dist import faults
@@ -115,7 +117,7 @@ def test_others_read_for_those_whose_storage_breaks(rank: int, world: int, path:
             assert [own.rank for own in report.ranks if "stopped reading" in own.note] == list(broken)
             for own in report.ranks:
                 assert own.peak_staging_bytes <= fastload.LoadOptions().staging_bytes
-    assert fastload_threads() == []
+    assert fastload_threads(kept=["fastload-host"]) == []
 
 
 @ranks(5)
@@ -309,19 +311,19 @@ def test_storage_that_never_answers_one_rank(
     assert fastload_threads() == []
 
 
-@ranks(3)
+@ranks(3, ranks_per_host=1)
 def test_connections_that_are_cut(rank: int, world: int, path: Path) -> None:
     mesh = init_device_mesh("cpu", (world,))
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            start = routed.RoutedExchange.start
+            start = HostTransport.start
 
-            def cut(self: routed.RoutedExchange, work: rounds.Round) -> None:
+            def cut(self: HostTransport, work: transport.Round) -> None:
                 if work.index == 3:
-                    self._wire.cut(self._neighbour)
+                    self._wire.cut()
                 start(self, work)
 
-            patch.setattr(routed.RoutedExchange, "start", cut)
+            patch.setattr(HostTransport, "start", cut)
         end = outcome_of(lambda: load(path, mesh, timeout_s=PATIENT_S, chunk_bytes=10_000))
     assert end.kind == "PeerError", end
     assert "rank 1" in end.text
@@ -422,20 +424,21 @@ def test_loads_leave_nothing_in_the_store(rank: int, world: int, path: Path) -> 
 
 
 def kept(rank: int, world: int, path: Path, what: str, kind: str) -> None:
-    """Neither slabs nor descriptors or threads outlive a load, even while no garbage is collected."""
+    """Neither buffers nor descriptors or threads outlive a load, even while no garbage is collected."""
     mesh = init_device_mesh("cpu", (world,))
     gc.collect()
     gc.disable()
     made: list[weakref.ref[Tensor]] = []
     patch = pytest.MonkeyPatch()
-    for owner in (rounds, routed):
-        real = owner.allocate_staging
+    owners = (transport, "allocate_staging"), (host_transport, "allocate_staging"), (shared_memory, "_map")
+    for owner, name in owners:
+        real = getattr(owner, name)
 
         def noted(*args: Any, real: Any = real, **kwargs: Any) -> Tensor:
             made.append(weakref.ref(tensor := real(*args, **kwargs)))
             return tensor
 
-        patch.setattr(owner, "allocate_staging", noted)
+        patch.setattr(owner, name, noted)
     if what == "raise" and rank == 1:
         faults.strike(patch, "middle", lambda: fail(RuntimeError("no")))
     if what == "rest" and rank == 1:
@@ -447,14 +450,16 @@ def kept(rank: int, world: int, path: Path, what: str, kind: str) -> None:
         with contextlib.suppress(PeerError):
             load(path, mesh, kind, timeout_s=20)
         dist.barrier()
-        fastload_threads()  # waits for those that take a group down, and its descriptors with it
+        fastload_threads(
+            kept=["fastload-host"]
+        )  # waits for those that take a group down, and its descriptors
         descriptors.append(len(os.listdir("/proc/self/fd")))
     assert made
     until = time.monotonic() + 10  # a thread that ends late on a busy machine lets go of them late
     while (alive := sum(ref() is not None for ref in made)) and time.monotonic() < until:
         time.sleep(0.05)
-    assert alive == 0, f"{alive} of {len(made)} slabs are alive"
-    assert fastload_threads() == []
+    assert alive == 0, f"{alive} of {len(made)} buffers are alive"
+    assert fastload_threads(kept=["fastload-host"]) == []
     assert descriptors[-1] <= descriptors[1], descriptors
 
 

@@ -54,7 +54,7 @@ def test_each_byte_enters_each_host_once(rank: int, world: int, path: Path) -> N
     for _ in range(2):
         loaded, report = load(path)
         assert is_intact(loaded)
-        require_once_into_each_host(report, "gloo ring + shared memory")
+        require_once_into_each_host(report, "gloo + shared memory")
         rails = [own.bytes_in for own in report.ranks[:2]]  # of the first host: both take in
         assert min(rails) > 0.3 * max(rails)
 
@@ -87,7 +87,7 @@ def test_a_rank_that_has_kept_nothing_meets_the_others_anew(rank: int, world: in
 def test_many_hosts_pass_chunks_on_along_trees(rank: int, world: int, path: Path) -> None:
     loaded, report = load(path, chunk_bytes=NUM_BYTES // 18 // 2)
     assert is_intact(loaded)
-    require_once_into_each_host(report, "gloo trees")
+    require_once_into_each_host(report, "gloo")
 
 
 def load_without_memory(rank: int, world: int, path: Path) -> None:
@@ -95,7 +95,7 @@ def load_without_memory(rank: int, world: int, path: Path) -> None:
         pytest.MonkeyPatch().delattr(os, "memfd_create")
     loaded, report = load(path)
     assert is_intact(loaded)
-    assert report.transport == "gloo ring + shared memory"  # ranks 0 and 2, and rank 1
+    assert report.transport == "gloo + shared memory"  # ranks 0 and 2, and rank 1
     assert [own.bytes_in > 0 for own in report.ranks] == [True, True, False]  # for its host, rank 0 takes in
 
 

@@ -364,7 +364,7 @@ def test_an_error_on_one_rank_ends_the_load_and_spares_the_group(
 
 @on_devices(1)
 @pytest.mark.parametrize("chunk_bytes", [4099, 1 << 20])
-def test_parcels_are_packed_on_the_device(
+def test_messages_are_packed_on_the_device(
     devices: Devices, rank: int, world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
     """As if they went to others, which takes no second device; communicators are kept for the second load."""

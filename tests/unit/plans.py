@@ -28,6 +28,6 @@ def drop_out(data: st.DataObject, plan: TransferPlan) -> tuple[TransferPlan, lis
     lacking = [(index, rank) for index in range(num_done, num_posted) for rank in sorted(broken)]
     left = plan.without(broken, lacking, num_posted)
     assert left is not None
-    assert left.slab_bytes <= plan.slab_bytes
+    assert left.buffer_bytes <= plan.buffer_bytes
     chunks = [(index, rank) for index in range(num_posted) for rank in plan.readers]
     return left, [chunk for chunk in chunks if chunk not in lacking]

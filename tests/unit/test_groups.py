@@ -1,4 +1,4 @@
-"""Parcels among groups: each comes once to whoever wants it, and nobody waits in a circle."""
+"""Messages among groups: each comes once to whoever wants it, and nobody waits in a circle."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from hypothesis import strategies as st
 
 from fastload.geometry.box import Runs
 from fastload.geometry.extents import Extent
-from fastload.transfer.device_routed import groups_of, handed, spread
-from fastload.transfer.rounds import Leg
+from fastload.transfer.device_routed import groups_of, handed, root_of, spread
 from fastload.transfer.route import RoutedPlan, Routes
+from fastload.transfer.routing import Route
+from fastload.transfer.transport import Delivery
 from tests.unit.test_routes import Want, jobs, plan_of
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-def legs_of(routes: Routes, index: int) -> list[Leg]:
-    parcels = (*routes.sent(index), *routes.received(index))
-    return [Leg(parcel, _NOTHING, is_placed=False) for parcel in parcels]
+def deliveries_of(routes: Routes, index: int) -> list[Delivery]:
+    messages = (*routes.outgoing(index), *routes.incoming(index))
+    return [Delivery(message, Route(0), _NOTHING) for message in messages]
 
 
 @settings(max_examples=60)
 @given(jobs(), st.integers(1, 40), st.data())
-def test_each_parcel_comes_once_to_whoever_wants_it_in_one_order(
+def test_each_message_comes_once_to_whoever_wants_it_in_one_order(
     job: tuple[list[Extent], list[Want], int], chunk_bytes: int, data: st.DataObject
 ) -> None:
     _, wants, block_bytes = job
@@ -36,42 +37,44 @@ def test_each_parcel_comes_once_to_whoever_wants_it_in_one_order(
     groups = groups_of(plan)
     routes = [Routes(plan, rank) for rank in range(size)]
     for index in range(plan.num_rounds):
-        legs = [legs_of(of_rank, index) for of_rank in routes]
+        deliveries = [deliveries_of(of_rank, index) for of_rank in routes]
         has = Counter(
-            (rank, leg.parcel.ranks, leg.parcel.reader)
-            for rank, of_rank in enumerate(legs)
-            for leg in of_rank
-            if leg.parcel.is_own and leg.parcel.reader == rank
+            (rank, each.message.ranks, each.message.reader)
+            for rank, of_rank in enumerate(deliveries)
+            for each in of_rank
+            if each.message.ranges and each.message.reader == rank
         )
         hands: dict[tuple[int, int, bool], list[object]] = {}
-        for rank, of_rank in enumerate(legs):
-            for leg in handed(of_rank):
-                parcel, sends = leg.parcel, leg.parcel.hop == 0
+        for rank, of_rank in enumerate(deliveries):
+            for each in handed(of_rank, rank):
+                message, sends = each.message, each.message.reader == rank
                 assert not groups or tuple(range(size)) in groups
-                ends = (rank, parcel.first) if sends else (parcel.reader, rank)
-                hands.setdefault((*ends, sends), []).append((parcel.ranks, parcel.nbytes))
-                has[rank, parcel.ranks, parcel.reader] += not sends
+                ends = (rank, root_of(message)) if sends else (message.reader, rank)
+                hands.setdefault((*ends, sends), []).append((message.ranks, message.nbytes))
+                has[rank, message.ranks, message.reader] += not sends
         assert all(found == hands[source, to, not sends] for (source, to, sends), found in hands.items())
-        spreads = [spread(of_rank) for of_rank in legs]
+        spreads = [spread(of_rank) for of_rank in deliveries]
         for rank, of_rank in enumerate(spreads):
             assert all(first < second for first, second in pairwise(of_rank))
             for ranks, found in of_rank.items():
                 assert not groups or ranks in groups
-                readers_here = [(leg.parcel.reader, leg.parcel.first, leg.parcel.nbytes) for leg in found]
+                readers_here = [
+                    (each.message.reader, root_of(each.message), each.message.nbytes) for each in found
+                ]
                 for other in ranks:
                     there = [
-                        (leg.parcel.reader, leg.parcel.first, leg.parcel.nbytes)
-                        for leg in spreads[other][ranks]
+                        (each.message.reader, root_of(each.message), each.message.nbytes)
+                        for each in spreads[other][ranks]
                     ]
                     assert there == readers_here
                 for reader, root, _ in readers_here:
                     assert has[root, ranks, reader] == 1
                     has[rank, ranks, reader] += rank != root
         wanted = {
-            (rank, leg.parcel.ranks, leg.parcel.reader): 1
-            for rank, of_rank in enumerate(legs)
-            for leg in of_rank
-            if leg.parcel.is_own
+            (rank, each.message.ranks, each.message.reader): 1
+            for rank, of_rank in enumerate(deliveries)
+            for each in of_rank
+            if each.message.ranges
         }
         assert {key: count for key, count in has.items() if count} == wanted
 

@@ -34,7 +34,7 @@ def read_by_holders(plan: RoutedPlan, num_ranks: int) -> None:
     for rank in range(num_ranks):
         routes = Routes(plan, rank)
         for index in range(plan.num_rounds):
-            for file, offset, nbytes in routes.extents(routes.reads(index)):
+            for file, offset, nbytes, _ in routes.reads(index):
                 held = list(plan.holders.within(file, offset, offset + nbytes))
                 assert sum(one.end - one.begin for one in held) == nbytes
                 assert all(rank in one.ranks for one in held)
@@ -59,7 +59,7 @@ def test_each_byte_is_read_once_by_a_rank_that_has_it(
         holders=holders,
     )
     read_by_holders(plan, num_ranks)
-    read, arrived = run(plan, num_ranks, {})
+    read, arrived = run(plan, range(num_ranks), {})
     assert set(read.values()) <= {1}
     assert sum(read.values()) == lanes.total_bytes
     for want, got in zip(wants, arrived, strict=True):
@@ -74,8 +74,8 @@ def test_each_byte_is_read_once_by_a_rank_that_has_it(
         assert any(held.ranks == (broken,) for held in holders.stretches)
         return
     read_by_holders(rest, num_ranks)
-    _, first = run(plan, num_ranks, {broken: 0})
-    _, more = run(rest, num_ranks, {})
+    _, first = run(plan, range(num_ranks), {broken: 0})
+    _, more = run(rest, range(num_ranks), {})
     for want, one, other in zip(wants, first, more, strict=True):
         assert sorted([*one, *other]) == everything(want)
 

@@ -78,7 +78,7 @@ def test_every_byte_is_read_once_and_no_block_is_cut(
 
 
 @given(plans())
-def test_the_slabs_fit_into_staging_and_hold_every_slot(
+def test_the_buffers_fit_into_staging_and_hold_every_slot(
     drawn: tuple[list[TensorEntry], TransferPlan, int, int],
 ) -> None:
     _, plan, staging_bytes, _ = drawn
@@ -86,11 +86,11 @@ def test_the_slabs_fit_into_staging_and_hold_every_slot(
     assert plan.staged_bytes <= staging_bytes
     for index in range(plan.num_rounds):
         slots = plan.slot_sizes(index, plan.chunks(index))
-        assert sum(slots.values()) <= plan.slab_bytes
+        assert sum(slots.values()) <= plan.buffer_bytes
         for rank, slot in slots.items():
             assert slot % PAGE_BYTES == 0
             needed = plan.chunk(index, rank).nbytes
-            assert needed <= slot <= plan.largest_slot_bytes(rank)
+            assert needed <= slot <= plan.largest_chunk_bytes(rank)
             assert plan.even_slots or slot - needed < PAGE_BYTES
         if plan.even_slots:
             assert len(set(slots.values())) == 1
@@ -106,9 +106,9 @@ def test_healing_keeps_blocks_whole(
     placed += [at for index, rank in read for at in wanted_bytes(plan, index, rank)]
     assert sorted(placed) == list(range(sum(entry.nbytes for entry in wanted)))
     for index in range(left.num_rounds):
-        assert sum(left.slot_sizes(index, left.chunks(index)).values()) <= plan.slab_bytes
+        assert sum(left.slot_sizes(index, left.chunks(index)).values()) <= plan.buffer_bytes
         assert max(left.slot_sizes(index, left.chunks(index)).values()) <= max(
-            map(plan.largest_slot_bytes, range(len(plan.demand.ranks)))
+            map(plan.largest_chunk_bytes, range(len(plan.demand.ranks)))
         )
 
 

@@ -54,7 +54,7 @@ def test_each_reader_reads_one_range_and_all_read_every_byte_once(
 
 
 @given(plans())
-def test_shares_are_even_and_slabs_fit_into_staging(
+def test_shares_are_even_and_buffers_fit_into_staging(
     drawn: tuple[list[TensorEntry], TransferPlan, int, int],
 ) -> None:
     wanted, plan, staging_bytes, block_bytes = drawn
@@ -65,9 +65,9 @@ def test_shares_are_even_and_slabs_fit_into_staging(
     assert plan.staged_bytes <= staging_bytes
     for index in range(plan.num_rounds):
         slots = plan.slot_sizes(index, plan.chunks(index))
-        assert sum(slots.values()) <= plan.slab_bytes
+        assert sum(slots.values()) <= plan.buffer_bytes
         for rank, slot in slots.items():
-            assert plan.chunk(index, rank).nbytes <= slot <= plan.largest_slot_bytes(rank)
+            assert plan.chunk(index, rank).nbytes <= slot <= plan.largest_chunk_bytes(rank)
             assert slot % PAGE_BYTES == 0
 
 

@@ -13,9 +13,10 @@ from fastload.geometry.box import Box, Runs, runs_of
 from fastload.geometry.extents import Extent
 from fastload.transfer.claims import Claim, Claims
 from fastload.transfer.demand import Supply
-from fastload.transfer.lanes import Lanes, Stretch
-from fastload.transfer.partners import partners
-from fastload.transfer.route import RoutedPlan, Routes, plan_routes
+from fastload.transfer.lanes import Lanes
+from fastload.transfer.message import Message
+from fastload.transfer.route import RoutedPlan, plan_routes
+from fastload.transfer.routing import Routing, sharing_domains
 
 Want = list[tuple[int, tuple[Runs, ...]]]
 
@@ -70,59 +71,59 @@ def plan_of(
     )
 
 
-def run(plan: RoutedPlan, num_ranks: int, broken_from: dict[int, int]) -> tuple[Counter, list[list]]:
+def run(plan: RoutedPlan, machines: Sequence[int], broken_from: dict[int, int]) -> tuple[Counter, list[list]]:
     """Moves (tensor, byte) as the plan says; returns how often each was read, and what each rank got."""
-    routes = [Routes(plan, rank) for rank in range(num_ranks)]
-    near = [partners(plan, rank) for rank in range(num_ranks)]
-    assert all(rank in near[other] for rank, others in enumerate(near) for other in others)
+    everyone = range(len(machines))
+    domains = sharing_domains(machines, plan.groups)
+    views = [plan.view(rank) for rank in everyone]
+    routings = [Routing(rank, plan.order, [domains[each] for each in plan.order]) for rank in everyone]
+    expected: list[set[tuple[int, int]]] = [set() for _ in everyone]  # (reader, the other end)
+    for rank, routing in enumerate(routings):
+        for reader, ranks in plan.pairs(rank):
+            route = routing.route(reader, ranks)
+            expected[rank] |= {(reader, target) for target in route.targets}
+            expected[rank] |= {(reader, route.source)} if route.source is not None else set()
     read: Counter[tuple[int, int]] = Counter()
-    arrived: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
+    arrived: list[list[tuple[int, int, int]]] = [[] for _ in everyone]
     for index in range(plan.num_rounds):
-        messages: dict[tuple[int, int, int], list[tuple[Stretch, ...]]] = {}
-        for rank, own in enumerate(routes):
-            read.update((s.tensor, s.begin + at) for s in own.reads(index) for at in range(s.nbytes))
-            for parcel in own.sent(index):
-                assert parcel.reader == rank
-                assert parcel.hop == 0
-                if parcel.is_own and index < broken_from.get(rank, plan.num_rounds):
-                    arrived[rank] += contents(own, parcel.stretches, rank)
-                if parcel.next is not None:
-                    assert parcel.next in near[rank]
-                    messages.setdefault((rank, parcel.next, rank), []).append(parcel.stretches)
-        incoming = [(rank, parcel) for rank, own in enumerate(routes) for parcel in own.received(index)]
-        for rank, parcel in sorted(incoming, key=lambda one: one[1].hop):
-            got = messages[parcel.source, rank, parcel.reader].pop(0)
-            assert got == parcel.stretches
-            assert parcel.is_own
-            found = contents(routes[rank], got, rank)
-            assert len(found) == parcel.nbytes
-            if index < broken_from.get(parcel.reader, plan.num_rounds):
-                arrived[rank] += found
-            if parcel.next is not None:
-                assert parcel.next in near[rank]
-                messages.setdefault((rank, parcel.next, parcel.reader), []).append(got)
-        assert not any(messages.values())  # nothing is sent that nobody receives
+        wires: dict[tuple[int, int, int], list[Message]] = {}
+        held: list[dict[tuple[int, tuple[int, ...]], Message]] = [{} for _ in everyone]
+        received = []
+        for rank, view in enumerate(views):
+            read.update((s.tensor, s.begin + at) for s in view.stretches(index) for at in range(s.nbytes))
+            for message in view.outgoing(index):
+                assert message.reader == rank
+                held[rank][rank, message.ranks] = message
+                for target in routings[rank].route(rank, message.ranks).targets:
+                    wires.setdefault((rank, target, rank), []).append(message)
+            received += [
+                (routings[rank].route(message.reader, message.ranks), rank, message)
+                for message in view.incoming(index)
+            ]
+        for route, rank, message in sorted(received, key=lambda one: one[0].num_hops):
+            if route.source is not None:
+                assert (message.reader, route.source) in expected[rank]
+                got = wires[route.source, rank, message.reader].pop(0)
+                assert (got.ranks, got.nbytes) == (message.ranks, message.nbytes)
+                held[rank][message.reader, message.ranks] = message
+            for target in route.targets:
+                assert (message.reader, target) in expected[rank]
+                wires.setdefault((rank, target, message.reader), []).append(message)
+        assert not any(wires.values())  # nothing is sent that nobody receives
+        for route, rank, message in received:
+            assert domains[route.holder] == domains[rank]
+            assert held[route.holder][message.reader, message.ranks].nbytes == message.nbytes
+        for rank, view in enumerate(views):
+            for message in (*view.outgoing(index), *view.incoming(index)):
+                if message.ranges and index < broken_from.get(message.reader, plan.num_rounds):
+                    assert sum(nbytes for _, nbytes in message.ranges) == message.nbytes
+                    arrived[rank] += [at for start, n in message.ranges for at in range(start, start + n)]
     return read, arrived
 
 
-def contents(routes: Routes, stretches: Sequence[Stretch], rank: int) -> list[tuple[int, int, int]]:
-    """(tensor, box, byte) of what a rank wants of stretches, in the order in which it is packed."""
-    found = []
-    for tensor, begin, nbytes in stretches:
-        for box, runs in enumerate(routes.part(rank, tensor)):
-            numbers = byte_numbers(runs)[runs.before(begin) : runs.before(begin + nbytes)]
-            assert all(begin <= at < begin + nbytes for at in numbers)
-            found += [(tensor, box, at) for at in numbers]
-    return found
-
-
-def everything(want: Want) -> list[tuple[int, int, int]]:
-    return sorted(
-        (tensor, box, at)
-        for tensor, part in want
-        for box, runs in enumerate(part)
-        for at in byte_numbers(runs)
-    )
+def everything(want: Want) -> list[int]:
+    """The bytes that a rank wants, laid end to end."""
+    return list(range(sum(runs.total for _, part in want for runs in part)))
 
 
 @settings(max_examples=60)
@@ -135,7 +136,8 @@ def test_each_byte_is_read_once_and_comes_once_to_whoever_wants_it(
     readers = data.draw(st.sets(st.sampled_from(range(num_ranks)), min_size=1).map(sorted))
     contiguous = data.draw(st.booleans())
     plan = plan_of(job, readers, max(chunk_bytes, job[2]), contiguous=contiguous)
-    read, arrived = run(plan, num_ranks, {})
+    machines = data.draw(st.lists(st.integers(0, 2), min_size=num_ranks, max_size=num_ranks))
+    read, arrived = run(plan, machines, {})
     assert set(read.values()) <= {1}
     assert sum(read.values()) == plan.total_bytes == plan.lanes.total_bytes
     for want, got in zip(wants, arrived, strict=True):
@@ -153,7 +155,8 @@ def test_what_readers_that_drop_out_leave_unread_others_read(
     plan = plan_of(job, range(num_ranks), max(chunk_bytes, block_bytes), contiguous=contiguous)
     broken = data.draw(st.dictionaries(st.integers(0, num_ranks - 1), st.integers(0, 5), max_size=num_ranks))
     broken = {rank: first for rank, first in broken.items() if plan.chunk(first, rank).nbytes}
-    _, arrived = run(plan, num_ranks, broken)
+    machines = range(num_ranks)
+    _, arrived = run(plan, machines, broken)
     if broken:
         lacking = [(at, rank) for rank, first in broken.items() for at in range(first, plan.num_rounds)]
         rest = plan.without(broken, lacking, plan.num_rounds)
@@ -161,7 +164,7 @@ def test_what_readers_that_drop_out_leave_unread_others_read(
             assert len(broken) == num_ranks
             return
         assert not set(broken) & set(rest.readers)
-        _, more = run(rest, num_ranks, {})
+        _, more = run(rest, machines, {})
         arrived = [[*first, *second] for first, second in zip(arrived, more, strict=True)]
     for want, got in zip(wants, arrived, strict=True):
         assert sorted(got) == everything(want)

@@ -13,6 +13,7 @@ from fastload.estimate.sharded import ShardedLoad
 from fastload.estimate.simulate import STRATEGIES, Cluster, Prediction
 from fastload.estimate.traffic import columns_of
 from fastload.transfer.route import RoutedPlan, Routes
+from fastload.transfer.routing import Routing, sharing_domains
 
 MB, GB = 10**6, 10**9
 FREE: dict[str, Any] = {"rank_bytes_per_s": math.inf, "copy_bytes_per_s": math.inf, "message_s": 0.0}
@@ -45,19 +46,22 @@ def test_what_moves_is_what_the_routes_of_a_load_say(parallel: Parallel) -> None
         name: [Counter() for _ in columns] for name in ("read", "in", "out", "received")
     }
     routes = [Routes(plan, rank) for rank in plan.order]
+    domains = sharing_domains([rank // 2 for rank in plan.order], plan.groups)
+    routings = [Routing(rank, plan.order, domains) for rank in plan.order]
     for index in range(plan.num_rounds):
         for rank, own in enumerate(routes):
             host = rank // 2
             nbytes = sum(stretch.nbytes for stretch in own.reads(index))
             moved["read"][index][host] += nbytes
             moved["in"][index][host] += nbytes
-            received = own.received(index)
-            moved["received"][index][rank] += sum(parcel.nbytes for parcel in received)
-            for parcel in (*own.sent(index), *received):
-                if parcel.next is not None and parcel.next // 2 != host:
-                    moved["out"][index][host] += parcel.nbytes
-                if parcel.hop and parcel.source // 2 != host:
-                    moved["in"][index][host] += parcel.nbytes
+            received = own.incoming(index)
+            moved["received"][index][rank] += sum(message.nbytes for message in received)
+            for message in (*own.outgoing(index), *received):
+                route = routings[rank].route(message.reader, message.ranks)
+                far = [target for target in route.targets if target // 2 != host]
+                moved["out"][index][host] += message.nbytes * len(far)
+                if route.source is not None and route.source // 2 != host:
+                    moved["in"][index][host] += message.nbytes
     total = sum(sum(of_round.values()) for of_round in moved["received"])
     assert done.exchanged_bytes == pytest.approx(total, rel=0.001)
     for name, predicted in (

@@ -1,4 +1,4 @@
-"""Slabs in memory that the ranks of a host share: what one of them takes in, the others place from there."""
+"""Buffers in memory that the ranks of a host share: what one of them holds, the others copy from there."""
 
 from __future__ import annotations
 
@@ -11,57 +11,68 @@ from torch import Tensor
 from fastload.comm.shared_memory import HostRounds, Neighbours
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
-from fastload.transfer.rounds import TICK_S, Round, Slots
+from fastload.transfer.transport import TICK_S, Round
 
-__all__ = ["SharedSlab", "SharedSlabs"]
+__all__ = ["SharedBuffer", "SharedBuffers"]
 
 
-class SharedSlab:
-    """One of the slabs of a host: room for a round, in a part for each rank that takes chunks in.
+class SharedBuffer:
+    """One of the buffers of a host: a part for each of its ranks.
 
     Attributes:
-        nbytes: What this rank has of it, about.
+        nbytes: Length of a part.
     """
 
-    def __init__(self, slabs: SharedSlabs, number: int, nbytes: int) -> None:
+    def __init__(self, buffers: SharedBuffers, number: int, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._slabs = slabs
+        self._buffers = buffers
         self._number = number
 
-    def cut(self, sizes: Mapping[int, int]) -> Slots:
-        """Cuts a slot for the chunk of each reader, in the part of the rank that takes it in."""
-        return self._slabs.cut(self._number, sizes)
+    @property
+    def memory(self) -> Tensor:
+        """The part of this rank."""
+        return self.of(self._buffers.rank)
+
+    def of(self, rank: int) -> Tensor:
+        """Returns the part of a rank of this host."""
+        return self._buffers.part(self._number, rank)
 
 
-class SharedSlabs:
-    """The slabs of the ranks of one host, and how far these are with them.
+class SharedBuffers:
+    """The buffers of the ranks of one host, and how far these are with them.
 
-    Each rank has its chunks, and those that it takes in from other hosts, in its own part, and tells the
-    others once it has all of a round. They go on to use a slab again once all of them are done with it, which
-    they tell each other along with that; so one slab more than rounds in flight keeps them from waiting.
+    Each rank has its chunks, and the messages that it receives from other hosts, in its own part, and tells
+    the others once it has all of a round. They use a buffer again once all of them are done with it, which
+    they tell each other along with that; so one buffer more than rounds in flight keeps them from waiting.
 
     Args:
         world: The ranks.
         ranks: Those of this host, more than one.
-        taker: Returns which of them takes in the chunks of a reader.
     """
 
-    def __init__(self, world: World, ranks: Sequence[int], taker: Callable[[int], int]) -> None:
+    def __init__(self, world: World, ranks: Sequence[int]) -> None:
+        self.rank = world.rank
         self._neighbours = Neighbours(world, ranks)
-        self._taker = taker
-        self._num_slabs = 0
-        self._slab_bytes = 0
+        self._num_buffers = 0
+        self._buffer_bytes = 0
         self._turns = _Turns()
         self._rounds: HostRounds | None = None
 
-    def allocate(self, nbytes: int) -> SharedSlab:
-        """Returns one more slab; its memory is there once the ranks are connected.
+    def allocate(self, nbytes: int) -> SharedBuffer:
+        """Returns one more buffer, with memory once the ranks are connected.
 
-        Each rank has room for a whole round; what it does not take in, it does not touch.
+        Each part has room for a whole round; what its rank does not hold, it does not touch.
         """
-        self._slab_bytes = max(self._slab_bytes, nbytes)
-        self._num_slabs += 1
-        return SharedSlab(self, self._num_slabs - 1, -(-nbytes // len(self._neighbours.ranks)))
+        self._buffer_bytes = max(self._buffer_bytes, nbytes)
+        self._num_buffers += 1
+        return SharedBuffer(self, self._num_buffers - 1, nbytes)
+
+    def part(self, number: int, rank: int) -> Tensor:
+        """Returns the part of a rank of a buffer."""
+        assert self._rounds is not None, "connected"
+        memory: Tensor = self._rounds.memory
+        begin = (self._neighbours.ranks.index(rank) * self._num_buffers + number) * self._buffer_bytes
+        return memory[begin : begin + self._buffer_bytes]
 
     def offer(self) -> dict[str, str]:
         """Returns what the others have to know to connect to this rank."""
@@ -85,23 +96,8 @@ class SharedSlabs:
             Interrupted: Some rank did not come, or `give_up` said so.
             MemoryError: The system does not give that much memory.
         """
-        nbytes = len(self._neighbours.ranks) * self._num_slabs * self._slab_bytes
+        nbytes = len(self._neighbours.ranks) * self._num_buffers * self._buffer_bytes
         self._rounds = self._neighbours.begin(nbytes, self._turns, give_up=give_up)
-
-    def cut(self, number: int, sizes: Mapping[int, int]) -> Slots:
-        """Cuts a slab; see `SharedSlab.cut`."""
-        assert self._rounds is not None, "connected"
-        memory: Tensor = self._rounds.memory
-        ends = {
-            rank: (place * self._num_slabs + number) * self._slab_bytes
-            for place, rank in enumerate(self._neighbours.ranks)
-        }
-        each = {}
-        for reader, nbytes in sizes.items():
-            taker = self._taker(reader)
-            each[reader] = memory[ends[taker] : ends[taker] + nbytes]
-            ends[taker] += nbytes
-        return Slots(memory[:0], each)
 
     def post(self, work: Round) -> None:
         """Takes note of a round whose parts are ready to receive."""
@@ -117,13 +113,13 @@ class SharedSlabs:
         self._turns.placed = work.index
 
     def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        """Returns once no rank of the host needs what was in the slab of a round before.
+        """Returns once no rank of the host needs what was in the buffer of a round before.
 
         Raises:
             Interrupted: A rank is gone, or `give_up` said so.
             DeadlineExceeded: It took too long.
         """
-        self._turns.await_released(index - self._num_slabs, until_s=until_s, give_up=give_up)
+        self._turns.await_released(index - self._num_buffers, until_s=until_s, give_up=give_up)
 
     def close(self) -> None:
         """Ends the load; what connects the ranks is kept for the next one."""
@@ -162,7 +158,7 @@ class _Turns:
             self._posted.clear()
 
     def await_released(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        """Returns once all ranks of the host have placed all up to a round; see `SharedSlabs.reserve`."""
+        """Returns once all ranks of the host have placed all up to a round; see `SharedBuffers.reserve`."""
         deadline = time.monotonic() + until_s
         with self._changed:
             while self._released < index:

@@ -1,12 +1,12 @@
-"""What a round is, and what an exchange of rounds has to do; and the one that has nothing to do."""
+"""Rounds in flight, what a transport does with them, and the transport of a rank that needs no other."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,22 +16,20 @@ from fastload.base.stopwatch import Stopwatch
 from fastload.comm.hosts import Peer
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.geometry.extents import Span
-
-if TYPE_CHECKING:
-    from fastload.transfer.parcel import Parcel
-    from fastload.transfer.plan import Chunk
+from fastload.transfer.message import Message
+from fastload.transfer.routing import Route
 
 __all__ = [
     "FAILED",
     "TICK_S",
     "UNREADABLE",
-    "Arrival",
-    "Exchange",
-    "FlatSlab",
-    "Leg",
+    "Buffer",
+    "Delivery",
+    "FlatBuffer",
+    "LocalTransport",
     "Round",
-    "Slab",
     "Slots",
+    "Transport",
     "wait",
     "wait_for",
     "wait_sent",
@@ -43,87 +41,68 @@ UNREADABLE = 1  # this rank cannot read, but goes on: others may read its chunks
 FAILED = 2  # this rank is lost to the load
 
 
-@dataclass(frozen=True)
-class Slots:
-    """A slab, or its beginning, cut into one slot per reader.
+class Delivery(NamedTuple):
+    """A message with its memory on this rank.
 
     Attributes:
-        whole: All slots, flat uint8, on the exchange's device; empty where they are not next to each other.
+        message: The message.
+        route: Its route.
+        data: Its bytes, flat uint8; empty if another rank of this host holds them.
+        is_in_place: Whether the bytes arrive where they belong.
+    """
+
+    message: Message
+    route: Route
+    data: Tensor
+    is_in_place: bool = False
+
+
+class Buffer(Protocol):
+    """A reusable buffer for the chunk and the messages of one round.
+
+    Attributes:
+        memory: Flat uint8, on the transport's device; valid once the transport is connected.
+        nbytes: The share of this rank.
+    """
+
+    @property
+    def memory(self) -> Tensor: ...
+    @property
+    def nbytes(self) -> int: ...
+    def of(self, rank: int) -> Tensor:
+        """Returns the memory of the same buffer of another rank of this host."""
+        ...
+
+
+@dataclass(frozen=True)
+class Slots:
+    """A buffer, or its beginning, cut into one slot per reader.
+
+    Attributes:
+        whole: All slots, flat uint8.
         each: The slot of each reader.
     """
 
     whole: Tensor
     each: dict[int, Tensor]
 
-    @classmethod
-    def none(cls) -> Slots:
-        """Returns no slots: chunks of a round come to lie wherever there is room."""
-        return cls(torch.empty(0, dtype=torch.uint8, device="cpu"), {})
 
-
-class Slab(Protocol):
-    """A reusable buffer for the chunks of one round.
-
-    Attributes:
-        nbytes: How much memory of this rank's it takes.
-    """
-
-    @property
-    def nbytes(self) -> int: ...  # noqa: D102
-    def cut(self, sizes: Mapping[int, int]) -> Slots:
-        """Cuts its beginning into slots of these sizes."""
-        ...
-
-
-class FlatSlab(NamedTuple):
-    """A slab in one piece that this rank has for itself.
-
-    Attributes:
-        memory: Flat uint8, on the exchange's device.
-    """
+class FlatBuffer(NamedTuple):
+    """A buffer that this rank has for itself."""
 
     memory: Tensor
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """Length in bytes."""
         return self.memory.nbytes
 
-    def cut(self, sizes: Mapping[int, int]) -> Slots:
-        """Cuts its beginning into slots of these sizes, one after the other."""
-        whole = self.memory[: sum(sizes.values())]
-        return Slots(whole, dict(zip(sizes, whole.split(list(sizes.values())), strict=True)))
+    def of(self, rank: int) -> Tensor:
+        """Returns its memory: no other rank has any."""
+        return self.memory
 
 
-class Leg(NamedTuple):
-    """A parcel on its way through this rank.
-
-    Attributes:
-        parcel: What it is.
-        data: Its bytes, flat uint8.
-        is_placed: Whether they come to where they belong.
-    """
-
-    parcel: Parcel
-    data: Tensor
-    is_placed: bool
-
-
-class Arrival(NamedTuple):
-    """What has come to this rank.
-
-    Attributes:
-        reader: Who has read it; None if several other ranks have.
-        nbytes: Its length.
-        pieces: What of it is to be placed: where in what this rank wants, and the bytes, flat uint8.
-    """
-
-    reader: int | None
-    nbytes: int
-    pieces: Sequence[tuple[int, Tensor]]
-
-
-def _nothing(work: Round) -> None:
+def _no_packing(work: Round) -> None:
     pass
 
 
@@ -133,37 +112,35 @@ class Round:
 
     Attributes:
         index: Which round, counted over all plans of a load.
-        slots: Where the chunks of all readers come together.
-        parts: What the chunk of each reader is received into and passed on from: its slot, or the memory
-            that it belongs to. A rank without a chunk in this round may be missing.
-        chunks: What each reader reads, of a plan in which all ranks want the same.
+        readers: The ranks that read a chunk in it.
         spans: What this rank reads.
         buffers: Host memory that this rank's chunk is read into, in pieces.
-        own: Host memory that this rank's chunk is in before it is handed over, if that is not its part.
-        placed: The ranks whose chunks need not be placed, as they come to where they belong.
-        pack: To be called with this round once its chunk is read: makes the parcels, if there are any.
-        kept: The parcels of this rank's chunk, then.
-        incoming: The parcels that come to this rank, in the order in which it passes them on.
+        pack: To be called with this round once its chunk is read: makes the messages of it.
+        outgoing: The messages of this rank's chunk, with their routes.
+        kept: The same with their memory, once packed.
+        incoming: The messages that come to this rank, in the order in which it passes them on.
+        slots: On a device, where the chunks of all readers arrive side by side.
+        own: Host memory of this rank's chunk, to be copied to its slot.
+        directories: Where the messages lie that other ranks of this host hold, as far as they are known.
         status: What this rank says of its own chunk, once it is handed over; 0 if it could be read.
-        statuses: What is the matter with chunks that could not be read, by reader; complete once `done`.
+        statuses: What is wrong with chunks that could not be read, by reader; complete once `done`.
         started: Set once this rank's chunk is complete and handed over.
-        done: Set once every chunk is here.
-        sent: Set once the transport has no more use for the slots.
+        done: Set once every message is here.
+        sent: Set once the transport has no more use for the memory of the round.
         error: What broke the transport, if it broke.
         began: When its exchange began, by the stopwatch.
     """
 
     index: int
-    slots: Slots
-    parts: dict[int, Tensor]
-    chunks: Mapping[int, Chunk] = field(default_factory=dict)
+    readers: Collection[int] = ()
     spans: Sequence[Span] = ()
     buffers: Sequence[Tensor] = ()
+    pack: Callable[[Round], None] = _no_packing
+    outgoing: Sequence[tuple[Message, Route]] = ()
+    kept: list[Delivery] = field(default_factory=list)
+    incoming: list[Delivery] = field(default_factory=list)
+    slots: Slots | None = None
     own: Tensor | None = None
-    placed: set[int] = field(default_factory=set)
-    pack: Callable[[Round], None] = _nothing
-    kept: list[Leg] = field(default_factory=list)
-    incoming: list[Leg] = field(default_factory=list)
     status: int = 0
     statuses: dict[int, int] = field(default_factory=dict)
     started: threading.Event = field(default_factory=threading.Event)
@@ -171,46 +148,47 @@ class Round:
     sent: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     began: float | None = None
+    directories: dict[int, Any] = field(default_factory=dict)
     receives: list[Any] = field(default_factory=list)
     sends: list[Any] = field(default_factory=list)
 
     def broke(self, error: BaseException) -> None:
         """Notes what broke the transport, the first time."""
         if self.error is None:
-            # Without its traceback, whose frames hold this round: a cycle that would keep the slabs alive.
+            # Without its traceback, whose frames hold this round: a cycle that would keep its memory alive.
             self.error = error.with_traceback(None)
 
 
-class Exchange(Protocol):
-    """Moves slots between the ranks. Rounds are posted and started in plan order on every rank.
+class Transport(Protocol):
+    """Moves messages between ranks. Rounds are posted and started in plan order on every rank.
 
     Attributes:
-        transport: What carries the bytes, for the report.
-        private: Whether nobody else uses the connections, so that rounds under way may be abandoned.
-        shares_memory: Whether other ranks place chunks from the slabs of this one.
-        num_sharing: How many ranks of a host have their slabs together, at least; the same on all ranks.
+        name: What carries the bytes, for the report.
+        shares_memory: Whether other ranks of this host copy messages from the buffers of this one.
         bytes_in: Bytes that have come in over sockets, for this rank or for others of its host.
-        device: Where slots live.
-        watch: Time with at least one exchange under way.
+        device: Where buffers live.
+        watch: Time with at least one round under way.
     """
 
-    transport: str
-    private: bool
-    num_sharing: int
+    name: str
     device: torch.device
     watch: Stopwatch
 
     @property
-    def shares_memory(self) -> bool: ...  # noqa: D102
+    def shares_memory(self) -> bool: ...
     @property
-    def bytes_in(self) -> int: ...  # noqa: D102
+    def bytes_in(self) -> int: ...
 
-    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[Slab, Tensor | None]:
-        """Allocates a slab, and host memory for this rank's own slot unless the slab is host memory."""
+    def route(self, message: Message) -> Route:
+        """Returns the route of a message."""
+        ...
+
+    def allocate(self, buffer_bytes: int, own_bytes: int) -> tuple[Buffer, Tensor | None]:
+        """Allocates a buffer, and host memory for this rank's chunk unless the buffer is host memory."""
         ...
 
     def allocate_own(self, nbytes: int) -> Tensor:
-        """Allocates host memory that this rank reads a chunk into before the chunk has a slab."""
+        """Allocates host memory that this rank reads a chunk into before the chunk has a buffer."""
         ...
 
     def offer(self) -> Any:
@@ -244,28 +222,28 @@ class Exchange(Protocol):
         ...
 
     def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        """Returns once the slab of a round is free on the other ranks, too; the rest is that of `wait`."""
+        """Returns once the buffer of a round is free on the other ranks, too; the rest is that of `wait`."""
         ...
 
     def post(self, work: Round) -> None:
-        """Makes the round's parts ready to receive."""
+        """Makes a round ready to receive."""
         ...
 
     def start(self, work: Round) -> None:
-        """Hands over this rank's chunk and its status."""
+        """Hands over the messages of this rank's chunk, and its status."""
         ...
 
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        """Returns once the round's parts may be overwritten; arguments and errors are those of `wait`."""
+        """Returns once the round's memory may be overwritten; arguments and errors are those of `wait`."""
         ...
 
     def close(self) -> None:
-        """Ends the exchange; rounds that have not ended are abandoned."""
+        """Ends the transport; rounds that have not ended are abandoned."""
         ...
 
 
 def wait(work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-    """Waits until every chunk of a round is here.
+    """Waits until every message of a round is here.
 
     Args:
         work: The round.
@@ -300,22 +278,32 @@ def wait_sent(work: Round, until_s: float, give_up: Callable[[], bool]) -> None:
         raise Interrupted(f"round {work.index} did not reach the others: {work.error}")
 
 
-class LocalExchange:
-    """A world of 1, or every rank for itself: nothing to exchange."""
+class LocalTransport:
+    """No rank needs a byte from another one: a world of 1, or every rank reads all it wants.
 
-    transport = "none"
-    private = True
+    Args:
+        rank: This one.
+        pinned: Page-locks buffers, for copies to an accelerator.
+    """
+
+    name = "none"
     shares_memory = False
-    num_sharing = 1
     bytes_in = 0
 
-    def __init__(self, *, pinned: bool) -> None:
+    def __init__(self, rank: int, *, pinned: bool) -> None:
         self.device = torch.device("cpu")
         self.watch = Stopwatch()
+        self._rank = rank
         self._pinned = pinned
 
-    def allocate(self, slab_bytes: int, own_bytes: int) -> tuple[FlatSlab, Tensor | None]:
-        return FlatSlab(allocate_staging(slab_bytes, pinned=self._pinned)), None
+    def route(self, message: Message) -> Route:
+        return Route(self._rank)
+
+    def allocate(self, buffer_bytes: int, own_bytes: int) -> tuple[FlatBuffer, Tensor | None]:
+        return FlatBuffer(allocate_staging(buffer_bytes, pinned=self._pinned)), None
+
+    def allocate_own(self, nbytes: int) -> Tensor:
+        return allocate_staging(nbytes, pinned=self._pinned)
 
     def offer(self) -> None:
         return None
@@ -325,9 +313,6 @@ class LocalExchange:
 
     def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
         return ()
-
-    def allocate_own(self, nbytes: int) -> Tensor:
-        return allocate_staging(nbytes, pinned=self._pinned)
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         pass
@@ -340,7 +325,8 @@ class LocalExchange:
 
     def start(self, work: Round) -> None:
         if work.status:
-            work.statuses = dict.fromkeys(work.parts, work.status)
+            work.statuses = {self._rank: work.status}
+        work.started.set()
         work.done.set()
 
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:

@@ -1,0 +1,525 @@
+"""The memory of the rounds in flight: where each chunk is read to, and each message packed and received."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fastload.base.devices import copy_async
+from fastload.base.memory import PAGE_BYTES, host_view, round_up
+from fastload.geometry.extents import Span
+from fastload.transfer.message import Message
+from fastload.transfer.plan import TransferPlan
+from fastload.transfer.route import RoutedPlan
+from fastload.transfer.routing import Route
+from fastload.transfer.transport import Delivery, Round, Slots, Transport
+
+__all__ = ["LEAST_PIECE_BYTES", "Arrival", "Buffers", "Destinations", "OwnChunk", "Plan"]
+
+Plan: TypeAlias = TransferPlan | RoutedPlan
+
+LEAST_PIECE_BYTES = 16 << 10  # on average; to read into shorter pieces takes longer than to copy them
+_ALIGNED_BYTES = 64
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+class Destinations(Protocol):
+    """Where the bytes go: tensors, or files."""
+
+    def targets(self, start: int, nbytes: int, at_most: int) -> list[Tensor] | None:
+        """Returns host memory that a range of what is wanted belongs to, in at most so many pieces.
+
+        None if it is to be placed.
+        """
+        ...
+
+    def place(self, start: int, data: Tensor) -> None:
+        """Takes a range of what is wanted; it may go on doing so until `settle`."""
+        ...
+
+    def settle(self) -> None:
+        """Returns once everything placed so far has left the buffers it came from."""
+        ...
+
+
+class Arrival(NamedTuple):
+    """Bytes that have come to this rank.
+
+    Attributes:
+        reader: The rank that has read them; None if several others have.
+        nbytes: How many.
+        pieces: Those of them that are to be placed: where in what this rank wants, and the bytes, flat uint8.
+    """
+
+    reader: int | None
+    nbytes: int
+    pieces: Sequence[tuple[int, Tensor]]
+
+
+@dataclass(frozen=True)
+class OwnChunk:
+    """A chunk that this rank reads ahead of its round.
+
+    Attributes:
+        spans: What it is.
+        memory: Host memory that it is read into: of a whole slot, or where the bytes belong.
+        nbytes: Its length.
+        is_in_place: Whether that is where it belongs.
+    """
+
+    spans: Sequence[Span]
+    memory: Tensor
+    nbytes: int
+    is_in_place: bool
+
+    @property
+    def data(self) -> Tensor:
+        """Its bytes, flat uint8."""
+        return self.memory[: self.nbytes]
+
+
+class View(Protocol):
+    """A plan as one rank sees it."""
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes that come to the rank."""
+        ...
+
+    def readers(self, index: int) -> Collection[int]:
+        """Returns who may read something for the rank in a round."""
+        ...
+
+    def reads(self, index: int) -> list[Span]:
+        """Returns what the rank reads in a round."""
+        ...
+
+    def outgoing(self, index: int) -> list[Message]:
+        """Returns the messages of what the rank reads in a round, its own part included."""
+        ...
+
+    def incoming(self, index: int) -> list[Message]:
+        """Returns the messages for the rank of what others read in a round."""
+        ...
+
+
+class Buffers:
+    """One buffer for each round in flight, used in turn.
+
+    A chunk that this rank wants as it is, and a message that it wants in one piece, are read and received
+    right where they belong, unless another rank of the host copies them from here. All others take room in
+    the buffer, until they are placed and passed on. If buffers are on a device, all go through them: chunks
+    are read into host memory, and packed on the device.
+
+    Args:
+        plan: The rounds.
+        rank: This one.
+        transport: Allocates the buffers.
+        destinations: Where the bytes go in the end.
+
+    Attributes:
+        depth: How many rounds may be in flight.
+        wanted_bytes: Bytes that come to this rank in all.
+
+    Raises:
+        MemoryError: The buffers do not fit into memory.
+    """
+
+    def __init__(self, plan: Plan, rank: int, transport: Transport, destinations: Destinations) -> None:
+        self._plan = plan
+        self._view: View = plan.view(rank)
+        self._rank = rank
+        self._transport = transport
+        self._destinations = destinations
+        self._on_device = transport.device.type != "cpu"
+        self.wanted_bytes = self._view.wanted_bytes
+        buffer_bytes, own_bytes = plan.buffer_bytes, plan.largest_chunk_bytes(rank)
+        self._ahead: list[Tensor] = []
+        if isinstance(plan, TransferPlan) and plan.ahead:
+            num_own = min(plan.num_reads, len(plan.rounds_of(rank, 0, plan.num_rounds)))
+            self._ahead = [transport.allocate_own(own_bytes) for _ in range(num_own)]
+            own_bytes = 0
+        num_buffers = self.depth = min(plan.depth, plan.num_rounds)
+        if transport.shares_memory:
+            # One more than rounds in flight: others of the host may be a round behind this rank. Even where
+            # each round has its own, since there are more rounds if readers drop out.
+            num_buffers = max(2, min(plan.depth, plan.num_rounds + 1))
+            self.depth = num_buffers - 1
+            buffer_bytes = _with_directory(buffer_bytes)
+        if self._on_device:
+            num_buffers = self.depth = min(self.depth, plan.depth_within(buffer_bytes + own_bytes))
+        allocated = [transport.allocate(buffer_bytes, own_bytes) for _ in range(num_buffers)]
+        self._buffers = [buffer for buffer, _ in allocated]
+        self._own = [own for _, own in allocated if own is not None]
+        self._most = [0] * num_buffers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers that were used: the others take no memory, unless they are pinned.
+
+        Where the ranks of a host have them together, the share of one rank.
+        """
+        ahead = sum(memory.nbytes for memory in self._ahead)
+        used = sum(self._most)
+        if isinstance(self._plan, TransferPlan) and self._plan.num_sharing > 1:
+            used = len(self._buffers) * -(-self._plan.buffer_bytes // self._plan.num_sharing)
+        return ahead + used + sum(own.nbytes for own in self._own)
+
+    def free(self) -> None:
+        """Lets go of the buffers; a read that is still under way keeps its own."""
+        self._buffers.clear()
+        self._own.clear()
+        self._ahead.clear()
+
+    def lay_own(self, plan: TransferPlan, index: int) -> OwnChunk:
+        """Finds the memory for this rank's chunk of a round, where chunks are read ahead.
+
+        It is that of the chunk so many laps before, whose round has to be over.
+        """
+        view = self._view_of(plan)
+        spans = view.reads(index)
+        nbytes = sum(span.nbytes for span in spans)
+        memory = self._ahead[plan.lap(index) % len(self._ahead)]
+        outgoing = [(message, self._transport.route(message)) for message in view.outgoing(index)]
+        direct = self._direct(outgoing, nbytes, one=True) if spans else None
+        return OwnChunk(spans, direct[0] if direct else memory, nbytes, is_in_place=direct is not None)
+
+    def lay_out(self, plan: Plan, index: int, number: int, own: OwnChunk | None = None) -> Round:
+        """Finds the memory for what is read and received in a round.
+
+        Args:
+            plan: The rounds.
+            index: Which of them.
+            number: The same, counted over all plans.
+            own: This rank's chunk, if it was read ahead.
+        """
+        view, route = self._view_of(plan), self._transport.route
+        turn = number % len(self._buffers)
+        outgoing = [(message, route(message)) for message in view.outgoing(index)]
+        incoming = [(message, route(message)) for message in view.incoming(index)]
+        incoming.sort(key=lambda each: each[1].num_hops)
+        room = _Room(self._buffers[turn].memory, self._most, turn)
+        work = Round(number, view.readers(index), outgoing=outgoing)
+        directory = None
+        if self._transport.shares_memory:
+            shared = [way for _, way in (*outgoing, *incoming) if way.is_shared and way.holder == self._rank]
+            directory = _Directory.make(room, len(shared))
+        if self._on_device and isinstance(plan, TransferPlan):
+            work.slots = room.cut(plan.slot_sizes(index, plan.chunks(index)))
+        spans = view.reads(index) if own is None else own.spans
+        if spans:
+            self._lay_chunk(work, spans, turn, room, own, directory)
+        for message, way in incoming:
+            work.incoming.append(self._lay_incoming(work, message, way, room))
+            if directory is not None and way.is_shared and way.holder == self._rank:
+                directory.add(work.incoming[-1])
+        if directory is not None:
+            directory.close()
+        return work
+
+    def arrivals(self, work: Round) -> Iterator[Arrival]:
+        """Yields what has come in a round: who has read it, and what of it is still to be placed."""
+        if work.slots is not None and not work.statuses:
+            yield from self._arrivals_in_slots(work)
+            return
+        for each in chain(work.kept, work.incoming):
+            message = each.message
+            if message.ranges and message.reader not in work.statuses:
+                pieces = [] if each.is_in_place else _cut(message, self._data(work, each))
+                yield Arrival(message.reader, message.nbytes, pieces)
+
+    def _data(self, work: Round, each: Delivery) -> Tensor:
+        """Returns the bytes of a message, wherever on this host they are."""
+        holder = each.route.holder
+        if holder == self._rank:
+            return each.data
+        if holder not in work.directories:
+            buffer = self._buffers[work.index % len(self._buffers)]
+            work.directories[holder] = _Directory(buffer.of(holder))
+        directory: _Directory = work.directories[holder]
+        return directory.find(each)
+
+    def _arrivals_in_slots(self, work: Round) -> Iterator[Arrival]:
+        """Joins what lies side by side: of many short pieces each would be a copy of its own."""
+        assert work.slots is not None
+        whole, found = work.slots.whole, list[tuple[int, int, int]]()
+        by_reader = {each.message.reader: each for each in chain(work.kept, work.incoming)}
+        others_bytes = 0
+        for reader in work.slots.each:
+            if reader not in by_reader:
+                continue
+            message, data = by_reader[reader].message, by_reader[reader].data
+            at = int(data.storage_offset() - whole.storage_offset())
+            for start, nbytes in message.ranges:
+                if found and found[-1][0] + found[-1][2] == at and found[-1][1] + found[-1][2] == start:
+                    found[-1] = *found[-1][:2], found[-1][2] + nbytes
+                else:
+                    found.append((at, start, nbytes))
+                at += nbytes
+            others_bytes += message.nbytes if reader != self._rank else 0
+        if self._rank in by_reader:
+            yield Arrival(self._rank, by_reader[self._rank].message.nbytes, [])
+        yield Arrival(None, others_bytes, [(start, whole[at : at + nbytes]) for at, start, nbytes in found])
+
+    def _view_of(self, plan: Plan) -> View:
+        if plan is not self._plan:  # some readers have dropped out
+            self._plan, self._view = plan, plan.view(self._rank)
+        return self._view
+
+    def _lay_chunk(
+        self,
+        work: Round,
+        spans: Sequence[Span],
+        turn: int,
+        room: _Room,
+        own: OwnChunk | None,
+        directory: _Directory | None,
+    ) -> None:
+        """Finds the memory for this rank's chunk."""
+        nbytes = sum(span.nbytes for span in spans)
+        work.spans = spans
+        if own is not None:
+            work.buffers, is_in_place = [own.data], own.is_in_place
+        elif self._on_device:
+            work.buffers, is_in_place = [self._own[turn][:nbytes]], False
+        else:
+            direct = self._direct(work.outgoing, nbytes)
+            is_shared = any(way.is_shared for _, way in work.outgoing)
+            work.buffers = direct if direct is not None else [room.take(nbytes, must_fit=is_shared)]
+            is_in_place = direct is not None
+        if work.slots is not None:
+            memory = own.memory if own is not None else self._own[turn]
+            slot = work.slots.each[self._rank]
+            work.own = memory[: slot.numel()]
+            work.kept = [Delivery(message, way, slot[:nbytes]) for message, way in work.outgoing]
+            return
+        work.pack = partial(self._pack, room, directory, is_in_place, own is not None)
+
+    def _lay_incoming(self, work: Round, message: Message, way: Route, room: _Room) -> Delivery:
+        """Finds the memory for a message."""
+        if work.slots is not None:
+            return Delivery(message, way, work.slots.each[message.reader][: message.nbytes])
+        if way.holder != self._rank:
+            return Delivery(message, way, _EMPTY)
+        target = None if way.is_shared else self._target(message)
+        data = target if target is not None else room.take(message.nbytes, must_fit=way.is_shared)
+        return Delivery(message, way, data, is_in_place=target is not None)
+
+    def _pack(
+        self, room: _Room, directory: _Directory | None, is_in_place: bool, was_ahead: bool, work: Round
+    ) -> None:
+        """Makes the messages of a chunk that has been read."""
+        chunk = work.buffers[0]
+        if self._on_device:
+            on_host, chunk = chunk, room.take(chunk.nbytes)
+            copy_async(on_host, chunk)
+        for message, way in work.outgoing:
+            # If it was read into several pieces, nobody else wants it, and it is where it belongs.
+            data = chunk
+            if len(work.buffers) == 1:
+                copies = was_ahead and way.is_shared
+                data = _packed(message, chunk, room, copies=copies, must_fit=way.is_shared)
+            delivery = Delivery(message, way, data, is_in_place)
+            work.kept.append(delivery)
+            if directory is not None and way.is_shared:
+                directory.add(delivery)
+        if directory is not None:
+            directory.close()
+
+    def _direct(
+        self, outgoing: Sequence[tuple[Message, Route]], nbytes: int, *, one: bool = False
+    ) -> list[Tensor] | None:
+        """Returns the memory that a chunk belongs to, if this rank wants all of it, just as it is.
+
+        Args:
+            outgoing: The messages of the chunk.
+            nbytes: Length of the chunk.
+            one: Whether it has to be one piece, even if no other rank wants any of it.
+        """
+        if self._on_device or any(way.is_shared for _, way in outgoing):
+            return None
+        ranges = _in_chunk([message for message, _ in outgoing], nbytes)
+        if ranges is None:
+            return None
+        is_kept = not one and all(message.ranges and not way.targets for message, way in outgoing)
+        return self._targets(ranges, 1 + nbytes // LEAST_PIECE_BYTES if is_kept else 1)
+
+    def _target(self, message: Message) -> Tensor | None:
+        """Returns the memory that a message belongs to, if that is one piece."""
+        if self._on_device or len(message.ranges) != 1:
+            return None
+        targets = self._targets(message.ranges, 1)
+        return targets[0] if targets else None
+
+    def _targets(self, ranges: Sequence[tuple[int, int]], at_most: int) -> list[Tensor] | None:
+        pieces: list[Tensor] = []
+        for start, nbytes in ranges:
+            targets = self._destinations.targets(start, nbytes, at_most - len(pieces))
+            if targets is None:
+                return None
+            pieces += targets
+        return pieces
+
+
+def _packed(message: Message, chunk: Tensor, room: _Room, *, copies: bool, must_fit: bool) -> Tensor:
+    """Returns the bytes of a message: those of the chunk, or a copy.
+
+    Args:
+        message: With its pieces.
+        chunk: That of this rank.
+        room: For a copy.
+        copies: Whether it has to be one.
+        must_fit: Whether it has to be in the buffer.
+    """
+    pieces = message.pieces
+    if len(pieces) == 1 and not pieces[0].steps and not copies:
+        return chunk[pieces[0].start : pieces[0].start + pieces[0].length]
+    packed, position = room.take(message.nbytes, must_fit=must_fit), 0
+    for piece in pieces:
+        sizes, strides = zip(*piece.steps, (piece.length, 1), strict=True)
+        source = chunk.as_strided(sizes, strides, chunk.storage_offset() + piece.start)
+        packed[position : position + piece.total].view(sizes).copy_(source)
+        position += piece.total
+    return packed
+
+
+def _in_chunk(outgoing: Sequence[Message], nbytes: int) -> list[tuple[int, int]] | None:
+    """Returns where in what this rank wants a chunk belongs, if it wants all of it once, just as it is."""
+    own = [message for message in outgoing if message.ranges]
+    if sum(message.nbytes for message in own) != nbytes:
+        return None
+    if len(own) == 1 and len(own[0].pieces) == 1 and not own[0].pieces[0].steps:
+        return list(own[0].ranges)
+    found: list[tuple[int, int, int]] = []  # in the chunk, in what is wanted, length
+    for message in own:
+        if any(piece.steps for piece in message.pieces):
+            return None
+        ranges = iter(message.ranges)
+        start, left = next(ranges)
+        for piece in message.pieces:
+            at, end = piece.start, piece.end
+            while at < end:
+                if not left:
+                    start, left = next(ranges)
+                length = min(left, end - at)
+                found.append((at, start, length))
+                at, start, left = at + length, start + length, left - length
+    joined: list[tuple[int, int]] = []
+    position = 0
+    for at, start, length in sorted(found):
+        if at != position:
+            return None
+        position += length
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = joined[-1][0], joined[-1][1] + length
+        else:
+            joined.append((start, length))
+    return joined
+
+
+def _cut(message: Message, data: Tensor) -> list[tuple[int, Tensor]]:
+    """Returns where a message is to be placed, piece by piece."""
+    pieces, position = [], 0
+    for start, nbytes in message.ranges:
+        pieces.append((start, data[position : position + nbytes]))
+        position += nbytes
+    return pieces
+
+
+class _Room:
+    """What is left of a buffer in one round.
+
+    Args:
+        memory: The buffer, flat uint8.
+        most: The most that was taken of each buffer, in any round.
+        turn: Which of them this is.
+    """
+
+    def __init__(self, memory: Tensor, most: list[int], turn: int) -> None:
+        self.memory = memory
+        self._most = most
+        self._turn = turn
+        self._begin = self._taken = 0
+
+    def skip(self, nbytes: int) -> None:
+        """Leaves some bytes at the beginning to others."""
+        self._begin = self._taken = round_up(nbytes, _ALIGNED_BYTES)
+
+    def take(self, nbytes: int, *, must_fit: bool = False) -> Tensor:
+        """Returns memory, flat uint8: if the buffer is full, which many small messages can do, besides it.
+
+        Raises:
+            MemoryError: It is full, and must not be.
+        """
+        begin, self._taken = self._taken, self._taken + round_up(nbytes, _ALIGNED_BYTES)
+        self._most[self._turn] = max(self._most[self._turn], self._taken - self._begin)
+        if begin + nbytes <= self.memory.numel():
+            return self.memory[begin : begin + nbytes]
+        if must_fit:
+            raise MemoryError(f"no room for {nbytes} bytes that other ranks of this host are to copy")
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.memory.device)
+
+    def cut(self, sizes: Mapping[int, int]) -> Slots:
+        """Cuts the beginning into slots of these sizes, one after the other."""
+        whole = self.take(sum(sizes.values()), must_fit=True)
+        return Slots(whole, dict(zip(sizes, whole.split(list(sizes.values())), strict=True)))
+
+
+class _Directory:
+    """Where in a rank's buffer the messages lie that other ranks of its host copy from there.
+
+    It is the beginning of the buffer: a count, and for each message its reader, its group, where it begins,
+    and its length, as int64.
+
+    Args:
+        memory: The buffer, flat uint8.
+    """
+
+    _ROW = 4
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self._begin = memory.data_ptr()
+        self._words = host_view(memory).cast("q")  # whole pages
+        self._rows: dict[tuple[int, int], tuple[int, int]] | None = None
+        self._count = 0
+
+    @classmethod
+    def make(cls, room: _Room, num_messages: int) -> _Directory:
+        """Begins one with room for some messages, at the beginning of a buffer."""
+        room.skip(8 * (1 + cls._ROW * num_messages))
+        return cls(room.memory)
+
+    def add(self, each: Delivery) -> None:
+        """Adds a message that lies in the buffer."""
+        at = 1 + self._ROW * self._count
+        begin = each.data.data_ptr() - self._begin
+        row = each.message.reader, each.route.group, begin, each.message.nbytes
+        for place, value in enumerate(row):
+            self._words[at + place] = value
+        self._count += 1
+
+    def close(self) -> None:
+        """Publishes what was added so far."""
+        self._words[0] = self._count
+
+    def find(self, each: Delivery) -> Tensor:
+        """Returns the bytes of a message, in the buffer of another rank."""
+        if self._rows is None:
+            ends = range(1, 1 + self._ROW * self._words[0], self._ROW)
+            rows = (self._words[at : at + self._ROW] for at in ends)
+            self._rows = {(reader, group): (begin, nbytes) for reader, group, begin, nbytes in rows}
+        begin, nbytes = self._rows[each.message.reader, each.route.group]
+        assert nbytes == each.message.nbytes, (nbytes, each.message)
+        return self._memory[begin : begin + nbytes]
+
+
+def _with_directory(nbytes: int) -> int:
+    """Returns the length of a buffer with a directory; memory that is not touched takes none."""
+    return round_up(nbytes + nbytes // 8 + (1 << 20), PAGE_BYTES)

@@ -1,0 +1,210 @@
+"""Rounds through buffers, without threads and connections: each byte that is read is placed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastload.formats.manifest import TensorEntry
+from fastload.geometry.extents import Extent, Span
+from fastload.loading.place import Destination, Placer
+from fastload.transfer.buffers import Buffers, OwnChunk, Plan
+from fastload.transfer.message import Message
+from fastload.transfer.plan import TransferPlan
+from fastload.transfer.routing import Route, Routing, sharing_domains
+from fastload.transfer.transport import FlatBuffer, LocalTransport, Round
+from tests.unit.plans import plan_for_all
+from tests.unit.test_routes import Want, jobs, plan_of
+
+_LENGTHS = (30_000, 5, 0, 17_001, 4096, 9_001)
+
+
+class Part(FlatBuffer):
+    """The part of a rank of a buffer that the ranks of its host share."""
+
+    host: dict[int, FlatBuffer]
+
+    def of(self, rank: int) -> Tensor:
+        return self.host[rank].memory
+
+
+class InProcess(LocalTransport):
+    """Between ranks in one process: knows routes and shares memory; the test carries the messages."""
+
+    def __init__(self, rank: int, routing: Routing, shared: list[dict[int, FlatBuffer]], device: str) -> None:
+        super().__init__(rank, pinned=False)
+        self.device = torch.device(device)
+        self.shares_memory = device == "cpu" and len(routing.neighbours) > 1
+        self._routing = routing
+        self._shared = shared
+        self._num_buffers = 0
+
+    def route(self, message: Message) -> Route:
+        if self.device.type != "cpu":
+            return super().route(message)
+        return self._routing.route(message.reader, message.ranks)
+
+    def allocate(self, buffer_bytes: int, own_bytes: int) -> tuple[FlatBuffer, Tensor | None]:
+        memory = torch.empty(buffer_bytes + 4096, dtype=torch.uint8)
+        part = Part(memory[-memory.data_ptr() % 8 :][: buffer_bytes // 8 * 8])
+        if self._num_buffers == len(self._shared):
+            self._shared.append({})
+        part.host = self._shared[self._num_buffers]
+        part.host[self._rank] = part
+        self._num_buffers += 1
+        own = torch.empty(own_bytes, dtype=torch.uint8) if self.device.type != "cpu" else None
+        return part, own
+
+
+class OneRank:
+    """A rank that reads from memory."""
+
+    def __init__(
+        self, rank: int, plan: Plan, file: Tensor, transport: InProcess, destinations: list[Destination]
+    ) -> None:
+        self.rank, self._plan, self._file = rank, plan, file
+        self._placer = Placer(destinations)
+        self._buffers = Buffers(plan, rank, transport, self._placer)
+        self._ahead: deque[tuple[int, OwnChunk]] = deque()
+        self._next = 0
+
+    def begin(self, index: int) -> Round:
+        """Reads ahead as far as is allowed, and what the round has of this rank."""
+        if isinstance(self._plan, TransferPlan) and self._plan.ahead:
+            end = index + self._plan.ahead
+            for later in self._plan.rounds_of(self.rank, self._next, end):
+                own = self._buffers.lay_own(self._plan, later)
+                self._read(own.spans, [own.data])
+                self._ahead.append((later, own))
+            self._next = end
+        read_ahead = self._ahead.popleft()[1] if self._ahead and self._ahead[0][0] == index else None
+        work = self._buffers.lay_out(self._plan, index, index, read_ahead)
+        if read_ahead is None and work.spans:
+            self._read(work.spans, work.buffers)
+        if work.own is not None and work.slots is not None:
+            work.slots.each[self.rank].copy_(work.own)
+        work.pack(work)
+        return work
+
+    def end(self, work: Round) -> int:
+        """Places what has come; returns how much that was."""
+        arrivals = list(self._buffers.arrivals(work))
+        for arrival in arrivals:
+            for start, data in arrival.pieces:
+                self._placer.place(start, data)
+        return sum(arrival.nbytes for arrival in arrivals)
+
+    def _read(self, spans: Sequence[Span], buffers: Sequence[Tensor]) -> None:
+        data = torch.cat([self._file[span.offset : span.offset + span.nbytes] for span in spans])
+        for buffer, part in zip(buffers, data.split([len(buffer) for buffer in buffers]), strict=True):
+            buffer.copy_(part)
+
+
+def run(
+    plan: Plan, machines: str, file: Tensor, destinations: list[list[Destination]], device: str
+) -> list[int]:
+    """Moves all rounds; returns how many bytes were placed on each rank."""
+    everyone = range(len(machines))
+    domains = sharing_domains(machines, plan.groups)
+    shared: dict[object, list[dict[int, FlatBuffer]]] = {domain: [] for domain in domains}
+    members = []
+    for rank in everyone:
+        transport = InProcess(rank, Routing(rank, everyone, domains), shared[domains[rank]], device)
+        members.append(OneRank(rank, plan, file, transport, destinations[rank]))
+    placed = [0] * len(members)
+    for index in range(plan.num_rounds):
+        begun = [member.begin(index) for member in members]
+        messages = {
+            (each.message.reader, each.message.ranks): each.data for work in begun for each in work.kept
+        }
+        for rank, work in enumerate(begun):
+            for each in work.incoming:
+                if each.route.holder == rank:
+                    each.data.copy_(messages[each.message.reader, each.message.ranks])
+        for rank, (member, work) in enumerate(zip(members, begun, strict=True)):
+            placed[rank] += member.end(work)
+    return placed
+
+
+def entries() -> list[TensorEntry]:
+    made, offset = [], 0
+    for number, nbytes in enumerate(_LENGTHS):
+        made.append(TensorEntry(f"t{number}", "U8", (nbytes,), 0, offset, nbytes))
+        offset += nbytes
+    return made
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    machines=st.sampled_from(["abcdefg", "aabbccd", "aaaaaaa"]),
+    device=st.sampled_from(["cpu", "cuda"]),
+    staging_bytes=st.sampled_from([36 << 10, 1 << 16, 1 << 22]),
+    chunk_bytes=st.sampled_from([4096, 8192, 5000]),
+    cast=st.booleans(),
+    contiguous=st.booleans(),
+    block_bytes=st.sampled_from([0, 0, 1000]),
+)
+def test_what_is_read_comes_to_every_rank(
+    machines: str,
+    device: str,
+    staging_bytes: int,
+    chunk_bytes: int,
+    cast: bool,
+    contiguous: bool,
+    block_bytes: int,
+) -> None:
+    file = torch.randint(256, (sum(_LENGTHS),), dtype=torch.uint8)
+    plan = plan_for_all(
+        entries(), world_size=7, readers=range(6), staging_bytes=staging_bytes, chunk_bytes=chunk_bytes,
+        even_slots=device != "cpu", contiguous=contiguous, block_bytes=block_bytes, hosts=list(machines),
+    )  # fmt: skip
+    assert plan.num_turns > 1 or staging_bytes > 36 << 10
+    assert plan.num_turns == 1 or staging_bytes < 1 << 22
+    dtype = torch.float32 if cast else torch.uint8
+    tensors = [[torch.zeros(nbytes, dtype=dtype) for nbytes in _LENGTHS] for _ in machines]
+    destinations = [
+        [Destination(entry, torch.uint8, to) for entry, to in zip(entries(), own, strict=True)]
+        for own in tensors
+    ]
+    assert run(plan, machines, file, destinations, device) == [plan.total_bytes] * len(machines)
+    for own in tensors:
+        assert torch.equal(torch.cat(own).to(torch.uint8), file)
+
+
+@settings(deadline=None, max_examples=60)
+@given(jobs(), st.integers(1, 40), st.data())
+def test_each_rank_gets_just_the_bytes_that_it_wants(
+    job: tuple[list[Extent], list[Want], int], chunk_bytes: int, data: st.DataObject
+) -> None:
+    extents, wants, block_bytes = job
+    lengths = [extent.nbytes for extent in extents]
+    tensors = [Extent(0, sum(lengths[:number]), nbytes) for number, nbytes in enumerate(lengths)]  # one file
+    size = len(wants)
+    readers = data.draw(st.sets(st.sampled_from(range(size)), min_size=1).map(sorted))
+    machines = "".join(data.draw(st.sampled_from("ab")) for _ in range(size))
+    plan = plan_of((tensors, wants, block_bytes), readers, max(chunk_bytes, block_bytes), contiguous=False)
+    file = torch.randint(256, (sum(lengths),), dtype=torch.uint8)
+    outputs, destinations = [], []
+    for want in wants:
+        own = []
+        for index, part in want:
+            entry = TensorEntry(
+                f"t{index}", "U8", (lengths[index],), 0, tensors[index].offset, lengths[index]
+            )
+            for runs in part:
+                own.append(Destination(entry, torch.uint8, torch.zeros(runs.total, dtype=torch.uint8), runs))
+        destinations.append(own)
+        outputs.append([one.tensor for one in own])
+    run(plan, machines, file, destinations, data.draw(st.sampled_from(["cpu", "cuda"])))
+    for want, own in zip(wants, outputs, strict=True):
+        expected = [
+            torch.cat([file[tensors[index].offset + at :][: runs.length] for at in runs.starts()])
+            for index, part in want
+            for runs in part
+        ]
+        assert all(torch.equal(got, one) for got, one in zip(own, expected, strict=True))
