@@ -1,1 +1,1 @@
-"""Checkpoint formats: layout only, no transport."""
+"""Checkpoint formats: which bytes of which files are which tensor."""

@@ -1,4 +1,4 @@
-"""Tensors by name, and a structure as `fastload.formats.state` has it → the state. Trusts nothing."""
+"""Decodes a state: its structure, as in `fastload.formats.state`, and tensors by name → the state."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def decode_state(structure: Any, tensors: Mapping[str, Tensor] | StateDecoder, n
 
 
 class StateDecoder:
-    """One walk through a structure, or one after the other: what is tied is so across them.
+    """Decodes structures of one state; tensors that are tied in the state are tied across them.
 
     Args:
         tensors: By name.
         exact: Those that stand for arrays and complex numbers, by name, of the stored dtypes.
-        gap: What stands where there is no value.
+        gap: Stands where there is no value.
 
     Attributes:
         path: The keys that lead to where the walk is; after an error, to where it failed.
@@ -157,7 +157,7 @@ _CONTAINERS: dict[str, Callable[[StateDecoder, Any, str], Any]] = {
 
 
 def _make(tensor: Tensor, kind: str | None, dtype: str | None) -> Any:
-    """Makes what was described of what was stored; shares its memory where it can."""
+    """Returns the value that a stored tensor stands for; shares its memory where it can."""
     if kind == "ndarray":
         return _make_array(tensor, dtype)
     if kind == "json":

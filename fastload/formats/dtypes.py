@@ -1,4 +1,4 @@
-"""The dtypes of the safetensors format, and what torch calls them."""
+"""The dtypes of safetensors and their counterparts in torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A state → its tensors by name, and its structure as `fastload.formats.state` has it."""
+"""Encodes a state: its tensors by name, and its structure as in `fastload.formats.state`."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _MAX_SHORT_TEXT = 100  # about what a tensor more costs in header and structure
 
 @dataclass(frozen=True)
 class EncodedState:
-    """What a state consists of.
+    """A state as tensors and structure.
 
     Attributes:
-        tensors: What is to be stored, each tensor once, by name, in the order of the state. They share
+        tensors: The tensors to be stored, each once, by name, in the order of the state. They share
             memory with the state where they can; dense, of a dtype that safetensors has, on any device.
         structure: Everything else, JSON types only; the same whoever encodes an equal state.
         own_tensors: Those of this rank's own values, likewise.
-        own_values: The rest of these, one for each place in `structure`.
+        own_values: The structures of these values, one for each place in `structure`.
         starts: Of each entry of the state, how many of `tensors` are before it.
     """
 
@@ -92,7 +92,7 @@ def encode_state(state: Any, rank: int = 0) -> EncodedState:
 
 
 class StateEncoder:
-    """One walk through a state; `problems` holds a line for each thing that cannot be kept.
+    """Encodes one state; `problems` holds a line for each value that cannot be stored.
 
     Args:
         rank: This rank; of a state that has values of its own only.
@@ -112,7 +112,7 @@ class StateEncoder:
         self._rank = rank
 
     def value(self, value: Any, prefix: str, key: Any) -> Any:
-        """Returns the JSON of what is found under a key, and keeps its tensors."""
+        """Returns the structure of the value under a key, and collects its tensors."""
         kind = type(value)
         if kind is Tensor or kind is Parameter:
             return self._tensor(value, tensor_name(prefix, key))
@@ -285,7 +285,7 @@ class StateEncoder:
 
 
 class PerRankEncoder(StateEncoder):
-    """Takes apart what a rank has of its own, in the course of a walk through the whole state.
+    """Encodes the `PerRank` values of this rank, in the course of encoding the whole state.
 
     Attributes:
         values: A node for each place.
@@ -298,7 +298,7 @@ class PerRankEncoder(StateEncoder):
         self._is_in_text = False
 
     def place(self, value: Any, prefix: str, key: Any) -> Any:
-        """Keeps a value, and returns the node of the place that it is at."""
+        """Collects a value, and returns the node of its place."""
         name = tensor_name(prefix, key)
         # No ties between places: then all ranks can want the same places, whatever is tied on which of them.
         self._first.clear()
@@ -308,7 +308,7 @@ class PerRankEncoder(StateEncoder):
         return {"PerRank": [name or BARE_NAME, len(self.values) - 1]}
 
     def value(self, value: Any, prefix: str, key: Any) -> Any:
-        """As for any state, but what is long and holds no tensors becomes one: its text."""
+        """As for any state, but a long value without tensors becomes a tensor: its text."""
         if self._is_in_text or _holds_tensors(value):
             return super().value(value, prefix, key)
         self._is_in_text = True
@@ -348,7 +348,7 @@ CONTAINERS: dict[type, Callable[[StateEncoder, Any, str], Any]] = {
 
 
 def leaf_node(stored: str, natural: str | None, kind: str | None, dtype: str | None) -> Any:
-    """Returns the node of a tensor that is stored under a name, where its own would be another."""
+    """Returns the node of a tensor that is stored under a name other than that of its path."""
     if stored == natural and kind is None and dtype is None:
         return {}
     fields = [None if stored == natural else stored, kind, dtype]

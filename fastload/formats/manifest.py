@@ -1,4 +1,4 @@
-"""What is where: the manifest of a checkpoint. Pure data; every rank holds the same one."""
+"""The manifest of a checkpoint: its tensors, and where they lie. Pure, identical on all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FileEntry:
     Attributes:
         name: Name below the checkpoint's root; empty when the root is the file itself.
         nbytes: Size of the whole file in bytes.
-        version: What storage said identifies this very file (see `FileStat.version`).
+        version: Identifies this very file in storage (see `FileStat.version`).
         header_digest: xxh3-128 of the header bytes.
         checksums: xxh3-64 of each checksum block in the order of offsets, 8 bytes each; empty if the
             checkpoint has no commit record.
@@ -61,7 +61,7 @@ class Piece(NamedTuple):
 
 
 class Guard(NamedTuple):
-    """What has to stand before data for them to lie as the manifest says: to be checked when they are read.
+    """Bytes expected right before data whose layout was inferred; checked when the data are read.
 
     Attributes:
         file: Index into `Manifest.files`.
@@ -112,8 +112,8 @@ class Manifest:
         structure: How the state was nested, as the commit record has it; None without one.
         record_digest: xxh3-128 of the commit record, or of DCP's metadata; empty without one.
         format: What kind of checkpoint it is: ``safetensors``, ``fastload``, …
-        guards: Where data lie as those of others do, which was not looked at; in the order of the bytes.
-        heads: What they have before them.
+        guards: Of data whose layout was inferred; in the order of the bytes.
+        heads: The bytes expected before them.
     """
 
     url: str

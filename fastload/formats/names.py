@@ -1,4 +1,4 @@
-"""What the files of checkpoints are called; storage is told so by `NAMES`."""
+"""Names of the files of checkpoints; storage gets them as `NAMES`."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ _FILE_OF_A_SAVE = re.compile(rf"(model|{OWN_STEM})(?P<shard>-\d{{5,}}-of-\d{{5,}
 
 
 def file_name(number: int, num_files: int, stem: str = "model") -> str:
-    """Returns what a save calls one of its files, counted from 0."""
+    """Returns the name of one of the files of a save, counted from 0."""
     if num_files == 1:
         return f"{stem}{SUFFIX}"
     return f"{stem}-{number + 1:05}-of-{num_files:05}{SUFFIX}"
 
 
 def metadata_names(listing: Sequence[str]) -> list[str]:
-    """Returns the name of DCP's metadata, or those of what each rank wrote for itself, in their order."""
+    """Returns the name of DCP's metadata, or the names of those of each rank, in the order of ranks."""
     if METADATA_NAME in listing:
         return [METADATA_NAME]
     found = {int(match[1]): match[0] for match in map(_METADATA_OF_RANK.fullmatch, listing) if match}

@@ -71,7 +71,7 @@ _HEAD_BYTES = 8
 
 
 class Sight(IntEnum):
-    """What can be seen at a path, without reading it: more is better."""
+    """What a listing of a path shows; more is better."""
 
     NOTHING = 0
     DIRECTORY = 1
@@ -100,7 +100,7 @@ def read_manifest(storage: Storage, *, exact: bool = False) -> Manifest:
     Args:
         storage: Where to look; its methods are called from several threads. Of each file the header is
             read, nothing else.
-        exact: Whether to look at all that a manifest with guards took to be like something else.
+        exact: Whether to read every layout, instead of inferring some and adding guards.
 
     Raises:
         CheckpointNotFound: There is nothing, or a directory without safetensors files.
@@ -124,7 +124,7 @@ def read_manifest(storage: Storage, *, exact: bool = False) -> Manifest:
 
 
 def record_digest(storage: Storage, manifest: Manifest) -> str:
-    """Returns the `Manifest.record_digest` of a checkpoint as it is here; empty if it has none.
+    """Returns the `Manifest.record_digest` of a checkpoint as it is on this rank; empty if it has none.
 
     Raises:
         StorageError: Storage failed.
@@ -134,7 +134,7 @@ def record_digest(storage: Storage, manifest: Manifest) -> str:
 
 
 def header_digest(storage: Storage, name: str, nbytes: int) -> str:
-    """Returns the `FileEntry.header_digest` of a file as it is here; empty if it has none.
+    """Returns the `FileEntry.header_digest` of a file as it is on this rank; empty if it has none.
 
     Raises:
         StorageError: Storage failed.

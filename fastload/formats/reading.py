@@ -1,4 +1,4 @@
-"""Reading small things whole: what the readers of all formats ask of storage."""
+"""Small reads from storage, for the readers of all formats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Result = TypeVar("_Result")
 
 
 def url_of(storage: Storage, name: str) -> str:
-    """Returns what to call a file in messages."""
+    """Returns the URL of a file, for messages."""
     return f"{storage.url.rstrip('/')}/{name}" if name else storage.url
 
 

@@ -56,7 +56,7 @@ def checksum(data: bytes | memoryview) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class RecordedFile:
-    """What a record says of one file.
+    """One file in a commit record.
 
     Attributes:
         name: Name below the checkpoint's root.
@@ -117,7 +117,7 @@ class Record:
 
 @uncollected
 def parse(data: bytes, url: str = RECORD_NAME) -> Record:
-    """Parses the text of a record, which nobody need have written in good faith.
+    """Parses the text of a record; untrusted.
 
     Args:
         data: The text.

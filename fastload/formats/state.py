@@ -127,12 +127,12 @@ class SavedTensor(NamedTuple):
 
     @property
     def is_text(self) -> bool:
-        """Whether it is no tensor of the state, but the text of a plain value."""
+        """Whether it is the text of a plain value."""
         return self.kind == "json"
 
     @property
     def is_exact(self) -> bool:
-        """Whether no other dtype than the stored one can stand for it: no cast."""
+        """Whether it has to be loaded as its stored dtype: no cast."""
         return self.kind == "ndarray" or self.dtype is not None
 
     @property
@@ -142,14 +142,14 @@ class SavedTensor(NamedTuple):
 
     @property
     def own_name(self) -> str:
-        """The name it goes by where every name stands for one tensor."""
+        """A name that no other tensor of the state has."""
         if self.stored == self.name:
             return self.name
         return self.stored if self.stored.startswith(f"{self.name}~") else self.name
 
 
 def structure_error(error: Exception, path: Sequence[Any] | None = None) -> Exception:
-    """Returns what to raise for an error that a malformed structure has caused.
+    """Returns the error to raise when a malformed structure has caused another one.
 
     Args:
         error: The error.
@@ -280,7 +280,7 @@ def list_of(payload: Any) -> list[Any]:
 
 @checked
 def check_names(structure: Any, where: str, nbytes: int) -> None:
-    """Refuses a structure that makes very much of few bytes: long keys above very many tensors.
+    """Refuses a structure whose names take far more memory than its text: long keys above many tensors.
 
     Args:
         structure: Of the state.
@@ -364,7 +364,7 @@ def fill_places(structure: Any, values: Sequence[Sequence[Any]]) -> Any:
 
 
 def _with_replaced(node: Any, tag: str, replaced: Callable[[Any], Any]) -> Any:
-    """Returns a structure with other nodes in place of those of one tag, given their payloads."""
+    """Returns a structure in which the nodes of one tag are replaced, given their payloads."""
     if type(node) is list:
         return [_with_replaced(child, tag, replaced) for child in node]
     if type(node) is not dict:
@@ -376,7 +376,7 @@ def _with_replaced(node: Any, tag: str, replaced: Callable[[Any], Any]) -> Any:
 
 @dataclass
 class OwnView:
-    """A structure as one rank is to see it.
+    """The structure for one rank.
 
     Attributes:
         structure: With this rank's own values; with `NO_VALUE` where there are none.
@@ -392,7 +392,7 @@ class OwnView:
 
 @checked
 def own_view(structure: Any, rank: int, size: int) -> OwnView:
-    """Returns a structure as a rank of a group of so many is to see it.
+    """Returns the structure for one rank of a group.
 
     Raises:
         ManifestError: It is malformed.

@@ -1,4 +1,4 @@
-"""Reading what a checkpoint claims: JSON, texts, names and sizes, none of them trusted."""
+"""Parses untrusted input: JSON, texts, names and sizes; and limits the memory that it takes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class MemoryBudget:
 
 
 def show(value: Any) -> str:
-    """A value of the file for a message, cut short however long a hostile file made it."""
+    """Returns the text of a value for a message, cut short."""
     text = _repr.repr(value)
     return text if len(text) <= 400 else f"{text[:400]}..."
 

@@ -69,15 +69,15 @@ _DTYPES = {
 
 
 class NotPlain(TypeError):
-    """The value is of a type that is not kept."""
+    """The value is of a type that cannot be stored."""
 
 
 class Unknown(ValueError):
-    """Something that a later fastload or torch may know."""
+    """A later fastload or torch may know it."""
 
 
 def import_numpy() -> Any:
-    """Returns NumPy, which only values that came from it need.
+    """Returns NumPy.
 
     Raises:
         CheckpointError: It is not installed.
@@ -153,7 +153,7 @@ def show_key(key: Any) -> str:
 
 
 def tensor_name(prefix: str, key: Any) -> str:
-    """Returns what a tensor under a key is named, given the name of its container with a dot."""
+    """Returns the name of a tensor under a key, given that of its container with a dot."""
     return prefix + (key if type(key) is str and key.isascii() else key_text(key))
 
 

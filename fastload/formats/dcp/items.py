@@ -33,7 +33,7 @@ _FEW_REQUESTS, _MANY_REQUESTS = 8, 32
 
 
 class TensorItem(NamedTuple):
-    """A box of a tensor, as the metadata have it.
+    """A chunk of a tensor in DCP's metadata.
 
     Attributes:
         name: Of the tensor.
@@ -49,12 +49,12 @@ class TensorItem(NamedTuple):
 
     @property
     def kind(self) -> tuple[str, tuple[int, ...], int]:
-        """What is the same of items that begin alike."""
+        """A key that items with identical heads share."""
         return self.dtype, self.sizes, self.item.nbytes
 
 
 class ItemLayout(NamedTuple):
-    """How an item is laid out.
+    """Where the data lie in an item.
 
     Attributes:
         head: Its bytes before the data.
@@ -68,7 +68,7 @@ class ItemLayout(NamedTuple):
 
 
 def find_layouts(storage: Storage, wanted: Sequence[TensorItem]) -> list[ItemLayout]:
-    """Finds out how items are laid out, from the head of each.
+    """Returns the layouts of items, from the head of each.
 
     Args:
         storage: Where they are.
@@ -105,10 +105,10 @@ def find_layouts(storage: Storage, wanted: Sequence[TensorItem]) -> list[ItemLay
 
 
 def infer_layouts(storage: Storage, wanted: Sequence[TensorItem]) -> list[ItemLayout]:
-    """Tells how items are laid out, from one of each kind, and of each name if numbers in it do not count.
+    """Infers the layouts of items from one item of each kind and name, ignoring numbers in it.
 
-    In one model the tensors of all layers are alike, and so are the parts that ranks have of one tensor. Of
-    those that cannot be loaded each is looked at.
+    The layers of a model have tensors of the same kind, and so have the ranks that hold parts of one tensor.
+    Items that cannot be loaded are each looked at.
 
     Args:
         storage: Where they are.
@@ -149,7 +149,7 @@ def _one_of_each(
 
 
 def read_items(storage: Storage, items: Sequence[Item], take: Callable[[int, bytes], None]) -> None:
-    """Reads items, those that are near to each other together, in some threads.
+    """Reads items in threads; neighbours in a file with one request.
 
     Args:
         storage: Where they are.
@@ -171,7 +171,7 @@ def read_items(storage: Storage, items: Sequence[Item], take: Callable[[int, byt
 
 
 def _at_once(storage: Storage) -> int:
-    """Returns how many requests to make at once: where each takes a while, many."""
+    """Returns how many requests to make at once: many if each takes a round trip."""
     return _FEW_REQUESTS if storage.probes else _MANY_REQUESTS
 
 

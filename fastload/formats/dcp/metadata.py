@@ -1,8 +1,7 @@
-"""What the ``.metadata`` of torch.distributed.checkpoint says, taken apart without making any of it. Pure.
+"""Parses the ``.metadata`` of torch.distributed.checkpoint, without importing its classes. Pure.
 
-It is a pickle of torch's `Metadata`, or of a class that Megatron has derived from that: what there is by its
-flattened name, tensors with the boxes they were saved in; in which file each of these *items* lies; and the
-keys that a flattened name was made of.
+It is a pickle of torch's `Metadata`, or of Megatron's subclass. It has tensors by flattened name, with the
+chunks that they were saved in, the file of each *item*, and the keys that each flattened name was made of.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Offsets = tuple[int, ...]
 
 
 class Item(NamedTuple):
-    """Where something that was saved by itself lies.
+    """The byte range of something that was saved by itself.
 
     Attributes:
         file: Name of the file.
@@ -48,7 +47,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkedTensor:
-    """A tensor, as it was saved: in one part or several.
+    """A tensor, saved in one chunk or several.
 
     Attributes:
         dtype: What torch calls it, without ``torch.``.
@@ -63,7 +62,7 @@ class ChunkedTensor:
 
 @dataclass(frozen=True)
 class DcpMetadata:
-    """What was saved.
+    """The tensors and values of a checkpoint.
 
     Attributes:
         tensors: By flattened name.
@@ -86,7 +85,7 @@ def parse_dcp_metadata(
         data: What is in it.
         where: Its URL, for messages.
         budget: Charged with the memory that comes of it.
-        in_parts: Whether it says of one rank only what that has saved: the boxes need not make up tensors.
+        in_parts: Whether it is that of one rank: its chunks need not make up tensors.
 
     Raises:
         ManifestError: It is malformed, or takes too much memory.
@@ -109,7 +108,7 @@ def parse_dcp_metadata(
 
 
 def join_metadata(parts: Sequence[DcpMetadata], where: str) -> DcpMetadata:
-    """Joins what ranks have written each for itself: of what several have, the first is taken.
+    """Joins the metadata of all ranks; of entries that several ranks have, the first is taken.
 
     Raises:
         ManifestError: They contradict each other, or do not make up a tensor.
@@ -180,7 +179,7 @@ def _dtype(properties: Any, where: str) -> str:
 
 
 def _items(storage_data: Any, where: str, budget: MemoryBudget) -> dict[tuple[str, Offsets | None], Item]:
-    """Returns where each item lies, by name and offsets."""
+    """Returns the byte ranges of items, by name and offsets."""
     items: dict[tuple[str, Offsets | None], Item] = {}
     if type(storage_data) is not PickledDict:
         raise ManifestError(f"{where}: storage_data is no dict but {show(storage_data)}")
@@ -214,7 +213,7 @@ def _item(
 
 
 def _paths(planner_data: Any, names: Set[str], where: str, budget: MemoryBudget) -> dict[str, Path]:
-    """Returns the keys that names were made of; none if a planner has noted something of its own kind."""
+    """Returns the keys that names were made of; none if a planner has stored something else there."""
     if type(planner_data) is not PickledDict:
         return {}
     noted = {name: path for name, path in planner_data.pairs() if type(name) is str and name in names}

@@ -1,4 +1,4 @@
-"""A state that was flattened, nested again: names and the keys they were made of → a structure. Pure."""
+"""Nests a flattened state: names, and the keys that they were made of → a structure. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_HOLES = 1000  # in lists of which not all members were saved; and one for e
 
 
 class _Leaf:
-    """What is below no other key."""
+    """A value without keys below it."""
 
     def __init__(self, node: Any) -> None:
         self.node = node

@@ -1,8 +1,8 @@
-"""Directories of ``torch.distributed.checkpoint`` (DCP): ``.metadata`` and ``*.distcp``.
+"""Reads directories of ``torch.distributed.checkpoint`` (DCP): ``.metadata`` and ``*.distcp``.
 
-Tensors lie in pieces, as ranks had them when they were saved. Everything else was pickled, item by item, and
-is read through the same closed list as files of torch.save. Of Megatron's directories (``torch_dist``) what
-is the same on all ranks is in a file of torch.save besides: its keys come first, next to those of the items.
+Tensors lie in the pieces that ranks saved. Everything else is pickled, item by item, and read through the
+same closed list as files of torch.save. Megatron's directories (``torch_dist``) have one file of torch.save
+besides, with the values that are the same on all ranks: its keys come first, next to those of the items.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _MEGATRON_NAMES = {_COMMON_NAME, "metadata.json"}
 
 @uncollected
 def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False) -> Manifest:
-    """Reads what DCP saved.
+    """Reads a directory that DCP saved.
 
     Args:
         storage: Where it is.
         listing: The names of the files.
-        exact: Whether to look at each item of a tensor; else most are taken to be like others, with guards.
+        exact: Whether to look at each item of a tensor; else most layouts are inferred, with guards.
 
     Raises:
         ManifestError: The metadata are malformed, or they and the files contradict each other.
@@ -103,7 +103,7 @@ def _keys_of(structure: Any, where: str) -> list[Any]:
 
 
 def record_digest(storage: Storage) -> str:
-    """Returns the `Manifest.record_digest` of such a directory as it is here; empty if it is none."""
+    """Returns the `Manifest.record_digest` of a directory as it is here; empty if it is not DCP's."""
     names = metadata_names(storage.list() or ())
     return _digest(_read_metadata(storage, names)) if names else ""
 
@@ -140,7 +140,7 @@ def _parse(
 
 
 def _stat_files(storage: Storage, metadata: DcpMetadata, where: str) -> dict[str, FileStat]:
-    """Returns what storage says of the files that the metadata name, in name order.
+    """Returns size and version of the files that the metadata name, in name order.
 
     Raises:
         ManifestError: A name is none of a file in this directory, an item is not within its file, or has
@@ -170,7 +170,7 @@ def _guards(
     numbers: Mapping[str, int],
     heads: Sequence[bytes],
 ) -> list[Guard]:
-    """Returns what has to stand before the data of items."""
+    """Returns the bytes expected before the data of items."""
     places = {head: place for place, head in enumerate(heads)}
     return sorted(
         Guard(numbers[one.item.file], one.item.offset + len(layout.head), places[layout.head])
@@ -182,7 +182,7 @@ def _guards(
 def _tensors(
     metadata: DcpMetadata, layouts: Sequence[ItemLayout], numbers: Mapping[str, int], nodes: dict[str, Any]
 ) -> list[TensorEntry]:
-    """Finds the pieces of all tensors; adds what stands for them in the structure."""
+    """Finds the pieces of all tensors; adds their nodes to the structure."""
     next_layout = iter(layouts)
     found = []
     for name, tensor in metadata.tensors.items():
@@ -230,7 +230,7 @@ def _values(
     nodes: dict[str, Any],
     budget: MemoryBudget,
 ) -> list[TensorEntry]:
-    """Reads what is no tensor; adds it to the structure. Returns the tensors that it has in it."""
+    """Reads the values that are not tensors into the structure; returns the tensors within them."""
     names, items = list(metadata.values), list(metadata.values.values())
     found: list[TensorEntry] = []
 

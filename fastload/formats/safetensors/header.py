@@ -1,4 +1,4 @@
-"""The header of a safetensors file, and the Hugging Face index of several: parsed, and written. Pure.
+"""Parses and writes headers of safetensors files, and writes the Hugging Face index of several. Pure.
 
 A checkpoint is untrusted. A file that gets past `parse_header` has a header that the reference library
 accepts too, and tensors that tile its data area exactly; whatever else a file claims is refused with a

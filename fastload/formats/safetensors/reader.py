@@ -1,7 +1,4 @@
-"""safetensors files, one or several with or without the Hugging Face index, as storage holds them.
-
-What their headers say is parsed by `fastload.formats.safetensors.header`, which also writes them.
-"""
+"""Reads safetensors files: one, or several with or without the Hugging Face index."""
 
 from __future__ import annotations
 
@@ -149,7 +146,7 @@ def _is_tar(storage: Storage, name: str, prefix: bytes, nbytes: int) -> bool:
 def _select(
     url: str, files: Sequence[FileEntry], tensors: list[TensorEntry], weight_map: Mapping[str, str]
 ) -> list[TensorEntry]:
-    """Keeps one of the tensors that have a name in common: that of the file which the index names."""
+    """Of tensors with the same name, keeps the one in the file that the index names."""
     owner: dict[str, int] = {}
     holders: dict[str, list[int]] = {}
     for entry in tensors:

@@ -1,4 +1,4 @@
-"""Zip archives as torch.save writes them: where each record lies, and what stands around it.
+"""Zip archives as torch.save writes them: reads where records lie, and writes headers and directory.
 
 A directory is checked against itself and the size of the archive: records neither overlap nor reach beyond
 it, each name is there once, nothing is encrypted. So no range that comes out of here costs more than the
@@ -52,7 +52,7 @@ class ZipRecord(NamedTuple):
         header: Its local header.
         offset: Its data.
         nbytes: Length of its data, as they are there.
-        head: What has to stand right before its data, which was not looked at; empty if it was.
+        head: The bytes expected right before its data; empty if they were read.
     """
 
     name: str
@@ -63,7 +63,7 @@ class ZipRecord(NamedTuple):
 
 
 class ZipDirectory(NamedTuple):
-    """What is in an archive.
+    """The records of an archive.
 
     Attributes:
         records: By name, in the order of their bytes.
@@ -121,7 +121,7 @@ def read_directory(read: ReadRange, nbytes: int, where: str, *, exact: bool) -> 
 
 
 def _find(read: ReadRange, tail: bytes, begin: int) -> tuple[int, int, int]:
-    """Returns where the directory begins, its length, and how many entries it has."""
+    """Returns begin, length and number of entries of the directory."""
     at = len(tail) - _END.size
     while at + _END.size + _comment_length(tail, at) != len(tail):
         at = tail.rfind(b"PK\5\6", 0, at + 3)
@@ -216,7 +216,7 @@ def _locate(read: ReadRange, entries: list[_Entry], end: int, *, exact: bool) ->
 
 
 def _head(entry: _Entry, nbytes: int) -> bytes:
-    """Returns what torch writes between the header of a record and its data: name, long sizes, and filling.
+    """Returns the bytes that torch writes between the header of a record and its data: name, sizes, padding.
 
     Args:
         entry: What the directory says of the record.
@@ -274,7 +274,7 @@ def local_header(record: ZipRecord, checksum: int) -> bytes:
 
 
 def directory_text(checksums: Sequence[tuple[ZipRecord, int]], start: int) -> bytes:
-    """Returns the central directory, and what stands behind it: in 64 bits, and as far as they suffice in 32.
+    """Returns the central directory and the end records, those for 64 bits included.
 
     Args:
         checksums: All records, with the CRC-32 of their data.

@@ -1,4 +1,4 @@
-"""Directories as transformers once wrote them: ``pytorch_model.bin``, or several files and an index."""
+"""Reads directories of older transformers: ``pytorch_model.bin``, or several files and an index."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST_START = 32
 
 
 def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False) -> Manifest:
-    """Reads what the index names, or else the one file.
+    """Reads the files that the index names, or else the one file.
 
     Args:
         storage: Where it is.
@@ -51,7 +51,7 @@ def _read(storage: Storage, name: str, stat: FileStat, budget: MemoryBudget, *, 
 
 
 def _join(url: str, parts: Sequence[Manifest], weight_map: Mapping[str, str]) -> Manifest:
-    """Makes one state of several: each holds some of the entries of one dict."""
+    """Joins the states of several files, which hold entries of one dict."""
     entries: dict[Any, tuple[int, Any]] = {}
     for number, part in enumerate(parts):
         where = f"{url}: {show(part.files[0].name)}"
@@ -88,7 +88,7 @@ def _guards(parts: Sequence[Manifest]) -> tuple[tuple[Guard, ...], tuple[bytes, 
 def _tensors(
     url: str, parts: Sequence[Manifest], entries: Mapping[Any, tuple[int, Any]]
 ) -> Iterator[TensorEntry]:
-    """Yields what the chosen entries have of each file."""
+    """Yields the tensors of the chosen entries, file by file."""
     kept: list[set[str]] = [set() for _ in parts]
     for key, (number, node) in entries.items():
         kept[number].update(saved.stored for saved in leaves(node, key))
@@ -99,6 +99,6 @@ def _tensors(
 
 
 def moved(entry: TensorEntry, file: int) -> TensorEntry:
-    """Returns the same in another file."""
+    """Returns the same tensor in another file."""
     pieces = tuple(piece._replace(file=file) for piece in entry.pieces)
     return replace(entry, file=file, pieces=pieces)

@@ -1,4 +1,4 @@
-"""Files of torch.save from before torch 1.6, as storage holds them; nothing in them is run.
+"""Reads files of torch.save from before torch 1.6; nothing in them is run.
 
 Five pickles stand one after the other: a number that tells the format, its version, the machine's byte order,
 the state, and the keys of the storages. Then come the storages, each after its number of elements in 8 bytes.
@@ -42,7 +42,7 @@ def read_file(
     exact: bool = False,
     budget: MemoryBudget | None = None,
 ) -> Manifest:
-    """Reads a file as if it were all there is; of its tensors nothing.
+    """Reads the manifest of a single file.
 
     Args:
         storage: Where it is.
@@ -80,7 +80,7 @@ def header_digest(storage: Storage, name: str, nbytes: int) -> str:
 
 
 def _read_pickles(storage: Storage, name: str, nbytes: int) -> tuple[list[Any], bytes]:
-    """Returns what stands before the storages, and its bytes: as many as turn out to be needed."""
+    """Returns the values before the storages, and their bytes."""
     head = b""
     while True:
         wanted = min(nbytes, _MAX_BYTES, max(_FIRST_BYTES, 4 * len(head)))
@@ -98,7 +98,7 @@ def _read_pickles(storage: Storage, name: str, nbytes: int) -> tuple[list[Any], 
 
 
 def _locate(state: Any, keys: Any, begin: int, nbytes: int, where: str) -> dict[str, ZipRecord]:
-    """Returns where the storages lie: all of them, one after the other, up to the end of the file."""
+    """Returns where the storages lie: one after the other, up to the end of the file."""
     ids = [one for one in persistent_ids(state) if type(one) is tuple and one[:1] == ("storage",)]
     lengths = {ref.key: ref.dtype.itemsize for ref in (StorageRef.of(one, where) for one in ids)}
     counts = {one[2]: one[4] for one in ids}

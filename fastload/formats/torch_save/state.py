@@ -1,4 +1,4 @@
-"""The state that a pickle of torch's describes, as fastload encodes states; tensors stay where they are.
+"""Encodes the state that a pickle of torch.save describes; its tensors stay where they are.
 
 What the names in a pickle stand for is a closed list, about that of ``torch.load(weights_only=True)``.
 Anything else becomes a node that says why it cannot be loaded.
@@ -86,7 +86,7 @@ class StorageRef(NamedTuple):
     """A storage that a tensor lies in.
 
     Attributes:
-        key: What its bytes are called.
+        key: Names its bytes.
         dtype: Of its elements; uint8 if it has only bytes.
         numel: Number of elements.
         offset: Of its first element in what has that key, in elements.
@@ -123,10 +123,10 @@ class StorageRef(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor, as a pickle describes it: within its storage, its elements at different places.
+    """A tensor within its storage, as a pickle describes it.
 
     Attributes:
-        storage: What its bytes are called.
+        storage: Key of its storage.
         dtype: Of its elements.
         offset: Of its first element in the storage, in elements.
         shape: In elements.
@@ -155,7 +155,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def span(self) -> int:
-        """PickledSet from its first to its last in the storage."""
+        """Number of elements from its first to its last in the storage."""
         if not prod(self.shape):
             return 0
         steps = zip(self.shape, self.strides, strict=True)

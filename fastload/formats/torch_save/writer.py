@@ -1,4 +1,4 @@
-"""A file as torch.save writes it, laid out before a byte of a tensor is there: pure, the same on every rank.
+"""Lays out a file as torch.save writes it, before any tensor is there. Pure, identical on all ranks.
 
 ``torch.load(weights_only=True)`` reads it. Tensors are contiguous, each in a storage of its own.
 """
@@ -57,7 +57,7 @@ _READ_BY_TORCH = {
 
 @dataclass(frozen=True)
 class TorchLayout:
-    """What every byte of a file is.
+    """The layout of every byte of a file.
 
     Attributes:
         small: The records that are no tensors, with what is in them.
@@ -83,7 +83,7 @@ class TorchLayout:
 
 
 def lay_out_torch(structure: Any, entries: Sequence[TensorEntry]) -> TorchLayout:
-    """Lays a state out in a file.
+    """Returns the layout of a state in a file.
 
     Args:
         structure: The state, as `fastload.formats.state` has it; None for a dict of the tensors by name.

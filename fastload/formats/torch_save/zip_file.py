@@ -1,6 +1,6 @@
-"""Files of torch.save, zip archives since torch 1.6, as storage holds them; nothing in them is run.
+"""Reads files of torch.save, zip archives since torch 1.6; nothing in them is run.
 
-A tensor's bytes lie in a record ``data/N``, stored as they are, so that each tensor is a range of the file.
+The bytes of a storage lie uncompressed in a record ``data/N``, so each tensor is a range of the file.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _REPEATED_ANYWAY_BYTES = 1 << 20
 
 
 class Archive(NamedTuple):
-    """What is in a file of torch.save.
+    """The contents of a file of torch.save.
 
     Attributes:
-        pickle: What ``data.pkl`` says.
+        pickle: The bytes of ``data.pkl``.
         storages: Where the bytes of each storage lie, by its key.
-        digest: xxh3-128 of all that says what is where.
+        digest: xxh3-128 of directory and pickle.
     """
 
     pickle: bytes
@@ -58,7 +58,7 @@ def read_file(
     exact: bool = False,
     budget: MemoryBudget | None = None,
 ) -> Manifest:
-    """Reads a file as if it were all there is; of its tensors nothing.
+    """Reads the manifest of a single file.
 
     Args:
         storage: Where it is.
