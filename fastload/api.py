@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.comm.world import World, meet
+from fastload.comm.group import meet
+from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import NAMES
@@ -113,7 +114,7 @@ def open(
     Args and errors are those of `load`, as far as they go.
     """
     checkpoint, world = _open(path, process_group, storage_options, options)
-    world.heard()
+    world.acknowledge()
     return checkpoint
 
 

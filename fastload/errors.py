@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "blames_checkpoint",
     "from_wire",
     "proves_damage",
+    "some_of",
     "to_wire",
 ]
 
@@ -251,3 +253,9 @@ def from_wire(wire: dict[str, Any]) -> BaseException:
         except Exception:
             pass  # it wants other arguments
     return FastloadError(f"{name}: {message}")
+
+
+def some_of(names: Iterable[str]) -> str:
+    """Returns the first four of some names, and how many more there are."""
+    shown = list(names)
+    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")

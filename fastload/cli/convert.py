@@ -16,7 +16,7 @@ from fastload.cli.console import errors_to_exit_code, progress, shown
 from fastload.cli.dcp_folder import write_dcp_folder
 from fastload.cli.shares import Shares, load_shares, num_ranks
 from fastload.cli.torch_file import local_path, write_torch_file
-from fastload.comm.world import initialize
+from fastload.comm.group import initialize
 from fastload.doctor.wording import count
 
 __all__ = ["convert"]

@@ -9,7 +9,7 @@ from typing import Any
 import fastload
 from fastload.cli.shares import Shares
 from fastload.cli.torch_file import local_path
-from fastload.comm.world import agree
+from fastload.comm.group import agree
 from fastload.errors import CheckpointError, CheckpointExists, OptionError
 from fastload.formats.names import NAMES
 from fastload.storage import locate, open_storage

@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from fastload.cli.console import errors_to_exit_code, stdout
-from fastload.comm.world import from_env
+from fastload.comm.launch import from_env
 from fastload.doctor.examine import examine
 from fastload.doctor.findings import Finding, findings
 from fastload.options import LoadOptions

@@ -15,7 +15,7 @@ from torch import Tensor
 import fastload
 from fastload.cli.console import errors_to_exit_code, progress, shown, stdout, table_of
 from fastload.cli.sharded import sharding_of
-from fastload.comm.world import agree, initialize
+from fastload.comm.group import agree, initialize
 from fastload.doctor.wording import count
 from fastload.errors import FastloadError
 from fastload.formats.encoder import encode_state

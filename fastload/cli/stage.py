@@ -12,7 +12,7 @@ from rich.table import Table
 
 import fastload
 from fastload.cli.console import errors_to_exit_code, progress, stdout
-from fastload.comm.world import initialize
+from fastload.comm.group import initialize
 from fastload.doctor.wording import count
 from fastload.options import StageOptions
 

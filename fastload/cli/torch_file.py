@@ -8,7 +8,8 @@ from zlib import crc32
 
 from fastload.base.memory import byte_view, host_view
 from fastload.cli.shares import Share, Shares
-from fastload.comm.world import World, join
+from fastload.comm.group import join
+from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.torch_save.writer import TorchLayout, join_crcs, lay_out_torch
@@ -78,7 +79,7 @@ def write_torch_file(shares: Shares, dst: str, *, overwrite: bool, timeout_s: fl
         for name in pending:
             one_file.remove(name)
         raise
-    world.heard()
+    world.acknowledge()
     return nbytes
 
 
@@ -96,7 +97,7 @@ def _write_share(world: World, shares: Shares, layout: TorchLayout, name: str) -
                     chunk = data[at : at + _CHUNK_BYTES]
                     one_file.write_at(descriptor, begin + start + at, chunk)
                     checksum = crc32(chunk, checksum)
-                    world.moved()
+                    world.note_progress()
                 sums.append((share.entry.name, start, len(data), checksum))
     return sums
 

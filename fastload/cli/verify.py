@@ -9,7 +9,7 @@ from rich.filesize import decimal
 
 import fastload
 from fastload.cli.console import errors_to_exit_code, progress, stdout
-from fastload.comm.world import initialize
+from fastload.comm.group import initialize
 from fastload.doctor.wording import count
 
 __all__ = ["verify"]

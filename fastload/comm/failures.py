@@ -1,4 +1,4 @@
-"""What the ranks make of their outcomes: one error on all of them, with the cause of each."""
+"""From the decision of a step to one error on all ranks, with the cause of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from fastload.comm.meeting import Verdict
+from fastload.comm.store import Decision
 from fastload.errors import (
     DeadlineExceeded,
     FastloadError,
@@ -19,6 +19,7 @@ from fastload.errors import (
     WorldError,
     blames_checkpoint,
     from_wire,
+    some_of,
     to_wire,
 )
 
@@ -33,7 +34,6 @@ __all__ = [
     "require_left",
     "require_same",
     "require_same_call",
-    "some_of",
 ]
 
 T = TypeVar("T")
@@ -46,20 +46,20 @@ _MAX_GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one rank brought to an agreement: a value, or the error that stopped it."""
+    """What one rank brought to a step: a value, or the error that stopped it."""
 
     value: Any
     error: dict[str, Any] | None
 
 
 def grace_of(timeout_s: float) -> float:
-    """How long, after a failure, the others get to say what they know, in seconds."""
+    """Returns how long, after a failure, the others get to report their errors, in seconds."""
     return min(_MAX_GRACE_S, max(0.25 * timeout_s, min(0.5 * timeout_s, _MIN_GRACE_S)))
 
 
 @contextmanager
 def logged() -> Iterator[None]:
-    """Lets nothing out that would keep this rank from the others, who wait for it."""
+    """Logs exceptions, so that this rank still reaches its peers."""
     try:
         yield
     except Exception:
@@ -76,16 +76,16 @@ def raise_failures(
 ) -> None:
     """Raises on every rank if an outcome is an error.
 
-    The same fastload error on all ranks is raised as itself. If nothing failed but the checkpoint, which
-    is bad whoever reads it, all ranks raise what the first rank that noticed raised. Otherwise all
-    ranks raise one `PeerError` with each failing rank's cause.
+    The same fastload error on all ranks is raised as itself. If only the checkpoint is bad, all ranks raise
+    the error of the first rank that noticed. Otherwise all ranks raise one `PeerError` with the cause of each
+    failing rank.
 
     Args:
-        what: What the ranks did together.
-        outcomes: What each of them brought.
-        rank: This one.
-        own: Its error, if it has one.
-        hosts: Host of each rank as far as it is known.
+        what: Name of the step.
+        outcomes: Outcome of each rank.
+        rank: This rank.
+        own: Its error, if any.
+        hosts: Host of each rank, where known.
     """
     failures = {rank: from_wire(o.error) for rank, o in enumerate(outcomes) if o.error is not None}
     if not failures:
@@ -113,27 +113,27 @@ def raise_failures(
     ) from own
 
 
-def outcomes_of(verdict: Verdict, rank: int) -> list[Outcome]:
-    """Returns what each rank brought; the same object for ranks that brought the same.
+def outcomes_of(decision: Decision, rank: int) -> list[Outcome]:
+    """Returns the outcome of each rank; one object for ranks that brought the same.
 
     Args:
-        verdict: What was decided.
-        rank: This one.
+        decision: The decision.
+        rank: This rank.
     """
     outcomes: list[Outcome] = []
     made: dict[tuple[int, int], Outcome] = {}  # of thousands of ranks most say the same
-    for answer, count in verdict.runs:
+    for response, count in decision.runs:
         begin = len(outcomes)
-        if answer is None and verdict.left:
+        if response is None and decision.left:
             outcomes += [Outcome(None, to_wire(Interrupted("another rank has left")))] * count
             continue
-        if answer is None:
+        if response is None:
             outcomes += [
-                Outcome(None, to_wire(late(verdict.waited_s, own=each == rank)))
+                Outcome(None, to_wire(late(decision.waited_s, own=each == rank)))
                 for each in range(begin, begin + count)
             ]
             continue
-        value, error = answer["value"], answer["error"]
+        value, error = response["value"], response["error"]
         key = id(value), id(error)
         if key not in made:
             made[key] = Outcome(value, error)
@@ -142,7 +142,7 @@ def outcomes_of(verdict: Verdict, rank: int) -> list[Outcome]:
 
 
 def late(waited_s: float, *, own: bool) -> DeadlineExceeded:
-    """Says of a rank, perhaps this one, that it has not answered in time."""
+    """Returns the error of a rank, perhaps this one, that has not responded in time."""
     if own:
         return DeadlineExceeded(f"came too late: the others waited {waited_s:.1f} s for it, and gave up")
     return DeadlineExceeded(
@@ -155,21 +155,21 @@ def require_left(what: str, data: bytes | None, rank: int) -> bytes:
     """Returns bytes that a rank has left.
 
     Raises:
-        WorldError: They are not there.
+        WorldError: They are gone.
     """
     if data is None:
         raise WorldError(f"{what}: what rank {rank} has left is gone")
     return data
 
 
-def require_same_call(verdict: Verdict) -> None:
-    """Raises on all ranks if they, who all came, have met in different calls."""
-    if len({answer["call"] for answer, _ in verdict.came}) == 1:
+def require_same_call(decision: Decision) -> None:
+    """Raises on all ranks, which all came, if they make different calls."""
+    if len({response["call"] for response, _ in decision.came}) == 1:
         return
-    calls = [call for answer, count in verdict.came for call in [answer["call"]] * count]
+    calls = [call for response, count in decision.came for call in [response["call"]] * count]
     if len({call.partition(" ")[0] for call in calls}) == 1:
         words = [call.split(" ") for call in calls]
-        num_same = len(list(takewhile(lambda alike: len(set(alike)) == 1, zip(*words, strict=False))))
+        num_same = len(list(takewhile(lambda column: len(set(column)) == 1, zip(*words, strict=False))))
         require_same([{"path": " ".join(each[num_same:])} for each in words])
         return
     ranks = {call: [str(rank) for rank in range(len(calls)) if calls[rank] == call] for call in calls}
@@ -181,20 +181,20 @@ def require_same_call(verdict: Verdict) -> None:
 
 
 def kinds_of(values: Iterable[T]) -> list[T]:
-    """Returns what some of the ranks said, each once: of thousands most say the same, which is one object."""
+    """Returns each distinct object once: thousands of ranks mostly share one."""
     values = list(values)
     return list(dict(zip(map(id, values), values, strict=True)).values())
 
 
 def require_same(values: Sequence[Mapping[str, Any]], *names: str) -> None:
-    """Checks that all ranks asked for the same.
+    """Checks that values are the same on all ranks.
 
     Args:
-        values: What each of them asked for.
-        names: What of that has to be the same; all of it if none are given.
+        values: The values of each rank, by name.
+        names: Names of the values to compare; all of them if none are given.
 
     Raises:
-        PlanMismatch: They did not; it names what differs and on which ranks.
+        PlanMismatch: Some differ; it says which, and on which ranks.
     """
     lines, kinds = [], kinds_of(values)
     for name in names or values[0]:
@@ -212,12 +212,6 @@ def require_same(values: Sequence[Mapping[str, Any]], *names: str) -> None:
 def _label(rank: int, hosts: Mapping[int, str]) -> str:
     host = hosts.get(rank)
     return f"rank {rank} on {host}" if host else f"rank {rank}"
-
-
-def some_of(names: Iterable[str]) -> str:
-    """Returns the first few of some names, and how many more there are."""
-    shown = list(names)
-    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
 
 
 def _described(error: BaseException) -> str:

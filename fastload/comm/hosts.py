@@ -17,8 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastload.comm.failures import some_of
-from fastload.errors import PeerError, WorldError
+from fastload.errors import PeerError, WorldError, some_of
 
 __all__ = [
     "Peer",

@@ -1,4 +1,4 @@
-"""What the launcher says about this process: its rank, how many there are, and where they meet.
+"""The environment of a launcher: this process's rank, the number of ranks, and where they meet.
 
 torchrun sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
 ``MASTER_PORT``. srun alone sets ``SLURM_*``, where the meeting point has to be derived. mpirun sets

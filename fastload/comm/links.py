@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastload.comm.hosts import host_addresses, interface_address
@@ -92,7 +92,8 @@ class TreeLinks:
         self._turn = threading.Condition()
         self._parent = parent_of(rank)
         self._num_acknowledged: Counter[Tag] = Counter()
-        self._acknowledged: list[Tag] = []
+        self._unacknowledged: dict[Tag, Sequence[str]] = {}
+        self._acknowledged: list[str] = []
         self._links = {rank: _TreeLink(link) for rank, link in sockets.items()}
         self._inbox: dict[tuple[int, Tag], tuple[str, bytes]] = {}
         self._is_broken = self._is_moving = False
@@ -113,23 +114,36 @@ class TreeLinks:
             for rank in ranks:
                 self._links[rank].send(message)
 
-    def acknowledge(self, tag: Tag) -> None:
-        """Tells rank 0 that a call's last decision has reached this rank and all below it."""
+    def acknowledge(self, tag: Tag, keys: Sequence[str] = ()) -> None:
+        """Tells rank 0 that a call's last decision has reached this rank and all below it.
+
+        Args:
+            tag: The step.
+            keys: Keys that `take_acknowledged` returns once all ranks have acknowledged it.
+        """
         with self._turn:
+            if keys:
+                self._unacknowledged[tag] = keys
             self._num_acknowledged[tag] += 1
             if self._num_acknowledged[tag] < len(self._links) + (self._parent is None):
                 return  # of itself, and of those below
             del self._num_acknowledged[tag]
             if self._parent is None:
-                self._acknowledged.append(tag)
+                self._acknowledged += self._unacknowledged.pop(tag, ())
             else:
                 self._links[self._parent].send(_HEAD.pack(tag[0], tag[1] | _ACKNOWLEDGED, 0, 0))
 
-    def take_acknowledged(self) -> list[Tag]:
-        """Returns, on rank 0, the steps that all ranks have newly acknowledged."""
+    def take_acknowledged(self) -> list[str]:
+        """Returns, on rank 0, the keys of steps that all ranks have newly acknowledged."""
         with self._turn:
-            acknowledged, self._acknowledged = self._acknowledged, []
-        return acknowledged
+            keys, self._acknowledged = self._acknowledged, []
+        return keys
+
+    def take_unacknowledged(self) -> list[str]:
+        """Returns the keys of all other steps, once the tree is broken."""
+        with self._turn:
+            unacknowledged, self._unacknowledged = self._unacknowledged, {}
+        return self.take_acknowledged() + [key for keys in unacknowledged.values() for key in keys]
 
     def take(self, ranks: Collection[int], tag: Tag) -> list[tuple[str, bytes]]:
         """Returns the messages that neighbours have sent so far and nobody has received."""

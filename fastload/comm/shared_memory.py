@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastload.base.memory import advise_huge_pages
 from fastload.base.threads import background
-from fastload.comm.agreement import World
+from fastload.comm.world import World
 from fastload.errors import Interrupted
 
 __all__ = ["HostLink", "HostListener", "HostRounds", "Neighbours", "RoundObserver"]

@@ -1,380 +1,439 @@
-"""From a process group of torch.distributed, or the environment of a launcher, to a world."""
+"""The world of a call: its ranks, their agreements, and how they learn of a failure.
+
+Agreements are in the rendezvous store of torch.distributed rather than in collectives. A store can tell which
+rank is missing, works under every backend, and stays usable when a peer has died inside a collective. While
+nothing is wrong, responses are collected along a tree (see `tree`).
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import socket
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
-from functools import partial
-from typing import Any, NoReturn, TypeVar
-from weakref import WeakSet
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-import torch.distributed as dist
 import xxhash
 
-from fastload.base.devices import is_accelerator, parse_device, with_index
-from fastload.comm.agreement import World
+from fastload.base.threads import await_done
 from fastload.comm.cache import ConnectionCache, cache_of
-from fastload.comm.failures import grace_of, kinds_of, require_same
-from fastload.comm.hosts import machine, require_neighbour
-from fastload.comm.launch import Launch, from_env
-from fastload.comm.rendezvous import Rendezvous
-from fastload.comm.versions import Versions
-from fastload.errors import WorldError
+from fastload.comm.failures import (
+    Outcome,
+    grace_of,
+    kinds_of,
+    logged,
+    outcomes_of,
+    raise_failures,
+    require_left,
+    require_same_call,
+)
+from fastload.comm.hosts import host_of, node
+from fastload.comm.responses import Column, Each, write_response
+from fastload.comm.store import FailureFlag, LocalStore, Member, Proposal, StoreRendezvous
+from fastload.errors import to_wire
 
-__all__ = [
-    "Launch",
-    "World",
-    "agree",
-    "from_env",
-    "initialize",
-    "join",
-    "join_in",
-    "join_job",
-    "kinds_of",
-    "meet",
-    "members_of",
-    "rank_in",
-    "require_same",
-]
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["World"]
 
 T = TypeVar("T")
 
-_POLL_S = 0.01
-_MEETING_S = 300.0  # hosts of a large job do not start in the same minute
-_REACHING_S = 5.0  # in which a way between hosts is open, or is not
-_LEAVING_S = 10.0  # that a rank which was interrupted waits for the store, to tell the others
-
-# Default groups that met in a part of the store which no other ranks ever use.
-_apart: WeakSet[Any] = WeakSet()
+_ERROR_BYTES = 2 << 20  # of all ranks together, which one value has to hold
 
 
-def members_of(group: dist.ProcessGroup | None) -> list[int] | None:
-    """Returns the numbers of a group's ranks in torch's default group; None if there is no group."""
-    return None if group is None else dist.get_process_group_ranks(group)
+def _ignore(*_: object) -> None:
+    pass
 
 
-def rank_in(process_group: Any) -> int:
-    """Returns this rank's number in a group, given as for `join`; 0 if there is none."""
-    group = _as_group(process_group)
-    return 0 if group is None else dist.get_rank(group)
+@dataclass(frozen=True, slots=True)
+class LastStep:
+    """The last step, until this rank acknowledges its decision."""
+
+    step: int
+    num_others: int
+    failed: bool
 
 
-def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:
-    """Forms the world of the ranks of a group; without torch.distributed it is this process alone.
+@dataclass(slots=True)
+class CallState:
+    """Progress of one rank through the steps of a call.
 
-    Args:
-        process_group: A process group, a one-dimensional ``DeviceMesh``, or None for the default group.
-        call: What they are to do together, such as ``saving to /a``.
+    Attributes:
+        call: Name of the call, which the ranks compare in the first step.
+        step: Number of the next step.
+        last: The step before it, until its decision is acknowledged.
+        attachment: Bytes that came with the last decision; None if it was read from the store.
+        leavings: Keys that this rank deletes at the end of the call.
+        under_way: Number of the step that this rank waits in, if any.
+        has_left: Whether this rank has told the others that it takes no more steps.
+    """
+
+    call: str
+    step: int = 0
+    last: LastStep | None = None
+    attachment: bytes | None = None
+    leavings: list[str] = field(default_factory=list)
+    under_way: int | None = None
+    has_left: bool = False
+
+    def take_step(self) -> int:
+        """Returns the number of the next step."""
+        step, self.step = self.step, self.step + 1
+        return step
+
+    def take_last(self) -> LastStep | None:
+        """Returns the last step unless it is acknowledged, which it is from now on."""
+        last, self.last = self.last, None
+        return last
+
+
+class World:
+    """The ranks that make one call together, seen from one of them; a process alone is a world of 1.
+
+    All members take the same steps in the same order, as with collectives, and `acknowledge` the last one.
+
+    Attributes:
+        rank: This process's rank in the group.
+        size: Number of ranks in the group.
+        host: Name of this host.
+        node: Identifier of this machine; see `hosts.node`.
+        group: The caller's process group, or None for a world of 1.
+        rendezvous: The store namespace of the call, for what is no agreement of all ranks.
+        cache: Connections that the group keeps between calls.
         timeout_s: Longest wait without progress, in seconds.
-
-    Raises:
-        WorldError: This process is not in the group, or the mesh has more than one dimension; or the others
-            have made this call already and could wait no longer.
     """
-    group = _as_group(process_group)
-    if group is None or dist.get_world_size(group) == 1:
-        return World(rank=0, size=1, group=group, timeout_s=timeout_s)
-    members = dist.get_process_group_ranks(group)
-    root = dist.distributed_c10d._get_default_store()
-    # Groups with the same members are different all the same: their calls have no order between them.
-    identity = json.dumps([group.group_name, members])
-    name = f"{_life()}/{xxhash.xxh3_64_hexdigest(identity.encode())}"
-    return join_in(
-        dist.PrefixStore(f"fastload/{name}", root),
-        rank=dist.get_rank(group),
-        size=len(members),
-        call=call,
-        timeout_s=timeout_s,
-        group=group,
-        **_fate_of_store(members),
-    )
 
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        group: dist.ProcessGroup | None,
+        timeout_s: float,
+        rendezvous: StoreRendezvous | None = None,
+        cache: ConnectionCache | None = None,
+        call: str = "",
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.host = socket.gethostname()
+        self.node = node(self.host)
+        self.group = group
+        if cache is None:
+            cache = cache_of(group) if group is not None else ConnectionCache()
+        self.cache = cache
+        self.timeout_s = timeout_s
+        self._state = CallState(call)
+        self._nodes: Column | None = None
+        self.rendezvous = rendezvous or StoreRendezvous(LocalStore(), Member(rank, size))
+        self._flag = FailureFlag(self.rendezvous, grace_s=self.grace_s, patience_s=self.patience_s)
 
-def join_in(
-    corner: dist.Store,
-    *,
-    rank: int,
-    size: int,
-    call: str,
-    timeout_s: float,
-    group: dist.ProcessGroup | None = None,
-    host: int | None = None,
-    if_lost: str = "",
-    cache: ConnectionCache | None = None,
-) -> World:
-    """Forms the world of the ranks that have a corner of a store to themselves.
+    @property
+    def store(self) -> dist.Store | None:
+        """The store namespace of this call, without deadlines; None for a world of 1."""
+        store: dist.Store = self.rendezvous.store
+        return store if self.size > 1 else None
 
-    Args:
-        corner: Of the store.
-        rank: This one.
-        size: Number of ranks.
-        call: As for `join`.
-        timeout_s: As for `join`.
-        group: Their process group.
-        host: The rank that hosts the store, if one of them does.
-        if_lost: What it means that the store is gone.
-        cache: What the ranks keep from call to call; None for what the group keeps, or nothing.
-    """
-    knows: dict[str, Any] = {"rank": rank, "size": size, "host": host, "if_lost": if_lost}
-    if cache is None and group is not None:
-        cache = cache_of(group)
-    form = partial(World, rank=rank, size=size, group=group, timeout_s=timeout_s, cache=cache, call=call)
-    if cache is not None:
-        from fastload.comm.bonded import Bonded  # only where there are several ranks
-        from fastload.comm.turns import Standing
+    @property
+    def hosts(self) -> dict[int, str]:
+        """Host of each rank, ascending; before the first step of this rank only."""
+        return {rank: host_of(node) for rank, node in self.nodes.items()}
 
-        knows |= {"call": call, "grace_s": grace_of(timeout_s), "limit_s": timeout_s}
-        bonded = Bonded(corner, cache.lasting(Standing), machine(socket.gethostname(), rank), **knows)
-        world = form(rendezvous=bonded)
-        with world.together():
-            missed = bonded.begin()
-    else:
-        turns = Rendezvous(corner, **knows)
-        number, missed = turns.take_turn(call, wait_s=grace_of(timeout_s), limit_s=timeout_s)
-        versions = Versions(corner, rank, size)
-        own = Rendezvous(dist.PrefixStore(str(number), corner), versions=versions, **knows)
-        world = form(rendezvous=own)
-    if missed is not None:
-        world.raise_missed(call, missed)
-    return world
+    @property
+    def nodes(self) -> dict[int, str]:
+        """`node` of each rank, likewise."""
+        known = self._nodes.by_rank() if self._nodes is not None else {}
+        return known | {self.rank: self.node}
 
+    @property
+    def grace_s(self) -> float:
+        """How long, after a failure, the others get to report their errors."""
+        return grace_of(self.timeout_s)
 
-def meet(
-    process_group: Any,
-    what: str,
-    prepare: Callable[[], T],
-    *,
-    timeout_s: Callable[[T], float],
-    default_s: float,
-) -> tuple[World, T]:
-    """Forms the world even if this rank cannot go on: the others are not to wait for it in vain.
+    @property
+    def patience_s(self) -> float:
+        """Longest wait inside a step, such that wait and grace together end within `timeout_s`."""
+        return self.timeout_s - self.grace_s
 
-    Args:
-        process_group: As for `join`.
-        what: What they are to do together; ranks that mean to do something else are out of step.
-        prepare: What this rank has to get ready on its own; what it raises is raised on all ranks.
-        timeout_s: The timeout in what it returns.
-        default_s: The timeout if it raises.
-    """
-    problem: BaseException | None = None
-    try:
-        ready = prepare()
-    except BaseException as error:
-        problem = error
-    try:
-        if problem is None:
-            return join(process_group, call=what, timeout_s=timeout_s(ready)), ready
-        if is_leaving := not isinstance(problem, Exception):
-            default_s = min(default_s, _LEAVING_S)
-        world = join(process_group, call=what, timeout_s=default_s)
-        with world.together():
-            if is_leaving:
-                raise problem
-            world.agree(what, partial(_raise, problem))
-    finally:
-        problem = None  # else error → traceback → frame → error would keep all their memory alive
-    raise AssertionError("the ranks agreed although this one failed")
+    # Agreement
 
+    def gather(
+        self,
+        what: str,
+        value: Any = None,
+        error: BaseException | None = None,
+        *,
+        wait_s: float,
+        attachment: bytes = b"",
+    ) -> list[Outcome]:
+        """Collects one JSON value, or one error, from every rank; all ranks return the same list.
 
-def agree(process_group: Any, what: str, *works: Callable[[], Any], timeout_s: float) -> list[Any]:
-    """Does work on all ranks of a group, as a call of its own; returns what each made of the last one.
-
-    Args:
-        process_group: As for `join`.
-        what: What they do together, as for `meet`.
-        works: One after the other; all ranks end one before any begins the next. See `World.agree`.
-        timeout_s: As for `join`.
-    """
-    world = join(process_group, call=what, timeout_s=timeout_s)
-    with world.together():
-        results = [world.agree(what, work) for work in works]
-    world.heard()
-    return results[-1]
-
-
-def initialize(device: str = "cpu") -> tuple[int, str]:
-    """Joins the job that torchrun, mpirun or srun describes in the environment; without one, does nothing.
-
-    Args:
-        device: Where tensors will go. An accelerator without a number, such as ``cuda``, becomes the device
-            of this rank's local rank.
-
-    Returns:
-        This process's rank, 0 without a job, and the device.
-
-    Raises:
-        OptionError: torch has no such device.
-        WorldError: The environment is incomplete or contradicts itself (see `from_env`), or the ranks did
-            not find each other, or cannot connect to each other (`PeerError`).
-    """
-    launch = from_env()
-    target = parse_device(device)
-    if is_accelerator(target) and target.index is None:
-        # srun may show each task its own device only, which then is the first.
-        alone = launch.launcher == "srun" and torch.accelerator.device_count() == 1
-        target = torch.device(target.type, 0 if alone else launch.local_rank)
-    device = str(with_index(target))  # else it is the backend that fails, with a traceback
-    if launch.launcher == "none":
-        return 0, device
-    if not dist.is_initialized():
-        _join_job(launch, backend=_backends(target.type))
-    return dist.get_rank(), device
-
-
-def _backends(device_type: str) -> str:
-    """Returns the backends for `init_process_group`: Gloo for host memory, torch's choice for the device."""
-    if device_type == "cpu":
-        return "gloo"
-    return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
-
-
-def join_job(launch: Launch, *calls: str, timeout_s: float) -> Iterator[World]:
-    """Forms worlds of a job's ranks by nothing but their store: no connections among them, no backend.
-
-    Args:
-        launch: This process's place.
-        calls: What they are to do together, one after the other, each in a world of its own.
-        timeout_s: As for `join`.
-
-    Raises:
-        WorldError: The ranks did not find each other.
-    """
-    rank, size = launch.rank, launch.world_size
-    if size == 1:
-        for _ in calls:
-            yield World(rank=0, size=1, group=None, timeout_s=timeout_s)
-        return
-    with _meeting(launch):
-        store = dist.PrefixStore("fastload/job", _store_of(launch))
-    for call in calls:
-        yield join_in(
-            store,
-            rank=rank,
-            size=size,
-            call=call,
-            timeout_s=timeout_s,
-            **_fate_of_store(list(range(size))),
-        )
-
-
-def _join_job(launch: Launch, *, backend: str) -> None:
-    with _meeting(launch):
-        store = _store_of(launch)
-        require_neighbour(
-            store,
-            launch.rank,
-            launch.world_size,
-            host=socket.gethostname(),
-            num_local=launch.num_local_ranks or 1,
-            limit_s=_REACHING_S,
-        )
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
-        _apart.add(dist.group.WORLD)
-
-
-def _store_of(launch: Launch) -> dist.Store:
-    """Connects to the store of a job."""
-    rank, size = launch.rank, launch.world_size
-    store, _, _ = next(dist.rendezvous(launch.init_method, rank, size))
-    return _of_this_life(store, rank, size)
-
-
-@contextmanager
-def _meeting(launch: Launch) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # torch's DistError is one
-        cause = str(error).partition("\n")[0]
-        where = f"{launch.master_addr}:{launch.master_port}"
-        raise WorldError(
-            f"rank {launch.rank} of {launch.world_size} did not meet the others at {where}: {cause}"
-        ) from error
-
-
-def _of_this_life(store: dist.Store, rank: int, size: int) -> dist.Store:
-    """Returns a part of the store that only the present ranks use.
-
-    torchrun keeps its store when it starts the ranks anew, on all hosts or on one that takes the place of
-    another, with the addresses that the ranks had before; who reads an old one waits for it for ever. So
-    rank 0 draws a name for this life, and says when all ranks have come under it. Whoever still comes under
-    an old one finds either that all had been there, or that rank 0 does not answer but draws another.
-
-    Raises:
-        RuntimeError: Some rank did not come in time.
-    """
-    deadline = time.monotonic() + _MEETING_S
-    if rank == 0:
-        life = secrets.token_hex(8)
-        store.set("life", life)
-        store.add(f"{life}/ranks", 1)
-        while (found := store.add(f"{life}/ranks", 0)) < size:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"only {found} of {size} ranks came within {_MEETING_S:.0f} s")
-            time.sleep(_POLL_S)
-        store.set(f"{life}/all", "here")
-        return dist.PrefixStore(life, store)
-    life = ""
-    while time.monotonic() < deadline:
-        now = str(store.get("life"), "ascii")
-        if now != life:
-            life, is_old = now, store.add(f"{now}/ranks", 1) > size
-        if is_old:
-            time.sleep(_POLL_S)
-            continue
-        with suppress(RuntimeError):  # torch's DistStoreError is one
-            store.wait([f"{life}/all"], timedelta(seconds=1))
-            return dist.PrefixStore(life, store)
-    raise RuntimeError(f"rank 0 did not say within {_MEETING_S:.0f} s that all ranks have come")
-
-
-def _life() -> str:
-    """Returns what tells the keys of these ranks from those of earlier ones in the same store.
-
-    A launcher that shares its store counts how often it has started its own ranks. The counts of two
-    launchers differ once one has taken the place of another: what `initialize` does needs none.
-    """
-    if dist.group.WORLD in _apart or not _agent_hosts_store():
-        return "0"
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
-def _raise(error: BaseException) -> NoReturn:
-    raise error
-
-
-def _fate_of_store(members: list[int]) -> dict[str, Any]:
-    """Says who takes the rendezvous store along when it goes: the launcher, or rank 0 of the whole job."""
-    if _agent_hosts_store():
-        return {"host": None, "if_lost": "the launcher that hosted it has ended"}
-    return {
-        "host": members.index(0) if 0 in members else None,
-        "if_lost": "rank 0 of the job, which hosts it, was killed, stopped or cut off",
-    }
-
-
-def _agent_hosts_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _as_group(process_group: Any) -> dist.ProcessGroup | None:
-    if not (dist.is_available() and dist.is_initialized()):
-        if process_group is not None:
-            raise WorldError("process_group= is given but torch.distributed is not initialized")
-        return None
-    group: Any = process_group if process_group is not None else dist.group.WORLD
-    if hasattr(group, "get_group") and hasattr(group, "ndim"):
-        if group.ndim != 1:
-            raise WorldError(
-                f"process_group= is a DeviceMesh of {group.ndim} dimensions: pass one, such as mesh['dp']"
+        Args:
+            what: Name of the step, for messages.
+            value: Value of this rank.
+            error: The error that stopped this rank, instead of a value.
+            wait_s: How long to wait for the others. The outcome of a rank that has not responded by then is a
+                `DeadlineExceeded`.
+            attachment: Bytes of this rank for all; see `share`.
+        """
+        state = self._state
+        step = state.under_way = state.take_step()
+        response = self._respond(value, error, step)
+        previous = state.last.step if state.last is not None else None
+        try:
+            decision = self.rendezvous.decide(
+                Proposal(what, step, response, wait_s, self.grace_s, attachment, previous)
             )
-        group = group.get_group()
-    if dist.get_rank(group) < 0:
-        raise WorldError(f"rank {dist.get_rank()} is not a member of process_group=")
-    return group  # type: ignore[no-any-return]
+        except Exception:
+            state.under_way = None
+            raise
+        state.under_way = None  # else what interrupts this rank makes it leave in the middle of the step
+        self._nodes = decision.nodes or self._nodes
+        state.attachment = decision.attachment
+        failed = decision.num_succeeded < self.size
+        num_others = decision.num_came - (decision.response_of(self.rank) is not None)
+        state.last = LastStep(step, num_others, failed)
+        if step == 0 and not failed:
+            require_same_call(decision)
+        return outcomes_of(decision, self.rank)
+
+    def agree(self, what: str, work: Callable[[], T], *, attachment: Sequence[bytes] = ()) -> list[T]:
+        """Does work on every rank; returns the result of each, or raises on all ranks.
+
+        Args:
+            what: Name of the step, for messages.
+            work: Returns a JSON value; an exception it raises is raised on all ranks.
+            attachment: Holds, after the work, the bytes of this rank for all, if any; see `share`.
+
+        Raises:
+            FastloadError: Work failed on a rank (see `raise_failures`), or a rank did not respond.
+        """
+        value, error = None, None
+        try:
+            value = work()
+        except Exception as caught:
+            error = caught
+        try:
+            outcomes = self.gather(
+                what, value, error, wait_s=self.patience_s, attachment=b"".join(attachment)
+            )
+            self.raise_failures(what, outcomes, error)
+        finally:
+            error = None  # else error → traceback → frame → error would keep all their memory alive
+        return [outcome.value for outcome in outcomes]
+
+    def settle(
+        self,
+        what: str,
+        work: Callable[[], T],
+        *,
+        ended: Callable[[BaseException | None], object] = _ignore,
+        met: Callable[[], object] = _ignore,
+    ) -> list[T]:
+        """Does this rank's part of long work; returns the result of each rank, or raises on all ranks.
+
+        Unlike with `agree`, a rank that fails sets the failure flag at once, and a late rank is waited for as
+        long as it makes progress.
+
+        Args:
+            what: Name of the step, for messages.
+            work: Returns a JSON value.
+            ended: Called with the error, if any, when this rank's part has ended.
+            met: Called once the ranks have met, whatever the outcome.
+
+        Raises:
+            FastloadError: Work failed on a rank (see `raise_failures`), or a rank did not respond.
+        """
+        value, error = None, None
+        try:
+            try:
+                value = work()
+            except Exception as caught:
+                error = caught
+                self.flag_failure()
+            with logged():
+                ended(error)
+            # One that is stuck says so itself after its patience: the others wait a little longer than that.
+            wait_s = self.grace_s if error is not None else self.timeout_s - self.grace_s / 4
+            outcomes = self.gather(what, value, error, wait_s=wait_s)
+            with logged():
+                met()
+            self.raise_failures(what, outcomes, error)
+        finally:
+            error = None  # else error → traceback → frame → error would keep all their memory alive
+        return [outcome.value for outcome in outcomes]
+
+    def raise_failures(
+        self, what: str, outcomes: Sequence[Outcome], own: BaseException | None = None
+    ) -> None:
+        """Raises on every rank if an outcome is an error; see `failures.raise_failures`."""
+        if any(outcome.error is not None for outcome in kinds_of(outcomes)):
+            self.acknowledge()
+            try:
+                raise_failures(what, outcomes, self.rank, own, hosts=self.hosts)
+            finally:
+                del own  # else error → traceback → frame → error would keep all their memory alive
+
+    def acknowledge(self) -> None:
+        """Ends the call on this rank, which has its last decision; never raises.
+
+        Call it when a call has ended well; one that fails does so itself. A rank that hosts the store waits
+        for the others.
+        """
+        state = self._state
+        leavings, state.leavings = state.leavings, []
+        if (last := state.take_last()) is not None:
+            self.rendezvous.acknowledge(
+                last.step,
+                num_others=last.num_others,
+                failed=last.failed,
+                leavings=leavings,
+                grace_s=self.grace_s,
+            )
+        self.rendezvous.end()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Ends the call if it raises: all ranks know of an exception; after an interrupt this one leaves."""
+        try:
+            yield
+        except BaseException as error:
+            self.cache.clear()
+            if isinstance(error, Exception):
+                self.acknowledge()
+            else:
+                self.leave(error)
+            raise
+
+    # Bytes
+
+    def share(self, what: str, source: int, make: Callable[[], bytes]) -> bytes:
+        """Makes bytes on one rank and returns them on all.
+
+        Raises:
+            CheckpointError: `make` raised it; the same on all ranks.
+            PeerError: `make` raised another error, or a rank did not respond.
+        """
+        step, made = self._state.step, []
+        place = f"shared/{step}"
+
+        def publish() -> int:
+            if self.rank != source:
+                return 0
+            made.append(make())
+            return len(self.rendezvous.leave(what, place, made[0], limit_s=self.patience_s))
+
+        num_keys = self.agree(what, publish, attachment=made)[source]
+        self.rendezvous.note_shared(step, place, num_keys)
+        if (data := self._state.attachment) is None:
+            data = self.rendezvous.take(what, place, keep=True, limit_s=self.patience_s)
+        return require_left(what, data, source)
+
+    def gather_bytes(self, what: str, make: Callable[[], bytes]) -> list[bytes]:
+        """Makes bytes on every rank and returns those of all; equal bytes travel once.
+
+        Rank 0 collects them for the others, so that not every rank asks the store for those of every other.
+
+        Raises:
+            FastloadError: Making them failed on a rank, or a rank did not respond.
+        """
+        place = f"gathered/{self._state.step}"
+
+        def leave() -> str:
+            self.show_bytes(what, place, data := make())
+            return xxhash.xxh3_128_hexdigest(data)
+
+        digests = self.agree(what, leave)
+        sources = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
+
+        def join() -> bytes:
+            found = [
+                require_left(what, self.take_bytes(what, place, rank, keep=True), rank)
+                for rank in sources.values()
+            ]
+            return b"".join([json.dumps([len(data) for data in found]).encode(), b"\n", *found])
+
+        lengths, _, joined = self.share(what, 0, join).partition(b"\n")
+        ends = list(accumulate(json.loads(lengths), initial=0))
+        found = {
+            digest: joined[begin:end] for digest, (begin, end) in zip(sources, pairwise(ends), strict=True)
+        }
+        return [found[digest] for digest in digests]
+
+    def leave_bytes(self, what: str, place: str, data: bytes) -> None:
+        """Leaves bytes for one rank, which takes them with `take_bytes`, from the same place, once."""
+        self.rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.grace_s)
+
+    def show_bytes(self, what: str, place: str, data: bytes) -> None:
+        """Leaves bytes for several ranks, which `take_bytes` and `keep` them, until the end of the call."""
+        left = self.rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.grace_s)
+        self._state.leavings += left
+
+    def take_bytes(self, what: str, place: str, rank: int, *, keep: bool = False) -> bytes | None:
+        """Returns the bytes that a rank has left; None if it has left none."""
+        return self.rendezvous.take(what, f"{place}/{rank}", keep=keep, limit_s=self.grace_s)
+
+    def tally(self, what: str, key: str, more: int) -> int:
+        """Adds to a number that all ranks share until the end of the call, and returns it."""
+        if key not in self._state.leavings:
+            self._state.leavings.append(key)
+        return self.rendezvous.count(what, key, more, limit_s=self.patience_s)
+
+    # Failures outside of an agreement
+
+    def flag_failure(self) -> None:
+        """Tells the other ranks, at whatever stage they are, that this one has failed."""
+        self._flag.set()
+        self.rendezvous.disconnect()
+
+    def peer_failed(self) -> bool:
+        """Whether a rank has failed; asks the store a few times a second at most."""
+        return self._flag.is_set()
+
+    def note_progress(self) -> None:
+        """Notes that this rank makes progress; the others learn of it with its next look at the flag."""
+        self._flag.note_progress()
+
+    def leave(self, error: BaseException) -> None:
+        """Responds to what comes next with an error, since this rank leaves the call; never raises."""
+        self._flag.assume()
+        state = self._state
+        if not state.has_left:
+            state.has_left = True
+            last = state.take_last()
+            steps = [state.under_way] if state.under_way is not None else []
+            steps.append(state.take_step())
+            self.rendezvous.withdraw(
+                last.step if last is not None else None,
+                [(step, self._respond(None, error, step)) for step in steps],
+                at_once=not isinstance(error, Exception),
+                limit_s=self.grace_s,
+            )
+
+    def await_work(self, work: Future[T], late: Callable[[], Exception | None]) -> T:
+        """Waits for work of this rank, no longer than the other ranks continue.
+
+        Args:
+            work: The work.
+            late: Returns the error to raise after the patience of the ranks; None waits on.
+
+        Raises:
+            Interrupted: Another rank failed.
+        """
+        await_done(work, give_up=self.peer_failed, limit_s=self.patience_s, late=late)
+        self.note_progress()
+        try:
+            return work.result()
+        finally:
+            del work  # else error → traceback → frame → work → error would keep all their memory alive
+
+    def _respond(self, value: Any, error: BaseException | None, step: int) -> str:
+        wire = to_wire(error, _ERROR_BYTES // self.size) if error is not None else None
+        response = {"value": value, "error": wire}
+        if step == 0:
+            response |= {"node": Each([self.node]), "call": self._state.call}
+        return write_response(self.rank, response)

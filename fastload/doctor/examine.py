@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
-from fastload.comm.agreement import World
+from fastload.comm.group import join_job
 from fastload.comm.launch import Launch
 from fastload.comm.traces import compare_clocks
-from fastload.comm.world import join_job
+from fastload.comm.world import World
 from fastload.doctor.facts import Facts, look_around
 from fastload.doctor.rates import HostRate, measure_rates
 from fastload.errors import CheckpointNotFound, FastloadError
@@ -107,7 +107,7 @@ def examine(launch: Launch, location: Location | None, options: LoadOptions) -> 
         rates = measure_rates(world, [one.host for one in facts], machines)
         offset = compare_clocks(world, machines, time.time)
         clocks_s = world.agree("comparing clocks", lambda: offset)
-    world.heard()
+    world.acknowledge()
     opening = _open(next(worlds), location, options) if location is not None else None
     return Site(facts, launch.launcher, met_s, clocks_s, rates, opening, options.staging_bytes)
 
@@ -122,7 +122,7 @@ def _open(world: World, location: Location, options: LoadOptions) -> Opening:
     try:
         with world.together():
             access = agree_on_access(world, location.url, connect, {"path": location.given})
-        world.heard()
+        world.acknowledge()
         access.storage.close()
         return _opened(begun, access, world.size, options)
     except CheckpointNotFound as error:

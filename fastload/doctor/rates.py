@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastload.comm.agreement import World
+from fastload.comm.world import World
 from fastload.errors import FastloadError
 from fastload.transfer.links import Links
 

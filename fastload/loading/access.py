@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from fastload.comm.failures import kinds_of, require_same
 from fastload.comm.hosts import machine
 from fastload.comm.responses import Each
-from fastload.comm.world import World, kinds_of, require_same
+from fastload.comm.world import World
 from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, StorageError
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import METADATA_NAME, RECORD_NAME, SUFFIX

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from fastload.base.devices import is_accelerator, parse_device, with_index
-from fastload.comm.world import World, members_of
+from fastload.comm.group import members_of
+from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.manifest import Manifest
 from fastload.loading.access import Access

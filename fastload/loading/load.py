@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import xxhash
 
 from fastload.base.memory import uncollected
+from fastload.comm.failures import kinds_of, require_same
 from fastload.comm.responses import Each, Reports
 from fastload.comm.traces import Tracing
-from fastload.comm.world import kinds_of, require_same
 from fastload.loading.job import Job, Opened, Request, Wish, closing_unused, open_whole
 from fastload.loading.match import Match
 from fastload.report import LoadReport, RankReport
@@ -219,7 +219,7 @@ def restore(opened: Opened, matched: Match, loaded: Loaded) -> Any:
         opened.world.agree(f"restoring {opened.access.manifest.url}", work)
     else:
         work()
-    opened.world.heard()
+    opened.world.acknowledge()
     return results[0]
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from fastload.base.memory import uncollected
-from fastload.comm.world import require_same
+from fastload.comm.failures import require_same
 from fastload.errors import Interrupted
 from fastload.loading.boxes import BoxesByName, match_boxes
 from fastload.loading.claim import claim_of, exchange_claims, unwanted_by_all

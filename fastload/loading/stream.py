@@ -182,7 +182,7 @@ class Flow:
             return
         if error is not None and self._error is None:
             self._error = error
-            self._world.raise_alarm()
+            self._world.flag_failure()
         if self._rest is None:
             self._outbox.close()
             self._rest = background(self._finish, "fastload-rest")

@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 from fastload.base.memory import allocate_staging, host_view
+from fastload.comm.failures import require_same
 from fastload.comm.hosts import host_of
 from fastload.comm.responses import Each, Reports
-from fastload.comm.world import World, require_same
+from fastload.comm.world import World
 from fastload.errors import ChecksumError
 from fastload.formats.record import CHECKSUM_BYTES
 from fastload.loading.access import Access
@@ -87,7 +88,7 @@ class Sweep:
 
         try:
             found = world.settle(what, look)
-            world.heard()
+            world.acknowledge()
         finally:
             self.reader.close(wait_s=min(1.0, world.grace_s))
         return self._report(found)

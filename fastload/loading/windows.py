@@ -182,7 +182,7 @@ class BoxFlow:
                     if not self._go_on():
                         break
                     self._load_window(window)
-                self._world.heard()
+                self._world.acknowledge()
         except BaseException as error:
             self._errors += [] if self._has_left else [error]
         finally:

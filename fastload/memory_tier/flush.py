@@ -102,7 +102,7 @@ class EmergencyFlush:
         try:
             with self._world.together():
                 self._write(self._world)
-            self._world.heard()
+            self._world.acknowledge()
         except FastloadError as error:
             level = logging.WARNING if self._world.rank == 0 else logging.DEBUG
             _log.log(level, "what is in memory is not written to storage: %s", error)

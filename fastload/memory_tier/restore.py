@@ -11,7 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 from fastload.base.memory import allocate_staging, host_view
-from fastload.comm.world import World, join
+from fastload.comm.group import join
+from fastload.comm.world import World
 from fastload.errors import (
     CheckpointError,
     FastloadError,
@@ -345,7 +346,7 @@ def _look_for_damage(
                 return None
 
         answers = world.settle(what, look)
-        world.heard()
+        world.acknowledge()
     ranges: dict[int, Sequence[tuple[int, int, int]] | None] = {}
     for rank, host in enumerate(hosts):
         of_host = [answers[mate] for mate, other in enumerate(hosts) if other == host]
@@ -386,5 +387,5 @@ def _damaged(
             at = (block.number - firsts[held.file]) * CHECKSUM_BYTES
             if checksum(data) != file.checksums[at : at + CHECKSUM_BYTES]:
                 yield held.file, block.offset, block.offset + block.nbytes
-        world.moved()
-        world.alarmed()  # which tells the others
+        world.note_progress()
+        world.peer_failed()  # which tells the others

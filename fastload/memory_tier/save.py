@@ -120,7 +120,7 @@ def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
             world.agree(
                 f"{call.what}: recording", lambda: call.job.record(call.name, *keep) if keep else None
             )
-            world.heard()
+            world.acknowledge()
     except BaseException:
         target.abort()
         raise

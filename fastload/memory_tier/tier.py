@@ -14,8 +14,9 @@ import xxhash
 
 from fastload.base.threads import background
 from fastload.comm.decisions import Decisions
+from fastload.comm.group import join
 from fastload.comm.traces import Tracing
-from fastload.comm.world import World, join
+from fastload.comm.world import World
 from fastload.errors import FastloadError, OptionError, StorageError
 from fastload.memory_tier.flush import EmergencyFlush, flush
 from fastload.memory_tier.restore import InMemoryCheckpoint, load, survey
@@ -138,7 +139,7 @@ def open_tier(job: TierJob) -> MemoryTier:
         for folder in opened:
             _close(folder, remove=False)
         raise
-    job.world.heard()
+    job.world.acknowledge()
     return MemoryTier(job, opened[0], [Home(*home) for home in homes])
 
 
@@ -268,7 +269,7 @@ class MemoryTier:
         world = self._join(what)
         with world.together():
             found = survey(world, what, self._folder)
-        world.heard()
+        world.acknowledge()
         return found
 
     def load(self, found: InMemoryCheckpoint, arguments: Mapping[str, Any]) -> Any:

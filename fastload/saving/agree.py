@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from fastload.comm.world import require_same
+from fastload.comm.failures import require_same
 from fastload.errors import PlanMismatch
 from fastload.saving.call import SaveCall
 from fastload.saving.compare import (

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from fastload.comm.group import meet
 from fastload.comm.traces import Tracing
-from fastload.comm.world import World, meet
+from fastload.comm.world import World
 from fastload.formats.names import NAMES
 from fastload.options import SAVE_SETTINGS, SaveOptions
 from fastload.report import SaveReport

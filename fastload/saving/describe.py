@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fastload.base.memory import uncollected
-from fastload.comm.world import World, members_of
+from fastload.comm.group import members_of
+from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.encoder import encode_state

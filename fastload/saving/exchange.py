@@ -123,7 +123,7 @@ class MessageExchange(Generic[MessageT]):
         Raises:
             Interrupted: Some rank did not come.
         """
-        self._wire.connect(give_up=self._world.alarmed)
+        self._wire.connect(give_up=self._world.peer_failed)
         self._threads = [
             background(self._send_all, "fastload-send"),
             background(self._await_all, "fastload-receive"),
@@ -186,14 +186,14 @@ class MessageExchange(Generic[MessageT]):
                 break
             except DeadlineExceeded as late:
                 # Whoever is to send or to take them may write what it has by itself for as long as it likes.
-                before, pulse = pulse, self._world.rendezvous.pulse(limit_s=self._world.grace_s)
+                before, pulse = pulse, self._world.rendezvous.progress(limit_s=self._world.grace_s)
                 if pulse == before:
                     raise Interrupted(str(late)) from None
-        self._world.moved()
+        self._world.note_progress()
 
     def _wait(self, event: threading.Event, what: str, limit_s: float) -> None:
         try:
-            wait_for(event, what, limit_s, lambda: self._error is not None or self._world.alarmed())
+            wait_for(event, what, limit_s, lambda: self._error is not None or self._world.peer_failed())
         finally:
             self._check()
 

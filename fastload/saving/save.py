@@ -183,7 +183,7 @@ def _await_turn(call: SaveCall, queued: QueuedSave) -> bool:
     is_written = call.world.agree(f"{call.what}: waiting for its turn", queued.await_turn)[0]
     if not is_written:
         queued.give_up()
-        call.world.heard()
+        call.world.acknowledge()
     return is_written
 
 
@@ -221,7 +221,7 @@ def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: fl
     publishing = partial(_publish, call, begun, written, agreed.metadata, waited_s)
     published = world.agree(f"{call.what}: publishing", publishing)
     call.tracing.write({"what": call.what, "nbytes": plan.state.layout.nbytes})
-    world.heard()
+    world.acknowledge()
     return _report(call, plan, published)
 
 

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import xxhash
 
 from fastload.base.threads import Workers
-from fastload.comm.world import World, require_same
+from fastload.comm.failures import require_same
+from fastload.comm.world import World
 from fastload.errors import ChecksumError, ManifestError, StorageError
 from fastload.formats.manifest import FileEntry, Manifest
 from fastload.formats.names import STAGED_NAME
@@ -351,7 +352,7 @@ class Stage:
             return asdict(replace(moved.report, total_s=time.perf_counter() - self._began))
 
         ranks = self._world.agree(f"{self._what}: publishing", publish)
-        self._world.heard()
+        self._world.acknowledge()
         return StageReport(
             url=self._access.manifest.url,
             path=copied_to(self._access.manifest, self._path),

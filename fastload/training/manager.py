@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fastload import api
-from fastload.comm.world import agree, meet, require_same
+from fastload.comm.failures import require_same
+from fastload.comm.group import agree, meet
 from fastload.errors import FastloadError, OptionError, WorldError
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import SAVE_SETTINGS, LoadOptions, SaveOptions
@@ -210,7 +211,7 @@ class CheckpointManager:
 
         with world.together():
             views = world.agree(what, compare)
-        world.heard()
+        world.acknowledge()
         require_same([each["same"] for each in views])
         hosts = [each["host"] for each in views]
         first = hosts.index(world.node) if policy.options.shared is False else 0
@@ -220,7 +221,7 @@ class CheckpointManager:
         if policy.memory is not None:
             with world.together():
                 world.agree(what, lambda: name.write(run) if keeps_house else None)
-            world.heard()
+            world.acknowledge()
         return lists, keeps_house, incarnation, run
 
     # When

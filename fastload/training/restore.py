@@ -10,7 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastload import api
-from fastload.comm.world import World, agree
+from fastload.comm.group import agree
+from fastload.comm.world import World
 from fastload.errors import (
     CheckpointNotFound,
     FastloadError,

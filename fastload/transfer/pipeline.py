@@ -154,7 +154,7 @@ class Pipeline:
         """
         if self._plan.num_rounds == 0:
             return
-        self._transport.connect(give_up=self._world.alarmed)
+        self._transport.connect(give_up=self._world.peer_failed)
         self._starter.begin()
         try:
             plan: Plan | None = self._plan
@@ -205,11 +205,11 @@ class Pipeline:
                 raise self._starter.read_error  # nobody can read what is left
         self._first_index += num_posted
         if has_ended:
-            self._ahead.drop(give_up=self._world.alarmed)
+            self._ahead.drop(give_up=self._world.peer_failed)
         if has_ended or not broken:
             return None
         self.broken |= broken
-        self._ahead.drop(give_up=self._world.alarmed)
+        self._ahead.drop(give_up=self._world.peer_failed)
         left = plan.without(broken, lacking, num_posted)
         if left is None:
             raise self._starter.read_error or Interrupted("no rank is left that can read")
@@ -239,7 +239,7 @@ class Pipeline:
 
     def _is_lost(self) -> bool:
         """Whether some rank failed: also this one in its other threads, since others may wait for it."""
-        return self._world.alarmed() or self._starter.is_lost
+        return self._world.peer_failed() or self._starter.is_lost
 
     def _finish(self, plan: Plan, index: int, work: Round) -> list[int]:
         """Places a round once it is here; returns the readers whose chunks it lacks."""
@@ -253,10 +253,10 @@ class Pipeline:
     def _await(self, work: Round) -> dict[int, int]:
         """Returns what is the matter with chunks of a round once it is here."""
         try:
-            wait(work, until_s=self._world.patience_s, give_up=self._world.alarmed)
+            wait(work, until_s=self._world.patience_s, give_up=self._world.peer_failed)
         except DeadlineExceeded as late:
             raise self._reason(work, late) from None
-        self._world.moved()
+        self._world.note_progress()
         return work.statuses
 
     def _reason(self, work: Round, late: DeadlineExceeded) -> FastloadError:
@@ -268,7 +268,7 @@ class Pipeline:
         # Before others may overwrite what copies to the device still read.
         self._placing.settle()
         try:
-            self._transport.release(work, until_s=self._world.patience_s, give_up=self._world.alarmed)
+            self._transport.release(work, until_s=self._world.patience_s, give_up=self._world.peer_failed)
         except DeadlineExceeded as late:
             raise Interrupted(str(late)) from None
 

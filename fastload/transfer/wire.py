@@ -214,7 +214,7 @@ class Relay:
         self.bytes_in = 0
         self._posted: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         self._passed_on: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
-        # A wait for a send cannot look out for alarms, so it is not for the caller's thread.
+        # A wait for a send cannot watch the failure flag, so it is not for the caller's thread.
         self._threads = (
             background(self._pass_on_all, "fastload-relay"),
             background(self._await_sends, "fastload-sent"),

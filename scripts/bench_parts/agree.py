@@ -22,10 +22,10 @@ from rich.table import Table
 from fastload.base.threads import within
 from fastload.comm.cache import ConnectionCache
 from fastload.comm.failures import outcomes_of, require_same
+from fastload.comm.group import join_in
 from fastload.comm.links import TreeLinks
-from fastload.comm.meeting import Verdict
 from fastload.comm.responses import Each, join_responses, write_response
-from fastload.comm.world import join_in
+from fastload.comm.store import Decision, Member
 from fastload.report import RankReport
 
 from .tables import print_table
@@ -62,9 +62,9 @@ def measure_parts(num_ranks: int, repeats: int) -> dict[str, float]:
 
     Returns:
         CPU time of the store for one of the requests that a rank makes in its first call, and of a rank for
-        the answer of one below it, with the verdict to that one; time until the store has a verdict, and from
-        one process through a socket to another; CPU time for what one rank, of so many, tells of itself in a
-        load, on its way up and read; and, instead of microseconds, its bytes.
+        the answer of one below it, with the decision to that one; time until the store has a decision, and
+        from one process through a socket to another; CPU time for what one rank, of so many, tells of itself
+        in a load, on its way up and read; and, instead of microseconds, its bytes.
     """
     server, port = _serve()
     try:
@@ -158,13 +158,13 @@ def _measure_told(num_ranks: int) -> tuple[float, float]:
             tables = [join_responses(tables[begin : begin + 8]) for begin in range(0, len(tables), 8)]
             spent_s += (time.thread_time() - began_s) / len(tables)
         num_bytes += len(tables[0])
-        text = Verdict.write(1.0, tables[0], along_tree=True)
+        text = Decision.write(1.0, tables[0], in_tree=True)
         began_s = time.thread_time()
-        verdict = Verdict.from_text(text, num_ranks)
-        values = [outcome.value for outcome in outcomes_of(verdict, 0)]
+        decision = Decision.from_text(text, num_ranks)
+        values = [outcome.value for outcome in outcomes_of(decision, 0)]
         require_same(values, "files", "plan")
-        if verdict.hosts is not None:
-            assert len(verdict.hosts.by_rank()) == len(values[0]["machine"][0].values())
+        if decision.nodes is not None:
+            assert len(decision.nodes.by_rank()) == len(values[0]["machine"][0].values())
         spent_s += time.thread_time() - began_s
     return spent_s / num_ranks, num_bytes / num_ranks
 
@@ -210,12 +210,11 @@ def _measure(port: int, server: int, size: int, way: str, repeats: int) -> dict[
         for _ in range(1 + repeats):
             begun.wait()
             began, server_s, own_s = time.perf_counter(), _cpu_s(server), time.process_time()
-            world = join_in(
-                corners[rank], rank=rank, size=size, call="agreeing", timeout_s=_TIMEOUT_S, cache=caches[rank]
-            )
+            member, cache = Member(rank, size), caches[rank]
+            world = join_in(corners[rank], member, call="agreeing", timeout_s=_TIMEOUT_S, cache=cache)
             for _ in range(num_steps):
                 world.agree("agreeing", lambda: {"plan": "0123456789abcdef", "host": f"host{rank // 8}"})
-            world.heard()
+            world.acknowledge()
             begun.wait()
             if rank == 0:
                 rows.append(

@@ -16,9 +16,8 @@ import xxhash
 
 from bench_parts.job import MIB, forget_peak, peak_bytes
 from fastload.base.memory import uncollected
-from fastload.comm.meeting import Step
-from fastload.comm.rendezvous import Rendezvous
 from fastload.comm.responses import write_response
+from fastload.comm.store import Member, StoreRendezvous, StoreStep
 from fastload.comm.world import World
 from fastload.estimate.parallel import Cut, Model, Parallel, claims_of
 from fastload.formats.manifest import TensorEntry
@@ -170,10 +169,10 @@ def _leave_answers(pipe: Connection, packed: Sequence[bytes], ranks: Sequence[in
         digest = xxhash.xxh3_128_hexdigest(packed[rank])
         for step, value in enumerate(({"value": digest, "call": ""}, {"value": 0}, {"value": "0" * 32})):
             answer = {"host": f"host{rank // 8}", "error": None, **value}
-            Step(store, str(step), len(packed)).answer(write_response(rank, answer))
+            StoreStep(store, str(step), len(packed)).respond(write_response(rank, answer))
 
 
 def world_of(store: dist.Store, rank: int, size: int, group: dist.ProcessGroup | None = None) -> World:
     """Returns the world of a rank, whether or not there are others."""
-    rendezvous = Rendezvous(store, rank=rank, size=size, host=0, if_lost="its host is gone")
+    rendezvous = StoreRendezvous(store, Member(rank, size, 0, "its host is gone"))
     return World(rank=rank, size=size, group=group, timeout_s=300.0, rendezvous=rendezvous)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import fastload
-from fastload.comm import world
+from fastload.comm import group
 from fastload.errors import PeerError
 from fastload.loading import access, job, load, sharded
 from fastload.storage.local import LocalStorage
@@ -136,7 +136,7 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
         monkeypatch.setattr(owner, name, struck)
 
     if stage == "start":
-        before(world, "join")
+        before(group, "join")
     elif stage == "open":
         before(LocalStorage, "stat")
     elif stage == "headers":

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 
 import fastload
-from fastload.comm.agreement import World
+from fastload.comm.world import World
 from fastload.storage.local import LocalStorage
 from tests.dist import faults
 from tests.dist.faults import (

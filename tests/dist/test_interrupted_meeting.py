@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import fastload
 from fastload import CheckpointManager, LoadOptions, SaveOptions, api
-from fastload.comm.bonded import Bonded
+from fastload.comm.tree import TreeRendezvous
 from tests.dist.faults import PATIENT_S, TOLD_S, Outcome, outcome_of
 from tests.dist.harness import run_ranks
 
@@ -54,7 +54,7 @@ CASES = [
     Case(2, "save", late=0),
     Case(1, "manager", late=2),
     Case(2, "load", owner=api, name="locate"),
-    Case(1, "load", owner=Bonded, name="begin"),
+    Case(1, "load", owner=TreeRendezvous, name="begin"),
 ]
 
 

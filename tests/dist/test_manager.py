@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import fastload
 from fastload import CheckpointManager, SaveOptions
-from fastload.comm.rendezvous import Rendezvous
+from fastload.comm.store import StoreRendezvous
 from fastload.errors import CheckpointNotFound, FastloadError, OptionError, PlanMismatch, WorldError
 from fastload.storage.local_target import LocalTarget
 from fastload.training import schedule
@@ -105,9 +105,9 @@ def test_a_signal_is_told_soon_to_ranks_that_ask_all_the_time(rank: int, world: 
     """Rank 0 does not get ahead of those that take longer to read a decision than it takes to make one."""
     patch = pytest.MonkeyPatch()
     if rank != 0:
-        read = Rendezvous.await_text
+        read = StoreRendezvous.await_text
         slowly = lambda *args, **how: time.sleep(0.005) or read(*args, **how)  # noqa: E731
-        patch.setattr(Rendezvous, "await_text", slowly)
+        patch.setattr(StoreRendezvous, "await_text", slowly)
     with manage(tmp_path) as manager:
         for step in itertools.count():
             if rank == 2 and step == 2000:

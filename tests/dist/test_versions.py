@@ -13,8 +13,10 @@ import torch.distributed as dist
 
 import fastload
 from fastload.base.version import PROTOCOL, __version__
-from fastload.comm import versions
-from fastload.comm.world import World, join_in
+from fastload.comm import store
+from fastload.comm.group import join_in
+from fastload.comm.store import Member
+from fastload.comm.world import World
 from tests.dist.faults import PATIENT_S, TOLD_S, Outcome, checkpoint, is_intact, options, outcome_of
 from tests.dist.harness import run_ranks
 
@@ -51,10 +53,10 @@ def load_with_another_version(rank: int, world: int, path: Path) -> list[Outcome
             call = partial(fastload.load, path, process_group=dist.new_group(range(world)), options=given)
         else:
             corner = dist.PrefixStore("job", root)
-            call = partial(meet, partial(join_in, corner, rank=rank, size=world, timeout_s=PATIENT_S))
+            call = partial(meet, partial(join_in, corner, Member(rank, world), timeout_s=PATIENT_S))
         with pytest.MonkeyPatch.context() as patch:
             for name, value in case.changes.items() if rank in case.others else ():
-                patch.setattr(versions, name, value)
+                patch.setattr(store, name, value)
             dist.barrier()
             if rank == case.late:
                 time.sleep(0.5)

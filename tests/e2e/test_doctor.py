@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import fastload
-from fastload.comm.world import join
+from fastload.comm.group import join
 from fastload.doctor.rates import measure_rates
 from tests.dist.harness import ranks
 from tests.e2e.forked import forking_variables, run_forked
@@ -84,7 +84,7 @@ def test_rates_between_hosts(rank: int, world: int) -> Any:
     joined = join(call="measuring", timeout_s=60)
     with joined.together():
         rates = measure_rates(joined, names, names)
-    joined.heard()
+    joined.acknowledge()
     assert [(rate.source, rate.host) for rate in rates] == [(names[n - 1], names[n]) for n in range(world)]
     assert all(rate.bytes_per_s > 0 and not rate.problem for rate in rates)
     dist.barrier()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fastload.comm.rendezvous import Rendezvous
+from fastload.comm.store import Member, StoreRendezvous
 from fastload.comm.world import World
 from fastload.errors import FastloadError
 
@@ -35,7 +35,7 @@ def gather(contents: list[bytes | Exception]) -> tuple[list[Any], list[int]]:
 
     def run(rank: int) -> tuple[Any, int]:
         store = CountedStore(server.port)
-        rendezvous = Rendezvous(store, rank=rank, size=size, host=None, if_lost="gone")
+        rendezvous = StoreRendezvous(store, Member(rank, size, None, "gone"))
         world = World(rank=rank, size=size, group=None, timeout_s=60.0, rendezvous=rendezvous)
 
         def make() -> bytes:
@@ -46,7 +46,7 @@ def gather(contents: list[bytes | Exception]) -> tuple[list[Any], list[int]]:
 
         try:
             got: Any = world.gather_bytes("telling", make)
-            world.heard()
+            world.acknowledge()
         except FastloadError as error:
             got = error
         return got, store.num_gets
@@ -84,12 +84,8 @@ def test_what_a_rank_has_left_is_there_for_whoever_hears_of_it() -> None:
     """However they hear of it: not through the store, perhaps, where that would come later."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     one, other = (
-        Rendezvous(
-            dist.TCPStore("127.0.0.1", server.port, is_master=False),
-            rank=rank,
-            size=2,
-            host=None,
-            if_lost="gone",
+        StoreRendezvous(
+            dist.TCPStore("127.0.0.1", server.port, is_master=False), Member(rank, 2, None, "gone")
         )
         for rank in range(2)
     )

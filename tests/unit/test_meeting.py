@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from fastload.comm.meeting import Step
+from fastload.comm.group import _in_this_incarnation
 from fastload.comm.responses import write_response
-from fastload.comm.world import _of_this_life
+from fastload.comm.store import StoreStep
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def meet(port: int, ranks: list[int], size: int) -> list[str]:
 
     def come(rank: int) -> str:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        own = _of_this_life(store, rank, size)
+        own = _in_this_incarnation(store, rank, size)
         if rank == 0:
             assert not own.check(["address"])
             own.set("address", str(id(own)))
@@ -42,12 +42,12 @@ def test_every_life_has_a_place_of_its_own(port: int) -> None:
 
 
 def test_ranks_that_died_before_all_had_come_do_not_count(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastload.comm.world._MEETING_S", 0.3)
+    monkeypatch.setattr("fastload.comm.group._MEETING_S", 0.3)
     with pytest.raises(RuntimeError, match="only 1 of 2 ranks came"):
         meet(port, [0], 2)
     with pytest.raises(RuntimeError, match="rank 0 did not say"):
         meet(port, [1], 2)
-    monkeypatch.setattr("fastload.comm.world._MEETING_S", 20.0)
+    monkeypatch.setattr("fastload.comm.group._MEETING_S", 20.0)
     for _ in range(5):
         assert len(set(meet(port, [1, 0], 2))) == 1
 
@@ -55,11 +55,11 @@ def test_ranks_that_died_before_all_had_come_do_not_count(port: int, monkeypatch
 def test_a_verdict_of_many_ranks_is_short() -> None:
     """All of them read it: what their answers have in common is told once."""
     store, num_ranks = dist.HashStore(), 200
-    steps = [Step(store, "1/0", num_ranks) for _ in range(num_ranks)]
+    steps = [StoreStep(store, "1/0", num_ranks) for _ in range(num_ranks)]
     plan = "fc89f712c219374e6cb510905f7f6283"
     answers = [{"value": {"host": f"host{rank // 8}", "plan": plan}} for rank in range(num_ranks)]
-    last = [step.answer(write_response(rank, answers[rank])) for rank, step in enumerate(steps)]
+    last = [step.respond(write_response(rank, answers[rank])) for rank, step in enumerate(steps)]
     assert last == [False] * (num_ranks - 1) + [True]
     steps[-1].decide(1.0)
     assert [answer for answer, _ in steps[0].read().runs] == answers[::8]
-    assert 8 * len(store.get(steps[0].verdict)) < len(store.get(steps[0].log))
+    assert 8 * len(store.get(steps[0].decision)) < len(store.get(steps[0].log))

@@ -17,11 +17,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fastload.comm import links
-from fastload.comm.agreement import World
 from fastload.comm.cache import ConnectionCache
+from fastload.comm.group import join_in
 from fastload.comm.responses import Each, write_response
-from fastload.comm.turns import Standing
-from fastload.comm.world import join_in
+from fastload.comm.store import Member
+from fastload.comm.tree import TreeState
+from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError, PlanMismatch
 
 SHORT_S, LONG_S = 0.12, 30.0
@@ -63,17 +64,17 @@ def make(
     num_steps: int = 2,
     cache: ConnectionCache | None = None,
 ) -> list[int]:
-    world = join_in(store, rank=rank, size=size, call=call, timeout_s=timeout_s, cache=cache)
+    world = join_in(store, Member(rank, size), call=call, timeout_s=timeout_s, cache=cache)
     with world.together():
         for step in range(num_steps):
             ranks = world.agree(f"{call}, step {step}", lambda: rank)
-    world.heard()
+    world.acknowledge()
     return ranks
 
 
 def leave(store: Any, rank: int, size: int, call: str, cache: ConnectionCache | None) -> str:
     """Is interrupted before it answers; one that comes late hears of the others, and raises what they do."""
-    join_in(store, rank=rank, size=size, call=call, timeout_s=LONG_S, cache=cache).leave(KeyboardInterrupt())
+    join_in(store, Member(rank, size), call=call, timeout_s=LONG_S, cache=cache).leave(KeyboardInterrupt())
     return "left"
 
 
@@ -137,7 +138,7 @@ def test_ranks_meet_again_whatever_some_have_done(size: int, ops: list[Op], in_t
     with ThreadPoolExecutor(size) as pool:
         each = list(pool.map(lambda rank: follow(store, rank, size, ops, barrier, in_tree), range(size)))
     last = [groups[-1] for _, groups in each]
-    assert not in_tree or all(one.lasting(Standing).bonds.are_whole() for one in last)
+    assert not in_tree or all(one.lasting(TreeState).links.are_whole() for one in last)
     for one in last:
         one.close()
     everyone = list(range(size))
@@ -154,7 +155,6 @@ def test_ranks_meet_again_whatever_some_have_done(size: int, ops: list[Op], in_t
     num_failed = sum({"some": 1, "late": 2, "leave": 1}.get(op.kind, 0) for op in ops[:last_anew])
     most = num_groups * (size + 1 + in_tree * MOST_KEPT) + num_failed * NUM_KEYS_OF_A_CALL
     assert store.num_keys() <= most, "more than the counters and the name is left"
-    assert num_groups > 1 or in_tree or store.num_keys() == size + 1
 
 
 class SlowStore(dist.Store):
@@ -191,6 +191,7 @@ class SlowStore(dist.Store):
         return self._store.add(key, value)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self._wait("compare_set")
         return self._store.compare_set(key, expected, desired)
 
     def delete_key(self, key: str) -> bool:
@@ -204,7 +205,7 @@ def test_a_store_that_is_slower_than_a_short_timeout_is_not_gone(in_tree: bool) 
     everyone = list(range(size))
     caches = [ConnectionCache() if in_tree else None for _ in everyone]
     with ThreadPoolExecutor(size) as pool:
-        for kind in ("append", "check", *["set"] * in_tree):
+        for kind in ("append", "check", "compare_set"):
 
             def call(rank: int, timeout_s: float) -> Any:
                 return end_of(partial(make, store, rank, size, "A", timeout_s, cache=caches[rank]))
@@ -232,12 +233,12 @@ def wander(
 
         def call(own: tuple[int, int] = own) -> Any:
             name, timeout_s = draw.choice("AAB"), draw.choice([0.05, 0.1, 0.3])
-            world = join_in(store, rank=rank, size=size, call=name, timeout_s=timeout_s, cache=cache)
+            world = join_in(store, Member(rank, size), call=name, timeout_s=timeout_s, cache=cache)
             with world.together():
                 first = world.agree("first", lambda: own)
                 time.sleep(draw.choice([0, 0, 0, 0.15]))
                 assert world.agree("second", lambda: own) == first
-            world.heard()
+            world.acknowledge()
             return first
 
         calls.append((own, end_of(call)))
@@ -262,7 +263,7 @@ def test_all_return_from_a_call_or_none_does(seed: int) -> None:
 
 
 def join_all(store: Any, size: int, timeout_s: float) -> list[World]:
-    return [join_in(store, rank=rank, size=size, call="A", timeout_s=timeout_s) for rank in range(size)]
+    return [join_in(store, Member(rank, size), call="A", timeout_s=timeout_s) for rank in range(size)]
 
 
 def test_a_call_that_only_one_rank_makes_says_so() -> None:
@@ -272,10 +273,8 @@ def test_a_call_that_only_one_rank_makes_says_so() -> None:
         match=r"rank 1.*: DeadlineExceeded.*or did not make this call .as inside of `if rank == 0:`",
     ):
         make(store, 0, 2, "A", SHORT_S)
-    with pytest.raises(
-        PeerError, match=r"rank 1 on .*: DeadlineExceeded: came too late: the others waited 0\.1 s"
-    ):
-        make(store, 1, 2, "A", SHORT_S)
+    with pytest.raises(PeerError, match=r"rank 0.*: DeadlineExceeded.*or did not make this call"):
+        make(store, 1, 2, "A", SHORT_S)  # it goes on to the next one
 
 
 def test_ranks_in_different_calls_are_told_at_once() -> None:
@@ -297,9 +296,9 @@ def test_a_rank_that_dies_after_losing_patience_keeps_nobody() -> None:
     store = dist.HashStore()
     dead, other, _ = join_all(store, 3, SHORT_S)
     store.append(
-        "1/0/answers", write_response(0, {"value": 0, "error": None, "node": Each(["x/"]), "call": "A"})
+        "1/1/0/responses", write_response(0, {"value": 0, "error": None, "node": Each(["x/"]), "call": "A"})
     )
-    store.add("1/0/count", (1 << 40) + 1)
+    store.add("1/1/0/count", (1 << 40) + 1)
     with pytest.raises(PeerError) as raised:
         other.agree("A", lambda: 1)
     assert set(raised.value.failures) == {2}

@@ -24,9 +24,8 @@ DISTRIBUTED = {
     "integrations/host.py",
     "integrations/torchtitan.py",
     "integrations/vllm_refresh.py",
-    "comm/agreement.py",
-    "comm/bonded.py",
-    "comm/world.py",
+    "comm/group.py",
+    "comm/tree.py",
     "transfer/communicators.py",
     "transfer/open_transport.py",
     "transfer/device_exchange.py",
@@ -38,7 +37,7 @@ ENVIRONMENT = {
     "options.py",
     "comm/hosts.py",
     "comm/launch.py",
-    "comm/world.py",
+    "comm/group.py",
     "transfer/communicators.py",
     "transfer/links.py",
 }
@@ -245,7 +244,7 @@ def test_a_breach_is_found(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("comm/world.py", "import os\nimport torch.distributed\nos.environ['A']"),
+        ("comm/group.py", "import os\nimport torch.distributed\nos.environ['A']"),
         ("storage/local.py", "import os\nos.preadv(3, [], 0)"),
         ("storage/local.py", "from functools import cached_property, partial"),
         ("storage/process.py", "from functools import cache"),

@@ -1,0 +1,366 @@
+"""From a process group of torch.distributed, or the environment of a launcher, to a world."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from fastload.base.devices import is_accelerator, parse_device, with_index
+from fastload.comm.cache import ConnectionCache, cache_of
+from fastload.comm.failures import grace_of
+from fastload.comm.hosts import machine, require_neighbour
+from fastload.comm.launch import Launch, from_env
+from fastload.comm.store import Member
+from fastload.comm.tree import CallTerms, TreeRendezvous, TreeState
+from fastload.comm.world import World
+from fastload.errors import WorldError
+
+__all__ = [
+    "Launch",
+    "agree",
+    "from_env",
+    "initialize",
+    "join",
+    "join_in",
+    "join_job",
+    "meet",
+    "member_of",
+    "members_of",
+    "rank_in",
+]
+
+T = TypeVar("T")
+
+_POLL_S = 0.01
+_MEETING_S = 300.0  # hosts of a large job do not start in the same minute
+_REACHING_S = 5.0  # in which hosts can connect, or cannot
+_LEAVING_S = 10.0  # that a rank which was interrupted waits for the store, to tell the others
+
+# Default groups that met in a part of the store that no ranks of another incarnation ever use.
+_separate_groups: WeakSet[Any] = WeakSet()
+
+
+def members_of(group: dist.ProcessGroup | None) -> list[int] | None:
+    """Returns the ranks of a group in the default group; None without a group."""
+    return None if group is None else dist.get_process_group_ranks(group)
+
+
+def rank_in(process_group: Any) -> int:
+    """Returns this process's rank in a group, given as for `join`; 0 without one."""
+    group = _as_group(process_group)
+    return 0 if group is None else dist.get_rank(group)
+
+
+def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:
+    """Forms the world of the ranks of a group; without torch.distributed, of this process alone.
+
+    Args:
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or None for the default group.
+        call: Name of what they do together, such as ``saving to /a``.
+        timeout_s: Longest wait without progress, in seconds.
+
+    Raises:
+        WorldError: This process is not in the group, or the mesh has several dimensions.
+    """
+    group = _as_group(process_group)
+    if group is None or dist.get_world_size(group) == 1:
+        return World(rank=0, size=1, group=group, timeout_s=timeout_s)
+    members = dist.get_process_group_ranks(group)
+    root = dist.distributed_c10d._get_default_store()
+    # Groups with the same members are different all the same: their calls have no order between them.
+    identity = json.dumps([group.group_name, members])
+    name = f"{_incarnation()}/{xxhash.xxh3_64_hexdigest(identity.encode())}"
+    return join_in(
+        dist.PrefixStore(f"fastload/{name}", root),
+        member_of(dist.get_rank(group), members),
+        call=call,
+        timeout_s=timeout_s,
+        group=group,
+        cache=cache_of(group),
+    )
+
+
+def join_in(
+    namespace: dist.Store,
+    member: Member,
+    *,
+    call: str,
+    timeout_s: float,
+    group: dist.ProcessGroup | None = None,
+    cache: ConnectionCache | None = None,
+) -> World:
+    """Forms the world of ranks in a namespace of a store that only they use.
+
+    Args:
+        namespace: The namespace.
+        member: This rank.
+        call: As for `join`.
+        timeout_s: As for `join`.
+        group: Their process group.
+        cache: Connections that they keep between calls; None to meet in the store only.
+    """
+    state = cache.lasting(TreeState) if cache is not None else TreeState(connects=False)
+    here = machine(socket.gethostname(), member.rank)
+    terms = CallTerms(call, here, grace_of(timeout_s), timeout_s, threading.get_ident())
+    rendezvous = TreeRendezvous(namespace, state, member, terms)
+    world = World(
+        rank=member.rank,
+        size=member.size,
+        group=group,
+        timeout_s=timeout_s,
+        rendezvous=rendezvous,
+        cache=cache,
+        call=call,
+    )
+    with world.together():
+        rendezvous.begin()
+    return world
+
+
+def meet(
+    process_group: Any,
+    what: str,
+    prepare: Callable[[], T],
+    *,
+    timeout_s: Callable[[T], float],
+    default_s: float,
+) -> tuple[World, T]:
+    """Forms the world even if this rank has failed, so that the others learn of it.
+
+    Args:
+        process_group: As for `join`.
+        what: Name of what they do together. Ranks that do something else are out of step.
+        prepare: Prepares this rank; an exception it raises is raised on all ranks.
+        timeout_s: Returns the timeout, given what `prepare` has returned.
+        default_s: Timeout if `prepare` raises.
+    """
+    problem: BaseException | None = None
+    try:
+        ready = prepare()
+    except BaseException as error:
+        problem = error
+    try:
+        if problem is None:
+            return join(process_group, call=what, timeout_s=timeout_s(ready)), ready
+        if is_leaving := not isinstance(problem, Exception):
+            default_s = min(default_s, _LEAVING_S)
+        world = join(process_group, call=what, timeout_s=default_s)
+        with world.together():
+            if is_leaving:
+                raise problem
+            world.agree(what, partial(_raise, problem))
+    finally:
+        problem = None  # else error → traceback → frame → error would keep all their memory alive
+    raise AssertionError("the ranks agreed although this one failed")
+
+
+def agree(process_group: Any, what: str, *works: Callable[[], Any], timeout_s: float) -> list[Any]:
+    """Does work on all ranks of a group, as a call of its own; returns the results of the last work.
+
+    Args:
+        process_group: As for `join`.
+        what: As for `meet`.
+        works: Pieces of work; all ranks end one before any begins the next. See `World.agree`.
+        timeout_s: As for `join`.
+    """
+    world = join(process_group, call=what, timeout_s=timeout_s)
+    with world.together():
+        results = [world.agree(what, work) for work in works]
+    world.acknowledge()
+    return results[-1]
+
+
+def member_of(rank: int, members: list[int]) -> Member:
+    """Returns a rank of a group, with the fate of the store that the group uses.
+
+    Args:
+        rank: Its number in the group.
+        members: Ranks of the group in the whole job, whose rank 0 may host the store.
+    """
+    if _agent_hosts_store():
+        return Member(rank, len(members), None, "the launcher that hosted it has ended")
+    store_host = members.index(0) if 0 in members else None
+    return Member(
+        rank, len(members), store_host, "rank 0 of the job, which hosts it, was killed, stopped or cut off"
+    )
+
+
+def _incarnation() -> str:
+    """Returns what distinguishes the keys of these ranks from those of earlier ones in the same store.
+
+    A launcher that shares its store counts how often it has started its own ranks. The counts of two
+    launchers differ once one has replaced the other, so `initialize` does without.
+    """
+    if dist.group.WORLD in _separate_groups or not _agent_hosts_store():
+        return "0"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _agent_hosts_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
+def _as_group(process_group: Any) -> dist.ProcessGroup | None:
+    if not (dist.is_available() and dist.is_initialized()):
+        if process_group is not None:
+            raise WorldError("process_group= is given but torch.distributed is not initialized")
+        return None
+    group: Any = process_group if process_group is not None else dist.group.WORLD
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):
+        if group.ndim != 1:
+            raise WorldError(
+                f"process_group= is a DeviceMesh of {group.ndim} dimensions: pass one, such as mesh['dp']"
+            )
+        group = group.get_group()
+    if dist.get_rank(group) < 0:
+        raise WorldError(f"rank {dist.get_rank()} is not a member of process_group=")
+    return group  # type: ignore[no-any-return]
+
+
+# Joining the job
+
+
+def initialize(device: str = "cpu") -> tuple[int, str]:
+    """Joins the job that torchrun, mpirun or srun describes in the environment; without one, does nothing.
+
+    Args:
+        device: Device of the tensors. An accelerator without a number, such as ``cuda``, becomes the device
+            of this rank's local rank.
+
+    Returns:
+        This process's rank, 0 without a job, and the device.
+
+    Raises:
+        OptionError: torch has no such device.
+        WorldError: The environment is incomplete or contradicts itself (see `from_env`), or the ranks did
+            not find each other, or cannot connect to each other (`PeerError`).
+    """
+    launch = from_env()
+    target = parse_device(device)
+    if is_accelerator(target) and target.index is None:
+        # srun may show each task its own device only, which then is the first.
+        alone = launch.launcher == "srun" and torch.accelerator.device_count() == 1
+        target = torch.device(target.type, 0 if alone else launch.local_rank)
+    device = str(with_index(target))  # else it is the backend that fails, with a traceback
+    if launch.launcher == "none":
+        return 0, device
+    if not dist.is_initialized():
+        _join_job(launch, backend=_backends(target.type))
+    return dist.get_rank(), device
+
+
+def _backends(device_type: str) -> str:
+    """Returns the backends for `init_process_group`: Gloo for host memory, torch's choice for devices."""
+    if device_type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+
+
+def join_job(launch: Launch, *calls: str, timeout_s: float) -> Iterator[World]:
+    """Forms worlds of a job's ranks in their store alone, without connections or a backend.
+
+    Args:
+        launch: This process's place.
+        calls: Names of what they do together, each in a world of its own.
+        timeout_s: As for `join`.
+
+    Raises:
+        WorldError: The ranks did not find each other.
+    """
+    rank, size = launch.rank, launch.world_size
+    if size == 1:
+        for _ in calls:
+            yield World(rank=0, size=1, group=None, timeout_s=timeout_s)
+        return
+    with _meeting(launch):
+        store = dist.PrefixStore("fastload/job", _store_of(launch))
+    for call in calls:
+        yield join_in(store, member_of(rank, list(range(size))), call=call, timeout_s=timeout_s)
+
+
+def _join_job(launch: Launch, *, backend: str) -> None:
+    with _meeting(launch):
+        store = _store_of(launch)
+        require_neighbour(
+            store,
+            launch.rank,
+            launch.world_size,
+            host=socket.gethostname(),
+            num_local=launch.num_local_ranks or 1,
+            limit_s=_REACHING_S,
+        )
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
+        _separate_groups.add(dist.group.WORLD)
+
+
+def _store_of(launch: Launch) -> dist.Store:
+    """Connects to the store of a job."""
+    rank, size = launch.rank, launch.world_size
+    store, _, _ = next(dist.rendezvous(launch.init_method, rank, size))
+    return _in_this_incarnation(store, rank, size)
+
+
+@contextmanager
+def _meeting(launch: Launch) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch's DistError is one
+        cause = str(error).partition("\n")[0]
+        where = f"{launch.master_addr}:{launch.master_port}"
+        raise WorldError(
+            f"rank {launch.rank} of {launch.world_size} did not meet the others at {where}: {cause}"
+        ) from error
+
+
+def _in_this_incarnation(store: dist.Store, rank: int, size: int) -> dist.Store:
+    """Returns a part of the store that only the present ranks use.
+
+    torchrun keeps its store when it restarts the ranks, on all hosts or on one that replaces another, with
+    the addresses that the ranks had before; who reads an old one waits for ever. So rank 0 draws a name for
+    this incarnation, and says when all ranks have come under it. A rank that still comes under an old one
+    finds either that all had been there, or that rank 0 does not respond but draws another.
+
+    Raises:
+        RuntimeError: Some rank did not come in time.
+    """
+    deadline = time.monotonic() + _MEETING_S
+    if rank == 0:
+        life = secrets.token_hex(8)
+        store.set("life", life)
+        store.add(f"{life}/ranks", 1)
+        while (found := store.add(f"{life}/ranks", 0)) < size:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"only {found} of {size} ranks came within {_MEETING_S:.0f} s")
+            time.sleep(_POLL_S)
+        store.set(f"{life}/all", "here")
+        return dist.PrefixStore(life, store)
+    life = ""
+    while time.monotonic() < deadline:
+        now = str(store.get("life"), "ascii")
+        if now != life:
+            life, is_old = now, store.add(f"{now}/ranks", 1) > size
+        if is_old:
+            time.sleep(_POLL_S)
+            continue
+        with suppress(RuntimeError):  # torch's DistStoreError is one
+            store.wait([f"{life}/all"], timedelta(seconds=1))
+            return dist.PrefixStore(life, store)
+    raise RuntimeError(f"rank 0 did not say within {_MEETING_S:.0f} s that all ranks have come")

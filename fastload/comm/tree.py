@@ -1,0 +1,592 @@
+"""Decisions along a control tree of sockets while it is whole, and otherwise in the store."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from fastload.comm.links import (
+    TreeBroken,
+    TreeLinks,
+    TreeListener,
+    Unreachable,
+    children_of,
+    connect,
+    parent_of,
+)
+from fastload.comm.responses import join_responses
+from fastload.comm.store import Decision, Member, Proposal, StoreRendezvous, StoreStep, Versions
+from fastload.errors import FastloadError, PeerError
+
+__all__ = ["CallCounter", "CallId", "CallTerms", "ExpiringKeys", "TreeRendezvous", "TreeState"]
+
+_MOST_TRIES = 3
+_JOINING = "joining the other ranks"
+_NOTHING = "?"
+
+
+class ExpiringKeys:
+    """Keys in the store that late ranks may still read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._new: list[str] = []
+        self._old: list[str] = []
+
+    def add(self, keys: Sequence[str]) -> None:
+        """Adds keys."""
+        with self._lock:
+            self._new += keys
+
+    def rotate(self) -> list[str]:
+        """Returns the keys that were added before the last rotation, to be deleted."""
+        with self._lock:
+            expired, self._old, self._new = self._old, self._new, []
+        return expired
+
+
+# Numbers of calls
+
+
+class CallId(NamedTuple):
+    """The number of a call: the same on all ranks that make the same calls."""
+
+    epoch: int
+    number: int
+
+
+@dataclass(eq=False, slots=True)
+class CountedCall:
+    """A call that this rank has begun.
+
+    Attributes:
+        name: Its name.
+        id: Its number.
+        has_met: Whether its number is final: the ranks have met there, or this rank makes it no more.
+    """
+
+    name: str
+    id: CallId
+    has_met: bool = False
+
+
+class CallCounter:
+    """Numbers the calls of a group on one rank, in the order in which it begins them.
+
+    No rank asks another for that: threads go on with several calls at once, and find a tree broken at
+    different times. If only some ranks make a call, the counts differ. The decision of its first step then
+    lacks ranks, which ends the *epoch*. Calls that have not met by then get numbers of the next epoch, in
+    order, and so do all later ones. So the ranks meet again in the next call that all of them make.
+
+    Attributes:
+        expiring: Keys of first steps where the ranks have not met.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._epoch, self._num_begun = 1, 0
+        self._unmet: list[CountedCall] = []
+        self.expiring = ExpiringKeys()
+
+    def begin(self, name: str) -> CountedCall:
+        """Numbers a call that this rank begins."""
+        with self._lock:
+            self._num_begun += 1
+            self._unmet.append(call := CountedCall(name, CallId(self._epoch, self._num_begun)))
+        return call
+
+    def settle(self, call: CountedCall) -> None:
+        """Makes the number of a call final."""
+        with self._lock:
+            if not call.has_met:
+                call.has_met = True
+                self._unmet.remove(call)
+
+    def unmet(self, epoch: int) -> list[CountedCall] | None:
+        """Returns the calls that have not met; None if they count in an epoch, or a later one."""
+        with self._lock:
+            return list(self._unmet) if epoch > self._epoch else None
+
+    def advance(self, epoch: int, unmet: Sequence[CountedCall], void: Sequence[CountedCall]) -> bool:
+        """Moves calls to a later epoch.
+
+        Args:
+            epoch: The epoch.
+            unmet: What `unmet` has returned.
+            void: Those of them that can no longer meet where they are; the others have met.
+
+        Returns:
+            False if another thread has begun a call or moved them.
+        """
+        with self._lock:
+            if epoch <= self._epoch or unmet != self._unmet:
+                return False
+            for call in unmet:
+                call.has_met = call not in void
+            self._epoch, self._num_begun, self._unmet = epoch, len(void), list(void)
+            for number, call in enumerate(void, 1):
+                call.id = CallId(epoch, number)
+        return True
+
+
+_counters: dict[tuple[str, int], CallCounter] = {}  # by name of a namespace, and rank
+
+
+def counter_in(namespace: Any, member: Member) -> CallCounter:
+    """Returns the counter of a rank in a group's namespace of the store.
+
+    It outlives the group: one of the same name and members may be made again in the same namespace. In
+    another store the count begins anew.
+
+    Raises:
+        WorldError: The ranks run different versions of fastload.
+    """
+    return _counters.setdefault((Versions(namespace, member).greet(), member.rank), CallCounter())
+
+
+# The tree
+
+
+class TreeState:
+    """One rank's tree of a group, from call to call.
+
+    Args:
+        connects: Whether the ranks make a tree at all.
+
+    Attributes:
+        counter: Numbers of the calls; None before the first one.
+        links: Connections to the neighbours; None without a tree.
+        num_tries: Number of calls that have failed to make a tree, since the last one that did.
+        expiring: Keys of decisions that some ranks got along a tree which has broken since.
+    """
+
+    def __init__(self, *, connects: bool = True) -> None:
+        self.counter: CallCounter | None = None
+        self.links: TreeLinks | None = None
+        self.num_tries = 0 if connects else _MOST_TRIES
+        self.expiring = ExpiringKeys()
+
+    def replace(self, links: TreeLinks | None) -> None:
+        """Uses other links from now on; drops the old ones, which are broken."""
+        if links is not None:
+            self.num_tries = 0
+        old, self.links = self.links, links
+        if old is not None:
+            old.drop()
+            self.expiring.add(old.take_unacknowledged())
+
+    def drop(self) -> None:
+        """Disconnects; never blocks or raises."""
+        if self.links is not None:
+            self.links.drop()
+
+    def disown(self) -> None:
+        """Closes the descriptors in a forked child."""
+        if self.links is not None:
+            self.links.disown()
+
+
+@dataclass(frozen=True, slots=True)
+class CallTerms:
+    """What a rank knows of a call when it begins it.
+
+    Attributes:
+        name: Name of the call.
+        machine: Identifier of this machine; see `hosts.machine`.
+        grace_s: How long, after a failure, the others get to report their errors.
+        limit_s: Longest wait for the store.
+        thread: The thread that begins the call.
+    """
+
+    name: str
+    machine: str
+    grace_s: float
+    limit_s: float
+    thread: int
+
+
+class _EpochOver(Exception):
+    """The ranks meet in a later epoch."""
+
+
+class TreeRendezvous(StoreRendezvous):
+    """The store namespace of one call of a group whose ranks are connected in a tree.
+
+    In a step each rank sends up its response and those from below. Rank 0 decides, stores the decision, and
+    sends it down. A rank that finds the tree broken, or has waited too long, drops its links, which all
+    others notice, and continues in the store, where the first decision counts.
+
+    The first call makes the tree in its first step; so does the next call after it broke.
+
+    Args:
+        namespace: The group's namespace in a ``torch.distributed.Store``.
+        state: The group's tree.
+        member: This rank.
+        terms: The call.
+    """
+
+    def __init__(self, namespace: Any, state: TreeState, member: Member, terms: CallTerms) -> None:
+        super().__init__(namespace, member, versions=Versions(namespace, member))
+        self._namespace = namespace
+        self._state = state
+        self._terms = terms
+        self._call: CountedCall | None = None
+        self._id = CallId(0, 0)  # of the namespace that this rank uses
+        self._listener: TreeListener | None = None
+        self._links: TreeLinks | None = None
+        self._was_in_tree = False  # the last decision
+        self._done: list[str] = []  # keys in the group's namespace that nobody reads any more
+        self._last: list[str] = []  # keys there until all have acknowledged the last decision
+
+    @property
+    def _parent(self) -> int | None:
+        return parent_of(self._member.rank)
+
+    @property
+    def _children(self) -> list[int]:
+        return children_of(self._member.rank, self._member.size)
+
+    def begin(self) -> None:
+        """Numbers the call, and listens for the ranks below if it is the first one."""
+        links = self._state.links
+        self._number()
+        if links is not None and links.are_whole():
+            self._links = links
+            return
+        if links is not None:
+            self._state.replace(None)
+        # In the first call most ranks need not ask: who looks for the one above finds out as it does so.
+        if self._id != CallId(1, 1) or self._parent is None:
+            self._follow(_JOINING)
+        if self._id.number == 1 and self._children and self._may_connect():
+            with suppress(OSError):  # those below connect while this rank is busy with its part
+                self._listen(_JOINING, self._terms.limit_s)
+
+    def decide(self, proposal: Proposal, *, since: float | None = None) -> Decision:
+        """Brings this rank's response to a step and returns the decision."""
+        if proposal.step:
+            return self._decide(proposal)
+        try:
+            while True:
+                with suppress(_EpochOver):
+                    decision = self._decide(proposal)
+                    if decision.binds(self._member.rank, self._terms.name):
+                        break
+                    self._end_epoch(proposal.what)
+                self._links, self._given_up = None, False
+                self._follow(proposal.what)
+            if decision.num_came == self._member.size:
+                self._done += self._counter.expiring.rotate()
+            elif not decision.left:
+                self._end_epoch(proposal.what)
+                self._counter.expiring.add(self._full([*self._step(0).keys, "progress", "failed"]))
+            return decision
+        finally:
+            self.end()
+
+    def acknowledge(
+        self, step: int, *, num_others: int, failed: bool, leavings: Sequence[str], grace_s: float
+    ) -> None:
+        """As in the store; but a decision along the tree reaches all without this rank or the store."""
+        last, self._last = self._last, []
+        if self._was_in_tree and self._links is not None:
+            if self._parent is None:
+                last += self._full(["progress", "failed"] if failed else ["progress"])
+            self._links.acknowledge((self._id.number, step), last)
+            self._done += self._links.take_acknowledged()
+        else:
+            self._state.expiring.add(last)
+            super().acknowledge(
+                step, num_others=num_others, failed=failed, leavings=leavings, grace_s=grace_s
+            )
+            leavings = ()
+        done, self._done = self._done, []
+        if leavings or done:
+            with suppress(FastloadError):
+                self.ask("ending the call", grace_s, lambda: self._delete_all(leavings, done))
+
+    def _delete_all(self, leavings: Sequence[str], done: Sequence[str]) -> None:
+        self._delete(leavings)
+        self._delete(done, self._namespace)
+
+    def withdraw(
+        self, last: int | None, responses: Sequence[tuple[int, str]], *, at_once: bool, limit_s: float
+    ) -> None:
+        """As in the store; the others find the tree broken, and go there."""
+        self.disconnect()
+        with suppress(FastloadError):
+            self._number()
+            self._state.expiring.add(self._last)
+            if responses[0][0] == 0:
+                self._follow("leaving")
+            last = None if self._was_in_tree else last
+            super().withdraw(last, responses, at_once=at_once, limit_s=limit_s)
+        self.end()
+
+    def note_shared(self, step: int, place: str, num_keys: int) -> None:
+        """As in the store."""
+        super().note_shared(step, place, num_keys)
+        if self._parent is None:
+            self._last += self._full(self._shared[step])
+
+    def disconnect(self) -> None:
+        """Drops the links, since the call has failed: whatever comes now is in the store."""
+        self._stop_listening(None, 0.0)
+        if self._links is not None:
+            self._links.drop()
+
+    def end(self) -> None:
+        """Notes that the ranks have met, or that this rank makes the call no more."""
+        if self._call is not None:
+            self._counter.settle(self._call)
+
+    # The number of the call
+
+    @property
+    def _counter(self) -> CallCounter:
+        if self._state.counter is None:
+            find = partial(counter_in, self._namespace, self._member)
+            self._state.counter = self.ask(_JOINING, self._terms.limit_s, find)
+        return self._state.counter
+
+    def _number(self) -> CountedCall:
+        """Returns the call, in whose namespace this rank is from now on."""
+        if self._call is None:
+            self._call = self._counter.begin(self._terms.name)
+        if self._id != self._call.id:
+            self._id, self._store, self._responded.step = self._call.id, self._at(self._call.id), -1
+        return self._call
+
+    def _follow(self, what: str) -> None:
+        """Moves the call to the present epoch, if the ranks can only meet there."""
+
+        def follow() -> None:
+            epoch, first = self._epoch(), self._step(0)
+            while (unmet := self._counter.unmet(epoch)) is not None:
+                void = [call for call in unmet if self._is_void(call)]
+                former = [key for call in void for key in self._full(first.keys, call.id)]
+                if self._counter.advance(epoch, unmet, void):
+                    self._counter.expiring.add(former)
+
+        if not self._number().has_met:
+            self.ask(what, self._terms.limit_s, follow)
+            self._number()
+
+    def _is_void(self, call: CountedCall) -> bool:
+        """Decides the first step of a call with no rank; returns whether that leaves this rank out."""
+        first = StoreStep(self._at(call.id), "0", self._member.size)
+        return not first.void().binds(self._member.rank, call.name)
+
+    def _epoch(self) -> int:
+        return int(self._namespace.compare_set("epoch", "1", "1"))
+
+    def _end_epoch(self, what: str) -> None:
+        """Begins the next epoch, unless another rank has: some ranks have not come to this call."""
+        epoch = self._id.epoch
+        before = str(epoch) if epoch > 1 else ""
+        with suppress(FastloadError):
+            advance = partial(self._namespace.compare_set, "epoch", before, str(epoch + 1))
+            self.ask(what, self._terms.grace_s, advance)
+
+    def _look(self, now: float) -> None:
+        """Looks, while the ranks meet, also whether they do so in a later epoch."""
+        super()._look(now)
+        if self._call is not None and not self._call.has_met and self._epoch() > self._id.epoch:
+            raise _EpochOver
+
+    def _at(self, call: CallId) -> Any:
+        return dist.PrefixStore(f"{call.epoch}/{call.number}", self._namespace)
+
+    def _full(self, keys: Sequence[str], call: CallId | None = None) -> list[str]:
+        """Returns keys of a call, or of this one, as they are called in the group's namespace."""
+        epoch, number = call or self._id
+        return [f"{epoch}/{number}/{key}" for key in keys]
+
+    # A step
+
+    def _decide(self, proposal: Proposal) -> Decision:
+        """Decides along the tree, or else in the store.
+
+        Raises:
+            _EpochOver: The ranks meet in a later epoch.
+        """
+        what, step, wait_s = proposal.what, proposal.step, proposal.wait_s
+        since, limit_s = time.monotonic(), wait_s + proposal.grace_s
+        meets = step == 0 and not self._number().has_met
+        if self._versions is not None:
+            self._versions.is_meeting = meets
+        look = self._looking(step, wait_s - min(wait_s, proposal.grace_s) / 4)
+        tries = meets and self._links is None and self._may_connect()
+        try:
+            if tries:
+                self._links = self._make_tree(what, look, wait_s, limit_s)
+            self._stop_listening(None if self._links is not None else what, limit_s)
+            if (links := self._links) is not None:
+                try:
+                    decision = self._decide_in_tree(links, proposal, look)
+                except (TreeBroken, OSError, MemoryError):
+                    below = links.take(self._children, (self._id.number, step))
+                    tables = [proposal.response, *(table for table, _ in below)]
+                    proposal = replace(proposal, response=join_responses(tables))
+                    links.drop()
+                else:
+                    if tries:
+                        self._state.replace(links)
+                        self._done += self._state.expiring.rotate()
+                    return decision
+        except BaseException:
+            self.disconnect()
+            raise
+        decision = super().decide(proposal, since=since)
+        self._was_in_tree = decision.in_tree
+        if tries and decision.num_succeeded == self._member.size and not decision.in_tree:
+            self._state.num_tries += 1  # all ranks were there, and could not connect
+        return decision
+
+    def _decide_in_tree(self, links: TreeLinks, proposal: Proposal, look: Callable[[], float]) -> Decision:
+        """Collects the responses and returns the decision.
+
+        Raises:
+            TreeBroken: The tree is broken, or a rank has not come in time.
+        """
+        tag = self._id.number, proposal.step
+        below = links.receive(self._children, tag, look)
+        table = (
+            join_responses([proposal.response, *(table for table, _ in below)])
+            if below
+            else proposal.response
+        )
+        attachment = proposal.attachment or next((more for _, more in below if more), b"")
+        if self._parent is None:
+            place = self._step(proposal.step)
+            text = Decision.write(proposal.wait_s, table, in_tree=True)
+            if self.ask(proposal.what, self._terms.limit_s, partial(place.settle, text)) != text:
+                raise TreeBroken  # others have decided in the store
+            self._done += self._last
+            self._last = self._full([place.decision])
+        else:
+            links.send([self._parent], tag, table, attachment)
+            ((text, attachment),) = links.receive([self._parent], tag, look)
+        links.send(self._children, tag, text, attachment)
+        with suppress(TreeBroken):  # those below find out by themselves
+            links.flush(self._children, look)
+        self._was_in_tree = True
+        return Decision.from_text(text, self._member.size, attachment)
+
+    def _looking(self, step: int, wait_s: float) -> Callable[[], float]:
+        """Returns what a rank does repeatedly while it waits along the tree; see `TreeLinks.wait`."""
+        began = time.monotonic()
+        period_s = self._period_s(wait_s)
+        next_look = began + period_s
+        was_decided = False
+
+        def look() -> float:
+            nonlocal next_look, was_decided
+            now = time.monotonic()
+            left_s = max(began, self._progress.changed_at) + wait_s - now
+            if left_s <= 0:
+                raise TreeBroken
+            if now >= next_look:
+                next_look = now + period_s
+                with suppress(PeerError):  # without the store, the tree may be whole all the same
+                    is_left, is_decided = self.ask(
+                        "waiting for the other ranks",
+                        left_s + self._terms.grace_s,
+                        partial(self._look_around, step),
+                    )
+                    if is_left or was_decided:  # for long, and it has not come here
+                        raise TreeBroken
+                    was_decided = is_decided
+            return min(left_s, period_s)
+
+        return look
+
+    def _look_around(self, step: int) -> tuple[bool, bool]:
+        """Returns whether ranks meet in the store instead, and whether they have decided there."""
+        self._look(time.monotonic())
+        place = self._step(step)
+        return bool(self._store.check([place.log])), self._links is not None and place.is_decided()
+
+    # Making a tree
+
+    def _may_connect(self) -> bool:
+        """Whether this call makes a tree: the same on all ranks, as only those in order come to the next."""
+        return self._terms.thread == threading.get_ident() and self._state.num_tries < _MOST_TRIES
+
+    def _make_tree(
+        self, what: str, look: Callable[[], float], wait_s: float, limit_s: float
+    ) -> TreeLinks | None:
+        """Connects to the neighbours; returns None if the ranks meet in the store instead."""
+        links: dict[int, socket.socket] = {}
+        try:
+            if self._children:
+                self._listen(what, limit_s)
+            if self._parent is not None:
+                address = self._find(what, f"at/{self._parent}", wait_s, limit_s)
+                links[self._parent] = connect(address, self._terms.machine, self._member.rank, look)
+            if self._listener is not None:
+                for child, link in self._listener.accept(self._children, look):
+                    links[child] = link
+            return TreeLinks(self._member.rank, links)
+        except BaseException as error:
+            for link in links.values():
+                link.close()
+            if isinstance(error, TreeBroken | Unreachable | OSError | MemoryError):
+                return None
+            raise
+
+    def _listen(self, what: str, limit_s: float) -> None:
+        """Listens for those below.
+
+        Raises:
+            OSError: The system refuses.
+        """
+        if self._listener is None:
+            self._listener = TreeListener(self._terms.machine, self._namespace)
+            address, key = self._listener.address, f"at/{self._member.rank}"
+            self.ask(what, limit_s, lambda: self._store.set(key, address))
+
+    def _stop_listening(self, what: str | None, limit_s: float) -> None:
+        """Stops listening, and deletes the address: now, for some step, or else as the call ends."""
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        listener.close()
+        key = f"at/{self._member.rank}"
+        if what is None:
+            self._done += self._full([key])
+            return
+        with suppress(FastloadError):
+            self.ask(what, limit_s, lambda: self._delete([key]))
+
+    def _find(self, what: str, key: str, wait_s: float, limit_s: float) -> str:
+        """Returns the address of a rank, once it listens.
+
+        Raises:
+            TreeBroken: Ranks meet in the store instead, or it takes too long.
+        """
+
+        def find() -> str | None:
+            if (address := self._peek(key)) is not None:
+                return address
+            keys = [key], [self._step(0).log]
+            self._wait_until(lambda: any(map(self._store.check, keys)), wait_s, listen=True)
+            return self._peek(key)
+
+        address = self.ask(what, limit_s, find)
+        if address is None:
+            raise TreeBroken
+        return address
+
+    def _peek(self, key: str) -> str | None:
+        """Returns the value of a key or None, in one request: `get` takes two, and waits."""
+        text = str(self._store.compare_set(key, _NOTHING, _NOTHING), "utf-8")
+        return text if text != _NOTHING else None
