@@ -31,7 +31,7 @@ from fastload.formats.values import (
 )
 from fastload.geometry.dtensors import is_dtensor, local_of, with_local
 
-__all__ = ["CONTAINERS", "EncodedState", "StateEncoder", "encode_state", "leaf_node"]
+__all__ = ["CONTAINERS", "StateEncoder", "StateEncoding", "encode_state", "leaf_node"]
 
 _RESERVED = "__metadata__"  # what a safetensors header calls something else
 _MAX_PROBLEMS = 20
@@ -39,7 +39,7 @@ _MAX_SHORT_TEXT = 100  # about what a tensor more costs in header and structure
 
 
 @dataclass(frozen=True)
-class EncodedState:
+class StateEncoding:
     """A state as tensors and structure.
 
     Attributes:
@@ -58,7 +58,7 @@ class EncodedState:
     starts: list[int]
 
 
-def encode_state(state: Any, rank: int = 0) -> EncodedState:
+def encode_state(state: Any, rank: int = 0) -> StateEncoding:
     """Encodes a nested state.
 
     Args:
@@ -81,14 +81,14 @@ def encode_state(state: Any, rank: int = 0) -> EncodedState:
         raise OptionError("the state cannot be saved: " + "\n  ".join(lines))
     own = encoder.own
     if own is None:
-        return EncodedState(encoder.tensors, structure, {}, [], encoder.starts)
+        return StateEncoding(encoder.tensors, structure, {}, [], encoder.starts)
     for name in encoder.tensors:
         if name.startswith(OWN_PREFIX):
             raise OptionError(
                 f"the state cannot be saved: tensor {name[:200]!r}: with a PerRank in the state, no name may "
                 f"begin with {OWN_PREFIX!r}"
             )
-    return EncodedState(encoder.tensors, structure, own.tensors, own.values, encoder.starts)
+    return StateEncoding(encoder.tensors, structure, own.tensors, own.values, encoder.starts)
 
 
 class StateEncoder:

@@ -17,7 +17,7 @@ from fastload.base.memory import host_bytes
 from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.dtypes import safetensors_spec
-from fastload.formats.encoder import EncodedState
+from fastload.formats.encoder import StateEncoding
 from fastload.formats.names import OWN_STEM
 from fastload.formats.state import fill_places
 from fastload.saving.layout import HEADER_METADATA, LayoutFile, TensorSpec, lay_out
@@ -89,7 +89,7 @@ class PerRankValues:
         OptionError: It is too large.
     """
 
-    def __init__(self, world: World, what: str, description: EncodedState) -> None:
+    def __init__(self, world: World, what: str, description: StateEncoding) -> None:
         self._world = world
         self._what = what
         self._packed = b""

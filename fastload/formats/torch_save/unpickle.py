@@ -324,8 +324,8 @@ def _translate(data: bytes, start: int) -> tuple[bytes, int]:
         else:
             raise ValueError(f"{bytes([code])!r} is no opcode that is known")
     parts.append(data[copied : at + 1])
-    translated = b"".join(parts)
-    return b"\x95" + len(translated).to_bytes(8, "little") + translated, at + 1
+    frame = b"\x95" + sum(map(len, parts)).to_bytes(8, "little")  # one, which the unpickler reads at once
+    return b"".join((frame, *parts)), at + 1
 
 
 def sizes_of(value: Any) -> tuple[int, ...]:
