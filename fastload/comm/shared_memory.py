@@ -28,36 +28,47 @@ from fastload.base.threads import background
 from fastload.comm.world import World
 from fastload.errors import Interrupted
 
-__all__ = ["HostLink", "HostListener", "HostRounds", "Neighbours", "RoundObserver"]
+__all__ = ["HostLink", "HostListener", "HostMemory", "RoundObserver"]
 
 _TICK_S = 0.05
 _MOST_BYTES = 1 << 16  # of one message
 _PEER_OF = struct.Struct("3i")  # process, user, group
 _MOST_DIGITS = 20
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-class Neighbours:
-    """The ranks of one host, for one load.
+class HostMemory:
+    """Memory shared by the ranks of one host in one load, and their progress through its rounds.
 
     Args:
         world: All ranks.
-        ranks: The ranks of this host, at least two.
+        ranks: The ranks of this host, at least two; the first one leads.
+
+    Attributes:
+        ranks: The ranks of this host.
+        memory: The shared memory, flat uint8, once they are connected.
+        number: Number of the load on its link.
+        observer: Receives the events of the rounds.
     """
+
+    observer: RoundObserver
 
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
-        self._rank = world.rank
-        self._patience_s = world.patience_s
-        self._cache = world.cache
+        self.number = 0
+        self.memory = _NOTHING
+        self._world = world
         self._num_clears = world.cache.num_clears
         self._name = f"the ranks {self.ranks} of a host"
         self._link: HostLink | None = None
         self._listener: HostListener | None = None
-        self._offers: Mapping[int, Mapping[str, str]] = {}
+        self._leader_name = ""
+        self._arrived: dict[int, dict[int, dict[int, int]]] = {}
+        self._released = dict.fromkeys(self.ranks, -1)
 
     def offer(self) -> dict[str, str]:
         """Returns the address of this rank on its host; `close` ends it."""
-        self._link = self._cache.take(self._name)
+        self._link = self._world.cache.take(self._name)
         if self._link is not None and not self._link.is_alive:
             self.renew()
         if self._link is not None:
@@ -73,10 +84,10 @@ class Neighbours:
 
     def accept(self, offers: Sequence[Mapping[str, str]]) -> None:
         """Sets the offers of all ranks of the world."""
-        self._offers = {rank: offers[rank] for rank in self.ranks}
+        self._leader_name = offers[self.ranks[0]].get("listener", "")
 
-    def begin(self, nbytes: int, observer: RoundObserver, *, give_up: Callable[[], bool]) -> HostRounds:
-        """Connects to the others, unless the connections were cached, and begins a load.
+    def connect(self, nbytes: int, observer: RoundObserver, *, give_up: Callable[[], bool]) -> None:
+        """Connects to the others, unless the connections were cached, and shares the memory.
 
         Args:
             nbytes: Bytes of shared memory; the same on all ranks.
@@ -87,23 +98,55 @@ class Neighbours:
             Interrupted: A rank did not come, or `give_up` returned True.
             MemoryError: The system refuses that much memory.
         """
+        self.observer = observer
+        limit_s = self._world.patience_s
         if self._link is None:
             assert self._listener is not None, "offered"
-            names = {rank: offer["listener"] for rank, offer in self._offers.items()}
             self._link = HostLink(
-                self._rank, self.ranks, self._listener, names, until_s=self._patience_s, give_up=give_up
+                self._world.rank,
+                self.ranks,
+                self._listener,
+                self._leader_name,
+                until_s=limit_s,
+                give_up=give_up,
             )
             self._listener.close()
-        return self._link.begin(nbytes, observer, until_s=self._patience_s, give_up=give_up)
+        self._link.begin(self, nbytes, until_s=limit_s, give_up=give_up)
+
+    def arrive(self, index: int, released: int, statuses: dict[int, int]) -> None:
+        """Tells the others that this rank has its part of a round in the shared memory.
+
+        Args:
+            index: Number of the round.
+            released: This rank needs this round and earlier ones no more.
+            statuses: Problems with chunks of its part, by reader.
+        """
+        assert self._link is not None, "connected"
+        self._link.arrive(_Message(self.number, index, released, statuses))
+
+    def collect(self, rank: int, message: _Message) -> _Message | None:
+        """Notes, on the leader, the message of a rank; returns the message to all after the last one."""
+        found = self._arrived.setdefault(message.number, {})
+        found[rank] = message.statuses
+        self._released[rank] = max(self._released[rank], message.released)
+        if len(found) < len(self._released):
+            return None
+        statuses: dict[int, int] = {}
+        for part in self._arrived.pop(message.number).values():
+            statuses |= part
+        return _Message(self.number, message.number, min(self._released.values()), statuses)
 
     def close(self) -> None:
-        """Caches the connections for the next load, if all ranks are alive."""
+        """Ends the load; caches the connections for the next one, if all ranks are alive."""
         if self._listener is not None:
             self._listener.close()
-        link, self._link = self._link, None
-        if link is not None and link.is_alive:
-            self._cache.put(self._name, link, self._num_clears)
-        elif link is not None:
+        link, self._link, self.memory = self._link, None, _NOTHING
+        if link is None:
+            return
+        link.end(self)
+        if link.is_alive:
+            self._world.cache.put(self._name, link, self._num_clears)
+        else:
             link.drop()
 
 
@@ -159,8 +202,8 @@ class HostLink:
     Args:
         rank: This rank.
         ranks: All ranks of the host; the first one leads.
-        listener: Used on the leader.
-        names: Names of the listeners of all ranks.
+        listener: Listener of this rank, used on the leader.
+        leader_name: Name of the listener of the leader.
         until_s: Longest wait for the others.
         give_up: Polled; True ends the wait.
 
@@ -173,22 +216,21 @@ class HostLink:
         rank: int,
         ranks: Sequence[int],
         listener: HostListener,
-        names: Mapping[int, str],
+        leader_name: str,
         *,
         until_s: float,
         give_up: Callable[[], bool],
     ) -> None:
-        self.token = names[ranks[0]]
-        self.ranks = tuple(ranks)
+        self.token = leader_name
         self._rank = rank
         self._leads = rank == ranks[0]
         if self._leads:
             self._sockets = listener.accept(ranks[1:], until_s, give_up)
         else:
-            self._sockets = {ranks[0]: _connect(names[ranks[0]], rank)}
+            self._sockets = {ranks[0]: _connect(leader_name, rank)}
         self._lock = threading.Lock()
         self._num_loads = 0
-        self._rounds: HostRounds | None = None
+        self._load: HostMemory | None = None
         self._memory: dict[int, tuple[int, int]] = {}  # of loads that this rank has not come to: file, bytes
         self._has_memory = threading.Condition(self._lock)
         self._lost: int | None = None
@@ -198,14 +240,12 @@ class HostLink:
     def is_alive(self) -> bool:  # noqa: D102  (see the class)
         return self._lost is None
 
-    def begin(
-        self, nbytes: int, observer: RoundObserver, *, until_s: float, give_up: Callable[[], bool]
-    ) -> HostRounds:
+    def begin(self, load: HostMemory, nbytes: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
         """Begins the next load.
 
         Args:
+            load: The load; gets its number and memory.
             nbytes: Bytes of shared memory; the same on all ranks.
-            observer: Called in another thread.
             until_s: Longest wait for the leader.
             give_up: Polled; True ends the wait.
 
@@ -215,36 +255,36 @@ class HostLink:
         """
         with self._lock:
             self._num_loads += 1
-            load = self._num_loads
-        file = _make_memory(nbytes) if self._leads else self._await_memory(load, nbytes, until_s, give_up)
+            load.number = self._num_loads
+        file = (
+            _make_memory(nbytes) if self._leads else self._await_memory(load.number, nbytes, until_s, give_up)
+        )
         try:
-            rounds = HostRounds(self, load, _map(file, nbytes), observer)
+            load.memory = _map(file, nbytes)
             with self._lock:
-                self._rounds = rounds  # before the others have the memory, and can tell of rounds
+                self._load = load  # before the others have the memory, and can tell of rounds
                 lost = self._lost
             if self._leads:
                 for rank, other in self._sockets.items():
-                    self._tell(rank, other, _Message(load, -1, nbytes, {}), file)
+                    self._tell(rank, other, _Message(load.number, -1, nbytes, {}), file)
         finally:
             os.close(file)
         if lost is not None:
-            observer.lost(lost)
-        return rounds
+            load.observer.lost(lost)
 
-    def arrive(self, load: int, index: int, released: int, statuses: dict[int, int]) -> None:
+    def arrive(self, message: _Message) -> None:
         """Tells the others that this rank has its part of a round."""
-        message = _Message(load, index, released, statuses)
         if self._leads:
             self._collect(self._rank, message)
         else:
             for rank, other in self._sockets.items():
                 self._tell(rank, other, message)
 
-    def end(self, rounds: HostRounds) -> None:
+    def end(self, load: HostMemory) -> None:
         """Ends a load; its observer is called no more."""
         with self._lock:
-            if self._rounds is rounds:
-                self._rounds = None
+            if self._load is load:
+                self._load = None
 
     def drop(self) -> None:
         """Ends the connections."""
@@ -319,10 +359,10 @@ class HostLink:
     def _collect(self, rank: int, message: _Message) -> None:
         """Merges, on the leader, the messages of the ranks for a round."""
         with self._lock:
-            rounds = self._rounds
-            done = (
-                rounds.collect(rank, message) if rounds is not None and rounds.load == message.load else None
-            )
+            load = self._load
+            done = None
+            if load is not None and load.number == message.load:
+                done = load.collect(rank, message)
         if done is not None:
             for member, other in self._sockets.items():
                 self._tell(member, other, done)
@@ -330,61 +370,17 @@ class HostLink:
 
     def _complete(self, message: _Message) -> None:
         with self._lock:
-            rounds = self._rounds
-        if rounds is not None and rounds.load == message.load:
-            rounds.observer.complete(message.number, message.statuses, message.released)
+            load = self._load
+        if load is not None and load.number == message.load:
+            load.observer.complete(message.number, message.statuses, message.released)
 
     def _lose(self, rank: int) -> None:
         with self._has_memory:
             is_first, self._lost = self._lost is None, rank if self._lost is None else self._lost
-            rounds = self._rounds
+            load = self._load
             self._has_memory.notify_all()
-        if is_first and rounds is not None:
-            rounds.observer.lost(rank)
-
-
-class HostRounds:
-    """The rounds of one load on the ranks of a host.
-
-    Attributes:
-        load: Number of the load on its link.
-        memory: The shared memory, flat uint8.
-        observer: Receives the events of the rounds.
-    """
-
-    def __init__(self, link: HostLink, load: int, memory: Tensor, observer: RoundObserver) -> None:
-        self.load = load
-        self.memory = memory
-        self.observer = observer
-        self._link = link
-        self._arrived: dict[int, dict[int, dict[int, int]]] = {}
-        self._released = dict.fromkeys(link.ranks, -1)
-
-    def arrive(self, index: int, released: int, statuses: dict[int, int]) -> None:
-        """Tells the others that this rank has its part of a round in the shared memory.
-
-        Args:
-            index: Number of the round.
-            released: This rank needs this round and earlier ones no more.
-            statuses: Problems with chunks of its part, by reader.
-        """
-        self._link.arrive(self.load, index, released, statuses)
-
-    def collect(self, rank: int, message: _Message) -> _Message | None:
-        """Notes, on the leader, the message of a rank; returns the message to all after the last one."""
-        found = self._arrived.setdefault(message.number, {})
-        found[rank] = message.statuses
-        self._released[rank] = max(self._released[rank], message.released)
-        if len(found) < len(self._released):
-            return None
-        statuses: dict[int, int] = {}
-        for part in self._arrived.pop(message.number).values():
-            statuses |= part
-        return _Message(self.load, message.number, min(self._released.values()), statuses)
-
-    def end(self) -> None:
-        """Ends the load; the memory lives as long as this rank uses it."""
-        self._link.end(self)
+        if is_first and load is not None:
+            load.observer.lost(rank)
 
 
 def _make_memory(nbytes: int) -> int:

@@ -33,6 +33,7 @@ from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerEr
 __all__ = [
     "Decision",
     "FailureFlag",
+    "LastStep",
     "LocalStore",
     "Member",
     "Proposal",
@@ -244,7 +245,6 @@ class Proposal:
         grace_s: How long to wait, then, for the rank that decides.
         attachment: Bytes from one rank for all. A decision along the tree carries them; ranks that read it
             from the store get them elsewhere.
-        previous: Number of a step that is no longer needed once all ranks have responded to this one.
     """
 
     what: str
@@ -253,7 +253,21 @@ class Proposal:
     wait_s: float
     grace_s: float
     attachment: bytes = b""
-    previous: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LastStep:
+    """The last step of a call, for its acknowledgement.
+
+    Attributes:
+        step: Its number.
+        num_others: Number of the other ranks that have responded.
+        failed: Whether the call has failed.
+    """
+
+    step: int
+    num_others: int
+    failed: bool
 
 
 @dataclass
@@ -476,8 +490,8 @@ class StoreRendezvous:
                 began = max(since, began - wait_s + min(wait_s, grace_s) / 2)
             if self._respond(proposal.step, proposal.response):
                 decision = place.decide(wait_s)
-                if proposal.previous is not None:
-                    self._forget(proposal.previous)
+                if proposal.step:  # whose responses say that all ranks have the decision before
+                    self._forget(proposal.step - 1)
                 return decision
             if self._wait_until(place.is_decided, wait_s, listen=True, began=began):
                 decision = place.read()
@@ -491,18 +505,14 @@ class StoreRendezvous:
 
         return self.ask(proposal.what, wait_s + 1.5 * grace_s, decide)
 
-    def acknowledge(
-        self, step: int, *, num_others: int, failed: bool, leavings: Sequence[str], grace_s: float
-    ) -> None:
+    def acknowledge(self, last: LastStep, leavings: Sequence[str], *, grace_s: float) -> None:
         """Notes that this rank has the last decision of a call; never raises.
 
         The last rank deletes the keys of the call. The rank that hosts the store waits for the others for a
         moment, since it may exit and take the store with it.
 
         Args:
-            step: Number of the step.
-            num_others: How many others have responded.
-            failed: Whether the call has failed.
+            last: The step.
             leavings: Keys that only this rank deletes.
             grace_s: How long to wait for the others.
         """
@@ -510,9 +520,9 @@ class StoreRendezvous:
         def acknowledge() -> None:
             self._delete(leavings)
             if self._member.store_host == self._member.rank:
-                place = self._step(step)
-                self._wait_until(lambda: place.num_acknowledged() >= num_others, grace_s, listen=False)
-            self._acknowledge(step, failed)
+                place = self._step(last.step)
+                self._wait_until(lambda: place.num_acknowledged() >= last.num_others, grace_s, listen=False)
+            self._acknowledge(last.step, last.failed)
 
         with contextlib.suppress(FastloadError):
             self.ask("ending the call", 2 * grace_s, acknowledge)

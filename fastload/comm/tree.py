@@ -23,7 +23,7 @@ from fastload.comm.links import (
     parent_of,
 )
 from fastload.comm.responses import join_responses
-from fastload.comm.store import Decision, Member, Proposal, StoreRendezvous, StoreStep, Versions
+from fastload.comm.store import Decision, LastStep, Member, Proposal, StoreRendezvous, StoreStep, Versions
 from fastload.errors import FastloadError, PeerError
 
 __all__ = ["CallCounter", "CallId", "CallTerms", "ExpiringKeys", "TreeRendezvous", "TreeState"]
@@ -292,21 +292,17 @@ class TreeRendezvous(StoreRendezvous):
         finally:
             self.end()
 
-    def acknowledge(
-        self, step: int, *, num_others: int, failed: bool, leavings: Sequence[str], grace_s: float
-    ) -> None:
+    def acknowledge(self, last: LastStep, leavings: Sequence[str], *, grace_s: float) -> None:
         """As in the store; but a decision along the tree reaches all without this rank or the store."""
-        last, self._last = self._last, []
+        keys, self._last = self._last, []
         if self._was_in_tree and self._links is not None:
             if self._parent is None:
-                last += self._full(["progress", "failed"] if failed else ["progress"])
-            self._links.acknowledge((self._id.number, step), last)
+                keys += self._full(["progress", "failed"] if last.failed else ["progress"])
+            self._links.acknowledge((self._id.number, last.step), keys)
             self._done += self._links.take_acknowledged()
         else:
-            self._state.expiring.add(last)
-            super().acknowledge(
-                step, num_others=num_others, failed=failed, leavings=leavings, grace_s=grace_s
-            )
+            self._state.expiring.add(keys)
+            super().acknowledge(last, leavings, grace_s=grace_s)
             leavings = ()
         done, self._done = self._done, []
         if leavings or done:

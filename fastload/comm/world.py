@@ -32,7 +32,7 @@ from fastload.comm.failures import (
 )
 from fastload.comm.hosts import host_of, node
 from fastload.comm.responses import Column, Each, write_response
-from fastload.comm.store import FailureFlag, LocalStore, Member, Proposal, StoreRendezvous
+from fastload.comm.store import FailureFlag, LastStep, LocalStore, Member, Proposal, StoreRendezvous
 from fastload.errors import to_wire
 
 if TYPE_CHECKING:
@@ -47,15 +47,6 @@ _ERROR_BYTES = 2 << 20  # of all ranks together, which one value has to hold
 
 def _ignore(*_: object) -> None:
     pass
-
-
-@dataclass(frozen=True, slots=True)
-class LastStep:
-    """The last step, until this rank acknowledges its decision."""
-
-    step: int
-    num_others: int
-    failed: bool
 
 
 @dataclass(slots=True)
@@ -183,10 +174,9 @@ class World:
         state = self._state
         step = state.under_way = state.take_step()
         response = self._respond(value, error, step)
-        previous = state.last.step if state.last is not None else None
         try:
             decision = self.rendezvous.decide(
-                Proposal(what, step, response, wait_s, self.grace_s, attachment, previous)
+                Proposal(what, step, response, wait_s, self.grace_s, attachment)
             )
         except Exception:
             state.under_way = None
@@ -287,13 +277,7 @@ class World:
         state = self._state
         leavings, state.leavings = state.leavings, []
         if (last := state.take_last()) is not None:
-            self.rendezvous.acknowledge(
-                last.step,
-                num_others=last.num_others,
-                failed=last.failed,
-                leavings=leavings,
-                grace_s=self.grace_s,
-            )
+            self.rendezvous.acknowledge(last, leavings, grace_s=self.grace_s)
         self.rendezvous.end()
 
     @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from fastload.comm.shared_memory import HostRounds, Neighbours
+from fastload.comm.shared_memory import HostMemory
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.transfer.transport import TICK_S, Round
@@ -52,11 +52,10 @@ class SharedBuffers:
 
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
         self.rank = world.rank
-        self._neighbours = Neighbours(world, ranks)
+        self._host = HostMemory(world, ranks)
         self._num_buffers = 0
         self._buffer_bytes = 0
         self._turns = _Turns()
-        self._rounds: HostRounds | None = None
 
     def allocate(self, nbytes: int) -> SharedBuffer:
         """Returns one more buffer, with memory once the ranks are connected.
@@ -69,22 +68,21 @@ class SharedBuffers:
 
     def part(self, number: int, rank: int) -> Tensor:
         """Returns the part of a rank of a buffer."""
-        assert self._rounds is not None, "connected"
-        memory: Tensor = self._rounds.memory
-        begin = (self._neighbours.ranks.index(rank) * self._num_buffers + number) * self._buffer_bytes
+        memory = self._host.memory
+        begin = (self._host.ranks.index(rank) * self._num_buffers + number) * self._buffer_bytes
         return memory[begin : begin + self._buffer_bytes]
 
     def offer(self) -> dict[str, str]:
         """Returns what the others have to know to connect to this rank."""
-        return self._neighbours.offer()
+        return self._host.offer()
 
     def renew(self) -> None:
         """Drops what was kept."""
-        self._neighbours.renew()
+        self._host.renew()
 
     def accept(self, offers: Sequence[Mapping[str, str]]) -> None:
         """Learns what each rank of the world has offered."""
-        self._neighbours.accept(offers)
+        self._host.accept(offers)
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         """Meets the others of the host, and takes the memory.
@@ -96,8 +94,8 @@ class SharedBuffers:
             Interrupted: Some rank did not come, or `give_up` said so.
             MemoryError: The system does not give that much memory.
         """
-        nbytes = len(self._neighbours.ranks) * self._num_buffers * self._buffer_bytes
-        self._rounds = self._neighbours.begin(nbytes, self._turns, give_up=give_up)
+        nbytes = len(self._host.ranks) * self._num_buffers * self._buffer_bytes
+        self._host.connect(nbytes, self._turns, give_up=give_up)
 
     def post(self, work: Round) -> None:
         """Takes note of a round whose parts are ready to receive."""
@@ -105,8 +103,7 @@ class SharedBuffers:
 
     def arrive(self, work: Round, statuses: dict[int, int]) -> None:
         """Tells the others that this rank's part of a round is here, and what is the matter with it."""
-        assert self._rounds is not None, "connected"
-        self._rounds.arrive(work.index, self._turns.placed, statuses)
+        self._host.arrive(work.index, self._turns.placed, statuses)
 
     def release(self, work: Round) -> None:
         """Notes that this rank has placed a round; the others learn of it with the next one."""
@@ -123,11 +120,8 @@ class SharedBuffers:
 
     def close(self) -> None:
         """Ends the load; what connects the ranks is kept for the next one."""
-        if self._rounds is not None:
-            self._rounds.end()
-            self._turns.end()
-            self._rounds = None
-        self._neighbours.close()
+        self._host.close()
+        self._turns.end()
 
 
 class _Turns:
