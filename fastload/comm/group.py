@@ -343,24 +343,24 @@ def _in_this_incarnation(store: dist.Store, rank: int, size: int) -> dist.Store:
     """
     deadline = time.monotonic() + _MEETING_S
     if rank == 0:
-        life = secrets.token_hex(8)
-        store.set("life", life)
-        store.add(f"{life}/ranks", 1)
-        while (found := store.add(f"{life}/ranks", 0)) < size:
+        name = secrets.token_hex(8)
+        store.set("life", name)
+        store.add(f"{name}/ranks", 1)
+        while (found := store.add(f"{name}/ranks", 0)) < size:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"only {found} of {size} ranks came within {_MEETING_S:.0f} s")
             time.sleep(_POLL_S)
-        store.set(f"{life}/all", "here")
-        return dist.PrefixStore(life, store)
-    life = ""
+        store.set(f"{name}/all", "here")
+        return dist.PrefixStore(name, store)
+    name = ""
     while time.monotonic() < deadline:
         now = str(store.get("life"), "ascii")
-        if now != life:
-            life, is_old = now, store.add(f"{now}/ranks", 1) > size
+        if now != name:
+            name, is_old = now, store.add(f"{now}/ranks", 1) > size
         if is_old:
             time.sleep(_POLL_S)
             continue
         with suppress(RuntimeError):  # torch's DistStoreError is one
-            store.wait([f"{life}/all"], timedelta(seconds=1))
-            return dist.PrefixStore(life, store)
+            store.wait([f"{name}/all"], timedelta(seconds=1))
+            return dist.PrefixStore(name, store)
     raise RuntimeError(f"rank 0 did not say within {_MEETING_S:.0f} s that all ranks have come")

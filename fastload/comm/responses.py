@@ -1,9 +1,9 @@
-"""What the ranks response in a step, with each thing told once, however many ranks say the same.
+"""The responses of ranks to a step, as text that stays short when thousands of ranks say the same.
 
-A table is text, of lines ``ranks <tab> name <tab> value``: the ranks as ``0-7,9``, name and value in JSON. An
-response has a line for each of its values, and what it has as its ``value`` is taken apart once more: of
-thousands of ranks most say the same of most things. What each rank says of itself (`Each`) is in columns: the
-values of all ranks are in one line, one after the other, and nobody reads them but who wants to know.
+A table has lines ``ranks <tab> name <tab> value``: the ranks as ``0-7,9``, name and value in JSON. A
+response has a line for each of its values, and one for each entry of its ``value`` if that is a dictionary.
+Equal lines of several ranks are merged. Values that differ on each rank (`Each`) are in columns: one line has
+the values of all ranks, and is parsed only by a rank that wants them.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ R = TypeVar("R", bound=_Report)
 
 @dataclass(frozen=True, slots=True)
 class Each:
-    """What a rank says of itself, which differs from rank to rank: some JSON values.
+    """JSON values that differ on each rank.
 
-    Who reads the response of any rank finds a list of `Column` in its place; beside the ``value``, one.
+    In the responses that are read, a list of `Column` is in its place; outside of ``value`` a single one.
     """
 
     values: Sequence[Any]
@@ -49,13 +49,13 @@ class Each:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One value of each of some ranks, ascending."""
+    """One value of each of some ranks, in ascending order of the ranks."""
 
     ranks: str
     text: str
 
     def values(self) -> list[Any]:
-        """Returns them."""
+        """Returns the values."""
         runs = list(_runs(self.text))
         values = json.loads(f"[{','.join(value for value, _ in runs)}]")
         return list(
@@ -72,14 +72,14 @@ def write_response(rank: int, response: Mapping[str, Any]) -> str:
     """Returns the table of one rank.
 
     Args:
-        rank: This one.
-        response: Of values that JSON can hold, or `Each`, also in a ``value`` that is a dictionary.
+        rank: This rank.
+        response: JSON values by name, or `Each`; also in a ``value`` that is a dictionary.
     """
     return "".join(f"{rank}\t{name}\t{text}\n" for name, text in _apart(response))
 
 
 def join_responses(tables: Iterable[str]) -> str:
-    """Returns one table with what is in several; of what a rank has said twice the first counts."""
+    """Merges tables; of two values of a rank with one name the first counts."""
     found: dict[str, list[str]] = {}
     columns: dict[str, list[tuple[str, str]]] = {}
     for table in tables:
@@ -101,10 +101,10 @@ def join_responses(tables: Iterable[str]) -> str:
 
 @uncollected
 def read_responses(table: str, size: int) -> list[tuple[dict[str, Any] | None, int]]:
-    """Returns the responses, each with the number of ranks, one after the other, that gave it; None for none.
+    """Returns the responses, each with the number of consecutive ranks that gave it; None for no response.
 
     Args:
-        table: What `write_response` and `join_responses` have made.
+        table: Table of `write_response` or `join_responses`.
         size: Number of ranks.
     """
     lines = [line.split("\t") for line in reversed(table.split("\n")) if line]  # of two the first one stays
@@ -137,7 +137,7 @@ def read_responses(table: str, size: int) -> list[tuple[dict[str, Any] | None, i
 
 
 def _apart(response: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the parts of an response, names and what they have as text."""
+    """Yields names and values of a response as text."""
     names: list[str] = []
     values: list[Any] = []
     for name, value in response.items():
@@ -161,7 +161,7 @@ def _apart(response: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _texts(values: Sequence[Any]) -> list[str]:
-    """Returns the JSON of each; at once, but for what has parts itself."""
+    """Returns the JSON of each value; encodes those without parts at once."""
     texts = _encoder.encode(values)[1:-1].split(_NEXT)
     if len(texts) == len(values):
         return texts
@@ -183,7 +183,7 @@ def _together(said: Iterable[tuple[Name, Any]]) -> dict[str, Any]:
 
 
 def _order(parts: Sequence[str]) -> tuple[str, list[int]] | None:
-    """Returns the ranks of several parts, and the order of these; None if some of them overlap."""
+    """Returns the ranks of several parts together, and the order of the parts; None if some overlap."""
     ranges = [list(_ranges(ranks)) for ranks in parts]
     order = sorted(range(len(parts)), key=ranges.__getitem__)
     if any(ranges[one][-1][1] >= ranges[next_one][0][0] for one, next_one in pairwise(order)):
@@ -192,7 +192,7 @@ def _order(parts: Sequence[str]) -> tuple[str, list[int]] | None:
 
 
 def _join_columns(parts: Sequence[tuple[str, str]], order: tuple[str, list[int]] | None) -> tuple[str, str]:
-    """Returns the ranks and the values of several parts of a column."""
+    """Returns the ranks and values of several parts of a column together."""
     if order is not None:
         ranks, places = order
         return ranks, _join_texts([parts[place][1] for place in places])
@@ -201,7 +201,7 @@ def _join_columns(parts: Sequence[tuple[str, str]], order: tuple[str, list[int]]
 
 
 def _in_order(parts: Iterable[tuple[str, str]]) -> list[tuple[int, str]]:
-    """Returns the values of single ranks; of what a rank has said twice the first one."""
+    """Returns the value of each rank; of two values of a rank the first."""
     found: dict[int, str] = {}
     for ranks, text in parts:
         each = (rank for first, last in _ranges(ranks) for rank in range(first, last + 1))
@@ -212,7 +212,7 @@ def _in_order(parts: Iterable[tuple[str, str]]) -> list[tuple[int, str]]:
 
 
 def _join_texts(texts: Iterable[str]) -> str:
-    """Joins the values of a column; looks at the ends only, of which two may be the same."""
+    """Joins parts of a column; looks at their ends only, of which two may be equal."""
     done: list[str] = []
     value, count = "", 0
     for text in texts:
@@ -260,11 +260,11 @@ def _ranges(ranks: str) -> Iterator[tuple[int, int]]:
 
 
 class Reports(Sequence[R]):
-    """The reports of all ranks, which may be thousands: taken apart when somebody looks at them.
+    """The reports of all ranks, unpacked on first use.
 
     Args:
-        kind: Of the reports.
-        columns: What the ranks have packed.
+        kind: Class of a report.
+        columns: The packed reports.
     """
 
     def __init__(self, kind: type[R], columns: Sequence[Column]) -> None:

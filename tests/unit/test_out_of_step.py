@@ -262,6 +262,37 @@ def test_all_return_from_a_call_or_none_does(seed: int) -> None:
             assert isinstance(end, PeerError | PlanMismatch), end
 
 
+@pytest.mark.parametrize("waits", [False, True], ids=["begun", "waiting"])
+@pytest.mark.parametrize("in_tree", [False, True], ids=["store", "tree"])
+def test_calls_of_other_threads_survive_one_that_only_some_ranks_make(in_tree: bool, waits: bool) -> None:
+    """Such as a save in the background: begun by all before, with or without the others in its first step."""
+    size, store = 3, dist.HashStore()
+    everyone, barrier = list(range(size)), threading.Barrier(size)
+    caches = [ConnectionCache() if in_tree else None for _ in everyone]
+
+    def follow(rank: int) -> tuple[Any, ...]:
+        call = partial(make, store, rank, size, cache=caches[rank])
+        first = call("first", LONG_S)
+        saving = join_in(store, Member(rank, size), call="saving", timeout_s=LONG_S, cache=caches[rank])
+        with ThreadPoolExecutor(1) as pool:
+            save = partial(saving.agree, "saving", lambda: rank)
+            saved = pool.submit(save) if waits and rank else None
+            if rank == 0:
+                with pytest.raises(PeerError) as raised:
+                    call("alone", SHORT_S)
+                assert set(raised.value.failures) == {1, 2}
+            barrier.wait(60)
+            loaded = call("loading", LONG_S)
+            ranks = (saved or pool.submit(save)).result()
+        saving.acknowledge()
+        return first, loaded, ranks, call("last", LONG_S)
+
+    with ThreadPoolExecutor(size) as pool:
+        assert list(pool.map(follow, everyone)) == [(everyone,) * 4] * size
+    for one in filter(None, caches):
+        one.close()
+
+
 def join_all(store: Any, size: int, timeout_s: float) -> list[World]:
     return [join_in(store, Member(rank, size), call="A", timeout_s=timeout_s) for rank in range(size)]
 
