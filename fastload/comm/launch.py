@@ -84,49 +84,38 @@ def from_env() -> Launch:
 
 def _from_torchrun() -> Launch:
     _require("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    rank, size = _number("RANK"), _number("WORLD_SIZE", least=1)
-    _check_below("RANK", rank, "WORLD_SIZE", size)
     # Operators that start one process on each host set no local variables.
-    local_rank = _number("LOCAL_RANK") if _get("LOCAL_RANK") else 0
-    num_local = _number("LOCAL_WORLD_SIZE", least=1) if _get("LOCAL_WORLD_SIZE") else None
-    if num_local is not None:
-        _check_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", num_local)
-        if num_local > size:
-            raise WorldError(f"LOCAL_WORLD_SIZE={num_local} contradicts WORLD_SIZE={size}: it is above")
-    return Launch(
-        rank=rank,
-        world_size=size,
-        local_rank=local_rank,
-        num_local_ranks=num_local,
-        master_addr=_get("MASTER_ADDR"),
-        master_port=_port("MASTER_PORT"),
-        launcher="torchrun",
-    )
+    place = _place("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return Launch(*place, _get("MASTER_ADDR"), _port("MASTER_PORT"), "torchrun")
 
 
 def _from_mpirun(rank_name: str, size_name: str, local_name: str, num_local_name: str) -> Launch:
     _require(rank_name, size_name, local_name, num_local_name)
-    rank, size = _number(rank_name), _number(size_name, least=1)
-    local_rank, num_local = _number(local_name), _number(num_local_name, least=1)
-    _check_below(rank_name, rank, size_name, size)
-    _check_below(local_name, local_rank, num_local_name, num_local)
-    if not (_get("MASTER_ADDR") and _get("MASTER_PORT")):
-        if size == 1:
-            return _ALONE
-        raise WorldError(
-            f"{rank_name}={rank}, {size_name}={size}, but MASTER_ADDR and MASTER_PORT are not set: mpirun "
-            "does not say where the ranks meet; set them to the host of rank 0 and a free port there "
-            "(mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=PORT, or with MPICH -genv NAME VALUE)"
-        )
-    return Launch(
-        rank=rank,
-        world_size=size,
-        local_rank=local_rank,
-        num_local_ranks=num_local,
-        master_addr=_get("MASTER_ADDR"),
-        master_port=_port("MASTER_PORT"),
-        launcher="mpirun",
+    place = rank, size, *_ = _place(rank_name, size_name, local_name, num_local_name)
+    if _get("MASTER_ADDR") and _get("MASTER_PORT"):
+        return Launch(*place, _get("MASTER_ADDR"), _port("MASTER_PORT"), "mpirun")
+    if size == 1:
+        return _ALONE
+    raise WorldError(
+        f"{rank_name}={rank}, {size_name}={size}, but MASTER_ADDR and MASTER_PORT are not set: mpirun "
+        "does not say where the ranks meet; set them to the host of rank 0 and a free port there "
+        "(mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=PORT, or with MPICH -genv NAME VALUE)"
     )
+
+
+def _place(
+    rank_name: str, size_name: str, local_name: str, num_local_name: str
+) -> tuple[int, int, int, int | None]:
+    """Returns rank, number of ranks, local rank, and number of local ranks, from variables that agree."""
+    rank, size = _number(rank_name), _number(size_name, least=1)
+    _check_below(rank_name, rank, size_name, size)
+    local_rank = _number(local_name) if _get(local_name) else 0
+    num_local = _number(num_local_name, least=1) if _get(num_local_name) else None
+    if num_local is not None:
+        _check_below(local_name, local_rank, num_local_name, num_local)
+        if num_local > size:
+            raise WorldError(f"{num_local_name}={num_local} contradicts {size_name}={size}: it is above")
+    return rank, size, local_rank, num_local
 
 
 def _from_srun() -> Launch:
