@@ -73,7 +73,7 @@ class IntervalPolicy:
                 "memory= and memory_every_steps= or memory_every_seconds= go together (or memory= and "
                 "every='auto'): where to keep recent checkpoints, and how often"
             )
-        IntervalController(self, num_hosts=1)
+        IntervalController(self)  # whose `Cadence` checks mtbf_s, restart_s and budget
 
     @property
     def has_memory_interval(self) -> bool:
