@@ -36,8 +36,8 @@ def list_memory(place: str | None, *, as_json: bool) -> None:
         return
     table = table_of("root", "step", "shares", "size", "used", "", right=("size", "used"))
     for job in jobs:
-        steps = [f"{each.step}" for each in _generations(job)]
-        shares = [f"{len(each.held)} of {len(each.shares)}" for each in _generations(job)]
+        steps = [f"{each.step}" for each in _manifests(job)]
+        shares = [f"{len(each.held)} of {len(each.shares)}" for each in _manifests(job)]
         state = "in use" if job.is_alive else "left behind"
         used = f"{age(job.used_s)} ago"
         row = (", ".join(steps) or "–", ", ".join(shares) or "–", decimal(job.nbytes), used, state)
@@ -64,7 +64,7 @@ def prune_memory(place: str | None, *, dry_run: bool) -> None:
     click.echo(f"{count(len(removed), 'job')}, {decimal(nbytes)}{' to delete' if dry_run else ''}")
 
 
-def _generations(job: Leftover) -> list[HostManifest]:
+def _manifests(job: Leftover) -> list[HostManifest]:
     found = []
     for _, text in job.records:
         with suppress(UnsupportedVersion):
@@ -81,6 +81,6 @@ def _as_json(job: Leftover) -> dict[str, Any]:
         "nbytes": job.nbytes,
         "generations": [
             {"step": each.step, "branch": each.branch, "held": each.held, "num_shares": len(each.shares)}
-            for each in _generations(job)
+            for each in _manifests(job)
         ],
     }

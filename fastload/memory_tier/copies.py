@@ -22,7 +22,7 @@ from fastload.transfer.wire import Wire, accept_offers
 __all__ = ["send_copies"]
 
 _PLACE = "copied"  # where in the store
-_NUM_OUTGOING = 2  # pieces that are on their way at once, to all who get them
+_NUM_OUTGOING = 2  # messages on their way at once, to all who get them
 _NUM_AHEAD = 2  # parts of each source for which there is memory
 
 
@@ -45,7 +45,7 @@ def send_copies(
     what: str,
     target: TierTarget,
     copies: CopyPlan,
-    pieces: Sequence[FileRange],
+    parts: Sequence[FileRange],
     names: Sequence[str],
 ) -> int:
     """Sends this rank's share to other hosts, and keeps what others send to this one.
@@ -55,16 +55,16 @@ def send_copies(
     Args:
         world: The ranks.
         what: Name of the save, for messages.
-        target: Where this host's part of the generation is.
-        copies: Who sends what to whom.
-        pieces: What this rank has written.
+        target: This host's part of the checkpoint.
+        copies: Whom this rank sends to and receives from.
+        parts: What this rank has written.
         names: Of the files.
 
     Returns:
         How many bytes have come.
 
     Raises:
-        FastloadError: Some rank has not sent or kept what it was to.
+        FastloadError: Some rank has not sent or kept its part.
     """
     what = f"{what}: sending copies"
     wire = Wire(world, range(world.size), {*copies.targets, *copies.sources})
@@ -72,7 +72,7 @@ def send_copies(
 
         def tell() -> object:
             if copies.targets:
-                world.show_bytes(what, _PLACE, zlib.compress(json.dumps(pieces).encode(), level=1))
+                world.show_bytes(what, _PLACE, zlib.compress(json.dumps(parts).encode(), level=1))
             return wire.offer()
 
         accept_offers(world, what, wire, world.agree(what, tell))
@@ -81,7 +81,7 @@ def send_copies(
         raise
     own = [
         _Copy(world.rank, writer, names[file], begin, end)
-        for file, begin, end in pieces
+        for file, begin, end in parts
         for writer in copies.targets
     ]
     sending = _Sending(world, wire, target, own)
@@ -92,13 +92,13 @@ def send_copies(
 
 
 class _Sending:
-    """One rank's part of it.
+    """One rank's copies, outgoing and incoming.
 
     Args:
         world: The ranks.
-        wire: To those that it has to do with; closed in the end.
-        target: Where this host's part of the checkpoint is.
-        outgoing: What goes to others, in order.
+        wire: To the other ranks; closed in the end.
+        target: This host's part of the checkpoint.
+        outgoing: Copies for others, in order.
     """
 
     def __init__(self, world: World, wire: Wire, target: TierTarget, outgoing: Sequence[_Copy]) -> None:

@@ -121,14 +121,14 @@ def flush(
     open_target: Callable[[], Target],
     options: SaveOptions,
 ) -> None:
-    """Writes a generation to storage, on all ranks: each byte by one that has it.
+    """Writes an in-memory checkpoint to storage, on all ranks: each byte by one that has it.
 
     What is written is checked on the way, and is not published if it is not as it was.
 
     Args:
         world: The ranks.
         folder: What the job has on this host.
-        found: The generation; it is whole.
+        found: The checkpoint; it is complete.
         open_target: Opens write access to where it belongs.
         options: How to write.
 

@@ -34,7 +34,7 @@ def hosts_keeping(num_hosts: int, num_copies: int) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """What one rank has to do with the copies of a generation.
+    """The copies that one rank sends, receives and keeps.
 
     Attributes:
         targets: The ranks on other hosts that get its share.

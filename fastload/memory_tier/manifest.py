@@ -21,7 +21,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class HostManifest:
-    """A generation as one host has it.
+    """The part of an in-memory checkpoint that one host has.
 
     Attributes:
         branch: With `step` its place in the history of the run, see `training.retention.Point`.
@@ -73,7 +73,7 @@ class HostManifest:
 
 @dataclass(frozen=True)
 class ShareTable:
-    """What the shares of a generation consist of.
+    """The byte ranges of the shares of a checkpoint.
 
     Attributes:
         shares: By number: name of a file → ranges [begin, end) of it.
@@ -113,7 +113,7 @@ class ShareTable:
                 for number, files in found["shares"].items()
             }
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise ManifestError(f"{where}: not what a generation's shares are written as") from None
+            raise ManifestError(f"{where}: not a table of shares") from None
         names = [*whole, *(name for files in shares.values() for name in files)]
         ranges = [each for files in shares.values() for of_file in files.values() for each in of_file]
         is_good = all(isinstance(name, str) and is_plain_path(name) for name in names)

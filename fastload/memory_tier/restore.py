@@ -1,4 +1,4 @@
-"""What the hosts that are here have together, and a load of it: each byte from a rank that has it."""
+"""In-memory checkpoints: what the hosts have together, and a load of it from the hosts that have it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class InMemoryCheckpoint:
     """An in-memory checkpoint, as far as the hosts that are here have it; the same on all ranks.
 
     Attributes:
-        name: Of the generation.
+        name: Its name.
         branch: With `step` its place in the history of the run.
         step: Its step.
         nbytes: Length of all files.
@@ -84,7 +84,7 @@ class InMemoryCheckpoint:
 
 
 def survey(world: World, what: str, folder: JobFolder) -> list[InMemoryCheckpoint]:
-    """Finds which generations the hosts have together, on all ranks; the oldest first.
+    """Returns the checkpoints that the hosts have together, the oldest first; on all ranks.
 
     Raises:
         FastloadError: Some rank could not look.
@@ -115,15 +115,15 @@ def load(
     options: LoadOptions,
     arguments: Mapping[str, Any],
 ) -> Any:
-    """Loads a generation on all ranks, from the hosts that have it.
+    """Loads a checkpoint on all ranks, from the hosts that have it.
 
-    If a byte is not as it was written, each host looks at all that it has of the generation, and what is
+    If a byte is not as it was written, each host looks at all that it has of the checkpoint, and what is
     damaged comes from another one.
 
     Args:
         group: The ranks, as for `fastload.load`.
         folder: What the job has on this host.
-        found: The generation.
+        found: The checkpoint.
         options: How to load; all is verified.
         arguments: Further ones of `Checkpoint.load`.
 
@@ -133,13 +133,13 @@ def load(
     """
     options = replace(options, verify=True, io="buffered", strategy="auto")
     try:
-        return _load(group, folder, found, options, arguments, _Damage({}))
+        return _load(group, folder, found, options, arguments, {})
     except FastloadError as error:
         if not _blames_copies(error):
             raise
         _log.warning("step %d in memory: a copy is damaged, looking for another one: %s", found.step, error)
     damage = _look_for_damage(group, folder, found, options)
-    if all(map(damage.has_nothing, found.holders)):
+    if all(damage[rank] is None for rank in found.holders):
         raise IncompleteCheckpoint(f"no host has anything of step {found.step} as it was written")
     return _load(group, folder, found, options, arguments, damage)
 
@@ -151,19 +151,8 @@ def _blames_copies(error: BaseException) -> bool:
     return proves_damage(error) or isinstance(error, StorageError)
 
 
-@dataclass(frozen=True)
-class _Damage:
-    """What hosts have that is not as it was written.
-
-    Attributes:
-        ranges: By rank of such a host, (file, begin, end); None: all of it.
-    """
-
-    ranges: Mapping[int, Sequence[tuple[int, int, int]] | None]
-
-    def has_nothing(self, rank: int) -> bool:
-        """Whether nothing that a rank's host has is any good."""
-        return rank in self.ranges and self.ranges[rank] is None
+_Damage = Mapping[int, Sequence[tuple[int, int, int]] | None]
+"""By rank, (file, begin, end) of what its host has and is damaged; None: all of it."""
 
 
 def _load(
@@ -188,7 +177,7 @@ def _what(found: InMemoryCheckpoint) -> str:
 def _open(
     world: World, folder: JobFolder, found: InMemoryCheckpoint, options: LoadOptions, damage: _Damage
 ) -> Access:
-    """Opens a generation on all ranks; whoever has something of it reads that, and nothing else.
+    """Opens a checkpoint on all ranks; whoever has something of it reads that, and nothing else.
 
     Raises:
         IncompleteCheckpoint: Some of it nobody has.
@@ -197,7 +186,7 @@ def _open(
 
     def connect_here() -> PatientStorage:
         place = folder.place(found.name)
-        if world.rank not in found.holders or damage.has_nothing(world.rank):
+        if world.rank not in found.holders or damage.get(world.rank, ()) is None:
             place = os.path.join(place, "nothing")
         return connect(place, world, options)
 
@@ -225,7 +214,7 @@ def _open(
 
 
 def connect(place: str, world: World, options: LoadOptions) -> PatientStorage:
-    """Opens a host's part of a generation."""
+    """Opens a host's part of a checkpoint."""
     storage = LocalStorage(place, options.io)
     return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s / 2)
 
@@ -260,11 +249,7 @@ def _holders(
         if name in numbers:
             number = numbers[name]
             held.append(Held(number, 0, manifest.files[number].nbytes, tuple(readers)))
-    bad = [
-        (file, begin, end, rank)
-        for rank, ranges in damage.ranges.items()
-        for file, begin, end in ranges or ()
-    ]
+    bad = [(file, begin, end, rank) for rank, ranges in damage.items() for file, begin, end in ranges or ()]
     return Holders(tuple(_without(sorted(held), sorted(bad))))
 
 
@@ -323,7 +308,7 @@ def _without(held: Sequence[Held], bad: Sequence[tuple[int, int, int, int]]) -> 
 def _look_for_damage(
     group: Any, folder: JobFolder, found: InMemoryCheckpoint, options: LoadOptions
 ) -> _Damage:
-    """Has each host look at all that it has of a generation; the ranks of a host share the work.
+    """Has each host verify all that it has of a checkpoint; the ranks of a host share the work.
 
     Raises:
         FastloadError: Some rank could not tell.
@@ -353,7 +338,7 @@ def _look_for_damage(
         known = [answer for answer in of_host if answer is not None]
         bad = [(file, begin, end) for answer in known for file, begin, end in answer]
         ranges[rank] = bad if len(known) == len(of_host) else None
-    return _Damage(ranges)
+    return ranges
 
 
 def _damaged(
@@ -362,8 +347,8 @@ def _damaged(
     """Yields the blocks that this host has and that are not as they were written.
 
     Args:
-        storage: This host's part of the generation.
-        found: The generation.
+        storage: This host's part of the checkpoint.
+        found: The checkpoint.
         world: The ranks, which hear that this one gets on.
         place: Which part of the work is this rank's.
         num_places: In how many parts it is cut.
@@ -375,7 +360,7 @@ def _damaged(
     manifest = read_manifest(storage)
     _, table = read_table(storage, found)
     own = {world.rank: found.holders[world.rank]}
-    holders = _holders(manifest, table, replace(found, holders=own), (world.rank,), _Damage({}))
+    holders = _holders(manifest, table, replace(found, holders=own), (world.rank,), {})
     blocks = Blocks(Space([entry for entry in manifest.extents if entry.nbytes]), manifest.block_bytes)
     firsts = [blocks.firsts[blocks.space.find(file, -1) + 1] for file in range(len(manifest.files))]
     memory = allocate_staging(max(manifest.block_bytes, _PIECE_BYTES), pinned=False)

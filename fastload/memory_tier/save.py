@@ -1,4 +1,4 @@
-"""One generation: a save like any other, but each host keeps what its ranks write, and copies of others'."""
+"""One save to memory: each host keeps what its ranks write, and copies of what others write."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["TierSaveCall", "TierSaveReport", "finish"]
 
 @dataclass(frozen=True)
 class TierSaveReport:
-    """What one rank has done for a generation.
+    """What one rank has done for a save to memory.
 
     Attributes:
         step: Its step.
@@ -56,16 +56,16 @@ class TierSaveReport:
 
 @dataclass(frozen=True, kw_only=True)
 class TierSaveCall(SaveCall):
-    """A call to make a generation.
+    """A call to save to memory.
 
     Attributes:
-        name: Of the generation.
+        name: Of the checkpoint, the same on all hosts.
         branch: With `step` its place in the history of the run.
         step: Its step.
         num_copies: How many hosts are to keep each share.
         homes: Of each rank, where it keeps what it has.
         job: What the job has on this host.
-        target: This host's part of the generation.
+        target: This host's part of the checkpoint.
     """
 
     name: str
@@ -90,7 +90,7 @@ def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
     """Does all that training need not wait for.
 
     Raises:
-        FastloadError: The generation does not count on any host; the same error on all ranks.
+        FastloadError: The checkpoint does not count on any host; the same error on all ranks.
     """
     world, target, agreed = call.world, call.target, begun.agreed
     try:

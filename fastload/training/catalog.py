@@ -28,7 +28,7 @@ from fastload.storage import (
     open_storage,
     open_target,
 )
-from fastload.storage.tier_place import GENERATION as NAME
+from fastload.storage.tier_place import GENERATION as RUN_NAME
 from fastload.training.retention import Point, Retention, SavedCheckpoint
 
 __all__ = ["MAX_STEP", "Catalog", "Entry", "Housekeeper", "RunName", "Summary", "metadata_of", "metrics_of"]
@@ -168,7 +168,7 @@ class Catalog:
             return storage.shared
 
     def entries(self) -> list[Entry]:
-        """Lists the checkpoints, whole or not, in the order in which they were saved.
+        """Lists the checkpoints, complete or not, in the order in which they were saved.
 
         One listing tells names and sizes of all files; the commit records that are not known yet are read,
         several at once.
@@ -236,7 +236,7 @@ class Catalog:
         return _Reading(record, summary=Summary({f.name: f.nbytes for f in found.files}, found.metadata))
 
     def newest(self) -> tuple[int, int] | None:
-        """Returns branch and step of the newest checkpoint that is whole, or None.
+        """Returns branch and step of the newest complete checkpoint, or None.
 
         Raises:
             StorageError: As for `entries`.
@@ -244,8 +244,8 @@ class Catalog:
         """
         entries = self.entries()
         self.require_supported({one.step: one.problem for one in entries if one.state == "unsupported"})
-        whole = [one for one in entries if one.is_complete and one.step not in self.damaged]
-        return max(((one.point.branch, one.step) for one in whole), default=None)
+        complete = [one for one in entries if one.is_complete and one.step not in self.damaged]
+        return max(((one.point.branch, one.step) for one in complete), default=None)
 
     def require_supported(self, unsupported: Mapping[int, str]) -> None:
         """Refuses to say which checkpoint is the newest where some cannot be read: it may be one of them.
@@ -291,7 +291,7 @@ class Catalog:
         return retention.expendable(saved, needed={*needed, *targets})
 
     def remove(self, step: int) -> None:
-        """Deletes a checkpoint; no reader sees half of it as a whole one."""
+        """Deletes a checkpoint; no reader takes half of it for a complete one."""
         with closing(self.target(step)) as target:
             target.remove()
 
@@ -452,7 +452,7 @@ class RunName:
             except CheckpointError:
                 return None
         run = metadata.get(_RUN, "")
-        return _There(run, metadata.get(_ROOT, ""), folder.place) if NAME.fullmatch(run) else None
+        return _There(run, metadata.get(_ROOT, ""), folder.place) if RUN_NAME.fullmatch(run) else None
 
 
 class _There(NamedTuple):

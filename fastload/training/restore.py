@@ -1,4 +1,4 @@
-"""Where a training goes on: at the newest checkpoint that is whole, on storage or in memory."""
+"""Where a training goes on: at the newest complete checkpoint, on storage or in memory."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Listing:
     """What there was at one time; the same on all ranks.
 
     Attributes:
-        complete: The checkpoints that are whole as far as a listing tells, oldest first; where hosts have
+        complete: The complete checkpoints, as far as a listing tells, oldest first; where hosts have
             disks of their own, on any of them.
-        recorded: Those with a commit record, whole or not.
+        recorded: Those with a commit record, complete or not.
         links: Steps of which the name is a symbolic link.
         unsupported: Why this fastload cannot read a checkpoint, by step.
     """
@@ -143,7 +143,7 @@ class History:
         self._newest = point if self._newest is None else max(self._newest, point)
 
     def note_void(self) -> None:
-        """Notes that nothing in memory is of use: what is on storage is newer, or whole."""
+        """Notes that nothing in memory is of use: what is on storage is newer, or complete."""
         self._in_memory, self._given_up, self._memory_is_void = None, None, True
 
     def branch_for(self, step: int) -> int:

@@ -38,7 +38,7 @@ def branch_for(step: int, newest: Point | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """One checkpoint that is whole.
+    """A complete checkpoint.
 
     Attributes:
         step: Its step.
@@ -114,7 +114,7 @@ class Retention:
         To delete them changes nothing of what the rules say of the others.
 
         Args:
-            saved: All checkpoints that are whole.
+            saved: All complete checkpoints.
             needed: Steps that are kept whatever the rules say; the newest checkpoint is as well.
         """
         if self.keep_last is None or not saved:
