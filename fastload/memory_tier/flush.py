@@ -65,7 +65,7 @@ class EmergencyFlush:
     def expect(self) -> None:
         """Notes that there was a signal; from any thread."""
         if self._becomes(_State.WAITING, _State.IDLE):
-            background(self._wait, "fastload-last-words").start()
+            background(self._wait, "fastload-flush").start()
 
     def come_to_save(self) -> None:
         """Notes that the training has come to save by itself, or to its end; waits for what has begun."""

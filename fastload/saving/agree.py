@@ -20,7 +20,7 @@ from fastload.saving.compare import (
     digest_shards,
     require_same_content,
 )
-from fastload.saving.describe import EncodedState, lay_out_files
+from fastload.saving.describe import RankState, lay_out_files
 from fastload.saving.merge import MergedState, boxes_by_rank, pack_boxes, refuse_merge, unpack_boxes
 from fastload.saving.shard_map import ShardMap
 
@@ -47,7 +47,7 @@ class SaveAgreement:
     shard_map: ShardMap
 
 
-def has_to_meet(call: SaveCall, state: EncodedState) -> bool:
+def has_to_meet(call: SaveCall, state: RankState) -> bool:
     """Whether the ranks have to agree before they know who writes what.
 
     That follows from state and options alone, unless it matters which hosts the ranks are on, their tensors
@@ -60,15 +60,15 @@ def has_to_meet(call: SaveCall, state: EncodedState) -> bool:
     return by_options or state.shard_map is None or call.raise_earlier is not None
 
 
-def foresee(call: SaveCall, state: EncodedState) -> SaveAgreement:
+def foresee(call: SaveCall, state: RankState) -> SaveAgreement:
     """Returns what the ranks will agree on, as far as who writes what follows from it."""
     assert state.shard_map is not None
     return _agreement(call, state, state.shard_map, [call.world.node] * call.world.size, call.metadata)
 
 
 def agree(
-    call: SaveCall, describe: Callable[[], EncodedState], *, went_on: bool = False
-) -> tuple[EncodedState, SaveAgreement]:
+    call: SaveCall, describe: Callable[[], RankState], *, went_on: bool = False
+) -> tuple[RankState, SaveAgreement]:
     """Compares what the ranks are about to save, and learns on which hosts they are.
 
     Args:
@@ -83,7 +83,7 @@ def agree(
         FastloadError: Some rank cannot save, or what the ranks save does not go together.
     """
     world, how = call.world, call.options.check_replicas
-    made: list[EncodedState] = []
+    made: list[RankState] = []
 
     def introduce() -> dict[str, Any]:
         if call.raise_earlier is not None:
@@ -124,7 +124,7 @@ def agree(
 
 def _agreement(
     call: SaveCall,
-    state: EncodedState,
+    state: RankState,
     shard_map: ShardMap,
     hosts: Sequence[str],
     metadata: Mapping[str, str],
@@ -135,7 +135,7 @@ def _agreement(
     return SaveAgreement(hosts, num_writers, metadata, shard_map)
 
 
-def _compare(call: SaveCall, state: EncodedState, shard_map: ShardMap, what: str) -> None:
+def _compare(call: SaveCall, state: RankState, shard_map: ShardMap, what: str) -> None:
     """Compares the shards that several ranks hold."""
     world, layout, how = call.world, state.layout, call.options.check_replicas
     digest = partial(digest_shards, layout, shard_map, state.reader, world.rank, how=how)
@@ -159,7 +159,7 @@ def _refuse_foresight(ranks: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _merge_states(call: SaveCall, state: EncodedState) -> tuple[EncodedState, ShardMap]:
+def _merge_states(call: SaveCall, state: RankState) -> tuple[RankState, ShardMap]:
     """Tells the other ranks what this one has, and merges what all have.
 
     Raises:

@@ -25,13 +25,13 @@ from fastload.saving.per_rank import PerRankValues
 from fastload.saving.shard_map import ShardMap
 from fastload.saving.snapshot import StateReader
 
-__all__ = ["EncodedState", "describe", "lay_out_files"]
+__all__ = ["RankState", "describe", "lay_out_files"]
 
 _NUM_SHOWN = 20
 
 
 @dataclass(frozen=True)
-class EncodedState:
+class RankState:
     """The state that one rank is about to save.
 
     Attributes:
@@ -54,7 +54,7 @@ class EncodedState:
 
 @uncollected
 @torch.no_grad()  # else each look at a DTensor turns it off and on
-def describe(call: SaveCall, state: Any) -> EncodedState:
+def describe(call: SaveCall, state: Any) -> RankState:
     """Takes the state apart, and lays its tensors out.
 
     Raises:
@@ -76,9 +76,7 @@ def describe(call: SaveCall, state: Any) -> EncodedState:
     if options.check_replicas == "small":
         compared = small_tensors(specs, tensors, description.starts)
     content = StateContent(description.structure, layout.digest(), specs, compared)
-    return EncodedState(
-        content, layout, reader, PerRankValues(world, call.what, description), shard_map, small
-    )
+    return RankState(content, layout, reader, PerRankValues(world, call.what, description), shard_map, small)
 
 
 def lay_out_files(specs: Sequence[TensorSpec], options: SaveOptions) -> Layout:

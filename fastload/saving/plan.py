@@ -10,7 +10,7 @@ from fastload.base.memory import uncollected
 from fastload.errors import OptionError
 from fastload.saving.agree import SaveAgreement
 from fastload.saving.call import SaveCall
-from fastload.saving.describe import EncodedState
+from fastload.saving.describe import RankState
 from fastload.saving.layout import Layout
 from fastload.saving.messages import MessagePlan, plan_messages
 from fastload.saving.shard_map import ShardMap
@@ -92,7 +92,7 @@ class SavePlan:
         target: Where to.
     """
 
-    state: EncodedState
+    state: RankState
     group: WriterGroup
     share: WriterShare
     messages: MessagePlan
@@ -100,7 +100,7 @@ class SavePlan:
     target: Target
 
 
-def make_plan(call: SaveCall, state: EncodedState, agreed: SaveAgreement) -> SavePlan:
+def make_plan(call: SaveCall, state: RankState, agreed: SaveAgreement) -> SavePlan:
     """Makes this rank's plan, without asking anyone.
 
     Raises:

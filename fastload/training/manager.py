@@ -24,7 +24,7 @@ from fastload.training.catalog import MAX_STEP, Catalog, Housekeeper, RunName, m
 from fastload.training.interval import IntervalPolicy
 from fastload.training.pending import PendingSaves, SaveRequest
 from fastload.training.policy import Policy, memory_directory
-from fastload.training.restore import History, Listing, Restorer
+from fastload.training.restore import CheckpointRestorer, History, Listing
 from fastload.training.retention import Point, Retention, SavedCheckpoint
 from fastload.training.schedule import SaveSchedule, ScheduleAnswer
 
@@ -163,7 +163,7 @@ class CheckpointManager:
         lists, keeps_house, incarnation, run = self._meet()
         self._history = History(world, self._catalog, lists=lists, process_group=process_group)
         self._tier = self._open_tier(incarnation, run)
-        self._restorer = Restorer(world, self._defaults, self._catalog, self._history, self._tier)
+        self._restorer = CheckpointRestorer(world, self._defaults, self._catalog, self._history, self._tier)
         self._pending = PendingSaves(world, policy.in_flight, policy.retention)
         self._schedule = SaveSchedule(world, policy.root, policy.interval, self._pending, self._tier)
         self._housekeeper: Housekeeper | None = None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fastload.memory_tier.restore import InMemoryCheckpoint
     from fastload.memory_tier.tier import MemoryTier
 
-__all__ = ["History", "Listing", "RestoredCheckpoint", "Restorer"]
+__all__ = ["CheckpointRestorer", "History", "Listing", "RestoredCheckpoint"]
 
 _log = logging.getLogger(__name__)
 _RECORDED = ("complete", "damaged")  # what a load can be tried of
@@ -233,7 +233,7 @@ class _Candidate:
         return proves_damage(error) or isinstance(error, StorageError)
 
 
-class Restorer:
+class CheckpointRestorer:
     """Restores checkpoints for all ranks together.
 
     Args:
