@@ -6,7 +6,7 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -36,13 +36,19 @@ __all__ = [
 ]
 
 
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[Any]
+else:  # before click 8.4 it takes no parameter
+    _ParamType = click.ParamType
+
+
 class WrongQuantity(click.ClickException):
     """A quantity that cannot be read: a usage error that is told in one line."""
 
     exit_code = 2
 
 
-class _Quantity(click.ParamType[Any]):
+class _Quantity(_ParamType):
     """A number with its unit, or a name; what cannot be read is told in one line, without the usage."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
