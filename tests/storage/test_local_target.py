@@ -237,13 +237,13 @@ def test_errors_of_the_disk_stick(tmp_path: Path, call: str) -> None:
     )
     # The first pwrite is that of the owner file; a file's fsync comes before those of the directories.
     inject = {"fsync": "fsync:error=EIO:when=1", "pwrite64": "pwrite64:error=EIO:when=2"}[call]
-    command = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={call}", "-e", f"inject={inject}"]
+    command = ["strace", "-f", "--seccomp-bpf", "-qq", "-o", "/dev/null", "-e", f"trace={call}", "-e", f"inject={inject}"]
     try:
         found = subprocess.run(
             [*command, sys.executable, "-c", program, str(tmp_path)],
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=100,
         )
     except FileNotFoundError:
         pytest.skip("strace is not installed: NOT TESTED HERE")
@@ -260,8 +260,9 @@ def test_errors_of_the_disk_stick(tmp_path: Path, call: str) -> None:
 def test_killed_at_any_instant_the_old_or_the_new_one_is_whole(tmp_path: Path) -> None:
     path, rng = tmp_path / "a", random.Random(4)
     save(path, b"%09d" % 0)
-    killed_early = 0
-    for _ in range(40):
+    killed_early = num_killed = 0
+    while num_killed < 40 or (killed_early <= 5 and num_killed < 400):  # a busy machine hits fewer saves
+        num_killed += 1
         before = int(loaded(path))
         child = os.fork()
         if child == 0:
