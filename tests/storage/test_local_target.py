@@ -237,7 +237,18 @@ def test_errors_of_the_disk_stick(tmp_path: Path, call: str) -> None:
     )
     # The first pwrite is that of the owner file; a file's fsync comes before those of the directories.
     inject = {"fsync": "fsync:error=EIO:when=1", "pwrite64": "pwrite64:error=EIO:when=2"}[call]
-    command = ["strace", "-f", "--seccomp-bpf", "-qq", "-o", "/dev/null", "-e", f"trace={call}", "-e", f"inject={inject}"]
+    command = [
+        "strace",
+        "-f",
+        "--seccomp-bpf",
+        "-qq",
+        "-o",
+        "/dev/null",
+        "-e",
+        f"trace={call}",
+        "-e",
+        f"inject={inject}",
+    ]
     try:
         found = subprocess.run(
             [*command, sys.executable, "-c", program, str(tmp_path)],
