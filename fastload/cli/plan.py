@@ -29,7 +29,7 @@ from fastload.options import LoadOptions
 from fastload.storage import locate, open_storage
 from fastload.storage.own_files import write_text
 from fastload.transfer.plan import TransferPlan
-from fastload.transfer.route import RoutedPlan
+from fastload.transfer.routed_plan import RoutedPlan
 
 __all__ = ["plan"]
 

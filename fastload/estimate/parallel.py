@@ -26,7 +26,7 @@ from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import TensorEntry
 from fastload.geometry.box import Box, runs_of
-from fastload.transfer.claims import Claim, Claims, Part
+from fastload.transfer.demand import Claim, Claims, Part
 
 __all__ = ["Cut", "Model", "Parallel", "claims_of", "model_of_size", "model_of_tensors"]
 

@@ -36,9 +36,8 @@ from fastload.estimate.simulate import (
 )
 from fastload.estimate.traffic import Column, columns_of
 from fastload.geometry.extents import Extent
-from fastload.transfer.claims import Claim, Claims, Part
-from fastload.transfer.lanes import Lanes
-from fastload.transfer.route import RoutedPlan, plan_routes
+from fastload.transfer.demand import Claim, Claims, Lanes, Part
+from fastload.transfer.routed_plan import RoutedPlan, plan_routes
 from fastload.transfer.strategy import Decision, choose_strategy
 
 __all__ = ["ShardedLoad"]

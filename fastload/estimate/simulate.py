@@ -46,7 +46,7 @@ from fastload.estimate.pipeline import Interval, RankRounds, Stages
 from fastload.estimate.ways import Level, Rates, Way, way_of
 from fastload.geometry.extents import HasExtent
 from fastload.transfer.plan import TransferPlan, plan_transfer
-from fastload.transfer.route import RoutedPlan
+from fastload.transfer.routed_plan import RoutedPlan
 from fastload.transfer.strategy import Decision, choose_strategy
 
 __all__ = ["STRATEGIES", "Cluster", "Interval", "Prediction", "num_reads", "predict"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from fastload.transfer.route import RoutedPlan
+from fastload.transfer.routed_plan import RoutedPlan
 from fastload.transfer.routing import choose_base, most_hops
 from fastload.transfer.shares import Share
 

@@ -15,7 +15,7 @@ from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.geometry.box import Box
 from fastload.loading.match import Match
 from fastload.loading.mismatch import overlaps, raise_mismatch
-from fastload.loading.pieces import Sources
+from fastload.loading.place import Sources
 
 __all__ = ["BoxesByName", "checked_boxes", "match_boxes"]
 

@@ -19,18 +19,26 @@ from fastload.comm.world import World
 from fastload.errors import FastloadError, IncompleteCheckpoint, WorldError
 from fastload.formats.names import RECORD_NAME
 from fastload.loading.access import Access, look_closer
-from fastload.loading.job import Job, LoadRequest, Opened, Request
-from fastload.loading.load import Before, Loaded, prepare, restore, run, sharded
+from fastload.loading.load import (
+    Before,
+    BoxRequest,
+    Job,
+    Loaded,
+    LoadRequest,
+    Opened,
+    Request,
+    prepare,
+    restore,
+    run,
+)
 from fastload.options import LoadOptions
 from fastload.report import LoadReport, VerifyReport
-from fastload.transfer.read import ChunkReader
-from fastload.transfer.verify import Verifier
+from fastload.transfer.read import ChunkReader, Verifier
 
 if TYPE_CHECKING:
     from fastload.loading.boxes import BoxesByName
     from fastload.loading.outline import Outline
-    from fastload.loading.stream import Flow, TensorStream
-    from fastload.loading.windows import BoxFlow, WantedBoxes
+    from fastload.loading.stream import BoxFlow, Flow, TensorStream, WantedBoxes
 
 __all__ = ["Checkpoint"]
 
@@ -138,7 +146,7 @@ class Checkpoint:
             MismatchError: On some rank a box does not fit; no data have moved.
             FastloadError: As for `fastload.load`.
         """
-        return self._run(sharded().BoxRequest(boxes, cast))[0]
+        return self._run(BoxRequest(boxes, cast))[0]
 
     def tensors(
         self,
@@ -181,8 +189,7 @@ class Checkpoint:
             MismatchError: There is no tensor of some name, or no such box.
             FastloadError: As for `fastload.load`; here, or when the next tensor is taken.
         """
-        from fastload.loading.mapped import map_files
-        from fastload.loading.stream import Flow, StreamRequest, TensorStream
+        from fastload.loading.stream import Flow, StreamRequest, TensorStream, map_files
 
         self._end_flow()
         if boxes is not None:
@@ -206,15 +213,13 @@ class Checkpoint:
         return TensorStream(self._flow)
 
     def _box_flow(self, names: object, boxes: WantedBoxes, device: torch.device | str | None) -> BoxFlow:
-        from fastload.loading.windows import BoxFlow, BoxWindows
+        from fastload.loading.stream import BoxFlow, BoxWindows
 
         opened = self._opened
         staging_bytes = opened.options.staging_bytes
 
         def load(wanted: BoxesByName) -> None:
-            self._load(
-                sharded().BoxRequest(wanted), staging_bytes=max(_LEAST_STAGING_BYTES, staging_bytes // 2)
-            )
+            self._load(BoxRequest(wanted), staging_bytes=max(_LEAST_STAGING_BYTES, staging_bytes // 2))
 
         with self._at_most_one_failure():
             windows = BoxWindows.agree(

@@ -6,8 +6,10 @@ Names may differ only in that one side has a prefix, or a part, more. Trainings 
 
 from __future__ import annotations
 
+import fnmatch
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -17,11 +19,69 @@ from torch import Tensor, nn
 from fastload.errors import ManifestError, MismatchError
 from fastload.formats.dtypes import DTYPES, torch_spec
 from fastload.formats.manifest import Manifest
-from fastload.formats.state import SavedTensor
+from fastload.formats.state import OWN_PREFIX, SavedTensor, leaves
 from fastload.geometry.dtensors import Group, local_of
-from fastload.loading.wants import castable, entry_of, target_dtype
+from fastload.loading.place import castable, entry_of, target_dtype
 
-__all__ = ["FOUND_LATE", "Renamed", "find_renamed", "misfit", "overlaps", "raise_mismatch"]
+__all__ = [
+    "FOUND_LATE",
+    "Renamed",
+    "Selection",
+    "catalogue",
+    "find_renamed",
+    "misfit",
+    "overlaps",
+    "raise_mismatch",
+]
+
+_GLOB = re.compile(r"[*?\[]")
+
+
+def catalogue(manifest: Manifest) -> dict[str, SavedTensor]:
+    """Returns what was saved by all of its names: those of tied tensors, too, each name once."""
+    catalogue = {entry.name: SavedTensor(entry.name, entry.name) for entry in manifest.tensors}
+    if manifest.structure is not None:
+        seen: set[str] = set()
+        for saved in (saved for saved in leaves(manifest.structure) if not saved.is_text):
+            if saved.stored not in seen:  # the first one it is stored for: it may be stored as name~2
+                catalogue[saved.stored] = saved
+            seen.add(saved.stored)
+            catalogue.setdefault(saved.name, saved)
+    return catalogue
+
+
+def _pattern(glob: str, has_own: bool) -> re.Pattern[str]:
+    """Compiles a pattern; it matches names of the ranks' own tensors only if it begins like these."""
+    leaves_out_own = has_own and not glob.startswith(OWN_PREFIX)
+    return re.compile((f"(?!{OWN_PREFIX})" if leaves_out_own else "") + fnmatch.translate(glob))
+
+
+class Selection:
+    """What ``names=`` selects; see `fastload.load`."""
+
+    def __init__(
+        self, names: Sequence[str] | str, catalogue: Mapping[str, SavedTensor], has_own: bool
+    ) -> None:
+        wanted = [names] if isinstance(names, str) else list(names)
+        known = catalogue.keys()
+        # What looks like a pattern is a name first.
+        self._exact = {name for name in wanted if name in known or not _GLOB.search(name)}
+        self._patterns = {name: _pattern(name, has_own).match for name in wanted if name not in self._exact}
+        self.chosen = {name: saved for name, saved in catalogue.items() if self(name)}
+        self.absent = [
+            name
+            for name in dict.fromkeys(wanted)
+            if not (name in known or (name in self._patterns and any(map(self._patterns[name], known))))
+        ]
+
+    def __call__(self, name: str) -> bool:
+        """Whether it selects a name."""
+        return name in self._exact or any(fits(name) for fits in self._patterns.values())
+
+    def has(self, saved: SavedTensor) -> bool:
+        """Whether it selects a tensor, by either of its names."""
+        return self(saved.own_name) or self(saved.name)
+
 
 FOUND_LATE = "found after its tensors were loaded: into= is undefined"
 _HOW_TO_FILL = (

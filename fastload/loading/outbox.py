@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,13 +16,10 @@ from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.geometry.box import row_major
 from fastload.geometry.dtensors import narrowed
 from fastload.geometry.extents import Extent, Space
-from fastload.loading.pieces import Sources
-from fastload.loading.place import Destination, Placer
+from fastload.loading.place import Destination, Placer, Sources
+from fastload.storage.local import Mapped
 
-if TYPE_CHECKING:
-    from fastload.loading.mapped import MappedFiles
-
-__all__ = ["Outbox", "Wanted"]
+__all__ = ["MappedFiles", "Outbox", "Wanted"]
 
 _SMALL_PART = 4  # of the room for tensors on their way
 
@@ -253,3 +249,53 @@ class _Filling:
 
 def _extents(entry: TensorEntry) -> Sequence[TensorEntry | Piece]:
     return entry.pieces or (entry,)
+
+
+class MappedFiles:
+    """Files of a checkpoint in this process's memory, as they are; each until its last tensor is let go of.
+
+    Args:
+        files: By their index in the manifest.
+    """
+
+    def __init__(self, files: Mapping[int, Mapped]) -> None:
+        self._files = dict(files)
+        self._at = -1
+        self._bytes = torch.empty(0)
+
+    def tensor(self, entry: TensorEntry, num_together: int = 1) -> Tensor:
+        """Returns the next tensor, in the order of the files.
+
+        Args:
+            entry: The tensor.
+            num_together: So many of its elements are to be taken for one, in the end.
+
+        Raises:
+            StorageError: Somebody has written to the file before.
+        """
+        dtype, shape = torch_spec(entry)
+        if not entry.nbytes:
+            return torch.empty(shape, dtype=dtype)
+        if entry.file != self._at:
+            self._leave()
+            self._at = entry.file
+            self._bytes = torch.frombuffer(self._files[entry.file].data, dtype=torch.uint8)
+        raw = self._bytes[entry.offset : entry.offset + entry.nbytes]
+        if entry.offset % (dtype.itemsize * num_together):
+            raw = raw.clone()  # torch has no tensors at such addresses
+        return raw.view(dtype).view(shape)
+
+    def close(self) -> None:
+        """Lets go of the files, after the last tensor.
+
+        Raises:
+            StorageError: Somebody has written to the last one.
+        """
+        self._leave()
+        self._files.clear()
+
+    def _leave(self) -> None:
+        """Lets go of a file; if it has changed, tensors of it may be older in some places than in others."""
+        self._bytes = torch.empty(0)
+        if (file := self._files.pop(self._at, None)) is not None:
+            file.check()

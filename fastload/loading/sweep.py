@@ -20,11 +20,9 @@ from fastload.formats.record import CHECKSUM_BYTES
 from fastload.loading.access import Access
 from fastload.options import LoadOptions
 from fastload.report import RankReport, VerifyReport
-from fastload.transfer.demand import Demand, Supply
 from fastload.transfer.pipeline import read_threads
-from fastload.transfer.plan import TransferPlan, plan_transfer
-from fastload.transfer.read import ChunkReader
-from fastload.transfer.verify import Damage, Verifier
+from fastload.transfer.plan import Demand, Supply, TransferPlan, plan_transfer
+from fastload.transfer.read import ChunkReader, Damage, Verifier
 
 __all__ = ["Sweep"]
 

@@ -17,7 +17,7 @@ from fastload.memory_tier.groups import CopyPlan
 from fastload.saving.exchange import BufferRing, MessageExchange
 from fastload.saving.layout import FileRange
 from fastload.storage.tier_target import TierTarget
-from fastload.transfer.wire import Wire, accept_offers
+from fastload.transfer.links import Wire, accept_offers
 
 __all__ = ["send_copies"]
 

@@ -33,7 +33,7 @@ from fastload.options import LoadOptions
 from fastload.storage import PatientStorage
 from fastload.storage.local import LocalStorage
 from fastload.storage.tier import JobFolder
-from fastload.transfer.holders import Held, Holders
+from fastload.transfer.routed_plan import Held, Holders
 
 __all__ = ["InMemoryCheckpoint", "connect", "load", "read_table", "survey"]
 

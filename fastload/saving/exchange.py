@@ -20,8 +20,8 @@ from fastload.geometry.box import Runs
 from fastload.saving.messages import ShardMessage, positions_in
 from fastload.saving.plan import SavePlan
 from fastload.saving.snapshot import Snapshot
+from fastload.transfer.links import Wire
 from fastload.transfer.transport import TICK_S, wait_for
-from fastload.transfer.wire import Wire
 
 __all__ = ["BufferRing", "MessageExchange", "PartAssembler"]
 

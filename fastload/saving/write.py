@@ -26,7 +26,7 @@ from fastload.saving.plan import SavePlan
 from fastload.saving.snapshot import Snapshot
 from fastload.saving.split import WriterGroup, WriterShare
 from fastload.storage import Target
-from fastload.transfer.wire import Wire, accept_offers
+from fastload.transfer.links import Wire, accept_offers
 
 __all__ = [
     "BlockHasher",

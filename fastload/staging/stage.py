@@ -35,14 +35,12 @@ from fastload.storage.local import LocalStorage
 from fastload.storage.local_copy import LocalCopy
 from fastload.storage.target import new_token
 from fastload.transfer.buffers import Buffers
-from fastload.transfer.demand import Demand, Supply
+from fastload.transfer.links import accept_offers
 from fastload.transfer.open_transport import open_transport
 from fastload.transfer.pipeline import Pipeline, read_threads
-from fastload.transfer.plan import TransferPlan, plan_transfer
-from fastload.transfer.read import ChunkReader
+from fastload.transfer.plan import Demand, Supply, TransferPlan, plan_transfer
+from fastload.transfer.read import ChunkReader, refuse
 from fastload.transfer.transport import Transport
-from fastload.transfer.verify import refuse
-from fastload.transfer.wire import accept_offers
 
 __all__ = ["Stage"]
 

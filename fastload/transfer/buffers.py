@@ -16,7 +16,7 @@ from fastload.base.memory import PAGE_BYTES, host_view, round_up
 from fastload.geometry.extents import Span
 from fastload.transfer.message import Message
 from fastload.transfer.plan import TransferPlan
-from fastload.transfer.route import RoutedPlan
+from fastload.transfer.routed_plan import RoutedPlan
 from fastload.transfer.routing import Route
 from fastload.transfer.transport import Delivery, Round, Slots, Transport
 

@@ -12,7 +12,7 @@ from fastload.base.devices import is_accelerator
 from fastload.comm.world import World
 from fastload.transfer.buffers import Plan
 from fastload.transfer.plan import TransferPlan
-from fastload.transfer.route import RoutedPlan
+from fastload.transfer.routed_plan import RoutedPlan
 from fastload.transfer.transport import LocalTransport, Transport
 
 __all__ = ["backend_of", "open_transport"]
@@ -41,13 +41,13 @@ def open_transport(
     """
     pinned = device is not None and is_accelerator(device)
     if backend and device is not None and isinstance(plan, TransferPlan):
-        from fastload.transfer.device_exchange import DeviceExchange
+        from fastload.transfer.device_transport import DeviceExchange
 
         return DeviceExchange(world, device, backend, hosts)
     if not plan.exchanges:
         return LocalTransport(world.rank, pinned=pinned)
     if backend and device is not None and isinstance(plan, RoutedPlan):
-        from fastload.transfer.device_routed import DeviceRoutedExchange, groups_of
+        from fastload.transfer.device_transport import DeviceRoutedExchange, groups_of
 
         if groups := groups_of(plan):
             return DeviceRoutedExchange(world, groups, device, backend)

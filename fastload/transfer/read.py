@@ -5,23 +5,157 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import Workers
-from fastload.errors import StorageError
-from fastload.formats.manifest import FileEntry
-from fastload.geometry.extents import Span
+from fastload.errors import ChecksumError, StorageError
+from fastload.formats.manifest import FileEntry, Manifest
+from fastload.formats.record import CHECKSUM_BYTES, checksum
+from fastload.geometry.blocks import Block, Blocks
+from fastload.geometry.extents import Space, Span
 from fastload.storage import PatientStorage, take
 from fastload.storage.base import ByteCounter
-from fastload.transfer.guards import Guards
-from fastload.transfer.verify import Damage, Verifier
 
-__all__ = ["ChunkReader"]
+__all__ = ["ChunkReader", "Damage", "Guards", "Verifier", "refuse"]
+
+_MAX_SECOND_LOOKS = 64  # what is rotten through and through is not read twice
+
+
+class Damage(NamedTuple):
+    """One block that is not as it was written; in the order of the checkpoint.
+
+    Attributes:
+        file: Index of the file in the manifest.
+        number: Which block of that file.
+        text: What to say of it.
+    """
+
+    file: int
+    number: int
+    text: str
+
+
+def refuse(damage: Damage) -> NoReturn:
+    """What a load does about damage.
+
+    Raises:
+        ChecksumError: Always.
+    """
+    raise ChecksumError(f"damaged: {damage.text}", (damage.text,))
+
+
+class Verifier:
+    """Knows the blocks of a checkpoint; may be used by several threads.
+
+    Args:
+        manifest: With checksums.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        assert manifest.block_bytes
+        self._url = manifest.url
+        self._files = manifest.files
+        tensors = Space([entry for entry in manifest.tensors if entry.nbytes])
+        self._blocks = Blocks(tensors, manifest.block_bytes)
+        # The number of the first block of each file: those of the record are counted within their file.
+        self._firsts = [
+            self._blocks.firsts[tensors.find(file, -1) + 1] for file in range(len(manifest.files))
+        ]
+        self._lock = threading.Lock()
+        self._num_second_looks = 0
+
+    def damage(
+        self, span: Span, buffers: Sequence[memoryview], read: Callable[[Span, Sequence[memoryview]], None]
+    ) -> Iterator[Damage]:
+        """Yields what there is to say of each block of a span that is not as it was written.
+
+        Such a block is read again, once: what was spoiled on the way heals.
+
+        Args:
+            span: What was read; it has to begin and end with a block.
+            buffers: Its bytes, cut between blocks only.
+            read: Reads a span again.
+        """
+        whole, position, rest = memoryview(b""), 0, iter(buffers)
+        for index, block in self._blocks.between(span.file, span.offset, span.offset + span.nbytes):
+            while position == len(whole):
+                whole, position = next(rest), 0
+            data = whole[position : position + block.nbytes]
+            position += block.nbytes
+            number = block.number - self._firsts[block.file]
+            expected = self._expected(block.file, number)
+            if checksum(data) == expected:
+                continue
+            if self._may_look_again():
+                read(Span(block.file, block.offset, block.nbytes, span.start), [data])
+                if checksum(data) == expected:
+                    continue
+            name = self._blocks.space.extents[index].name
+            text = self._describe(block._replace(number=number), name, expected, checksum(data))
+            yield Damage(block.file, number, text)
+        assert position == len(whole)  # whole blocks only
+
+    def _expected(self, file: int, number: int) -> bytes:
+        begin = number * CHECKSUM_BYTES
+        return self._files[file].checksums[begin : begin + CHECKSUM_BYTES]
+
+    def _may_look_again(self) -> bool:
+        with self._lock:
+            self._num_second_looks += 1
+            return self._num_second_looks <= _MAX_SECOND_LOOKS
+
+    def _describe(self, block: Block, name: str, expected: bytes, found: bytes) -> str:
+        where = f"{self._url.rstrip('/')}/{self._files[block.file].name}"
+        what = f"block {block.number} [bytes {block.offset}-{block.offset + block.nbytes}]"
+        tensor = f"of tensor {name[:200]!r}"
+        return f"{where}: {what} {tensor}: checksum {expected.hex()} expected, {found.hex()} found"
+
+
+class Guards:
+    """Knows the guards of a checkpoint; may be used by several threads.
+
+    Args:
+        manifest: With guards or without.
+        in_parts: Whether data may be wanted without their first byte.
+
+    Attributes:
+        is_broken: Whether something else was found before data; set by who reads.
+    """
+
+    def __init__(self, manifest: Manifest, *, in_parts: bool) -> None:
+        self.is_broken = False
+        self._guards = manifest.guards
+        guarded = {(guard.file, guard.offset) for guard in manifest.guards}
+        # Views of one storage may begin anywhere within it.
+        self._inner = {(each.file, each.offset) for each in manifest.extents} - guarded
+        self._heads = manifest.heads
+        self._in_parts = in_parts
+        self._seen = set[int]()
+
+    def before(self, span: Span) -> tuple[int, bytes] | None:
+        """Returns what is to be read for a span besides: from which byte, and what has to be there.
+
+        That is right before the span if it begins where data do. If it begins within data, where a tensor
+        does or where parts are wanted, it is somewhere before, and only the first time.
+        """
+        at = bisect_right(self._guards, (span.file, span.offset, len(self._heads))) - 1
+        if at < 0 or self._guards[at].file != span.file:
+            return None
+        guard = self._guards[at]
+        if guard.offset != span.offset:
+            may_be_first = self._in_parts or (span.file, span.offset) in self._inner
+            if not may_be_first or at in self._seen:
+                return None
+        self._seen.add(at)
+        head = self._heads[guard.head]
+        return guard.offset - len(head), head
+
 
 _MOST_BETWEEN_BYTES = 2 << 10  # that are read for nothing, where another request would take longer
 

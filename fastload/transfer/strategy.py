@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fastload.comm.hosts import host_of
 from fastload.errors import OptionError
-from fastload.transfer.demand import Demand, Supply
+from fastload.transfer.plan import Demand, Supply
 
 __all__ = ["Decision", "choose_strategy"]
 

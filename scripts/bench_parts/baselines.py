@@ -19,8 +19,7 @@ from torch import Tensor
 import fastload
 from fastload.base.memory import host_view
 from fastload.geometry.extents import Span
-from fastload.transfer.demand import Demand, Supply
-from fastload.transfer.plan import plan_transfer
+from fastload.transfer.plan import Demand, Supply, plan_transfer
 
 State = dict[str, Tensor]
 

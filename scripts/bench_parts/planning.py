@@ -21,11 +21,9 @@ from fastload.comm.store import Member, StoreRendezvous, StoreStep
 from fastload.comm.world import World
 from fastload.estimate.parallel import Cut, Model, Parallel, claims_of
 from fastload.formats.manifest import TensorEntry
-from fastload.transfer.claims import Claims
-from fastload.transfer.demand import Demand, Supply
-from fastload.transfer.lanes import Lanes
-from fastload.transfer.plan import TransferPlan, plan_transfer
-from fastload.transfer.route import RoutedPlan, Routes, plan_routes
+from fastload.transfer.demand import Claims, Lanes
+from fastload.transfer.plan import Demand, Supply, TransferPlan, plan_transfer
+from fastload.transfer.routed_plan import RoutedPlan, Routes, plan_routes
 
 _LAYER = [  # shapes, and which dimension tensor parallel ranks cut
     *(((rows, 4096), 0) for rows in (4096, 1024, 1024, 14336, 14336)),

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import fastload
 from fastload.comm import group
 from fastload.errors import PeerError
-from fastload.loading import access, job, load, sharded
+from fastload.loading import access, load
 from fastload.storage.local import LocalStorage
 from fastload.transfer.buffers import Buffers
 from fastload.transfer.host_transport import HostTransport
@@ -145,15 +145,15 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
         monkeypatch.setattr(access, "_files_seen", lambda storage: "")  # else there is nothing to compare
         before(access, "_difference")
     elif stage == "prepare":
-        before(job, "match")
+        before(load, "match")
     elif stage == "claims":
-        before(sharded, "_claim")
+        before(load, "_claim")
     elif stage == "routes":
-        before(sharded, "plan_routes")
+        before(load, "plan_routes")
     elif stage == "pack":
         before(Buffers, "_pack")
     elif stage == "rest":
-        before(sharded, "_open_rest")
+        before(load, "_open_rest")
     elif stage == "connect":
         before(Pipeline, "run")
     elif stage == "read":

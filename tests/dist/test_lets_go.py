@@ -22,7 +22,7 @@ from torch import nn
 import fastload
 from fastload.comm import shared_memory
 from fastload.errors import FastloadError, StorageError
-from fastload.loading import sweep, wants
+from fastload.loading import place, sweep
 from fastload.staging.place_files import FilePlacer
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_copy import LocalCopy
@@ -60,7 +60,7 @@ def noted_buffers(patch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
     made: list[weakref.ref[torch.Tensor]] = []
     for owner, name in (
         (transport, "allocate_staging"), (host_transport, "allocate_staging"), (shared_memory, "_map"),
-        (sweep, "allocate_staging"), (wants, "allocate"),
+        (sweep, "allocate_staging"), (place, "allocate"),
     ):  # fmt: skip
         real = getattr(owner, name)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastload.transfer.device_exchange import Lines
+from fastload.transfer.device_transport import Lines
 from fastload.transfer.grid import Grid
-from fastload.transfer.windows import Windows
+from fastload.transfer.plan import Windows
 from tests.dist.harness import ranks
 
 _CHUNK_BYTES = 37

@@ -19,8 +19,8 @@ import fastload
 from fastload.base import memory
 from fastload.formats.state import state_digest
 from fastload.saving import snapshot
-from fastload.transfer import device_routed
-from fastload.transfer.route import RoutedPlan
+from fastload.transfer import device_transport
+from fastload.transfer.routed_plan import RoutedPlan
 from tests.checkpoints import assert_same_bits, flip
 from tests.dist.test_sharded import emptied, locals_of, make, write
 from tests.dist.test_sharded_failures import break_reads
@@ -369,7 +369,7 @@ def test_messages_are_packed_on_the_device(
 ) -> None:
     """As if they went to others, which takes no second device; communicators are kept for the second load."""
     monkeypatch.setattr(RoutedPlan, "exchanges", True)
-    monkeypatch.setattr(device_routed, "groups_of", lambda plan: ((0,),))
+    monkeypatch.setattr(device_transport, "groups_of", lambda plan: ((0,),))
     saved = {f"w{number}": torch.randn(300 + number, 1000) for number in range(3)}
     save_file(saved, tmp_path / "model.safetensors")
     options = fastload.LoadOptions(strategy="allgather", chunk_bytes=chunk_bytes, timeout_s=60)

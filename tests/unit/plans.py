@@ -8,8 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fastload.geometry.extents import HasExtent
-from fastload.transfer.demand import Demand, Supply
-from fastload.transfer.plan import TransferPlan, plan_transfer
+from fastload.transfer.plan import Demand, Supply, TransferPlan, plan_transfer
 
 __all__ = ["drop_out", "plan_for_all"]
 

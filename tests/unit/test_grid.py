@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload.transfer.grid import _GOOD_DIM, Grid, dims_of, is_gather
-from fastload.transfer.windows import Windows
+from fastload.transfer.plan import Windows
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fastload.geometry.box import Runs
 from fastload.geometry.extents import Extent
-from fastload.transfer.device_routed import groups_of, handed, root_of, spread
-from fastload.transfer.route import RoutedPlan, Routes
+from fastload.transfer.device_transport import groups_of, handed, root_of, spread
+from fastload.transfer.routed_plan import RoutedPlan, Routes
 from fastload.transfer.routing import Route
 from fastload.transfer.transport import Delivery
 from tests.unit.test_routes import Want, jobs, plan_of

@@ -6,11 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload.geometry.extents import Extent
-from fastload.transfer.claims import Claim, Claims
-from fastload.transfer.demand import Supply
-from fastload.transfer.holders import Held, Holders
-from fastload.transfer.lanes import Lanes
-from fastload.transfer.route import RoutedPlan, Routes, plan_routes
+from fastload.transfer.demand import Claim, Claims, Lanes
+from fastload.transfer.plan import Supply
+from fastload.transfer.routed_plan import Held, Holders, RoutedPlan, Routes, plan_routes
 from tests.unit.test_routes import Want, everything, jobs, run
 
 BLOCK_BYTES = 16

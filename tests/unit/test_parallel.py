@@ -8,7 +8,7 @@ from fastload.errors import OptionError
 from fastload.estimate.parallel import Parallel, claims_of, model_of_size, model_of_tensors
 from fastload.formats.manifest import TensorEntry
 from fastload.geometry.box import Runs
-from fastload.transfer.claims import Claims
+from fastload.transfer.demand import Claims
 
 NAMES = [
     ("model.embed_tokens.weight", (100, 8)),

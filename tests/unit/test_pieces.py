@@ -17,7 +17,7 @@ from fastload.base.memory import byte_view
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
 from fastload.geometry.box import Box, strided_runs
 from fastload.loading.boxes import match_boxes
-from fastload.loading.claim import claim_of
+from fastload.loading.load import claim_of
 from fastload.loading.match import Match, match
 from fastload.loading.place import Placer
 

@@ -17,9 +17,7 @@ from fastload.base.memory import PAGE_BYTES
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
 from fastload.geometry.extents import Span
-from fastload.transfer.demand import Demand, Supply
-from fastload.transfer.plan import Chunk, TransferPlan
-from fastload.transfer.windows import Windows
+from fastload.transfer.plan import Chunk, Demand, Supply, TransferPlan, Windows
 from tests.unit.plans import plan_for_all
 
 

@@ -16,8 +16,7 @@ from fastload.formats.manifest import FileEntry
 from fastload.geometry.extents import Span
 from fastload.storage import PatientStorage, retry
 from fastload.storage.local import LocalStorage
-from fastload.transfer.read import ChunkReader
-from fastload.transfer.verify import refuse
+from fastload.transfer.read import ChunkReader, refuse
 
 _TEXT = b"0123456789abcdef"
 

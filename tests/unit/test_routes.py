@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from fastload.geometry.box import Box, Runs, runs_of
 from fastload.geometry.extents import Extent
-from fastload.transfer.claims import Claim, Claims
-from fastload.transfer.demand import Supply
-from fastload.transfer.lanes import Lanes
+from fastload.transfer.demand import Claim, Claims, Lanes
 from fastload.transfer.message import Message
-from fastload.transfer.route import RoutedPlan, plan_routes
+from fastload.transfer.plan import Supply
+from fastload.transfer.routed_plan import RoutedPlan, plan_routes
 from fastload.transfer.routing import Routing, sharing_domains
 
 Want = list[tuple[int, tuple[Runs, ...]]]

@@ -8,10 +8,9 @@ from types import FrameType
 from typing import Any
 
 from fastload.estimate.parallel import Cut, Model, Parallel, claims_of
-from fastload.transfer.claims import Claims
-from fastload.transfer.demand import Supply
-from fastload.transfer.lanes import Lanes
-from fastload.transfer.route import Routes, plan_routes
+from fastload.transfer.demand import Claims, Lanes
+from fastload.transfer.plan import Supply
+from fastload.transfer.routed_plan import Routes, plan_routes
 
 SHAPES = [((4096, 1024), 0), ((1024, 4096), 1), ((1024,), None)]
 JOB = Parallel(tp=4, pp=2, dp=16, fsdp=True)  # 128 ranks, no two of which want the same

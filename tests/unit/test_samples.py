@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
-from fastload.loading.samples import samples_of
+from fastload.loading.access import samples_of
 
 
 def manifest_of(sizes: list[int], per_file: int = 7) -> Manifest:

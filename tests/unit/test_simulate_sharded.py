@@ -12,7 +12,7 @@ from fastload.estimate.parallel import Parallel, model_of_size
 from fastload.estimate.sharded import ShardedLoad
 from fastload.estimate.simulate import STRATEGIES, Cluster, Prediction
 from fastload.estimate.traffic import columns_of
-from fastload.transfer.route import RoutedPlan, Routes
+from fastload.transfer.routed_plan import RoutedPlan, Routes
 from fastload.transfer.routing import Routing, sharing_domains
 
 MB, GB = 10**6, 10**9

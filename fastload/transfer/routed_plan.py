@@ -1,15 +1,11 @@
-"""Who reads what when, and which way it goes, if not all ranks want the same. Pure.
-
-Each reader has its shares of the lanes one after the other, and reads a chunk of that in each round. What
-one group of ranks wants of a chunk is a message, packed if it is strided.
-"""
+"""Which ranks can deliver which bytes of the files, where not every reader has all of them. Pure."""
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
@@ -20,16 +16,127 @@ import xxhash
 from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import IncompleteCheckpoint, OptionError
 from fastload.geometry.box import Runs
-from fastload.geometry.extents import Span
-from fastload.transfer.claims import Part
-from fastload.transfer.demand import Supply
-from fastload.transfer.holders import Holders
-from fastload.transfer.lanes import Density, Lanes, Stretch
+from fastload.geometry.extents import HasExtent, Span
+from fastload.transfer.demand import Density, Lanes, Part, Stretch
 from fastload.transfer.message import Message, Ranks, joined
-from fastload.transfer.plan import Chunk
+from fastload.transfer.plan import Chunk, Supply
 from fastload.transfer.shares import Share, deal
 
-__all__ = ["RoutedPlan", "Routes", "plan_routes"]
+__all__ = ["Held", "Holders", "Pool", "RoutedPlan", "Routes", "plan_routes"]
+
+
+class Held(NamedTuple):
+    """Bytes of one file that some ranks can deliver: whole checksum blocks.
+
+    Attributes:
+        file: Index of the file.
+        begin: First byte in the file.
+        end: The byte after the last one.
+        ranks: Those ranks, ascending; at least one.
+    """
+
+    file: int
+    begin: int
+    end: int
+    ranks: tuple[int, ...]
+
+
+class Pool(NamedTuple):
+    """What the same ranks can deliver of a lane.
+
+    Attributes:
+        lane: Number of the lane.
+        ranks: Those ranks, ascending; at least one.
+        ranges: (begin, end) of what that is, in bytes of the lane.
+    """
+
+    lane: int
+    ranks: tuple[int, ...]
+    ranges: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Which ranks hold which bytes.
+
+    Attributes:
+        stretches: In the order of the bytes; none overlap, and what is in none nobody holds.
+    """
+
+    stretches: tuple[Held, ...]
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All that hold anything, ascending."""
+        return tuple(sorted({rank for held in self.stretches for rank in held.ranks}))
+
+    @cached_property
+    def digest(self) -> str:
+        """xxh3-128 of all of it."""
+        return xxhash.xxh3_128_hexdigest(json.dumps(self.stretches).encode())
+
+    def within(self, file: int, begin: int, end: int) -> Iterator[Held]:
+        """Yields what is held of a range of a file, in order; nothing of what nobody holds."""
+        first = bisect_right(self.stretches, (file, begin), key=lambda held: (held.file, held.begin)) - 1
+        for at in range(max(0, first), len(self.stretches)):
+            held = self.stretches[at]
+            if (held.file, held.begin) >= (file, end):
+                return
+            if held.file == file and held.end > begin:
+                yield held._replace(begin=max(begin, held.begin), end=min(end, held.end))
+
+    def lacking(self, extents: Iterable[HasExtent]) -> int:
+        """Returns how many bytes of these nobody holds."""
+        return sum(
+            extent.nbytes
+            - sum(
+                held.end - held.begin
+                for held in self.within(extent.file, extent.offset, extent.offset + extent.nbytes)
+            )
+            for extent in extents
+        )
+
+    def pools(
+        self, lanes: Lanes, wanted: Sequence[Sequence[tuple[int, int]]], readers: Collection[int]
+    ) -> list[Pool] | None:
+        """Sorts lanes by who can deliver what of them.
+
+        Args:
+            lanes: The lanes.
+            wanted: Of each of them, (begin, end) of what is to be read.
+            readers: Who of the holders can read.
+
+        Returns:
+            In the order of the lanes; None if nobody can deliver some of it.
+        """
+        spaces = lanes.spaces(range(len(wanted)))
+        pools: list[Pool] = []
+        for lane, ranges in enumerate(wanted):
+            of_lane: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+            left = sum(end - begin for begin, end in ranges)
+            for begin, end in ranges:
+                for index, first, last in spaces[lane].cut(begin, end - begin):
+                    placed, start = spaces[lane].extents[index], spaces[lane].starts[index]
+                    for held in self.within(placed.file, placed.offset + first, placed.offset + last):
+                        ranks = tuple(rank for rank in held.ranks if rank in readers)
+                        if not ranks:
+                            return None
+                        at = start + held.begin - placed.offset
+                        left -= held.end - held.begin
+                        _append(of_lane.setdefault(ranks, []), at, at + held.end - held.begin)
+            if left:
+                return None
+            pools += (Pool(lane, ranks, found) for ranks, found in sorted(of_lane.items()))
+        return pools
+
+
+def _append(ranges: list[tuple[int, int]], begin: int, end: int) -> None:
+    """Adds a range behind the others, joined to the last one if it follows that."""
+    if ranges and ranges[-1][1] == begin:
+        ranges[-1] = ranges[-1][0], end
+    else:
+        ranges.append((begin, end))
+
 
 _MAX_CHUNK_BYTES = 8 << 20
 _MIN_CHUNK_BYTES = 1 << 20
