@@ -266,7 +266,7 @@ def _print(path: str | None, load: _Load, predictions: dict[str, Prediction]) ->
         least, most = map(format_bytes, _held_bytes(load))
         held = most if least == most else f"{least} to {most}"
         console.print(f"{what}, of which each of {cluster.num_ranks:,} ranks holds {held}", style="bold")
-        exchange = f"parcels over Gloo; {load.parallel}"
+        exchange = f"messages over Gloo; {load.parallel}"
     else:
         console.print(f"{what} into each of {cluster.num_ranks:,} ranks", style="bold")
         exchange = "NCCL" if cluster.nccl else "Gloo"

@@ -12,7 +12,7 @@ The model is the pipeline of `transfer/pipeline.py`, seen from one rank that sta
   more than one host each byte of a round enters every host exactly once, read or received: a round
   occupies the link for round_bytes ÷ link rate, or for longer if some host has more to send. Of the
   rounds in flight that is taken to be even.
-- Over Gloo chunks go along the trees of `transfer/tree.py`, as many next to each other as hosts have
+- Over Gloo chunks go along the trees of `transfer/routing.py`, as many next to each other as hosts have
   ranks. A host passes a chunk on once it is there as a whole, so a hop takes chunk ÷ rate of its rank,
   and `message_s`. A rank handles one message for each reader at its place. The others of its host copy
   from memory that they share.
@@ -23,7 +23,7 @@ The model is the pipeline of `transfer/pipeline.py`, seen from one rank that sta
 - A rank passes on at most `rank_bytes_per_s` (its cores), and one thread of it places `copy_bytes_per_s`,
   as if no chunk came to where it belongs at once.
 - `opening_s` comes before the data: listing, headers, connecting. The ranks agree `_NUM_AGREEMENTS` times,
-  along the tree of `ranks/bonds.py`, in which each handles seven others on every level, one after the other.
+  along the tree of `comm/tree.py`, in which each handles seven others on every level, one after the other.
   What each rank tells of itself is told to all. The first load of a group makes the tree: for that each rank
   asks the rendezvous store `_NUM_REQUESTS` times, which one thread answers while the first one reads headers.
   What these take was measured on one machine (docs/benchmarks.md), but for the network between two ranks.

@@ -96,7 +96,7 @@ def test_plan_of_a_large_sharded_load(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
     assert "13.8 TB, of which each of 3,072 ranks holds 27 GB" in done.stdout
-    assert "parcels over Gloo; TP 8 × PP 64 × DP 6" in done.stdout
+    assert "messages over Gloo; TP 8 × PP 64 × DP 6" in done.stdout
     row = next(line for line in done.stdout.splitlines() if line.lstrip().startswith("allgather"))
     assert re.search(r"50\.9 s +0\.18 +13\.8 TB +3,072 .*storage", row), row
     assert {event["name"] for event in json.loads(trace.read_text())} >= {"read", "exchange", "place"}
