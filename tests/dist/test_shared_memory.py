@@ -130,7 +130,9 @@ def die_in_the_middle(rank: int, world: int, path: Path) -> None:
 def test_nothing_stays_when_all_are_killed(path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     run_ranks(die_in_the_middle, 3, dies=dict.fromkeys(range(3), signal.SIGKILL), path=path)
-    assert set(os.listdir("/dev/shm")) <= before
+    left = set(os.listdir("/dev/shm")) - before
+    # Others on this machine may use it meanwhile.
+    assert [name for name in left if name.startswith(("fastload", "torch_", "psm_", "sem."))] == []
 
 
 # Who comes to the door
