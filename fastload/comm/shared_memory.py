@@ -57,18 +57,18 @@ class HostMemory:
         self.ranks = tuple(ranks)
         self.number = 0
         self.memory = _NOTHING
-        self._world = world
+        self._rank = world.rank
+        self._patience_s = world.patience_s
+        self._cache = world.cache  # not the world: a read that never ends keeps all of this
         self._num_clears = world.cache.num_clears
         self._name = f"the ranks {self.ranks} of a host"
         self._link: HostLink | None = None
         self._listener: HostListener | None = None
         self._leader_name = ""
-        self._arrived: dict[int, dict[int, dict[int, int]]] = {}
-        self._released = dict.fromkeys(self.ranks, -1)
 
     def offer(self) -> dict[str, str]:
         """Returns the address of this rank on its host; `close` ends it."""
-        self._link = self._world.cache.take(self._name)
+        self._link = self._cache.take(self._name)
         if self._link is not None and not self._link.is_alive:
             self.renew()
         if self._link is not None:
@@ -99,11 +99,11 @@ class HostMemory:
             MemoryError: The system refuses that much memory.
         """
         self.observer = observer
-        limit_s = self._world.patience_s
+        limit_s = self._patience_s
         if self._link is None:
             assert self._listener is not None, "offered"
             self._link = HostLink(
-                self._world.rank,
+                self._rank,
                 self.ranks,
                 self._listener,
                 self._leader_name,
@@ -124,18 +124,6 @@ class HostMemory:
         assert self._link is not None, "connected"
         self._link.arrive(_Message(self.number, index, released, statuses))
 
-    def collect(self, rank: int, message: _Message) -> _Message | None:
-        """Notes, on the leader, the message of a rank; returns the message to all after the last one."""
-        found = self._arrived.setdefault(message.number, {})
-        found[rank] = message.statuses
-        self._released[rank] = max(self._released[rank], message.released)
-        if len(found) < len(self._released):
-            return None
-        statuses: dict[int, int] = {}
-        for part in self._arrived.pop(message.number).values():
-            statuses |= part
-        return _Message(self.number, message.number, min(self._released.values()), statuses)
-
     def close(self) -> None:
         """Ends the load; caches the connections for the next one, if all ranks are alive."""
         if self._listener is not None:
@@ -145,7 +133,7 @@ class HostMemory:
             return
         link.end(self)
         if link.is_alive:
-            self._world.cache.put(self._name, link, self._num_clears)
+            self._cache.put(self._name, link, self._num_clears)
         else:
             link.drop()
 
@@ -192,6 +180,26 @@ class _Message(NamedTuple):
         return cls(load, number, released, dict(statuses))
 
 
+class _Collector:
+    """The messages of the ranks for the rounds of one load, on the leader."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._arrived: dict[int, dict[int, dict[int, int]]] = {}
+        self._released = dict.fromkeys(ranks, -1)
+
+    def collect(self, rank: int, message: _Message) -> _Message | None:
+        """Notes the message of a rank; returns the message to all after the last one."""
+        found = self._arrived.setdefault(message.number, {})
+        found[rank] = message.statuses
+        self._released[rank] = max(self._released[rank], message.released)
+        if len(found) < len(self._released):
+            return None
+        statuses: dict[int, int] = {}
+        for part in self._arrived.pop(message.number).values():
+            statuses |= part
+        return _Message(message.load, message.number, min(self._released.values()), statuses)
+
+
 class HostLink:
     """Connections between the ranks of one host, kept between loads; see `cache.CachedResource`.
 
@@ -231,6 +239,7 @@ class HostLink:
         self._lock = threading.Lock()
         self._num_loads = 0
         self._load: HostMemory | None = None
+        self._collector = _Collector(ranks)
         self._memory: dict[int, tuple[int, int]] = {}  # of loads that this rank has not come to: file, bytes
         self._has_memory = threading.Condition(self._lock)
         self._lost: int | None = None
@@ -262,6 +271,7 @@ class HostLink:
         try:
             load.memory = _map(file, nbytes)
             with self._lock:
+                self._collector = _Collector(load.ranks)
                 self._load = load  # before the others have the memory, and can tell of rounds
                 lost = self._lost
             if self._leads:
@@ -362,7 +372,7 @@ class HostLink:
             load = self._load
             done = None
             if load is not None and load.number == message.load:
-                done = load.collect(rank, message)
+                done = self._collector.collect(rank, message)
         if done is not None:
             for member, other in self._sockets.items():
                 self._tell(member, other, done)

@@ -75,14 +75,14 @@ def measure_parts(num_ranks: int, repeats: int) -> dict[str, float]:
                 store.add("0/lives", 1)
                 store.compare_set("1/at/0", "?", "?")
         request_s = (_cpu_s(server.pid) - began_s) / repeats / 2
-        verdict_s = _median_s(
+        decision_s = _median_s(
             lambda step: within(60, "it", lambda: store.compare_set(f"{step}", "", _TABLE)), repeats
         )
     finally:
         _end(server)
     parts = {
         "request": request_s,
-        "verdict": verdict_s,
+        "decision": decision_s,
         "hop": _measure_hop(repeats),
         "answer": _measure_answer(repeats),
     }
@@ -95,20 +95,20 @@ def measure_parts(num_ranks: int, repeats: int) -> dict[str, float]:
 def _measure_hop(repeats: int) -> float:
     near, far = _connected()
     if not (child := os.fork()):
-        bonds = TreeLinks(1, {0: far})
+        links = TreeLinks(1, {0: far})
         for step in range(repeats):
-            bonds.receive([0], (1, step), lambda: 1.0)
-            bonds.send([0], (1, step), _TABLE, b"")
+            links.receive([0], (1, step), lambda: 1.0)
+            links.send([0], (1, step), _TABLE, b"")
         os._exit(0)
-    bonds = TreeLinks(0, {1: near})
+    links = TreeLinks(0, {1: near})
 
     def go(step: int) -> None:
-        bonds.send([1], (1, step), _TABLE, b"")
-        bonds.receive([1], (1, step), lambda: 1.0)
+        links.send([1], (1, step), _TABLE, b"")
+        links.receive([1], (1, step), lambda: 1.0)
 
     there_and_back_s = _median_s(go, repeats)
     os.waitpid(child, 0)
-    bonds.drop()
+    links.drop()
     far.close()
     return there_and_back_s / 2
 
@@ -119,16 +119,16 @@ def _measure_answer(repeats: int) -> float:
     below = {rank: TreeLinks(rank, {0: far}) for rank, (_, far) in pairs.items()}
     spent_s = 0.0
     for step in range(repeats):
-        for rank, bonds in below.items():
-            bonds.send([0], (1, step), write_response(rank, _ANSWER), b"")
+        for rank, links in below.items():
+            links.send([0], (1, step), write_response(rank, _ANSWER), b"")
         began_s = time.thread_time()
         tables = [table for table, _ in above.receive(pairs, (1, step), lambda: 1.0)]
         above.send(pairs, (1, step), join_responses([write_response(0, _ANSWER), *tables]), b"")
         spent_s += time.thread_time() - began_s
-        for bonds in below.values():
-            bonds.receive([0], (1, step), lambda: 1.0)
-    for bonds in (above, *below.values()):
-        bonds.drop()
+        for links in below.values():
+            links.receive([0], (1, step), lambda: 1.0)
+    for links in (above, *below.values()):
+        links.drop()
     return spent_s / repeats / len(pairs)
 
 

@@ -52,8 +52,8 @@ def load_with_another_version(rank: int, world: int, path: Path) -> list[Outcome
         if case.in_tree:
             call = partial(fastload.load, path, process_group=dist.new_group(range(world)), options=given)
         else:
-            corner = dist.PrefixStore("job", root)
-            call = partial(meet, partial(join_in, corner, Member(rank, world), timeout_s=PATIENT_S))
+            namespace = dist.PrefixStore("job", root)
+            call = partial(meet, partial(join_in, namespace, Member(rank, world), timeout_s=PATIENT_S))
         with pytest.MonkeyPatch.context() as patch:
             for name, value in case.changes.items() if rank in case.others else ():
                 patch.setattr(store, name, value)

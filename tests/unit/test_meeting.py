@@ -52,7 +52,7 @@ def test_ranks_that_died_before_all_had_come_do_not_count(port: int, monkeypatch
         assert len(set(meet(port, [1, 0], 2))) == 1
 
 
-def test_a_verdict_of_many_ranks_is_short() -> None:
+def test_a_decision_of_many_ranks_is_short() -> None:
     """All of them read it: what their answers have in common is told once."""
     store, num_ranks = dist.HashStore(), 200
     steps = [StoreStep(store, "1/0", num_ranks) for _ in range(num_ranks)]

@@ -27,7 +27,7 @@ from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerEr
 
 SHORT_S, LONG_S = 0.12, 30.0
 MOST_KEPT = 8
-NUM_KEYS_OF_A_CALL = 4  # answers, their count, pulse, verdict
+NUM_KEYS_OF_A_CALL = 4  # responses, their count, progress, decision
 _BITS = st.integers(1, 31)
 
 
@@ -45,7 +45,8 @@ class Op:
 
     Attributes:
         kind: ``all`` make a call; or only ``some`` do; or some come ``late`` for it, or ``leave`` it. Or the
-            group is made ``anew``: in the same corner of the store, or in another one if its call is ``B``.
+            group is made ``anew``: in the same namespace of the store, or in another one if its call is
+            ``B``.
         who: Those some, as bits.
         call: Its name.
     """
@@ -151,9 +152,9 @@ def test_ranks_meet_again_whatever_some_have_done(size: int, ops: list[Op], in_t
             assert list(ends) == [everyone] * size, (op, ends)
         elif 0 < len(chosen) < size and op.kind != "anew":
             assert everyone not in ends, (op, ends)
-    # Of a tree the first rank keeps the last verdicts.
+    # Of a tree the first rank keeps the last decisions.
     num_groups = len(each[0][1])
-    # What failed calls have left goes with the next of all in their corner, of which an old one has none.
+    # What failed calls have left goes with the next of all in their namespace, of which an old one has none.
     last_anew = max([number for number, op in enumerate(ops) if op.kind == "anew"], default=0)
     num_failed = sum({"some": 1, "late": 2, "leave": 1}.get(op.kind, 0) for op in ops[:last_anew])
     most = num_groups * (size + 1 + in_tree * MOST_KEPT) + num_failed * NUM_KEYS_OF_A_CALL
