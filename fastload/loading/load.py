@@ -56,6 +56,7 @@ __all__ = [
     "Opened",
     "Request",
     "Wish",
+    "claim_of",
     "decide",
     "prepare",
     "restore",
@@ -64,7 +65,7 @@ __all__ = [
 ]
 
 
-def _claim_of(manifest: Manifest, destinations: Sequence[Destination]) -> Claim:
+def claim_of(manifest: Manifest, destinations: Sequence[Destination]) -> Claim:
     """Returns what is to come to this rank.
 
     Args:
@@ -536,7 +537,7 @@ def _open_rest(job: Job, unread_from: dict[int, int]) -> Job:
 
 
 def _claim(wish: Wish) -> Claim:
-    return _claim_of(wish.opened.access.manifest, wish.matched.destinations)
+    return claim_of(wish.opened.access.manifest, wish.matched.destinations)
 
 
 def _open(wish: Wish, lanes: Lanes, bytes_wanted: int) -> Job:
