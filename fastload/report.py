@@ -79,11 +79,11 @@ class RankReport(_RankReport):
             itself, and for the ranks of its host. 0 with NCCL, where nobody counts them.
         read_s: Seconds in which at least one read was under way.
         exchange_s: Seconds in which at least one exchange was under way.
-        place_s: Seconds spent moving bytes from slabs into tensors.
+        place_s: Seconds spent moving bytes from buffers into tensors.
         exposed_s: Seconds of `total_s` in which it read nothing: what reading did not hide.
         total_s: Seconds from the agreement on the plan to the last tensor in place.
         overlapped_s: Work done at the same time as other work: read + exchange + place - total, at least 0.
-        peak_staging_bytes: Bytes of its slabs.
+        peak_staging_bytes: Bytes of its staging buffers.
         retries: Attempts at reads beyond the first, those after a checksum that did not fit included.
     """
 
@@ -294,7 +294,7 @@ class StageRankReport:
         write_s: Seconds with at least one write under way.
         flush_s: Seconds until what it wrote was durable, after the last write.
         total_s: Seconds from the call until its host had the copy.
-        peak_staging_bytes: Bytes of its slabs.
+        peak_staging_bytes: Bytes of its staging buffers.
         retries: Attempts at reads beyond the first.
     """
 

@@ -106,28 +106,28 @@ class Sweep:
 
     def _read_all(self) -> None:
         plan, rank = self._plan, self._world.rank
-        slabs = [allocate_staging(self._slab_bytes, pinned=False) for _ in range(self._num_slabs)]
+        buffers = [allocate_staging(self._buffer_bytes, pinned=False) for _ in range(self._num_buffers)]
         reads: deque[Future[None]] = deque()
-        for index in range(plan.num_rounds if slabs else 0):
-            if len(reads) == len(slabs):
-                self._finish(reads, index - len(slabs))
+        for index in range(plan.num_rounds if buffers else 0):
+            if len(reads) == len(buffers):
+                self._finish(reads, index - len(buffers))
             chunk = plan.chunk(index, rank)
-            view = host_view(slabs[index % len(slabs)][: chunk.nbytes])
+            view = host_view(buffers[index % len(buffers)][: chunk.nbytes])
             reads.append(self.reader.submit(plan.spans(chunk), [view]))
         while reads:
             self._finish(reads, plan.num_rounds - len(reads))
 
     @property
-    def _num_slabs(self) -> int:
+    def _num_buffers(self) -> int:
         return min(self._plan.depth, self._plan.num_rounds) if self._world.rank in self._plan.readers else 0
 
     @property
-    def _slab_bytes(self) -> int:
+    def _buffer_bytes(self) -> int:
         return self._plan.largest_chunk_bytes(self._world.rank)
 
     def _finish(self, reads: deque[Future[None]], index: int) -> None:
         """Waits for the first read, no longer than all ranks go on."""
-        # No frame here keeps it: else error → traceback → frame → read → error would keep the slabs alive.
+        # No frame here keeps it: else error → traceback → frame → read → error would keep the buffers alive.
         self._world.await_work(reads.popleft(), partial(self.reader.overdue, 0.0))
         if self._options.progress is not None:
             plan = self._plan
@@ -145,7 +145,7 @@ class Sweep:
             bytes_verified=self.reader.verified.total,
             read_s=self.reader.watch.seconds,
             total_s=total_s,
-            peak_staging_bytes=self._num_slabs * self._slab_bytes,
+            peak_staging_bytes=self._num_buffers * self._buffer_bytes,
             retries=access.storage.num_retries + self.reader.rereads.total,
         )
 

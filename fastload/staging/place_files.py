@@ -163,7 +163,7 @@ class FilePlacer:
         entries = []
         while self._under_way:
             late = partial(self._late, self._under_way[0][0])
-            # No frame here keeps it: else error → traceback → frame → work → error would keep slabs alive.
+            # No frame here keeps it: else error → traceback → frame → work → error would keep buffers alive.
             entries.append(self._world.await_work(self._under_way.popleft()[1], late))
         if entries and self._copy is not None:
             self._copy.note(b"".join(entries))

@@ -1,4 +1,11 @@
-"""What each rank wants, if not all want the same: bytes of tensors. Pure; told to all ranks, compactly."""
+"""Which ranks want which bytes of which tensors, and the groups that want the same. Pure.
+
+A rank's `Claim` lists the bytes that it wants, compactly, since all ranks tell each other. `Lanes` sorts the
+bytes by who wants them: a tensor is cut into segments, within each of which the same groups of ranks want
+something. A segment is contiguous in its file; what a group wants of it may be strided, and then segments end
+where rows do. All segments with the same groups, in file order, are a lane; for storage that reads ahead, all
+segments are one. Tensors of one length of which the same ranks want the same are cut once.
+"""
 
 from __future__ import annotations
 

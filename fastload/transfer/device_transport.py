@@ -1,4 +1,9 @@
-"""What exchanges between devices stand on: communicators of their own, and a thread that waits for events."""
+"""The transports between devices: the group's backend, on communicators and streams of fastload's own.
+
+`DeviceExchange` serves plans in which all ranks want the same: chunks lie side by side in slots, and go along
+the lines of a grid. `DeviceRoutedExchange` serves the others: messages among few groups. Both make their
+communicators with `Communicators`, and wait for their rounds with `Endings`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections over Gloo that outlive a load: each rank's to those that it talks to, and to nobody else."""
+"""Connections over Gloo that outlive a load, and the messages that one load sends along them."""
 
 from __future__ import annotations
 

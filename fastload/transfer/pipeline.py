@@ -1,4 +1,4 @@
-"""read → exchange → place, a bounded number of rounds at a time, all three at once."""
+"""Runs the rounds of a plan: read, pack, transport and place, several rounds at a time."""
 
 from __future__ import annotations
 

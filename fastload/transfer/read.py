@@ -1,4 +1,4 @@
-"""Fills buffers with chunks, in some threads."""
+"""Reads chunks into buffers, in threads, and checks them: checksum blocks, and what has to precede data."""
 
 from __future__ import annotations
 

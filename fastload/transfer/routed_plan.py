@@ -1,4 +1,9 @@
-"""Which ranks can deliver which bytes of the files, where not every reader has all of them. Pure."""
+"""Plans of loads in which ranks want different bytes: rounds, readers and messages. Pure.
+
+Each reader has its shares of the lanes one after the other, and reads a chunk of that in each round. What
+one group of ranks wants of a chunk is a message, packed if it is strided. Where not every reader has all
+files, as in a restore from memory, `Holders` says who can read what.
+"""
 
 from __future__ import annotations
 

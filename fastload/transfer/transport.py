@@ -194,7 +194,7 @@ class Transport(Protocol):
     def offer(self) -> Any:
         """Returns what the others have to know to connect to this rank, a JSON object; None for nothing.
 
-        See `wire.Offering`.
+        See `links.Offering`.
         """
         ...
 
