@@ -531,8 +531,12 @@ def _open_rest(job: Job, unread_from: dict[int, int]) -> Job:
     opened = job.wish.opened
     progress, placed_bytes = opened.options.progress, job.pipeline.placed_bytes
     if progress is not None:
-        goes_on = replace(opened.options, progress=lambda now, wanted: progress(placed_bytes + now, wanted))
-        opened = replace(opened, options=goes_on)
+
+        def goes_on(now: int, wanted: int) -> None:
+            # Between devices, ranks place what could not be read like anything else, and have counted it.
+            progress(min(placed_bytes + now, wanted), wanted)
+
+        opened = replace(opened, options=replace(opened.options, progress=goes_on))
     return _open_job(replace(job.wish, opened=opened), rest, job.bytes_wanted)
 
 

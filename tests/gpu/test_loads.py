@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -314,19 +315,24 @@ def test_a_device_that_torch_does_not_serve_is_refused(
 def test_readers_that_break_drop_out(devices: Devices, rank: int, world: int, tmp_path: Path) -> None:
     saved = written(tmp_path, rank)
     options = fastload.LoadOptions(strategy="allgather", chunk_bytes=1021, timeout_s=60)
-    mesh = init_device_mesh(devices.device.type, (world,))
-    for seed in range(2):
+    meshes = [((world,), [Shard(0)]), ((2, world // 2), [Replicate(), Shard(0)])]
+    for seed, (shape, placements) in enumerate(meshes):
+        mesh = init_device_mesh(devices.device.type, shape)
         devices.slow(seed)
         with pytest.MonkeyPatch.context() as patch:
             break_reads(patch, 2 if rank == 1 else None)
             loaded = fastload.load(tmp_path, device=devices.device, options=options)
         assert_same_bits(on_host(loaded), saved)
-        state: dict[str, Tensor] = {n: devices.cut(t, mesh, [Shard(0)]) for n, t in saved.items()}
+        state: dict[str, Tensor] = {n: devices.cut(t, mesh, placements) for n, t in saved.items()}
         before = on_host(locals_of(state))
+        shown: list[tuple[int, int]] = []
         with pytest.MonkeyPatch.context() as patch:
             break_reads(patch, 2 if rank == 1 else None)
-            fastload.load(tmp_path, into=emptied(state), options=options)
+            told = replace(options, progress=lambda *one: shown.append(one))  # noqa: B023
+            fastload.load(tmp_path, into=emptied(state), options=told)
         assert_same_bits(on_host(locals_of(state)), before)
+        assert shown == sorted(shown), "it goes back"
+        assert shown[-1][0] == shown[-1][1]
     devices.check_group()
 
 
