@@ -44,9 +44,9 @@ __all__ = [
     "DeviceRoutedExchange",
     "Endings",
     "Lines",
+    "broadcasts_of",
     "groups_of",
     "handed",
-    "spread",
 ]
 
 _NO_TIMEOUT = timedelta(days=7)  # of a collective: the load has its own deadlines
@@ -298,37 +298,25 @@ class Endings:
 _NUM_KNOWN = 1024  # windows of readers whose moves are kept
 
 
-class DeviceExchange:
-    """Collectives on device buffers, on streams and communicators of fastload's own.
-
-    Each line of the grid of ranks has a communicator, which is kept for the next loads of the group. The
-    group's own communicator is never used: the caller may be in the middle of a collective on it.
+class _DeviceTransport:
+    """What both transports between devices do alike.
 
     Args:
+        name: For the report.
         world: The ranks.
         device: This rank's accelerator, with its number.
-        backend: What moves data between the devices, as `open_transport.backend_of` names it.
-        hosts: Host of each rank.
+        communicators: Those that carry the rounds.
     """
 
     shares_memory = False
     bytes_in = 0  # nobody counts what the backend takes between hosts
 
-    def __init__(self, world: World, device: torch.device, backend: str, hosts: Sequence[str]) -> None:
-        self.name = backend
+    def __init__(self, name: str, world: World, device: torch.device, communicators: Communicators) -> None:
+        self.name = name
         self.device = device
         self.watch = Stopwatch()
         self._rank = world.rank
-        self._grid = Grid.of(hosts)
-        phases = [phase for phase in range(self._grid.num_phases) if self._grid.has_line(world.rank, phase)]
-        lines = {phase: self._grid.line(world.rank, phase) for phase in phases}
-        self._communicators = Communicators(world, f"grid {self._grid.dims}", lines, device, backend)
-        # One for each phase: rounds overlap, each in another one.
-        self._streams = [torch.Stream(device) for _ in range(self._grid.num_phases)]
-        self._last = self._streams[0]
-        self._statuses: list[Tensor] = []
-        self._num_started = 0
-        self._lines: Lines | None = None
+        self._communicators = communicators
         self._endings = Endings(device, self.watch)
 
     def route(self, message: Message) -> Route:
@@ -344,14 +332,50 @@ class DeviceExchange:
         self._communicators.accept(offers)
         return ()  # the backend has ways of its own
 
+    def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
+        pass
+
+    def allocate_own(self, nbytes: int) -> Tensor:
+        return allocate_staging(nbytes, pinned=True)
+
+    def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
+        pass  # the round is done, and with it all that this rank sends and receives
+
+    def close(self) -> None:
+        self._communicators.close(keep=self._endings.close())
+
+
+class DeviceExchange(_DeviceTransport):
+    """Collectives on device buffers, on streams and communicators of fastload's own.
+
+    Each line of the grid of ranks has a communicator, which is kept for the next loads of the group. The
+    group's own communicator is never used: the caller may be in the middle of a collective on it.
+
+    Args:
+        world: The ranks.
+        device: This rank's accelerator, with its number.
+        backend: What moves data between the devices, as `open_transport.backend_of` names it.
+        hosts: Host of each rank.
+    """
+
+    def __init__(self, world: World, device: torch.device, backend: str, hosts: Sequence[str]) -> None:
+        self._grid = Grid.of(hosts)
+        phases = [phase for phase in range(self._grid.num_phases) if self._grid.has_line(world.rank, phase)]
+        lines = {phase: self._grid.line(world.rank, phase) for phase in phases}
+        communicators = Communicators(world, f"grid {self._grid.dims}", lines, device, backend)
+        super().__init__(backend, world, device, communicators)
+        # One for each phase: rounds overlap, each in another one.
+        self._streams = [torch.Stream(device) for _ in range(self._grid.num_phases)]
+        self._last = self._streams[0]
+        self._statuses: list[Tensor] = []
+        self._num_started = 0
+        self._lines: Lines | None = None
+
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         found = self._communicators.meet(give_up)
         groups = [found.get(phase) for phase in range(self._grid.num_phases)]
         self._lines = Lines(self._grid, self._rank, groups, self._within)
         self._endings.begin()
-
-    def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        pass
 
     def allocate(self, buffer_bytes: int, own_bytes: int) -> tuple[FlatBuffer, Tensor | None]:
         buffer = allocate((buffer_bytes,), torch.uint8, self.device)
@@ -365,9 +389,6 @@ class DeviceExchange:
             statuses.record_stream(stream)
         self._statuses.append(statuses)
         return FlatBuffer(buffer), allocate_staging(own_bytes, pinned=True)
-
-    def allocate_own(self, nbytes: int) -> Tensor:
-        return allocate_staging(nbytes, pinned=True)
 
     def post(self, work: Round) -> None:
         pass
@@ -388,12 +409,6 @@ class DeviceExchange:
             work.broke(error)
         work.started.set()
         self._endings.follow(work, ended, partial(_note, work, tuple(work.slots.each), statuses))
-
-    def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        pass  # the round is done, so every rank of the lines has sent and received all of it
-
-    def close(self) -> None:
-        self._communicators.close(keep=self._endings.close())
 
     def _bring(self, slots: Slots, work: Round, statuses: Tensor) -> None:
         """Brings chunks, and one status for each reader, to all ranks."""
@@ -489,7 +504,7 @@ class Lines:
 _MAX_NUM_GROUPS = 4  # of one rank: each takes a communicator
 
 
-class DeviceRoutedExchange:
+class DeviceRoutedExchange(_DeviceTransport):
     """Messages between devices, each from the rank that reads it to a group that wants it.
 
     Chunks are read into host memory, and packed on the device. A rank that cannot read takes part all the
@@ -502,50 +517,26 @@ class DeviceRoutedExchange:
         backend: What moves data between the devices, as `open_transport.backend_of` names it.
     """
 
-    shares_memory = False
-    bytes_in = 0  # nobody counts what the backend takes between hosts
-
     def __init__(self, world: World, groups: Sequence[Ranks], device: torch.device, backend: str) -> None:
-        self.name = f"{backend} routed"
-        self.device = device
-        self.watch = Stopwatch()
-        self._rank = world.rank
         self._members = {number: ranks for number, ranks in enumerate(groups) if world.rank in ranks}
         name = f"routed {xxhash.xxh3_64_hexdigest(repr(groups).encode())}"
-        self._communicators = Communicators(world, name, self._members, device, backend)
-        self._spreads = Spreads(world.rank, {})
+        communicators = Communicators(world, name, self._members, device, backend)
+        super().__init__(f"{backend} routed", world, device, communicators)
+        self._broadcasts = GroupBroadcasts(world.rank, {})
         self._packing, self._moving = torch.Stream(device), torch.Stream(device)
-        self._endings = Endings(device, self.watch)
-
-    def route(self, message: Message) -> Route:
-        return Route(self._rank)
-
-    def offer(self) -> Any:
-        return self._communicators.offer()
-
-    def renew(self) -> None:
-        self._communicators.renew()
-
-    def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
-        self._communicators.accept(offers)
-        return ()  # the backend has ways of its own
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
         made = self._communicators.meet(give_up)
-        self._spreads = Spreads(self._rank, {self._members[number]: group for number, group in made.items()})
+        self._broadcasts = GroupBroadcasts(
+            self._rank, {self._members[number]: group for number, group in made.items()}
+        )
         self._endings.begin()
-
-    def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        pass
 
     def allocate(self, buffer_bytes: int, own_bytes: int) -> tuple[FlatBuffer, Tensor | None]:
         buffer = allocate((buffer_bytes,), torch.uint8, self.device)
         buffer.record_stream(self._packing)
         buffer.record_stream(self._moving)
         return FlatBuffer(buffer), self.allocate_own(own_bytes)
-
-    def allocate_own(self, nbytes: int) -> Tensor:
-        return allocate_staging(nbytes, pinned=True)
 
     def post(self, work: Round) -> None:
         # Kernels of the caller's that still use what was freed here come first.
@@ -563,18 +554,12 @@ class DeviceRoutedExchange:
                 deliveries = (*work.kept, *work.incoming)
                 for each in deliveries:  # some have memory besides the buffer
                     each.data.record_stream(self._moving)
-                self._spreads.bring(deliveries)
+                self._broadcasts.bring(deliveries)
                 ended.record(self._moving)
         except (RuntimeError, MemoryError) as error:
             work.broke(error)
         work.started.set()
         self._endings.follow(work, ended, partial(self._note, work))
-
-    def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        pass  # the round is done, and with it what this rank has sent
-
-    def close(self) -> None:
-        self._communicators.close(keep=self._endings.close())
 
     def _pack(self, pack: Callable[[Round], None], work: Round) -> None:
         with self._on(self._packing):
@@ -591,10 +576,10 @@ class DeviceRoutedExchange:
             yield
 
 
-class Spreads:
+class GroupBroadcasts:
     """The groups of one rank, each with a process group.
 
-    All ranks call what they have part in in one order: by round, what is handed before what is spread, by
+    All ranks call what they have part in in one order: by round, what is handed before what is broadcast, by
     group. So they cannot wait for each other in a circle, though some are ahead of others.
 
     Args:
@@ -615,7 +600,7 @@ class Spreads:
         """
         if found := handed(deliveries, self._rank):
             _at_once(self._everyone, [partial(self._hand, each) for each in found])
-        for ranks, found in spread(deliveries).items():
+        for ranks, found in broadcasts_of(deliveries).items():
             group = self._groups[ranks]
             _at_once(group, [partial(_broadcast, group, each) for each in found])
 
@@ -695,7 +680,7 @@ def handed(deliveries: Iterable[Delivery], rank: int) -> list[Delivery]:
     )
 
 
-def spread(deliveries: Iterable[Delivery]) -> dict[Ranks, list[Delivery]]:
+def broadcasts_of(deliveries: Iterable[Delivery]) -> dict[Ranks, list[Delivery]]:
     """Returns what is broadcast in each group of a rank's; groups, and messages, in one order on all ranks.
 
     Args:

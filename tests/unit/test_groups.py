@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastload.geometry.box import Runs
 from fastload.geometry.extents import Extent
-from fastload.transfer.device_transport import groups_of, handed, root_of, spread
+from fastload.transfer.device_transport import broadcasts_of, groups_of, handed, root_of
 from fastload.transfer.routed_plan import RoutedPlan, Routes
 from fastload.transfer.routing import Route
 from fastload.transfer.transport import Delivery
@@ -53,8 +53,8 @@ def test_each_message_comes_once_to_whoever_wants_it_in_one_order(
                 hands.setdefault((*ends, sends), []).append((message.ranks, message.nbytes))
                 has[rank, message.ranks, message.reader] += not sends
         assert all(found == hands[source, to, not sends] for (source, to, sends), found in hands.items())
-        spreads = [spread(of_rank) for of_rank in deliveries]
-        for rank, of_rank in enumerate(spreads):
+        broadcasts = [broadcasts_of(of_rank) for of_rank in deliveries]
+        for rank, of_rank in enumerate(broadcasts):
             assert all(first < second for first, second in pairwise(of_rank))
             for ranks, found in of_rank.items():
                 assert not groups or ranks in groups
@@ -64,7 +64,7 @@ def test_each_message_comes_once_to_whoever_wants_it_in_one_order(
                 for other in ranks:
                     there = [
                         (each.message.reader, root_of(each.message), each.message.nbytes)
-                        for each in spreads[other][ranks]
+                        for each in broadcasts[other][ranks]
                     ]
                     assert there == readers_here
                 for reader, root, _ in readers_here:
