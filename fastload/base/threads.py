@@ -13,7 +13,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from fastload.base.errands import Errand
+from fastload.base.tasks import Task
 from fastload.errors import DeadlineExceeded, Interrupted
 
 __all__ = ["ProcessLock", "Workers", "await_done", "background", "each", "within"]
@@ -23,9 +23,9 @@ T = TypeVar("T")
 _TICK_S = 0.05
 
 
-def background(target: Callable[[], object], name: str) -> Errand:
-    """Makes an errand, to be started by the caller: a thread that does not keep the process from ending."""
-    return Errand(target, name)
+def background(target: Callable[[], object], name: str) -> Task:
+    """Makes an task, to be started by the caller: a thread that does not keep the process from ending."""
+    return Task(target, name)
 
 
 class ProcessLock:
@@ -65,7 +65,7 @@ class Workers:
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._most = num_threads
         self._name = name
-        self._threads: list[Errand] = []
+        self._threads: list[Task] = []
         self._lock = threading.Lock()
         self._num_calls = 0
         self._num_serving = 0

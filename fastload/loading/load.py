@@ -269,7 +269,7 @@ class Wish:
             backend = backend_of(world.group, device.type)
             detour = "" if backend else f"the process group has no backend between {device.type} devices"
         decision = decide(opened, fast_links=bool(backend))
-        if matched.outbox is not None and matched.outbox.is_mapped:
+        if matched.stream_buffer is not None and matched.stream_buffer.is_mapped:
             decision = replace(decision, why=f"{decision.why}; mapped, not read")
         return cls(opened, matched, device, _dtype(request.dtype), decision, backend, detour)
 
@@ -352,14 +352,14 @@ def _open_whole(wish: Wish) -> Job:
     """
     opened, decision = wish.opened, wish.decision
     world, options, access = opened.world, opened.options, opened.access
-    outbox = wish.matched.outbox
-    is_stream = outbox is not None
+    stream_buffer = wish.matched.stream_buffer
+    is_stream = stream_buffer is not None
     extents = [destination.extent for destination in wish.matched.destinations]
-    staging_bytes = options.staging_bytes // (2 if is_stream else 1)  # the rest is the room of the outbox
+    staging_bytes = options.staging_bytes // (2 if is_stream else 1)  # the rest is that of the stream buffer
     between_devices = bool(wish.backend) and not decision.alone
     shares_memory = not between_devices and not decision.alone
     plan = plan_transfer(
-        [] if outbox is not None and outbox.is_mapped else extents,
+        [] if stream_buffer is not None and stream_buffer.is_mapped else extents,
         decision.supply(world.rank),
         decision.demand(world.rank, world.size),
         staging_bytes=staging_bytes,
@@ -401,7 +401,7 @@ def _open_job(wish: Wish, plan: Plan, bytes_wanted: int) -> Job:
         via_cache=wish.decision.alone and opened.ranks_on_host > 1,
         guards=_guards(access.manifest, in_parts=not isinstance(plan, TransferPlan)),
     )
-    placer = wish.matched.outbox or Placer(wish.matched.destinations)
+    placer = wish.matched.stream_buffer or Placer(wish.matched.destinations)
     transport = open_transport(
         opened.world,
         plan,

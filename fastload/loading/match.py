@@ -33,7 +33,7 @@ from fastload.loading.pairs import Handover, Pairs, Remade, Value
 from fastload.loading.place import Arrivals, Destination, Wants, identity, materialize
 
 if TYPE_CHECKING:
-    from fastload.loading.outbox import Outbox
+    from fastload.loading.stream_buffer import StreamBuffer
 
 __all__ = ["Match", "Restorer", "match"]
 
@@ -55,7 +55,7 @@ class Match:
         surplus: Names of what the checkpoint has and this rank does not want, if some rank has to.
         advice: What to do if no other rank wants it either.
         url: Of the checkpoint.
-        outbox: What tensors are handed out of as they come; `destinations` then have no memory. None if all
+        stream_buffer: Hands tensors out as they come; `destinations` then have no memory. None if all
             of them are to be there in the end.
     """
 
@@ -68,7 +68,7 @@ class Match:
     surplus: tuple[str, ...] = ()
     advice: str = ""
     url: str = ""
-    outbox: Outbox | None = None
+    stream_buffer: StreamBuffer | None = None
 
     def raise_unexpected(self, unwanted: Sequence[str]) -> None:
         """Raises if there is anything in the checkpoint that is to be wanted, and is not.

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fastload.base.devices import record_use
-from fastload.base.errands import Errand
 from fastload.base.memory import allocate
+from fastload.base.tasks import Task
 from fastload.base.threads import background
 from fastload.comm.world import World
 from fastload.errors import OptionError
@@ -31,8 +31,8 @@ from fastload.loading.boxes import BoxesByName, checked_boxes
 from fastload.loading.load import Job, Opened, decide, target_device
 from fastload.loading.match import Match
 from fastload.loading.mismatch import Selection, catalogue, raise_mismatch
-from fastload.loading.outbox import MappedFiles, Outbox, Wanted
 from fastload.loading.place import Destination
+from fastload.loading.stream_buffer import MappedFiles, StreamBuffer, Wanted
 from fastload.storage.local import Mapped
 
 __all__ = [
@@ -68,14 +68,14 @@ class StreamRequest:
         """
         manifest, world = opened.access.manifest, opened.world
         wanted = _wanted(manifest, self.names, world.rank, world.size)
-        outbox = Outbox(manifest, wanted, device, opened.options.staging_bytes // 2, self.mapped)
+        stream_buffer = StreamBuffer(manifest, wanted, device, opened.options.staging_bytes // 2, self.mapped)
         nothing = torch.empty(0)
         destinations = [
             Destination(one.entry, torch_spec(one.entry)[0], nothing, None, piece)
             for one in wanted
             for piece in one.entry.pieces or (None,)
         ]
-        return Match(destinations, {}, _nothing, _nothing, url=manifest.url, outbox=outbox)
+        return Match(destinations, {}, _nothing, _nothing, url=manifest.url, stream_buffer=stream_buffer)
 
 
 def _nothing() -> None:
@@ -161,15 +161,15 @@ class Flow:
         guard: Callable[[], AbstractContextManager[None]],
         settle: Callable[[Callable[[Job], object]], object],
     ) -> None:
-        assert job.wish.matched.outbox is not None, "made for a stream"
+        assert job.wish.matched.stream_buffer is not None, "made for a stream"
         self._world = world
         self._job = job
-        self._outbox: Outbox = job.wish.matched.outbox
+        self._stream_buffer: StreamBuffer = job.wish.matched.stream_buffer
         self._guard = guard
         self._settle = settle
         self._tensors = self._hand_out()
         self._departure = Departure(world, ahead=job.plan.depth)
-        self._rest: Errand | None = None
+        self._rest: Task | None = None
         self._is_over = False
         self._error: BaseException | None = None
         job.pipeline.ends_before = self._ends_before
@@ -197,7 +197,7 @@ class Flow:
             self._error = error
             self._world.flag_failure()
         if self._rest is None:
-            self._outbox.close()
+            self._stream_buffer.close()
             self._rest = background(self._finish, "fastload-rest")
             self._rest.start()
 
@@ -212,14 +212,14 @@ class Flow:
                 errors: list[Exception] = []
                 try:
                     for in_place in self._job.pipeline.steps():
-                        yield from self._outbox.hand_out(in_place)
-                    yield from self._outbox.hand_out(())
+                        yield from self._stream_buffer.hand_out(in_place)
+                    yield from self._stream_buffer.hand_out(())
                 except Exception as error:
                     errors.append(error)
                 self._settle(lambda job: self._raise(errors))
         finally:
             self._is_over = True
-            self._outbox.close()
+            self._stream_buffer.close()
 
     def _raise(self, errors: list[Exception]) -> None:
         if self._error is not None:

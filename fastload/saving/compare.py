@@ -69,7 +69,7 @@ def small_tensors(
         starts: With which of them each entry of the state begins.
     """
     found, left = {}, _MAX_BYTES_OF_ALL
-    for number in _spread(starts, len(specs)):
+    for number in _evenly_chosen(starts, len(specs)):
         spec = specs[number]
         tensor = tensors[spec.name]
         if not is_dtensor(tensor) and tensor.is_cpu and spec.nbytes <= min(left, _MAX_BYTES):
@@ -79,7 +79,7 @@ def small_tensors(
     return found
 
 
-def _spread(starts: Sequence[int], num: int) -> Iterator[int]:
+def _evenly_chosen(starts: Sequence[int], num: int) -> Iterator[int]:
     """Yields which tensors to look at, given with which of all of them each entry begins."""
     bounds = sorted({0, *starts, num}) if len(starts) < _MAX_NUM else [0, num]
     most = _MAX_NUM // max(1, len(bounds) - 1)

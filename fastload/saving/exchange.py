@@ -11,8 +11,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from fastload.base.errands import Errand
 from fastload.base.memory import PAGE_BYTES, allocate_staging, host_view, round_up
+from fastload.base.tasks import Task
 from fastload.base.threads import background
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
@@ -115,7 +115,7 @@ class MessageExchange(Generic[MessageT]):
         self._all_sent = threading.Event()
         self._error: Exception | None = None
         self._closed = False
-        self._threads: list[Errand] = []
+        self._threads: list[Task] = []
 
     def open(self) -> None:
         """Meets the other ranks, and begins to send.

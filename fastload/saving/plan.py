@@ -14,7 +14,7 @@ from fastload.saving.describe import RankState
 from fastload.saving.layout import Layout
 from fastload.saving.messages import MessagePlan, plan_messages
 from fastload.saving.shard_map import ShardMap
-from fastload.saving.split import WriterGroup, WriterShare, choose_writers, split, whole_units
+from fastload.saving.split import WriterGroup, WriterShare, choose_writers, round_to_units, split
 from fastload.storage import Target
 
 __all__ = ["SavePlan", "StagingDepths", "make_plan"]
@@ -117,7 +117,7 @@ def make_plan(call: SaveCall, state: RankState, agreed: SaveAgreement) -> SavePl
             options.staging_bytes, align_bytes or 1, num_writes=options.write_threads
         )
     staged = options.staging_bytes // depths.num_buffers
-    part_bytes = whole_units(min(_GOOD_PART_BYTES, staged), align_bytes)
+    part_bytes = round_to_units(min(_GOOD_PART_BYTES, staged), align_bytes)
     lengths = align_bytes, part_bytes, depths.batch_bytes(options.staging_bytes, part_bytes)
     key = (state.content.layout, agreed.shard_map.digest, rank, tuple(groups), *lengths)
     plan = _last.get(key)

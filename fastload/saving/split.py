@@ -15,7 +15,7 @@ from fastload.saving.layout import FileRange, Layout
 from fastload.saving.shard_map import MappedShard, ShardMap, TensorShards
 from fastload.transfer.shares import deal
 
-__all__ = ["WriterGroup", "WriterShare", "choose_writers", "split", "split_evenly", "whole_units"]
+__all__ = ["WriterGroup", "WriterShare", "choose_writers", "round_to_units", "split", "split_evenly"]
 
 _MAX_HOLDERS = 8  # of a unit that several hold parts of: with more of them it matters little who writes it
 _MOST_UNEVEN = 1 / 32, 1 << 20  # a writer with more than the mean and the larger of these hands units on
@@ -104,7 +104,7 @@ class WriterShare:
         return sum(written.nbytes for written in self.ranges)
 
 
-def whole_units(part_bytes: int, align_bytes: int | None) -> int:
+def round_to_units(part_bytes: int, align_bytes: int | None) -> int:
     """Returns the length of a part: the most that it may have, in units that a file may be cut into."""
     unit = align_bytes or 1
     return max(1, part_bytes // unit) * unit
@@ -136,7 +136,7 @@ def split(
         return dict(zip(writers, evenly, strict=True))
     by_holders: dict[tuple[int, ...], list[Extent]] = {}
     for file, ranges in enumerate(_held_ranges(layout, shard_map, frozenset(writers), align_bytes)):
-        for begin, end, holders in _whole_units(ranges, layout.files[file].nbytes, align_bytes):
+        for begin, end, holders in _ranges_in_units(ranges, layout.files[file].nbytes, align_bytes):
             by_holders.setdefault(holders or (), []).append(Extent(file, begin, end - begin))
     spaces = [Space(extents) for extents in by_holders.values()]
     shares = deal([[(0, space.nbytes)] for space in spaces], list(by_holders), sorted(writers))
@@ -287,7 +287,7 @@ def _of_shards(shards: Sequence[MappedShard], writers: Collection[int], align_by
     return found
 
 
-def _whole_units(ranges: Iterator[_HeldRange], nbytes: int, align_bytes: int) -> Iterator[_HeldRange]:
+def _ranges_in_units(ranges: Iterator[_HeldRange], nbytes: int, align_bytes: int) -> Iterator[_HeldRange]:
     """Yields a file in whole units, each with the holders of some of its bytes."""
     position = 0
     holders: _Holders = None

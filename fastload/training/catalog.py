@@ -12,7 +12,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fastload.base.errands import Errand
+from fastload.base.tasks import Task
 from fastload.base.threads import background, each
 from fastload.errors import CheckpointError, FastloadError, StorageError, UnsupportedVersion, proves_damage
 from fastload.formats.names import NAMES, RECORD_NAME
@@ -485,7 +485,7 @@ class Housekeeper:
         self._catalog = catalog
         self._retention = retention
         self._in_use = in_use
-        self._last: Errand | None = None
+        self._last: Task | None = None
 
     def clean(self) -> None:
         """Begins to remove what dead saves left behind."""

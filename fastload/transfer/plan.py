@@ -290,9 +290,9 @@ def choose_sizes(
     # What a round may have.
     spare = staging_bytes * room.num_sharing // _MAX_DEPTH - room.once_bytes
     together = chunk_bytes or _good_chunk_bytes(share_bytes, room, spare)
-    together = _whole_blocks(max(1, min(together, share_bytes)), room)
+    together = _round_to_blocks(max(1, min(together, share_bytes)), room)
     depth = min(_MAX_DEPTH, staging_bytes // room.part_bytes(together))
-    useful = _whole_blocks(max(1, min(share_bytes, _least_useful(spare))), room)
+    useful = _round_to_blocks(max(1, min(share_bytes, _least_useful(spare))), room)
     if room.num_slots == 1 or (chunk_bytes and depth > 1) or (depth == _MAX_DEPTH and together >= useful):
         _require_fit(depth, together, room, staging_bytes)
         return Sizes(together, 1, depth, 0)
@@ -313,10 +313,10 @@ def _in_turns(
     spare = min(spare, max(total_bytes // _AHEAD_PART, _LEAST_ROUND_BYTES))
     share_bytes = -(-total_bytes // num_readers)
     if chunk_bytes is None:
-        good_bytes = _whole_blocks(_good_turn_bytes(share_bytes, spare), room)
+        good_bytes = _round_to_blocks(_good_turn_bytes(share_bytes, spare), room)
         num_turns = min(num_readers, num_turns_for(num_hosts, num_readers * good_bytes / spare, 2))
         chunk_bytes = _even_chunk_bytes(share_bytes, min(good_bytes, spare // -(-num_readers // num_turns)))
-    chunk_bytes = _whole_blocks(max(1, min(chunk_bytes, max(share_bytes, _LEAST_CHUNK_BYTES))), room)
+    chunk_bytes = _round_to_blocks(max(1, min(chunk_bytes, max(share_bytes, _LEAST_CHUNK_BYTES))), room)
     fitting = max(1, spare // room.each_bytes(chunk_bytes))
     at_least = -(-num_readers // fitting)
     num_turns = min(num_readers, num_turns_for(num_hosts, at_least, at_least))
@@ -331,7 +331,7 @@ def _in_turns(
     return Sizes(chunk_bytes, num_turns, min(depth, ahead), ahead)
 
 
-def _whole_blocks(chunk_bytes: int, room: Room) -> int:
+def _round_to_blocks(chunk_bytes: int, room: Room) -> int:
     """Makes it whole blocks, else the readers at some places would always get the larger part."""
     longest = room.longest_block_bytes
     return max(1, chunk_bytes // longest) * longest if longest else chunk_bytes

@@ -11,7 +11,7 @@ import torch
 from fastload import PerRank
 from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.encoder import encode_state
-from fastload.saving.compare import StateContent, _found, _spread, small_tensors
+from fastload.saving.compare import StateContent, _evenly_chosen, _found, small_tensors
 from fastload.saving.layout import TensorSpec, lay_out
 
 
@@ -113,7 +113,7 @@ def test_many_places_are_counted() -> None:
     [([0], 5), ([0], 5000), ([0, 1, 3000, 3001], 3004), (list(range(5000)), 5000), ([], 0), ([0, 0, 7], 7)],
 )
 def test_which_tensors_are_looked_at(starts: list[int], num: int) -> None:
-    chosen = list(_spread(starts, num))
+    chosen = list(_evenly_chosen(starts, num))
     assert chosen == sorted(set(chosen))
     assert len(chosen) <= 1024
     assert set(chosen) <= set(range(num))

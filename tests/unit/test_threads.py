@@ -11,22 +11,22 @@ from functools import partial
 
 import pytest
 
-from fastload.base import errands
-from fastload.base.errands import Errand
+from fastload.base import tasks
+from fastload.base.tasks import Task
 from fastload.base.threads import Workers
 
 
 def refuse_after(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Lets the system refuse to start any thread but the first few."""
-    honest, started = Errand.start, []
+    honest, started = Task.start, []
 
-    def start(self: Errand) -> None:
+    def start(self: Task) -> None:
         if len(started) == number:
             raise RuntimeError("can't start new thread")
         started.append(self)
         honest(self)
 
-    monkeypatch.setattr(Errand, "start", start)
+    monkeypatch.setattr(Task, "start", start)
 
 
 def test_calls_are_made_by_the_threads_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,21 +72,21 @@ def test_calls_one_after_the_other_take_one_thread() -> None:
 def test_a_thread_that_has_ended_its_errand_begins_the_next_one() -> None:
     idents = []
     for _ in range(50):
-        errand = Errand(lambda: idents.append(threading.get_ident()), "test")
-        errand.start()
-        errand.join(30)
-        assert not errand.is_alive()
+        task = Task(lambda: idents.append(threading.get_ident()), "test")
+        task.start()
+        task.join(30)
+        assert not task.is_alive()
     assert len(set(idents)) < 10
 
 
-def test_errands_at_once_have_threads_of_their_own() -> None:
+def test_tasks_at_once_have_threads_of_their_own() -> None:
     all_here = threading.Barrier(5)
-    errands = [Errand(lambda: all_here.wait(30), "test") for _ in range(5)]
-    for errand in errands:
-        errand.start()
-    for errand in errands:
-        errand.join(30)
-    assert not any(errand.is_alive() for errand in errands)
+    tasks = [Task(lambda: all_here.wait(30), "test") for _ in range(5)]
+    for task in tasks:
+        task.start()
+    for task in tasks:
+        task.join(30)
+    assert not any(task.is_alive() for task in tasks)
 
 
 def test_a_thread_without_an_errand_keeps_no_memory_and_ends() -> None:
@@ -95,10 +95,10 @@ def test_a_thread_without_an_errand_keeps_no_memory_and_ends() -> None:
 
     thing, names = Thing(), []
     there = weakref.ref(thing)
-    errand = Errand(partial(lambda thing: names.append(threading.current_thread().name), thing), "test")
+    task = Task(partial(lambda thing: names.append(threading.current_thread().name), thing), "test")
     del thing
-    errand.start()
-    errand.join(30)
+    task.start()
+    task.join(30)
     assert names == ["test"]
     assert there() is None
     deadline = time.monotonic() + 30
@@ -107,14 +107,14 @@ def test_a_thread_without_an_errand_keeps_no_memory_and_ends() -> None:
     assert not any(one.name == "idle" for one in threading.enumerate())
 
 
-def test_threads_are_dismissed_while_errands_begin() -> None:
+def test_threads_are_dismissed_while_tasks_begin() -> None:
     """As at the end of a process of which a save in the background goes on."""
     going_on = [True]
 
     def begin_many() -> None:
-        kept: list[Errand] = []
+        kept: list[Task] = []
         while going_on:
-            kept = [*kept[-300:], Errand(lambda: None, "test")]
+            kept = [*kept[-300:], Task(lambda: None, "test")]
             kept[-1].start()
 
     interval_s = sys.getswitchinterval()
@@ -125,7 +125,7 @@ def test_threads_are_dismissed_while_errands_begin() -> None:
             thread.start()
         until = time.monotonic() + 0.5
         while time.monotonic() < until:
-            errands._crew.dismiss()
+            tasks._pool.dismiss()
     finally:
         sys.setswitchinterval(interval_s)
         going_on.clear()
@@ -133,14 +133,14 @@ def test_threads_are_dismissed_while_errands_begin() -> None:
             thread.join(30)
 
 
-def test_in_a_forked_child_errands_are_done_by_threads_of_its_own() -> None:
-    first = Errand(lambda: None, "test")
+def test_in_a_forked_child_tasks_are_done_by_threads_of_its_own() -> None:
+    first = Task(lambda: None, "test")
     first.start()
     first.join(30)
     child = os.fork()
     if child == 0:
-        errand = Errand(lambda: None, "test")
-        errand.start()
-        errand.join(20)
-        os._exit(errand.is_alive())
+        task = Task(lambda: None, "test")
+        task.start()
+        task.join(20)
+        os._exit(task.is_alive())
     assert os.waitpid(child, 0)[1] == 0

@@ -19,7 +19,7 @@ from fastload.geometry.extents import Extent, Space
 from fastload.loading.place import Destination, Placer, Sources
 from fastload.storage.local import Mapped
 
-__all__ = ["MappedFiles", "Outbox", "Wanted"]
+__all__ = ["MappedFiles", "StreamBuffer", "Wanted"]
 
 _SMALL_PART = 4  # of the room for tensors on their way
 
@@ -39,7 +39,7 @@ class Wanted:
     is_complex128: bool
 
 
-class Outbox:
+class StreamBuffer:
     """Has memory for a tensor from when its first bytes come until it is handed out.
 
     Bytes are read or received right where they belong as long as the tensors on their way fit into some

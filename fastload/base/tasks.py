@@ -10,14 +10,14 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from weakref import WeakSet
 
-__all__ = ["Errand"]
+__all__ = ["Task"]
 
 _LEAVING_S = 1.0
 _IDLE_S = 1.0  # calls that follow each other more slowly do not mind a new thread
 _IDLE_NAME = "idle"
 
 
-class Errand:
+class Task:
     """Work that a thread of its own does, which does not keep the process from ending.
 
     Args:
@@ -39,7 +39,7 @@ class Errand:
         """
         self._has_begun = True
         try:
-            _crew.send(self)
+            _pool.send(self)
         except BaseException:
             self._has_begun = False
             raise
@@ -65,7 +65,7 @@ class Errand:
         self._ended.set()
 
 
-class _Crew:
+class _ThreadPool:
     """The threads that have nothing to do, the last one to have ended something first."""
 
     def __init__(self) -> None:
@@ -75,37 +75,37 @@ class _Crew:
     def _forget(self) -> None:
         """In a forked child there are none."""
         self._lock = threading.Lock()
-        self._idle: list[SimpleQueue[Errand | None]] = []
-        self._under_way: WeakSet[Errand] = WeakSet()
+        self._idle: list[SimpleQueue[Task | None]] = []
+        self._under_way: WeakSet[Task] = WeakSet()
 
-    def send(self, errand: Errand) -> None:
+    def send(self, task: Task) -> None:
         """Has a thread do something.
 
         Raises:
             RuntimeError: The system lets no thread begin.
         """
         with self._lock:
-            self._under_way.add(errand)
+            self._under_way.add(task)
             inbox = self._idle.pop() if self._idle else None
         if inbox is not None:
-            inbox.put(errand)
+            inbox.put(task)
         else:
-            threading.Thread(target=self._serve, args=([errand],), name=_IDLE_NAME, daemon=True).start()
+            threading.Thread(target=self._serve, args=([task],), name=_IDLE_NAME, daemon=True).start()
 
-    def _serve(self, errands: list[Errand | None]) -> None:
-        inbox: SimpleQueue[Errand | None] = SimpleQueue()
-        while (errand := errands.pop()) is not None:
+    def _serve(self, tasks: list[Task | None]) -> None:
+        inbox: SimpleQueue[Task | None] = SimpleQueue()
+        while (task := tasks.pop()) is not None:
             try:
-                errand.do()
+                task.do()
                 threading.current_thread().name = _IDLE_NAME
                 with self._lock:
-                    self._idle.append(inbox)  # before anybody who waits for the end has the next errand
+                    self._idle.append(inbox)  # before anybody who waits for the end has the next task
             finally:
-                errand.end()
-            del errand  # a thread that waits for more keeps no memory
-            errands.append(self._await(inbox))
+                task.end()
+            del task  # a thread that waits for more keeps no memory
+            tasks.append(self._await(inbox))
 
-    def _await(self, inbox: SimpleQueue[Errand | None]) -> Errand | None:
+    def _await(self, inbox: SimpleQueue[Task | None]) -> Task | None:
         """Returns what is to be done next; None if there has been nothing for a moment."""
         try:
             return inbox.get(timeout=_IDLE_S)
@@ -125,14 +125,14 @@ class _Crew:
         deadline = time.monotonic() + _LEAVING_S
         with self._lock:  # else one that begins meanwhile would end the walk over them
             under_way = list(self._under_way)
-        for errand in under_way:
-            if errand.is_alive():
-                errand.join(max(0.0, deadline - time.monotonic()))
+        for task in under_way:
+            if task.is_alive():
+                task.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
             idle, self._idle = self._idle, []
         for inbox in idle:
             inbox.put(None)
 
 
-_crew = _Crew()
-atexit.register(_crew.dismiss)
+_pool = _ThreadPool()
+atexit.register(_pool.dismiss)
