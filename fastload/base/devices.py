@@ -11,20 +11,6 @@ from torch import Tensor
 
 from fastload.errors import OptionError
 
-__all__ = [
-    "Streams",
-    "accelerator_names",
-    "accelerators_of",
-    "can_pin",
-    "copy_async",
-    "is_accelerator",
-    "parse_device",
-    "record_use",
-    "synchronize",
-    "use_stream",
-    "with_index",
-]
-
 
 def parse_device(device: torch.device | str) -> torch.device:
     """Returns a device that a user named.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import glob
 import os
 
-__all__ = ["require_alone"]
-
 _REMEDY = "pip uninstall -y fastload fastload-torch && pip install fastload-torch"
 
 

@@ -17,22 +17,6 @@ from torch import Tensor
 
 from fastload.base.devices import can_pin, copy_async
 
-__all__ = [
-    "PAGE_BYTES",
-    "advise_huge_pages",
-    "allocate",
-    "allocate_staging",
-    "available_bytes",
-    "byte_view",
-    "copy_flat",
-    "host_bytes",
-    "host_view",
-    "memory_bytes",
-    "round_up",
-    "runs",
-    "uncollected",
-]
-
 PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 _REPORTING = "/sys/module/page_reporting/parameters/page_reporting_order"

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Stopwatch"]
-
 
 class Stopwatch:
     """Measures for how long at least one of several threads was busy with something.

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from weakref import WeakSet
 
-__all__ = ["Task"]
-
 _LEAVING_S = 1.0
 _IDLE_S = 1.0  # calls that follow each other more slowly do not mind a new thread
 _IDLE_NAME = "idle"

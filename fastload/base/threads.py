@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 from fastload.base.tasks import Task
 from fastload.errors import DeadlineExceeded, Interrupted
 
-__all__ = ["ProcessLock", "Workers", "await_done", "background", "each", "within"]
-
 T = TypeVar("T")
 
 _TICK_S = 0.05

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from fastload.base.stopwatch import Stopwatch
 
-__all__ = ["RankTrace", "Recorder", "Span", "chrome_events", "to_json"]
-
 _MAX_SPANS = 2_000_000  # of all ranks together
 _MOST_SPANS, _LEAST_SPANS = 50_000, 256  # of one rank
 _WHOLES = ("load", "save")

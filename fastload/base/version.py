@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["PROTOCOL", "__version__"]
-
 __version__ = "0.2.0.dev0"
 """That of the next release, with ``.dev0`` until it is made; the first commit after it names the next one."""
 

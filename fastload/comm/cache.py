@@ -9,8 +9,6 @@ from typing import Any, Protocol, TypeVar
 
 from fastload.base.threads import ProcessLock
 
-__all__ = ["CachedResource", "ConnectionCache", "cache_of"]
-
 T = TypeVar("T")
 
 _lock = ProcessLock()

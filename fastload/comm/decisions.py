@@ -8,8 +8,6 @@ from typing import Any
 
 from fastload.comm.world import World
 
-__all__ = ["Decisions"]
-
 
 class Decisions:
     """Rank 0's decisions, which the other ranks read in the same call through the rendezvous store.

@@ -23,19 +23,6 @@ from fastload.errors import (
     to_wire,
 )
 
-__all__ = [
-    "Outcome",
-    "grace_of",
-    "kinds_of",
-    "late",
-    "logged",
-    "outcomes_of",
-    "raise_failures",
-    "require_left",
-    "require_same",
-    "require_same_call",
-]
-
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)

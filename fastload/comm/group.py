@@ -29,20 +29,6 @@ from fastload.comm.tree import CallTerms, TreeRendezvous, TreeState
 from fastload.comm.world import World
 from fastload.errors import WorldError
 
-__all__ = [
-    "Launch",
-    "agree",
-    "from_env",
-    "initialize",
-    "join",
-    "join_in",
-    "join_job",
-    "meet",
-    "member_of",
-    "members_of",
-    "rank_in",
-]
-
 T = TypeVar("T")
 
 _POLL_S = 0.01

@@ -19,19 +19,6 @@ from typing import Any, NamedTuple
 
 from fastload.errors import PeerError, WorldError, some_of
 
-__all__ = [
-    "Peer",
-    "address_in",
-    "host_addresses",
-    "host_of",
-    "interface_address",
-    "listener_at",
-    "machine",
-    "node",
-    "require_neighbour",
-    "require_reachable",
-]
-
 _SIOCGIFADDR = 0x8915
 
 _ADDRESSES = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}  # where in a sockaddr, and bytes

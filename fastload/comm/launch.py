@@ -15,8 +15,6 @@ from typing import Literal
 
 from fastload.errors import WorldError
 
-__all__ = ["Launch", "from_env"]
-
 # Below the ports that Linux gives to outgoing connections (32768 and up), above those of services.
 _FIRST_PORT = 20000
 _NUM_PORTS = 10000

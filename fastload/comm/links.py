@@ -18,17 +18,6 @@ from typing import Any
 
 from fastload.comm.hosts import host_addresses, interface_address
 
-__all__ = [
-    "Tag",
-    "TreeBroken",
-    "TreeLinks",
-    "TreeListener",
-    "Unreachable",
-    "children_of",
-    "connect",
-    "parent_of",
-]
-
 _FANOUT = 8  # so the ranks of a host of eight are next to each other in the tree
 _HEAD = struct.Struct("!IIII")
 _ACKNOWLEDGED = 1 << 31  # with the number of a step

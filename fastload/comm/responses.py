@@ -17,8 +17,6 @@ from typing import Any, Protocol, TypeVar, overload
 
 from fastload.base.memory import uncollected
 
-__all__ = ["Column", "Each", "Reports", "join_responses", "read_responses", "write_response"]
-
 _VALUE = "value"
 _COLUMN = "="  # before what a column has, in place of JSON
 _NEXT, _TIMES = "\x01", "\x02"  # between its values, and how often one comes: JSON has neither

@@ -28,8 +28,6 @@ from fastload.base.threads import background
 from fastload.comm.world import World
 from fastload.errors import Interrupted
 
-__all__ = ["HostLink", "HostListener", "HostMemory", "RoundObserver"]
-
 _TICK_S = 0.05
 _MOST_BYTES = 1 << 16  # of one message
 _PEER_OF = struct.Struct("3i")  # process, user, group

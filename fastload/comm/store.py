@@ -30,18 +30,6 @@ from fastload.base.version import PROTOCOL, __version__
 from fastload.comm.responses import Column, join_responses, read_responses
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerError, WorldError, some_of
 
-__all__ = [
-    "Decision",
-    "FailureFlag",
-    "LastStep",
-    "LocalStore",
-    "Member",
-    "Proposal",
-    "StoreRendezvous",
-    "StoreStep",
-    "Versions",
-]
-
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 

@@ -18,8 +18,6 @@ from fastload.errors import FastloadError, OptionError
 from fastload.storage import locate
 from fastload.storage.own_files import write_text
 
-__all__ = ["Tracing", "compare_clocks"]
-
 _log = logging.getLogger(__name__)
 
 _NUM_PINGS = 8

@@ -26,8 +26,6 @@ from fastload.comm.responses import join_responses
 from fastload.comm.store import Decision, LastStep, Member, Proposal, StoreRendezvous, StoreStep, Versions
 from fastload.errors import FastloadError, PeerError
 
-__all__ = ["CallCounter", "CallId", "CallTerms", "ExpiringKeys", "TreeRendezvous", "TreeState"]
-
 _MOST_TRIES = 3
 _JOINING = "joining the other ranks"
 _NOTHING = "?"

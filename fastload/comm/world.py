@@ -38,8 +38,6 @@ from fastload.errors import to_wire
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["World"]
-
 T = TypeVar("T")
 
 _ERROR_BYTES = 2 << 20  # of all ranks together, which one value has to hold

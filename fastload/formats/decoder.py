@@ -27,8 +27,6 @@ from fastload.formats.values import (
     tensor_name,
 )
 
-__all__ = ["StateDecoder", "decode_state"]
-
 _MISSING: Any = object()
 
 

@@ -8,8 +8,6 @@ from torch import Tensor
 from fastload.errors import ManifestError, UnsupportedVersion
 from fastload.formats.manifest import TensorEntry
 
-__all__ = ["DTYPES", "NAMES", "safetensors_spec", "torch_spec"]
-
 # safetensors name -> (bits of one element, torch dtype or None).
 # torch 2.6 lacks the dtypes that are looked up by name; no torch has 6-bit floats.
 DTYPES: dict[str, tuple[int, torch.dtype | None]] = {

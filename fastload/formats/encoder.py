@@ -31,8 +31,6 @@ from fastload.formats.values import (
 )
 from fastload.geometry.dtensors import is_dtensor, local_of, with_local
 
-__all__ = ["CONTAINERS", "StateEncoder", "StateEncoding", "encode_state", "leaf_node"]
-
 _RESERVED = "__metadata__"  # what a safetensors header calls something else
 _MAX_PROBLEMS = 20
 _MAX_SHORT_TEXT = 100  # about what a tensor more costs in header and structure

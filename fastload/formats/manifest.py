@@ -16,8 +16,6 @@ import xxhash
 from fastload.base.memory import uncollected
 from fastload.geometry.box import Box
 
-__all__ = ["FileEntry", "Guard", "Manifest", "Piece", "TensorEntry", "in_order"]
-
 _LENGTH_BYTES = 8
 
 

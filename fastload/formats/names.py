@@ -9,25 +9,6 @@ from dataclasses import replace
 
 from fastload.storage.names import Names
 
-__all__ = [
-    "BIN_INDEX_NAME",
-    "BIN_NAME",
-    "DCP_NAMES",
-    "INDEX_NAME",
-    "INDEX_SUFFIX",
-    "METADATA_NAME",
-    "NAMES",
-    "OWN_STEM",
-    "RECORD_NAME",
-    "SAVING_NAME",
-    "STAGED_NAME",
-    "SUFFIX",
-    "TORCH_ENDINGS",
-    "file_name",
-    "metadata_names",
-    "own_names",
-]
-
 RECORD_NAME = "fastload.json"
 """The commit record, the last file of a checkpoint to be written: without it there is no checkpoint."""
 SAVING_NAME = "fastload.saving.json"

@@ -28,8 +28,6 @@ from fastload.formats.safetensors import reader as safetensors
 from fastload.formats.untrusted import show
 from fastload.storage.base import Storage
 
-__all__ = ["Sight", "header_digest", "look", "read_manifest", "record_digest"]
-
 
 class FolderFormat(NamedTuple):
     """One kind of directories.

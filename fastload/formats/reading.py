@@ -11,8 +11,6 @@ from fastload.errors import ManifestError
 from fastload.formats.untrusted import show
 from fastload.storage.base import FileStat, Storage
 
-__all__ = ["in_threads", "read_bytes", "stat_all", "url_of"]
-
 _NUM_READERS = 8  # headers read at once; network storage answers each after a round trip
 
 _Item = TypeVar("_Item")

@@ -28,18 +28,6 @@ from fastload.formats.untrusted import is_plain_path, is_size, parse_json, parse
 from fastload.geometry.blocks import num_blocks
 from fastload.storage.base import Storage
 
-__all__ = [
-    "CHECKSUM_BYTES",
-    "MAX_RECORD_BYTES",
-    "Record",
-    "RecordedFile",
-    "checksum",
-    "is_recorded",
-    "parse",
-    "read_folder",
-    "record_digest",
-]
-
 MAX_RECORD_BYTES = 1 << 30
 CHECKSUM_BYTES = 8
 

@@ -49,31 +49,6 @@ from fastload.errors import FastloadError, ManifestError, UnsupportedVersion
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.formats.values import BARE_NAME, Unknown, crowded, decode_value, key_text, num_chars, show_path
 
-__all__ = [
-    "NO_VALUE",
-    "OWN_PREFIX",
-    "OwnView",
-    "PerRank",
-    "SavedTensor",
-    "check_names",
-    "checked",
-    "children",
-    "fill_places",
-    "has_gap",
-    "leaf",
-    "leaf_of",
-    "leaves",
-    "list_of",
-    "own_prefix",
-    "own_view",
-    "raise_refused",
-    "read_keys",
-    "refused_node",
-    "state_digest",
-    "structure_error",
-    "without_refused",
-]
-
 OWN_PREFIX = "@rank"
 NO_VALUE: dict[str, Any] = {"PerRank": []}
 """The node of a place that has no value for this rank."""

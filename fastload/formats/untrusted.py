@@ -11,19 +11,6 @@ from typing import Any, NoReturn, TypeGuard
 
 from fastload.errors import ManifestError
 
-__all__ = [
-    "MAX_INT",
-    "MemoryBudget",
-    "are_sizes",
-    "is_plain_path",
-    "is_size",
-    "is_unicode",
-    "parse_json",
-    "parse_metadata",
-    "parse_value",
-    "show",
-]
-
 MAX_INT = 2**63 - 1
 _FREE_BYTES = 128 << 20
 _BYTES_PER_INPUT_BYTE = 16

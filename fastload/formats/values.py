@@ -24,27 +24,6 @@ import torch
 
 from fastload.errors import CheckpointError
 
-__all__ = [
-    "BARE_NAME",
-    "FACTORIES",
-    "MAX_DEPTH",
-    "NUMPY_DTYPES",
-    "SCALARS",
-    "Attribute",
-    "NotPlain",
-    "Unknown",
-    "are_json",
-    "crowded",
-    "decode_value",
-    "encode_value",
-    "import_numpy",
-    "key_text",
-    "num_chars",
-    "show_key",
-    "show_path",
-    "tensor_name",
-]
-
 MAX_DEPTH = 100  # of containers in containers
 BARE_NAME = "tensor"  # of a tensor without a path: it is the whole state
 

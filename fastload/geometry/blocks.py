@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from fastload.geometry.extents import Space
 
-__all__ = ["Block", "Blocks", "num_blocks"]
-
 
 class Block(NamedTuple):
     """A part of an extent that has one checksum.

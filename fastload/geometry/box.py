@@ -8,8 +8,6 @@ from math import prod
 from operator import mul
 from typing import NamedTuple
 
-__all__ = ["Box", "Runs", "row_major", "runs_of", "strided_runs"]
-
 
 class Box(NamedTuple):
     """A rectangle of a tensor, in elements.

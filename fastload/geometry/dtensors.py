@@ -17,17 +17,6 @@ from torch import Tensor, nn
 from fastload.geometry.box import Box
 from fastload.geometry.placed import local_shape, placed_boxes, placed_intervals
 
-__all__ = [
-    "BoxesByRank",
-    "Group",
-    "empty_like",
-    "is_dtensor",
-    "local_of",
-    "local_parts",
-    "narrowed",
-    "with_local",
-]
-
 BoxesByRank = tuple[tuple[tuple[Box, ...], tuple[int, ...]], ...]
 """What each rank holds of a tensor: boxes, not empty, each time with all ranks that hold just these."""
 

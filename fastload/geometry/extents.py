@@ -8,8 +8,6 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-__all__ = ["Extent", "HasExtent", "Space", "Span", "merged"]
-
 
 class HasExtent(Protocol):
     """Whatever has bytes in a file: an `Extent`, a `Span`, a tensor of a manifest."""

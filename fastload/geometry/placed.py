@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from fastload.geometry.box import Box
 
-__all__ = ["Held", "local_shape", "placed_boxes", "placed_intervals"]
-
 Interval = tuple[int, int]
 Held = list[list[Interval]]
 

@@ -8,8 +8,6 @@ from math import prod
 
 from fastload.geometry.box import Box
 
-__all__ = ["tiling_problem"]
-
 _MOST_STEPS = 1_000_000  # and some for each box: what programs write needs hardly any
 
 

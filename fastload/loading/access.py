@@ -27,8 +27,6 @@ from fastload.storage import PatientStorage, Storage
 if TYPE_CHECKING:
     from fastload.transfer.routed_plan import Holders
 
-__all__ = ["Access", "agree_on_access", "difference", "look_closer", "read_samples", "samples_of"]
-
 _NUM_EACH = 256
 _SAMPLE_BYTES = 4096
 _NUM_READERS = 8

@@ -17,8 +17,6 @@ from fastload.loading.match import Match
 from fastload.loading.mismatch import overlaps, raise_mismatch
 from fastload.loading.place import Sources
 
-__all__ = ["BoxesByName", "checked_boxes", "match_boxes"]
-
 BoxesByName = Mapping[str, Sequence[tuple[Box, Tensor]]]
 
 

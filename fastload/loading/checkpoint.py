@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from fastload.loading.outline import Outline
     from fastload.loading.stream import BoxFlow, Flow, TensorStream, WantedBoxes
 
-__all__ = ["Checkpoint"]
-
 _log = logging.getLogger(__name__)
 
 _LEAST_STAGING_BYTES = 1 << 16

@@ -47,23 +47,6 @@ from fastload.transfer.routing import ring_order
 from fastload.transfer.strategy import Decision, choose_strategy
 from fastload.transfer.transport import Transport
 
-__all__ = [
-    "Before",
-    "BoxRequest",
-    "Job",
-    "LoadRequest",
-    "Loaded",
-    "Opened",
-    "Request",
-    "Wish",
-    "claim_of",
-    "decide",
-    "prepare",
-    "restore",
-    "run",
-    "target_device",
-]
-
 
 def claim_of(manifest: Manifest, destinations: Sequence[Destination]) -> Claim:
     """Returns what is to come to this rank.

@@ -35,8 +35,6 @@ from fastload.loading.place import Arrivals, Destination, Wants, identity, mater
 if TYPE_CHECKING:
     from fastload.loading.stream_buffer import StreamBuffer
 
-__all__ = ["Match", "Restorer", "match"]
-
 _LEAVE_OUT = "strict=False leaves these out, and loads the rest"
 
 

@@ -23,17 +23,6 @@ from fastload.formats.state import OWN_PREFIX, SavedTensor, leaves
 from fastload.geometry.dtensors import Group, local_of
 from fastload.loading.place import castable, entry_of, target_dtype
 
-__all__ = [
-    "FOUND_LATE",
-    "Renamed",
-    "Selection",
-    "catalogue",
-    "find_renamed",
-    "misfit",
-    "overlaps",
-    "raise_mismatch",
-]
-
 _GLOB = re.compile(r"[*?\[]")
 
 

@@ -23,19 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-__all__ = [
-    "Fit",
-    "Leaf",
-    "Unfilled",
-    "extra_names",
-    "find_unfilled",
-    "fit",
-    "needs_call",
-    "own_tensors",
-    "reshard",
-    "still_unfilled",
-]
-
 _EXTRA = "_extra_state"
 _FSDP2 = "torch.distributed.fsdp._fully_shard."
 _MEMBERS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")

@@ -14,8 +14,6 @@ from fastload.formats.state import SavedTensor, children, leaf
 from fastload.geometry.dtensors import is_dtensor
 from fastload.loading.pairs import Part
 
-__all__ = ["optimizer_misfits", "sharded_state"]
-
 
 def optimizer_misfits(part: Part) -> Iterator[str]:
     """Says why what takes its state as a whole cannot be given what was saved, if it is an optimizer."""

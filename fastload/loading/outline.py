@@ -14,8 +14,6 @@ from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.state import SavedTensor, leaves, own_view
 
-__all__ = ["GAP", "Outline", "outline"]
-
 
 class _Gap:
     def __repr__(self) -> str:

@@ -22,8 +22,6 @@ from fastload.formats.values import MAX_DEPTH, tensor_name
 from fastload.loading.modules import Leaf, extra_names, find_unfilled, fit, needs_call, own_tensors, reshard
 from fastload.loading.pairs import Handover, Pairs, Part, Put, Remade, Value
 
-__all__ = ["pair"]
-
 _ABSENT: Any = object()
 
 

@@ -17,8 +17,6 @@ from fastload.formats.manifest import Manifest
 from fastload.formats.state import SavedTensor
 from fastload.loading.modules import Leaf, Unfilled
 
-__all__ = ["Handover", "Pairs", "Part", "Put", "Remade", "Value"]
-
 
 class Value(NamedTuple):
     """What is to be made anew of what was saved: its structure, its name, and the tensors it takes."""

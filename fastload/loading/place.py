@@ -21,19 +21,6 @@ from fastload.geometry.box import Box, Runs, row_major, runs_of, strided_runs
 from fastload.geometry.dtensors import empty_like, is_dtensor, local_of, local_parts, narrowed
 from fastload.geometry.extents import Extent, Space
 
-__all__ = [
-    "Arrivals",
-    "Destination",
-    "Placer",
-    "Sources",
-    "Wants",
-    "castable",
-    "entry_of",
-    "identity",
-    "materialize",
-    "target_dtype",
-]
-
 
 class Sources:
     """Takes what is wanted of tensors apart into what is wanted of each of their pieces.

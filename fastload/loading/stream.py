@@ -35,17 +35,6 @@ from fastload.loading.place import Destination
 from fastload.loading.stream_buffer import MappedFiles, StreamBuffer, Wanted
 from fastload.storage.local import Mapped
 
-__all__ = [
-    "BoxFlow",
-    "BoxWindows",
-    "Flow",
-    "StreamRequest",
-    "TensorStream",
-    "WantedBoxes",
-    "cut_windows",
-    "map_files",
-]
-
 _log = logging.getLogger(__name__)
 
 

@@ -19,8 +19,6 @@ from fastload.geometry.extents import Extent, Space
 from fastload.loading.place import Destination, Placer, Sources
 from fastload.storage.local import Mapped
 
-__all__ = ["MappedFiles", "StreamBuffer", "Wanted"]
-
 _SMALL_PART = 4  # of the room for tensors on their way
 
 

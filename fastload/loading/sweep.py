@@ -24,8 +24,6 @@ from fastload.transfer.pipeline import read_threads
 from fastload.transfer.plan import Demand, Supply, TransferPlan, plan_transfer
 from fastload.transfer.read import ChunkReader, Damage, Verifier
 
-__all__ = ["Sweep"]
-
 _NUM_SHOWN = 20
 _MAX_KEPT = 1000
 

@@ -19,8 +19,6 @@ from fastload.saving.layout import FileRange
 from fastload.storage.tier_target import TierTarget
 from fastload.transfer.links import Wire, accept_offers
 
-__all__ = ["send_copies"]
-
 _PLACE = "copied"  # where in the store
 _NUM_OUTGOING = 2  # messages on their way at once, to all who get them
 _NUM_AHEAD = 2  # parts of each source for which there is memory

@@ -29,8 +29,6 @@ from fastload.saving.write import BlockHasher, PartWriter
 from fastload.storage import PatientStorage, Target
 from fastload.storage.tier import JobFolder
 
-__all__ = ["AFTER_S", "EmergencyFlush", "flush"]
-
 _log = logging.getLogger(__name__)
 AFTER_S = 5.0
 """Seconds after a signal in which a training that is well comes to save; what that writes is newer."""

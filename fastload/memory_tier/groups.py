@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["CopyPlan", "hosts_keeping", "plan_copies"]
-
 
 def hosts_keeping(num_hosts: int, num_copies: int) -> list[tuple[int, ...]]:
     """Returns for each host which hosts keep its share, itself first.

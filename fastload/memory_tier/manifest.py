@@ -12,8 +12,6 @@ import xxhash
 from fastload.errors import ChecksumError, ManifestError, UnsupportedVersion
 from fastload.formats.untrusted import is_plain_path, is_size
 
-__all__ = ["TABLE_NAME", "HostManifest", "ShareTable"]
-
 TABLE_NAME = "shares.json"
 """Which ranges of the files each share has; the same on all hosts."""
 _VERSION = 1

@@ -35,8 +35,6 @@ from fastload.storage.local import LocalStorage
 from fastload.storage.tier import JobFolder
 from fastload.transfer.routed_plan import Held, Holders
 
-__all__ = ["InMemoryCheckpoint", "connect", "load", "read_table", "survey"]
-
 _log = logging.getLogger(__name__)
 _PIECE_BYTES = 8 << 20
 

@@ -23,8 +23,6 @@ from fastload.storage import Target
 from fastload.storage.tier import Home, JobFolder
 from fastload.storage.tier_target import Published, Room, TierTarget
 
-__all__ = ["TierSaveCall", "TierSaveReport", "finish"]
-
 
 @dataclass(frozen=True)
 class TierSaveReport:

@@ -30,8 +30,6 @@ from fastload.storage.tier_leftovers import remove_dead
 from fastload.storage.tier_place import find_memory
 from fastload.storage.tier_target import TierTarget
 
-__all__ = ["LEFT_S", "CheckpointStore", "MemoryTier", "TierJob", "TierSave", "open_tier"]
-
 _log = logging.getLogger(__name__)
 
 LEFT_S = 24 * 3600.0

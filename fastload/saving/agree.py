@@ -24,8 +24,6 @@ from fastload.saving.describe import RankState, lay_out_files
 from fastload.saving.merge import MergedState, boxes_by_rank, pack_boxes, refuse_merge, unpack_boxes
 from fastload.saving.shard_map import ShardMap
 
-__all__ = ["SaveAgreement", "agree", "foresee", "has_to_meet"]
-
 _MIN_SHARE_BYTES = 32 << 20  # below, one more writer costs more than it saves
 _MIN_SHARDED_BYTES = 1 << 20  # where its bytes would have to get to another rank
 

@@ -18,8 +18,6 @@ from fastload.saving.snapshot import BufferPool, buffer_pool
 from fastload.storage import Location, Target, locate, name_of, open_target
 from fastload.storage.names import Names
 
-__all__ = ["QueuedSave", "SaveCall", "make_call"]
-
 _MAX_ATTEMPT_S = 30.0  # for one request: what takes longer has stalled
 
 

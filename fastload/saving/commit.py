@@ -14,8 +14,6 @@ from fastload.saving.per_rank import PerRankFiles
 from fastload.saving.plan import SavePlan
 from fastload.saving.write import WriteReceipt, WriteResult, collect_receipts
 
-__all__ = ["commit"]
-
 
 def commit(call: SaveCall, plan: SavePlan, result: WriteResult, metadata: Mapping[str, str]) -> PerRankFiles:
     """Writes index, the ranks' own values and commit record, and makes the checkpoint exist.

@@ -30,16 +30,6 @@ from fastload.saving.messages import ShardRange
 from fastload.saving.shard_map import MappedShard, ShardMap
 from fastload.saving.snapshot import StateReader
 
-__all__ = [
-    "StateContent",
-    "compare_shards",
-    "differing_groups",
-    "digest_by_holders",
-    "digest_shards",
-    "require_same_content",
-    "small_tensors",
-]
-
 _PIECE_BYTES = 8 << 20  # copied and hashed at once
 _DIGEST_BYTES = 8
 _UNKNOWN = bytes(_DIGEST_BYTES)  # of a shard that was not looked at

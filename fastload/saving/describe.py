@@ -25,8 +25,6 @@ from fastload.saving.per_rank import PerRankValues
 from fastload.saving.shard_map import ShardMap
 from fastload.saving.snapshot import StateReader
 
-__all__ = ["RankState", "describe", "lay_out_files"]
-
 _NUM_SHOWN = 20
 
 

@@ -23,8 +23,6 @@ from fastload.saving.snapshot import Snapshot
 from fastload.transfer.links import Wire
 from fastload.transfer.transport import TICK_S, wait_for
 
-__all__ = ["BufferRing", "MessageExchange", "PartAssembler"]
-
 _TAG = 0  # messages for a rank come in the order of its parts at both ends
 _FOR_EVER = timedelta(days=1)  # a message waits for its writer, who may write for hours before
 

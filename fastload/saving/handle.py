@@ -14,8 +14,6 @@ from fastload.base.threads import background
 from fastload.errors import DeadlineExceeded, WorldError
 from fastload.report import SaveReport
 
-__all__ = ["SaveHandle"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -37,15 +37,6 @@ from fastload.formats.safetensors.header import (
 from fastload.geometry.blocks import Block, Blocks
 from fastload.geometry.extents import Space
 
-__all__ = [
-    "HEADER_METADATA",
-    "FileRange",
-    "Layout",
-    "LayoutFile",
-    "TensorSpec",
-    "lay_out",
-]
-
 HEADER_METADATA = {"format": "pt"}
 """The ``__metadata__`` of the files of a checkpoint, which transformers asks for."""
 _MIN_BLOCK_BYTES = 256 << 10

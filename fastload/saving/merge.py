@@ -24,8 +24,6 @@ from fastload.saving.layout import TensorSpec
 if TYPE_CHECKING:
     from fastload.geometry.dtensors import BoxesByRank
 
-__all__ = ["MergedState", "boxes_by_rank", "merge", "pack_boxes", "refuse_merge", "unpack_boxes"]
-
 _DICTS = ("dict", "OrderedDict", "Counter")
 _Told = Sequence[tuple[Any, Sequence[int]]]
 """Nodes, each with the ranks that have it."""

@@ -19,8 +19,6 @@ from fastload.geometry.box import Runs
 from fastload.saving.layout import FileRange, Layout
 from fastload.saving.shard_map import MappedShard, ShardMap, TensorShards
 
-__all__ = ["MessagePlan", "ShardMessage", "ShardRange", "plan_messages", "positions_in"]
-
 
 class ShardRange(NamedTuple):
     """A byte range of a shard.

@@ -22,8 +22,6 @@ from fastload.formats.names import OWN_STEM
 from fastload.formats.state import fill_places
 from fastload.saving.layout import HEADER_METADATA, LayoutFile, TensorSpec, lay_out
 
-__all__ = ["PerRankFiles", "PerRankValues", "gather_own", "pack_own"]
-
 _PLACE = "own"  # where in the store
 _MAX_BYTES = 1 << 20  # of a rank
 _MAX_BYTES_OF_ALL = 256 << 20  # what one value of the store, and one rank's memory, have to take

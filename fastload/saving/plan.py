@@ -17,8 +17,6 @@ from fastload.saving.shard_map import ShardMap
 from fastload.saving.split import WriterGroup, WriterShare, choose_writers, round_to_units, split
 from fastload.storage import Target
 
-__all__ = ["SavePlan", "StagingDepths", "make_plan"]
-
 _GOOD_PART_BYTES = 4 << 20  # more would leave the cache before it is hashed, and touch more new memory
 _GOOD_BATCH_BYTES = 32 << 20  # of parts whose messages come together: several parts, a fraction of a share
 

@@ -29,8 +29,6 @@ from fastload.saving.snapshot import Snapshot
 from fastload.saving.write import WriteResult, open_pending, write
 from fastload.storage import Target
 
-__all__ = ["BegunSave", "begin", "finish", "save", "save_all_in_background", "save_in_background"]
-
 
 @dataclass(frozen=True)
 class BegunSave:

@@ -22,8 +22,6 @@ from fastload.saving.layout import Layout
 if TYPE_CHECKING:
     from fastload.geometry.dtensors import BoxesByRank
 
-__all__ = ["MappedShard", "ShardMap", "TensorShards"]
-
 _NUM_SHOWN = 20
 
 

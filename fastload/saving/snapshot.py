@@ -17,8 +17,6 @@ from fastload.geometry.dtensors import is_dtensor, local_parts, narrowed
 from fastload.saving.layout import Layout
 from fastload.saving.messages import ShardMessage, ShardRange
 
-__all__ = ["BufferPool", "Snapshot", "StateReader", "buffer_pool"]
-
 _BUFFER_BYTES = 64 << 20  # a power of two, and a small part of a share that is worth counting
 
 _Kind = tuple[tuple[int, ...], bool]  # lengths of the buffers in bytes, and whether they are pinned

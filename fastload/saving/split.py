@@ -15,8 +15,6 @@ from fastload.saving.layout import FileRange, Layout
 from fastload.saving.shard_map import MappedShard, ShardMap, TensorShards
 from fastload.transfer.shares import deal
 
-__all__ = ["WriterGroup", "WriterShare", "choose_writers", "round_to_units", "split", "split_evenly"]
-
 _MAX_HOLDERS = 8  # of a unit that several hold parts of: with more of them it matters little who writes it
 _MOST_UNEVEN = 1 / 32, 1 << 20  # a writer with more than the mean and the larger of these hands units on
 

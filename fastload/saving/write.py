@@ -28,17 +28,6 @@ from fastload.saving.split import WriterGroup, WriterShare
 from fastload.storage import Target
 from fastload.transfer.links import Wire, accept_offers
 
-__all__ = [
-    "BlockHasher",
-    "PartWriter",
-    "PendingFiles",
-    "WriteReceipt",
-    "WriteResult",
-    "collect_receipts",
-    "open_pending",
-    "write",
-]
-
 T = TypeVar("T")
 
 Checksums = list[tuple[int, int, str]]

@@ -21,8 +21,6 @@ from fastload.formats.record import CHECKSUM_BYTES
 from fastload.geometry.blocks import Blocks
 from fastload.geometry.extents import Space
 
-__all__ = ["Inventory", "Run", "Stretch", "as_ranges", "held_by_all", "take_inventory"]
-
 
 class Stretch(NamedTuple):
     """A byte range of one file whose blocks are counted from its first byte.

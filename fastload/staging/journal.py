@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from fastload.formats.record import CHECKSUM_BYTES
 
-__all__ = ["JOURNAL_ENTRY_BYTES", "journal_entry", "parse_journal"]
-
 JOURNAL_ENTRY_BYTES = 8 + CHECKSUM_BYTES
 
 

@@ -25,8 +25,6 @@ from fastload.staging.stock import Stock
 from fastload.storage.base import ByteCounter
 from fastload.storage.local_copy import LocalCopy
 
-__all__ = ["BlockCheck", "FilePlacer"]
-
 _MAX_SECOND_LOOKS = 64  # what is rotten through and through is not read twice
 
 

@@ -16,8 +16,6 @@ from fastload.loading.access import Access
 from fastload.storage import PatientStorage
 from fastload.storage.location import HTTP
 
-__all__ = ["as_folder", "at_source", "changed", "copied_to", "essence", "list_others"]
-
 _NO_PART = frozenset(("", SAVING_NAME, STAGED_NAME))
 
 

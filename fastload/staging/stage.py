@@ -42,8 +42,6 @@ from fastload.transfer.plan import Demand, Supply, TransferPlan, plan_transfer
 from fastload.transfer.read import ChunkReader, refuse
 from fastload.transfer.transport import Transport
 
-__all__ = ["Stage"]
-
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 

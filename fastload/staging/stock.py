@@ -25,8 +25,6 @@ from fastload.storage.base import Storage
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_copy import LocalCopy
 
-__all__ = ["Stock", "receipt_of", "take_stock"]
-
 _log = logging.getLogger(__name__)
 
 _NUM_PROVERS = 4

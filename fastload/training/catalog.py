@@ -31,8 +31,6 @@ from fastload.storage import (
 from fastload.storage.tier_place import GENERATION as RUN_NAME
 from fastload.training.retention import Point, Retention, SavedCheckpoint
 
-__all__ = ["MAX_STEP", "Catalog", "Entry", "Housekeeper", "RunName", "Summary", "metadata_of", "metrics_of"]
-
 MAX_STEP = MAX_INT
 _PREFIX = "step_"
 _NAME = re.compile(_PREFIX + r"([0-9]{8,19})")

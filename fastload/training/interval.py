@@ -13,8 +13,6 @@ from fastload.errors import OptionError
 from fastload.estimate.cadence import Cadence, Save
 from fastload.estimate.tiers import loss_probability, mtbf_by_tier
 
-__all__ = ["IntervalController", "IntervalPolicy", "RunningSave"]
-
 _log = logging.getLogger(__name__)
 
 _FIRST_STEPS = 10  # between the first saves, which are made to be measured

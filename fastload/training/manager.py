@@ -31,8 +31,6 @@ from fastload.training.schedule import SaveSchedule, ScheduleAnswer
 if TYPE_CHECKING:  # for those who have a tier
     from fastload.memory_tier.tier import MemoryTier
 
-__all__ = ["CheckpointManager"]
-
 
 class CheckpointManager:
     """Saves the states of a training below one root, keeps the checkpoints it should, restores the newest.

@@ -20,8 +20,6 @@ from fastload.saving.handle import SaveHandle
 from fastload.saving.snapshot import BufferPool
 from fastload.training.retention import Point, Retention, SavedCheckpoint
 
-__all__ = ["PendingSave", "PendingSaves", "SaveRequest"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -12,8 +12,6 @@ from fastload.storage import Location
 from fastload.training.interval import IntervalPolicy
 from fastload.training.retention import Retention
 
-__all__ = ["Policy", "memory_directory"]
-
 
 @dataclass(frozen=True)
 class Policy:

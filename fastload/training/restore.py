@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from fastload.memory_tier.restore import InMemoryCheckpoint
     from fastload.memory_tier.tier import MemoryTier
 
-__all__ = ["CheckpointRestorer", "History", "Listing", "RestoredCheckpoint"]
-
 _log = logging.getLogger(__name__)
 _RECORDED = ("complete", "damaged")  # what a load can be tried of
 _UNSUPPORTED = "unsupported"

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 from fastload.errors import OptionError
 
-__all__ = ["Point", "Retention", "SavedCheckpoint", "branch_for"]
-
 
 class Point(NamedTuple):
     """Where a checkpoint stands in the history of its run: what was saved later compares as greater.

@@ -27,8 +27,6 @@ from fastload.training.signals import StopSignals
 if TYPE_CHECKING:  # for those who have a tier
     from fastload.memory_tier.tier import MemoryTier
 
-__all__ = ["SaveSchedule", "ScheduleAnswer"]
-
 _log = logging.getLogger(__name__)
 
 _WINDOW_S = 0.5

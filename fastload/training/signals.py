@@ -17,8 +17,6 @@ from typing import Any, ClassVar
 from fastload.base.threads import background
 from fastload.errors import OptionError
 
-__all__ = ["STOP_SIGNALS", "StopSignals", "worker_context"]
-
 _log = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 

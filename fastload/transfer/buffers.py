@@ -20,8 +20,6 @@ from fastload.transfer.routed_plan import RoutedPlan
 from fastload.transfer.routing import Route
 from fastload.transfer.transport import Delivery, Round, Slots, Transport
 
-__all__ = ["LEAST_PIECE_BYTES", "Arrival", "Buffers", "Destinations", "OwnChunk", "Plan"]
-
 Plan: TypeAlias = TransferPlan | RoutedPlan
 
 LEAST_PIECE_BYTES = 16 << 10  # on average; to read into shorter pieces takes longer than to copy them

@@ -27,8 +27,6 @@ from fastload.geometry.box import Runs
 from fastload.geometry.extents import HasExtent, Space
 from fastload.transfer.message import Ranks
 
-__all__ = ["Claim", "Claims", "Lanes", "Part", "Segment", "Stretch"]
-
 Part = tuple[Runs, ...]
 """What a rank wants of one tensor: the bytes of its boxes there, each in row-major order."""
 

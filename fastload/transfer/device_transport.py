@@ -38,17 +38,6 @@ from fastload.transfer.routed_plan import RoutedPlan
 from fastload.transfer.routing import Route
 from fastload.transfer.transport import FAILED, TICK_S, Delivery, FlatBuffer, Round, Slots
 
-__all__ = [
-    "Communicators",
-    "DeviceExchange",
-    "DeviceRoutedExchange",
-    "Endings",
-    "Lines",
-    "broadcasts_of",
-    "groups_of",
-    "handed",
-]
-
 _NO_TIMEOUT = timedelta(days=7)  # of a collective: the load has its own deadlines
 _MAX_CTAS = 8  # of each NCCL communicator: those of all phases have to run at once
 _environment_lock = threading.Lock()

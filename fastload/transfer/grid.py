@@ -19,8 +19,6 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Grid", "Move", "dims_of", "is_gather"]
-
 _GOOD_DIM = 8  # longer lines take more hops, and more lines more messages
 
 

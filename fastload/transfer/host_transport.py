@@ -23,8 +23,6 @@ from fastload.transfer.message import Message, Ranks
 from fastload.transfer.routing import Route, Routing
 from fastload.transfer.transport import FAILED, TICK_S, Buffer, Delivery, FlatBuffer, Round, wait_sent
 
-__all__ = ["HostTransport", "SharedBuffer", "SharedBuffers"]
-
 
 class SharedBuffer:
     """One of the buffers of a host: a part for each of its ranks.

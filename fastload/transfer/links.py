@@ -28,8 +28,6 @@ from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted, WorldError
 from fastload.transfer.transport import TICK_S, Round
 
-__all__ = ["Links", "Offering", "Relay", "Wire", "accept_offers"]
-
 _NEVER_SENT = 2**31 - 1  # a tag
 
 

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from fastload.geometry.box import Runs
 
-__all__ = ["Message", "Ranks", "joined"]
-
 Ranks = tuple[int, ...]
 """A group of ranks that want the same bytes, ascending."""
 

@@ -15,8 +15,6 @@ from fastload.transfer.plan import TransferPlan
 from fastload.transfer.routed_plan import RoutedPlan
 from fastload.transfer.transport import LocalTransport, Transport
 
-__all__ = ["backend_of", "open_transport"]
-
 
 def open_transport(
     world: World,

@@ -18,8 +18,6 @@ from fastload.transfer.plan import TransferPlan
 from fastload.transfer.read import ChunkReader
 from fastload.transfer.transport import FAILED, UNREADABLE, Round, Transport, wait
 
-__all__ = ["Pipeline", "ReadAhead", "Starter", "read_threads"]
-
 
 class Starter:
     """A thread that starts each round once this rank's chunk has been read, or could not be.

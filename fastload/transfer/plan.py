@@ -37,8 +37,6 @@ from fastload.geometry.box import Runs
 from fastload.geometry.extents import HasExtent, Space, Span, merged
 from fastload.transfer.message import Message, Ranks, joined
 
-__all__ = ["Chunk", "Demand", "Supply", "TransferPlan", "TransferView", "Windows", "plan_transfer"]
-
 
 @dataclass(frozen=True)
 class Supply:

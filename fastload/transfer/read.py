@@ -22,8 +22,6 @@ from fastload.geometry.extents import Space, Span
 from fastload.storage import PatientStorage, take
 from fastload.storage.base import ByteCounter
 
-__all__ = ["ChunkReader", "Damage", "Guards", "Verifier", "refuse"]
-
 _MAX_SECOND_LOOKS = 64  # what is rotten through and through is not read twice
 
 

@@ -27,8 +27,6 @@ from fastload.transfer.message import Message, Ranks, joined
 from fastload.transfer.plan import Chunk, Supply
 from fastload.transfer.shares import Share, deal
 
-__all__ = ["Held", "Holders", "Pool", "RoutedPlan", "Routes", "plan_routes"]
-
 
 class Held(NamedTuple):
     """Bytes of one file that some ranks can deliver: whole checksum blocks.

@@ -25,8 +25,6 @@ import xxhash
 
 from fastload.transfer.message import Ranks
 
-__all__ = ["Route", "Routing", "choose_base", "most_hops", "num_targets", "ring_order", "sharing_domains"]
-
 _GOOD_NUM_HOPS = 16  # as many wait while chunks are on their way as a few rounds in flight make up for
 
 

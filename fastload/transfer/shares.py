@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Share", "deal"]
-
 _UNIT_BYTES = 4096  # shares begin at a multiple of it in their lane
 _SLACK_BYTES = 1 << 20  # a reader may have that much more than the mean, rather than send it to another
 

@@ -9,8 +9,6 @@ from fastload.comm.hosts import host_of
 from fastload.errors import OptionError
 from fastload.transfer.plan import Demand, Supply
 
-__all__ = ["Decision", "choose_strategy"]
-
 
 @dataclass(frozen=True, slots=True)
 class Decision:

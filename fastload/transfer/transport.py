@@ -19,22 +19,6 @@ from fastload.geometry.extents import Span
 from fastload.transfer.message import Message
 from fastload.transfer.routing import Route
 
-__all__ = [
-    "FAILED",
-    "TICK_S",
-    "UNREADABLE",
-    "Buffer",
-    "Delivery",
-    "FlatBuffer",
-    "LocalTransport",
-    "Round",
-    "Slots",
-    "Transport",
-    "wait",
-    "wait_for",
-    "wait_sent",
-]
-
 TICK_S = 0.05
 # The status of a chunk that could not be read.
 UNREADABLE = 1  # this rank cannot read, but goes on: others may read its chunks

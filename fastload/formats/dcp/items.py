@@ -21,8 +21,6 @@ from fastload.formats.torch_save.zip_file import entries_of, open_archive
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.storage.base import Storage
 
-__all__ = ["ItemLayout", "TensorItem", "find_layouts", "infer_layouts", "read_items"]
-
 _MAX_HEAD_BYTES = 1 << 20
 _MAX_GAP_BYTES = 16 << 10  # reading that much more takes less than another request
 _MAX_READ_BYTES = 4 << 20

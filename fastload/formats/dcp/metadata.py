@@ -18,8 +18,6 @@ from fastload.formats.values import MAX_DEPTH, num_chars
 from fastload.geometry.box import Box
 from fastload.geometry.tiling import tiling_problem
 
-__all__ = ["ChunkedTensor", "DcpMetadata", "Item", "join_metadata", "parse_dcp_metadata"]
-
 _METADATA = ("Metadata", "MCoreMetadata")
 _TENSOR, _BYTES = "TensorStorageMetadata", "BytesStorageMetadata"
 _MAX_FIELDS = 64  # of an object; those of torch have five at most

@@ -9,8 +9,6 @@ from fastload.errors import ManifestError
 from fastload.formats.untrusted import show
 from fastload.formats.values import MAX_DEPTH, encode_value
 
-__all__ = ["nested"]
-
 _MAX_HOLES = 1000  # in lists of which not all members were saved; and one for each name there is
 
 

@@ -30,8 +30,6 @@ from fastload.formats.untrusted import MemoryBudget, is_plain_path, show
 from fastload.geometry.box import Box
 from fastload.storage.base import FileStat, Storage
 
-__all__ = ["read_folder", "record_digest"]
-
 _MAX_METADATA_BYTES = 1 << 30
 _MAX_VALUE_BYTES = 64 << 10  # that are read as a whole
 _COMMON_NAME = "common.pt"

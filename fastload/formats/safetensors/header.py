@@ -20,17 +20,6 @@ from fastload.formats.dtypes import DTYPES
 from fastload.formats.manifest import TensorEntry
 from fastload.formats.untrusted import MAX_INT, are_sizes, is_unicode, parse_json, parse_metadata, show
 
-__all__ = [
-    "ALIGN_BYTES",
-    "LENGTH_BYTES",
-    "MAX_HEADER_BYTES",
-    "build_header",
-    "build_index",
-    "entry_text",
-    "offsets_text",
-    "parse_header",
-]
-
 MAX_HEADER_BYTES = 100_000_000  # the reference library's limit
 LENGTH_BYTES = 8  # the little-endian u64 before the header
 ALIGN_BYTES = 8  # of the header's end, as fastload writes it, and the largest element

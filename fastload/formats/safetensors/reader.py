@@ -18,8 +18,6 @@ from fastload.geometry.box import Box
 from fastload.geometry.tiling import tiling_problem
 from fastload.storage.base import FileStat, Storage
 
-__all__ = ["assemble", "has_files", "header_digest", "read_file", "read_folder", "read_index"]
-
 logger = logging.getLogger(__name__)
 
 _SHARDING_KEY = "DCP_SHARDING_INFO"  # of files that hold shards of tensors

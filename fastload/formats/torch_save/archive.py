@@ -14,16 +14,6 @@ from typing import NamedTuple
 from fastload.errors import ManifestError
 from fastload.formats.untrusted import show
 
-__all__ = [
-    "ReadRange",
-    "ZipDirectory",
-    "ZipRecord",
-    "directory_text",
-    "local_header",
-    "place",
-    "read_directory",
-]
-
 ReadRange = Callable[[int, int], bytes]
 """Returns so many bytes from an offset in the archive."""
 

@@ -16,8 +16,6 @@ from fastload.formats.torch_save import legacy_file, zip_file
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.storage.base import FileStat, Storage
 
-__all__ = ["moved", "read_folder"]
-
 _LONGEST_START = 32
 
 

@@ -20,8 +20,6 @@ from fastload.formats.torch_save.zip_file import manifest_of
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.storage.base import FileStat, Storage
 
-__all__ = ["header_digest", "is_one", "read_file"]
-
 _START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # 0x1950a86a20f9469cfc6c
 _VERSION = 1001
 _NUM_PICKLES = 5

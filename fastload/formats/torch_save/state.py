@@ -43,8 +43,6 @@ from fastload.formats.values import (
     tensor_name,
 )
 
-__all__ = ["PickledState", "StorageRef", "StoredTensor", "encode_pickle", "encode_unpickled"]
-
 _NOT_LISTED = "it is not on the list of what is read without running it"
 _MAX_ARGS = 16
 _MAX_KEY_PARTS = 100

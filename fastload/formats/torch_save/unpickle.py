@@ -24,20 +24,6 @@ from fastload.base.memory import uncollected
 from fastload.errors import ManifestError
 from fastload.formats.untrusted import MAX_INT, show
 
-__all__ = [
-    "Global",
-    "PersistentId",
-    "PickledCall",
-    "PickledDict",
-    "PickledSet",
-    "Truncated",
-    "persistent_ids",
-    "pickled_calls",
-    "sizes_of",
-    "unpickle",
-    "unpickle_first",
-]
-
 _MAX_BYTES = 1 << 30
 _MAX_INT_BYTES = 1024  # Python shows integers of 4300 digits at most
 _MAX_DIMS = 64

@@ -25,8 +25,6 @@ from fastload.formats.state import leaves
 from fastload.formats.torch_save.archive import ZipRecord, directory_text, local_header, place
 from fastload.formats.torch_save.unpickle import pickled_calls, unpickle
 
-__all__ = ["TorchLayout", "join_crcs", "lay_out_torch"]
-
 _MOST_NAMES = 20
 _TYPED = {
     torch.float64: torch.DoubleStorage,

@@ -23,8 +23,6 @@ from fastload.formats.untrusted import MemoryBudget, show
 from fastload.geometry.box import Box
 from fastload.storage.base import FileStat, Storage
 
-__all__ = ["Archive", "entries_of", "header_digest", "is_one", "manifest_of", "open_archive", "read_file"]
-
 _MAX_PICKLE_BYTES = 1 << 26  # a hundred times what a large model has; as objects it takes far more
 _NEAR_BYTES = 4096  # of the small records behind the pickle
 _MOST_REPEATED = 4  # views may overlap, and hold so many times what is stored
