@@ -60,12 +60,10 @@ def _readings(tensor: Any, local: Tensor) -> list[list[tuple[Box, Box]]]:
 
     One answer, if it can be told; none if this rank has no place in the mesh.
     """
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    order = _order_of(tensor.device_mesh)
+    if order.here is None:
         return []
-    shapes = tuple(tensor.shape), tuple(mesh.shape)
-    return _fitting(*shapes, _order_of(mesh).index_at(coordinate), tensor.placements, tuple(local.shape))
+    return _fitting(tuple(tensor.shape), order.shape, order.here, tensor.placements, tuple(local.shape))
 
 
 @lru_cache(maxsize=4096)  # layers are alike
@@ -93,14 +91,20 @@ class _Order:
     `distribute_tensor` and FSDP2 go by it. A coordinate follows the mesh as it was written down.
 
     Attributes:
+        shape: The shape of the mesh.
         ranks: The ranks as the mesh has them, nested lists.
         indexes: For each dimension, the number in its group of the rank at each coordinate.
         mixed: Pairs of dimensions: along the second, the order along the first changes.
+        ascends: Whether ranks ascend along each dimension, so that numbers in groups are coordinates.
+        here: The numbers of this rank in its groups; None if it is not in the mesh.
     """
 
+    shape: tuple[int, ...]
     ranks: Any
     indexes: tuple[Any, ...]
     mixed: frozenset[tuple[int, int]]
+    ascends: bool
+    here: tuple[int, ...] | None
 
     def index_at(self, coordinate: Sequence[int]) -> tuple[int, ...]:
         """Returns the numbers in its groups of the rank at a coordinate."""
@@ -129,7 +133,11 @@ def _find_order(mesh: Any) -> _Order:
         for one, other in permutations(range(ranks.dim()), 2)
         if not torch.equal(numbers[one], numbers[one].narrow(other, 0, 1).expand_as(ranks))
     )
-    return _Order(ranks.tolist(), tuple(each.tolist() for each in numbers), mixed)
+    indexes = tuple(each.tolist() for each in numbers)
+    ascends = all(torch.equal(each, each.sort(dim).values) for dim, each in enumerate(numbers))
+    coordinate = mesh.get_coordinate()
+    here = None if coordinate is None else tuple(_at(each, coordinate) for each in indexes)
+    return _Order(tuple(mesh.shape), ranks.tolist(), indexes, mixed, ascends, here)
 
 
 def _at(nested: Any, coordinate: Sequence[int]) -> int:
@@ -256,7 +264,7 @@ class Group:
         num_readings = len(_readings(tensor, local))
         if type(local) not in _PLAIN:
             yield f"{name}: {self._place} has a DTensor whose local tensor is a {type(local).__name__}"
-        elif num_readings != 1 and tensor.device_mesh.get_coordinate() is not None:
+        elif num_readings != 1 and _order_of(mesh).here is not None:
             why = "do not say which part of" if num_readings else "do not give that of"
             yield (
                 f"{name}: {self._place} has a DTensor with a local tensor of shape {list(local.shape)}; its "
@@ -281,6 +289,8 @@ class Group:
 def _disorder(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> str:
     """Says why `full_tensor` is not what placements say on a mesh; empty if it is."""
     order = _order_of(mesh)
+    if order.ascends:
+        return ""
     cuts = {dim: one.dim for dim, one in enumerate(placements) if getattr(one, "dim", None) is not None}
     if order.mixed.intersection(permutations(cuts, 2)):
         why = (
