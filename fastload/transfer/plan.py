@@ -365,7 +365,9 @@ def _even_chunk_bytes(share_bytes: int, at_most: int) -> int:
 
 
 def _require_fit(depth: int, chunk_bytes: int, room: Room, staging_bytes: int) -> None:
-    if depth < 1:
+    if depth < (
+        2 if room.num_sharing > 1 else 1
+    ):  # shared memory takes one buffer more than rounds in flight
         longest = room.longest_block_bytes
         why = f" (checksum blocks have {longest}: verify=False reads without)" if longest else ""
         raise OptionError(

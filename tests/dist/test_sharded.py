@@ -240,6 +240,21 @@ def test_staging_is_enough_for_all_that_is_packed_and_received(
     assert besides == []
 
 
+@ranks(4)
+def test_staging_is_kept_where_only_one_round_fits(rank: int, world: int, tmp_path: Path) -> None:
+    """Ranks of one host that share memory have two buffers."""
+    chunk_bytes = 256 << 10
+    tensors = {"w": torch.arange(1 << 20, dtype=torch.float32).view(1024, 1024)}
+    if rank == 0:
+        safetensors.torch.save_file(tensors, tmp_path / "x.safetensors")
+    torch.distributed.barrier()
+    mesh = init_device_mesh("cpu", (2, 2))
+    into = {"w": placed(tensors["w"], mesh, [Replicate(), Shard(1)])}
+    given = {"strategy": "allgather", "chunk_bytes": chunk_bytes, "staging_bytes": 15 * chunk_bytes // 4}
+    for own in check(tmp_path, into, **given).ranks:
+        assert chunk_bytes < own.peak_staging_bytes <= given["staging_bytes"]
+
+
 @ranks(2)
 def test_boxes_are_made_of_integers(rank: int, world: int, tmp_path: Path) -> None:
     tensor = write_rows(tmp_path, rank, 4)
