@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import ipaddress
 import json
-import secrets
 import select
 import socket
 import struct
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastload.comm.hosts import host_addresses, interface_address
+from fastload.comm.listener import Listener, Unreachable, connect_unix, greet
 
 _FANOUT = 8  # so the ranks of a host of eight are next to each other in the tree
 _HEAD = struct.Struct("!IIII")
 _ACKNOWLEDGED = 1 << 31  # with the number of a step
 _READ_BYTES = 1 << 18
 _LONGEST_S, _SHORT_S = 1.0, 0.05
-_SECRET_BYTES = 32
-_ACCEPTED = b"come in"
-_RANK = struct.Struct("!I")
-_GREETING_S, _CONNECTING_S = 1.0, 2.0
+_CONNECTING_S = 2.0
 
 Tag = tuple[int, int]
 """Number of a call, and of a step in it."""
@@ -34,10 +29,6 @@ Tag = tuple[int, int]
 
 class TreeBroken(Exception):
     """A rank has closed its links or died: the ranks go on through the store."""
-
-
-class Unreachable(Exception):
-    """A rank does not listen at the addresses that it published."""
 
 
 def parent_of(rank: int) -> int | None:
@@ -323,107 +314,51 @@ class _TreeLink:
 # Connecting
 
 
-class TreeListener:
-    """Accepts connections from the ranks below, which know the secret in its address.
+def listen(machine: str, store: Any) -> tuple[Listener, str]:
+    """Listens for the ranks below; returns the listener and its address for `connect`.
 
     Args:
-        machine: What the ranks of this machine have in common; see `hosts.machine`.
-        store: A ``torch.distributed.Store``. A route to its host is one that all ranks can take to this one.
+        machine: Identifier of this machine; see `hosts.machine`.
+        store: A ``torch.distributed.Store``. All ranks can reach this host on its route to the store's host.
     """
-
-    def __init__(self, machine: str, store: Any) -> None:
-        self._secret = secrets.token_hex(_SECRET_BYTES // 2)
-        name = f"\0fastload-{secrets.token_hex(16)}"
-        near = socket.socket(socket.AF_UNIX)
-        near.bind(name)
-        near.listen(socket.SOMAXCONN)
-        dual = socket.has_dualstack_ipv6()
-        far = socket.create_server(
-            ("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual
-        )
-        self._sockets = [near, far]
-        found = {"machine": machine, "name": name[1:], "secret": self._secret, "port": far.getsockname()[1]}
-        self.address = json.dumps({**found, "hosts": list(dict.fromkeys(_own_addresses(_host_of(store))))})
-
-    def accept(
-        self, ranks: Collection[int], look: Callable[[], float]
-    ) -> Iterator[tuple[int, socket.socket]]:
-        """Yields a connection for each of some ranks as they come.
-
-        Args:
-            ranks: The ranks to wait for.
-            look: As for `TreeLinks.wait`.
-        """
-        missing, poll = set(ranks), select.poll()
-        by_number = {each.fileno(): each for each in self._sockets}
-        for number in by_number:
-            poll.register(number, select.POLLIN)
-        while missing:
-            for number, _ in poll.poll(1e3 * look()):
-                link, _ = by_number[number].accept()
-                if (rank := self._greet(link)) in missing:
-                    with contextlib.suppress(OSError):
-                        link.sendall(_ACCEPTED)
-                    missing.discard(rank)
-                    yield rank, link
-                else:
-                    link.close()
-
-    def _greet(self, link: socket.socket) -> int:
-        """Returns the rank that has connected; -1 if it does not know the secret."""
-        link.settimeout(_GREETING_S)
-        try:
-            said = _read(link, _SECRET_BYTES + _RANK.size)
-        except OSError:
-            return -1
-        if not hmac.compare_digest(said[:_SECRET_BYTES], self._secret.encode()):
-            return -1
-        return int(_RANK.unpack(said[_SECRET_BYTES:])[0])
-
-    def close(self) -> None:
-        """Stops listening."""
-        for each in self._sockets:
-            each.close()
+    listener = Listener()
+    dual = socket.has_dualstack_ipv6()
+    tcp = socket.create_server(
+        ("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual
+    )
+    listener.listen_at(tcp)
+    address = {
+        "machine": machine,
+        "name": listener.name,
+        "secret": listener.secret,
+        "port": tcp.getsockname()[1],
+        "hosts": list(dict.fromkeys(_own_addresses(_host_of(store)))),
+    }
+    return listener, json.dumps(address)
 
 
 def connect(address: str, machine: str, rank: int, look: Callable[[], float]) -> socket.socket:
-    """Connects to the rank above and waits until that accepts this one.
+    """Connects to the rank above and waits until it accepts this one.
 
     Args:
-        address: `TreeListener.address` of that rank.
-        machine: What the ranks of this machine have in common.
+        address: Address of that rank, from `listen`.
+        machine: Identifier of this machine.
         rank: This rank.
         look: As for `TreeLinks.wait`.
 
     Raises:
-        Unreachable: It does not listen there, or not any more.
+        Unreachable: It does not listen there any more.
     """
     found = json.loads(address)
     link = _connect(found, machine)
-    try:
-        link.sendall(found["secret"].encode() + _RANK.pack(rank))
-        poll = select.poll()
-        poll.register(link, select.POLLIN)
-        while not poll.poll(1e3 * look()):
-            pass
-        _read(link, len(_ACCEPTED))
-        return link
-    except OSError as error:
-        link.close()
-        raise Unreachable(str(error)) from error
-    except BaseException:
-        link.close()
-        raise
+    greet(link, found["secret"], rank, look)
+    return link
 
 
 def _connect(found: dict[str, Any], machine: str) -> socket.socket:
     if found["machine"] == machine:
-        link = socket.socket(socket.AF_UNIX)
-        try:
-            link.connect(f"\0{found['name']}")
-            return link
-        except OSError:
-            link.close()
+        with contextlib.suppress(OSError):
+            return connect_unix(found["name"])
     problem = "no address"
     for host in found["hosts"]:
         try:
@@ -431,22 +366,6 @@ def _connect(found: dict[str, Any], machine: str) -> socket.socket:
         except OSError as error:
             problem = f"{host}: {error}"
     raise Unreachable(problem)
-
-
-def _read(link: socket.socket, num_bytes: int) -> bytes:
-    """Returns exactly so many bytes.
-
-    Raises:
-        OSError: They did not come within a second.
-    """
-    link.settimeout(_GREETING_S)
-    data, until = b"", time.monotonic() + _GREETING_S
-    while len(data) < num_bytes:
-        more = link.recv(num_bytes - len(data))
-        if not more or time.monotonic() > until:
-            raise ConnectionResetError("it went again")
-        data += more
-    return data
 
 
 def _own_addresses(store: str) -> Iterator[str]:

@@ -13,15 +13,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from fastload.comm.links import (
-    TreeBroken,
-    TreeLinks,
-    TreeListener,
-    Unreachable,
-    children_of,
-    connect,
-    parent_of,
-)
+from fastload.comm.links import TreeBroken, TreeLinks, children_of, connect, listen, parent_of
+from fastload.comm.listener import Listener, Unreachable
 from fastload.comm.responses import join_responses
 from fastload.comm.store import Decision, LastStep, Member, Proposal, StoreRendezvous, StoreStep, Versions
 from fastload.errors import FastloadError, PeerError
@@ -238,7 +231,7 @@ class TreeRendezvous(StoreRendezvous):
         self._terms = terms
         self._call: CountedCall | None = None
         self._id = CallId(0, 0)  # of the namespace that this rank uses
-        self._listener: TreeListener | None = None
+        self._listener: Listener | None = None
         self._links: TreeLinks | None = None
         self._was_in_tree = False  # the last decision
         self._done: list[str] = []  # keys in the group's namespace that nobody reads any more
@@ -544,8 +537,8 @@ class TreeRendezvous(StoreRendezvous):
             OSError: The system refuses.
         """
         if self._listener is None:
-            self._listener = TreeListener(self._terms.machine, self._namespace)
-            address, key = self._listener.address, f"at/{self._member.rank}"
+            self._listener, address = listen(self._terms.machine, self._namespace)
+            key = f"at/{self._member.rank}"
             self.ask(what, limit_s, lambda: self._store.set(key, address))
 
     def _stop_listening(self, what: str | None, limit_s: float) -> None:

@@ -101,7 +101,7 @@ class _Ring:
             self.problem = self.problem or "another host cannot be connected to"
             return
         try:
-            self.links.find(addresses)
+            self.links.find(dict(enumerate(addresses)))
             self.links.connect(give_up=lambda: False)
         except (FastloadError, RuntimeError) as error:
             self.problem = str(error)

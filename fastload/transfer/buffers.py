@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -15,12 +15,13 @@ from fastload.base.devices import copy_async
 from fastload.base.memory import PAGE_BYTES, host_view, round_up
 from fastload.geometry.extents import Span
 from fastload.transfer.message import Message
-from fastload.transfer.plan import TransferPlan
-from fastload.transfer.routed_plan import RoutedPlan
+from fastload.transfer.plan import TransferPlan, TransferView
+from fastload.transfer.routed_plan import RoutedPlan, Routes
 from fastload.transfer.routing import Route
 from fastload.transfer.transport import Delivery, Round, Slots, Transport
 
 Plan: TypeAlias = TransferPlan | RoutedPlan
+View: TypeAlias = TransferView | Routes
 
 LEAST_PIECE_BYTES = 16 << 10  # on average; to read into shorter pieces takes longer than to copy them
 _ALIGNED_BYTES = 64
@@ -80,31 +81,6 @@ class OwnChunk:
     def data(self) -> Tensor:
         """Its bytes, flat uint8."""
         return self.memory[: self.nbytes]
-
-
-class View(Protocol):
-    """A plan as one rank sees it."""
-
-    @property
-    def wanted_bytes(self) -> int:
-        """Bytes that come to the rank."""
-        ...
-
-    def readers(self, index: int) -> Collection[int]:
-        """Returns who may read something for the rank in a round."""
-        ...
-
-    def reads(self, index: int) -> list[Span]:
-        """Returns what the rank reads in a round."""
-        ...
-
-    def outgoing(self, index: int) -> list[Message]:
-        """Returns the messages of what the rank reads in a round, its own part included."""
-        ...
-
-    def incoming(self, index: int) -> list[Message]:
-        """Returns the messages for the rank of what others read in a round."""
-        ...
 
 
 class Buffers:

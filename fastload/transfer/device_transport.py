@@ -26,7 +26,7 @@ import xxhash
 from torch import Tensor
 
 from fastload.base.devices import copy_async, use_stream
-from fastload.base.memory import allocate, allocate_staging
+from fastload.base.memory import allocate
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import background, within
 from fastload.comm.hosts import Peer
@@ -35,8 +35,7 @@ from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.transfer.grid import Grid, Move, is_gather
 from fastload.transfer.message import Message, Ranks
 from fastload.transfer.routed_plan import RoutedPlan
-from fastload.transfer.routing import Route
-from fastload.transfer.transport import FAILED, TICK_S, Delivery, FlatBuffer, Round, Slots
+from fastload.transfer.transport import FAILED, TICK_S, Delivery, FlatBuffer, Round, Slots, Transport
 
 _NO_TIMEOUT = timedelta(days=7)  # of a collective: the load has its own deadlines
 _MAX_CTAS = 8  # of each NCCL communicator: those of all phases have to run at once
@@ -287,29 +286,20 @@ class Endings:
 _NUM_KNOWN = 1024  # windows of readers whose moves are kept
 
 
-class _DeviceTransport:
-    """What both transports between devices do alike.
+class _DeviceTransport(Transport):
+    """What both transports between devices have in common. `bytes_in` is unknown: the backend does not count.
 
     Args:
         name: For the report.
         world: The ranks.
         device: This rank's accelerator, with its number.
-        communicators: Those that carry the rounds.
+        communicators: The communicators that carry the rounds.
     """
 
-    shares_memory = False
-    bytes_in = 0  # nobody counts what the backend takes between hosts
-
     def __init__(self, name: str, world: World, device: torch.device, communicators: Communicators) -> None:
-        self.name = name
-        self.device = device
-        self.watch = Stopwatch()
-        self._rank = world.rank
+        super().__init__(name, world.rank, device, pinned=True)
         self._communicators = communicators
         self._endings = Endings(device, self.watch)
-
-    def route(self, message: Message) -> Route:
-        return Route(self._rank)
 
     def offer(self) -> Any:
         return self._communicators.offer()
@@ -319,16 +309,7 @@ class _DeviceTransport:
 
     def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
         self._communicators.accept(offers)
-        return ()  # the backend has ways of its own
-
-    def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        pass
-
-    def allocate_own(self, nbytes: int) -> Tensor:
-        return allocate_staging(nbytes, pinned=True)
-
-    def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        pass  # the round is done, and with it all that this rank sends and receives
+        return ()  # the backend finds its own routes
 
     def close(self) -> None:
         self._communicators.close(keep=self._endings.close())
@@ -377,10 +358,7 @@ class DeviceExchange(_DeviceTransport):
             buffer.record_stream(stream)
             statuses.record_stream(stream)
         self._statuses.append(statuses)
-        return FlatBuffer(buffer), allocate_staging(own_bytes, pinned=True)
-
-    def post(self, work: Round) -> None:
-        pass
+        return FlatBuffer(buffer), self.allocate_own(own_bytes)
 
     def start(self, work: Round) -> None:
         work.began = self.watch.start()
@@ -472,22 +450,13 @@ class Lines:
                 into = row[moves[0].begin * part : moves[-1].end * part]
                 group._allgather_base(into, row[own.begin * part : own.end * part]).wait()
             else:
-                self._broadcast(group, moves, row, part)
-
-    def _broadcast(self, group: Any, moves: Sequence[Move], row: Tensor, part: int) -> None:
-        """At once where the backend can: one after the other they would take as long as all of them."""
-        at_once = group.supports_coalescing
-        if at_once:
-            group._start_coalescing()
-        works = []
-        for move in moves:
-            how = dist.BroadcastOptions()
-            how.rootRank = move.root
-            works.append(group.broadcast([row[move.begin * part : move.end * part]], how))
-        if at_once:
-            works = [group._end_coalescing()]
-        for work in works:
-            work.wait()
+                _at_once(
+                    group,
+                    [
+                        partial(_broadcast, group, row[move.begin * part : move.end * part], move.root)
+                        for move in moves
+                    ],
+                )
 
 
 _MAX_NUM_GROUPS = 4  # of one rank: each takes a communicator
@@ -591,7 +560,14 @@ class GroupBroadcasts:
             _at_once(self._everyone, [partial(self._hand, each) for each in found])
         for ranks, found in broadcasts_of(deliveries).items():
             group = self._groups[ranks]
-            _at_once(group, [partial(_broadcast, group, each) for each in found])
+            roots = [ranks.index(root_of(each.message)) for each in found]
+            _at_once(
+                group,
+                [
+                    partial(_broadcast, group, each.data, root)
+                    for each, root in zip(found, roots, strict=True)
+                ],
+            )
 
     def _hand(self, each: Delivery) -> Any:
         """The group of all has the ranks' own numbers."""
@@ -601,10 +577,10 @@ class GroupBroadcasts:
         return self._everyone.recv([each.data], each.message.reader, 0)
 
 
-def _broadcast(group: Any, each: Delivery) -> Any:
-    how = dist.BroadcastOptions()
-    how.rootRank = each.message.ranks.index(root_of(each.message))
-    return group.broadcast([each.data], how)
+def _broadcast(group: Any, data: Tensor, root: int) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    return group.broadcast([data], options)
 
 
 def root_of(message: Message) -> int:
@@ -615,7 +591,7 @@ def root_of(message: Message) -> int:
 
 
 def _at_once(group: Any, calls: Sequence[Callable[[], Any]]) -> None:
-    """Calls what a group is to do, at once where its backend can."""
+    """Makes calls of a group, in one launch where its backend can; else they run one after the other."""
     coalesced = group.supports_coalescing
     if coalesced:
         group._start_coalescing()

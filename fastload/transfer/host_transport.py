@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastload.base.memory import allocate_staging, byte_view, host_view
-from fastload.base.stopwatch import Stopwatch
+from fastload.base.memory import byte_view, host_view
 from fastload.comm.hosts import Peer
 from fastload.comm.shared_memory import HostMemory
 from fastload.comm.world import World
@@ -21,11 +20,11 @@ from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.transfer.links import Relay, Wire
 from fastload.transfer.message import Message, Ranks
 from fastload.transfer.routing import Route, Routing
-from fastload.transfer.transport import FAILED, TICK_S, Buffer, Delivery, FlatBuffer, Round, wait_sent
+from fastload.transfer.transport import FAILED, TICK_S, Buffer, Delivery, Round, Transport, wait_sent
 
 
 class SharedBuffer:
-    """One of the buffers of a host: a part for each of its ranks.
+    """A buffer of a host, with a part for each of its ranks.
 
     Attributes:
         nbytes: Length of a part.
@@ -47,135 +46,89 @@ class SharedBuffer:
 
 
 class SharedBuffers:
-    """The buffers of the ranks of one host, and how far these are with them.
+    """The buffers of the ranks of one host, and how far these ranks are; a `shared_memory.RoundObserver`.
 
-    Each rank has its chunks, and the messages that it receives from other hosts, in its own part, and tells
-    the others once it has all of a round. They use a buffer again once all of them are done with it, which
-    they tell each other along with that; so one buffer more than rounds in flight keeps them from waiting.
+    A rank holds its chunks, and the messages that it receives from other hosts, in its own part. It reports
+    each round that is complete there. A buffer is used again once all ranks have placed its round, which they
+    report along with the next round. With one buffer more than rounds in flight they need not wait for that.
 
     Args:
-        world: The ranks.
-        ranks: Those of this host, more than one.
+        world: All ranks.
+        ranks: The ranks of this host, at least two.
+
+    Attributes:
+        host: The shared memory, and the connections of its ranks.
+        rank: This rank.
     """
 
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
+        self.host = HostMemory(world, ranks)
         self.rank = world.rank
-        self._host = HostMemory(world, ranks)
         self._num_buffers = 0
         self._buffer_bytes = 0
-        self._turns = _Turns()
+        self._placed = self._released = -1  # the last round that this rank, that all ranks have placed
+        self._posted: dict[int, Round] = {}
+        self._changed = threading.Condition()
+        self._lost: int | None = None
 
     def allocate(self, nbytes: int) -> SharedBuffer:
-        """Returns one more buffer, with memory once the ranks are connected.
+        """Returns one more buffer, which has memory once the ranks are connected.
 
-        Each part has room for a whole round; what its rank does not hold, it does not touch.
+        Each part has room for a complete round, but a rank touches only what it holds.
         """
         self._buffer_bytes = max(self._buffer_bytes, nbytes)
         self._num_buffers += 1
         return SharedBuffer(self, self._num_buffers - 1, nbytes)
 
     def part(self, number: int, rank: int) -> Tensor:
-        """Returns the part of a rank of a buffer."""
-        memory = self._host.memory
-        begin = (self._host.ranks.index(rank) * self._num_buffers + number) * self._buffer_bytes
-        return memory[begin : begin + self._buffer_bytes]
-
-    def offer(self) -> dict[str, str]:
-        """Returns what the others have to know to connect to this rank."""
-        return self._host.offer()
-
-    def renew(self) -> None:
-        """Drops what was kept."""
-        self._host.renew()
-
-    def accept(self, offers: Sequence[Mapping[str, str]]) -> None:
-        """Learns what each rank of the world has offered."""
-        self._host.accept(offers)
+        """Returns a rank's part of a buffer."""
+        begin = (self.host.ranks.index(rank) * self._num_buffers + number) * self._buffer_bytes
+        return self.host.memory[begin : begin + self._buffer_bytes]
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
-        """Meets the others of the host, and takes the memory.
-
-        Args:
-            give_up: Asked again and again; True ends the wait for them.
-
-        Raises:
-            Interrupted: Some rank did not come, or `give_up` said so.
-            MemoryError: The system does not give that much memory.
-        """
-        nbytes = len(self._host.ranks) * self._num_buffers * self._buffer_bytes
-        self._host.connect(nbytes, self._turns, give_up=give_up)
+        """Connects the ranks of the host and maps the memory; errors are those of `HostMemory.connect`."""
+        nbytes = len(self.host.ranks) * self._num_buffers * self._buffer_bytes
+        self.host.connect(nbytes, self, give_up=give_up)
 
     def post(self, work: Round) -> None:
-        """Takes note of a round whose parts are ready to receive."""
-        self._turns.post(work)
-
-    def arrive(self, work: Round, statuses: dict[int, int]) -> None:
-        """Tells the others that this rank's part of a round is here, and what is the matter with it."""
-        self._host.arrive(work.index, self._turns.placed, statuses)
-
-    def release(self, work: Round) -> None:
-        """Notes that this rank has placed a round; the others learn of it with the next one."""
-        self._turns.placed = work.index
-
-    def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        """Returns once no rank of the host needs what was in the buffer of a round before.
-
-        Raises:
-            Interrupted: A rank is gone, or `give_up` said so.
-            DeadlineExceeded: It took too long.
-        """
-        self._turns.await_released(index - self._num_buffers, until_s=until_s, give_up=give_up)
-
-    def close(self) -> None:
-        """Ends the load; what connects the ranks is kept for the next one."""
-        self._host.close()
-        self._turns.end()
-
-
-class _Turns:
-    """How far the ranks of a host are with the rounds of a load; a `shared_memory.RoundObserver`.
-
-    Attributes:
-        placed: Up to which round this rank has placed all.
-    """
-
-    def __init__(self) -> None:
-        self.placed = -1
-        self._released = -1
-        self._posted: dict[int, Round] = {}
-        self._changed = threading.Condition()
-        self._lost: int | None = None
-
-    def post(self, work: Round) -> None:
-        """Takes note of a round that is to be complete."""
+        """Expects a round, which is `done` once every rank has its part."""
         with self._changed:
             self._posted[work.index] = work
             lost = self._lost
         if lost is not None:
             _break(work, lost)
 
-    def end(self) -> None:
-        """Forgets rounds that nobody waits for any more, which keep their memory."""
-        with self._changed:
-            self._posted.clear()
+    def arrive(self, work: Round, statuses: dict[int, int]) -> None:
+        """Reports that this rank's part of a round is complete, and which of its chunks could not be read."""
+        self.host.arrive(work.index, self._placed, statuses)
 
-    def await_released(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        """Returns once all ranks of the host have placed all up to a round; see `SharedBuffers.reserve`."""
+    def release(self, work: Round) -> None:
+        """Notes that this rank has placed a round; the others learn of it with the next one."""
+        self._placed = work.index
+
+    def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
+        """Waits until all ranks have placed the round that was in the buffer of this one before.
+
+        Raises:
+            Interrupted: A rank is gone, or `give_up` returned True.
+            DeadlineExceeded: It took too long.
+        """
+        before = index - self._num_buffers
         deadline = time.monotonic() + until_s
         with self._changed:
-            while self._released < index:
+            while self._released < before:
                 if self._lost is not None:
                     raise Interrupted(_gone(self._lost))
                 if give_up():
                     raise Interrupted("another rank failed")
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(
-                        f"not all of this host placed round {index} within {until_s:.1f} s"
+                        f"not all ranks of this host placed round {before} within {until_s:.1f} s"
                     )
                 self._changed.wait(TICK_S)
 
     def complete(self, index: int, statuses: Mapping[int, int], released: int) -> None:
-        """Hears that all of a round is here."""
+        """Ends the wait for a round; see `shared_memory.RoundObserver`."""
         with self._changed:
             work = self._posted.pop(index, None)
             self._released = max(self._released, released)
@@ -185,13 +138,19 @@ class _Turns:
             work.done.set()
 
     def lost(self, rank: int) -> None:
-        """Hears that a rank of the host is gone."""
+        """Breaks all rounds, since a rank of the host is gone."""
         with self._changed:
             self._lost = rank
             posted, self._posted = list(self._posted.values()), {}
             self._changed.notify_all()
         for work in posted:
             _break(work, rank)
+
+    def close(self) -> None:
+        """Ends the load; the connections are cached for the next one."""
+        self.host.close()
+        with self._changed:
+            self._posted.clear()  # abandoned rounds, which keep their memory
 
 
 def _break(work: Round, rank: int) -> None:
@@ -208,31 +167,27 @@ def _gone(rank: int) -> str:
 _NOTICE_TAGS = 720_720
 
 
-class HostTransport:
-    """Messages over Gloo from host to host along trees, and through shared memory inside of a host.
+class HostTransport(Transport):
+    """Gloo from host to host along trees, and shared memory within a host.
 
-    Each message enters each host once, and is passed on as soon as it is here, without waiting for the rest
-    of its round; receives are posted ahead. Gloo's own collectives get slower with the message size and
-    cannot be interrupted, hence point to point.
+    Each message enters each host once and is forwarded as soon as it has arrived, before the rest of its
+    round; receives are posted ahead. Messages go point to point: Gloo's collectives slow down as messages
+    grow, and cannot be interrupted.
 
-    A rank that cannot read sends what it has in its buffers, so that nobody waits for it, and a notice
-    before, which takes the same way as its messages.
+    A rank that cannot read sends whatever is in its buffers, so that no rank waits for it. A notice precedes
+    it on the same route.
 
     Args:
         world: The ranks.
-        routing: The ways between those that take part.
-        pairs: (reader, group) of all messages that this rank has to do with.
-        pinned: Page-locks buffers, for copies to an accelerator.
+        routing: The routes between the ranks that take part.
+        pairs: (reader, group) of all messages that this rank sends or receives.
+        pinned: Whether to page-lock buffers, for copies to an accelerator.
     """
 
     def __init__(
         self, world: World, routing: Routing, pairs: Iterable[tuple[int, Ranks]], *, pinned: bool
     ) -> None:
-        self.device = torch.device("cpu")
-        self.watch = Stopwatch()
-        self.name = _name(routing)
-        self._pinned = pinned
-        self._rank = world.rank
+        super().__init__(_name(routing), world.rank, pinned=pinned)
         self._routing = routing
         self._sources: dict[tuple[int, int], None] = {}  # (reader, source)
         self._targets: dict[int, dict[int, None]] = {}  # of each reader
@@ -247,7 +202,7 @@ class HostTransport:
             targets = (rank for ranks in self._targets.values() for rank in ranks)
             self._wire = Wire(world, members, {*(source for _, source in self._sources), *targets})
         self._notices = _Notices()
-        self._relay = Relay(self._pass_on, self._ended, self.watch, timedelta(seconds=world.patience_s))
+        self._relay = Relay(self._forward_all, self._ended, self.watch, timedelta(seconds=world.patience_s))
         self._shared: SharedBuffers | None = None
         if len(routing.neighbours) > 1:
             self._shared = SharedBuffers(world, routing.neighbours)
@@ -265,17 +220,17 @@ class HostTransport:
 
     def offer(self) -> Any:
         wire = self._wire.offer() if self._wire is not None else {"token": ""}
-        return {**wire, "host": self._shared.offer() if self._shared is not None else None}
+        return {**wire, "host": self._shared.host.offer() if self._shared is not None else None}
 
     def renew(self) -> None:
         if self._shared is not None:
-            self._shared.renew()
+            self._shared.host.renew()
         if self._wire is not None:
             self._wire.renew()
 
     def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
         if self._shared is not None:
-            self._shared.accept([offer and offer["host"] for offer in offers])
+            self._shared.host.accept([offer and offer["host"] for offer in offers])
         return self._wire.accept(offers) if self._wire is not None else ()
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
@@ -290,10 +245,7 @@ class HostTransport:
     def allocate(self, buffer_bytes: int, own_bytes: int) -> tuple[Buffer, Tensor | None]:
         if self._shared is not None:
             return self._shared.allocate(buffer_bytes), None
-        return FlatBuffer(allocate_staging(buffer_bytes, pinned=self._pinned)), None
-
-    def allocate_own(self, nbytes: int) -> Tensor:
-        return allocate_staging(nbytes, pinned=self._pinned)
+        return super().allocate(buffer_bytes, own_bytes)
 
     def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
         if self._shared is not None:
@@ -314,15 +266,15 @@ class HostTransport:
         work.began = self.watch.start()
         try:
             if work.status:
-                self._tell(work, self._rank, _Notice(work.status, work.index))
+                self._notify(work, self._rank, _Notice(work.status, work.index))
             if len(work.kept) < len(work.outgoing) and self._wire is not None:
-                self._wire.fail("this rank is lost to the load")  # others would take one message for another
+                self._wire.fail("this rank is lost to the load")
             for each in work.kept:
                 self._send(work, each)
         except RuntimeError as error:
             work.broke(error)
         work.started.set()
-        if self._wire is None:  # nothing comes or goes but through the memory of this host
+        if self._wire is None:  # all messages go through the memory of this host
             self.watch.stop(work.began, round=work.index)
             work.sent.set()
             self._ended(work)
@@ -337,8 +289,8 @@ class HostTransport:
         if self._shared is not None:
             self._shared.close()
         if ended and self._wire is not None:
-            self._notices = _Notices()  # what was is not this load's alone, and keeps the connections
-            self._wire.close(keep=self._relay.whole)
+            self._notices = _Notices()  # the old ones hold the connections, which are in the cache
+            self._wire.close(keep=self._relay.is_intact)
 
     def _cut(self) -> None:
         if self._wire is not None:
@@ -351,12 +303,12 @@ class HostTransport:
         except RuntimeError as error:
             raise Interrupted(f"the ranks could not connect: {error}") from error
 
-    def _pass_on(self, work: Round) -> None:
+    def _forward_all(self, work: Round) -> None:
         for each, receive in work.receives:
             self._forward(work, each, receive)
 
     def _ended(self, work: Round) -> None:
-        """Has a round done: at once if this rank alone is to have it, or if its own part broke."""
+        """Ends a round: at once if this rank shares no memory or its part broke, else with the whole host."""
         statuses = self._notices.of(work)
         if self._shared is not None and work.error is None:
             self._shared.arrive(work, statuses)
@@ -365,63 +317,62 @@ class HostTransport:
         work.done.set()
 
     def _forward(self, work: Round, each: Delivery, receive: Any) -> None:
-        """Passes a message on, even one that could not be received: nobody is to wait for it."""
+        """Forwards a message, even if its receive failed, so that no rank waits for it."""
         reader, source = each.message.reader, each.route.source
         assert source is not None
         try:
             receive.wait(self._relay.timeout)
-            if (notice := self._notices.heard(reader, source)) is not None:
-                self._tell(work, reader, notice)
+            if (notice := self._notices.take(reader, source)) is not None:
+                self._notify(work, reader, notice)
         except RuntimeError as error:
             work.broke(error)
-            self._tell(work, reader, _Notice(FAILED, work.index))
+            self._notify(work, reader, _Notice(FAILED, work.index))
         try:
             self._send(work, each)
         except RuntimeError as error:
             work.broke(error)
 
-    def _tell(self, work: Round, reader: int, notice: _Notice) -> None:
-        """Notes what is wrong with a reader's chunks, and passes it on."""
-        self._relay.whole = False  # there is one notice of a reader in the life of the connections
-        if not self._notices.note(reader, notice) or self._wire is None:
+    def _notify(self, work: Round, reader: int, notice: _Notice) -> None:
+        """Records a notice, and forwards the first one about a reader."""
+        self._relay.is_intact = False  # the connections have one receive for notices about each reader
+        if not self._notices.add(reader, notice) or self._wire is None:
             return
         try:
             message = torch.tensor(notice, dtype=torch.int64, device="cpu")
-            tag = _NOTICE_TAGS + self._wire.number(reader)
+            tag = _NOTICE_TAGS + reader
             work.sends += [self._wire.send(message, rank, tag) for rank in self._targets.get(reader, ())]
         except RuntimeError as error:
             work.broke(error)
 
-    # The messages of one reader come in the same order at both ends: that in which they are passed on.
+    # Messages of one reader share a tag: they are sent and received in the same order, by round and hops.
 
     def _send(self, work: Round, each: Delivery) -> None:
         if self._wire is not None:
-            tag = self._wire.number(each.message.reader)
+            tag = each.message.reader
             work.sends += [self._wire.send(each.data, rank, tag) for rank in each.route.targets]
 
     def _receive(self, each: Delivery) -> Any:
         assert self._wire is not None, "another host"
         assert each.route.source is not None, "received"
-        return self._wire.receive(each.data, each.route.source, self._wire.number(each.message.reader))
+        return self._wire.receive(each.data, each.route.source, each.message.reader)
 
     def _receive_notice(self, reader: int, source: int, into: Tensor) -> Any:
         assert self._wire is not None, "another host"
-        return self._wire.receive(into, source, _NOTICE_TAGS + self._wire.number(reader))
+        return self._wire.receive(into, source, _NOTICE_TAGS + reader)
 
 
 def _name(routing: Routing) -> str:
-    """Returns what carries the bytes, in words."""
     between = "gloo" if len(routing.hosts) > 1 else ""
     inside = "shared memory" if any(len(ranks) > 1 for ranks in routing.hosts) else ""
     return " + ".join(filter(None, [between, inside]))
 
 
 class _Notice(NamedTuple):
-    """What is wrong with the chunks of a reader.
+    """The status of a reader's chunks from one round on.
 
     Attributes:
-        status: Such as `FAILED`.
-        first: The first round of which it holds.
+        status: `UNREADABLE` or `FAILED`.
+        first: The first round that it applies to.
     """
 
     status: int
@@ -429,33 +380,33 @@ class _Notice(NamedTuple):
 
 
 class _Notices:
-    """Which readers' chunks are no good, in this load and, as long as there is none, in later ones."""
+    """The notices about readers; receives that are still open serve the next load."""
 
     def __init__(self) -> None:
         self._expected: dict[tuple[int, int], tuple[memoryview, Any]] = {}
-        self._noted: dict[int, _Notice] = {}
+        self._first: dict[int, _Notice] = {}
 
     def expect(self, reader: int, source: int, receive: Callable[[Tensor], Any]) -> None:
-        """Opens the receive for the one message about a reader from a source, unless it is open."""
+        """Opens the receive for the one notice about a reader from a source, unless it is open."""
         if (reader, source) not in self._expected:
             into = torch.zeros(len(_Notice._fields), dtype=torch.int64, device="cpu")
             words = host_view(byte_view(into)).cast("q")
             self._expected[reader, source] = words, receive(into)
 
-    def heard(self, reader: int, source: int) -> _Notice | None:
-        """Returns what a message has said of a reader, once; None if none has come."""
+    def take(self, reader: int, source: int) -> _Notice | None:
+        """Returns the notice about a reader from a source, once; None if none has arrived."""
         if (reader, source) not in self._expected or not self._expected[reader, source][0][0]:
             return None
         words, receive = self._expected.pop((reader, source))
         receive.wait()  # the rest of it may be on its way
         return _Notice(*words)
 
-    def note(self, reader: int, notice: _Notice) -> bool:
-        """Takes note of what is wrong with a reader; returns whether that is new."""
-        return self._noted.setdefault(reader, notice) is notice
+    def add(self, reader: int, notice: _Notice) -> bool:
+        """Adds a notice; returns whether it is the first about this reader."""
+        return self._first.setdefault(reader, notice) is notice
 
     def of(self, work: Round) -> dict[int, int]:
-        """Returns what is wrong with chunks of a round, by reader."""
-        # A list: the other thread may note one meanwhile.
-        noted = [(reader, notice) for reader, notice in list(self._noted.items()) if reader in work.readers]
-        return {reader: notice.status for reader, notice in noted if notice.first <= work.index}
+        """Returns the status of each chunk of a round that could not be read, by reader."""
+        # A list: the other thread may add one meanwhile.
+        found = [(reader, notice) for reader, notice in list(self._first.items()) if reader in work.readers]
+        return {reader: notice.status for reader, notice in found if notice.first <= work.index}

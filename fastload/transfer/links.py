@@ -32,70 +32,68 @@ _NEVER_SENT = 2**31 - 1  # a tag
 
 
 class Links:
-    """Connections between some ranks, the members, seen from one of them; see `comm.cache.CachedResource`.
+    """Connections of one rank to others, kept between loads; see `comm.cache.CachedResource`.
 
-    Each is a group of Gloo of its own, of two: a group of all would connect everybody with everybody. Where
-    torch is to use several network devices it is one for each, and a message goes by its tag: those of one
-    tag, from one member to another, arrive in the order of their receives.
+    Each connection is a Gloo group of two, since a larger one would connect every rank with every other.
+    Where torch is to use several network devices, there is one for each, chosen by the tag of a message.
+    Messages of one tag between two ranks arrive in the order of their receives.
 
     Args:
-        number: Which of the members this is.
+        rank: This rank; any numbering of the ranks will do.
         timeout: Longest wait for a connection.
 
     Attributes:
-        token: Names them once all members know where the others are; empty before.
-        companions: What its users leave with them for the next load.
+        token: Identifies the connections once all ranks know each other's addresses; empty before.
+        companions: What users of the connections keep with them for the next load, by name.
     """
 
-    def __init__(self, number: int, timeout: timedelta) -> None:
+    def __init__(self, rank: int, timeout: timedelta) -> None:
         self.token = ""
         self.companions: dict[str, Any] = {}
-        self._number = number
+        self._rank = rank
         self._timeout = timeout
         self._devices: list[Any] = []
         self._opening: dict[int, list[_Connection]] = {}
         self._groups: dict[int, list[Any]] = {}
         self._listeners: list[socket.socket] = []
 
-    def open(self, numbers: Collection[int]) -> dict[str, list[str]]:
-        """Makes ready to be connected to other members; returns where each of them finds this one.
+    def open(self, ranks: Collection[int]) -> dict[str, list[str]]:
+        """Prepares connections to other ranks; returns the addresses for each of them.
 
         Args:
-            numbers: Of the others; those that are connected already have nothing to find.
+            ranks: The other ranks; those that are connected already get no address.
 
         Raises:
-            WorldError: This host has no address to be found at.
+            WorldError: This host has no address.
         """
         try:
-            missing = sorted(set(numbers) - self._groups.keys())
+            missing = sorted(set(ranks) - self._groups.keys())
             if missing and not self._devices:
                 self._devices = _devices()
             self._opening = {
-                number: [
-                    _Connection(device, int(self._number > number), self._timeout) for device in self._devices
-                ]
-                for number in missing
+                rank: [_Connection(device, int(self._rank > rank), self._timeout) for device in self._devices]
+                for rank in missing
             }
             return {
-                str(number): [base64.b85encode(connection.own()).decode() for connection in connections]
-                for number, connections in self._opening.items()
+                str(rank): [base64.b85encode(connection.address()).decode() for connection in connections]
+                for rank, connections in self._opening.items()
             }
         except RuntimeError as error:
             raise WorldError(f"no rank could connect to this one: {error}") from error
 
     @property
     def opening(self) -> Collection[int]:
-        """The members that this one is about to connect to."""
+        """The ranks that `connect` will connect to."""
         return self._opening.keys()
 
     def listen(self) -> list[tuple[str, int]]:
-        """Listens where the others are to connect to, until they do; returns IP addresses and ports.
+        """Listens until `connect`, so that others can test the route; returns IP addresses and ports.
 
-        To Gloo itself nobody may connect just to see whether that works: it keeps what has come.
+        Gloo's own ports cannot be tested: it keeps every connection that it accepts.
         """
         self._stop_listening()
         for connection in next(iter(self._opening.values()), ()):
-            address = address_in(connection.own())
+            address = address_in(connection.address())
             if address is not None and (listener := listener_at(address)) is not None:
                 self._listeners.append(listener)
         return [listener.getsockname()[:2] for listener in self._listeners]
@@ -104,63 +102,60 @@ class Links:
         while self._listeners:
             self._listeners.pop().close()
 
-    def find(self, found: Sequence[Mapping[str, Sequence[str]]]) -> None:
-        """Learns where the other members are, and with that which links these are.
+    def find(self, addresses: Mapping[int, Mapping[str, Sequence[str]]]) -> None:
+        """Sets the addresses of the other ranks, which identify these connections.
 
         Args:
-            found: What `open` has returned, by number.
+            addresses: Result of `open` on each rank, in the same order on all of them.
         """
-        for number, connections in self._opening.items():
-            for connection, told in zip(connections, found[number][str(self._number)], strict=True):
-                connection.told = base64.b85decode(told)
-        self.token = self.token or xxhash.xxh3_64_hexdigest(repr(found).encode())
+        for rank, connections in self._opening.items():
+            for connection, peer in zip(connections, addresses[rank][str(self._rank)], strict=True):
+                connection.peer = base64.b85decode(peer)
+        self.token = self.token or xxhash.xxh3_64_hexdigest(repr(addresses).encode())
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
-        """Returns once this member is connected to those that it was made ready for.
+        """Connects to the ranks that `open` was called with.
 
         Args:
-            give_up: Asked again and again; True ends the wait.
+            give_up: Polled; True ends the wait.
 
         Raises:
-            Interrupted: Some of them did not come, or `give_up` said so.
+            Interrupted: Some rank did not come, or `give_up` returned True.
         """
         self._stop_listening()
         for connections in self._opening.values():
             for connection in connections:
                 connection.begin()
-        for number, connections in self._opening.items():
+        for rank, connections in self._opening.items():
             try:
                 groups = [connection.group(give_up) for connection in connections]
             except (RuntimeError, DeadlineExceeded) as error:
-                where = ", ".join(filter(None, (address_in(connection.told) for connection in connections)))
+                where = ", ".join(filter(None, (address_in(connection.peer) for connection in connections)))
                 raise Interrupted(f"no connection to a rank at {where}: {error}") from error
-            self._groups[number] = groups
+            self._groups[rank] = groups
         self._opening = {}
 
-    def send(self, data: Tensor, number: int, tag: int) -> Any:
-        """Begins to send, and returns what can be waited for."""
-        return self._group(number, tag).send([data], int(number > self._number), tag)
+    def send(self, data: Tensor, rank: int, tag: int) -> Any:
+        """Begins to send; returns a handle to wait for."""
+        return self._group(rank, tag).send([data], int(rank > self._rank), tag)
 
-    def receive(self, into: Tensor, number: int, tag: int) -> Any:
-        """Begins to receive, and returns what can be waited for."""
-        return self._group(number, tag).recv([into], int(number > self._number), tag)
+    def receive(self, into: Tensor, rank: int, tag: int) -> Any:
+        """Begins to receive; returns a handle to wait for."""
+        return self._group(rank, tag).recv([into], int(rank > self._rank), tag)
 
     def cut(self) -> None:
-        """Wakes whoever waits for a member that will not answer, here and, as a lost connection, there.
+        """Ends all waits, here with an error and at the other ends as a lost connection.
 
-        Gloo has no call for it, but it closes all connections of a group when one wait times out.
+        Gloo has no call for that, but it closes all connections of a group when one wait times out.
         """
-        for number, groups in self._groups.items():
+        for rank, groups in self._groups.items():
             for tag in range(_NEVER_SENT - len(groups), _NEVER_SENT):
                 nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
                 with contextlib.suppress(RuntimeError):
-                    self.receive(nothing, number, tag).wait(timedelta(milliseconds=1))
+                    self.receive(nothing, rank, tag).wait(timedelta(milliseconds=1))
 
     def drop(self) -> None:
-        """Lets go of the connections.
-
-        Gloo takes tens of milliseconds to take a group down, which nobody has to wait for.
-        """
+        """Closes the connections, in a thread: Gloo takes tens of milliseconds to close a group."""
         self._stop_listening()
         for connections in self._opening.values():
             for connection in connections:
@@ -173,29 +168,29 @@ class Links:
             dying.clear()
 
     def disown(self) -> None:
-        """Keeps a forked child from taking the groups down, for which it lacks Gloo's threads."""
+        """Leaks the groups in a forked child, which lacks the Gloo threads that closing them needs."""
         self._stop_listening()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
-    def _group(self, number: int, tag: int) -> Any:
-        groups = self._groups[number]
+    def _group(self, rank: int, tag: int) -> Any:
+        groups = self._groups[rank]
         return groups[tag % len(groups)]
 
 
 class _Connection:
-    """A connection that is being made, in a thread: Gloo says where it is found, then asks for the other end.
+    """A connection that a thread is making: Gloo publishes its own address, then asks for the peer's.
 
     Args:
         device: The network device.
         end: Which of the two ends this is.
-        timeout: Longest wait for the other one.
+        timeout: Longest wait for the peer.
 
     Attributes:
-        told: What Gloo says of where the other end is found.
+        peer: The peer's address, as Gloo publishes it.
     """
 
     def __init__(self, device: Any, end: int, timeout: timedelta) -> None:
-        self.told = b""
+        self.peer = b""
         self._addresses = _Addresses(end)
         self._timeout_s = timeout.total_seconds()
         self._made: Future[Any] = Future()
@@ -213,13 +208,13 @@ class _Connection:
 
         background(make, "fastload-connect").start()
 
-    def own(self) -> bytes:
-        """Returns what Gloo says of where this end is found."""
+    def address(self) -> bytes:
+        """Returns the address of this end, as Gloo publishes it."""
         return self._addresses.own.result(self._timeout_s)
 
     def begin(self) -> None:
-        """Begins to connect to the other end; from then on only its time limit ends the thread."""
-        self._addresses.other.set_result(self.told)
+        """Begins to connect to the peer; from then on only the timeout ends the thread."""
+        self._addresses.other.set_result(self.peer)
 
     def group(self, give_up: Callable[[], bool]) -> Any:
         """Returns the group of both ends, once they are connected; errors are those of `Links.connect`."""
@@ -231,12 +226,12 @@ class _Connection:
         return self._made.result()
 
     def give_up(self) -> None:
-        """Lets the thread end."""
+        """Ends the thread."""
         self._addresses.other.cancel()
 
 
 class _Addresses(dist.Store):
-    """The store of one connection: what it is told goes to the other end by other ways.
+    """The store of one connection, through which Gloo gets the addresses that the ranks exchange otherwise.
 
     Args:
         end: Which end this is.
@@ -267,125 +262,123 @@ def _devices() -> list[Any]:
     gloo: Any = dist.ProcessGroupGloo
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if len(names) > 1:
-        return [_at_once(gloo.create_device, interface=name) for name in names.split(",")]
-    return [_at_once(gloo.create_default_device)]
+        return [_eager(gloo.create_device, interface=name) for name in names.split(",")]
+    return [_eager(gloo.create_default_device)]
 
 
-def _at_once(create: Callable[..., Any], **where: str) -> Any:
+def _eager(create: Callable[..., Any], **where: str) -> Any:
     """Makes a device whose groups connect as they are made, whatever ``TORCH_GLOO_LAZY_INIT`` says."""
     try:
         return create(**where, lazy_init=False)
-    except TypeError:  # a torch whose groups always do
+    except TypeError:  # an older torch, whose groups always do
         return create(**where)
 
 
 T = TypeVar("T")
 
-_REACHING_S = 5.0  # in which a way is open, or is not
+_REACHING_S = 5.0  # within which a route is either open or blocked
 
 
 class Offering(Protocol):
-    """What connects ranks that have told each other how."""
+    """Connections that ranks make after they have exchanged their addresses."""
 
     def offer(self) -> Any:
-        """Returns what the others have to know to connect to this rank, a JSON object; None for nothing.
+        """Returns the address of this rank, a JSON object; None if it connects to no other rank.
 
-        Its ``token`` is that of the connections to other hosts which this rank has kept from an earlier
-        load; empty if it has none. Its ``host``, if there is one, names the first rank of this host and the
-        ``token`` of what this rank has kept that connects it with the others of the host.
+        Its ``token`` identifies the connections to other hosts that this rank has cached; empty without any.
+        Its ``host``, if present, has the first rank of this host as ``leader``, and the ``token`` of the
+        cached connections between the ranks of the host.
         """
         ...
 
     def renew(self) -> None:
-        """Drops the connections that were kept: other ranks have not got them any more."""
+        """Drops the cached connections, since other ranks no longer have theirs."""
         ...
 
     def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
-        """Learns what each rank of the world has offered, with one and the same token.
+        """Takes the offers of all ranks of the world, whose tokens are equal.
 
         Returns:
-            Where this rank is about to connect to.
+            The addresses that this rank will connect to.
         """
         ...
 
 
-def accept_offers(world: World, what: str, exchange: Offering | None, offers: Sequence[Any]) -> None:
-    """Tells an exchange what all ranks have offered; if that does not go together, all offer once more.
+def accept_offers(world: World, what: str, connections: Offering | None, offers: Sequence[Any]) -> None:
+    """Passes the offers of all ranks on; if their tokens differ, all ranks drop their caches and offer again.
 
     Args:
         world: The ranks.
         what: Name of the step, for messages.
-        exchange: This rank's, or a `Wire`; None if it does not take part.
+        connections: Those of this rank, such as a transport or a `Wire`; None if it takes no part.
         offers: By rank; see `Offering.offer`.
 
     Raises:
-        PeerError: A rank did not answer, or could not reach another one.
+        PeerError: A rank did not respond, or cannot reach another one.
     """
-    if not _go_together([offer for offer in offers if offer is not None]):
-        if exchange is not None:
-            exchange.renew()
-        offers = world.agree(what, lambda: exchange.offer() if exchange is not None else None)
-    peers = exchange.accept(offers) if exchange is not None else ()
+    if not _have_same_tokens([offer for offer in offers if offer is not None]):
+        if connections is not None:
+            connections.renew()
+        offers = world.agree(what, lambda: connections.offer() if connections is not None else None)
+    peers = connections.accept(offers) if connections is not None else ()
     if any(offer and offer.get("at") for offer in offers) and len(set(world.nodes.values())) > 1:
         limit_s = min(_REACHING_S, world.patience_s / 2)
         world.agree(f"{what}: connecting", partial(require_reachable, world.rank, peers, limit_s=limit_s))
 
 
-def _go_together(offers: Sequence[dict[str, Any]]) -> bool:
-    """Whether all ranks name the same connections, and those of each host the same link."""
+def _have_same_tokens(offers: Sequence[dict[str, Any]]) -> bool:
+    """Whether all ranks have the same connections cached, and those of each host the same shared memory."""
     hosts = [offer["host"] for offer in offers if offer.get("host") is not None]
     links = {(host["leader"], host["token"]) for host in hosts}
-    return len({offer["token"] for offer in offers}) <= 1 and len(links) == len(
-        {leader for leader, _ in links}
-    )
+    leaders = {leader for leader, _ in links}
+    return len({offer["token"] for offer in offers}) <= 1 and len(links) == len(leaders)
 
 
 class Wire:
-    """Connections between some ranks, as one load uses them: what breaks in it is not the caller's group.
-
-    They are kept for the next load of the same ranks. Messages of one tag, from one rank to another, arrive
-    in the order of their receives.
+    """The connections between some ranks during one load; cached afterwards for the next load of these ranks.
 
     Args:
         world: The ranks.
-        members: Those of them that take part.
-        partners: Those of the members that this one sends to or receives from.
+        members: The ranks that take part, this one included.
+        partners: Members that this rank sends to or receives from.
     """
 
     def __init__(self, world: World, members: Collection[int], partners: Collection[int]) -> None:
-        self.timeout = timedelta(seconds=world.patience_s)
         self._world = world
-        self._number = {rank: number for number, rank in enumerate(sorted(members))}  # in the links
-        self._partners = [self._number[rank] for rank in partners]
-        self._name = f"gloo {sorted(members)}"
+        self._members = sorted(members)
+        self._partners = partners
+        self._name = f"gloo {self._members}"
         self._closed = False
         self._failure = ""
         self._num_clears = world.cache.num_clears
         self._links: Links = world.cache.take(self._name) or self._open()
 
     def offer(self) -> dict[str, Any]:
-        """Says which connections this rank has, or where it is found; see `Offering`."""
+        """Returns the addresses of this rank; see `Offering`."""
         at = self._links.open(self._partners)
         return {"token": self._links.token, "at": at, "listens": self._links.listen()}
 
     def renew(self) -> None:
-        """Makes new connections; see `Offering`."""
+        """Drops the cached connections; see `Offering`."""
         self._links.drop()
         self._links = self._open()
 
     def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
-        """Learns what the other ranks have said; see `Offering`."""
-        self._links.find([offers[rank]["at"] for rank in self._number])
-        hosts, opening = self._world.hosts, self._links.opening
-        partners = [rank for rank, number in self._number.items() if number in opening]
-        return [Peer(rank, hosts[rank], *where) for rank in partners for where in offers[rank]["listens"]]
+        """Takes the addresses of the other ranks; see `Offering`."""
+        self._links.find({rank: offers[rank]["at"] for rank in self._members})
+        hosts = self._world.hosts
+        return [
+            Peer(rank, hosts[rank], *where)
+            for rank in self._links.opening
+            for where in offers[rank]["listens"]
+        ]
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
-        """Meets the neighbours; arguments and errors are those of `Transport.connect`."""
+        """Connects to the partners; arguments and errors are those of `Links.connect`."""
         self._links.connect(give_up=give_up)
 
     def along(self, name: str, make: Callable[[], T]) -> T:
-        """Returns what goes along with the connections, from load to load; makes it the first time."""
+        """Returns an object that is cached with the connections; makes it the first time."""
         companions = self._links.companions
         if name not in companions:
             companions[name] = make()
@@ -393,42 +386,42 @@ class Wire:
         return found
 
     def send(self, data: Tensor, rank: int, tag: int) -> Any:
-        """Begins to send, and returns what can be waited for."""
-        return self._begin(lambda: self._links.send(data, self._number[rank], tag))
+        """Begins to send; returns a handle to wait for.
+
+        Raises:
+            RuntimeError: The connection broke, or an earlier message was not sent.
+        """
+        return self._begin(self._links.send, data, rank, tag)
 
     def receive(self, into: Tensor, rank: int, tag: int) -> Any:
-        """Begins to receive, and returns what can be waited for."""
-        return self._begin(lambda: self._links.receive(into, self._number[rank], tag))
+        """Begins to receive; returns a handle to wait for. Errors are those of `send`."""
+        return self._begin(self._links.receive, into, rank, tag)
 
     def fail(self, why: str) -> None:
-        """Has nothing begin any more: where one message is left out, the next would be taken for it.
+        """Refuses all later messages: after a missing one, the receiver would take the next one for it.
 
-        Gloo ends the process of whoever then gets one that is longer than what it is to get.
+        Gloo ends the receiver's process if that message is longer than its buffer.
         """
         self._failure = self._failure or why
 
-    def _begin(self, begin: Callable[[], T]) -> T:
+    def _begin(self, begin: Callable[[Tensor, int, int], Any], data: Tensor, rank: int, tag: int) -> Any:
         if self._failure:
             raise RuntimeError(self._failure)
         try:
-            return begin()
+            return begin(data, rank, tag)
         except RuntimeError as error:
             self.fail(str(error))
             raise
 
-    def number(self, rank: int) -> int:
-        """Returns which of the members a rank is: a tag of its own."""
-        return self._number[rank]
-
     def cut(self) -> None:
-        """Wakes whoever waits for a peer that will not answer, here and, as a lost connection, there."""
+        """Ends all waits; see `Links.cut`."""
         self._links.cut()
 
     def close(self, *, keep: bool) -> None:
-        """Leaves the connections to the next load, or lets go of them.
+        """Caches the connections for the next load, or drops them.
 
         Args:
-            keep: Whether all that was sent has been received, at both ends.
+            keep: Whether all messages were received, at both ends.
         """
         if self._closed:
             return
@@ -439,43 +432,44 @@ class Wire:
             self._links.drop()
 
     def _open(self) -> Links:
-        return Links(self._number[self._world.rank], self.timeout)
+        return Links(self._world.rank, timedelta(seconds=self._world.patience_s))
 
 
 class Relay:
-    """Passes on what comes, round by round, in a thread; another one waits for what was sent.
+    """Forwards what arrives, round by round, in a thread; a second thread waits for the sends.
 
     Args:
-        pass_on: Waits for what a round receives, and passes it on.
-        ended: Called when all of a round has come and this rank's chunk is handed over; has it `done`.
+        forward: Waits for the messages of a round and forwards them.
+        ended: Called when the messages of a round have arrived and this rank's chunk was sent.
         watch: Stopped then.
-        timeout: Longest wait for a message, a `timedelta`.
+        timeout: Longest wait for a message.
 
     Attributes:
-        whole: Whether every round so far has come and gone as it should.
-        bytes_in: Bytes of chunks that have come in, or are about to.
+        timeout: As given.
+        is_intact: Whether every round so far was received and sent completely.
+        bytes_in: Bytes of messages received or expected.
     """
 
     def __init__(
         self,
-        pass_on: Callable[[Round], None],
+        forward: Callable[[Round], None],
         ended: Callable[[Round], None],
         watch: Stopwatch,
         timeout: timedelta,
     ) -> None:
-        self._pass_on = pass_on
+        self._forward = forward
         self._ended = ended
         self._watch = watch
         self.timeout = timeout
         self._closed = False
         self._num_posted = self._num_ended = 0
-        self.whole = True
+        self.is_intact = True
         self.bytes_in = 0
         self._posted: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
-        self._passed_on: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
+        self._forwarded: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         # A wait for a send cannot watch the failure flag, so it is not for the caller's thread.
         self._threads = (
-            background(self._pass_on_all, "fastload-relay"),
+            background(self._forward_all, "fastload-relay"),
             background(self._await_sends, "fastload-sent"),
         )
 
@@ -485,16 +479,16 @@ class Relay:
             thread.start()
 
     def post(self, work: Round, nbytes: int) -> None:
-        """Takes the next round, whose receives are posted, and so many bytes long."""
+        """Takes the next round, whose receives of so many bytes are posted."""
         self.bytes_in += nbytes
         self._num_posted += 1
         self._posted.put(work)
 
     def close(self, cut: Callable[[], object]) -> bool:
-        """Ends the threads; returns whether they use the connections no more.
+        """Ends the threads; returns whether they no longer use the connections.
 
         Args:
-            cut: Wakes whoever waits for a peer that will not answer.
+            cut: Ends waits for a peer that does not respond.
         """
         self._closed = True
         self._posted.put(None)
@@ -512,25 +506,25 @@ class Relay:
             thread.join(max(0.0, deadline - time.monotonic()))
         return any(thread.is_alive() for thread in alive)
 
-    def _pass_on_all(self) -> None:
+    def _forward_all(self) -> None:
         while (work := self._posted.get()) is not None:
-            self._pass_on(work)
+            self._forward(work)
             while work.error is None and not self._closed and not work.started.wait(TICK_S):
                 pass
             if work.started.is_set():
                 self._watch.stop(work.began, round=work.index)
-            self.whole &= work.started.is_set() and work.error is None
+            self.is_intact &= work.started.is_set() and work.error is None
             self._ended(work)
-            self._passed_on.put(work)
-        self._passed_on.put(None)
+            self._forwarded.put(work)
+        self._forwarded.put(None)
 
     def _await_sends(self) -> None:
-        while (work := self._passed_on.get()) is not None:
+        while (work := self._forwarded.get()) is not None:
             try:
                 for send in work.sends:
                     send.wait(self.timeout)
             except RuntimeError as error:
                 work.broke(error)
-                self.whole = False
+                self.is_intact = False
             self._num_ended += 1
             work.sent.set()

@@ -143,87 +143,88 @@ class Round:
             self.error = error.with_traceback(None)
 
 
-class Transport(Protocol):
+class Transport:
     """Moves messages between ranks. Rounds are posted and started in plan order on every rank.
 
-    Attributes:
+    The defaults serve ranks that need no connections.
+
+    Args:
         name: What carries the bytes, for the report.
-        shares_memory: Whether other ranks of this host copy messages from the buffers of this one.
-        bytes_in: Bytes that have come in over sockets, for this rank or for others of its host.
-        device: Where buffers live.
+        rank: This rank.
+        device: Where buffers live; host memory by default.
+        pinned: Whether to page-lock host memory, for copies to an accelerator.
+
+    Attributes:
+        name: As given.
+        device: As given.
         watch: Time with at least one round under way.
     """
 
-    name: str
-    device: torch.device
-    watch: Stopwatch
+    def __init__(self, name: str, rank: int, device: torch.device | str = "cpu", *, pinned: bool) -> None:
+        self.name = name
+        self.device = torch.device(device)
+        self.watch = Stopwatch()
+        self._rank = rank
+        self._pinned = pinned
 
     @property
-    def shares_memory(self) -> bool: ...
+    def shares_memory(self) -> bool:
+        """Whether other ranks of this host copy messages from the buffers of this one."""
+        return False
+
     @property
-    def bytes_in(self) -> int: ...
+    def bytes_in(self) -> int:
+        """Bytes received through sockets, for this rank or for others of its host."""
+        return 0
 
     def route(self, message: Message) -> Route:
         """Returns the route of a message."""
-        ...
+        return Route(self._rank)
 
     def allocate(self, buffer_bytes: int, own_bytes: int) -> tuple[Buffer, Tensor | None]:
         """Allocates a buffer, and host memory for this rank's chunk unless the buffer is host memory."""
-        ...
+        return FlatBuffer(self.allocate_own(buffer_bytes)), None
 
     def allocate_own(self, nbytes: int) -> Tensor:
-        """Allocates host memory that this rank reads a chunk into before the chunk has a buffer."""
-        ...
+        """Allocates host memory for a chunk that this rank reads ahead of its round."""
+        return allocate_staging(nbytes, pinned=self._pinned)
 
     def offer(self) -> Any:
-        """Returns what the others have to know to connect to this rank, a JSON object; None for nothing.
-
-        See `links.Offering`.
-        """
-        ...
+        """Returns how others connect to this rank; see `links.Offering`."""
+        return None
 
     def renew(self) -> None:
-        """Drops the connections that were kept: other ranks have not got them any more."""
-        ...
+        """Drops the cached connections; see `links.Offering`."""
 
     def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
-        """Learns what each rank of the world has offered, with one and the same token.
-
-        Returns:
-            Where this rank is about to connect to.
-        """
-        ...
+        """Takes the offers of all ranks; see `links.Offering`."""
+        return ()
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
-        """Meets the other ranks; to be called once all of them are known to be ready.
+        """Connects to the other ranks, all of which are known to be ready.
 
         Args:
-            give_up: Asked again and again; True ends the wait for them.
+            give_up: Polled; True ends the wait for them.
 
         Raises:
-            Interrupted: Some rank did not come, or `give_up` said so.
+            Interrupted: Some rank did not come, or `give_up` returned True.
         """
-        ...
 
     def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        """Returns once the buffer of a round is free on the other ranks, too; the rest is that of `wait`."""
-        ...
+        """Waits until the other ranks no longer need the buffer of a round; otherwise as `wait`."""
 
     def post(self, work: Round) -> None:
         """Makes a round ready to receive."""
-        ...
 
     def start(self, work: Round) -> None:
-        """Hands over the messages of this rank's chunk, and its status."""
-        ...
+        """Sends the messages of this rank's chunk, and its status."""
+        raise NotImplementedError
 
     def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        """Returns once the round's memory may be overwritten; arguments and errors are those of `wait`."""
-        ...
+        """Waits until the memory of a round may be overwritten; otherwise as `wait`."""
 
     def close(self) -> None:
         """Ends the transport; rounds that have not ended are abandoned."""
-        ...
 
 
 def wait(work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
@@ -262,59 +263,19 @@ def wait_sent(work: Round, until_s: float, give_up: Callable[[], bool]) -> None:
         raise Interrupted(f"round {work.index} did not reach the others: {work.error}")
 
 
-class LocalTransport:
-    """No rank needs a byte from another one: a world of 1, or every rank reads all it wants.
+class LocalTransport(Transport):
+    """The transport of a rank that reads all it wants itself.
 
     Args:
-        rank: This one.
-        pinned: Page-locks buffers, for copies to an accelerator.
+        rank: This rank.
+        pinned: Whether to page-lock buffers, for copies to an accelerator.
     """
 
-    name = "none"
-    shares_memory = False
-    bytes_in = 0
-
     def __init__(self, rank: int, *, pinned: bool) -> None:
-        self.device = torch.device("cpu")
-        self.watch = Stopwatch()
-        self._rank = rank
-        self._pinned = pinned
-
-    def route(self, message: Message) -> Route:
-        return Route(self._rank)
-
-    def allocate(self, buffer_bytes: int, own_bytes: int) -> tuple[FlatBuffer, Tensor | None]:
-        return FlatBuffer(allocate_staging(buffer_bytes, pinned=self._pinned)), None
-
-    def allocate_own(self, nbytes: int) -> Tensor:
-        return allocate_staging(nbytes, pinned=self._pinned)
-
-    def offer(self) -> None:
-        return None
-
-    def renew(self) -> None:
-        pass
-
-    def accept(self, offers: Sequence[Any]) -> Sequence[Peer]:
-        return ()
-
-    def connect(self, *, give_up: Callable[[], bool]) -> None:
-        pass
-
-    def reserve(self, index: int, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        pass
-
-    def post(self, work: Round) -> None:
-        pass
+        super().__init__("none", rank, pinned=pinned)
 
     def start(self, work: Round) -> None:
         if work.status:
             work.statuses = {self._rank: work.status}
         work.started.set()
         work.done.set()
-
-    def release(self, work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import threading
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch.distributed as dist
 import fastload
 from fastload.comm import shared_memory
 from fastload.comm.cache import cache_of
+from fastload.comm.listener import Listener, connect_unix, greet
 from tests.dist import faults
 from tests.dist.faults import NUM_BYTES, checkpoint, fastload_threads, is_intact, options, outcome_of
 from tests.dist.harness import ranks, run_ranks
@@ -73,14 +73,14 @@ def test_on_one_host_nothing_goes_through_sockets(rank: int, world: int, path: P
 
 @ranks(4, ranks_per_host=2)
 def test_a_rank_that_has_kept_nothing_meets_the_others_anew(rank: int, world: int, path: Path) -> None:
-    doors = []
-    real = shared_memory.HostListener
-    pytest.MonkeyPatch().setattr(shared_memory, "HostListener", lambda: doors.append(1) or real())
+    made = []
+    real = shared_memory.Listener
+    pytest.MonkeyPatch().setattr(shared_memory, "Listener", lambda kind: made.append(1) or real(kind))
     for victim in (None, None, 0, 3):
         if rank == victim:
             cache_of(dist.group.WORLD).clear()
         assert is_intact(load(path)[0])
-    assert len(doors) == 3  # none where all have kept what connects them
+    assert len(made) == 3  # none where all have cached the connections
 
 
 @ranks(18, ranks_per_host=1)
@@ -135,48 +135,39 @@ def test_nothing_stays_when_all_are_killed(path: Path) -> None:
     assert [name for name in left if name.startswith(("fastload", "torch_", "psm_", "sem."))] == []
 
 
-# Who comes to the door
+# Who connects
 
 
-def knock(name: str, say: bytes, user: int | None = None) -> None:
-    """Comes to a door from a process of another user, or from this one, and stays."""
-    if user is None:
-        guest = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        guest.connect(f"\0{name}")
-        guest.send(say)
-        _guests.append(guest)
-        return
-    pid = os.fork()
-    if not pid:
-        try:
-            os.setuid(user)
-            knock(name, say)
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
-
-
-_guests: list[socket.socket] = []
-
-
-def test_strangers_are_not_admitted() -> None:
-    own = shared_memory.HostListener()
-    admitted: dict[int, socket.socket] = {}
-    waiting = threading.Thread(target=lambda: admitted.update(own.accept([1, 2], 20, lambda: False)))
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
+def test_only_ranks_that_know_the_secret_are_accepted(kind: socket.SocketKind) -> None:
+    listener = Listener(kind)
+    accepted: dict[int, socket.socket] = {}
+    waiting = threading.Thread(target=lambda: accepted.update(listener.accept([1, 2], lambda: 1.0)))
     waiting.start()
-    visits: list[Callable[[], None]] = [
-        partial(knock, own.name, say) for say in (b"", b"7", b"-1", b"one", b"9" * 99)
-    ]
-    if os.geteuid() == 0:
-        visits.append(lambda: knock(own.name, b"1", user=65534))
-    for visit in [*visits, lambda: knock(own.name, b"1"), lambda: knock(own.name, b"2")]:
-        visit()
+    strangers = []
+    wrong = b"0" * len(listener.secret)
+    for greeting in (
+        b"",
+        b"1",
+        wrong + struct.pack("!I", 1),
+        listener.secret.encode() + struct.pack("!I", 7),
+    ):
+        strangers.append(connect_unix(listener.name, kind))
+        strangers[-1].sendall(greeting)
+        strangers[-1].shutdown(socket.SHUT_WR)
+    ranks_of_job = {rank: connect_unix(listener.name, kind) for rank in (1, 2)}
+    for rank, link in ranks_of_job.items():
+        greet(link, listener.secret, rank, lambda: 1.0)
     waiting.join(20)
-    own.close()
-    assert admitted.keys() == {1, 2}
-    for guest in [*_guests[-2:]]:
-        guest.send(b"x")
-    assert [admitted[rank].recv(10) for rank in (1, 2)] == [b"x", b"x"]
-    for guest in [*_guests, *admitted.values()]:
-        guest.close()
-    _guests.clear()
+    listener.close()
+    assert accepted.keys() == {1, 2}
+    for rank, link in ranks_of_job.items():
+        link.sendall(b"x")
+        assert accepted[rank].recv(10) == b"x"
+    for stranger in strangers:
+        stranger.settimeout(20)
+        assert stranger.recv(10) == b"", "closed"
+    with pytest.raises(ConnectionRefusedError):
+        connect_unix(listener.name, kind)
+    for link in (*strangers, *ranks_of_job.values(), *accepted.values()):
+        link.close()

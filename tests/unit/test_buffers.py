@@ -39,10 +39,13 @@ class InProcess(LocalTransport):
     def __init__(self, rank: int, routing: Routing, shared: list[dict[int, FlatBuffer]], device: str) -> None:
         super().__init__(rank, pinned=False)
         self.device = torch.device(device)
-        self.shares_memory = device == "cpu" and len(routing.neighbours) > 1
         self._routing = routing
         self._shared = shared
         self._num_buffers = 0
+
+    @property
+    def shares_memory(self) -> bool:
+        return self.device.type == "cpu" and len(self._routing.neighbours) > 1
 
     def route(self, message: Message) -> Route:
         if self.device.type != "cpu":
