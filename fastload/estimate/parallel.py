@@ -26,9 +26,9 @@ from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import TensorEntry
 from fastload.geometry.box import Box, runs_of
-from fastload.transfer.demand import Claim, Claims, Part
+from fastload.transfer.demand import Part, RankRequest, RankRequests
 
-__all__ = ["Cut", "Model", "Parallel", "claims_of", "model_of_size", "model_of_tensors"]
+__all__ = ["Cut", "Model", "Parallel", "model_of_size", "model_of_tensors", "requests_of"]
 
 _ROW_PARALLEL = re.compile(
     r"(^|[._])(o_proj|down_proj|out_proj|c_proj|wo|w2|fc2|dense_4h_to_h|linear_fc2|linear_proj"
@@ -159,7 +159,7 @@ def _matrices(nbytes: int, tp: int) -> list[tuple[tuple[int, int], int]]:
     return [((3 * hidden, hidden), 0), ((hidden, hidden), 1), ((inner, hidden), 0), ((hidden, inner), 1)]
 
 
-def claims_of(model: Model, parallel: Parallel) -> Claims:
+def requests_of(model: Model, parallel: Parallel) -> RankRequests:
     """Returns what the ranks of a job want of a model.
 
     Raises:
@@ -168,19 +168,19 @@ def claims_of(model: Model, parallel: Parallel) -> Claims:
     if parallel.pp > max(1, model.num_layers):
         raise OptionError(f"{parallel.pp} stages of a pipeline: the checkpoint has {model.num_layers} layers")
     first: dict[int, tuple[array[int], array[int], list[Cut]]] = {}
-    claims: list[Claim] = []
+    requests: list[RankRequest] = []
     for rank in range(parallel.num_ranks):
         others, column = divmod(rank, parallel.tp)
         stage, replica = divmod(others, parallel.dp)
         if stage not in first:
             first[stage] = _stage(model, stage, parallel.pp)
         if replica and not parallel.fsdp:
-            claims.append(claims[rank - parallel.tp])
+            requests.append(requests[rank - parallel.tp])
             continue
         tensors, codes, kinds = first[stage]
         parts = tuple(_part(cut, column, replica, parallel) for cut in kinds)
-        claims.append(Claim(tensors, codes, parts))
-    return Claims.join(claims)
+        requests.append(RankRequest(tensors, codes, parts))
+    return RankRequests.join(requests)
 
 
 def _stage(model: Model, stage: int, num_stages: int) -> tuple[array[int], array[int], list[Cut]]:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fastload.estimate.parallel import Model, Parallel, claims_of
+from fastload.estimate.parallel import Model, Parallel, requests_of
 from fastload.estimate.pipeline import RankRounds, Stages
 from fastload.estimate.simulate import (
     CORES,
@@ -36,7 +36,7 @@ from fastload.estimate.simulate import (
 )
 from fastload.estimate.traffic import Column, columns_of
 from fastload.geometry.extents import Extent
-from fastload.transfer.demand import Claim, Claims, Lanes, Part
+from fastload.transfer.demand import Part, RankRequest, RankRequests, SharingGroups
 from fastload.transfer.routed_plan import RoutedPlan, plan_routes
 from fastload.transfer.strategy import Decision, choose_strategy
 
@@ -66,20 +66,20 @@ class ShardedLoad:
         return self.model.nbytes
 
     @cached_property
-    def claims(self) -> Claims:
+    def requests(self) -> RankRequests:
         """What each rank wants."""
-        return claims_of(self.model, self.parallel)
+        return requests_of(self.model, self.parallel)
 
     @cached_property
-    def lanes(self) -> Lanes:
+    def sharing(self) -> SharingGroups:
         """What all ranks want, sorted by who wants it."""
-        return Lanes(self.model.tensors, self.claims, 0)
+        return SharingGroups(self.model.tensors, self.requests, 0)
 
     @cached_property
     def held_bytes(self) -> tuple[int, ...]:
-        """What the ranks of each claim hold."""
-        held: dict[int, int] = dict.fromkeys((ranks[0] for ranks in self.claims.ranks), 0)
-        for wanted in self.lanes.wanted_bytes:
+        """What the ranks of each request hold."""
+        held: dict[int, int] = dict.fromkeys((ranks[0] for ranks in self.requests.ranks), 0)
+        for wanted in self.sharing.wanted_bytes:
             for group, wanted_bytes in wanted.items():
                 for rank in group:
                     if rank in held:
@@ -91,12 +91,14 @@ class ShardedLoad:
         """How long it takes at least: a byte leaves the storage once, and enters each host that wants it."""
         cluster = self.cluster
         per_host: dict[int, int] = defaultdict(int)
-        for wanted in self.lanes.wanted_bytes:
+        for wanted in self.sharing.wanted_bytes:
             for group, wanted_bytes in wanted.items():
                 for host in {rank // cluster.ranks_per_host for rank in group}:
                     per_host[host] += wanted_bytes
         most = max(per_host.values(), default=0)
-        return max(self.lanes.total_bytes / cluster.all_clients_bytes_per_s, most / cluster.host_bytes_per_s)
+        return max(
+            self.sharing.total_bytes / cluster.all_clients_bytes_per_s, most / cluster.host_bytes_per_s
+        )
 
     def predict(self, strategy: str, *, staging_bytes: int, chunk_bytes: int | None) -> Prediction:
         """Predicts the load with one of the `STRATEGIES`.
@@ -117,7 +119,7 @@ class ShardedLoad:
         )
         nbytes_alone = self._nbytes_alone() if decision.alone else []
         plan = plan_routes(
-            self._lanes_alone(nbytes_alone) if decision.alone else self.lanes,
+            self._sharing_alone(nbytes_alone) if decision.alone else self.sharing,
             decision.supply(0),
             order=ranks[:1] if decision.alone else ranks,
             staging_bytes=staging_bytes,
@@ -131,29 +133,29 @@ class ShardedLoad:
 
     def _nbytes_alone(self) -> list[int]:
         """Returns what each rank reads, if it reads for itself: of rows also what it has no columns of."""
-        tensors, claims = self.model.tensors, self.claims
+        tensors, requests = self.model.tensors, self.requests
         counts: dict[bytes, Counter[tuple[int, int]]] = {}
         known: dict[tuple[Part, int], int] = {}
         read = [0] * self.cluster.num_ranks
-        for claim, ranks in zip(claims.distinct, claims.ranks, strict=True):
-            if claim.columns not in counts:
-                lengths = (tensors[tensor].nbytes for tensor in claim.tensors)
-                counts[claim.columns] = Counter(zip(claim.codes, lengths, strict=True))
+        for request, ranks in zip(requests.distinct, requests.ranks, strict=True):
+            if request.columns not in counts:
+                lengths = (tensors[tensor].nbytes for tensor in request.tensors)
+                counts[request.columns] = Counter(zip(request.codes, lengths, strict=True))
             nbytes = 0
-            for (code, length), count in counts[claim.columns].items():
-                key = claim.parts[code], length
+            for (code, length), count in counts[request.columns].items():
+                key = request.parts[code], length
                 if key not in known:
-                    alone = Claims((Claim.of([(0, key[0])]),), ((0,),))
-                    known[key] = Lanes([Extent(0, 0, length)], alone, 0).total_bytes
+                    alone = RankRequests((RankRequest.of([(0, key[0])]),), ((0,),))
+                    known[key] = SharingGroups([Extent(0, 0, length)], alone, 0).total_bytes
                 nbytes += count * known[key]
             for rank in ranks:
                 read[rank] = nbytes
         return read
 
-    def _lanes_alone(self, nbytes_alone: Sequence[int]) -> Lanes:
+    def _sharing_alone(self, nbytes_alone: Sequence[int]) -> SharingGroups:
         """Returns what the rank reads that reads most."""
-        claim = self.claims.of(nbytes_alone.index(max(nbytes_alone)))
-        return Lanes(self.model.tensors, Claims((claim,), ((0,),)), 0)
+        request = self.requests.of(nbytes_alone.index(max(nbytes_alone)))
+        return SharingGroups(self.model.tensors, RankRequests((request,), ((0,),)), 0)
 
 
 def _columns_alone(plan: RoutedPlan, nbytes: Sequence[int], ranks_per_host: int) -> list[Column]:
@@ -228,12 +230,13 @@ def _stages(column: Column, cluster: Cluster, alone: bool) -> Stages:
 
 def _exchanged_bytes(plan: RoutedPlan) -> int:
     """Returns what all ranks receive: what they want and have not read."""
-    lanes, own = plan.lanes, 0.0
-    wanted = sum(len(group) * nbytes for groups in lanes.wanted_bytes for group, nbytes in groups.items())
+    sharing, own = plan.sharing, 0.0
+    wanted = sum(len(group) * nbytes for groups in sharing.wanted_bytes for group, nbytes in groups.items())
     members = [
-        {rank: nbytes for group, nbytes in groups.items() for rank in group} for groups in lanes.wanted_bytes
+        {rank: nbytes for group, nbytes in groups.items() for rank in group}
+        for groups in sharing.wanted_bytes
     ]
     for share in plan.shares:
-        part = members[share.lane].get(share.reader, 0) / lanes.nbytes[share.lane]
+        part = members[share.group].get(share.reader, 0) / sharing.nbytes[share.group]
         own += part * (share.end - share.begin)
     return round(wanted - own)

@@ -1,8 +1,8 @@
 """What a routed load moves in the course of time, on one host of each kind. Pure arithmetic on the real plan.
 
 The rounds are taken together in columns of equal length. Hosts are of one kind if their ranks want the
-same; only the first of each kind is looked at, rank by rank and share by share. What is wanted of a lane is
-taken to be spread evenly over it.
+same; only the first of each kind is looked at, rank by rank and share by share. The bytes that ranks request
+of a sharing group are taken to be spread evenly over it.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ def columns_of(plan: RoutedPlan, ranks_per_host: int) -> list[Column]:
 
 def _hosts(plan: RoutedPlan, ranks_per_host: int) -> Iterator[range]:
     """Yields the ranks of the first host of each kind."""
-    claims = {rank: number for number, ranks in enumerate(plan.lanes.claims.ranks) for rank in ranks}
+    requests = {rank: number for number, ranks in enumerate(plan.sharing.requests.ranks) for rank in ranks}
     reads = set(plan.readers)
     found = set()
     for first in range(0, len(plan.order), ranks_per_host):
         ranks = range(first, first + ranks_per_host)
-        kind = tuple((claims[rank], rank in reads) for rank in ranks)
+        kind = tuple((requests[rank], rank in reads) for rank in ranks)
         if kind not in found:
             found.add(kind)
             yield ranks
@@ -193,16 +193,16 @@ def _flows(plan: RoutedPlan, grid: _Grid, ranks: Iterable[int], ranks_per_host: 
     flows = {rank: _Flows(*(grid.series() for _ in range(8))) for rank in ranks}
     shares = defaultdict(list)
     for share in plan.shares:
-        shares[share.lane].append((share, grid.span(share)))
-    lanes = plan.lanes
-    for lane, wanted in enumerate(lanes.wanted_bytes):
-        parts = [(_Hosts.of(group, ranks_per_host), wanted[group] / lanes.nbytes[lane]) for group in wanted]
+        shares[share.group].append((share, grid.span(share)))
+    sharing = plan.sharing
+    for group, wanted in enumerate(sharing.wanted_bytes):
+        parts = [(_Hosts.of(each, ranks_per_host), wanted[each] / sharing.nbytes[group]) for each in wanted]
         for hosts, part in parts:
             for rank in flows.keys() & set(hosts.group):
-                for share, span in shares[lane]:
+                for share, span in shares[group]:
                     if share.reader != rank:
                         _receive(flows[rank], rank, hosts, share, span, part, grid)
-        for share, span in shares[lane]:
+        for share, span in shares[group]:
             if share.reader in flows:
                 _begin(flows[share.reader], share, span, parts, grid)
     return flows
@@ -285,18 +285,18 @@ def _is_between(before: int, rank: int, after: int) -> bool:
 
 
 def _ways(plan: RoutedPlan, grid: _Grid, ranks_per_host: int) -> tuple[list[float], list[float]]:
-    """Returns `way` and `num_hops` of each column: of the lanes that are read then, the longest."""
+    """Returns `way` and `num_hops` of each column: of the sharing groups that are read then, the longest."""
     ways, hops = ([0.0] * grid.num_columns for _ in range(2))
     spans: dict[int, list[float]] = {}
     for share in plan.shares:
         span = grid.span(share)
-        first, last, length = spans.get(share.lane, (span.first, span.last, 0))
+        first, last, length = spans.get(share.group, (span.first, span.last, 0))
         nbytes = max(length, min(share.end - share.begin, plan.chunk_bytes))
-        spans[share.lane] = [min(first, span.first), max(last, span.last), nbytes]
-    for lane, (first, last, nbytes) in spans.items():
-        wanted = plan.lanes.wanted_bytes[lane]
-        num_hosts = {group: len({rank // ranks_per_host for rank in group}) for group in wanted}
-        far = max((num_hosts[group] - 1) * wanted[group] / plan.lanes.nbytes[lane] for group in wanted)
+        spans[share.group] = [min(first, span.first), max(last, span.last), nbytes]
+    for group, (first, last, nbytes) in spans.items():
+        wanted = plan.sharing.wanted_bytes[group]
+        num_hosts = {each: len({rank // ranks_per_host for rank in each}) for each in wanted}
+        far = max((num_hosts[each] - 1) * wanted[each] / plan.sharing.nbytes[group] for each in wanted)
         most = max(num_hosts.values())
         most = most_hops(most, choose_base(most)) + (max(map(len, wanted)) > most)
         for column in range(int(first), int(last) + 1):

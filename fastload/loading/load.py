@@ -36,7 +36,7 @@ from fastload.options import LoadOptions
 from fastload.report import LoadReport, RankReport
 from fastload.storage import PatientStorage
 from fastload.transfer.buffers import Buffers, Plan
-from fastload.transfer.demand import Claim, Claims, Lanes, Part
+from fastload.transfer.demand import Part, RankRequest, RankRequests, SharingGroups
 from fastload.transfer.links import accept_offers
 from fastload.transfer.open_transport import backend_of, open_transport
 from fastload.transfer.pipeline import Pipeline, read_threads
@@ -48,7 +48,7 @@ from fastload.transfer.strategy import Decision, choose_strategy
 from fastload.transfer.transport import Transport
 
 
-def claim_of(manifest: Manifest, destinations: Sequence[Destination]) -> Claim:
+def request_of(manifest: Manifest, destinations: Sequence[Destination]) -> RankRequest:
     """Returns what is to come to this rank.
 
     Args:
@@ -65,18 +65,18 @@ def claim_of(manifest: Manifest, destinations: Sequence[Destination]) -> Claim:
                     yield index, tuple(map(_runs, parts))
                 extent, parts = next(of_extent, (None, ()))
 
-    return Claim.of(wants())
+    return RankRequest.of(wants())
 
 
 def _runs(destination: Destination) -> Runs:
     return destination.runs or Runs(0, destination.extent.nbytes, ())
 
 
-def _exchange_claims(world: World, url: str, make: Callable[[], Claim]) -> list[bytes]:
+def _exchange_requests(world: World, url: str, make: Callable[[], RankRequest]) -> list[bytes]:
     """Tells all ranks what each of them wants; returns it packed, by rank.
 
     Raises:
-        FastloadError: A rank could not make its claim, or did not answer.
+        FastloadError: A rank could not make its request, or did not answer.
     """
     return world.gather_bytes(f"telling what each rank wants of {url}", lambda: make().packed)
 
@@ -457,17 +457,17 @@ def _prepare_sharded(wish: Wish) -> Job:
     """
     opened = wish.opened
     manifest = opened.access.manifest
-    packed = _exchange_claims(opened.world, manifest.url, lambda: _claim(wish))
+    packed = _exchange_requests(opened.world, manifest.url, lambda: _request(wish))
 
     def open_it() -> Job:
-        claims = Claims.unpack(packed)
+        requests = RankRequests.unpack(packed)
         # What a mount reads ahead is to be what its reader asks for next, whoever wants it.
         contiguous = opened.access.is_mounted and not wish.decision.alone
-        lanes = Lanes(manifest.extents, claims, opened.block_bytes, contiguous=contiguous)
+        sharing = SharingGroups(manifest.extents, requests, opened.block_bytes, contiguous=contiguous)
         if not wish.decision.alone:
-            return _open(wish, lanes, lanes.union_bytes)
-        alone = Claims((_claim(wish),), ((opened.world.rank,),))
-        return _open(wish, Lanes(manifest.extents, alone, opened.block_bytes), lanes.union_bytes)
+            return _open(wish, sharing, sharing.union_bytes)
+        alone = RankRequests((_request(wish),), ((opened.world.rank,),))
+        return _open(wish, SharingGroups(manifest.extents, alone, opened.block_bytes), sharing.union_bytes)
 
     return _agree(wish, open_it)
 
@@ -523,14 +523,14 @@ def _open_rest(job: Job, unread_from: dict[int, int]) -> Job:
     return _open_job(replace(job.wish, opened=opened), rest, job.bytes_wanted)
 
 
-def _claim(wish: Wish) -> Claim:
-    return claim_of(wish.opened.access.manifest, wish.matched.destinations)
+def _request(wish: Wish) -> RankRequest:
+    return request_of(wish.opened.access.manifest, wish.matched.destinations)
 
 
-def _open(wish: Wish, lanes: Lanes, bytes_wanted: int) -> Job:
+def _open(wish: Wish, sharing: SharingGroups, bytes_wanted: int) -> Job:
     opened = wish.opened
     plan = plan_routes(
-        lanes,
+        sharing,
         wish.decision.supply(opened.world.rank),
         order=ring_order(opened.access.hosts),
         staging_bytes=opened.options.staging_bytes,

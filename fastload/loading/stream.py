@@ -305,7 +305,7 @@ class BoxWindows:
         """
         found: list[tuple[dict[str, list[Box]], torch.device]] = []
 
-        def claim() -> bytes:
+        def request() -> bytes:
             if names is not None:
                 raise OptionError("names= and boxes= are both given: boxes= has the names of what is wanted")
             wanted = checked_boxes(manifest, _lists(boxes))
@@ -313,7 +313,7 @@ class BoxWindows:
             lengths = array(_NUM_BYTES, (_nbytes(manifest, name, wanted) for name in manifest.by_name))
             return zlib.compress(lengths.tobytes(), level=1)
 
-        packed = world.gather_bytes(f"telling what each rank wants of {manifest.url}", claim)
+        packed = world.gather_bytes(f"telling what each rank wants of {manifest.url}", request)
         lengths = [_unpack(data) for data in dict.fromkeys(packed)]
         boxes_here, target = found[0]
         return cls(manifest, boxes_here, cut_windows(lengths, room_bytes), target)

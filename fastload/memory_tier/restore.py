@@ -33,7 +33,7 @@ from fastload.options import LoadOptions
 from fastload.storage import PatientStorage
 from fastload.storage.local import LocalStorage
 from fastload.storage.tier import JobFolder
-from fastload.transfer.routed_plan import Held, Holders
+from fastload.transfer.routed_plan import HeldRange, Holders
 
 _log = logging.getLogger(__name__)
 _PIECE_BYTES = 8 << 20
@@ -236,17 +236,17 @@ def _holders(
     """Says which ranks can deliver which bytes: whole checksum blocks only, of what is not damaged."""
     numbers = {file.name: number for number, file in enumerate(manifest.files)}
     entries = _entries_by_file(manifest)
-    held: list[Held] = []
+    held: list[HeldRange] = []
     for share, files in sorted(table.shares.items()):
         ranks = tuple(rank for rank in readers if share in found.holders.get(rank, ()))
         for name, ranges in files.items() if ranks else ():
             number = numbers.get(name, -1)
             for begin, end in _whole_blocks(entries.get(number, ()), ranges, manifest.block_bytes):
-                held.append(Held(number, begin, end, ranks))
+                held.append(HeldRange(number, begin, end, ranks))
     for name in table.whole:
         if name in numbers:
             number = numbers[name]
-            held.append(Held(number, 0, manifest.files[number].nbytes, tuple(readers)))
+            held.append(HeldRange(number, 0, manifest.files[number].nbytes, tuple(readers)))
     bad = [(file, begin, end, rank) for rank, ranges in damage.items() for file, begin, end in ranges or ()]
     return Holders(tuple(_without(sorted(held), sorted(bad))))
 
@@ -286,7 +286,7 @@ def _whole_blocks(
             yield last
 
 
-def _without(held: Sequence[Held], bad: Sequence[tuple[int, int, int, int]]) -> Iterable[Held]:
+def _without(held: Sequence[HeldRange], bad: Sequence[tuple[int, int, int, int]]) -> Iterable[HeldRange]:
     """Yields what is held, less what is damaged on some ranks."""
     for each in held:
         cuts = [one for one in bad if one[0] == each.file and one[1] < each.end and one[2] > each.begin]
@@ -300,7 +300,7 @@ def _without(held: Sequence[Held], bad: Sequence[tuple[int, int, int, int]]) -> 
             damaged = {rank for _, first, last, rank in cuts if first < end and last > begin}
             ranks = tuple(rank for rank in each.ranks if rank not in damaged)
             if ranks:
-                yield Held(each.file, begin, end, ranks)
+                yield HeldRange(each.file, begin, end, ranks)
 
 
 def _look_for_damage(
@@ -362,7 +362,7 @@ def _damaged(
     blocks = Blocks(Space([entry for entry in manifest.extents if entry.nbytes]), manifest.block_bytes)
     firsts = [blocks.firsts[blocks.space.find(file, -1) + 1] for file in range(len(manifest.files))]
     memory = allocate_staging(max(manifest.block_bytes, _PIECE_BYTES), pinned=False)
-    for held in holders.stretches[place::num_places]:
+    for held in holders.ranges[place::num_places]:
         file = manifest.files[held.file]
         for _, block in blocks.between(held.file, held.begin, held.end):
             data = host_view(memory[: block.nbytes])

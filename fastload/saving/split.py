@@ -139,7 +139,7 @@ def split(
     spaces = [Space(extents) for extents in by_holders.values()]
     shares = deal([[(0, space.nbytes)] for space in spaces], list(by_holders), sorted(writers))
     found: dict[int, list[FileRange]] = {writer: [] for writer in writers}
-    for number, writer, begin, end in ((each.lane, each.reader, each.begin, each.end) for each in shares):
+    for number, writer, begin, end in ((each.group, each.reader, each.begin, each.end) for each in shares):
         space = spaces[number]
         first, last = (_floor(space, position, align_bytes) for position in (begin, end))
         for index, start, stop in space.cut(first, last - first):

@@ -16,12 +16,12 @@ from fastload.base.memory import PAGE_BYTES, host_view, round_up
 from fastload.geometry.extents import Span
 from fastload.transfer.message import Message
 from fastload.transfer.plan import TransferPlan, TransferView
-from fastload.transfer.routed_plan import RoutedPlan, Routes
+from fastload.transfer.routed_plan import RoutedPlan, RoutedView
 from fastload.transfer.routing import Route
 from fastload.transfer.transport import Delivery, Round, Slots, Transport
 
 Plan: TypeAlias = TransferPlan | RoutedPlan
-View: TypeAlias = TransferView | Routes
+View: TypeAlias = TransferView | RoutedView
 
 LEAST_PIECE_BYTES = 16 << 10  # on average; to read into shorter pieces takes longer than to copy them
 _ALIGNED_BYTES = 64

@@ -1,10 +1,12 @@
-"""Which ranks want which bytes of which tensors, and the groups that want the same. Pure.
+"""Which ranks request which bytes of which tensors, and the groups that share requests. Pure.
 
-A rank's `Claim` lists the bytes that it wants, compactly, since all ranks tell each other. `Lanes` sorts the
-bytes by who wants them: a tensor is cut into segments, within each of which the same groups of ranks want
-something. A segment is contiguous in its file; what a group wants of it may be strided, and then segments end
-where rows do. All segments with the same groups, in file order, are a lane; for storage that reads ahead, all
-segments are one. Tensors of one length of which the same ranks want the same are cut once.
+A `RankRequest` lists the bytes that one rank requests, compactly, since all ranks exchange theirs.
+`SharingGroups` sorts the bytes by the ranks that request them. It cuts each tensor into segments, so that the
+same ranks request something throughout a segment. A segment is contiguous in its file. The bytes that a rank
+requests of it may be strided; such segments end where rows do.
+
+All segments with the same recipients, in file order, are a sharing group. For storage that reads ahead, all
+segments are one group. Tensors of equal length and with equal requests are cut once.
 """
 
 from __future__ import annotations
@@ -28,20 +30,21 @@ from fastload.geometry.extents import HasExtent, Space
 from fastload.transfer.message import Ranks
 
 Part = tuple[Runs, ...]
-"""What a rank wants of one tensor: the bytes of its boxes there, each in row-major order."""
+"""The bytes that a rank requests of one tensor: its boxes, each in row-major order."""
 
+_Columns = tuple["array[int]", "array[int]"]
 _LENGTH_BYTES = 8
 _INDEX = "I"
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What one rank wants.
+class RankRequest:
+    """The bytes that one rank requests.
 
     Attributes:
-        tensors: Indexes of the tensors that it wants anything of, ascending.
-        codes: For each of these, which of `parts` it wants of it.
-        parts: What it wants of one tensor or another, without repetitions.
+        tensors: Indexes of the requested tensors, ascending.
+        codes: For each of them, the index in `parts` of its requested bytes.
+        parts: The distinct requests for one tensor.
     """
 
     tensors: array[int]
@@ -49,15 +52,11 @@ class Claim:
     parts: tuple[Part, ...]
 
     @classmethod
-    def of(cls, wants: Iterable[tuple[int, Part]]) -> Claim:
-        """Makes a claim.
-
-        Args:
-            wants: Indexes of tensors, ascending, each with what is wanted of it.
-        """
+    def of(cls, parts: Iterable[tuple[int, Part]]) -> RankRequest:
+        """Makes a request from indexes of tensors, ascending, each with the requested bytes."""
         numbers: dict[Part, int] = {}
         tensors, codes = array(_INDEX), array(_INDEX)
-        for tensor, part in wants:
+        for tensor, part in parts:
             tensors.append(tensor)
             codes.append(numbers.setdefault(part, len(numbers)))
         return cls(tensors, codes, tuple(numbers))
@@ -67,22 +66,24 @@ class Claim:
 
     @cached_property
     def packed(self) -> bytes:
-        """The claim, to be sent to other ranks: layers that are alike compress well."""
+        """The request as bytes for the other ranks; identical layers compress well."""
         parts = zlib.compress(json.dumps(self.parts).encode(), level=1)
         return len(parts).to_bytes(_LENGTH_BYTES, "little") + parts + self.columns
 
     @cached_property
     def columns(self) -> bytes:
-        """`tensors` and `codes`, packed: the same for ranks that want other parts of the same tensors."""
+        """`tensors` and `codes`, packed; equal for ranks that request different parts of the same tensors."""
         return zlib.compress(self._steps().tobytes() + self.codes.tobytes(), level=1)
 
     @classmethod
-    def unpack(cls, packed: bytes, known: dict[bytes, tuple[array[int], array[int]]] | None = None) -> Claim:
-        """Reads what is in `packed`.
+    def unpack(
+        cls, packed: bytes, known: dict[bytes, tuple[array[int], array[int]]] | None = None
+    ) -> RankRequest:
+        """Unpacks `packed`.
 
         Args:
-            packed: The claim.
-            known: What `columns` were found to be, so that claims share those that are equal.
+            packed: The request.
+            known: Unpacked `columns`, so that requests share equal ones; extended by this call.
         """
         end = _LENGTH_BYTES + int.from_bytes(packed[:_LENGTH_BYTES], "little")
         parts = tuple(
@@ -95,22 +96,22 @@ class Claim:
         columns, known = packed[end:], {} if known is None else known
         if columns not in known:
             known[columns] = _unpack_columns(columns)
-        claim = cls(*known[columns], parts)
-        claim.__dict__.update(packed=packed, columns=columns)
-        return claim
+        request = cls(*known[columns], parts)
+        request.__dict__.update(packed=packed, columns=columns)
+        return request
 
     @cached_property
     def digest(self) -> str:
-        """xxh3-128 of the claim."""
+        """xxh3-128 of the request."""
         return xxhash.xxh3_128_hexdigest(self.packed)
 
     def _steps(self) -> array[int]:
-        """Returns how far each tensor is from the one before: mostly the same."""
+        """Returns the distance of each tensor from the one before, mostly the same number."""
         before = array(_INDEX, [0, *(tensor + 1 for tensor in self.tensors[:-1])])
         return array(_INDEX, [tensor + 1 - last for tensor, last in zip(self.tensors, before, strict=False)])
 
 
-def _unpack_columns(columns: bytes) -> tuple[array[int], array[int]]:
+def _unpack_columns(columns: bytes) -> _Columns:
     numbers = array(_INDEX)
     numbers.frombytes(zlib.decompress(columns))
     half = len(numbers) // 2
@@ -118,50 +119,52 @@ def _unpack_columns(columns: bytes) -> tuple[array[int], array[int]]:
 
 
 @dataclass(frozen=True)
-class Claims:
-    """What all ranks want.
+class RankRequests:
+    """The requests of all ranks.
 
     Attributes:
-        distinct: The claims that differ.
-        ranks: For each of these, the ranks that make it, ascending.
+        distinct: The distinct requests.
+        ranks: For each of them, the ranks that make it, ascending.
     """
 
-    distinct: tuple[Claim, ...]
+    distinct: tuple[RankRequest, ...]
     ranks: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def join(cls, claims: Sequence[Claim]) -> Claims:
-        """Joins the claims of ranks 0, 1, …: those that are equal need not be the same object."""
-        found: dict[str, tuple[Claim, list[int]]] = {}
-        for rank, claim in enumerate(claims):
-            found.setdefault(claim.digest, (claim, []))[1].append(rank)
+    def join(cls, requests: Sequence[RankRequest]) -> RankRequests:
+        """Joins the requests of all ranks, in their order."""
+        found: dict[str, tuple[RankRequest, list[int]]] = {}
+        for rank, request in enumerate(requests):
+            found.setdefault(request.digest, (request, []))[1].append(rank)
         distinct, ranks = zip(*found.values(), strict=True)
         return cls(distinct, tuple(map(tuple, ranks)))
 
     @classmethod
-    def unpack(cls, packed: Sequence[bytes]) -> Claims:
-        """Joins the claims of ranks 0, 1, …, each as `Claim.packed`."""
-        columns: dict[bytes, tuple[array[int], array[int]]] = {}
-        known = {data: Claim.unpack(data, columns) for data in dict.fromkeys(packed)}
+    def unpack(cls, packed: Sequence[bytes]) -> RankRequests:
+        """Joins the requests of all ranks, in their order, each as `RankRequest.packed`."""
+        columns: dict[bytes, _Columns] = {}
+        known = {data: RankRequest.unpack(data, columns) for data in dict.fromkeys(packed)}
         return cls.join([known[data] for data in packed])
 
-    def of(self, rank: int) -> Claim:
-        """Returns the claim of a rank."""
-        return next(claim for claim, ranks in zip(self.distinct, self.ranks, strict=True) if rank in ranks)
+    def of(self, rank: int) -> RankRequest:
+        """Returns the request of a rank."""
+        return next(
+            request for request, ranks in zip(self.distinct, self.ranks, strict=True) if rank in ranks
+        )
 
     @cached_property
     def digest(self) -> str:
         """xxh3-128 of all of them."""
-        text = json.dumps([[claim.digest for claim in self.distinct], self.ranks])
+        text = json.dumps([[request.digest for request in self.distinct], self.ranks])
         return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 _ELEMENT_BYTES = 16  # a multiple of the length of an element of any dtype
-_LONG_RUN_BYTES = 1 << 20  # strided runs of at least that are read one by one, each by who wants it
+_LONG_RUN_BYTES = 1 << 20  # strided runs of this length and more are segments of their own
 
 
-class Stretch(NamedTuple):
-    """A range of one tensor.
+class TensorRange(NamedTuple):
+    """A byte range of one tensor.
 
     Attributes:
         tensor: Index of the tensor.
@@ -175,63 +178,69 @@ class Stretch(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A part of a tensor, and who wants what of it.
+    """A byte range of a tensor, and the ranks that request bytes of it.
 
     Attributes:
         begin: First byte in the tensor.
         nbytes: Length in bytes.
-        lane: Number of the lane it is in.
-        wanted_bytes: How many bytes each group of ranks wants of it.
+        group: Number of its sharing group.
+        wanted_bytes: Bytes that each set of recipients requests of it.
     """
 
     begin: int
     nbytes: int
-    lane: int
+    group: int
     wanted_bytes: dict[Ranks, int]
 
 
 class Density(NamedTuple):
-    """How much of what is read somebody wants, at most.
+    """The largest fraction of the bytes read that one set of recipients requests.
 
     Attributes:
-        part: Of each byte.
-        turn_bytes: What a chunk that begins where that is may have more: one turn of a loop of runs.
+        part: The fraction, 0 to 1, or more if boxes overlap.
+        turn_bytes: The most that a chunk may contain beyond it: one turn of a loop of runs.
     """
 
     part: float = 0.0
     turn_bytes: int = 0
 
     def most(self, nbytes: int) -> int:
-        """Returns how many bytes that are of a chunk, at most."""
+        """Returns the most bytes requested of a chunk of this length."""
         return ceil(self.part * nbytes) + self.turn_bytes
 
     def joined(self, other: Density) -> Density:
-        """Returns the most of either."""
+        """Returns an upper bound of both."""
         return Density(max(self.part, other.part), max(self.turn_bytes, other.turn_bytes))
 
 
-class Lanes:
-    """The wanted bytes of a checkpoint, sorted by who wants them.
+class SharingGroups:
+    """The requested bytes of a checkpoint, sorted by the ranks that request them.
 
     Args:
         tensors: All tensors, in the order of their bytes.
-        claims: What the ranks want of them.
-        block_bytes: Length of the checksum blocks of each tensor, which are not cut; 0 if there are none.
-        contiguous: Whether all of it is to be one lane, so that each reader reads one range.
+        requests: The requests of the ranks.
+        block_bytes: Length of the checksum blocks of each tensor, which are not cut; 0 without any.
+        contiguous: Whether to make one group of everything, so that each reader reads one range.
 
     Attributes:
+        block_bytes: A multiple of the length of a checksum block; 0 without any.
         unit_bytes: Segments may be cut at multiples of it: between elements, and between checksum blocks.
-        nbytes: Length of each lane, in bytes: what has to be read.
-        wanted_bytes: Of each lane, how many bytes each group of ranks wants.
-        densities: Of each lane, how much of it that is anywhere in it, at most.
-        packed: Of all lanes, how much of a chunk is packed, for all groups together.
+        nbytes: Length of each group in bytes.
+        wanted_bytes: For each group, the bytes that each set of recipients requests.
+        densities: For each group, the largest fraction that each set of recipients requests of any part.
+        packed: In any group, the largest fraction of a chunk that is packed, for all recipients together.
     """
 
     def __init__(
-        self, tensors: Sequence[HasExtent], claims: Claims, block_bytes: int, *, contiguous: bool = False
+        self,
+        tensors: Sequence[HasExtent],
+        requests: RankRequests,
+        block_bytes: int,
+        *,
+        contiguous: bool = False,
     ) -> None:
         self.tensors = tensors
-        self.claims = claims
+        self.requests = requests
         self.block_bytes = lcm(block_bytes, _ELEMENT_BYTES)
         self.unit_bytes = self.block_bytes or _ELEMENT_BYTES
         self.contiguous = contiguous
@@ -246,12 +255,12 @@ class Lanes:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all lanes together."""
+        """Bytes of all groups together."""
         return sum(self.nbytes)
 
     @cached_property
     def union_bytes(self) -> int:
-        """Bytes that any rank wants, of ranks that want nothing in common but what they want alike."""
+        """Distinct bytes requested, assuming requests overlap fully or not at all."""
         counts = Counter(self._kind_of)
         return sum(
             counts[kind] * min(nbytes, sum(wanted_bytes.values()))
@@ -260,39 +269,39 @@ class Lanes:
         )
 
     @cached_property
-    def wanters(self) -> list[list[int]]:
-        """Who wants the bytes of each lane, or some of them, ascending."""
-        return [sorted({rank for ranks in groups for rank in ranks}) for groups in self.wanted_bytes]
+    def requesters(self) -> list[list[int]]:
+        """The ranks that request bytes of each group, ascending."""
+        return [sorted({rank for ranks in wanted for rank in ranks}) for wanted in self.wanted_bytes]
 
     @cached_property
     def longest_unit_bytes(self) -> int:
         """Length of the longest range that is not cut."""
         return min(self.unit_bytes, max((entry.nbytes for entry in self.tensors), default=0))
 
-    def spaces(self, lanes: Collection[int]) -> dict[int, Space[_Placed]]:
-        """Returns what some lanes are made of, in the order of the checkpoint."""
-        chosen = set(lanes)
-        segments = [[segment for segment in segments if segment.lane in chosen] for segments in self._kinds]
-        found: dict[int, list[_Placed]] = {lane: [] for lane in lanes}
+    def spaces(self, groups: Collection[int]) -> dict[int, Space[_Placed]]:
+        """Returns the segments of some groups, in the order of the checkpoint."""
+        chosen = set(groups)
+        segments = [[segment for segment in segments if segment.group in chosen] for segments in self._kinds]
+        found: dict[int, list[_Placed]] = {group: [] for group in groups}
         for tensor, kind in enumerate(self._kind_of):
-            for begin, nbytes, lane, wanted_bytes in segments[kind]:
+            for begin, nbytes, group, wanted_bytes in segments[kind]:
                 entry = self.tensors[tensor]
                 placed = _Placed(entry.file, entry.offset + begin, nbytes, tensor, begin, wanted_bytes)
-                found[lane].append(placed)
-        return {lane: Space(placed) for lane, placed in found.items()}
+                found[group].append(placed)
+        return {group: Space(placed) for group, placed in found.items()}
 
     def _sort(self) -> None:
-        alike: dict[bytes, list[int]] = {}
-        for number, claim in enumerate(self.claims.distinct):
-            alike.setdefault(claim.columns, []).append(number)
-        wanting: list[list[int]] = [[] for _ in self.tensors]
-        for number, *_ in alike.values():
-            claim = self.claims.distinct[number]
-            for tensor, code in zip(claim.tensors, claim.codes, strict=True):
-                wanting[tensor] += (number, code)
-        together = {numbers[0]: numbers for numbers in alike.values()}
+        with_columns: dict[bytes, list[int]] = {}
+        for number, request in enumerate(self.requests.distinct):
+            with_columns.setdefault(request.columns, []).append(number)
+        requests_of: list[list[int]] = [[] for _ in self.tensors]
+        for number, *_ in with_columns.values():
+            request = self.requests.distinct[number]
+            for tensor, code in zip(request.tensors, request.codes, strict=True):
+                requests_of[tensor] += (number, code)
+        together = {numbers[0]: numbers for numbers in with_columns.values()}
         kinds: dict[tuple[int, ...], int] = {}
-        for entry, columns in zip(self.tensors, wanting, strict=True):
+        for entry, columns in zip(self.tensors, requests_of, strict=True):
             key = (entry.nbytes, *columns)
             kind = kinds.get(key)
             if kind is None:
@@ -300,11 +309,11 @@ class Lanes:
                 self._kinds.append(self._cut(entry.nbytes, columns, together))
             self._kind_of.append(kind)
         for kind, num_tensors in Counter(self._kind_of).items():
-            for _, nbytes, lane, wanted_bytes in self._kinds[kind]:
-                self.nbytes[lane] += num_tensors * nbytes
-                in_lane = self.wanted_bytes[lane]
+            for _, nbytes, group, wanted_bytes in self._kinds[kind]:
+                self.nbytes[group] += num_tensors * nbytes
+                of_group = self.wanted_bytes[group]
                 for ranks, wanted in wanted_bytes.items():
-                    in_lane[ranks] = in_lane.get(ranks, 0) + num_tensors * wanted
+                    of_group[ranks] = of_group.get(ranks, 0) + num_tensors * wanted
 
     def _cut(
         self, nbytes: int, columns: Sequence[int], together: Mapping[int, Sequence[int]]
@@ -313,34 +322,34 @@ class Lanes:
 
         Args:
             nbytes: Its length.
-            columns: The number of a claim, and its code there, by turns.
-            together: The numbers of all claims that have the same columns, by that of the first of them.
+            columns: Alternating numbers of requests and their codes for this tensor.
+            together: The numbers of all requests with equal columns, by the first of them.
         """
-        claims = self.claims
-        wanting: dict[Part, list[int]] = defaultdict(list)
+        requests = self.requests
+        ranks_of: dict[Part, list[int]] = defaultdict(list)
         for first, code in zip(columns[::2], columns[1::2], strict=True):
             for number in together[first]:
-                wanting[claims.distinct[number].parts[code]] += claims.ranks[number]
+                ranks_of[requests.distinct[number].parts[code]] += requests.ranks[number]
         segments = []
-        for begin, end, groups in _segments(nbytes, wanting, self.block_bytes):
-            lane = self._numbers.setdefault(() if self.contiguous else tuple(groups), len(self.nbytes))
-            if lane == len(self.nbytes):
+        for begin, end, parts in _segments(nbytes, ranks_of, self.block_bytes):
+            group = self._numbers.setdefault(() if self.contiguous else tuple(parts), len(self.nbytes))
+            if group == len(self.nbytes):
                 self.nbytes.append(0)
                 self.wanted_bytes.append({})
                 self.densities.append({})
-            self._thicken(lane, end - begin, groups)
-            wanted_bytes = {ranks: _total(part) for ranks, part in groups.items()}
-            segments.append(Segment(begin, end - begin, lane, wanted_bytes))
+            self._note_density(group, end - begin, parts)
+            wanted_bytes = {ranks: _total(part) for ranks, part in parts.items()}
+            segments.append(Segment(begin, end - begin, group, wanted_bytes))
         return segments
 
-    def _thicken(self, lane: int, nbytes: int, groups: Mapping[Ranks, Part]) -> None:
-        """Notes how much the groups of a segment want of it."""
+    def _note_density(self, group: int, nbytes: int, parts: Mapping[Ranks, Part]) -> None:
+        """Raises the densities to those of a segment."""
         packed_part, packed_turn = 0.0, 0
-        for ranks, part in groups.items():
+        for ranks, part in parts.items():
             turn = max(runs.total // (runs.steps[0][0] if runs.steps else 1) for runs in part)
             density = Density(_total(part) / nbytes, turn if len(part) > 1 or part[0].steps else 0)
-            known = self.densities[lane].get(ranks, Density())
-            self.densities[lane][ranks] = known.joined(density)
+            known = self.densities[group].get(ranks, Density())
+            self.densities[group][ranks] = known.joined(density)
             if density.turn_bytes:
                 packed_part += density.part
                 packed_turn += density.turn_bytes
@@ -348,22 +357,22 @@ class Lanes:
 
 
 class _Placed(NamedTuple):
-    """A segment of a lane, and where it lies."""
+    """A segment of a sharing group, with its place in a file."""
 
     file: int
     offset: int
     nbytes: int
     tensor: int
     begin: int
-    groups: Collection[Ranks]
+    recipients: Collection[Ranks]
 
 
 def _segments(
-    nbytes: int, wanting: dict[Part, list[int]], block_bytes: int
+    nbytes: int, ranks_of: dict[Part, list[int]], block_bytes: int
 ) -> Iterator[tuple[int, int, dict[Ranks, Part]]]:
-    """Yields where a tensor is to be cut, and what each group wants there; not what nobody wants."""
-    covers = [(part, list(_covers(part, nbytes))) for part in wanting]
-    cuts = {bound for _, ranges in covers for extent in ranges for bound in extent}
+    """Yields the segments of a tensor: begin, end, and what each set of recipients requests there."""
+    covers = [(part, list(_covers(part, nbytes))) for part in ranks_of]
+    cuts = {bound for _, ranges in covers for each in ranges for bound in each}
     if block_bytes:
         cuts = {bound // block_bytes * block_bytes for bound in cuts} | {
             min(-(-bound // block_bytes) * block_bytes, nbytes) for bound in cuts
@@ -379,13 +388,13 @@ def _segments(
         same: dict[Part, list[int]] = defaultdict(list)
         for part in parts:
             if pieces := _within(part, begin, end):
-                same[pieces] += wanting[part]
+                same[pieces] += ranks_of[part]
         if same:
             yield begin, end, dict(sorted((tuple(sorted(ranks)), part) for part, ranks in same.items()))
 
 
 def _covers(part: Part, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yields ranges of a tensor, in whole rows, that have all that is wanted of it."""
+    """Yields ranges of a tensor, in whole rows, that contain all requested bytes."""
     for runs in part:
         if runs.length >= _LONG_RUN_BYTES or not runs.steps:
             yield from ((start, start + runs.length) for start in runs.starts())
@@ -399,5 +408,5 @@ def _total(part: Part) -> int:
 
 
 def _within(part: Part, begin: int, end: int) -> Part:
-    """Returns what a part has in a range."""
+    """Returns the bytes of a part that lie in a range."""
     return tuple(piece for runs in part for piece in runs.cut(runs.before(begin), runs.before(end)))

@@ -616,14 +616,16 @@ def groups_of(plan: RoutedPlan) -> tuple[Ranks, ...]:
         return ()
     readers: dict[int, set[int]] = defaultdict(set)
     for share in plan.shares:
-        readers[share.lane].add(share.reader)
-    wanting = {ranks for lane in readers for ranks in plan.lanes.densities[lane]}
+        readers[share.group].add(share.reader)
+    wanting = {ranks for group in readers for ranks in plan.sharing.densities[group]}
     groups = {ranks for ranks in wanting if len(ranks) > 1}
     counts = Counter(rank for ranks in groups for rank in ranks)
     if max(counts.values(), default=0) > _MAX_NUM_GROUPS or not groups:
         return ()
     is_handed = any(
-        not of_lane <= set(ranks) for lane, of_lane in readers.items() for ranks in plan.lanes.densities[lane]
+        not of_group <= set(ranks)
+        for group, of_group in readers.items()
+        for ranks in plan.sharing.densities[group]
     )
     return tuple(sorted(groups | {tuple(sorted(plan.order))} if is_handed else groups))
 

@@ -54,7 +54,7 @@ def open_transport(
     from fastload.transfer.routing import Routing, sharing_domains
 
     # Shared memory takes one buffer more than rounds in flight, so at least two.
-    domains = sharing_domains(machines, plan.groups if plan.depth > 1 else ())
+    domains = sharing_domains(machines, plan.recipients if plan.depth > 1 else ())
     routing = Routing(world.rank, order, [domains[rank] for rank in order])
     return HostTransport(world, routing, plan.pairs(world.rank), pinned=pinned)
 

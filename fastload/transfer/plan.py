@@ -642,8 +642,8 @@ class TransferPlan:
         return TransferView(self, rank)
 
     @property
-    def groups(self) -> Collection[Ranks]:
-        """The groups of ranks that want the same bytes."""
+    def recipients(self) -> Collection[Ranks]:
+        """The sets of ranks that receive the same messages."""
         return [self.demand.ranks]
 
     def pairs(self, rank: int) -> Iterator[tuple[int, Ranks]]:

@@ -1,27 +1,27 @@
-"""Deals lanes to readers: byte-even, and as much as may be to those who want it themselves. Pure."""
+"""Deals byte ranges to readers: evenly by bytes, preferring readers that request the bytes. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_UNIT_BYTES = 4096  # shares begin at a multiple of it in their lane
-_SLACK_BYTES = 1 << 20  # a reader may have that much more than the mean, rather than send it to another
+_UNIT_BYTES = 4096  # shares begin at multiples of it in their group
+_SLACK_BYTES = 1 << 20  # a reader may read that much more than the mean to avoid sending
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank reads of a lane.
+    """A byte range of a sharing group that one rank reads.
 
     Attributes:
-        lane: Number of the lane.
+        group: Number of the group.
         reader: The rank.
-        begin: First byte in the lane.
-        end: The byte after the last one in the lane.
-        start: How many bytes the rank has read before, of this lane and others.
+        begin: First byte in the group.
+        end: The byte after the last one in the group.
+        start: Bytes that the rank reads before, of this group and others.
     """
 
-    lane: int
+    group: int
     reader: int
     begin: int
     end: int
@@ -30,42 +30,42 @@ class Share:
 
 def deal(
     ranges: Sequence[Sequence[tuple[int, int]]],
-    wanters: Sequence[Sequence[int]],
+    requesters: Sequence[Sequence[int]],
     readers: Sequence[int],
     holders: Sequence[Sequence[int]] | None = None,
 ) -> list[Share]:
-    """Deals the bytes of lanes to readers.
+    """Deals the bytes of groups to readers.
 
     Args:
-        ranges: Of each lane, (begin, end) of what is to be read.
-        wanters: Of each lane, the ranks that want it, ascending.
+        ranges: For each group, (begin, end) of the ranges to read.
+        requesters: For each group, the ranks that request it, ascending.
         readers: The ranks that can read, ascending; at least one.
-        holders: Of each lane, those of them that can read it, ascending; None if each can read all.
+        holders: For each group, the readers that can read it, ascending; None if each can read all.
 
     Returns:
-        In the order in which each reader reads, lane by lane.
+        The shares in the order in which each reader reads, group by group.
     """
-    totals = [sum(end - begin for begin, end in of_lane) for of_lane in ranges]
+    totals = [sum(end - begin for begin, end in of_group) for of_group in ranges]
     cap = -(-sum(totals) // len(readers)) + _SLACK_BYTES
     loads = dict.fromkeys(readers, 0)
     quotas: list[dict[int, int]] = [{} for _ in totals]
     can_read = [readers] * len(totals) if holders is None else holders
     able = [
-        [rank for rank in ranks if rank in loads and (holders is None or rank in can_read[lane])]
-        for lane, ranks in enumerate(wanters)
+        [rank for rank in ranks if rank in loads and (holders is None or rank in can_read[group])]
+        for group, ranks in enumerate(requesters)
     ]
-    # Those whom few want first: the others can make up for them.
-    for lane in sorted(range(len(totals)), key=lambda lane: (len(able[lane]), lane)):
-        _raise_level(loads, able[lane], totals[lane], cap, quotas[lane])
-    for lane in sorted(range(len(totals)), key=lambda lane: (len(can_read[lane]), lane)):
-        left = totals[lane] - sum(quotas[lane].values())
-        _raise_level(loads, can_read[lane], left, sum(totals) + cap, quotas[lane])
+    # Groups with the fewest candidate readers first; the rest balance the load.
+    for group in sorted(range(len(totals)), key=lambda group: (len(able[group]), group)):
+        _raise_level(loads, able[group], totals[group], cap, quotas[group])
+    for group in sorted(range(len(totals)), key=lambda group: (len(can_read[group]), group)):
+        left = totals[group] - sum(quotas[group].values())
+        _raise_level(loads, can_read[group], left, sum(totals) + cap, quotas[group])
     reads = dict.fromkeys(readers, 0)
     shares = []
-    for lane, quota in enumerate(quotas):
-        bounds = _bounds(quota, totals[lane])
-        for reader, begin, end in _cut(ranges[lane], bounds):
-            shares.append(Share(lane, reader, begin, end, reads[reader]))
+    for group, quota in enumerate(quotas):
+        bounds = _bounds(quota, totals[group])
+        for reader, begin, end in _cut(ranges[group], bounds):
+            shares.append(Share(group, reader, begin, end, reads[reader]))
             reads[reader] += end - begin
     return shares
 
@@ -73,14 +73,14 @@ def deal(
 def _raise_level(
     loads: dict[int, int], ranks: Sequence[int], nbytes: int, cap: int, quota: dict[int, int]
 ) -> None:
-    """Gives bytes to those ranks who have least, until they are dealt or all of these have `cap`."""
+    """Gives bytes to the ranks with the least, until all are dealt or each rank has `cap`."""
     if not nbytes or not ranks:
         return
     lowest = sorted(ranks, key=lambda rank: (loads[rank], rank))
-    held, level, count = 0, 0, 0
+    total, level, count = 0, 0, 0
     for count, rank in enumerate(lowest, 1):
-        held += loads[rank]
-        level = -(-(held + nbytes) // count)
+        total += loads[rank]
+        level = -(-(total + nbytes) // count)
         if count == len(lowest) or level <= loads[lowest[count]]:
             break
     for rank in lowest[:count]:
@@ -92,7 +92,7 @@ def _raise_level(
 
 
 def _bounds(quota: dict[int, int], total: int) -> list[tuple[int, int]]:
-    """Returns the readers of a lane, ascending, and up to where each of them reads."""
+    """Returns the readers of a group, ascending, each with the end of its range."""
     bounds, end = [], 0
     for reader in sorted(quota):
         end += quota[reader]
@@ -102,12 +102,12 @@ def _bounds(quota: dict[int, int], total: int) -> list[tuple[int, int]]:
 
 def _cut(ranges: Sequence[tuple[int, int]], bounds: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Returns (reader, begin, end) of the ranges laid end to end and cut at bounds."""
-    cut, position, turns = [], 0, iter(bounds)
-    reader, until = next(turns, (-1, 0))
+    cut, position, rest = [], 0, iter(bounds)
+    reader, until = next(rest, (-1, 0))
     for begin, end in ranges:
         while begin < end:
             while position == until:
-                reader, until = next(turns)
+                reader, until = next(rest)
             taken = min(end - begin, until - position)
             cut.append((reader, begin, begin + taken))
             begin += taken

@@ -19,11 +19,11 @@ from fastload.base.memory import uncollected
 from fastload.comm.responses import write_response
 from fastload.comm.store import Member, StoreRendezvous, StoreStep
 from fastload.comm.world import World
-from fastload.estimate.parallel import Cut, Model, Parallel, claims_of
+from fastload.estimate.parallel import Cut, Model, Parallel, requests_of
 from fastload.formats.manifest import TensorEntry
-from fastload.transfer.demand import Claims, Lanes
+from fastload.transfer.demand import RankRequests, SharingGroups
 from fastload.transfer.plan import Demand, Supply, TransferPlan, plan_transfer
-from fastload.transfer.routed_plan import RoutedPlan, Routes, plan_routes
+from fastload.transfer.routed_plan import RoutedPlan, RoutedView, plan_routes
 
 _LAYER = [  # shapes, and which dimension tensor parallel ranks cut
     *(((rows, 4096), 0) for rows in (4096, 1024, 1024, 14336, 14336)),
@@ -89,17 +89,22 @@ def measure_sharded_plan(num_tensors: int, parallel: Parallel, *, repeats: int) 
     Its store is real; a few processes have left in it what the other ranks say.
     """
     model = _model(num_tensors)
-    claims = claims_of(model, parallel)
+    requests = requests_of(model, parallel)
     by_rank = {
-        rank: claim.packed
-        for claim, ranks in zip(claims.distinct, claims.ranks, strict=True)
+        rank: request.packed
+        for request, ranks in zip(requests.distinct, requests.ranks, strict=True)
         for rank in ranks
     }
     packed = [by_rank[rank] for rank in range(parallel.num_ranks)]
-    row = {"job": str(parallel), "tensors": num_tensors, "ranks": len(packed), "claims": len(claims.distinct)}
-    row["claims_MB"] = sum(map(len, set(packed))) / 1e6
-    del claims, by_rank
-    names = "hear", "unpack", "lanes", "plan", "routes", "agree"
+    row = {
+        "job": str(parallel),
+        "tensors": num_tensors,
+        "ranks": len(packed),
+        "requests": len(requests.distinct),
+    }
+    row["requests_MB"] = sum(map(len, set(packed))) / 1e6
+    del requests, by_rank
+    names = "hear", "unpack", "sharing", "plan", "routes", "agree"
     turns = [_plan_once(model, packed) for _ in range(repeats)]
     medians = {name: statistics.median(turn[name] for turn in turns) for name in names}
     total = statistics.median(sum(turn[name] for name in names) for turn in turns)
@@ -140,21 +145,21 @@ def _plan_once(model: Model, packed: Sequence[bytes]) -> dict[str, float]:
     plan = _plan(model, heard, times)
     world.agree(_PLANNING, plan.digest)
     times.append(time.perf_counter())
-    steps = zip(("hear", "unpack", "lanes", "plan", "routes", "agree"), pairwise(times), strict=True)
+    steps = zip(("hear", "unpack", "sharing", "plan", "routes", "agree"), pairwise(times), strict=True)
     seconds = {name: end - begin for name, (begin, end) in steps}
     return {**seconds, "peak_MiB": (peak_bytes() - before) / MIB}
 
 
 @uncollected  # as in a load
 def _plan(model: Model, heard: Sequence[bytes], times: list[float]) -> RoutedPlan:
-    claims = Claims.unpack(heard)
+    requests = RankRequests.unpack(heard)
     times.append(time.perf_counter())
-    lanes = Lanes(model.tensors, claims, 0)
+    sharing = SharingGroups(model.tensors, requests, 0)
     times.append(time.perf_counter())
     ranks = tuple(range(len(heard)))
-    plan = plan_routes(lanes, Supply(ranks), order=ranks, staging_bytes=256 * MIB, chunk_bytes=None)
+    plan = plan_routes(sharing, Supply(ranks), order=ranks, staging_bytes=256 * MIB, chunk_bytes=None)
     times.append(time.perf_counter())
-    Routes(plan, 0)
+    RoutedView(plan, 0)
     times.append(time.perf_counter())
     return plan
 

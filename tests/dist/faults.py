@@ -113,8 +113,8 @@ def die(signum: signal.Signals) -> None:
 
 
 # Where a rank can be hit, in the order of a load. Each takes what to do there and changes this process.
-# Loads where ranks want different bytes also have: claims, routes (the plan), pack, rest (that broken readers
-# left).
+# Loads where ranks want different bytes also have: requests, routes (the plan), pack, rest (what broken
+# readers left).
 
 STAGES = (
     "start", "open", "headers", "compare", "prepare", "connect", "read", "exchange", "place", "first",
@@ -146,8 +146,8 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
         before(access, "_difference")
     elif stage == "prepare":
         before(load, "match")
-    elif stage == "claims":
-        before(load, "_claim")
+    elif stage == "requests":
+        before(load, "_request")
     elif stage == "routes":
         before(load, "plan_routes")
     elif stage == "pack":

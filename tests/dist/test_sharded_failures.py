@@ -213,7 +213,7 @@ def load_and_fail(rank: int, world: int, path: Path, cases: Sequence[Case]) -> O
 
 SIZE = 3
 STAGES = (
-    "claims",
+    "requests",
     "routes",
     "connect",
     "read",
@@ -249,7 +249,7 @@ RAISED = [
     Case(stage, number % SIZE, what, kind, strategy)
     for number, (stage, what, kind, strategy) in enumerate(
         [
-            ("claims", "key", "mixed", "allgather"), ("routes", "error", "mixed", "allgather"),
+            ("requests", "key", "mixed", "allgather"), ("routes", "error", "mixed", "allgather"),
             ("routes", "error", "mixed", "direct"), ("middle", "odd", "mixed", "allgather"),
             ("first", "error", "fsdp", "allgather"), ("rest", "error", "mixed", "allgather"),
             ("rest", "huge", "fsdp", "allgather"), ("read", "error", "mixed", "allgather"),
@@ -272,7 +272,7 @@ def test_any_exception_on_one_rank_is_told_to_all(path: Path, cases: Sequence[Ca
 @ranks(3)
 def test_a_rank_that_leaves_is_named(rank: int, world: int, path: Path, raises: str) -> None:
     mesh = init_device_mesh("cpu", (world,))
-    for stage in ("claims", "routes", "middle"):
+    for stage in ("requests", "routes", "middle"):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
                 faults.strike(patch, stage, lambda: fail(RAISES[raises]()))
@@ -404,7 +404,7 @@ def test_loads_leave_nothing_in_the_store(rank: int, world: int, path: Path) -> 
     for _ in range(2):
         for kind, strategy in [("mixed", "allgather"), ("fsdp", "allgather"), ("mixed", "direct")]:
             load(path, mesh, kind, strategy=strategy, timeout_s=20)
-        for stage in ("", "claims", "routes", "middle", "rest"):
+        for stage in ("", "requests", "routes", "middle", "rest"):
             with pytest.MonkeyPatch.context() as patch:
                 if stage and rank == 1:
                     faults.strike(patch, stage, lambda: fail(RuntimeError("no")))

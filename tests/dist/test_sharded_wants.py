@@ -81,7 +81,7 @@ def test_each_rank_wants_something_else(rank: int, world: int, saved: Path) -> N
         }
 
     def one_whole() -> dict[str, Tensor]:
-        """Rank 2 wants whole what others want in rows and columns: lanes of one chunk, read into place."""
+        """Rank 2 wants whole what others want in rows and columns: groups of one chunk, read into place."""
         if rank == 2:
             return {name: tensor.clone() for name, tensor in state.items()}
         return {name: cut(name, line, Shard(0) if rank else Shard(1)) for name in ("embedding", "layers.0.w")}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fastload.geometry.box import Runs
 from fastload.geometry.extents import Extent
 from fastload.transfer.device_transport import broadcasts_of, groups_of, handed, root_of
-from fastload.transfer.routed_plan import RoutedPlan, Routes
+from fastload.transfer.routed_plan import RoutedPlan, RoutedView
 from fastload.transfer.routing import Route
 from fastload.transfer.transport import Delivery
 from tests.unit.test_routes import Want, jobs, plan_of
@@ -20,7 +20,7 @@ from tests.unit.test_routes import Want, jobs, plan_of
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-def deliveries_of(routes: Routes, index: int) -> list[Delivery]:
+def deliveries_of(routes: RoutedView, index: int) -> list[Delivery]:
     messages = (*routes.outgoing(index), *routes.incoming(index))
     return [Delivery(message, Route(0), _NOTHING) for message in messages]
 
@@ -35,7 +35,7 @@ def test_each_message_comes_once_to_whoever_wants_it_in_one_order(
     readers = data.draw(st.sets(st.sampled_from(range(size)), min_size=1).map(sorted))
     plan = plan_of(job, readers, max(chunk_bytes, block_bytes), contiguous=data.draw(st.booleans()))
     groups = groups_of(plan)
-    routes = [Routes(plan, rank) for rank in range(size)]
+    routes = [RoutedView(plan, rank) for rank in range(size)]
     for index in range(plan.num_rounds):
         deliveries = [deliveries_of(of_rank, index) for of_rank in routes]
         has = Counter(

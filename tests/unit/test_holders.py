@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload.geometry.extents import Extent
-from fastload.transfer.demand import Claim, Claims, Lanes
+from fastload.transfer.demand import RankRequest, RankRequests, SharingGroups
 from fastload.transfer.plan import Supply
-from fastload.transfer.routed_plan import Held, Holders, RoutedPlan, Routes, plan_routes
+from fastload.transfer.routed_plan import HeldRange, Holders, RoutedPlan, RoutedView, plan_routes
 from tests.unit.test_routes import Want, everything, jobs, run
 
 BLOCK_BYTES = 16
@@ -23,14 +23,14 @@ def drawn_holders(data: st.DataObject, tensors: list[Extent], num_ranks: int) ->
         for begin in range(0, extent.nbytes, BLOCK_BYTES):
             end = min(begin + BLOCK_BYTES, extent.nbytes)
             ranks = data.draw(st.sampled_from(kinds))
-            held.append(Held(extent.file, extent.offset + begin, extent.offset + end, ranks))
+            held.append(HeldRange(extent.file, extent.offset + begin, extent.offset + end, ranks))
     return Holders(tuple(sorted(held)))
 
 
 def read_by_holders(plan: RoutedPlan, num_ranks: int) -> None:
     assert plan.holders is not None
     for rank in range(num_ranks):
-        routes = Routes(plan, rank)
+        routes = RoutedView(plan, rank)
         for index in range(plan.num_rounds):
             for file, offset, nbytes, _ in routes.reads(index):
                 held = list(plan.holders.within(file, offset, offset + nbytes))
@@ -45,11 +45,11 @@ def test_each_byte_is_read_once_by_a_rank_that_has_it(
 ) -> None:
     tensors, wants, _ = job
     num_ranks = len(wants)
-    lanes = Lanes(tensors, Claims.join([Claim.of(want) for want in wants]), BLOCK_BYTES)
+    sharing = SharingGroups(tensors, RankRequests.join([RankRequest.of(want) for want in wants]), BLOCK_BYTES)
     holders = drawn_holders(data, tensors, num_ranks)
     assert holders.lacking(tensors) == 0
     plan = plan_routes(
-        lanes,
+        sharing,
         Supply(holders.ranks or (0,)),
         order=range(num_ranks),
         staging_bytes=1 << 24,
@@ -59,7 +59,7 @@ def test_each_byte_is_read_once_by_a_rank_that_has_it(
     read_by_holders(plan, num_ranks)
     read, arrived = run(plan, range(num_ranks), {})
     assert set(read.values()) <= {1}
-    assert sum(read.values()) == lanes.total_bytes
+    assert sum(read.values()) == sharing.total_bytes
     for want, got in zip(wants, arrived, strict=True):
         assert sorted(got) == everything(want)
     # A reader drops out: the others read what they have of the rest, if they have all of it.
@@ -69,7 +69,7 @@ def test_each_byte_is_read_once_by_a_rank_that_has_it(
     lacking = [(index, broken) for index in range(plan.num_rounds)]
     rest = plan.without({broken}, lacking, plan.num_rounds)
     if rest is None:
-        assert any(held.ranks == (broken,) for held in holders.stretches)
+        assert any(held.ranks == (broken,) for held in holders.ranges)
         return
     read_by_holders(rest, num_ranks)
     _, first = run(plan, range(num_ranks), {broken: 0})
@@ -80,7 +80,7 @@ def test_each_byte_is_read_once_by_a_rank_that_has_it(
 
 def test_what_nobody_has_is_told() -> None:
     tensors = [Extent(0, 0, 64), Extent(1, 10, 32)]
-    holders = Holders((Held(0, 0, 32, (0,)), Held(1, 10, 42, (1,))))
+    holders = Holders((HeldRange(0, 0, 32, (0,)), HeldRange(1, 10, 42, (1,))))
     assert holders.lacking(tensors) == 32
     assert holders.lacking(tensors[1:]) == 0
     assert holders.ranks == (0, 1)

@@ -17,7 +17,7 @@ from fastload.base.memory import byte_view
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
 from fastload.geometry.box import Box, strided_runs
 from fastload.loading.boxes import match_boxes
-from fastload.loading.load import claim_of
+from fastload.loading.load import request_of
 from fastload.loading.match import Match, match
 from fastload.loading.place import Placer
 
@@ -86,10 +86,10 @@ def checkpoints(draw: st.DrawFn) -> tuple[Manifest, list[bytearray], dict[str, T
 
 
 def deliver(found: Match, manifest: Manifest, files: Sequence[bytearray]) -> None:
-    """Places what a rank wants of each extent, as its claim says, in the order of the extents."""
+    """Places what a rank wants of each extent, as its request says, in the order of the extents."""
     placer = Placer(found.destinations)
     position = 0
-    for index, part in claim_of(manifest, found.destinations):
+    for index, part in request_of(manifest, found.destinations):
         extent = manifest.extents[index]
         data = files[extent.file][extent.offset : extent.offset + extent.nbytes]
         for runs in part:

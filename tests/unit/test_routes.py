@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastload.geometry.box import Box, Runs, runs_of
 from fastload.geometry.extents import Extent
-from fastload.transfer.demand import Claim, Claims, Lanes
+from fastload.transfer.demand import RankRequest, RankRequests, SharingGroups
 from fastload.transfer.message import Message
 from fastload.transfer.plan import Supply
 from fastload.transfer.routed_plan import RoutedPlan, plan_routes
@@ -62,18 +62,18 @@ def plan_of(
     job: tuple[list[Extent], list[Want], int], readers: Sequence[int], chunk_bytes: int, *, contiguous: bool
 ) -> RoutedPlan:
     tensors, wants, block_bytes = job
-    claims = Claims.join([Claim.unpack(Claim.of(want).packed) for want in wants])
-    lanes = Lanes(tensors, claims, block_bytes, contiguous=contiguous)
+    requests = RankRequests.join([RankRequest.unpack(RankRequest.of(want).packed) for want in wants])
+    sharing = SharingGroups(tensors, requests, block_bytes, contiguous=contiguous)
     order = tuple(reversed(range(len(wants))))
     return plan_routes(
-        lanes, Supply(tuple(readers)), order=order, staging_bytes=1 << 24, chunk_bytes=chunk_bytes
+        sharing, Supply(tuple(readers)), order=order, staging_bytes=1 << 24, chunk_bytes=chunk_bytes
     )
 
 
 def run(plan: RoutedPlan, machines: Sequence[int], broken_from: dict[int, int]) -> tuple[Counter, list[list]]:
     """Moves (tensor, byte) as the plan says; returns how often each was read, and what each rank got."""
     everyone = range(len(machines))
-    domains = sharing_domains(machines, plan.groups)
+    domains = sharing_domains(machines, plan.recipients)
     views = [plan.view(rank) for rank in everyone]
     routings = [Routing(rank, plan.order, [domains[each] for each in plan.order]) for rank in everyone]
     expected: list[set[tuple[int, int]]] = [set() for _ in everyone]  # (reader, the other end)
@@ -89,7 +89,7 @@ def run(plan: RoutedPlan, machines: Sequence[int], broken_from: dict[int, int]) 
         held: list[dict[tuple[int, tuple[int, ...]], Message]] = [{} for _ in everyone]
         received = []
         for rank, view in enumerate(views):
-            read.update((s.tensor, s.begin + at) for s in view.stretches(index) for at in range(s.nbytes))
+            read.update((s.tensor, s.begin + at) for s in view.tensor_ranges(index) for at in range(s.nbytes))
             for message in view.outgoing(index):
                 assert message.reader == rank
                 held[rank][rank, message.ranks] = message
@@ -138,7 +138,7 @@ def test_each_byte_is_read_once_and_comes_once_to_whoever_wants_it(
     machines = data.draw(st.lists(st.integers(0, 2), min_size=num_ranks, max_size=num_ranks))
     read, arrived = run(plan, machines, {})
     assert set(read.values()) <= {1}
-    assert sum(read.values()) == plan.total_bytes == plan.lanes.total_bytes
+    assert sum(read.values()) == plan.total_bytes == plan.sharing.total_bytes
     for want, got in zip(wants, arrived, strict=True):
         assert sorted(got) == everything(want)
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from fastload.estimate.parallel import Cut, Model, Parallel, claims_of
-from fastload.transfer.demand import Claims, Lanes
+from fastload.estimate.parallel import Cut, Model, Parallel, requests_of
+from fastload.transfer.demand import RankRequests, SharingGroups
 from fastload.transfer.plan import Supply
-from fastload.transfer.routed_plan import Routes, plan_routes
+from fastload.transfer.routed_plan import RoutedView, plan_routes
 
 SHAPES = [((4096, 1024), 0), ((1024, 4096), 1), ((1024,), None)]
 JOB = Parallel(tp=4, pp=2, dp=16, fsdp=True)  # 128 ranks, no two of which want the same
@@ -25,12 +25,12 @@ def model_of(num_tensors: int) -> Model:
     return Model(tensors, num_tensors // 3)
 
 
-def plan_from(packed: Sequence[bytes], model: Model) -> Routes:
+def plan_from(packed: Sequence[bytes], model: Model) -> RoutedView:
     """What each rank does with what the ranks have told each other."""
-    lanes = Lanes(model.tensors, Claims.unpack(packed), 0)
+    sharing = SharingGroups(model.tensors, RankRequests.unpack(packed), 0)
     ranks = tuple(range(JOB.num_ranks))
-    plan = plan_routes(lanes, Supply(ranks), order=ranks, staging_bytes=1 << 28, chunk_bytes=None)
-    return Routes(plan, 5)
+    plan = plan_routes(sharing, Supply(ranks), order=ranks, staging_bytes=1 << 28, chunk_bytes=None)
+    return RoutedView(plan, 5)
 
 
 def lines_of(work: Callable[[], object]) -> int:
@@ -55,17 +55,17 @@ def test_more_tensors_cost_the_same_however_many_ranks_want_parts_of_them() -> N
     lines = []
     for num_tensors in (600, 1800):
         model = model_of(num_tensors)
-        claims = claims_of(model, JOB)
-        assert len(claims.distinct) == JOB.num_ranks
-        packed = [claims.of(rank).packed for rank in range(JOB.num_ranks)]
+        requests = requests_of(model, JOB)
+        assert len(requests.distinct) == JOB.num_ranks
+        packed = [requests.of(rank).packed for rank in range(JOB.num_ranks)]
         lines.append(lines_of(lambda packed=packed, model=model: plan_from(packed, model)))
     assert (lines[1] - lines[0]) / 1200 < 30, lines  # of one tensor; it was at least 4 for each rank
 
 
 def test_ranks_that_want_parts_of_the_same_tensors_share_what_they_say_of_them() -> None:
     model = model_of(600)
-    packed = [claim.packed for claim in claims_of(model, JOB).distinct]
-    claims = Claims.unpack(packed)
-    assert [claim.packed for claim in claims.distinct] == packed
-    assert len({id(claim.tensors) for claim in claims.distinct}) == JOB.pp
-    assert len({id(claim.codes) for claim in claims.distinct}) == JOB.pp
+    packed = [request.packed for request in requests_of(model, JOB).distinct]
+    requests = RankRequests.unpack(packed)
+    assert [request.packed for request in requests.distinct] == packed
+    assert len({id(request.tensors) for request in requests.distinct}) == JOB.pp
+    assert len({id(request.codes) for request in requests.distinct}) == JOB.pp

@@ -12,7 +12,7 @@ from fastload.estimate.parallel import Parallel, model_of_size
 from fastload.estimate.sharded import ShardedLoad
 from fastload.estimate.simulate import STRATEGIES, Cluster, Prediction
 from fastload.estimate.traffic import columns_of
-from fastload.transfer.routed_plan import RoutedPlan, Routes
+from fastload.transfer.routed_plan import RoutedPlan, RoutedView
 from fastload.transfer.routing import Routing, sharing_domains
 
 MB, GB = 10**6, 10**9
@@ -45,8 +45,8 @@ def test_what_moves_is_what_the_routes_of_a_load_say(parallel: Parallel) -> None
     moved: dict[str, list[Counter[int]]] = {
         name: [Counter() for _ in columns] for name in ("read", "in", "out", "received")
     }
-    routes = [Routes(plan, rank) for rank in plan.order]
-    domains = sharing_domains([rank // 2 for rank in plan.order], plan.groups)
+    routes = [RoutedView(plan, rank) for rank in plan.order]
+    domains = sharing_domains([rank // 2 for rank in plan.order], plan.recipients)
     routings = [Routing(rank, plan.order, domains) for rank in plan.order]
     for index in range(plan.num_rounds):
         for rank, own in enumerate(routes):
