@@ -251,7 +251,7 @@ def _prediction_as_json(prediction: Prediction, floor_s: float) -> dict[str, Any
         "share_bytes": {"mean": mean, "max": most},
         "chunk_bytes": plan.chunk_bytes,
         "num_rounds": plan.num_rounds,
-        "num_turns": plan.num_turns if isinstance(plan, TransferPlan) else 1,
+        "num_windows": plan.num_windows if isinstance(plan, TransferPlan) else 1,
         "depth": plan.depth,
         "buffer_bytes": plan.buffer_bytes,
         "round_s": prediction.limits,

@@ -332,7 +332,7 @@ def _way(plan: TransferPlan, cluster: Cluster) -> Way:
 
 def _most_on_one_host(plan: TransferPlan, cluster: Cluster) -> float:
     """Returns how many chunks of a round one host reads, on average of those that are read at once."""
-    num_rounds = max(1, min(plan.ahead, plan.num_turns))
+    num_rounds = max(1, min(plan.ahead, plan.num_windows))
     windows = plan.windows.readers[:num_rounds]
     counts = Counter(rank // cluster.ranks_per_host for readers in windows for rank in readers)
     return max(counts.values()) / num_rounds

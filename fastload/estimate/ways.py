@@ -158,9 +158,9 @@ def _owners(plan: TransferPlan, num_locals: int) -> tuple[list[Counter[int]], in
     Hosts that have more to send than others have it in different rounds: of those in flight it is even.
     """
     rails = [Counter[int]() for _ in range(num_locals)]
-    num_rounds = max(1, min(plan.depth, plan.num_turns))
-    for turn in range(num_rounds):
-        for rank in plan.windows.readers[turn]:
+    num_rounds = max(1, min(plan.depth, plan.num_windows))
+    for readers in plan.windows.readers[:num_rounds]:
+        for rank in readers:
             rails[rank % num_locals][rank // num_locals] += 1
     return rails, num_rounds
 

@@ -159,7 +159,7 @@ class Buffers:
         view = self._view_of(plan)
         spans = view.reads(index)
         nbytes = sum(span.nbytes for span in spans)
-        memory = self._ahead[plan.lap(index) % len(self._ahead)]
+        memory = self._ahead[plan.cycle(index) % len(self._ahead)]
         outgoing = [(message, self._transport.route(message)) for message in view.outgoing(index)]
         direct = self._direct(outgoing, nbytes, one=True) if spans else None
         return OwnChunk(spans, direct[0] if direct else memory, nbytes, is_in_place=direct is not None)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fastload.transfer.device_transport import Lines
 from fastload.transfer.grid import Grid
-from fastload.transfer.plan import Windows
+from fastload.transfer.plan import ReaderWindows
 from tests.dist.harness import ranks
 
 _CHUNK_BYTES = 37
@@ -41,8 +41,8 @@ def test_all_chunks_come_to_all_ranks(rank: int, world: int, num_locals: int) ->
     lines = lines_of(grid, rank)
     windows = [
         window
-        for num_turns in (1, 2, 3, 8)
-        for window in Windows.of(range(world), hosts, num_turns, by_local=True).readers
+        for num_windows in (1, 2, 3, 8)
+        for window in ReaderWindows.of(range(world), hosts, num_windows, by_local=True).readers
     ]
     for owners in (*windows, (5, 2), (7, 0, 1), tuple(range(world))[::-1]):
         chunks = torch.zeros(len(owners) * _CHUNK_BYTES, dtype=torch.uint8)

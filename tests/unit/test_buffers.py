@@ -166,8 +166,8 @@ def test_what_is_read_comes_to_every_rank(
         entries(), world_size=7, readers=range(6), staging_bytes=staging_bytes, chunk_bytes=chunk_bytes,
         even_slots=device != "cpu", contiguous=contiguous, block_bytes=block_bytes, hosts=list(machines),
     )  # fmt: skip
-    assert plan.num_turns > 1 or staging_bytes > 36 << 10
-    assert plan.num_turns == 1 or staging_bytes < 1 << 22
+    assert plan.num_windows > 1 or staging_bytes > 36 << 10
+    assert plan.num_windows == 1 or staging_bytes < 1 << 22
     dtype = torch.float32 if cast else torch.uint8
     tensors = [[torch.zeros(nbytes, dtype=dtype) for nbytes in _LENGTHS] for _ in machines]
     destinations = [

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload.transfer.grid import _GOOD_DIM, Grid, dims_of, is_gather
-from fastload.transfer.plan import Windows
+from fastload.transfer.plan import ReaderWindows
 
 
 @pytest.mark.parametrize(
@@ -68,14 +68,14 @@ def test_every_chunk_comes_to_every_rank_once(num_hosts: int, num_locals: int, d
 
 
 @pytest.mark.parametrize(
-    ("num_hosts", "num_locals", "num_turns"), [(8, 8, 1), (32, 8, 4), (6, 2, 3), (4, 2, 1)]
+    ("num_hosts", "num_locals", "num_windows"), [(8, 8, 1), (32, 8, 4), (6, 2, 3), (4, 2, 1)]
 )
 def test_of_windows_of_readers_each_member_has_as_much(
-    num_hosts: int, num_locals: int, num_turns: int
+    num_hosts: int, num_locals: int, num_windows: int
 ) -> None:
     """In the last phases, through which most bytes go: no rank is the root of more than another."""
     hosts = [f"host{rank // num_locals}" for rank in range(num_hosts * num_locals)]
-    grid, windows = Grid.of(hosts), Windows.of(range(len(hosts)), hosts, num_turns, by_local=True)
+    grid, windows = Grid.of(hosts), ReaderWindows.of(range(len(hosts)), hosts, num_windows, by_local=True)
     for readers in windows.readers:
         assert list(readers) == grid.in_order(readers)
         for rank in range(len(hosts)):

@@ -17,7 +17,7 @@ from fastload.base.memory import PAGE_BYTES
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
 from fastload.geometry.extents import Span
-from fastload.transfer.plan import Chunk, Demand, Supply, TransferPlan, Windows
+from fastload.transfer.plan import Chunk, Demand, ReaderWindows, Supply, TransferPlan
 from tests.unit.plans import plan_for_all
 
 
@@ -70,7 +70,7 @@ def hosts_of(world_size: int) -> st.SearchStrategy[list[str]]:
 def test_readers_take_turns_in_some_of_the_plans_that_are_drawn() -> None:
     find(
         plans(),
-        lambda drawn: drawn[1].num_turns > 2 and drawn[1].num_rounds > drawn[1].num_turns,
+        lambda drawn: drawn[1].num_windows > 2 and drawn[1].num_rounds > drawn[1].num_windows,
         settings=settings(max_examples=50_000, phases=[Phase.generate]),
     )
 
@@ -121,7 +121,7 @@ def test_shares_differ_by_less_than_a_chunk_and_rounds_are_even(
         assert sizes == sorted(sizes, reverse=True)  # equal, and the ragged end comes last
         assert sizes[0] == longest or index == plan.num_rounds - 1
         assert len(sizes) in (plan.windows.most_readers, plan.windows.most_readers - 1)
-        if index < (plan.num_rounds - 1) // plan.num_turns * plan.num_turns:
+        if index < (plan.num_rounds - 1) // plan.num_windows * plan.num_windows:
             assert sizes == [plan.chunk_bytes] * len(sizes)
         for place, size in enumerate(sizes):
             assert size in (longest, 0) or sum(sizes[place + 1 :]) == 0
@@ -135,7 +135,7 @@ def test_the_buffers_fit_into_staging_and_hold_every_slot(
     assert plan.depth >= 1
     assert plan.staged_bytes <= staging_bytes
     assert plan.staged_bytes >= plan.depth * plan.buffer_bytes // plan.num_sharing
-    if plan.num_turns > 1:
+    if plan.num_windows > 1:
         assert plan.ahead >= plan.depth
         own = plan.num_reads * plan.largest_chunk_bytes(plan.readers[0])
         assert plan.staged_bytes >= plan.depth * plan.buffer_bytes // plan.num_sharing + own
@@ -171,7 +171,7 @@ def test_chosen_chunks_are_of_useful_size(total: int, world_size: int, staging_b
         chunk_bytes=None,
     )
     assert plan.staged_bytes <= staging_bytes
-    assert plan.num_rounds <= 600 * plan.num_turns or plan.chunk_bytes >= 1 << 19 or staging_bytes < 1 << 26
+    assert plan.num_rounds <= 600 * plan.num_windows or plan.chunk_bytes >= 1 << 19 or staging_bytes < 1 << 26
     share = -(-total // len(plan.readers))
     assert plan.chunk_bytes >= min(PAGE_BYTES, max(share, 1))
     assert plan.chunk_bytes <= 8 << 20
@@ -209,19 +209,19 @@ def test_all_read_however_many_there_are(num_hosts: int, num_locals: int, num_sh
 def test_windows_are_even(num_hosts: int, num_locals: int, data: st.DataObject) -> None:
     readers = range(num_hosts * num_locals)
     hosts = [f"host{rank // num_locals}" for rank in readers]
-    num_turns = data.draw(st.integers(1, len(readers)))
-    windows = Windows.of(readers, hosts, num_turns)
+    num_windows = data.draw(st.integers(1, len(readers)))
+    windows = ReaderWindows.of(readers, hosts, num_windows)
     assert sorted(windows.order) == list(readers)
     assert [rank for window in windows.readers for rank in window] == list(windows.order)
     sizes = [len(window) for window in windows.readers]
     assert max(sizes) - min(sizes) <= 1
     assert max(sizes) == windows.most_readers
-    if num_hosts % num_turns == 0:
-        distance = num_turns
+    if num_hosts % num_windows == 0:
+        distance = num_windows
         for window in windows.readers:
             for local in range(num_locals):
                 hosts_of = sorted(rank // num_locals for rank in window if rank % num_locals == local)
-                assert len(hosts_of) == num_hosts // num_turns
+                assert len(hosts_of) == num_hosts // num_windows
                 assert {after - before for before, after in pairwise(hosts_of)} <= {distance}
 
 
@@ -244,7 +244,7 @@ def test_a_chunk_that_does_not_fit_is_an_option_error() -> None:
         )
 
     largest = 1 << 19  # one that this rank reads, and one on its way
-    assert (plan(largest).depth, plan(largest).num_turns) == (1, 3)
+    assert (plan(largest).depth, plan(largest).num_windows) == (1, 3)
     with pytest.raises(OptionError, match=rf"chunk_bytes={largest + 1}: .* fit into staging_bytes=1048576"):
         plan(largest + 1)
 

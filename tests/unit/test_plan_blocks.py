@@ -124,7 +124,7 @@ def test_large_tensors_are_shared_evenly(world: int, block_bytes: int) -> None:
         chunk_bytes=None,
         block_bytes=block_bytes,
     )
-    assert plan.num_turns == (1 if world * block_bytes < 60 * MIB else 3)
+    assert plan.num_windows == (1 if world * block_bytes < 60 * MIB else 3)
     shares = [share_bytes(plan, rank) for rank in plan.readers]
     assert sum(shares) == plan.total_bytes
     # The bounds within one tensor all move by the same, so only those in different ones differ.

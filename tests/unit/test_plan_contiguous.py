@@ -97,5 +97,5 @@ def test_where_staging_is_short_readers_take_turns() -> None:
         for staging_bytes in (32 << 20, 256 << 20, 1 << 30)
     ]  # fmt: skip
     assert [plan.contiguous for plan in plans] == [False, True, True]
-    assert [plan.num_turns for plan in plans][1:] == [8, 1]
+    assert [plan.num_windows for plan in plans][1:] == [8, 1]
     assert len({plan.digest() for plan in plans}) == 3

@@ -220,7 +220,7 @@ def test_reads_ahead_hide_the_time_to_the_first_byte() -> None:
     """Where readers take turns; what they read at first, all at once, is all that it costs."""
     world: dict[str, Any] = {"num_hosts": 256, "ranks_per_host": 1, "host_bytes_per_s": 10 * GB}
     done = run(100 * GB, "allgather", **world, storage_bytes_per_s=5 * GB, request_s=0.1)
-    assert done.plan.num_turns > 1
+    assert done.plan.num_windows > 1
     assert 20.0 < done.total_s < 20.0 * 1.05
 
 
