@@ -37,3 +37,15 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
 def test_links_lead_somewhere(name: str) -> None:
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page(name))
     assert [link for link in links if not ((ROOT / name).parent / link).exists()] == []
+
+
+def test_the_index_of_decisions_lists_each_of_them() -> None:
+    folder = ROOT / "docs/decisions"
+    decided = {
+        (path.name, heading)
+        for path in folder.glob("*.md")
+        if path.name != "index.md"
+        for heading in re.findall(r"^## (.+)$", path.read_text(), re.MULTILINE)
+    }
+    listed = re.findall(r"^- \[(.+)\]\(([\w-]+\.md)#\S+\)$", page("docs/decisions/index.md"), re.MULTILINE)
+    assert {(name, heading) for heading, name in listed} == decided
