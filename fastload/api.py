@@ -1,4 +1,4 @@
-"""What `fastload.load`, `fastload.save` and the other public functions do."""
+"""The public functions: `fastload.load`, `fastload.save` and others."""
 
 from __future__ import annotations
 
@@ -10,23 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastload.comm.group import meet
-from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import NAMES
 from fastload.formats.open import read_manifest
-from fastload.loading.access import Access, agree_on_access
+from fastload.loading.access import open_access
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import SETTINGS, LoadOptions, SaveOptions, StageOptions
 from fastload.report import SaveReport, StageReport, VerifyReport
 from fastload.storage import Location, PatientStorage, locate, name_of, open_storage
 
-if TYPE_CHECKING:  # what a load needs nothing of is imported by the calls that do
+if TYPE_CHECKING:  # loads do not import saving
     from fastload.saving.handle import SaveHandle
 
 __all__ = ["async_save", "inspect", "load", "open", "save", "stage", "verify"]
-
-_MAX_ATTEMPT_S = 30.0  # for one request: what takes longer has stalled
 
 Path = str | os.PathLike[str]
 
@@ -98,7 +95,7 @@ def load(
         StorageError: With one rank only: storage did not deliver.
         OptionError: An option or argument cannot be used.
     """
-    with _open(path, process_group, storage_options, options)[0] as checkpoint:
+    with _open(path, process_group, storage_options, options) as checkpoint:
         return checkpoint.load(into=into, device=device, dtype=dtype, names=names, strict=strict)
 
 
@@ -113,42 +110,31 @@ def open(
 
     Args and errors are those of `load`, as far as they go.
     """
-    checkpoint, world = _open(path, process_group, storage_options, options)
-    world.acknowledge()
-    return checkpoint
+    return _open(path, process_group, storage_options, options, ends_call=True)
 
 
 def _open(
-    path: Path, process_group: Any, storage_options: Mapping[str, Any] | None, options: LoadOptions | None
-) -> tuple[Checkpoint, World]:
-    def ready() -> tuple[Location, LoadOptions]:
+    path: Path,
+    process_group: Any,
+    storage_options: Mapping[str, Any] | None,
+    options: LoadOptions | None,
+    *,
+    ends_call: bool = False,
+) -> Checkpoint:
+    def prepare() -> tuple[Location, LoadOptions]:
         return locate(path), options if options is not None else LoadOptions()
 
-    world, (location, options) = meet(
+    world, (location, chosen) = meet(
         process_group,
         f"opening {name_of(path)}",
-        ready,
+        prepare,
         timeout_s=lambda ready: ready[1].timeout_s,
         default_s=getattr(options, "timeout_s", SETTINGS["timeout_s"].default),
     )
-    access = _access(world, location, storage_options, options, {"path": location.given})
-    return Checkpoint(world, access, options), world
-
-
-def _access(
-    world: World,
-    location: Location,
-    storage_options: Mapping[str, Any] | None,
-    options: LoadOptions | StageOptions,
-    same: Mapping[str, Any],
-) -> Access:
-    def connect() -> PatientStorage:
-        attempt_s = min(_MAX_ATTEMPT_S, world.patience_s / 6)
-        storage = open_storage(location, NAMES, storage_options, io=options.io, attempt_s=attempt_s)
-        return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s / 2)
-
-    with world.together():
-        return agree_on_access(world, location.url, connect, {**same, **options.shared_values()})
+    access = open_access(world, location, storage_options, chosen, {"path": location.given})
+    if ends_call:
+        world.acknowledge()
+    return Checkpoint(world, access, chosen)
 
 
 def stage(
@@ -189,18 +175,18 @@ def stage(
 
     began = time.perf_counter()
 
-    def ready() -> tuple[Location, str, StageOptions]:
+    def prepare() -> tuple[Location, str, StageOptions]:
         return locate(src), _local(dst), options if options is not None else StageOptions()
 
     world, (location, path, chosen) = meet(
         process_group,
         f"staging {name_of(src)}",
-        ready,
+        prepare,
         timeout_s=lambda ready: ready[2].timeout_s,
         default_s=getattr(options, "timeout_s", SETTINGS["timeout_s"].default),
     )
-    same = {"call": "stage", "src": location.given, "dst": path}
-    access = _access(world, location, storage_options, chosen, same)
+    call = {"call": "stage", "src": location.given, "dst": path}
+    access = open_access(world, location, storage_options, chosen, call)
     report = Stage(world, access, path, chosen, began=began).run()
     if chosen.on_report is not None:
         chosen.on_report(report)
@@ -234,7 +220,7 @@ def verify(
         IncompleteCheckpoint: It has no commit record, and so no checksums.
         PeerError: A rank could not read its part.
     """
-    with _open(path, process_group, storage_options, options)[0] as checkpoint:
+    with _open(path, process_group, storage_options, options) as checkpoint:
         return checkpoint.verify()
 
 

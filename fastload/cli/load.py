@@ -20,7 +20,7 @@ from fastload.doctor.wording import count
 from fastload.errors import FastloadError
 from fastload.formats.encoder import encode_state
 from fastload.formats.manifest import TensorEntry
-from fastload.formats.state import OWN_PREFIX, state_digest, without_refused
+from fastload.formats.state import OWN_PREFIX, own_view, state_digest
 from fastload.geometry.box import row_major
 from fastload.options import SETTINGS, STRATEGIES
 from fastload.storage import locate
@@ -155,9 +155,7 @@ def _print_manifest(manifest: fastload.Manifest) -> None:
 
 def _refused(manifest: fastload.Manifest) -> list[str]:
     """Says what of the state cannot be loaded, and why."""
-    found: list[str] = []
-    without_refused(manifest.structure, found)
-    return found
+    return [] if manifest.format == "fastload" else own_view(manifest.structure, 0, 0).refused
 
 
 def _place_of(entry: TensorEntry, manifest: fastload.Manifest) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastload.formats.decoder import decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, TensorEntry
-from fastload.formats.state import leaves, own_view, raise_refused, without_refused
+from fastload.formats.state import leaves, own_view, raise_refused
 from fastload.geometry.box import Box
 from fastload.loading.checkpoint import Checkpoint
 
@@ -117,19 +117,16 @@ def load_shares(checkpoint: Checkpoint, rank: int, size: int, *, strict: bool = 
 def _structure(manifest: Manifest, *, strict: bool) -> Any:
     if manifest.structure is None:
         return None
-    if manifest.format == "fastload":
-        view = own_view(manifest.structure, 0, 0)
-        if view.elsewhere:
-            names = ", ".join(name for name, _ in view.elsewhere)
-            _log.warning("%s: left out: %s", manifest.url, names)
-        return view.structure
-    refused: list[str] = []
-    structure = without_refused(manifest.structure, refused)
+    view = own_view(manifest.structure, 0, 0)
     if strict:
-        raise_refused(manifest.url, refused, advice="--no-strict leaves these out, and converts the rest")
-    for line in refused:
+        raise_refused(
+            manifest.url, view.refused, advice="--no-strict leaves these out, and converts the rest"
+        )
+    if view.elsewhere:
+        _log.warning("%s: left out: %s", manifest.url, ", ".join(name for name, _ in view.elsewhere))
+    for line in view.refused:
         _log.warning("%s: left out: %s", manifest.url, line)
-    return structure
+    return view.structure
 
 
 def _share(entry: TensorEntry, rank: int, size: int) -> Share:

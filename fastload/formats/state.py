@@ -327,7 +327,7 @@ def fill_places(structure: Any, values: Sequence[Sequence[Any]]) -> Any:
     """Returns the structure with the nodes of all ranks.
 
     Args:
-        structure: As it is encoded on any rank: its places are ``{"PerRank": [name, number]}``.
+        structure: As any rank encodes it: its places are ``{"PerRank": [name, number]}``.
         values: The nodes of each rank, in the order of the numbers.
     """
 
@@ -335,59 +335,66 @@ def fill_places(structure: Any, values: Sequence[Sequence[Any]]) -> Any:
         name, number = place
         return {"PerRank": [name, [nodes[number] for nodes in values]]}
 
-    return _with_replaced(structure, "PerRank", filled)
+    return _with_replaced(structure, {"PerRank": filled})
 
 
-def _with_replaced(node: Any, tag: str, replaced: Callable[[Any], Any]) -> Any:
-    """Returns a structure in which the nodes of one tag are replaced, given their payloads."""
+def _with_replaced(node: Any, replace: Mapping[str, Callable[[Any], Any]]) -> Any:
+    """Returns a structure with the nodes of some tags replaced, given their payloads."""
     if type(node) is list:
-        return [_with_replaced(child, tag, replaced) for child in node]
+        return [_with_replaced(child, replace) for child in node]
     if type(node) is not dict:
         return node
-    if node.keys() == {tag}:
-        return replaced(node[tag])
-    return {other: _with_replaced(payload, tag, replaced) for other, payload in node.items()}
+    if len(node) == 1:
+        ((tag, payload),) = node.items()
+        if tag in replace:
+            return replace[tag](payload)
+    return {tag: _with_replaced(payload, replace) for tag, payload in node.items()}
 
 
 @dataclass
 class OwnView:
-    """The structure for one rank.
+    """The structure as one rank sees it.
 
     Attributes:
-        structure: With this rank's own values; with `NO_VALUE` where there are none.
-        elsewhere: The names of these places, and the number of ranks that they were saved for.
-        together: Names of the tensors at the same place, those of all ranks, by the name of each of this
-            rank's own.
+        structure: With this rank's own values, and `NO_VALUE` for values that it cannot load.
+        elsewhere: The places without a value for this rank: name, and number of ranks with a value.
+        together: By name of this rank's own tensors, the names of all ranks' tensors at the same place.
+        refused: A line for each value that cannot be loaded.
     """
 
     structure: Any = None
     elsewhere: list[tuple[str, int]] = field(default_factory=list)
     together: dict[str, Sequence[str]] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
 
 
 @checked
 def own_view(structure: Any, rank: int, size: int) -> OwnView:
-    """Returns the structure for one rank of a group.
+    """Returns the structure as one rank of a group sees it.
 
     Raises:
         ManifestError: It is malformed.
     """
-    seen = OwnView()
+    view = OwnView()
 
     def own(place: Any) -> Any:
         name, values = list_of(place)
         if type(name) is not str or not list_of(values):
             raise ValueError(f"not a place of the ranks' own values: {show(place)}")
         if len(values) != size:
-            seen.elsewhere.append((name, len(values)))
+            view.elsewhere.append((name, len(values)))
             return NO_VALUE
         names = [[saved.stored for saved in leaves(value, name)] for value in values]
         everyone = [stored for each in names for stored in each]
-        seen.together.update((stored, everyone) for stored in names[rank])
+        view.together.update((stored, everyone) for stored in names[rank])
         return values[rank]
 
-    seen.structure = _with_replaced(structure, "PerRank", own)
-    return seen
+    def refuse(lines: Any) -> Any:
+        view.refused += lines
+        return NO_VALUE
+
+    view.structure = _with_replaced(structure, {"PerRank": own, "refused": refuse})
+    return view
 
 
 def has_gap(node: Any) -> bool:
@@ -407,21 +414,6 @@ def refused_node(text: str) -> Any:
         text: Says where it is, what it is, and why.
     """
     return {"refused": [text]}
-
-
-def without_refused(structure: Any, found: list[str]) -> Any:
-    """Returns the structure with gaps where values cannot be loaded.
-
-    Args:
-        structure: The structure.
-        found: Gets the text of each.
-    """
-
-    def left_out(texts: Any) -> Any:
-        found.extend(texts)
-        return NO_VALUE
-
-    return _with_replaced(structure, "refused", left_out)
 
 
 def raise_refused(url: str, refused: Sequence[str], advice: str = _ADVICE) -> None:

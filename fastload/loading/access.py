@@ -1,4 +1,4 @@
-"""Who sees the checkpoint, what is in it, and who can read: settled once, by all ranks together."""
+"""Opens a checkpoint on all ranks: its manifest, the same on each, and the ranks that can read it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -17,96 +18,40 @@ from fastload.comm.responses import Each
 from fastload.comm.world import World
 from fastload.errors import CheckpointNotFound, IncompleteCheckpoint, ManifestError, StorageError
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
-from fastload.formats.names import METADATA_NAME, RECORD_NAME, SUFFIX
+from fastload.formats.names import METADATA_NAME, NAMES, RECORD_NAME, SUFFIX
 from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest
 from fastload.formats.reading import in_threads, read_bytes
 from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.geometry.extents import Extent, Space
-from fastload.storage import PatientStorage, Storage
+from fastload.options import LoadOptions, StageOptions
+from fastload.storage import Location, PatientStorage, Storage, open_storage
 
 if TYPE_CHECKING:
     from fastload.transfer.routed_plan import Holders
 
-_NUM_EACH = 256
+_log = logging.getLogger(__name__)
+
+_MAX_ATTEMPT_S = 30.0  # for one request: a longer one has stalled
+_MAX_PACKED_BYTES = 16 << 10  # of a manifest that is sent with a response
+_REPLACED = b"replaced"  # instead of a packed manifest
+_NUM_SAMPLES = 256
 _SAMPLE_BYTES = 4096
 _NUM_READERS = 8
 
 
-def samples_of(manifest: Manifest) -> list[Extent]:
-    """Returns which ranges are compared: in the order of the bytes, the same on all ranks.
-
-    One of each tensor, or of 256 tensors if there are more, and as many at equal distances: so whatever
-    takes a 256th of the bytes is compared, too. 2 MiB in all.
-    """
-    space = Space([extent for extent in manifest.extents if extent.nbytes])
-    if not (num_extents := len(space.extents)):
-        return []
-    num_tensors = min(_NUM_EACH, num_extents)
-    chosen = [number * num_extents // num_tensors for number in range(num_tensors)]
-    middles = [space.starts[index] + space.extents[index].nbytes // 2 for index in chosen]
-    evenly = [
-        (2 * number + 1) * space.nbytes // (2 * _NUM_EACH) for number in range(_NUM_EACH * bool(chosen))
-    ]
-    return sorted({_around(space, position) for position in middles + evenly})
-
-
-def _around(space: Space[TensorEntry | Piece], position: int) -> Extent:
-    """Returns the page of a file around a position, as far as it is of the same extent."""
-    index = space.at(position)
-    extent = space.extents[index]
-    at = extent.offset + position - space.starts[index]
-    begin = max(extent.offset, at - at % _SAMPLE_BYTES)
-    end = min(extent.offset + extent.nbytes, at - at % _SAMPLE_BYTES + _SAMPLE_BYTES)
-    return Extent(extent.file, begin, end - begin)
-
-
-def read_samples(storage: PatientStorage, manifest: Manifest) -> bytes:
-    """Reads the samples; returns the checksum of each, one after the other.
-
-    Raises:
-        StorageError: Storage failed.
-    """
-
-    def read(sample: Extent) -> bytes:
-        name = manifest.files[sample.file].name
-        return checksum(read_bytes(storage, name, sample.offset, sample.nbytes))
-
-    return b"".join(in_threads(read, samples_of(manifest), 1 if storage.in_order else _NUM_READERS))
-
-
-def difference(storage: PatientStorage, manifest: Manifest, wanted: bytes) -> Extent | None:
-    """Returns the first sample that has other bytes here than where `read_samples` read these.
-
-    Raises:
-        StorageError: Storage failed.
-    """
-    found = read_samples(storage, manifest)
-    for number, sample in enumerate(samples_of(manifest)):
-        at = slice(number * CHECKSUM_BYTES, (number + 1) * CHECKSUM_BYTES)
-        if found[at] != wanted[at]:
-            return sample
-    return None
-
-
-_log = logging.getLogger(__name__)
-
-_REPLACED = b"replaced"  # instead of a packed manifest
-_SHORT_BYTES = 16 << 10  # of a packed manifest that goes with an answer
-
-
 @dataclass(frozen=True)
 class Access:
-    """What the ranks agreed on when they opened a checkpoint; the same on every rank.
+    """An open checkpoint and its readers; the same on every rank, but for `storage`.
 
     Attributes:
-        storage: Where this rank reads from.
-        manifest: What is where, as the lowest rank that sees it read it.
+        storage: The storage that this rank reads from.
+        manifest: The files and tensors, as the lowest rank that sees them read it.
         hosts: Host of each rank; see `comm.hosts.node`.
-        machines: What tells those ranks apart that cannot share memory.
+        machines: For each rank, an identifier that ranks have in common if they can share memory.
         readers: Ranks that can read, ascending.
-        notes: For each rank that cannot read, why.
+        notes: For each rank that cannot read, the reason.
         shared: Whether all ranks read through one link (object store, network file system).
-        holders: Which of the readers have which bytes; None if each has all.
+        holders: The readers of each byte; None if every reader has all of them.
     """
 
     storage: PatientStorage
@@ -124,7 +69,7 @@ class Access:
         return self.shared and self.storage.probes
 
     def without(self, broken: Collection[int]) -> Access:
-        """Returns the same, but for ranks that turned out not to be able to read."""
+        """Returns the access after some readers have stopped reading."""
         if not broken:
             return self
         readers = tuple(rank for rank in self.readers if rank not in broken)
@@ -133,125 +78,202 @@ class Access:
         )
 
 
-def agree_on_access(
-    world: World, path: str, connect: Callable[[], PatientStorage], same: Mapping[str, Any]
+def open_access(
+    world: World,
+    location: Location,
+    storage_options: Mapping[str, Any] | None,
+    options: LoadOptions | StageOptions,
+    call: Mapping[str, Any],
 ) -> Access:
-    """Opens a checkpoint on all ranks.
-
-    One rank, the lowest that sees the path, lists it and reads its headers; the others get its
-    answer. Where looking costs nothing (file systems), a rank counts as a reader if its files are
-    the same as that rank's: same size and version, or else same size and commit record, or same size, header
-    and samples of the data.
+    """Opens the checkpoint at a location on all ranks.
 
     Args:
         world: The ranks.
-        path: What to open, for messages.
-        connect: Opens the storage there.
-        same: What has to be the same on all ranks, by name.
+        location: The checkpoint.
+        storage_options: See `fastload.load`.
+        options: How to read.
+        call: Arguments that have to be the same on all ranks, by name.
+
+    Raises:
+        FastloadError: See `agree_on_access`.
+    """
+
+    def connect() -> PatientStorage:
+        attempt_s = min(_MAX_ATTEMPT_S, world.patience_s / 6)
+        storage = open_storage(location, NAMES, storage_options, io=options.io, attempt_s=attempt_s)
+        return PatientStorage(storage, retries=options.retries, timeout_s=world.patience_s / 2)
+
+    with world.together():
+        return agree_on_access(world, location.url, connect, {**call, **options.shared_values()})
+
+
+def agree_on_access(
+    world: World, url: str, connect: Callable[[], PatientStorage], call: Mapping[str, Any]
+) -> Access:
+    """Opens a checkpoint on all ranks.
+
+    The lowest rank that sees the checkpoint lists it and reads its headers; the others get its manifest. On
+    file systems, a rank can read if its files have the same sizes, and the same versions, commit record, or
+    headers and samples of the data.
+
+    Args:
+        world: The ranks.
+        url: The checkpoint, for messages.
+        connect: Opens the storage of the checkpoint.
+        call: Arguments that have to be the same on all ranks, by name.
 
     Raises:
         CheckpointNotFound: No rank sees it.
-        PlanMismatch: The ranks did not ask for the same.
+        PlanMismatch: The ranks make different calls.
         ManifestError: It is malformed.
-        PeerError: A rank could not say, with its cause.
+        PeerError: A rank failed, with its cause.
     """
-    for last in (False, True):
-        opened: list[PatientStorage] = []
-        try:
-            access = _agree(world, path, connect, same, opened, last=last)
-        except BaseException:
-            for storage in opened:
-                storage.close()
-            raise
-        if access is not None:
-            return access
-        opened[0].close()
-    raise AssertionError("the last try ends in one way or the other")
+    opening = _Opening(world, connect)
+    try:
+        access = opening.run(url, call, is_last=False)
+        if access is None:
+            opening.close()
+            opening = _Opening(world, connect)
+            access = opening.run(url, call, is_last=True)
+        assert access is not None
+        return access
+    except BaseException:
+        opening.close()
+        raise
 
 
-def _agree(
-    world: World,
-    path: str,
-    connect: Callable[[], PatientStorage],
-    same: Mapping[str, Any],
-    opened: list[PatientStorage],
-    *,
-    last: bool,
-) -> Access | None:
-    """Returns None if what was there was replaced while it was looked at, unless this is the last try."""
-    own: list[Manifest] = []
+class _Opening:
+    """An attempt to open a checkpoint, on one rank.
 
-    def hello() -> dict[str, Any]:
-        storage = connect()
-        opened.append(storage)
-        # Where looking costs a request, rank 0 finds out when it reads the manifest.
+    Args:
+        world: The ranks.
+        connect: Opens the storage.
+    """
+
+    def __init__(self, world: World, connect: Callable[[], PatientStorage]) -> None:
+        self._world = world
+        self._connect = connect
+        self._storage: PatientStorage | None = None
+        self._manifest: Manifest | None = None  # once this rank has read the headers
+
+    def run(self, url: str, call: Mapping[str, Any], *, is_last: bool) -> Access | None:
+        """Returns None if the checkpoint was replaced meanwhile, and this is not the last attempt."""
+        world = self._world
+        responses = world.agree(f"opening {url}", partial(self._look, call))
+        storage = self._storage
+        assert storage is not None
+        kinds = kinds_of(responses)
+        require_same([one["call"] for one in responses])
+        views = [one["sees"] for one in responses]
+        source = views.index(max(views))  # an empty mount point must not hide the files from the others
+        if not views[source]:
+            where = "any of the hosts" if world.size > 1 else world.host
+            raise CheckpointNotFound(f"{storage.url}: no such checkpoint on {where}")
+        if (early := responses[source]["manifest"]) is None:
+            self._share_manifest(storage, source, is_last=is_last)
+        elif self._manifest is None:
+            self._manifest = Manifest.from_bytes(base64.b64decode(early))
+        if (manifest := self._manifest) is None:
+            return None
+        notes: dict[int, str] = {}
+        files = _digest((file.name, file.nbytes, file.version) for file in manifest.files)
+        if storage.probes and any(one["files"] != files for one in kinds):
+            sees = views[world.rank] == Sight.CHECKPOINT
+            notes = _compare(world, storage, manifest, source, sees=sees)
+        (machines,) = responses[0]["machine"]
+        return Access(
+            storage=storage,
+            manifest=manifest,
+            hosts=tuple(world.nodes.values()),
+            machines=tuple(machines.values()),
+            readers=tuple(sorted(set(range(world.size)) - notes.keys())),
+            notes=notes,
+            shared=any(one["shared"] for one in kinds),
+        )
+
+    def close(self) -> None:
+        """Closes the storage."""
+        if self._storage is not None:
+            self._storage.close()
+
+    def _look(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        world = self._world
+        self._storage = storage = self._connect()
+        # Where a look costs a request, rank 0 looks when it reads the manifest.
         sees = look(storage) if storage.probes else Sight.CHECKPOINT * (world.rank == 0)
         has_it = sees == Sight.CHECKPOINT
         return {
             "machine": Each([xxhash.xxh3_64_hexdigest(machine(world.host, world.rank).encode())]),
-            "same": dict(same),
+            "call": dict(call),
             "sees": sees,
             "shared": storage.shared,
-            "manifest": _read_ahead(world, storage, own) if has_it and world.rank == 0 else None,
+            "manifest": self._read_early(storage) if has_it and world.rank == 0 and world.size > 1 else None,
             "files": _files_seen(storage) if has_it and storage.probes and world.size > 1 else "",
         }
 
-    hellos = world.agree(f"opening {path}", hello)
-    storage = opened[0]
-    kinds = kinds_of(hellos)
-    require_same([hello["same"] for hello in hellos])
-    views = [hello["sees"] for hello in hellos]
-    source = views.index(max(views))  # an empty mount point must not hide the files from the others
-    if not views[source]:
-        where = "any of the hosts" if world.size > 1 else world.host
-        raise CheckpointNotFound(f"{storage.url}: no such checkpoint on {where}")
+    def _read_early(self, storage: PatientStorage) -> str | None:
+        """Reads the headers on rank 0, which is the source of nearly all checkpoints.
 
-    read_ahead = hellos[source]["manifest"]
-    if read_ahead is not None:
-        manifest = own[0] if own else Manifest.from_bytes(base64.b64decode(read_ahead))
-    else:
-        found = _share_manifest(world, source, storage, connect, own, last=last)
-        if found is None:
+        Returns:
+            The manifest for the others; None if it is long, or malformed, which `_share_manifest` reports.
+        """
+        try:
+            self._manifest = read_manifest(storage)
+        except (IncompleteCheckpoint, ManifestError):
             return None
-        manifest = found
+        packed = self._manifest.to_bytes()
+        return str(base64.b64encode(packed), "ascii") if len(packed) <= _MAX_PACKED_BYTES else None
 
-    notes: dict[int, str] = {}
-    files = _digest((file.name, file.nbytes, file.version) for file in manifest.files)
-    if storage.probes and any(hello["files"] != files for hello in kinds):
-        sees = views[world.rank] == Sight.CHECKPOINT
-        notes = _compare(world, storage, manifest, source, sees=sees)
-    (machines,) = hellos[0]["machine"]
-    return Access(
-        storage=storage,
-        manifest=manifest,
-        hosts=tuple(world.nodes.values()),
-        machines=tuple(machines.values()),
-        readers=tuple(sorted(set(range(world.size)) - notes.keys())),
-        notes=notes,
-        shared=any(hello["shared"] for hello in kinds),
-    )
+    def _share_manifest(self, storage: PatientStorage, source: int, *, is_last: bool) -> None:
+        """Reads the headers on one rank, for all. Leaves no manifest if the checkpoint was replaced."""
+        world = self._world
+
+        def read() -> bytes:
+            try:
+                self._manifest = self._manifest or read_manifest(storage)
+            except (IncompleteCheckpoint, ManifestError) as error:
+                if is_last or not self._is_outdated(storage):
+                    raise
+                _log.info("%s: opened again, since it was replaced meanwhile: %s", storage.url, error)
+                return _REPLACED
+            return self._manifest.to_bytes() if world.size > 1 else b""
+
+        what = f"reading the headers of {storage.url}"
+        packed = world.share(what, source, read) if world.size > 1 else read()
+        if packed == _REPLACED:
+            self._manifest = None
+        elif self._manifest is None:
+            self._manifest = Manifest.from_bytes(packed)
+
+    def _is_outdated(self, storage: PatientStorage) -> bool:
+        """Whether the files have changed since the storage listed them."""
+        fresh = self._connect()
+        try:
+            return not storage.agrees_with(fresh)
+        finally:
+            fresh.close()
 
 
-def _read_ahead(world: World, storage: PatientStorage, own: list[Manifest]) -> str | None:
-    """Reads the headers on a rank that sees a checkpoint, before it is known that nobody else is to.
+def reopen_exactly(world: World, access: Access) -> Access:
+    """Reads the manifest again, with every layout read and none inferred.
 
-    Returns:
-        The manifest, to be told to the others; None if it is long, or there is something wrong with it,
-        which is found once more when it is shared.
+    Raises:
+        FastloadError: As when it was opened.
     """
-    if world.size == 1:
-        return None
-    try:
-        manifest = read_manifest(storage)
-    except (IncompleteCheckpoint, ManifestError):
-        return None
-    own.append(manifest)
-    packed = manifest.to_bytes()
-    return str(base64.b64encode(packed), "ascii") if len(packed) <= _SHORT_BYTES else None
+    storage, own = access.storage, list[Manifest]()
+    _log.info("%s: opened again, since layouts were not as inferred", storage.url)
+
+    def read() -> bytes:
+        own.append(read_manifest(storage, exact=True))
+        return own[0].to_bytes()
+
+    what = f"reading all layouts of {storage.url}"
+    packed = world.share(what, access.readers[0], read) if world.size > 1 else read()
+    return replace(access, manifest=own[0] if own else Manifest.from_bytes(packed))
 
 
 def _files_seen(storage: Storage) -> str:
-    """Returns a digest of the files that a checkpoint has here, if it is one of safetensors files."""
+    """Returns a digest of the files at the root: of those of safetensors, if it is a directory."""
     names = storage.list()
     names = [""] if names is None else [name for name in names if name.endswith(SUFFIX)]
     about = [(name, storage.stat(name)) for name in sorted(names)]
@@ -262,68 +284,13 @@ def _digest(files: Iterable[tuple[str, int, str]]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(sorted(files)).encode())
 
 
-def _share_manifest(
-    world: World,
-    source: int,
-    storage: PatientStorage,
-    connect: Callable[[], PatientStorage],
-    own: list[Manifest],
-    *,
-    last: bool,
-) -> Manifest | None:
-    """Reads the headers on one rank, for all; None if what they are of was replaced meanwhile."""
-
-    def read() -> bytes:
-        try:
-            if not own:
-                own.append(read_manifest(storage))
-        except (IncompleteCheckpoint, ManifestError) as error:
-            if last or not _is_outdated(storage, connect):
-                raise
-            _log.info("%s: opening it once more, since it was replaced meanwhile: %s", storage.url, error)
-            return _REPLACED
-        return own[0].to_bytes() if world.size > 1 else b""
-
-    packed = world.share(f"reading the headers of {storage.url}", source, read) if world.size > 1 else read()
-    if packed == _REPLACED:
-        return None
-    return own[0] if own else Manifest.from_bytes(packed)
-
-
-def look_closer(world: World, access: Access) -> Access:
-    """Reads once more what is where, now without taking anything to be like something else.
-
-    Raises:
-        FastloadError: As when it was opened.
-    """
-    storage, own = access.storage, list[Manifest]()
-    _log.info("%s: not all items that look alike are: it is opened once more", storage.url)
-
-    def read() -> bytes:
-        own.append(read_manifest(storage, exact=True))
-        return own[0].to_bytes()
-
-    what = f"looking closer at {storage.url}"
-    packed = world.share(what, access.readers[0], read) if world.size > 1 else read()
-    return replace(access, manifest=own[0] if own else Manifest.from_bytes(packed))
-
-
-def _is_outdated(storage: PatientStorage, connect: Callable[[], PatientStorage]) -> bool:
-    """Whether there are other files by now than those that a storage has told of."""
-    fresh = connect()
-    try:
-        return not storage.agrees_with(fresh)
-    finally:
-        fresh.close()
-
-
 def _compare(
     world: World, storage: PatientStorage, manifest: Manifest, source: int, *, sees: bool
 ) -> dict[int, str]:
-    """Returns the ranks that do not see what the rank that read the headers saw, and what is different there.
+    """Returns the ranks whose files differ from those of the source, each with the difference.
 
-    Metadata and headers are the same in every step of a training: where nothing has checksums of the data,
-    copies are compared by samples of them.
+    Metadata and headers are the same in every step of a training. Copies without a commit record are
+    therefore compared by samples of the data, too.
     """
 
     def look() -> tuple[str, bool]:
@@ -337,11 +304,11 @@ def _compare(
     if not copies or manifest.block_bytes:
         return notes
     what = f"comparing data of {storage.url}"
-    wanted = world.share(what, source, lambda: read_samples(storage, manifest))
+    wanted = world.share(what, source, partial(_read_samples, storage, manifest))
 
     def compare() -> str:
         try:
-            found = difference(storage, manifest, wanted) if world.rank in copies else None
+            found = _sample_that_differs(storage, manifest, wanted) if world.rank in copies else None
         except StorageError as error:
             return f"cannot read it: {error}"
         if found is None:
@@ -354,10 +321,10 @@ def _compare(
 
 
 def _difference(storage: Storage, manifest: Manifest, source: int) -> tuple[str, bool]:
-    """Compares names, sizes, versions and headers with what the rank that read the headers saw.
+    """Compares names, sizes, versions and headers with those of the source.
 
     Returns:
-        What is different here, empty if nothing is; and whether some file is a copy: of another version.
+        The difference, empty if there is none; and whether some file is a copy: of another version.
     """
     is_copy = same_record = False
     for file in manifest.files:
@@ -379,3 +346,49 @@ def _difference(storage: Storage, manifest: Manifest, source: int) -> tuple[str,
         elif header_digest(storage, file.name, file.nbytes) != file.header_digest:
             return f"sees {label} with another header than rank {source}: not the same file", is_copy
     return "", is_copy
+
+
+def samples_of(manifest: Manifest) -> list[Extent]:
+    """Returns the byte ranges that are compared, in the order of the bytes; the same on all ranks.
+
+    One of each tensor, or of 256 tensors if there are more, and 256 at equal distances, so that any 256th of
+    the bytes is compared; 2 MiB in all.
+    """
+    space = Space([extent for extent in manifest.extents if extent.nbytes])
+    if not (num_extents := len(space.extents)):
+        return []
+    num_tensors = min(_NUM_SAMPLES, num_extents)
+    chosen = [number * num_extents // num_tensors for number in range(num_tensors)]
+    middles = [space.starts[index] + space.extents[index].nbytes // 2 for index in chosen]
+    evenly = [(2 * number + 1) * space.nbytes // (2 * _NUM_SAMPLES) for number in range(_NUM_SAMPLES)]
+    return sorted({_page_around(space, position) for position in middles + evenly})
+
+
+def _page_around(space: Space[TensorEntry | Piece], position: int) -> Extent:
+    """Returns the page of a file around a position, within its extent."""
+    index = space.at(position)
+    extent = space.extents[index]
+    at = extent.offset + position - space.starts[index]
+    begin = max(extent.offset, at - at % _SAMPLE_BYTES)
+    end = min(extent.offset + extent.nbytes, at - at % _SAMPLE_BYTES + _SAMPLE_BYTES)
+    return Extent(extent.file, begin, end - begin)
+
+
+def _read_samples(storage: PatientStorage, manifest: Manifest) -> bytes:
+    """Returns the checksums of all samples, joined."""
+
+    def read(sample: Extent) -> bytes:
+        name = manifest.files[sample.file].name
+        return checksum(read_bytes(storage, name, sample.offset, sample.nbytes))
+
+    return b"".join(in_threads(read, samples_of(manifest), 1 if storage.in_order else _NUM_READERS))
+
+
+def _sample_that_differs(storage: PatientStorage, manifest: Manifest, wanted: bytes) -> Extent | None:
+    """Returns the first sample whose checksum here is not the wanted one."""
+    found = _read_samples(storage, manifest)
+    for number, sample in enumerate(samples_of(manifest)):
+        at = slice(number * CHECKSUM_BYTES, (number + 1) * CHECKSUM_BYTES)
+        if found[at] != wanted[at]:
+            return sample
+    return None

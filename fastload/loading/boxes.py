@@ -1,10 +1,11 @@
-"""Boxes of tensors that a rank asks for by itself, into memory of its own."""
+"""Boxes of tensors that a rank requests, each with the tensor to fill."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import index
-from typing import TypeGuard
+from typing import ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
@@ -15,59 +16,77 @@ from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.geometry.box import Box
 from fastload.loading.match import Match
 from fastload.loading.mismatch import overlaps, raise_mismatch
-from fastload.loading.place import Sources
+from fastload.loading.targets import DestinationBuilder, device_of
 
 BoxesByName = Mapping[str, Sequence[tuple[Box, Tensor]]]
 
+_CPU = torch.device("cpu")
 
-def match_boxes(manifest: Manifest, boxes: BoxesByName, *, cast: bool = False) -> Match:
-    """Finds what is wanted of the checkpoint.
 
-    Args:
-        manifest: The checkpoint.
-        boxes: By name of the tensor, boxes of it, each with what receives it.
-        cast: Whether what receives it may be of another dtype.
+@dataclass(frozen=True)
+class BoxRequest:
+    """The arguments of `Checkpoint.read`.
 
-    Raises:
-        MismatchError: Something does not fit; it lists all that does not.
-        OptionError: `boxes` is something else.
+    Attributes:
+        boxes: By name of the tensor, boxes of it, each with the tensor to fill.
+        cast: Whether these tensors may have other dtypes.
     """
-    pairs = [(name, _plain(name, box), tensor) for name, of_name in _items(boxes) for box, tensor in of_name]
-    known = manifest.by_name
-    raise_mismatch(
-        manifest.url,
-        missing=[name for name in boxes if name not in known],
-        mismatched=[
-            f"{name}: {problem}"
-            for name, box, tensor in pairs
-            if name in known and (problem := next(_problems(known[name], box, tensor, cast), ""))
-        ],
-    )
-    wanted: dict[str, list[tuple[Box, Tensor]]] = {name: [] for name in boxes}
-    for name, box, tensor in sorted(pairs, key=lambda pair: pair[1].offsets):
-        if box.numel:
-            wanted[name].append((box, tensor))
-    sources = Sources(manifest)
-    for entry in manifest.tensors:
-        of_entry = wanted.get(entry.name, ())
-        for box, tensor in of_entry:
-            stored, shape = torch_spec(entry)
-            # A whole tensor is one range, and where all ranks want whole ones, that is a load like any other.
-            is_all = len(of_entry) == 1 and box == Box.whole(shape)
-            sources.add(entry, stored, tensor, None if is_all else box)
-    return Match(sources.destinations(), {}, sources.copy, lambda: None, url=manifest.url)
+
+    boxes: BoxesByName
+    cast: bool = False
+    dtype: ClassVar[None] = None
+    is_same: ClassVar[bool] = False
+
+    def match(
+        self, manifest: Manifest, rank: int = 0, size: int = 1, group: Sequence[int] | None = None
+    ) -> Match:
+        """Finds the destinations; see `LoadRequest.match`.
+
+        Raises:
+            MismatchError: Something does not fit; lists everything.
+            OptionError: `boxes` is of another type.
+        """
+        pairs = [
+            (name, _plain(name, box), tensor)
+            for name, of_name in _items(self.boxes)
+            for box, tensor in of_name
+        ]
+        known = manifest.by_name
+        raise_mismatch(
+            manifest.url,
+            missing=[name for name in self.boxes if name not in known],
+            mismatched=[
+                f"{name}: {problem}"
+                for name, box, tensor in pairs
+                if name in known and (problem := next(_problems(known[name], box, tensor, self.cast), ""))
+            ],
+        )
+        wanted: dict[str, list[tuple[Box, Tensor]]] = {name: [] for name in self.boxes}
+        for name, box, tensor in sorted(pairs, key=lambda pair: pair[1].offsets):
+            if box.numel:
+                wanted[name].append((box, tensor))
+        builder = DestinationBuilder(manifest)
+        for entry in manifest.tensors:
+            of_entry = wanted.get(entry.name, ())
+            for box, tensor in of_entry:
+                stored, shape = torch_spec(entry)
+                # A complete tensor is one range. If all ranks want complete ones, the load is a common one.
+                is_all = len(of_entry) == 1 and box == Box.whole(shape)
+                builder.add(entry, stored, tensor, None if is_all else box)
+        destinations = builder.build()
+        return Match(destinations, device_of(destinations, _CPU), builder.copy)
 
 
 def checked_boxes(manifest: Manifest, boxes: Mapping[str, Sequence[Box]]) -> dict[str, list[Box]]:
-    """Returns boxes in the order of the checkpoint, made of Python's integers.
+    """Returns boxes in the order of the checkpoint, of Python integers.
 
     Args:
         manifest: The checkpoint.
         boxes: By name of the tensor.
 
     Raises:
-        MismatchError: Something does not fit; it lists all that does not.
-        OptionError: `boxes` is something else.
+        MismatchError: Something does not fit; lists everything.
+        OptionError: `boxes` is of another type.
     """
     if stray := [name for name, of_name in boxes.items() if not all(isinstance(box, Box) for box in of_name)]:
         raise OptionError(f"boxes= has something else than fastload.Box for {stray[0]}")
@@ -77,7 +96,7 @@ def checked_boxes(manifest: Manifest, boxes: Mapping[str, Sequence[Box]]) -> dic
         manifest.url,
         missing=[name for name in plain if name not in known],
         mismatched=[
-            f"{name}: {_text(box)} is no box of a tensor of shape {list(shape)}"
+            f"{name}: {_text(box)} is out of bounds for a tensor of shape {list(shape)}"
             for name, of_name in plain.items()
             if name in known
             for box, shape in [(box, torch_spec(known[name])[1]) for box in of_name]
@@ -95,7 +114,7 @@ def _items(boxes: BoxesByName) -> Iterator[tuple[str, Sequence[tuple[Box, Tensor
 
 
 def _plain(name: str, box: Box) -> Box:
-    """Returns a box of Python's integers, whatever integers it is given in."""
+    """Returns a box of Python integers."""
     try:
         return Box(tuple(map(index, box.offsets)), tuple(map(index, box.sizes)))
     except TypeError:
@@ -111,7 +130,7 @@ def _is_pair(pair: object) -> TypeGuard[tuple[Box, Tensor]]:
 def _problems(entry: TensorEntry, box: Box, tensor: Tensor, cast: bool) -> Iterator[str]:
     stored, shape = torch_spec(entry)
     if not box.is_within(shape):
-        yield f"{_text(box)} is no box of a tensor of shape {list(shape)}"
+        yield f"{_text(box)} is out of bounds for a tensor of shape {list(shape)}"
     elif tuple(tensor.shape) != tuple(box.sizes):
         yield f"{_text(box)} is to go into a tensor of shape {list(tensor.shape)}"
     if hasattr(tensor, "to_local") or tensor.layout != torch.strided or tensor.is_meta:

@@ -1,36 +1,35 @@
-"""Which tensors are wanted, and where they go: the checkpoint's names × ``names=`` × ``into=``."""
+"""Matches a request with a checkpoint: a destination for every wanted tensor, before any data move."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastload.errors import MismatchError, OptionError
+from fastload.errors import OptionError
 from fastload.formats.decoder import StateDecoder, decode_state
 from fastload.formats.manifest import Manifest
-from fastload.formats.names import OWN_STEM
-from fastload.formats.state import OwnView, SavedTensor, leaves, own_view
+from fastload.formats.state import SavedTensor, leaves, raise_refused
 from fastload.geometry.dtensors import Group
-from fastload.loading.mismatch import (
-    FOUND_LATE,
-    Renamed,
-    Selection,
-    catalogue,
-    find_renamed,
-    misfit,
-    raise_mismatch,
-)
-from fastload.loading.modules import Leaf, still_unfilled
+from fastload.loading.mismatch import Renamed, find_renamed, misfit, raise_mismatch
+from fastload.loading.modules import TensorSlot
 from fastload.loading.optimizers import optimizer_misfits, sharded_state
-from fastload.loading.pair import pair
-from fastload.loading.pairs import Handover, Pairs, Remade, Value
-from fastload.loading.place import Arrivals, Destination, Wants, identity, materialize
+from fastload.loading.pair import NewTuple, Pairs, SavedValue, pair
+from fastload.loading.restore import Restorer
+from fastload.loading.selection import RankView, Selection
+from fastload.loading.targets import (
+    Destination,
+    TargetBuilder,
+    device_of,
+    identity,
+    materialize,
+    parse_dtype,
+    target_device,
+)
 
 if TYPE_CHECKING:
     from fastload.loading.stream_buffer import StreamBuffer
@@ -40,124 +39,96 @@ _LEAVE_OUT = "strict=False leaves these out, and loads the rest"
 
 @dataclass(frozen=True)
 class Match:
-    """The destinations of a load.
+    """The destinations of a load on one rank.
 
     Attributes:
-        destinations: In manifest order.
-        loaded: What is loaded, by name.
-        attach: To be called when all has been read: copies what is wanted twice, and puts materialized
-            tensors into the caller's module or dict.
-        restore: Puts everything else where it belongs, after that, and returns the result of the load.
-        left_out: Names of what would have been loaded, had it not been saved for another number of ranks.
-        calls: Whether `attach` or `restore` may call what is the caller's own, and fail on this rank alone.
-        surplus: Names of what the checkpoint has and this rank does not want, if some rank has to.
-        advice: What to do if no other rank wants it either.
-        url: Of the checkpoint.
-        stream_buffer: Hands tensors out as they come; `destinations` then have no memory. None if all
-            of them are to be there in the end.
+        destinations: In the order of `Manifest.extents`.
+        device: The first device of the destinations that is not the CPU; else the device of new tensors.
+        finish: Called once all bytes are read: copies tensors that are wanted twice, puts values and new
+            tensors where they belong, and returns the result of the load.
+        calls: Whether `finish` calls the caller's code, which may fail on this rank alone.
+        left_out: What is not loaded although it is wanted; see `LoadReport`.
+        surplus: Names that the checkpoint has and this rank does not want, if some rank has to want them.
+        advice: What to do if no rank wants them.
+        stream_buffer: Hands out tensors as they arrive; `destinations` then have no memory. None for a load
+            into tensors that all exist at its end.
     """
 
     destinations: list[Destination]
-    loaded: dict[str, Tensor]
-    attach: Callable[[], None]
-    restore: Callable[[], Any]
-    left_out: tuple[str, ...] = ()
+    device: torch.device
+    finish: Callable[[], Any]
     calls: bool = False
+    left_out: tuple[str, ...] = ()
     surplus: tuple[str, ...] = ()
     advice: str = ""
-    url: str = ""
     stream_buffer: StreamBuffer | None = None
 
-    def raise_unexpected(self, unwanted: Sequence[str]) -> None:
-        """Raises if there is anything in the checkpoint that is to be wanted, and is not.
+    def raise_unexpected(self, url: str, unwanted: Sequence[str]) -> None:
+        """Raises if the checkpoint has anything that no rank wants and some rank has to.
 
         Args:
+            url: The checkpoint.
             unwanted: Names that are in the `surplus` of all ranks.
 
         Raises:
-            MismatchError: There is; it lists them.
+            MismatchError: It has; lists them.
         """
         is_all = len(unwanted) == len(self.surplus)
-        raise_mismatch(self.url, unexpected=unwanted, advice=self.advice if is_all else _LEAVE_OUT)
+        raise_mismatch(url, unexpected=unwanted, advice=self.advice if is_all else _LEAVE_OUT)
 
     @property
     def num_tensors(self) -> int:
-        """How many tensors of the checkpoint are wanted, as a whole or in part."""
+        """Number of tensors of the checkpoint that are loaded, in full or in part."""
         return len({destination.entry.name for destination in self.destinations})
 
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """The arguments of `fastload.load`."""
+
+    into: Any = None
+    device: torch.device | str | None = None
+    dtype: torch.dtype | str | None = None
+    names: Sequence[str] | str | None = None
+    strict: bool = True
+
     @property
-    def device(self) -> torch.device | None:
-        """A device that destinations live on: the first that is not the CPU; None if there is none."""
-        return next((d.tensor.device for d in self.destinations if not d.tensor.is_cpu), None)
+    def is_same(self) -> bool:
+        """Whether all ranks have to request the same."""
+        return self.into is None
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns what is loaded, by name."""
-        return dict(self.loaded)
+    def match(
+        self, manifest: Manifest, rank: int = 0, size: int = 1, group: Sequence[int] | None = None
+    ) -> Match:
+        """Finds a destination for every wanted tensor.
 
+        Args:
+            manifest: The checkpoint.
+            rank: This rank.
+            size: Number of ranks.
+            group: Their ranks in torch's default group; None without torch.distributed.
 
-def match(
-    manifest: Manifest,
-    *,
-    names: Sequence[str] | str | None,
-    into: Any,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    strict: bool,
-    rank: int = 0,
-    size: int = 1,
-    group: Sequence[int] | None = None,
-) -> Match:
-    """Finds a destination for every wanted tensor, before any data moves.
-
-    Args:
-        manifest: The checkpoint.
-        names: Names or glob patterns, or None for all.
-        into: A module, or nested dicts, lists and tuples, to be loaded in place; None for new tensors.
-        device: Where new tensors and those that replace meta tensors live.
-        dtype: Cast of floating point tensors, or None for none.
-        strict: Whether the names of the checkpoint and of `into` have to be the same, and the number of ranks
-            that of those whose own values were saved.
-        rank: Whose own values are wanted.
-        size: Number of ranks.
-        group: Their numbers in torch's default group; None if there is no torch.distributed.
-
-    Raises:
-        MismatchError: Something does not fit; it lists all that does not. What is only unexpected is left
-            to `Match.raise_unexpected`, as other ranks may want it.
-        OptionError: `into` is no destination.
-        ManifestError: The checkpoint is malformed, or holds what cannot be loaded and is wanted.
-        MemoryError: The destinations do not fit into memory.
-    """
-    view = OwnView(manifest.structure)
-    has_own = manifest.structure is not None and any(f.name.startswith(OWN_STEM) for f in manifest.files)
-    if has_own:
-        view = own_view(manifest.structure, rank, size)
-        manifest = replace(manifest, structure=view.structure)
-    refused: list[str] = []
-    if manifest.format != "fastload" and manifest.structure is not None:
-        from fastload.formats.state import raise_refused, without_refused
-
-        manifest = replace(manifest, structure=without_refused(manifest.structure, refused))
-        if strict and names is None:
-            raise_refused(manifest.url, refused)
-    selection = None if names is None else Selection(names, catalogue(manifest), has_own)
-    wants = Wants(manifest, device, dtype)
-    if strict and selection is None and view.elsewhere:
-        raise_mismatch(manifest.url, mismatched=[_elsewhere(name, num, size) for name, num in view.elsewhere])
-    if into is not None:
-        pairs = pair(into, manifest, has_gaps=bool(view.elsewhere or refused))
-        return _match_into(manifest, pairs, selection, wants, device, dtype, strict, view, Group(group))
-    if selection is not None:
-        raise_mismatch(manifest.url, missing=selection.absent)
-        return _match_names(selection.chosen, wants, view)
-    if manifest.structure is not None and dtype is not None:
-        for saved in leaves(manifest.structure):
-            wants.make(saved, exact=saved.is_exact)
-        wants.make_together(view.together)
-    else:
-        wants.make_all()
-    left_out = (*(name for name, _ in view.elsewhere), *refused)
-    return _match_all(manifest, wants.arrivals(), left_out)
+        Raises:
+            MismatchError: Something does not fit; lists everything. Names that are only unexpected are left
+                to `Match.raise_unexpected`, as other ranks may want them.
+            OptionError: An argument cannot be used.
+            ManifestError: The checkpoint is malformed, or what is wanted of it cannot be loaded.
+            MemoryError: The destinations do not fit into memory.
+        """
+        device, dtype = target_device(self.device), parse_dtype(self.dtype)
+        view = RankView.of(manifest, rank, size)
+        selection = None if self.names is None else view.select(self.names)
+        if self.strict and selection is None:
+            raise_refused(manifest.url, view.own.refused)
+            elsewhere = [_elsewhere(name, num_saved, size) for name, num_saved in view.own.elsewhere]
+            raise_mismatch(manifest.url, mismatched=elsewhere)
+        targets = TargetBuilder(view.manifest, device, dtype)
+        if self.into is not None:
+            return _match_into(self, targets, view, selection, dtype, Group(group))
+        if selection is not None:
+            raise_mismatch(manifest.url, missing=selection.absent)
+            return _match_names(selection.chosen, targets, view)
+        return _match_all(targets, view, dtype)
 
 
 def _elsewhere(name: str, num_saved: int, size: int) -> str:
@@ -166,286 +137,222 @@ def _elsewhere(name: str, num_saved: int, size: int) -> str:
     return f"{name}: saved for {saved} (fastload.PerRank), to be loaded by {here}: strict=False leaves it out"
 
 
-def _match_names(chosen: Mapping[str, SavedTensor], wants: Wants, view: OwnView) -> Match:
-    """New tensors by name."""
-    named = {name: (saved, wants.make(saved, exact=saved.is_complex128)) for name, saved in chosen.items()}
-    result = {
-        name: torch.view_as_complex(tensor) if saved.is_complex128 else tensor
-        for name, (saved, tensor) in named.items()
-    }
-    wants.make_together(view.together)
-    arrivals = wants.arrivals()
-    return Match(arrivals.destinations, result, arrivals.copy, lambda: result)
+def _match_names(chosen: Mapping[str, SavedTensor], targets: TargetBuilder, view: RankView) -> Match:
+    """Matches names: the result is new tensors by name."""
+    named = {name: (saved, targets.make(saved, exact=saved.is_complex128)) for name, saved in chosen.items()}
+    targets.make_together(view.own.together)
+    built = targets.build()
+
+    def finish() -> dict[str, Tensor]:
+        built.copy()
+        return {
+            name: torch.view_as_complex(tensor) if saved.is_complex128 else tensor
+            for name, (saved, tensor) in named.items()
+        }
+
+    return Match(built.destinations, targets.device, finish)
 
 
-def _match_all(manifest: Manifest, arrivals: Arrivals, left_out: tuple[str, ...]) -> Match:
-    """All there is: the state as it was saved, if fastload saved it."""
+def _match_all(targets: TargetBuilder, view: RankView, dtype: torch.dtype | None) -> Match:
+    """Matches the complete checkpoint: the result is the state as it was saved, or tensors by name."""
+    structure = view.manifest.structure
+    if structure is not None and dtype is not None:
+        for saved in leaves(structure):
+            targets.make(saved, exact=saved.is_exact)
+        targets.make_together(view.own.together)
+    else:
+        targets.make_all()
+    built = targets.build()
 
-    def restore() -> Any:
-        if manifest.structure is None:
-            return arrivals.new
-        return decode_state(manifest.structure, StateDecoder(arrivals.new, arrivals.exact))
+    def finish() -> Any:
+        built.copy()
+        if structure is None:
+            return built.new
+        return decode_state(structure, StateDecoder(built.new, built.exact))
 
-    return Match(arrivals.destinations, arrivals.new, arrivals.copy, restore, left_out)
+    return Match(built.destinations, targets.device, finish, left_out=view.left_out)
 
 
-@torch.no_grad()  # else each look at a DTensor turns it off and on
+@torch.no_grad()  # else each access to a DTensor turns it off and on
 def _match_into(
-    manifest: Manifest,
-    pairs: Pairs,
+    request: LoadRequest,
+    targets: TargetBuilder,
+    view: RankView,
     selection: Selection | None,
-    wants: Wants,
-    device: torch.device,
     dtype: torch.dtype | None,
-    strict: bool,
-    view: OwnView,
     group: Group,
 ) -> Match:
-    """What there is already, filled."""
-    lonely, left = pairs.lonely, pairs.left
-    missing, absent, unexpected = pairs.missing, pairs.absent, list(pairs.left_values)
+    """Matches ``into=``, whose tensors are loaded in place."""
+    manifest = view.manifest
+    pairs = pair(request.into, manifest, has_gaps=view.has_gaps)
     if selection is not None:
         _narrow(pairs, selection)
-        lonely = [(name, leaf) for name, leaf in lonely if selection(name)]
-        left = [saved for saved in left if selection.has(saved)]
-        missing, absent, unexpected = [name for name in missing if selection(name)], [], []
-        missing += [name for name in selection.absent if name not in {name for name, _ in lonely}]
-    _keep_unfilled_that_matter(pairs, in_parts=selection is not None)
-    loaded = {identity(leaf.tensor) for _, leaf in pairs.tensors} if lonely else set()
-    lacking = [name for name, leaf in lonely if identity(leaf.tensor) not in loaded]
-    surplus = [saved.own_name for saved in left]
+    _drop_irrelevant_buffers(pairs, in_parts=selection is not None)
+    sharded = {
+        saved.stored: (saved, like)
+        for part in pairs.stateful
+        for saved, like in sharded_state(part, manifest)
+    }
+    mismatched = [
+        *pairs.mismatched,
+        *(line for saved, like in sharded.values() for line in group.misfits(saved.own_name, like)),
+        *(line for part in pairs.stateful for line in optimizer_misfits(part)),
+        *(
+            line
+            for saved, slot in pairs.tensors
+            if (line := misfit(manifest, saved, slot.tensor, dtype, group))
+        ),
+    ]
+    surplus, advice = _compare_names(pairs, selection, mismatched, manifest.url, strict=request.strict)
+    shards = {name: targets.make_like(saved, like) for name, (saved, like) in sharded.items()}
+    restorer = Restorer(manifest.url, request.strict and selection is None, pairs, shards)
+    for saved, exact in restorer.wanted():
+        targets.make(saved, exact=exact)
+    replaced = _replace_meta(pairs, targets.device)
+    named: dict[str, Tensor] = {}
+    for saved, slot in pairs.tensors:
+        tensor = replaced.get(id(slot.tensor), (slot.tensor, ()))[0]
+        targets.fill(saved, tensor)
+        named[saved.own_name] = tensor
+    others = targets.make_together(view.own.together)
+    built = targets.build()
+    for name, tensor in chain(built.new.items(), shards.items()):
+        if name not in others and name not in view.own.together:
+            named.setdefault(name, tensor)
+    slots = [(slot, tensor) for tensor, slots in replaced.values() for slot in slots]
+
+    def finish() -> dict[str, Tensor]:
+        built.copy()
+        for slot, tensor in slots:
+            slot.container[slot.key] = tensor
+        restorer.run(built)
+        return named
+
+    return Match(
+        built.destinations,
+        device_of(built.destinations, targets.device),
+        finish,
+        calls=pairs.hold_more_than_tensors
+        or not all(isinstance(slot.container, dict | list) for slot, _ in slots),
+        left_out=tuple(pairs.left_out),
+        surplus=surplus if request.strict else (),
+        advice=advice,
+    )
+
+
+def _compare_names(
+    pairs: Pairs, selection: Selection | None, mismatched: Sequence[str], url: str, *, strict: bool
+) -> tuple[tuple[str, ...], str]:
+    """Raises if `into` and the checkpoint do not fit each other.
+
+    Returns:
+        The names that the checkpoint has and this rank does not want, and what to do if no rank wants them.
+
+    Raises:
+        MismatchError: They do not fit. Names that are only unexpected, and nothing else, are no reason: other
+            ranks may want them.
+    """
+    unmatched, missing, absent = pairs.unmatched, pairs.missing, pairs.absent
+    unexpected, values = pairs.unexpected, list(pairs.unexpected_values)
+    if selection is not None:
+        unmatched = [(name, slot) for name, slot in unmatched if selection(name)]
+        missing = [name for name in missing if selection(name)]
+        missing += [name for name in selection.absent if name not in {name for name, _ in unmatched}]
+        absent, unexpected, values = [], [saved for saved in unexpected if selection.has(saved)], []
+    loaded = {identity(slot.tensor) for _, slot in pairs.tensors} if unmatched else set()
+    lacking = [name for name, slot in unmatched if identity(slot.tensor) not in loaded]
+    surplus = [saved.own_name for saved in unexpected]
     renamed = find_renamed(surplus, lacking) if lacking and surplus else None
     is_elsewhere = bool(lacking and surplus and pairs.has_no_tensors) or (
         renamed is not None and renamed.is_wrapper
     )
     has_to_fit = strict or is_elsewhere
-    advice = _advice(pairs, renamed, unexpected)
-    sharded = {
-        saved.stored: (saved, like) for part in pairs.parts for saved, like in sharded_state(part, manifest)
-    }
-    mismatched = [
-        *pairs.wrong,
-        *(line for saved, like in sharded.values() for line in group.misfits(saved.own_name, like)),
-        *(line for part in pairs.parts for line in optimizer_misfits(part)),
-        *(
-            line
-            for saved, leaf in pairs.tensors
-            if (line := misfit(manifest, saved, leaf.tensor, dtype, group))
-        ),
-    ]
+    advice = _advice(pairs, renamed, values)
     unfilled = [name for module in pairs.unfilled for name in module.certain]
-    # What is unexpected, and nothing else, may be what other ranks want.
     is_unfit = bool(mismatched or unfilled or (has_to_fit and (lacking or missing or absent)))
     raise_mismatch(
-        manifest.url,
+        url,
         missing=[*lacking, *missing] if has_to_fit else (),
         absent=absent if has_to_fit else (),
-        unexpected=[*surplus, *unexpected] if has_to_fit and is_unfit else (),
+        unexpected=[*surplus, *values] if has_to_fit and is_unfit else (),
         mismatched=mismatched,
         unfilled=unfilled,
         advice=advice,
     )
-    shards = {name: wants.make_like(saved, like) for name, (saved, like) in sharded.items()}
-    restorer = Restorer(manifest.url, strict and selection is None, pairs, shards)
-    for saved, exact in restorer.wanted():
-        wants.make(saved, exact=exact)
-    replaced = _replace_meta(pairs, device)
-    named: dict[str, Tensor] = {}
-    for saved, leaf in pairs.tensors:
-        tensor = replaced.get(id(leaf.tensor), (leaf.tensor, ()))[0]
-        wants.fill(saved, tensor)
-        named[saved.own_name] = tensor
-    others = wants.make_together(view.together)
-    arrivals = wants.arrivals()
-    for name, tensor in chain(arrivals.new.items(), shards.items()):
-        if name not in others and name not in view.together:
-            named.setdefault(name, tensor)
-
-    places = [(place, tensor) for tensor, leaves in replaced.values() for place in leaves]
-
-    def attach() -> None:
-        arrivals.copy()
-        for place, tensor in places:
-            place.container[place.key] = tensor
-
-    def restore() -> dict[str, Tensor]:
-        restorer.run(arrivals)
-        return named
-
-    return Match(
-        arrivals.destinations,
-        named,
-        attach,
-        restore,
-        left_out=tuple(pairs.elsewhere),
-        calls=pairs.hold_more_than_tensors
-        or not all(isinstance(place.container, dict | list) for place, _ in places),
-        surplus=(*surplus, *unexpected) if strict else (),
-        advice=advice,
-        url=manifest.url,
-    )
+    return (*surplus, *values), advice
 
 
-def _advice(pairs: Pairs, renamed: Renamed | None, unexpected: Sequence[str]) -> str:
-    """Says what to do if names do not fit."""
+def _advice(pairs: Pairs, renamed: Renamed | None, unexpected_values: Sequence[str]) -> str:
     if renamed is not None:
-        return renamed._replace(is_everything=renamed.is_everything and not unexpected).advice()
+        return renamed._replace(is_everything=renamed.is_everything and not unexpected_values).advice()
     if pairs.has_no_tensors:
         return "no tensor of into= is in the checkpoint"
     return _LEAVE_OUT
 
 
-def _keep_unfilled_that_matter(pairs: Pairs, *, in_parts: bool) -> None:
+def _drop_irrelevant_buffers(pairs: Pairs, *, in_parts: bool) -> None:
+    """Ignores unfilled buffers of modules that this load does not complete."""
     if not pairs.unfilled:
         return
-    filled = {id(leaf.tensor) for _, leaf in pairs.tensors}
-    filled |= {id(one.own[name].tensor) for one in pairs.handovers for name in one.derived}
+    filled = {id(slot.tensor) for _, slot in pairs.tensors}
+    filled |= {id(one.own[name].tensor) for one in pairs.modules for name in one.derived}
     pairs.unfilled = [module for module in pairs.unfilled if module.matters(filled, in_parts=in_parts)]
 
 
-def _replace_meta(pairs: Pairs, device: torch.device) -> dict[int, tuple[Tensor, list[Leaf]]]:
-    """Returns real tensors for the meta tensors that are to be filled, and where they belong.
+def _replace_meta(pairs: Pairs, device: torch.device) -> dict[int, tuple[Tensor, list[TensorSlot]]]:
+    """Returns, by id of the meta tensors that are loaded, real tensors and the slots to put them in.
 
     Raises:
-        OptionError: Nothing can be put there.
+        OptionError: A slot cannot be assigned.
     """
-    derived = [handover.own[name] for handover in pairs.handovers for name in handover.derived]
-    real: dict[int, tuple[Tensor, list[Leaf]]] = {}
-    for leaf in (*(leaf for _, leaf in pairs.tensors), *derived):
-        if leaf.tensor.is_meta and id(leaf.tensor) not in real:
-            real[id(leaf.tensor)] = materialize(leaf.tensor, device), []
-    for leaf in derived:
-        if id(leaf.tensor) in real:
-            real[id(leaf.tensor)][0].detach().zero_()  # what no hook fills is not to be just anything
-    for leaf in (*(leaf for _, leaf in pairs.tensors), *(leaf for _, leaf in pairs.lonely), *derived):
-        if id(leaf.tensor) not in real:
+    loaded = [slot for _, slot in pairs.tensors]
+    derived = [one.own[name] for one in pairs.modules for name in one.derived]
+    real: dict[int, tuple[Tensor, list[TensorSlot]]] = {}
+    for slot in (*loaded, *derived):
+        if slot.tensor.is_meta and id(slot.tensor) not in real:
+            real[id(slot.tensor)] = materialize(slot.tensor, device), []
+    for slot in derived:
+        if id(slot.tensor) in real:
+            real[id(slot.tensor)][0].detach().zero_()  # a defined value, even if no hook fills it
+    for slot in (*loaded, *(slot for _, slot in pairs.unmatched), *derived):
+        if id(slot.tensor) not in real:
             continue
-        if not hasattr(leaf.container, "__setitem__"):
-            kind = type(leaf.container).__name__
+        if not hasattr(slot.container, "__setitem__"):
+            kind = type(slot.container).__name__
             raise OptionError(f"into= has a meta tensor in a {kind}: it cannot be replaced")
-        real[id(leaf.tensor)][1].append(leaf)
+        real[id(slot.tensor)][1].append(slot)
     return real
 
 
 def _narrow(pairs: Pairs, selection: Selection) -> None:
-    """Leaves out what is not selected. Whatever takes several tensors gets all of them, or none."""
+    """Drops the pairs that are not selected. A value is selected with all of its tensors, or not at all."""
 
-    def narrowed(value: Value | Remade, where: str) -> Any:
-        if isinstance(value, Remade):
+    def narrowed(value: SavedValue | NewTuple, where: str) -> Any:
+        if isinstance(value, NewTuple):
             changes = {index: narrowed(change, where) for index, change in value.changes.items()}
             changes = {index: change for index, change in changes.items() if change is not None}
             return value._replace(changes=changes) if changes else None
         picked = [selection.has(saved) for saved in value.leaves if not saved.is_text]
         if any(picked) and not all(picked):
-            pairs.wrong.append(f"{where}: names= selects some of its tensors only")
+            pairs.mismatched.append(f"{where}: names= selects some of its tensors only")
         return value if any(picked) else None
 
-    pairs.tensors = [(saved, leaf) for saved, leaf in pairs.tensors if selection.has(saved)]
-    pairs.parts = [part for part in pairs.parts if narrowed(part.value, part.where) is not None]
-    puts = [put._replace(value=narrowed(put.value, f"into=: {put.key!r}")) for put in pairs.puts]
-    pairs.puts = [put for put in puts if put.value is not None]
-    kept = {id(leaf) for _, leaf in pairs.tensors}
-    handovers = []
-    for handover in pairs.handovers:
+    pairs.tensors = [(saved, slot) for saved, slot in pairs.tensors if selection.has(saved)]
+    pairs.stateful = [part for part in pairs.stateful if narrowed(part.value, part.where) is not None]
+    assignments = [
+        one._replace(value=narrowed(one.value, f"into=: {one.key!r}")) for one in pairs.assignments
+    ]
+    pairs.assignments = [one for one in assignments if one.value is not None]
+    loaded = {id(slot) for _, slot in pairs.tensors}
+    modules = []
+    for module in pairs.modules:
         given = {
             name: one
-            for name, one in handover.given.items()
-            if (id(one) in kept if isinstance(one, Leaf) else narrowed(one, f"{handover.where}: {name}"))
+            for name, one in module.given.items()
+            if (
+                id(one) in loaded if isinstance(one, TensorSlot) else narrowed(one, f"{module.where}: {name}")
+            )
         }
         if given:
-            handovers.append(handover._replace(given=given))
-    pairs.handovers = handovers
-
-
-@dataclass(frozen=True)
-class Restorer:
-    """Puts in place what is no tensor of ``into=``.
-
-    Attributes:
-        url: Of the checkpoint.
-        strict: Whether modules are to refuse what they do not know.
-        pairs: What gets what.
-        sharded: DTensors that the state of optimizers takes, by stored name.
-    """
-
-    url: str
-    strict: bool
-    pairs: Pairs
-    sharded: Mapping[str, Tensor]
-
-    def wanted(self) -> Iterator[tuple[SavedTensor, bool]]:
-        """Yields the new tensors that this takes, and whether they have to be as they were stored.
-
-        Raises:
-            ManifestError: Something of the checkpoint that takes no tensors is malformed.
-        """
-        for put in self.pairs.puts:
-            yield from ((saved, saved.is_exact) for value in put.value.values() for saved in _checked(value))
-        for handover in self.pairs.handovers:
-            values = (one for one in handover.given.values() if isinstance(one, Value))
-            yield from ((saved, True) for value in values for saved in _checked(value))
-        for part in self.pairs.parts:
-            taken = (saved for saved in _checked(part.value) if saved.stored not in self.sharded)
-            yield from ((saved, True) for saved in taken)
-
-    def run(self, arrivals: Arrivals) -> None:
-        """Does it, once all has arrived.
-
-        Raises:
-            MismatchError: A ``load_state_dict`` does not take what was saved, or leaves a buffer on the meta
-                device; names it.
-        """
-        pairs = self.pairs
-        cast, as_stored = StateDecoder(arrivals.new, arrivals.exact), StateDecoder(arrivals.exact)
-        puts = [(put.container, put.key, put.value.made(cast)) for put in pairs.puts]
-        in_shards = StateDecoder({**arrivals.exact, **self.sharded}) if self.sharded else as_stored
-        states = [(part, part.value.made(in_shards)) for part in pairs.parts]
-        with torch.no_grad():  # else each look at a DTensor turns it off and on
-            loaded = {identity(_now(leaf)) for _, leaf in pairs.tensors} if pairs.handovers else set()
-        dicts = [(handover, _state_dict(handover, as_stored, loaded)) for handover in pairs.handovers]
-        for handover, state in dicts:
-            self._hand_over(handover.where, handover.module, state)
-        for container, key, value in puts:
-            container[key] = value
-        for part, state in states:
-            self._hand_over(part.where, part.target, state)
-        raise_mismatch(self.url, unfilled=still_unfilled(pairs.unfilled), is_late=True)
-
-    def _hand_over(self, where: str, target: Any, state: Any) -> None:
-        try:
-            if isinstance(target, nn.Module):
-                target.load_state_dict(state, strict=self.strict)
-            else:
-                target.load_state_dict(state)
-        except Exception as error:
-            line = f"{where}.load_state_dict: {type(error).__name__}: {error}"
-            raise MismatchError(
-                f"the checkpoint at {self.url} does not fit: {line}; {FOUND_LATE}", mismatched=(line,)
-            ) from error
-
-
-def _checked(value: Value) -> Sequence[SavedTensor]:
-    if not value.leaves:
-        value.made(StateDecoder({}))
-    return value.leaves
-
-
-def _state_dict(handover: Handover, decoder: StateDecoder, loaded: Container[object]) -> Any:
-    """Returns what was saved of a module; what was read in place is the module's own tensor."""
-    state: Any = OrderedDict()
-    for name, source in handover.given.items():
-        state[name] = _now(source) if isinstance(source, Leaf) else source.made(decoder)
-    filled = {
-        (id(source.container), source.key) for source in handover.given.values() if isinstance(source, Leaf)
-    }
-    for name, leaf in handover.own.items():  # under the other names of tied tensors, too
-        is_given = name in state or name in handover.derived or (id(leaf.container), leaf.key) in filled
-        if not is_given and identity(_now(leaf)) in loaded:
-            state[name] = _now(leaf)
-    if handover.metadata is not None:
-        state._metadata = handover.metadata.made(StateDecoder({}))
-    return state
-
-
-def _now(leaf: Leaf) -> Any:
-    return leaf.container[leaf.key]
+            modules.append(module._replace(given=given))
+    pairs.modules = modules

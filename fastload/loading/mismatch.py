@@ -1,15 +1,13 @@
-"""What of a checkpoint does not fit ``into=``, tensors and names, and the error that says what to do.
+"""Compares a checkpoint with ``into=``, and raises the error that lists the differences and what to do.
 
-Names may differ only in that one side has a prefix, or a part, more. Trainings save models below a key,
-``DistributedDataParallel`` and ``torch.compile`` put a name of theirs in front of all others.
+Names may differ by one more part on one side: training loops save models below a key, and
+``DistributedDataParallel`` and ``torch.compile`` add a prefix.
 """
 
 from __future__ import annotations
 
-import fnmatch
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -19,58 +17,9 @@ from torch import Tensor, nn
 from fastload.errors import ManifestError, MismatchError
 from fastload.formats.dtypes import DTYPES, torch_spec
 from fastload.formats.manifest import Manifest
-from fastload.formats.state import OWN_PREFIX, SavedTensor, leaves
+from fastload.formats.state import SavedTensor
 from fastload.geometry.dtensors import Group, local_of
-from fastload.loading.place import castable, entry_of, target_dtype
-
-_GLOB = re.compile(r"[*?\[]")
-
-
-def catalogue(manifest: Manifest) -> dict[str, SavedTensor]:
-    """Returns what was saved by all of its names: those of tied tensors, too, each name once."""
-    catalogue = {entry.name: SavedTensor(entry.name, entry.name) for entry in manifest.tensors}
-    if manifest.structure is not None:
-        seen: set[str] = set()
-        for saved in (saved for saved in leaves(manifest.structure) if not saved.is_text):
-            if saved.stored not in seen:  # the first one it is stored for: it may be stored as name~2
-                catalogue[saved.stored] = saved
-            seen.add(saved.stored)
-            catalogue.setdefault(saved.name, saved)
-    return catalogue
-
-
-def _pattern(glob: str, has_own: bool) -> re.Pattern[str]:
-    """Compiles a pattern; it matches names of the ranks' own tensors only if it begins like these."""
-    leaves_out_own = has_own and not glob.startswith(OWN_PREFIX)
-    return re.compile((f"(?!{OWN_PREFIX})" if leaves_out_own else "") + fnmatch.translate(glob))
-
-
-class Selection:
-    """What ``names=`` selects; see `fastload.load`."""
-
-    def __init__(
-        self, names: Sequence[str] | str, catalogue: Mapping[str, SavedTensor], has_own: bool
-    ) -> None:
-        wanted = [names] if isinstance(names, str) else list(names)
-        known = catalogue.keys()
-        # What looks like a pattern is a name first.
-        self._exact = {name for name in wanted if name in known or not _GLOB.search(name)}
-        self._patterns = {name: _pattern(name, has_own).match for name in wanted if name not in self._exact}
-        self.chosen = {name: saved for name, saved in catalogue.items() if self(name)}
-        self.absent = [
-            name
-            for name in dict.fromkeys(wanted)
-            if not (name in known or (name in self._patterns and any(map(self._patterns[name], known))))
-        ]
-
-    def __call__(self, name: str) -> bool:
-        """Whether it selects a name."""
-        return name in self._exact or any(fits(name) for fits in self._patterns.values())
-
-    def has(self, saved: SavedTensor) -> bool:
-        """Whether it selects a tensor, by either of its names."""
-        return self(saved.own_name) or self(saved.name)
-
+from fastload.loading.targets import castable, entry_of, target_dtype
 
 FOUND_LATE = "found after its tensors were loaded: into= is undefined"
 _HOW_TO_FILL = (
@@ -80,7 +29,7 @@ _HOW_TO_FILL = (
 
 _PLAIN = (Tensor, nn.Parameter)
 _WRAPPERS = {"module", "_orig_mod"}
-_MOST_NAMES = 5_000  # that are looked at: enough to tell, and milliseconds
+_MOST_NAMES = 5_000  # compared, which takes milliseconds
 _MOST_PARTS = 12
 
 
@@ -95,20 +44,20 @@ def raise_mismatch(
     advice: str = "",
     is_late: bool = False,
 ) -> None:
-    """Raises if there is anything that does not fit.
+    """Raises if there is any difference.
 
     Args:
-        url: Of the checkpoint.
+        url: The checkpoint.
         missing: Names that it lacks.
-        absent: Places in ``into=`` that it has nothing for.
+        absent: Places in ``into=`` that it lacks.
         unexpected: Names that ``into=`` lacks.
-        mismatched: A line for each of those that are different on the two sides.
-        unfilled: Names of buffers on the meta device that it cannot fill.
-        advice: What to do if only names do not fit.
+        mismatched: A line for each thing that differs between the two.
+        unfilled: Names of buffers on the meta device that no checkpoint holds.
+        advice: What to do if only names differ.
         is_late: Whether data have moved already.
 
     Raises:
-        MismatchError: There is.
+        MismatchError: There is one; lists all of them.
     """
     if not (missing or absent or unexpected or mismatched or unfilled):
         return
@@ -132,13 +81,13 @@ def raise_mismatch(
 def misfit(
     manifest: Manifest, saved: SavedTensor, tensor: Tensor, dtype: torch.dtype | None, group: Group
 ) -> str:
-    """Says why a tensor cannot take one that was saved; empty if it can."""
+    """Returns why a saved tensor does not fit a tensor of `into`; empty if it fits."""
     entry = manifest.by_name.get(saved.stored)
     if entry is not None and dtype is None and not saved.dtype and type(tensor) in _PLAIN:
         stored = None if entry.dtype == "F4" else DTYPES[entry.dtype][1]
         is_dense = tensor.layout == torch.strided and tensor.is_contiguous()
         if tensor.dtype is stored and tensor.shape == entry.shape and is_dense:
-            return ""  # said here, too, since it is so of nearly all of very many
+            return ""  # the fast path, for nearly all of very many tensors
     return next(_misfits(manifest, saved, tensor, dtype, group), "")
 
 
@@ -182,14 +131,14 @@ def overlaps(tensor: Tensor) -> bool:
 
 
 class Renamed(NamedTuple):
-    """What one side has more in its names.
+    """A part that the names of one side have in addition.
 
     Attributes:
-        part: Which ends with a dot.
-        head: What is in front of it.
-        is_saved: Whether it is the checkpoint's names that have it.
-        longer: A name that has it.
-        is_everything: Whether all names of the one side are those of the other with it.
+        part: The part, with the dot at its end.
+        head: The text before it in the names.
+        is_saved: Whether the checkpoint's names have it, not those of ``into=``.
+        longer: An example of a name with it.
+        is_everything: Whether it is the only difference between all names of the two sides.
     """
 
     part: str
@@ -200,11 +149,11 @@ class Renamed(NamedTuple):
 
     @property
     def is_wrapper(self) -> bool:
-        """Whether it is nothing but what wrappers of modules put there."""
+        """Whether wrappers of modules add it."""
         return _WRAPPERS.issuperset(self.part.removesuffix(".").split("."))
 
     def advice(self) -> str:
-        """Says how the names differ, and what to do."""
+        """Returns how the names differ, and what to do."""
         side = "the checkpoint has" if self.is_saved else "into= has"
         path = self.part.removesuffix(".")
         if self.is_saved and not self.head:
@@ -219,11 +168,11 @@ class Renamed(NamedTuple):
 
 
 def find_renamed(saved: Sequence[str], own: Sequence[str]) -> Renamed | None:
-    """Returns how names that only one side has differ from those that only the other has; None if otherwise.
+    """Returns the part by which names of the two sides differ; None if they differ otherwise.
 
     Args:
-        saved: Of the checkpoint, and not in ``into=``.
-        own: The other way round.
+        saved: Names of the checkpoint that ``into=`` lacks.
+        own: Names of ``into=`` that the checkpoint lacks.
     """
     counts: Counter[tuple[bool, str, str]] = Counter()
     examples: dict[tuple[bool, str, str], str] = {}
@@ -245,7 +194,7 @@ def find_renamed(saved: Sequence[str], own: Sequence[str]) -> Renamed | None:
 
 
 def _divisions(name: str) -> Iterator[tuple[str, str, str]]:
-    """Yields all ways to take some parts out of a name, such as ``b.`` out of ``a.b.c``."""
+    """Yields all ways to remove consecutive parts of a name, such as ``b.`` of ``a.b.c``."""
     starts = [0, *(place + 1 for place, letter in enumerate(name) if letter == ".")][:_MOST_PARTS]
     for begin, end in combinations(starts, 2):
         yield name[:begin], name[begin:end], name[end:]

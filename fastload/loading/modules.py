@@ -28,7 +28,7 @@ _FSDP2 = "torch.distributed.fsdp._fully_shard."
 _MEMBERS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 
 
-class Leaf(NamedTuple):
+class TensorSlot(NamedTuple):
     """A tensor inside of ``into=``, and the container and key to put another in its place."""
 
     tensor: Tensor
@@ -66,9 +66,9 @@ class Unfilled(NamedTuple):
         possible: Those that a hook, or a `load_state_dict` of its own, may fill; known only afterwards.
     """
 
-    own: Mapping[str, Leaf]
-    certain: Mapping[str, Leaf]
-    possible: Mapping[str, Leaf]
+    own: Mapping[str, TensorSlot]
+    certain: Mapping[str, TensorSlot]
+    possible: Mapping[str, TensorSlot]
 
     def matters(self, filled: Collection[int], *, in_parts: bool) -> bool:
         """Whether the module is loaded, so that it would seem to be whole.
@@ -99,7 +99,7 @@ def reshard(module: nn.Module) -> None:
                 hook(part, "", False)
 
 
-def own_tensors(module: nn.Module) -> Iterator[tuple[str, Leaf]]:
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, TensorSlot]]:
     """Yields parameters and persistent buffers by their names, tied ones by each name."""
     for prefix, part in module.named_modules(remove_duplicate=False):
         for name, leaf in _tensors_of(part):
@@ -131,7 +131,7 @@ def _has_to_hear(part: nn.Module) -> bool:
 
 def fit(
     module: nn.Module,
-    own: Mapping[str, Leaf],
+    own: Mapping[str, TensorSlot],
     saved: Mapping[str, bool],
     stand_in: Callable[[str], Any],
     metadata: Mapping[str, Any],
@@ -169,10 +169,10 @@ def fit(
     )
 
 
-def find_unfilled(module: nn.Module, prefix: str, own: Mapping[str, Leaf]) -> Unfilled | None:
+def find_unfilled(module: nn.Module, prefix: str, own: Mapping[str, TensorSlot]) -> Unfilled | None:
     """Returns what no checkpoint can fill of a module; None if there is nothing."""
-    certain: dict[str, Leaf] = {}
-    possible: dict[str, Leaf] = {}
+    certain: dict[str, TensorSlot] = {}
+    possible: dict[str, TensorSlot] = {}
     for name, leaf, is_possible in _unsaved(module, prefix, False):
         if leaf.tensor.is_meta:
             (possible if is_possible else certain)[name] = leaf
@@ -305,13 +305,13 @@ def _without_data(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _tensors_of(part: nn.Module) -> Iterator[tuple[str, Leaf]]:
+def _tensors_of(part: nn.Module) -> Iterator[tuple[str, TensorSlot]]:
     for name, parameter in part._parameters.items():
         if parameter is not None:
-            yield name, Leaf(parameter, part._parameters, name)
+            yield name, TensorSlot(parameter, part._parameters, name)
     for name, buffer in part._buffers.items():
         if buffer is not None and name not in part._non_persistent_buffers_set:
-            yield name, Leaf(buffer, part._buffers, name)
+            yield name, TensorSlot(buffer, part._buffers, name)
 
 
 def _takes_extra(part: nn.Module) -> bool:
@@ -342,12 +342,12 @@ def _is_opaque(module: nn.Module) -> bool:
     )
 
 
-def _unsaved(part: nn.Module, prefix: str, is_possible: bool) -> Iterator[tuple[str, Leaf, bool]]:
+def _unsaved(part: nn.Module, prefix: str, is_possible: bool) -> Iterator[tuple[str, TensorSlot, bool]]:
     is_possible = is_possible or _may_fill(part)
     for name in sorted(part._non_persistent_buffers_set):
         buffer = part._buffers.get(name)
         if buffer is not None:
-            yield prefix + name, Leaf(buffer, part._buffers, name), is_possible
+            yield prefix + name, TensorSlot(buffer, part._buffers, name), is_possible
     for name, child in part._modules.items():
         if child is not None:
             yield from _unsaved(child, f"{prefix}{name}.", is_possible)

@@ -12,10 +12,10 @@ from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.state import SavedTensor, children, leaf
 from fastload.geometry.dtensors import is_dtensor
-from fastload.loading.pairs import Part
+from fastload.loading.pair import StatefulRestore
 
 
-def optimizer_misfits(part: Part) -> Iterator[str]:
+def optimizer_misfits(part: StatefulRestore) -> Iterator[str]:
     """Says why what takes its state as a whole cannot be given what was saved, if it is an optimizer."""
     own = _parameters_of(part.target)
     if any(isinstance(parameter, Tensor) and parameter.is_meta for group in own for parameter in group):
@@ -37,7 +37,7 @@ def optimizer_misfits(part: Part) -> Iterator[str]:
                 yield f"{part.where}: parameters in group {number}: {counts}"
 
 
-def sharded_state(part: Part, manifest: Manifest) -> Iterator[tuple[SavedTensor, Tensor]]:
+def sharded_state(part: StatefulRestore, manifest: Manifest) -> Iterator[tuple[SavedTensor, Tensor]]:
     """Yields what is to be a DTensor in the state of an optimizer, each with one that is placed likewise.
 
     An optimizer makes its state when it first steps: until then, what has the shape of its parameter is
@@ -63,7 +63,7 @@ def sharded_state(part: Part, manifest: Manifest) -> Iterator[tuple[SavedTensor,
                 yield saved, like
 
 
-def _parameters_by_key(part: Part) -> dict[Any, Any]:
+def _parameters_by_key(part: StatefulRestore) -> dict[Any, Any]:
     """Returns the parameters of an optimizer by what stands for them in its saved state."""
     own = [parameter for group in _parameters_of(part.target) for parameter in group]
     groups = _below(part.value.node, "param_groups").values() if own else ()

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as the state it would load to, without the data of its tensors."""
+"""The state in a checkpoint, without the data of its tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from fastload.formats.decoder import StateDecoder, decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
-from fastload.formats.state import SavedTensor, leaves, own_view
+from fastload.formats.state import SavedTensor, leaves
+from fastload.loading.selection import RankView
 
 
 class _Gap:
@@ -29,10 +30,10 @@ class Outline:
     """A state without data.
 
     Attributes:
-        state: As it was saved, its tensors on the meta device; of plain files, tensors by name. `GAP` stands
-            where there is no value for this rank, or one that is not known.
-        stored: Name of the stored tensor by the meta storage that stands for it.
-        left_out: What the gaps are, in words.
+        state: The saved state with tensors on the meta device; without a structure, tensors by name. `GAP`
+            stands for values that this rank cannot load.
+        stored: Names of stored tensors, by the meta storage that stands for each.
+        left_out: A line for each gap.
     """
 
     state: Any
@@ -40,20 +41,20 @@ class Outline:
     left_out: Sequence[str] = ()
 
     def stored_of(self, tensor: Tensor) -> str:
-        """Returns which stored tensor a tensor of the state stands for; complex128 is stored as pairs."""
+        """Returns the name of the stored tensor for a tensor of the state. Complex128 is stored as pairs."""
         return self.stored[tensor.untyped_storage()._cdata]
 
 
 def outline(
     manifest: Manifest, rank: int, size: int, load: Callable[[Sequence[str]], Mapping[str, Tensor]]
 ) -> Outline:
-    """Puts a state together without the data of its tensors.
+    """Builds the state without the data of its tensors.
 
     Args:
         manifest: The checkpoint.
-        rank: Whose own values are wanted.
+        rank: This rank.
         size: Number of ranks.
-        load: Loads stored tensors, on all ranks; called once, with those that plain values are made of.
+        load: Loads stored tensors on all ranks; called once, with those of plain values.
 
     Raises:
         ManifestError: The checkpoint is malformed.
@@ -65,13 +66,10 @@ def outline(
     stored = {tensor.untyped_storage()._cdata: name for name, tensor in metas.items()}
     if manifest.structure is None:
         return Outline(metas, stored)
-    view = own_view(manifest.structure, rank, size)
-    structure = view.structure
-    left_out = [f"{name}: each of {num} ranks has its own" for name, num in view.elsewhere]
-    if manifest.format != "fastload":
-        from fastload.formats.state import without_refused
-
-        structure = without_refused(structure, left_out)
+    view = RankView.of(manifest, rank, size)
+    structure = view.manifest.structure
+    left_out = [f"{name}: each of {num} ranks has its own" for name, num in view.own.elsewhere]
+    left_out += view.own.refused
     values = {saved.stored: saved for saved in leaves(structure) if saved.kind in ("ndarray", "json")}
     data = load(sorted(values))
     exact = {**metas, **{name: _as_stored(saved, data[name]) for name, saved in values.items()}}

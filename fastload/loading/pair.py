@@ -1,41 +1,210 @@
-"""One walk that pairs what ``into=`` holds with what was saved: by keys, and what keys leave over by names.
+"""Pairs what ``into=`` holds with what was saved: by keys first, then by names.
 
-Tensors are paired with tensors, modules with their state dicts, and what has a ``load_state_dict`` with its
-state. Plain values, NumPy arrays and containers without any of those are to be replaced as a whole. What
-fastload did not save has names only, and no plain values.
+Tensors are paired with tensors, modules with their state dicts, objects that have a ``load_state_dict`` with
+their state. Plain values, NumPy arrays, and containers of nothing else are replaced. Checkpoints without a
+structure have names only, and no plain values.
 """
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fastload.errors import OptionError
-from fastload.formats.decoder import StateDecoder
+from fastload.formats.decoder import StateDecoder, decode_state
+from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.state import NO_VALUE, PerRank, SavedTensor, children, has_gap, leaf, leaves
 from fastload.formats.values import MAX_DEPTH, tensor_name
-from fastload.loading.modules import Leaf, extra_names, find_unfilled, fit, needs_call, own_tensors, reshard
-from fastload.loading.pairs import Handover, Pairs, Part, Put, Remade, Value
+from fastload.loading.modules import (
+    TensorSlot,
+    Unfilled,
+    extra_names,
+    find_unfilled,
+    fit,
+    needs_call,
+    own_tensors,
+    reshard,
+)
 
 _ABSENT: Any = object()
 
 
+class SavedValue(NamedTuple):
+    """A saved value that a load builds.
+
+    Attributes:
+        node: Its structure.
+        name: Its name in the checkpoint.
+        leaves: The tensors that it takes.
+    """
+
+    node: Any
+    name: str
+    leaves: Sequence[SavedTensor]
+
+    @classmethod
+    def of(cls, saved: SavedTensor | SavedValue) -> SavedValue:
+        """Returns the value that a saved tensor is, or the value itself."""
+        if isinstance(saved, SavedValue):
+            return saved
+        return cls({"tensor": list(saved[1:])}, saved.name, (saved,))
+
+    def build(self, decoder: StateDecoder) -> Any:
+        """Builds the value."""
+        return decode_state(self.node, decoder, self.name)
+
+    def build_on_meta(self, manifest: Manifest) -> Any:
+        """Builds the value with tensors on the meta device; None for arrays and texts, which need data."""
+        if any(saved.kind == "ndarray" or saved.is_text for saved in self.leaves):
+            return None
+        specs = {saved.stored: torch_spec(manifest.by_name[saved.stored]) for saved in self.leaves}
+        tensors = {
+            name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in specs.items()
+        }
+        return self.build(StateDecoder(tensors))
+
+    def values(self) -> Iterator[SavedValue]:
+        """Yields the value itself."""
+        yield self
+
+    def is_already(self, value: Any) -> bool:
+        """Whether another value equals it, types included."""
+        if self.leaves:
+            return False
+        self.build(StateDecoder({}))  # raises if it is malformed
+        try:
+            from fastload.formats.encoder import encode_state  # which few loads need
+
+            structure = encode_state(value).structure
+        except OptionError:
+            return False
+        return json.dumps(structure) == json.dumps(self.node)
+
+
+class NewTuple(NamedTuple):
+    """A tuple of `into`, and the members to replace in it."""
+
+    members: tuple[Any, ...]
+    changes: Mapping[int, SavedValue | NewTuple]
+
+    def build(self, decoder: StateDecoder) -> Any:
+        """Builds the new tuple."""
+        members = list(self.members)
+        for index, change in self.changes.items():
+            members[index] = change.build(decoder)
+        kind = type(self.members)
+        return kind(*members) if hasattr(kind, "_fields") else kind(members)
+
+    def values(self) -> Iterator[SavedValue]:
+        """Yields the new members."""
+        for change in self.changes.values():
+            yield from change.values()
+
+    def is_already(self, value: Any) -> bool:
+        """Whether a tuple has these members already, types included."""
+        return all(change.is_already(value[index]) for index, change in self.changes.items())
+
+
+class Assignment(NamedTuple):
+    """A value to assign in a container of ``into=``."""
+
+    container: Any
+    key: Any
+    value: SavedValue | NewTuple
+
+
+class StatefulRestore(NamedTuple):
+    """An object of ``into=``, such as an optimizer, and the state for its ``load_state_dict``."""
+
+    where: str
+    target: Any
+    value: SavedValue
+
+
+class ModuleRestore(NamedTuple):
+    """A module of ``into=``, and the state dict for its ``load_state_dict``.
+
+    Attributes:
+        where: Its place in ``into=``.
+        module: The module.
+        own: Its tensors by name.
+        given: The state dict: tensors of the module, once they are loaded, and saved values.
+        derived: Names of its tensors that `load_state_dict` fills by itself.
+        metadata: ``_metadata`` of the state dict.
+    """
+
+    where: str
+    module: nn.Module
+    own: Mapping[str, TensorSlot]
+    given: Mapping[str, TensorSlot | SavedValue]
+    derived: Sequence[str]
+    metadata: SavedValue | None
+
+
+@dataclass
+class Pairs:
+    """The pairs, and what has no counterpart.
+
+    Attributes:
+        tensors: Saved tensors, each with one of `into`.
+        modules: Modules that need a call of ``load_state_dict``.
+        stateful: Other objects that have a ``load_state_dict``.
+        assignments: Values to replace.
+        unmatched: Tensors of `into` that were not saved, by name.
+        missing: Names in modules of other things that were not saved.
+        absent: Places in `into` of anything else that was not saved.
+        unexpected: Saved tensors that `into` lacks.
+        unexpected_values: Saved values that `into` lacks, by name.
+        unfilled: Modules with buffers on the meta device that no checkpoint holds.
+        mismatched: A line for each thing that is of another kind in the checkpoint.
+        left_out: Names of things in `into` that were saved for other ranks only.
+    """
+
+    tensors: list[tuple[SavedTensor, TensorSlot]] = field(default_factory=list)
+    modules: list[ModuleRestore] = field(default_factory=list)
+    stateful: list[StatefulRestore] = field(default_factory=list)
+    assignments: list[Assignment] = field(default_factory=list)
+    unmatched: list[tuple[str, TensorSlot]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+    unexpected: list[SavedTensor] = field(default_factory=list)
+    unexpected_values: dict[str, Any] = field(default_factory=dict)
+    unfilled: list[Unfilled] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def hold_more_than_tensors(self) -> bool:
+        """Whether a load calls the caller's code, or assigns values, after the tensors are read."""
+        return bool(self.modules or self.stateful or self.assignments or self.unfilled)
+
+    @property
+    def has_no_tensors(self) -> bool:
+        """Whether no tensor of the checkpoint is loaded."""
+        given = any(restore.given for restore in self.modules)
+        assigned = any(value.leaves for one in self.assignments for value in one.value.values())
+        return not (self.tensors or self.stateful or given or assigned)
+
+
 def pair(into: Any, manifest: Manifest, *, has_gaps: bool = False) -> Pairs:
-    """Pairs what a module, or a container, holds with what was saved.
+    """Pairs a module, or a container, with what was saved.
 
     Args:
         into: The module, or the container.
-        manifest: What was saved, as this rank is to see it.
-        has_gaps: Whether some of it was saved for other ranks only.
+        manifest: The checkpoint, with the structure for this rank.
+        has_gaps: Whether its structure has gaps.
 
     Raises:
-        OptionError: `into` is neither, two of its tensors would have the same name, or it takes more than
-            tensors, which is all that a checkpoint has that fastload did not save.
+        OptionError: `into` is something else, two of its tensors would have the same name, or it takes more
+            than tensors from a checkpoint that has nothing else.
         ManifestError: The structure of the checkpoint is malformed.
     """
     if isinstance(into, PerRank):
@@ -44,12 +213,12 @@ def pair(into: Any, manifest: Manifest, *, has_gaps: bool = False) -> Pairs:
         raise OptionError(f"into= is a {type(into).__name__}: pass a module, or a dict of tensors")
     walk = _Walk(manifest, has_gaps)
     if walk.is_named:
-        walk.pairs.left = [SavedTensor(entry.name, entry.name) for entry in manifest.tensors]
+        walk.pairs.unexpected = [SavedTensor(entry.name, entry.name) for entry in manifest.tensors]
     try:
         walk.root(into, _ABSENT if walk.is_named else manifest.structure)
     except RecursionError:
         raise OptionError("into= is nested too deeply, or contains itself") from None
-    if walk.is_named and (names := sorted(part.where for part in walk.pairs.parts)):
+    if walk.is_named and (names := sorted(part.where for part in walk.pairs.stateful)):
         raise OptionError(
             f"into= has {', '.join(names)}, but {manifest.url} holds tensors only: fastload did not save it"
         )
@@ -58,33 +227,33 @@ def pair(into: Any, manifest: Manifest, *, has_gaps: bool = False) -> Pairs:
 
 
 def _items_of(node: Any) -> Iterable[tuple[Any, Any]]:
-    """Returns keys and values of a dict, a list or a tuple; nothing of anything else."""
+    """Returns the keys and values of a dict, a list or a tuple; nothing for other objects."""
     if isinstance(node, Mapping):
         return node.items()
     return enumerate(node) if isinstance(node, list | tuple) else ()
 
 
 class _Walk:
-    """Goes down both sides at once."""
+    """Walks through `into` and the structure of the checkpoint at the same time."""
 
     def __init__(self, manifest: Manifest, has_gaps: bool) -> None:
         self.pairs = Pairs()
         self.is_named = manifest.structure is None
         self._manifest = manifest
-        self._unpaired_modules: list[tuple[str, str, nn.Module]] = []
+        self._modules_left: list[tuple[str, str, nn.Module]] = []
         self._holds: dict[int, bool] = {}
         self._depth = 0
         self._has_gaps = has_gaps
 
     def root(self, into: Any, node: Any) -> None:
-        """Pairs the whole of both sides."""
-        node = self._unless_elsewhere(node, "the state")
+        """Pairs both sides from their roots."""
+        node = self._unless_absent(node, "the state")
         if isinstance(into, nn.Module):
             self._module(into, node, "", "into")
             return
         below = self._below(node)
         if below is None:
-            self._leave_all(node, "")
+            self._add_unexpected(node, "")
         change = self._container(into, below or {}, "", "into")
         if change is not None:
             self._refuse_change(into, change, "into")
@@ -96,14 +265,14 @@ class _Walk:
 
     def _container(
         self, target: Any, below: dict[Any, tuple[str, Any]], name: str, where: str
-    ) -> Remade | None:
-        """Pairs what is in a dict, a list or a tuple; returns what is to stand in for a tuple."""
+    ) -> NewTuple | None:
+        """Pairs the members of a dict, a list or a tuple; returns the tuple that replaces a tuple, if any."""
         if self._depth >= MAX_DEPTH:
             raise OptionError(f"{where} is nested deeper than {MAX_DEPTH} levels")
         self._depth += 1
         prefix = f"{name}." if name else ""
         is_mutable = hasattr(target, "__setitem__")
-        changes: dict[Any, Value | Remade] = {}
+        changes: dict[Any, SavedValue | NewTuple] = {}
         for key, value in _items_of(target):
             # Named as it was saved: 1 finds 1.0, whose tensor is not that of "1".
             ending, child = below.pop(key) if key in below else (tensor_name("", key), _ABSENT)
@@ -111,77 +280,77 @@ class _Walk:
             if isinstance(value, PerRank):
                 holder, slot, value = vars(value), "value", value.value
             if isinstance(value, Tensor):
-                self._tensor(Leaf(value, holder, slot), child, prefix + ending)
+                self._tensor(TensorSlot(value, holder, slot), child, prefix + ending)
                 continue
             change = self._slot(value, child, prefix + ending, f"{where}[{key!r}]")
             if change is None:
                 continue
             if is_mutable or holder is not target:
-                self.pairs.puts.append(Put(holder, slot, change))
+                self.pairs.assignments.append(Assignment(holder, slot, change))
             elif isinstance(target, tuple):
                 changes[key] = change
             else:
                 self._refuse_change(value, change, f"{where}[{key!r}]")
         for ending, child in below.values():
-            self._leave_all(child, prefix + ending)
+            self._add_unexpected(child, prefix + ending)
         self._depth -= 1
-        return Remade(target, changes) if changes else None
+        return NewTuple(target, changes) if changes else None
 
-    def _slot(self, value: Any, node: Any, name: str, where: str) -> Value | Remade | None:
-        """Pairs what is no tensor; returns what is to be put in its place, if it cannot be filled itself."""
-        node = self._unless_elsewhere(node, name)
+    def _slot(self, value: Any, node: Any, name: str, where: str) -> SavedValue | NewTuple | None:
+        """Pairs anything but a tensor; returns the value to replace it with, if it is not loaded in place."""
+        node = self._unless_absent(node, name)
         if isinstance(value, nn.Module):
             self._module(value, node, name, where)
         elif hasattr(value, "load_state_dict"):
-            node = self._unless_elsewhere(node, name, whole=True)
+            node = self._unless_absent(node, name, whole=True)
             if node is _ABSENT and not self.is_named:
                 self.pairs.absent.append(where)
             else:
                 known = () if node is _ABSENT else leaves(node, name)
-                self.pairs.parts.append(
-                    Part(name if self.is_named else where, value, Value(node, name, known))
+                self.pairs.stateful.append(
+                    StatefulRestore(name if self.is_named else where, value, SavedValue(node, name, known))
                 )
         elif isinstance(value, Mapping | list | tuple) and self._holds_some(value):
             below = self._below(node)
             if below is not None:
                 return self._container(value, below, name, where)
             kind = type(value).__name__
-            self.pairs.wrong.append(f"{where}: into= has a {kind}, the checkpoint {_what(node)}")
-        elif (node := self._unless_elsewhere(node, name, whole=True)) is not _ABSENT:
-            return Value(node, name, leaves(node, name))
+            self.pairs.mismatched.append(f"{where}: into= has a {kind}, the checkpoint {_what(node)}")
+        elif (node := self._unless_absent(node, name, whole=True)) is not _ABSENT:
+            return SavedValue(node, name, leaves(node, name))
         elif not self.is_named:
             self.pairs.absent.append(where)
         return None
 
-    def _tensor(self, target: Leaf, node: Any, name: str) -> None:
+    def _tensor(self, target: TensorSlot, node: Any, name: str) -> None:
         if is_lazy(target.tensor):
             advice = "load into its module, or call that once with an example"
-            self.pairs.wrong.append(f"{name}: into= has a tensor without a shape yet: {advice}")
+            self.pairs.mismatched.append(f"{name}: into= has a tensor without a shape yet: {advice}")
             return
-        node = self._unless_elsewhere(node, name)
+        node = self._unless_absent(node, name)
         if node is _ABSENT:
-            self.pairs.lonely.append((name, target))
+            self.pairs.unmatched.append((name, target))
             return
         saved = leaf(node, name)
         if saved is None or saved.is_text:
-            self.pairs.wrong.append(f"{name}: into= has a tensor, the checkpoint {_what(node)}")
+            self.pairs.mismatched.append(f"{name}: into= has a tensor, the checkpoint {_what(node)}")
         else:
             self.pairs.tensors.append((saved, target))
 
     def _module(self, module: nn.Module, node: Any, name: str, where: str) -> None:
         if node is _ABSENT:
-            self._unpaired_modules.append((where, name, module))
+            self._modules_left.append((where, name, module))
             return
         below = children(node)
         if below is None:
-            self.pairs.wrong.append(f"{where}: into= has a module, the checkpoint {_what(node)}")
+            self.pairs.mismatched.append(f"{where}: into= has a module, the checkpoint {_what(node)}")
             return
         prefix = f"{name}." if name else ""
-        saved: dict[str, SavedTensor | Value] = {}
+        saved: dict[str, SavedTensor | SavedValue] = {}
         self._flatten(node, prefix, "", frozenset(extra_names(module)), saved)
         metadata = None
         if type(node) is dict and "state_dict" in node:
-            metadata = Value(node["state_dict"][1], f"{prefix}_metadata", ())
+            metadata = SavedValue(node["state_dict"][1], f"{prefix}_metadata", ())
         self._fit(where, prefix, module, saved, metadata)
 
     def _fit(
@@ -189,77 +358,82 @@ class _Walk:
         where: str,
         prefix: str,
         module: nn.Module,
-        saved: Mapping[str, SavedTensor | Value],
-        metadata: Value | None,
+        saved: Mapping[str, SavedTensor | SavedValue],
+        metadata: SavedValue | None,
     ) -> None:
-        """Pairs a module with what was saved of it, by the names in it."""
+        """Pairs a module with its saved state, by the names in the module."""
         reshard(module)
         own = dict(own_tensors(module))
         found = fit(
             module,
             own,
             {local: isinstance(one, SavedTensor) for local, one in saved.items()},
-            lambda local: Value.of(saved[local]).made_of_nothing(self._manifest),
-            {} if metadata is None else metadata.made(StateDecoder({})),
+            lambda local: SavedValue.of(saved[local]).build_on_meta(self._manifest),
+            {} if metadata is None else metadata.build(StateDecoder({})),
         )
-        given: dict[str, Leaf | Value] = {}
+        given: dict[str, TensorSlot | SavedValue] = {}
         for local, target in found.in_place.items():
             self.pairs.tensors.append((saved[local], own[target]))  # type: ignore[arg-type]
             given[local] = own[target]
         for local in found.fresh:
-            given[local] = Value.of(saved[local])
+            given[local] = SavedValue.of(saved[local])
         for local in found.missing:
             if local in own:
-                self.pairs.lonely.append((prefix + local, own[local]))
+                self.pairs.unmatched.append((prefix + local, own[local]))
             else:
                 self.pairs.missing.append(prefix + local)
         for local in found.unexpected:
             one = saved[local]
             if isinstance(one, SavedTensor):
-                self.pairs.left.append(one)
+                self.pairs.unexpected.append(one)
             else:
-                self._leave_all(one.node, one.name)
-        self.pairs.wrong += [f"{where}: {line}" for line in found.errors]
+                self._add_unexpected(one.node, one.name)
+        self.pairs.mismatched += [f"{where}: {line}" for line in found.errors]
         unfilled = find_unfilled(module, prefix, own)
         if unfilled is not None:
             self.pairs.unfilled.append(unfilled)
         if needs_call(module):
-            handover = Handover(where, module, own, given, found.derived, metadata)
-            self.pairs.handovers.append(handover)
+            restore = ModuleRestore(where, module, own, given, found.derived, metadata)
+            self.pairs.modules.append(restore)
 
     def _flatten(
-        self, node: Any, prefix: str, inner: str, extra: frozenset[str], saved: dict[str, SavedTensor | Value]
+        self,
+        node: Any,
+        prefix: str,
+        inner: str,
+        extra: frozenset[str],
+        saved: dict[str, SavedTensor | SavedValue],
     ) -> None:
-        """Collects what was saved of a module by its names there."""
+        """Collects the saved state of a module, by the names in the module."""
         for ending, child in (children(node) or {}).values():
             local = inner + ending
             found = None if local in extra else leaf(child, prefix + local)
-            if self._unless_elsewhere(child, prefix + local, whole=local in extra) is _ABSENT:
+            if self._unless_absent(child, prefix + local, whole=local in extra) is _ABSENT:
                 continue
             if local in saved:
-                self._leave_all(child, prefix + local)
+                self._add_unexpected(child, prefix + local)
             elif found is not None and not found.is_text:
                 saved[local] = found
             elif local not in extra and children(child):
                 self._flatten(child, prefix, f"{local}.", extra, saved)
             else:
-                saved[local] = Value(child, prefix + local, leaves(child, prefix + local))
+                saved[local] = SavedValue(child, prefix + local, leaves(child, prefix + local))
 
-    def _unless_elsewhere(self, node: Any, name: str, *, whole: bool = False) -> Any:
-        """Returns a node; not one that has nothing for this rank, nor, as a `whole`, has in part."""
+    def _unless_absent(self, node: Any, name: str, *, whole: bool = False) -> Any:
+        """Returns a node; `_ABSENT` if it, or with `whole` any part of it, has no value for this rank."""
         if node == NO_VALUE or (whole and self._has_gaps and has_gap(node)):
-            self.pairs.elsewhere.append(name)
+            self.pairs.left_out.append(name)
             return _ABSENT
         return node
 
-    def _leave_all(self, node: Any, name: str) -> None:
+    def _add_unexpected(self, node: Any, name: str) -> None:
         found = leaves(node, name)
-        self.pairs.left += found
+        self.pairs.unexpected += found
         if not found:
-            self.pairs.left_values[name] = node
+            self.pairs.unexpected_values[name] = node
 
     def _holds_some(self, value: Any) -> bool:
-        """Whether a container holds anything that is to be filled rather than replaced."""
+        """Whether a container holds anything that is loaded in place."""
         known = self._holds.get(id(value))
         if known is None:
             self._holds[id(value)] = False
@@ -272,47 +446,49 @@ class _Walk:
             self._holds[id(value)] = known
         return known
 
-    def _refuse_change(self, value: Any, change: Value | Remade, where: str) -> None:
-        """Notes that nothing can be put there, unless it is there already."""
+    def _refuse_change(self, value: Any, change: SavedValue | NewTuple, where: str) -> None:
+        """Reports a value that cannot be replaced, unless it is equal."""
         if not change.is_already(value):
-            self.pairs.wrong.append(f"{where}: into= has another value, in what cannot be changed")
+            self.pairs.mismatched.append(f"{where}: into= has another value, in what cannot be changed")
 
     # By names
 
     def pair_names(self) -> None:
-        """Pairs by name what no key leads to."""
+        """Pairs by name whatever is not paired by keys."""
         index: dict[str, SavedTensor] = {}
-        for saved in (saved for saved in self.pairs.left if not saved.is_text):
+        for saved in (saved for saved in self.pairs.unexpected if not saved.is_text):
             index.setdefault(saved.name, saved)
             index.setdefault(saved.own_name, saved)
-        left, self.pairs.left = self.pairs.left, []
-        lonely, self.pairs.lonely = self.pairs.lonely, []
+        left, self.pairs.unexpected = self.pairs.unexpected, []
+        unmatched, self.pairs.unmatched = self.pairs.unmatched, []
         taken: set[SavedTensor] = set()
         wanted: set[str] = set()
-        names = sorted(index) if self._unpaired_modules else []
-        for where, name, module in self._unpaired_modules:
+        names = sorted(index) if self._modules_left else []
+        for where, name, module in self._modules_left:
             prefix = f"{name}." if name else ""
             begin, end = bisect_left(names, prefix), bisect_left(names, f"{name}/") if name else len(names)
             here = [index[full] for full in names[begin:end] if index[full].name == full]
             taken.update(here)
-            found: dict[str, SavedTensor | Value] = {one.name.removeprefix(prefix): one for one in here}
+            found: dict[str, SavedTensor | SavedValue] = {one.name.removeprefix(prefix): one for one in here}
             for local in extra_names(module):
                 if local in found:
-                    found[local] = Value.of(found[local])
-                elif prefix + local in self.pairs.left_values:
-                    found[local] = Value(self.pairs.left_values.pop(prefix + local), prefix + local, ())
-            self._take(wanted, [prefix + local for local, _ in own_tensors(module)])
+                    found[local] = SavedValue.of(found[local])
+                elif prefix + local in self.pairs.unexpected_values:
+                    found[local] = SavedValue(
+                        self.pairs.unexpected_values.pop(prefix + local), prefix + local, ()
+                    )
+            self._check_names(wanted, [prefix + local for local, _ in own_tensors(module)])
             self._fit(where, prefix, module, found, None)
-        for name, target in lonely:
-            self._take(wanted, [name])
+        for name, target in unmatched:
+            self._check_names(wanted, [name])
             if name in index and index[name] not in taken:
                 taken.add(index[name])
                 self.pairs.tensors.append((index[name], target))
             else:
-                self.pairs.lonely.append((name, target))
-        self.pairs.left += [saved for saved in left if saved not in taken]
+                self.pairs.unmatched.append((name, target))
+        self.pairs.unexpected += [saved for saved in left if saved not in taken]
 
-    def _take(self, wanted: set[str], names: Sequence[str]) -> None:
+    def _check_names(self, wanted: set[str], names: Sequence[str]) -> None:
         for name in names:
             if name in wanted:
                 raise OptionError(f"into= has two tensors that would both be called {name!r}")

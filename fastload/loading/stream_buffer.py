@@ -1,4 +1,4 @@
-"""The tensors of a stream on their way: from the bytes that arrive to tensors that are complete, in order."""
+"""The buffer of a tensor stream: collects the bytes that arrive, and hands out complete tensors in order."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.geometry.box import row_major
 from fastload.geometry.dtensors import narrowed
 from fastload.geometry.extents import Extent, Space
-from fastload.loading.place import Destination, Placer, Sources
+from fastload.loading.targets import Destination, DestinationBuilder, TensorWriter
 from fastload.storage.local import Mapped
 
 _SMALL_PART = 4  # of the room for tensors on their way
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A tensor that is to be handed out.
+class StreamedTensor:
+    """A tensor to hand out.
 
     Attributes:
-        entry: The tensor of the checkpoint.
-        names: What it is handed out as: tied tensors have several names.
-        is_complex128: Whether it is stored as pairs of its real and imaginary parts.
+        entry: The tensor in the checkpoint.
+        names: Its names; tied tensors have several.
+        is_complex128: Whether it is stored as pairs of real and imaginary parts.
     """
 
     entry: TensorEntry
@@ -38,24 +38,23 @@ class Wanted:
 
 
 class StreamBuffer:
-    """Has memory for a tensor from when its first bytes come until it is handed out.
+    """Allocates each tensor when its first bytes arrive, and hands it out once it is complete.
 
-    Bytes are read or received right where they belong as long as the tensors on their way fit into some
-    room. Others are placed once it is their turn; what of a round has to wait until the tensors before it
-    were handed out stays in its buffer.
+    Bytes are read or received into their tensors, as long as the incomplete tensors fit into `room_bytes`.
+    Other bytes wait in the staging buffer of their round, until the tensors before them have been handed out.
 
     Args:
         manifest: The checkpoint.
-        wanted: In the order in which they are handed out.
-        device: Where the tensors live.
-        room_bytes: For the tensors on their way, in which one has room whatever its size.
-        mapped: The files, if tensors are handed out as views of them: no bytes are to come.
+        wanted: The tensors, in the order in which they are handed out.
+        device: Device of the tensors.
+        room_bytes: Memory for incomplete tensors. A single tensor always fits.
+        mapped: The mapped files, if tensors are views of them and no bytes arrive.
     """
 
     def __init__(
         self,
         manifest: Manifest,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[StreamedTensor],
         device: torch.device,
         room_bytes: int,
         mapped: MappedFiles | None = None,
@@ -73,7 +72,7 @@ class StreamBuffer:
         self._space = Space([Extent(0, 0, lengths[index]) for index in self._filled])
         self._left = lengths
         self._next = 0
-        self._held: dict[int, _Filling] = {}
+        self._filling: dict[int, _Filling] = {}
         self._waiting: deque[tuple[int, Tensor]] = deque()
         self._is_closed = False
 
@@ -84,24 +83,24 @@ class StreamBuffer:
 
     @property
     def extents(self) -> list[TensorEntry | Piece]:
-        """Where the bytes are that are to come, in the order of the tensors."""
+        """The byte ranges of the tensors, in their order."""
         return [extent for one in self._wanted for extent in _extents(one.entry)]
 
     def targets(self, start: int, nbytes: int, at_most: int) -> list[Tensor] | None:
-        """Returns host memory that a range belongs to, in pieces; None if it is to be placed."""
+        """Returns the host memory of a byte range, in pieces; None if it has to be placed."""
         pieces: list[Tensor] = []
         for index, begin, end in self._cut(start, nbytes):
             filling = None if self._is_closed else self._memory(index)
             if filling is None:
                 return None
-            targets = filling.placer.targets(begin, end - begin, at_most - len(pieces))
+            targets = filling.writer.targets(begin, end - begin, at_most - len(pieces))
             if targets is None:
                 return None
             pieces += targets
         return pieces
 
     def place(self, start: int, data: Tensor) -> None:
-        """Takes a range of what is wanted to its tensors, or keeps it for when they have memory."""
+        """Writes a byte range into its tensors, or keeps it until they have memory."""
         position = 0
         for index, begin, end in self._cut(start, data.numel()):
             piece = data[position : position + end - begin]
@@ -115,7 +114,7 @@ class StreamBuffer:
                 self._fill(index, filling, begin, piece)
 
     def settle(self) -> None:
-        """Returns once everything placed so far has left the buffers it came from."""
+        """Returns once all bytes placed so far have left their buffers."""
         if is_accelerator(self._device):
             synchronize(self._device)
 
@@ -123,7 +122,7 @@ class StreamBuffer:
         """Yields the tensors that a round has completed.
 
         Args:
-            in_place: (start, length) of what is wanted that came right to where it belongs.
+            in_place: (start, length) of byte ranges that were read or received into their tensors.
         """
         for start, nbytes in in_place:
             for index, begin, end in self._cut(start, nbytes):
@@ -139,13 +138,13 @@ class StreamBuffer:
             self._mapped.close()
 
     def close(self) -> None:
-        """Lets go of all that was not handed out: nobody will take it."""
+        """Drops all tensors that were not handed out."""
         self._is_closed = True
-        self._held.clear()
+        self._filling.clear()
         self._waiting.clear()
 
     def _take(self) -> Iterator[tuple[str, Tensor]]:
-        wanted, filling = self._wanted[self._next], self._held.pop(self._next, None)
+        wanted, filling = self._wanted[self._next], self._filling.pop(self._next, None)
         self._next += 1
         if self._mapped is not None:
             tensor = self._mapped.tensor(wanted.entry, 1 + wanted.is_complex128)
@@ -156,72 +155,72 @@ class StreamBuffer:
         *others, last = wanted.names
         for name in others:
             yield name, tensor
-        held = [tensor]
-        del tensor  # whoever takes it under its last name has it alone
-        yield last, held.pop()
+        alone = [tensor]
+        del tensor  # the caller has the only reference under its last name
+        yield last, alone.pop()
 
     def _place_next(self) -> None:
-        """Places what has waited longest, whether there is room or not: what came before it is gone."""
+        """Writes the bytes that have waited longest, room or not: all tensors before theirs are gone."""
         start, piece = self._waiting.popleft()
         for index, begin, _ in self._cut(start, piece.numel()):
-            self._fill(index, self._held.get(index) or self._hold(index), begin, piece)
+            self._fill(index, self._filling.get(index) or self._begin(index), begin, piece)
 
     def _fill(self, index: int, filling: _Filling, begin: int, piece: Tensor) -> None:
-        filling.placer.place(begin, piece)
+        filling.writer.place(begin, piece)
         self._left[index] -= piece.numel()
 
     def _memory(self, index: int) -> _Filling | None:
-        """Returns what a tensor is filled by; None if there is no room for it now."""
-        if (filling := self._held.get(index)) is not None:
+        """Returns the memory of a tensor; None if there is no room for it now."""
+        if (filling := self._filling.get(index)) is not None:
             return filling
-        held_bytes = sum(filling.nbytes for filling in self._held.values())
-        if self._held and held_bytes + self._wanted[index].entry.nbytes > self._room_bytes:
+        filling_bytes = sum(filling.nbytes for filling in self._filling.values())
+        if self._filling and filling_bytes + self._wanted[index].entry.nbytes > self._room_bytes:
             return None
-        return self._hold(index)
+        return self._begin(index)
 
-    def _hold(self, index: int) -> _Filling:
+    def _begin(self, index: int) -> _Filling:
         entry = self._wanted[index].entry
-        filling = self._held[index] = _Filling.of(self._manifest, entry, self._allocate(entry))
+        filling = self._filling[index] = _Filling.of(self._manifest, entry, self._allocate(entry))
         return filling
 
     def _allocate(self, entry: TensorEntry) -> Tensor:
         dtype, shape = torch_spec(entry)
-        # An allocator keeps what is small for the next tensor, which saves touching new pages. What is large
-        # goes back to the system with the tensor: kept, it would be more than this rank may use.
+        # The allocator reuses the memory of small tensors, which saves page faults. The memory of large ones
+        # returns to the system with the tensor, so that this rank stays within its limit.
         if self._device.type != "cpu" or entry.nbytes <= self._room_bytes // _SMALL_PART:
             return allocate(shape, dtype, self._device)
         return allocate_staging(entry.nbytes, pinned=False).view(dtype).view(shape)
 
     def _cut(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """Cuts a range of what is wanted into (index of the tensor, begin, end) in bytes of that."""
+        """Cuts a byte range at tensors: (index of the tensor, begin, end), in bytes of the tensor."""
         return ((self._filled[at], begin, end) for at, begin, end in self._space.cut(start, nbytes))
 
 
 @dataclass(frozen=True)
 class _Filling:
-    """A tensor that is being filled.
+    """An incomplete tensor.
 
     Attributes:
         tensor: The tensor.
-        placer: Takes bytes there.
-        copy: To be called once all have come.
+        writer: Writes its bytes.
+        copy: Called once all bytes are written.
     """
 
     tensor: Tensor
-    placer: Placer
+    writer: TensorWriter
     copy: Callable[[], None]
 
     @classmethod
     def of(cls, manifest: Manifest, entry: TensorEntry, tensor: Tensor) -> _Filling:
-        sources = Sources(manifest)
+        builder = DestinationBuilder(manifest)
         stored, _ = torch_spec(entry)
-        sources.add(entry, stored, tensor, None)
-        destinations = sources.destinations()
+        builder.add(entry, stored, tensor, None)
+        destinations = builder.build()
         if all(destination.runs is None for destination in destinations):
-            return cls(tensor, Placer(destinations), sources.copy)
-        # What lies between its elements comes, too.
+            return cls(tensor, TensorWriter(destinations), builder.copy)
+        # The bytes between its elements arrive, too.
         raw = [allocate((piece.nbytes,), torch.uint8, tensor.device) for piece in entry.pieces]
-        placer = Placer(
+        writer = TensorWriter(
             [
                 Destination(entry, torch.uint8, one, None, piece)
                 for one, piece in zip(raw, entry.pieces, strict=True)
@@ -233,14 +232,14 @@ class _Filling:
                 elements = one.view(stored).as_strided(box.sizes, strides or row_major(box.sizes))
                 narrowed(tensor, box).copy_(elements)
 
-        return cls(tensor, placer, copy)
+        return cls(tensor, writer, copy)
 
     @property
     def nbytes(self) -> int:
         return self.tensor.nbytes
 
     def finish(self) -> Tensor:
-        """Returns the tensor, complete."""
+        """Returns the complete tensor."""
         self.copy()
         return self.tensor
 
@@ -250,10 +249,10 @@ def _extents(entry: TensorEntry) -> Sequence[TensorEntry | Piece]:
 
 
 class MappedFiles:
-    """Files of a checkpoint in this process's memory, as they are; each until its last tensor is let go of.
+    """Mapped files of a checkpoint; each stays mapped while a tensor of it is alive.
 
     Args:
-        files: By their index in the manifest.
+        files: By index in the manifest.
     """
 
     def __init__(self, files: Mapping[int, Mapped]) -> None:
@@ -266,10 +265,10 @@ class MappedFiles:
 
         Args:
             entry: The tensor.
-            num_together: So many of its elements are to be taken for one, in the end.
+            num_together: Number of its elements that are viewed as one: 2 for complex numbers.
 
         Raises:
-            StorageError: Somebody has written to the file before.
+            StorageError: The file before it has changed.
         """
         dtype, shape = torch_spec(entry)
         if not entry.nbytes:
@@ -284,16 +283,16 @@ class MappedFiles:
         return raw.view(dtype).view(shape)
 
     def close(self) -> None:
-        """Lets go of the files, after the last tensor.
+        """Releases the files, after the last tensor.
 
         Raises:
-            StorageError: Somebody has written to the last one.
+            StorageError: The last file has changed.
         """
         self._leave()
         self._files.clear()
 
     def _leave(self) -> None:
-        """Lets go of a file; if it has changed, tensors of it may be older in some places than in others."""
+        """Releases a file, and checks that it has not changed: its tensors may be mixed otherwise."""
         self._bytes = torch.empty(0)
         if (file := self._files.pop(self._at, None)) is not None:
             file.check()

@@ -1,8 +1,8 @@
-"""A checkpoint as files to be copied byte for byte, cut into blocks. Pure: the same on every rank.
+"""The files to copy and their blocks. Pure: the same on every rank.
 
-The bytes of all files are cut into *stretches*, and each stretch every `block_bytes` from its first byte.
-Of a file that the commit record names, the header is a stretch and so is each tensor: its blocks are then
-the checksum blocks of the record. Any other file is one stretch.
+Files are cut into ranges, and each range into blocks of `block_bytes` from its first byte. In a file that the
+commit record names, the header and each tensor are a range, so that their blocks are the checksum blocks of
+the record. Any other file is one range.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fastload.geometry.blocks import Blocks
 from fastload.geometry.extents import Space
 
 
-class Stretch(NamedTuple):
+class FileRange(NamedTuple):
     """A byte range of one file whose blocks are counted from its first byte.
 
     Attributes:
         file: Index of the file.
         offset: First byte in the file.
         nbytes: Length in bytes; never 0.
-        checksums: The recorded checksum of each block, 8 bytes each; empty where nobody recorded any.
+        checksums: The recorded checksum of each block, 8 bytes each; empty without a record.
     """
 
     file: int
@@ -38,11 +38,11 @@ class Stretch(NamedTuple):
     checksums: bytes = b""
 
 
-class Run(NamedTuple):
-    """Blocks of one stretch that follow each other.
+class BlockRun(NamedTuple):
+    """Consecutive blocks of one range.
 
     Attributes:
-        first: The number of the first one.
+        first: Number of the first block.
         file: Index of their file.
         offset: First byte in the file.
         nbytes: Length in bytes.
@@ -56,24 +56,24 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Inventory:
-    """What is to be copied.
+    """The files to copy.
 
     Attributes:
-        files: Every file, in name order.
-        stretches: Their bytes, in order.
-        block_bytes: Length of a block; the last one of a stretch may be shorter.
-        identity: 16 hex digits, the same for the same checkpoint only.
+        files: All files, in name order.
+        file_ranges: Their bytes, in order.
+        block_bytes: Length of a block; the last block of a range may be shorter.
+        identity: 16 hex digits that identify the checkpoint.
     """
 
     files: tuple[FileEntry, ...]
-    stretches: tuple[Stretch, ...]
+    file_ranges: tuple[FileRange, ...]
     block_bytes: int
     identity: str
 
     @cached_property
     def blocks(self) -> Blocks:
-        """The blocks of all stretches."""
-        return Blocks(Space(self.stretches), self.block_bytes)
+        """The blocks of all ranges."""
+        return Blocks(Space(self.file_ranges), self.block_bytes)
 
     @cached_property
     def nbytes(self) -> int:
@@ -81,32 +81,31 @@ class Inventory:
         return sum(file.nbytes for file in self.files)
 
     def recorded(self, number: int) -> bytes:
-        """Returns the checksum that the commit record has for a block; empty if it has none."""
+        """Returns the recorded checksum of a block; empty without a record."""
         index = self.blocks.owner(number)
         begin = (number - self.blocks.firsts[index]) * CHECKSUM_BYTES
-        return self.stretches[index].checksums[begin : begin + CHECKSUM_BYTES]
+        return self.file_ranges[index].checksums[begin : begin + CHECKSUM_BYTES]
 
-    def lacking(self, held: bytes | bytearray) -> list[Run]:
-        """Returns what is not held, as maximal runs of blocks that cross no bound of a stretch.
+    def lacking(self, held: bytes | bytearray) -> list[BlockRun]:
+        """Returns the blocks that are not held, as maximal runs within ranges.
 
         Args:
             held: For each block, whether it is held.
-
         """
         runs = []
-        for stretch, (first, end) in zip(self.stretches, pairwise(self.blocks.firsts), strict=True):
+        for one, (first, end) in zip(self.file_ranges, pairwise(self.blocks.firsts), strict=True):
             begin = held.find(0, first, end)
             while begin >= 0:
                 stop = held.find(1, begin, end)
                 stop = end if stop < 0 else stop
-                offset = stretch.offset + (begin - first) * self.block_bytes
-                nbytes = min((stop - begin) * self.block_bytes, stretch.offset + stretch.nbytes - offset)
-                runs.append(Run(begin, stretch.file, offset, nbytes))
+                offset = one.offset + (begin - first) * self.block_bytes
+                nbytes = min((stop - begin) * self.block_bytes, one.offset + one.nbytes - offset)
+                runs.append(BlockRun(begin, one.file, offset, nbytes))
                 begin = held.find(0, stop, end)
         return runs
 
     def ranges(self, held: bytes | bytearray) -> dict[str, list[tuple[int, int]]]:
-        """Returns the bytes of the blocks that are held: name of the file → disjoint ranges."""
+        """Returns the bytes of the held blocks: name of the file → disjoint (begin, end)."""
         found: dict[str, list[tuple[int, int]]] = {}
         for run in self.lacking(held.translate(_INVERTED)):
             name, end = self.files[run.file].name, run.offset + run.nbytes
@@ -124,43 +123,43 @@ _INVERTED = bytes([1, 0, *range(2, 256)])
 def take_inventory(
     manifest: Manifest, others: Sequence[FileEntry], *, block_bytes: int, nonce: str
 ) -> Inventory:
-    """Lists what there is to copy.
+    """Returns the inventory of a checkpoint.
 
     Args:
         manifest: The checkpoint.
-        others: Its files that the manifest does not name.
-        block_bytes: Length of a block if the checkpoint has no commit record, which says it else.
-        nonce: Text for the identity; empty if the versions that storage tells say enough.
+        others: Files next to those of the manifest.
+        block_bytes: Length of a block, for a checkpoint without a commit record.
+        nonce: Text for the identity; empty if the files have versions that identify them.
     """
     block_bytes = manifest.block_bytes or block_bytes
     tensors: dict[str, list[TensorEntry]] = {file.name: [] for file in manifest.files}
     for entry in manifest.tensors:
         tensors[manifest.files[entry.file].name].append(entry)
     files = sorted((*manifest.files, *others), key=lambda file: file.name)
-    stretches: list[Stretch] = []
+    file_ranges: list[FileRange] = []
     for number, file in enumerate(files):
-        stretches += _cut(number, file, tensors.get(file.name, ()), block_bytes)
+        file_ranges += _cut(number, file, tensors.get(file.name, ()), block_bytes)
     recorded = {file.name for file in manifest.files} if manifest.block_bytes else set()
     facts = [[file.name, file.nbytes, "" if file.name in recorded else file.version] for file in files]
     text = json.dumps([facts, manifest.record_digest, block_bytes, nonce])
-    return Inventory(tuple(files), tuple(stretches), block_bytes, xxhash.xxh3_64_hexdigest(text.encode()))
+    return Inventory(tuple(files), tuple(file_ranges), block_bytes, xxhash.xxh3_64_hexdigest(text.encode()))
 
 
-def _cut(number: int, file: FileEntry, tensors: Sequence[TensorEntry], block_bytes: int) -> list[Stretch]:
+def _cut(number: int, file: FileEntry, tensors: Sequence[TensorEntry], block_bytes: int) -> list[FileRange]:
     if not file.checksums:
-        return [Stretch(number, 0, file.nbytes)] if file.nbytes else []
-    whole = [entry for entry in tensors if entry.nbytes]
-    stretches = [Stretch(number, 0, whole[0].offset)]
+        return [FileRange(number, 0, file.nbytes)] if file.nbytes else []
+    tensors = [entry for entry in tensors if entry.nbytes]
+    file_ranges = [FileRange(number, 0, tensors[0].offset)]
     begin = 0
-    for entry in whole:
+    for entry in tensors:
         end = begin + -(-entry.nbytes // block_bytes) * CHECKSUM_BYTES
-        stretches.append(Stretch(number, entry.offset, entry.nbytes, file.checksums[begin:end]))
+        file_ranges.append(FileRange(number, entry.offset, entry.nbytes, file.checksums[begin:end]))
         begin = end
-    return stretches
+    return file_ranges
 
 
 def as_ranges(held: bytes | bytearray) -> list[tuple[int, int]]:
-    """Writes flags as ranges (first, end) of those that are set."""
+    """Returns the ranges (first, end) of flags that are set."""
     ranges = []
     begin = held.find(1)
     while begin >= 0:
@@ -175,8 +174,8 @@ def held_by_all(hosts: Sequence[Sequence[tuple[int, int]]], num_blocks: int) -> 
     """Returns, for each block, whether every host has it.
 
     Args:
-        hosts: The blocks that each host has, as ranges (first, end).
-        num_blocks: How many there are.
+        hosts: The blocks of each host, as ranges (first, end).
+        num_blocks: Number of blocks.
     """
     held = bytearray(b"\1" * num_blocks)
     for ranges in hosts:

@@ -1,4 +1,4 @@
-"""What is to be staged: all files of a directory, the checkpoint's and those beside them; or one file."""
+"""The files to stage: all files of a directory, those next to the checkpoint's included; or one file."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ _NO_PART = frozenset(("", SAVING_NAME, STAGED_NAME))
 
 
 def as_folder(manifest: Manifest) -> Manifest:
-    """Returns the manifest as it will be in the directory of a copy: a file by itself has its name there.
+    """Returns the manifest of the copy: a single file has its name in the directory of the copy.
 
     Raises:
-        OptionError: The checkpoint has directories, which a flat one cannot hold; or the file's name is none
-            that a copy can have.
+        OptionError: The checkpoint has subdirectories, or the name of the file is reserved.
     """
     names = [file.name for file in manifest.files]
     if nested := [name for name in names if "/" in name]:
@@ -38,12 +37,12 @@ def as_folder(manifest: Manifest) -> Manifest:
 
 
 def at_source(manifest: Manifest, files: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
-    """Returns files of a copy under the names that they are read by, where one by itself has none."""
+    """Returns the files of a copy by their names at the source; a single file has none there."""
     return manifest.files if _is_file(manifest) else files
 
 
 def copied_to(manifest: Manifest, folder: str) -> str:
-    """Returns where in the directory of a copy the checkpoint is: the path to load."""
+    """Returns the path to load a copy from."""
     return posixpath.join(folder, _last_name(manifest.url)) if _is_file(manifest) else folder
 
 
@@ -57,7 +56,7 @@ def _last_name(url: str) -> str:
 
 
 def list_others(storage: PatientStorage, manifest: Manifest) -> list[FileEntry]:
-    """Lists the files directly below the root that the manifest does not name."""
+    """Returns the files directly below the root that the manifest does not name."""
     named = {file.name for file in manifest.files}
     names = sorted(set(storage.list() or ()) - named - _NO_PART)
     if bad := [name for name in names if not is_plain_path(name) or "/" in name]:
@@ -67,13 +66,13 @@ def list_others(storage: PatientStorage, manifest: Manifest) -> list[FileEntry]:
 
 
 def essence(manifest: Manifest) -> str:
-    """Returns a digest of all but where and which very files they are."""
+    """Returns a digest of everything but the URL and the versions of files."""
     files = tuple(replace(file, version="") for file in manifest.files)
     return replace(manifest, url="", files=files).digest()
 
 
 def changed(access: Access, files: Sequence[FileEntry]) -> str:
-    """Says which file is not, here and now, what it was on the rank that listed them; empty if none."""
+    """Returns which file differs from the one that the first reader listed; empty if none does."""
     for file in files:
         found = access.storage.stat(file.name)
         if found is None or (found.nbytes, found.version) != (file.nbytes, file.version):

@@ -1,6 +1,6 @@
-"""One staging, on all ranks of a group: list → take stock → read → exchange → write → publish.
+"""Stages a checkpoint on all ranks of a group: list → take stock → read → exchange → write → publish.
 
-One rank of each host, its leader, works for it: a copy is needed once on a host, so each byte enters it once.
+One rank of each host, its leader, makes the copy, so that each byte enters a host once.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from fastload.geometry.blocks import Block
 from fastload.loading.access import Access
 from fastload.options import StageOptions
 from fastload.report import StageRankReport, StageReport
-from fastload.staging.inventory import Inventory, Run, as_ranges, held_by_all, take_inventory
-from fastload.staging.place_files import BlockCheck, FilePlacer
+from fastload.staging.inventory import BlockRun, Inventory, as_ranges, held_by_all, take_inventory
 from fastload.staging.source import as_folder, at_source, changed, copied_to, essence, list_others
 from fastload.staging.stock import Stock, receipt_of, take_stock
+from fastload.staging.write_files import BlockCheck, FileWriter
 from fastload.storage import PatientStorage
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_copy import LocalCopy
@@ -45,18 +45,18 @@ from fastload.transfer.transport import Transport
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_BLOCK_BYTES = 1 << 20  # where no commit record says it
+_BLOCK_BYTES = 1 << 20  # without a commit record
 
 
 @dataclass(frozen=True)
 class _Leaders:
-    """Who works for whom.
+    """The leaders of the hosts.
 
     Attributes:
         notes: Why a rank cannot read, by rank.
-        all: One rank of each host, ascending.
-        own: That of this rank's host.
-        able: Those of them that can read.
+        all: All leaders, ascending.
+        own: The leader of this rank's host.
+        able: The leaders that can read.
     """
 
     notes: Mapping[int, str]
@@ -66,25 +66,25 @@ class _Leaders:
 
 
 @dataclass(frozen=True)
-class _Lack:
-    """What is to be copied.
+class _Missing:
+    """The bytes to copy.
 
     Attributes:
-        wholes: The leaders of the hosts that have a whole copy.
-        runs: The bytes that some host lacks.
+        complete: Leaders of the hosts that have a complete copy.
+        runs: The blocks that some host lacks.
     """
 
-    wholes: tuple[int, ...]
-    runs: tuple[Run, ...]
+    complete: tuple[int, ...]
+    runs: tuple[BlockRun, ...]
 
 
 @dataclass(frozen=True)
 class _Moved:
-    """What this rank has done.
+    """The outcome of the copy on this rank.
 
     Attributes:
-        digest: One digest of all bytes, the same on all hosts.
-        receipt: What the copy says of what was written to it; None if this rank has written nothing.
+        digest: A digest of all bytes, the same on all hosts.
+        receipt: The receipt of the copy for its writes; None if this rank has written nothing.
         report: The report of this rank.
     """
 
@@ -99,8 +99,8 @@ class Stage:
     Args:
         world: The ranks.
         access: The checkpoint.
-        path: Where each host is to have its copy.
-        options: How.
+        path: The directory of the copy on each host.
+        options: How to stage.
         began: `time.perf_counter` of the call.
     """
 
@@ -114,7 +114,7 @@ class Stage:
         self._began = began
         self._what = f"staging {access.manifest.url} to {path}"
         self._header_bytes = access.storage.bytes_read
-        # What is to be let go of, however this ends.
+        # Released at the end, whatever the outcome.
         self._copy: LocalCopy | None = None
         self._stock = Stock.nothing(0)
         self._job: _Job | None = None
@@ -124,26 +124,26 @@ class Stage:
         """Returns once every host has its copy.
 
         Raises:
-            FastloadError: Some host has none; what was done so far is kept for the next try.
+            FastloadError: A host has none. The next attempt resumes.
         """
         try:
             with self._world.together():
                 inventory = self._list(as_folder(self._access.manifest))
                 leaders = self._elect(inventory)
-                lack = self._prepare(inventory, leaders)
-                moved = self._move(inventory, leaders, lack)
+                missing = self._prepare(inventory, leaders)
+                moved = self._move(inventory, leaders, missing)
                 return self._publish(inventory, leaders, moved)
         finally:
-            self._let_go()
+            self._release()
 
     def _list(self, manifest: Manifest) -> Inventory:
-        """Settles what there is to copy, which the first rank that sees it says."""
+        """Lists the files to copy, as the first rank that sees them does."""
         storage = self._access.storage
 
         def look() -> bytes:
             others = list_others(storage, manifest)
             weak = others if manifest.block_bytes else [*manifest.files, *others]
-            # Where storage tells no versions, nothing can be known to be the same the next time.
+            # Files without versions cannot be recognized by the next attempt.
             nonce = new_token() if any(not file.version for file in weak) else ""
             return json.dumps([[[f.name, f.nbytes, f.version] for f in others], nonce]).encode()
 
@@ -154,7 +154,7 @@ class Stage:
         return take_inventory(manifest, others, block_bytes=block_bytes, nonce=nonce)
 
     def _elect(self, inventory: Inventory) -> _Leaders:
-        """Chooses the leader of each host: one that can read, if there is one."""
+        """Chooses the leader of each host: a rank that can read, if there is one."""
         access, world = self._access, self._world
         known = set(access.manifest.files)
         others = [file for file in at_source(self._access.manifest, inventory.files) if file not in known]
@@ -174,17 +174,16 @@ class Stage:
         own = leaders[access.hosts[world.rank]]
         return _Leaders(notes, chosen, own, tuple(rank for rank in chosen if rank in able))
 
-    def _prepare(self, inventory: Inventory, leaders: _Leaders) -> _Lack:
-        """Finds out what each host has already, and makes room for the rest."""
+    def _prepare(self, inventory: Inventory, leaders: _Leaders) -> _Missing:
+        """Finds the blocks that each host has already, and makes room for the others."""
         world = self._world
 
         def prepare() -> dict[str, Any]:
             if world.rank != leaders.own:
                 return {}
             self._copy, self._stock = take_stock(world, inventory, self._path, self._options)
-            whole = self._copy is None
             place = self._copy.data_path if self._copy is not None else self._path
-            return {"whole": whole, "held": as_ranges(self._stock.held), "place": place}
+            return {"complete": self._copy is None, "held": as_ranges(self._stock.held), "place": place}
 
         stocks = world.agree(f"preparing to stage to {self._path}", prepare)
         here = stocks[leaders.own]
@@ -198,18 +197,18 @@ class Stage:
                 )
 
         world.agree(f"joining the staging to {self._path}", join)
-        wholes = tuple(rank for rank in leaders.all if stocks[rank]["whole"])
-        lacking = [stocks[rank]["held"] for rank in leaders.all if not stocks[rank]["whole"]]
-        return _Lack(wholes, tuple(inventory.lacking(held_by_all(lacking, len(inventory.blocks)))))
+        complete = tuple(rank for rank in leaders.all if stocks[rank]["complete"])
+        lacking = [stocks[rank]["held"] for rank in leaders.all if not stocks[rank]["complete"]]
+        return _Missing(complete, tuple(inventory.lacking(held_by_all(lacking, len(inventory.blocks)))))
 
-    def _move(self, inventory: Inventory, leaders: _Leaders, lack: _Lack) -> _Moved:
-        """Moves the data, and settles on all ranks whether all hosts have it."""
+    def _move(self, inventory: Inventory, leaders: _Leaders, missing: _Missing) -> _Moved:
+        """Moves the data, and agrees with all ranks that all hosts have them."""
         world, leads = self._world, self._world.rank == leaders.own
 
         def prepare() -> list[Any]:
-            plan, offer = self._plan(inventory, leaders, lack), None
-            if leads and lack.runs:
-                self._job = self._open(inventory, leaders, lack, plan)
+            plan, offer = self._plan(inventory, leaders, missing), None
+            if leads and missing.runs:
+                self._job = self._open(inventory, leaders, missing, plan)
                 offer = self._job.transport.offer()
             return [{"files": inventory.identity, "plan": plan.digest()}, offer]
 
@@ -226,7 +225,7 @@ class Stage:
                 self._job.pipeline.run()
             if self._copy is not None:
                 began = time.perf_counter()
-                probing = world.rank in leaders.able and not lack.wholes
+                probing = world.rank in leaders.able and not missing.complete
                 receipts.append(
                     self._in_background(partial(self._finish, self._copy, inventory, probing=probing))
                 )
@@ -237,25 +236,25 @@ class Stage:
         digests = {f"rank {rank} on {world.hosts[rank]}": found[rank] for rank in leaders.all}
         if len(set(digests.values())) > 1:
             raise ChecksumError(f"{self._what}: the hosts received different bytes: {digests}")
-        report = self._report_rank(leaders, sum(flush_s), fed=bool(lack.wholes))
+        report = self._report_rank(leaders, sum(flush_s), fed=bool(missing.complete))
         return _Moved(found[leaders.own], receipts[0] if receipts else None, report)
 
-    def _plan(self, inventory: Inventory, leaders: _Leaders, lack: _Lack) -> TransferPlan:
-        """Whoever has a copy feeds those who have none; else those who can read do."""
+    def _plan(self, inventory: Inventory, leaders: _Leaders, missing: _Missing) -> TransferPlan:
+        """Plans the rounds. Hosts with a complete copy supply it; else the leaders that can read do."""
         return plan_transfer(
-            lack.runs,
-            Supply(lack.wholes or leaders.able),
+            missing.runs,
+            Supply(missing.complete or leaders.able),
             Demand(leaders.all),
             staging_bytes=self._options.staging_bytes,
             chunk_bytes=self._options.chunk_bytes,
             block_bytes=inventory.block_bytes,
-            contiguous=self._access.is_mounted and not lack.wholes,
+            contiguous=self._access.is_mounted and not missing.complete,
         )
 
-    def _open(self, inventory: Inventory, leaders: _Leaders, lack: _Lack, plan: TransferPlan) -> _Job:
+    def _open(self, inventory: Inventory, leaders: _Leaders, missing: _Missing, plan: TransferPlan) -> _Job:
         world, options = self._world, self._options
         storage = self._access.storage
-        if lack.wholes:
+        if missing.complete:
             storage = PatientStorage(
                 LocalStorage(self._path, options.io),
                 retries=options.retries,
@@ -267,29 +266,29 @@ class Stage:
             ranks_on_host=1,
             in_order=storage.in_order,
         )
-        files = inventory.files if lack.wholes else at_source(self._access.manifest, inventory.files)
+        files = inventory.files if missing.complete else at_source(self._access.manifest, inventory.files)
         reader = ChunkReader(storage, files, threads=threads, verifier=None, on_damage=refuse)
         check = BlockCheck(inventory, partial(self._read_again, inventory), verify=options.verify)
-        placer = FilePlacer(
+        writer = FileWriter(
             world,
             inventory,
-            lack.runs,
+            missing.runs,
             self._copy,
             stock=self._stock,
             check=check,
             num_threads=options.write_threads,
         )
         transport = open_transport(world, plan, order=leaders.all, machines=range(world.size))
-        buffers = Buffers(plan, world.rank, transport, placer)
-        pipeline = Pipeline(world, plan, reader, transport, placer, buffers, options.progress)
-        return _Job(storage, reader, check, placer, transport, pipeline)
+        buffers = Buffers(plan, world.rank, transport, writer)
+        pipeline = Pipeline(world, plan, reader, transport, writer, buffers, options.progress)
+        return _Job(storage, reader, check, writer, transport, pipeline)
 
     def _read_again(self, inventory: Inventory, block: Block, buffer: memoryview) -> None:
         file = at_source(self._access.manifest, inventory.files)[block.file]
         self._access.storage.read_into(file.name, block.offset, [buffer], file.version)
 
     def _finish(self, copy: LocalCopy, inventory: Inventory, *, probing: bool) -> Mapping[str, Any]:
-        """Makes the copy durable, and looks at it and its original once more; returns the copy's receipt."""
+        """Makes the copy durable, and compares it with its original; returns its receipt."""
         receipt = copy.flush()
         probing = probing and self._access.storage.probes
         if probing and (change := changed(self._access, at_source(self._access.manifest, inventory.files))):
@@ -327,17 +326,17 @@ class Stage:
             note=job.pipeline.drop_out or own.note,
             bytes_fed=job.storage.bytes_read if fed else 0,
             bytes_received=job.pipeline.received_bytes,
-            bytes_written=job.placer.written.total,
+            bytes_written=job.writer.written.total,
             bytes_verified=job.check.verified.total,
             read_s=read_s,
             exchange_s=exchange_s,
-            write_s=job.placer.watch.seconds,
+            write_s=job.writer.watch.seconds,
             peak_staging_bytes=job.pipeline.buffer_bytes,
             retries=own.retries + job.check.rereads.total,
         )
 
     def _publish(self, inventory: Inventory, leaders: _Leaders, moved: _Moved) -> StageReport:
-        """Makes the copies exist."""
+        """Publishes the copies."""
 
         def publish() -> dict[str, Any]:
             if self._copy is not None and moved.receipt is not None:
@@ -359,13 +358,13 @@ class Stage:
             ranks=tuple(StageRankReport(**rank) for rank in ranks),
         )
 
-    def _let_go(self) -> None:
-        """Ends the threads, and leaves what was copied for the next try, if anything was."""
+    def _release(self) -> None:
+        """Ends the threads. Keeps an incomplete copy for the next attempt, if it has any block."""
         ended, job, self._job = True, self._job, None
         if job is not None:
             job.pipeline.close()
             job.reader.stop()
-            ended = job.placer.close()
+            ended = job.writer.close()
             job.reader.at_end(self._access.storage.close)
             if job.storage is not self._access.storage:
                 job.reader.at_end(job.storage.close)
@@ -375,17 +374,17 @@ class Stage:
             self._access.storage.close()
         ended &= self._flusher.close(wait_s=min(1.0, self._world.grace_s))
         if self._copy is not None and ended:
-            # A write that hangs keeps its descriptor: the number of a closed one may soon be another file.
+            # A write that hangs needs its descriptor: the number of a closed one may soon be another file's.
             (self._copy.close if any(self._stock.held) else self._copy.abort)()
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What moves the data of one leader."""
+    """The parts that move the data of one leader."""
 
     storage: PatientStorage
     reader: ChunkReader
     check: BlockCheck
-    placer: FilePlacer
+    writer: FileWriter
     transport: Transport
     pipeline: Pipeline

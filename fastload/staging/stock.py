@@ -1,4 +1,4 @@
-"""What a host has of a checkpoint already: a whole copy, a part that a dead process left, or nothing."""
+"""The blocks that a host has already: in a complete copy, or in one that a killed process left."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _FILE_BYTES = 2048  # of each, whatever its name
 
 @dataclass
 class Stock:
-    """What a host has.
+    """The blocks on a host.
 
     Attributes:
-        held: For each block, whether it is there.
-        checksums: For each block that is, its checksum, 8 bytes each.
-        kept: The bytes that were there from the beginning: name of the file → disjoint ranges.
-        damaged: Whether there is a copy of this checkpoint that is not as it was.
+        held: For each block, whether the host has it.
+        checksums: For each of these, its checksum, 8 bytes each.
+        kept: The bytes of earlier attempts: name of the file → disjoint (begin, end).
+        damaged: Whether there is a copy of this checkpoint that is damaged.
     """
 
     held: bytearray
@@ -51,41 +51,41 @@ class Stock:
 
     @classmethod
     def nothing(cls, num_blocks: int) -> Stock:
-        """Returns the stock of a host that has nothing."""
+        """Returns the stock of a host without any block."""
         return cls(bytearray(num_blocks), bytearray(num_blocks * CHECKSUM_BYTES))
 
     def note(self, number: int, digest: bytes) -> None:
-        """Notes that a block is there, with its checksum."""
+        """Adds a block with its checksum."""
         self.checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES] = digest
         self.held[number] = 1
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that were there from the beginning."""
+        """Bytes of earlier attempts."""
         return sum(end - begin for ranges in self.kept.values() for begin, end in ranges)
 
 
 def take_stock(
     world: World, inventory: Inventory, path: str, options: StageOptions
 ) -> tuple[LocalCopy | None, Stock]:
-    """Looks at what is at a path, and makes room beside it for what is not.
+    """Finds the blocks of a copy, and makes room next to it for the others.
 
     Args:
-        world: The ranks; the others wait as long as this one gets on.
-        inventory: What is to be there.
-        path: Where.
-        options: Whether to look at every byte, and to replace another checkpoint.
+        world: The ranks; the others wait while this one makes progress.
+        inventory: The files to copy.
+        path: The directory of the copy.
+        options: Whether to verify the blocks, and to replace another checkpoint.
 
     Returns:
-        Where to write what is lacking, None if the copy is whole; and what is there.
+        The copy to write to, None if it is complete; and the blocks that the host has.
 
     Raises:
-        CheckpointExists: There is something else, which is not to be replaced.
-        StorageError: There is no room, or no permission.
+        CheckpointExists: Something else is at the path, and `StageOptions.overwrite` is off.
+        StorageError: The disk is full, or permission is missing.
     """
     stock = Stock.nothing(len(inventory.blocks))
     if (checksums := _read_receipt(inventory, path)) is not None:
-        if _is_whole(world, inventory, path, checksums, options):
+        if _is_complete(world, inventory, path, checksums, options):
             held = bytearray(b"\1" * len(inventory.blocks))
             return None, Stock(held, bytearray(checksums), inventory.ranges(held))
         stock.damaged = True
@@ -106,11 +106,11 @@ def take_stock(
 
 
 def receipt_of(inventory: Inventory, stock: Stock, files: Sequence[Mapping[str, Any]]) -> bytes:
-    """Returns what tells the next one that a copy is whole, or how it differs from what it was.
+    """Returns the receipt of a complete copy, by which the next call recognizes it.
 
     Args:
-        inventory: What was copied.
-        stock: What is there, all of it.
+        inventory: The files of the copy.
+        stock: All of its blocks.
         files: Name, size and time of each file.
     """
     receipt = {"identity": inventory.identity, "checksums": stock.checksums.hex(), "files": list(files)}
@@ -118,7 +118,7 @@ def receipt_of(inventory: Inventory, stock: Stock, files: Sequence[Mapping[str, 
 
 
 def _read_receipt(inventory: Inventory, path: str) -> bytes | None:
-    """Returns the checksums of a copy of this checkpoint; None if there is none, or of another one."""
+    """Returns the checksums in the receipt of a copy; None without one, or for another checkpoint."""
     storage = LocalStorage(path)
     try:
         stat = storage.stat(STAGED_NAME)
@@ -135,16 +135,18 @@ def _read_receipt(inventory: Inventory, path: str) -> bytes | None:
     return checksums if same and len(checksums) == CHECKSUM_BYTES * len(inventory.blocks) else None
 
 
-def _is_whole(world: World, inventory: Inventory, path: str, checksums: bytes, options: StageOptions) -> bool:
+def _is_complete(
+    world: World, inventory: Inventory, path: str, checksums: bytes, options: StageOptions
+) -> bool:
     storage = LocalStorage(path, options.io)
     try:
         stats = ((file, storage.stat(file.name)) for file in inventory.files)
-        whole = all(stat is not None and stat.nbytes == file.nbytes for file, stat in stats)
+        is_complete = all(stat is not None and stat.nbytes == file.nbytes for file, stat in stats)
     except StorageError:
-        whole = False
-    if not whole or not options.verify:
+        is_complete = False
+    if not is_complete or not options.verify:
         storage.close()
-        return whole
+        return is_complete
     noted = {
         number: checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES]
         for number in range(len(inventory.blocks))
@@ -155,10 +157,7 @@ def _is_whole(world: World, inventory: Inventory, path: str, checksums: bytes, o
 def _prove(
     world: World, inventory: Inventory, storage: LocalStorage, noted: Mapping[int, bytes]
 ) -> list[int]:
-    """Reads blocks; returns the numbers of those that have the checksums noted and recorded of them.
-
-    Closes the storage.
-    """
+    """Reads blocks; returns those with the noted and recorded checksums. Closes the storage."""
     workers = Workers(min(_NUM_PROVERS, len(noted)), "fastload-prove")
     try:
         works: deque[Future[list[int]]] = deque(
@@ -168,11 +167,11 @@ def _prove(
         late = partial(StorageError, "reading did not end in time", url=storage.url)
         proven: list[int] = []
         while works:
-            # No frame here keeps it: else error → traceback → frame → work → error would be a cycle.
+            # No frame refers to it: error → traceback → frame → work → error would be a cycle.
             numbers = world.await_work(works.popleft(), late)
             proven += numbers
     except BaseException:
-        workers.close(wait_s=0.0)  # its reads need the storage still
+        workers.close(wait_s=0.0)  # its reads still need the storage
         raise
     workers.close(wait_s=1.0)
     storage.close()
@@ -180,7 +179,7 @@ def _prove(
 
 
 def _batches(inventory: Inventory, numbers: Mapping[int, bytes]) -> Iterator[list[Block]]:
-    """Yields blocks that follow each other in a file, several at a time."""
+    """Yields batches of consecutive blocks of a file."""
     batch: list[Block] = []
     nbytes = 0
     for block in map(inventory.blocks.__getitem__, sorted(numbers)):
@@ -205,7 +204,7 @@ def _prove_batch(
         storage.read_into(inventory.files[batch[0].file].name, batch[0].offset, [data])
     except StorageError as error:
         _log.info("%s", error)
-        return []  # whatever keeps it from being read: it is copied again
+        return []  # blocks that cannot be read are copied again
     proven, position = [], 0
     for block in batch:
         found = checksum(data[position : position + block.nbytes])

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 import fastload
 from fastload.comm import group
 from fastload.errors import PeerError
-from fastload.loading import access, load
+from fastload.loading import access, prepare, session
+from fastload.loading.match import LoadRequest
 from fastload.storage.local import LocalStorage
 from fastload.transfer.buffers import Buffers
 from fastload.transfer.host_transport import HostTransport
@@ -113,8 +114,8 @@ def die(signum: signal.Signals) -> None:
 
 
 # Where a rank can be hit, in the order of a load. Each takes what to do there and changes this process.
-# Loads where ranks want different bytes also have: requests, routes (the plan), pack, rest (what broken
-# readers left).
+# Loads where ranks want different bytes also have: claims, routes (the plan), pack, rest (that broken readers
+# left).
 
 STAGES = (
     "start", "open", "headers", "compare", "prepare", "connect", "read", "exchange", "place", "first",
@@ -145,15 +146,15 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
         monkeypatch.setattr(access, "_files_seen", lambda storage: "")  # else there is nothing to compare
         before(access, "_difference")
     elif stage == "prepare":
-        before(load, "match")
+        before(LoadRequest, "match")
     elif stage == "requests":
-        before(load, "_request")
+        before(prepare, "request_of")
     elif stage == "routes":
-        before(load, "plan_routes")
+        before(prepare, "plan_routes")
     elif stage == "pack":
         before(Buffers, "_pack")
     elif stage == "rest":
-        before(load, "_open_rest")
+        before(prepare, "_open_rest")
     elif stage == "connect":
         before(Pipeline, "run")
     elif stage == "read":
@@ -170,6 +171,6 @@ def strike(monkeypatch: pytest.MonkeyPatch, stage: str, act: Callable[[], None])
     elif stage == "last":
         before(Pipeline, "_finish", lambda self, plan, index, work: index == plan.num_rounds - 1)
     elif stage == "gather":
-        before(load, "_report_rank")
+        before(session, "_report_rank")
     else:
         raise AssertionError(stage)

@@ -24,7 +24,7 @@ import fastload
 from fastload.base.threads import background
 from fastload.comm import shared_memory
 from fastload.errors import PeerError, StorageError
-from fastload.loading import place
+from fastload.loading import targets
 from fastload.storage.local import LocalStorage
 from fastload.transfer import host_transport, transport
 from tests.dist import faults
@@ -381,7 +381,7 @@ def kept_after_failure(rank: int, world: int, path: Path, what: str) -> None:
         (transport, "allocate_staging"),
         (host_transport, "allocate_staging"),
         (shared_memory, "_map"),
-        (place, "allocate"),
+        (targets, "allocate"),
     ):
         real = getattr(owner, name)
 

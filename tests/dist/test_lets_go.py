@@ -22,8 +22,9 @@ from torch import nn
 import fastload
 from fastload.comm import shared_memory
 from fastload.errors import FastloadError, StorageError
-from fastload.loading import place, sweep
-from fastload.staging.place_files import FilePlacer
+from fastload.loading import targets
+from fastload.loading import verify as verification
+from fastload.staging.write_files import FileWriter
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_copy import LocalCopy
 from fastload.transfer import host_transport, transport
@@ -60,7 +61,7 @@ def noted_buffers(patch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
     made: list[weakref.ref[torch.Tensor]] = []
     for owner, name in (
         (transport, "allocate_staging"), (host_transport, "allocate_staging"), (shared_memory, "_map"),
-        (sweep, "allocate_staging"), (place, "allocate"),
+        (verification, "allocate_staging"), (targets, "allocate"),
     ):  # fmt: skip
         real = getattr(owner, name)
 
@@ -101,7 +102,7 @@ def strike(patch: pytest.MonkeyPatch, what: str) -> None:
     if what in ("write", "flush", "note"):
         patch.setattr(LocalCopy, what, refuse)
     elif what == "place":
-        patch.setattr(FilePlacer, what, refuse)
+        patch.setattr(FileWriter, what, refuse)
     elif what == "read":
         real = LocalStorage.read_into
 

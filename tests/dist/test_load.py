@@ -18,7 +18,7 @@ from torch import nn
 
 import fastload
 from fastload.formats.state import state_digest
-from fastload.loading.place import Placer
+from fastload.loading.targets import TensorWriter
 from tests.checkpoints import (
     BITS,
     Row,
@@ -386,13 +386,13 @@ def overlapping(folder: Path) -> Path:
 def watch_placing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Returns what grows by the length of each range that is copied out of a slab."""
     placed: list[int] = []
-    place = Placer.place
+    place = TensorWriter.place
 
-    def spy(placer: Placer, start: int, data: torch.Tensor) -> None:
+    def spy(writer: TensorWriter, start: int, data: torch.Tensor) -> None:
         placed.append(data.numel())
-        place(placer, start, data)
+        place(writer, start, data)
 
-    monkeypatch.setattr(Placer, "place", spy)
+    monkeypatch.setattr(TensorWriter, "place", spy)
     return placed
 
 

@@ -160,7 +160,7 @@ def test_ranks_read_the_boxes_they_ask_for(rank: int, world: int, tmp_path: Path
         assert sum(one.bytes_read for one in report.ranks) == report.bytes_wanted
         assert_same_bits({n: t.float() for n, (_, t) in whole.items()}, {n: tensors[n] for n in whole})
 
-        problem = r"(?s)rank 3 .*even: the box at \[60, 0\] of \[5, 1\] is no box"
+        problem = r"(?s)rank 3 .*even: the box at \[60, 0\] of \[5, 1\] is out of bounds"
         with pytest.raises(fastload.PeerError, match=problem):
             opened.read({"even": [(fastload.Box((60, 0), (5, 1)), torch.zeros(5, 1))]} if rank == 3 else {})
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fastload
 from fastload.errors import MismatchError, PeerError, PlanMismatch
-from fastload.loading import load as load_room
+from fastload.loading.session import Session
 from fastload.transfer import shares
 from tests.checkpoints import assert_same_bits
 from tests.dist.faults import outcome_of
@@ -224,7 +224,7 @@ def test_what_one_rank_cannot_take_is_one_error_on_all(rank: int, world: int, sa
         into = make(state, mesh, rank)
         before = locals_of(into)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(load_room, "run", lambda *_, **__: pytest.fail("data move"))
+            patch.setattr(Session, "settle", lambda *_, **__: pytest.fail("data move"))
             with pytest.raises(PeerError, match=rf"(?s)rank 1 .*{text}") as raised:
                 fastload.load(saved, into=into, strict=False, options=OPTIONS)
         assert {each: type(cause) for each, cause in raised.value.failures.items()} == {1: MismatchError}

@@ -25,8 +25,8 @@ import fastload
 from fastload.errors import MismatchError
 from fastload.formats.dtypes import torch_spec
 from fastload.geometry.box import Box, row_major
-from fastload.loading.match import Match, match
-from fastload.loading.place import Destination
+from fastload.loading.match import LoadRequest, Match
+from fastload.loading.targets import Destination
 from tests.dist.harness import ranks
 
 CPU = torch.device("cpu")
@@ -37,19 +37,17 @@ def matched(path: Path, into: Any, **arguments: Any) -> Match:
     with fastload.open(path) as checkpoint:
         manifest = checkpoint.manifest
     group = tuple(range(dist.get_world_size()))
-    asked = {"names": None, "dtype": None, "strict": True, "device": CPU, **arguments}
-    return match(manifest, into=into, group=group, **asked)
+    return LoadRequest(into, **arguments).match(manifest, group=group)
 
 
-def fill(found: Match, saved: Mapping[str, Tensor]) -> None:
-    """Does what a load does with a match, from tensors that are at hand."""
+def fill(found: Match, saved: Mapping[str, Tensor]) -> Any:
+    """Does what a load does with a match, from tensors that are at hand; returns its result."""
     for destination in found.destinations:
         whole = saved[destination.entry.name]
         box = box_of(destination) or Box.whole(whole.shape)
         assert destination.tensor.shape == box.sizes
         destination.tensor.copy_(cut(whole, box))
-    found.attach()
-    found.restore()
+    return found.finish()
 
 
 def box_of(destination: Destination) -> Box | None:
@@ -150,10 +148,10 @@ def test_each_rank_wants_what_distribute_tensor_gives_it(rank: int, world: int, 
     order = [(places[name], box or Box((), ())) for name, box in boxes]
     assert order == sorted(order)
 
-    fill(found, {**saved, "plain": numbered(3)})
+    result = fill(found, {**saved, "plain": numbered(3)})
     for name, tensor in whole.items():
         assert_same_shards(into[name], tensor)
-        assert found.tensors()[name] is into[name]
+        assert result[name] is into[name]
     assert torch.equal(into["plain"], numbered(3))
 
 
@@ -448,15 +446,7 @@ def test_what_cannot_be_filled_is_said(rank: int, world: int, tmp_path: Path) ->
         fastload.open(tmp_path / "c") as checkpoint,
         pytest.raises(MismatchError, match="on a mesh with ranks 2, 3,"),
     ):
-        match(
-            checkpoint.manifest,
-            names=None,
-            into={"a": whole},
-            device=CPU,
-            dtype=None,
-            strict=True,
-            group=(0, 1),
-        )
+        LoadRequest({"a": whole}).match(checkpoint.manifest, group=(0, 1))
     on_half = DTensor.from_local(torch.zeros(4, 2), half, [Shard(0)], shape=torch.Size((8, 2)), stride=(2, 1))
     assert len(matched(tmp_path / "c", {"a": on_half}).destinations) == (1 if rank < 2 else 0)
 
@@ -522,9 +512,9 @@ def test_each_rank_may_bring_names_of_its_own(rank: int, world: int, tmp_path: P
     fastload.save({"a": numbered(2), "b": numbered(3), "c": numbered(4), "epoch": 7}, tmp_path / "c")
     found = matched(tmp_path / "c", {"a": torch.zeros(2)} if rank == 0 else {})
     assert found.surplus == (("b", "c", "epoch") if rank == 0 else ("a", "b", "c", "epoch"))
-    found.raise_unexpected(())
+    found.raise_unexpected("", ())
     with pytest.raises(MismatchError, match="unexpected in the checkpoint: b\n") as error:
-        found.raise_unexpected(["b", "epoch"])
+        found.raise_unexpected("", ["b", "epoch"])
     assert error.value.unexpected == ("b", "epoch")
     assert not matched(tmp_path / "c", {}, strict=False).surplus
     with pytest.raises(MismatchError, match="missing in the checkpoint: d"):

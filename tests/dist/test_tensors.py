@@ -216,7 +216,7 @@ def test_when_all_have_left_no_more_is_read(rank: int, world: int, tmp_path: Pat
             if number == 2 + rank:
                 break
         checkpoint.load(names="t0")  # both have ended
-    storage = checkpoint._opened.access.storage
+    storage = checkpoint._session.opened.access.storage
     assert storage.bytes_read < 4 * MIB / world
 
 
@@ -366,7 +366,7 @@ def test_boxes_of_each_ranks_own(rank: int, world: int, saved: Path) -> None:
                 (begin, left), (height, width) = box
                 tensor = got.pop(0)[1]
                 assert raw(tensor) == raw(expected[name][begin : begin + height, left : left + width])
-        with pytest.raises(MismatchError, match=r"t00: the box at \[0, 0\] of \[1, 6\] is no box"):
+        with pytest.raises(MismatchError, match=r"t00: the box at \[0, 0\] of \[1, 6\] is out of bounds"):
             checkpoint.tensors(boxes={"t00": fastload.Box((0, 0), (1, 6))})
     with fastload.open(
         saved, options=fastload.LoadOptions(**{**SMALL, "staging_bytes": 1 << 18})

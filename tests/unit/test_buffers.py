@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastload.formats.manifest import TensorEntry
 from fastload.geometry.extents import Extent, Span
-from fastload.loading.place import Destination, Placer
+from fastload.loading.targets import Destination, TensorWriter
 from fastload.transfer.buffers import Buffers, OwnChunk, Plan
 from fastload.transfer.message import Message
 from fastload.transfer.plan import TransferPlan
@@ -71,8 +71,8 @@ class OneRank:
         self, rank: int, plan: Plan, file: Tensor, transport: InProcess, destinations: list[Destination]
     ) -> None:
         self.rank, self._plan, self._file = rank, plan, file
-        self._placer = Placer(destinations)
-        self._buffers = Buffers(plan, rank, transport, self._placer)
+        self._writer = TensorWriter(destinations)
+        self._buffers = Buffers(plan, rank, transport, self._writer)
         self._ahead: deque[tuple[int, OwnChunk]] = deque()
         self._next = 0
 
@@ -99,7 +99,7 @@ class OneRank:
         arrivals = list(self._buffers.arrivals(work))
         for arrival in arrivals:
             for start, data in arrival.pieces:
-                self._placer.place(start, data)
+                self._writer.place(start, data)
         return sum(arrival.nbytes for arrival in arrivals)
 
     def _read(self, spans: Sequence[Span], buffers: Sequence[Tensor]) -> None:

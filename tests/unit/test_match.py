@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastload.errors import MismatchError, OptionError
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
-from fastload.loading.match import Match, match
+from fastload.loading.match import LoadRequest, Match
 
 CPU = torch.device("cpu")
 
@@ -29,8 +29,8 @@ def manifest(**tensors: tuple[str, tuple[int, ...]]) -> Manifest:
 def run(
     checkpoint: Manifest, into: Any = None, names: Any = None, dtype: Any = None, strict: bool = True
 ) -> Match:
-    found = match(checkpoint, names=names, into=into, device=CPU, dtype=dtype, strict=strict)
-    found.raise_unexpected(found.surplus)
+    found = LoadRequest(into, None, dtype, names, strict).match(checkpoint)
+    found.raise_unexpected(checkpoint.url, found.surplus)
     return found
 
 
@@ -92,7 +92,7 @@ def test_names_that_select_nothing_are_all_listed() -> None:
 
 
 def test_new_tensors_have_the_stored_dtype_and_no_gradient() -> None:
-    tensors = run(LAYERS).tensors()
+    tensors = run(LAYERS).finish()
     assert {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()} == {
         **{f"layers.{n}.{p}": (torch.float32, (2, n + 1)) for n in range(3) for p in ("weight", "bias")},
         "head": (torch.bfloat16, (4,)),
@@ -102,7 +102,7 @@ def test_new_tensors_have_the_stored_dtype_and_no_gradient() -> None:
 
 
 def test_dtype_casts_floating_point_tensors_only() -> None:
-    tensors = run(LAYERS, dtype=torch.float16).tensors()
+    tensors = run(LAYERS, dtype=torch.float16).finish()
     assert tensors["head"].dtype == tensors["layers.0.bias"].dtype == torch.float16
     assert tensors["step"].dtype == torch.int64
 
@@ -128,7 +128,7 @@ MODEL = {"embed__weight": ("F32", (5, 3)), "head__weight": ("F32", (5, 3)), "sca
 def test_a_module_takes_parameters_and_persistent_buffers() -> None:
     model = Model()
     found = run(manifest(**MODEL), into=model)
-    assert {name: id(t) for name, t in found.tensors().items()} == {
+    assert {name: id(t) for name, t in found.finish().items()} == {
         "embed.weight": id(model.embed.weight),
         "head.weight": id(model.head.weight),
         "scale": id(model.scale),
@@ -142,7 +142,7 @@ def test_a_module_takes_parameters_and_persistent_buffers() -> None:
 def test_one_name_of_tied_parameters_is_enough(stored: list[str]) -> None:
     model = Model(tied=True)
     checkpoint = manifest(**{name: MODEL[name] for name in stored}, scale=MODEL["scale"])
-    tensors = run(checkpoint, into=model).tensors()
+    tensors = run(checkpoint, into=model).finish()
     assert len(tensors) == len(stored) + 1
     assert all(t is model.embed.weight for name, t in tensors.items() if name != "scale")
 
@@ -171,10 +171,10 @@ def test_meta_modules_become_real_and_stay_tied() -> None:
     before = model.embed.weight
     found = run(manifest(embed__weight=MODEL["embed__weight"], scale=MODEL["scale"]), into=model)
     assert model.embed.weight is before, "nothing changes before the data is there"
-    found.attach()
+    loaded = found.finish()
     assert isinstance(model.embed.weight, nn.Parameter)
     assert model.embed.weight.device == model.scale.device == CPU
-    assert model.head.weight is model.embed.weight is found.tensors()["embed.weight"]
+    assert model.head.weight is model.embed.weight is loaded["embed.weight"]
     assert model.embed.weight.mark == "kept"
     assert not model.embed.weight.requires_grad
     assert "scale" in dict(model.named_buffers())
@@ -184,7 +184,7 @@ def test_meta_tensors_that_are_not_loaded_stay_meta() -> None:
     with torch.device("meta"):
         model = Model()
     found = run(manifest(**MODEL), into=model, names=["scale"])
-    found.attach()
+    found.finish()
     assert not model.scale.is_meta
     assert model.embed.weight.is_meta
 
@@ -200,13 +200,13 @@ def test_buffers_on_meta_that_no_checkpoint_holds_are_refused(strict: bool) -> N
     assert (raised.value.missing, raised.value.unexpected) == (("a.0.cache",), ())
     assert all(parameter.is_meta for parameter in model.parameters())
     # With names= a model may be filled in several loads: the last one tells.
-    run(checkpoint, into=into, names="x", strict=strict).attach()
-    run(checkpoint, into=into, names=["a.0.scale", "a.0.head.*"], strict=strict).attach()
+    run(checkpoint, into=into, names="x", strict=strict).finish()
+    run(checkpoint, into=into, names=["a.0.scale", "a.0.head.*"], strict=strict).finish()
     with pytest.raises(MismatchError) as raised:
         run(checkpoint, into=into, names="a.0.embed.*", strict=strict)
     assert raised.value.missing == ("a.0.cache",)
     model[0].cache = torch.full((2,), 7.0)
-    run(checkpoint, into=into, names="a.0.embed.*", strict=strict).attach()
+    run(checkpoint, into=into, names="a.0.embed.*", strict=strict).finish()
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -215,7 +215,7 @@ def test_what_strict_leaves_on_meta_is_left_there() -> None:
         into = {"a": Model(), "b": Model()}
     checkpoint = manifest(**{f"a__{name}": spec for name, spec in MODEL.items() if name != "head__weight"})
     into["a"].cache = torch.ones(2)
-    run(checkpoint, into=into, strict=False).attach()
+    run(checkpoint, into=into, strict=False).finish()
     assert not into["a"].embed.weight.is_meta
     assert into["a"].head.weight.is_meta
     assert into["b"].scale.is_meta
@@ -233,7 +233,7 @@ def test_nested_dicts_and_lists() -> None:
     checkpoint = manifest(
         state__0__step=("F32", ()), state__0__exp_avg=("F32", (4, 2)), state__0__exp_avg_sq=("F32", (4, 2))
     )
-    tensors = run(checkpoint, into=state).tensors()
+    tensors = run(checkpoint, into=state).finish()
     assert set(tensors) == {"state.0.step", "state.0.exp_avg", "state.0.exp_avg_sq"}
     assert tensors["state.0.exp_avg"] is state["state"][0]["exp_avg"]
 
@@ -244,17 +244,16 @@ def test_nested_dicts_and_lists() -> None:
         "text": "t",
     }
     checkpoint = manifest(list__0=("F32", (1,)), list__1__x=("F32", (2,)))
-    assert set(run(checkpoint, into=into).tensors()) == {"list.0", "list.1.x"}
-    assert set(run(Manifest("", (), checkpoint.tensors[:0]), into={}).tensors()) == set()
+    assert set(run(checkpoint, into=into).finish()) == {"list.0", "list.1.x"}
+    assert set(run(Manifest("", (), checkpoint.tensors[:0]), into={}).finish()) == set()
     lone = Manifest("", checkpoint.files, (TensorEntry("0", "F32", (1,), 0, 8, 4),))
-    assert set(run(lone, into=[torch.zeros(1)]).tensors()) == {"0"}
+    assert set(run(lone, into=[torch.zeros(1)]).finish()) == {"0"}
 
 
 def test_meta_tensors_in_lists_are_replaced() -> None:
     into = {"a": [torch.empty(2, device="meta")]}
-    found = run(manifest(a__0=("F32", (2,))), into=into)
-    found.attach()
-    assert into["a"][0] is found.tensors()["a.0"]
+    loaded = run(manifest(a__0=("F32", (2,))), into=into).finish()
+    assert into["a"][0] is loaded["a.0"]
     assert not into["a"][0].is_meta
 
 
@@ -351,7 +350,7 @@ def test_a_destination_of_another_dtype_needs_the_cast_to_be_asked_for() -> None
     into = {"a": torch.zeros(2, dtype=torch.bfloat16), "n": torch.zeros(1, dtype=torch.int64)}
     with pytest.raises(MismatchError, match="dtype= casts"):
         run(checkpoint, into=into)
-    tensors = run(checkpoint, into=into, dtype=torch.bfloat16).tensors()
+    tensors = run(checkpoint, into=into, dtype=torch.bfloat16).finish()
     assert tensors["a"] is into["a"]
     with pytest.raises(
         MismatchError, match=r"cast to torch.float16 in the checkpoint, torch.bfloat16 in into="

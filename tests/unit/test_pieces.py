@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from operator import mul
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ from torch import Tensor
 from fastload.base.memory import byte_view
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry
 from fastload.geometry.box import Box, strided_runs
-from fastload.loading.boxes import match_boxes
-from fastload.loading.load import request_of
-from fastload.loading.match import Match, match
-from fastload.loading.place import Placer
+from fastload.loading.boxes import BoxRequest
+from fastload.loading.match import LoadRequest, Match
+from fastload.loading.prepare import request_of
+from fastload.loading.targets import TensorWriter
 
 SIZES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 
@@ -85,9 +86,12 @@ def checkpoints(draw: st.DrawFn) -> tuple[Manifest, list[bytearray], dict[str, T
     return Manifest("/ckpt", tuple(names), tuple(entries)), files, values
 
 
-def deliver(found: Match, manifest: Manifest, files: Sequence[bytearray]) -> None:
-    """Places what a rank wants of each extent, as its request says, in the order of the extents."""
-    placer = Placer(found.destinations)
+def deliver(found: Match, manifest: Manifest, files: Sequence[bytearray]) -> Any:
+    """Places what a rank wants of each extent, as its request says, in the order of the extents.
+
+    Returns the result of the load.
+    """
+    writer = TensorWriter(found.destinations)
     position = 0
     for index, part in request_of(manifest, found.destinations):
         extent = manifest.extents[index]
@@ -95,10 +99,10 @@ def deliver(found: Match, manifest: Manifest, files: Sequence[bytearray]) -> Non
         for runs in part:
             for start in runs.starts():
                 piece = torch.frombuffer(bytearray(data[start : start + runs.length]), dtype=torch.uint8)
-                placer.place(position, piece)
+                writer.place(position, piece)
                 position += runs.length
     assert position == sum(destination.nbytes for destination in found.destinations)
-    found.attach()
+    return found.finish()
 
 
 @settings(max_examples=150, deadline=None)
@@ -106,9 +110,9 @@ def deliver(found: Match, manifest: Manifest, files: Sequence[bytearray]) -> Non
 def test_all_of_it_arrives(checkpoint: tuple[Manifest, list[bytearray], dict[str, Tensor]]) -> None:
     manifest, files, values = checkpoint
     manifest = Manifest.from_bytes(manifest.to_bytes())
-    found = match(manifest, names=None, into=None, device=torch.device("cpu"), dtype=None, strict=True)
-    deliver(found, manifest, files)
-    assert all(torch.equal(found.loaded[name], tensor) for name, tensor in values.items())
+    found = LoadRequest().match(manifest)
+    loaded = deliver(found, manifest, files)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in values.items())
     dense = [bool(d.piece) and not (d.piece or manifest.tensors[0]).strides for d in found.destinations]  # type: ignore[union-attr]
     assert all(d.runs is None for d, is_dense in zip(found.destinations, dense, strict=True) if is_dense)
 
@@ -127,7 +131,7 @@ def test_any_boxes_of_it_arrive(
             for box in data.draw(tilings(Box.whole(tensor.shape)))
             if data.draw(st.booleans())
         ]
-    deliver(match_boxes(manifest, wanted, cast=dtype != torch.float32), manifest, files)
+    deliver(BoxRequest(wanted, cast=dtype != torch.float32).match(manifest), manifest, files)
     for name, boxes in wanted.items():
         for (offsets, sizes), tensor in boxes:
             box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
@@ -139,10 +143,10 @@ def test_what_is_expanded_is_read_once() -> None:
     piece = Piece(Box((0, 0, 0), (2, 3, 4)), 0, 0, 12, (0, 1, 0))
     entry = TensorEntry("a", "F32", (2, 3, 4), 0, 0, 96, (piece,))
     manifest = Manifest("/ckpt", (FileEntry("", 12, "", ""),), (entry,))
-    found = match(manifest, names=None, into=None, device=torch.device("cpu"), dtype=None, strict=True)
+    found = LoadRequest().match(manifest)
     assert sum(destination.nbytes for destination in found.destinations) == 12
-    deliver(found, manifest, [data])
-    assert torch.equal(found.loaded["a"], torch.arange(3.0).reshape(1, 3, 1).expand(2, 3, 4))
+    loaded = deliver(found, manifest, [data])
+    assert torch.equal(loaded["a"], torch.arange(3.0).reshape(1, 3, 1).expand(2, 3, 4))
 
 
 def test_entries_that_share_bytes_have_them_each() -> None:
@@ -150,10 +154,10 @@ def test_entries_that_share_bytes_have_them_each() -> None:
     same = Piece(Box.whole((2, 2)), 0, 0, 16, (1, 2))
     entries = [TensorEntry(name, "F32", (2, 2), 0, 0, 16, (Piece(*same),)) for name in "ab"]
     manifest = Manifest("/ckpt", (FileEntry("", 16, "", ""),), tuple(entries))
-    found = match(manifest, names=None, into=None, device=torch.device("cpu"), dtype=None, strict=True)
-    deliver(found, manifest, [data])
+    found = LoadRequest().match(manifest)
+    loaded = deliver(found, manifest, [data])
     expected = torch.tensor([[0.0, 2.0], [1.0, 3.0]])
-    assert all(torch.equal(found.loaded[name], expected) for name in "ab")
+    assert all(torch.equal(loaded[name], expected) for name in "ab")
 
 
 def test_the_digest_tells_pieces_apart() -> None:

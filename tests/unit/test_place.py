@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastload.base.memory import host_view
 from fastload.formats.manifest import TensorEntry
-from fastload.loading.place import Destination, Placer
+from fastload.loading.targets import Destination, TensorWriter
 from tests.checkpoints import raw
 
 DTYPES = [
@@ -93,13 +93,13 @@ def test_cut_anywhere_into_anything(
         destinations.append(destination(number, stored, target))
         wanted.append(source.to(target.dtype))
         space += raw(source)
-    placer = Placer(destinations)
+    writer = TensorWriter(destinations)
     edges = sorted({0, len(space), *(round(cut * len(space)) for cut in cuts)})
     pieces = list(pairwise(edges))
     random.Random(seed).shuffle(pieces)
     for begin, end in pieces:
-        placer.place(begin, torch.frombuffer(bytearray(space[begin:end]), dtype=torch.uint8))
-    placer.settle()
+        writer.place(begin, torch.frombuffer(bytearray(space[begin:end]), dtype=torch.uint8))
+    writer.settle()
     for found, expected in zip(destinations, wanted, strict=True):
         assert torch.equal(found.tensor, expected)
 
@@ -110,10 +110,10 @@ def test_channels_last_and_casts_byte_by_byte(step: int) -> None:
     target = torch.zeros(2, 3, 4, 5, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
     scalar = torch.zeros((), dtype=torch.float64)
     space = raw(source) + raw(values(torch.float64, (), 2))
-    placer = Placer([destination(0, torch.float32, target), destination(1, torch.float64, scalar)])
+    writer = TensorWriter([destination(0, torch.float32, target), destination(1, torch.float64, scalar)])
     for begin in range(0, len(space), step):
         piece = bytearray(space[begin : begin + step])
-        placer.place(begin, torch.frombuffer(piece, dtype=torch.uint8))
+        writer.place(begin, torch.frombuffer(piece, dtype=torch.uint8))
     assert target.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(target, source.bfloat16())
     assert scalar == values(torch.float64, (), 2)
@@ -122,11 +122,11 @@ def test_channels_last_and_casts_byte_by_byte(step: int) -> None:
 def test_a_default_device_of_the_callers_does_not_matter() -> None:
     source = values(torch.float32, (5,), 6)
     target = torch.zeros(5, dtype=torch.float64)
-    placer = Placer([destination(0, torch.float32, target)])
+    writer = TensorWriter([destination(0, torch.float32, target)])
     with torch.device("meta"):
         for begin in range(0, source.nbytes, 3):
             piece = bytearray(raw(source)[begin : begin + 3])
-            placer.place(begin, torch.frombuffer(piece, dtype=torch.uint8))
+            writer.place(begin, torch.frombuffer(piece, dtype=torch.uint8))
     assert torch.equal(target, source.double())
 
 
@@ -134,7 +134,7 @@ def test_what_lies_around_a_slice_is_not_touched() -> None:
     whole = torch.full((5, 7), -1.0)
     target = whole[1:4, 2:6:3]
     source = values(torch.float32, target.shape, 3)
-    Placer([destination(0, torch.float32, target)]).place(
+    TensorWriter([destination(0, torch.float32, target)]).place(
         0, torch.frombuffer(bytearray(raw(source)), dtype=torch.uint8)
     )
     assert torch.equal(target, source)
@@ -145,7 +145,7 @@ def test_a_lazily_conjugated_tensor_gets_values_not_bytes() -> None:
     source = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
     target = torch.zeros(2, dtype=torch.complex64).conj()
     assert target.is_conj()
-    Placer([destination(0, torch.complex64, target)]).place(
+    TensorWriter([destination(0, torch.complex64, target)]).place(
         0, torch.frombuffer(bytearray(raw(source)), dtype=torch.uint8)
     )
     assert torch.equal(target, source)
@@ -155,7 +155,7 @@ def test_parameters_that_require_grad() -> None:
     source = values(torch.float32, (3, 4), 4)
     for parameter in (torch.nn.Parameter(torch.zeros(3, 4)), torch.nn.Parameter(torch.zeros(4, 3).t())):
         data = torch.frombuffer(bytearray(raw(source)), dtype=torch.uint8)
-        Placer([destination(0, torch.float32, parameter)]).place(0, data)
+        TensorWriter([destination(0, torch.float32, parameter)]).place(0, data)
         assert torch.equal(parameter, source)
         assert parameter.requires_grad
         assert parameter.grad_fn is None
@@ -164,10 +164,10 @@ def test_parameters_that_require_grad() -> None:
 def test_reading_straight_into_the_tensors() -> None:
     rng = random.Random(5)
     tensors = [torch.zeros(size, dtype=torch.int16) for size in (3, 0, 8, 1)]
-    placer = Placer([destination(n, torch.int16, tensor) for n, tensor in enumerate(tensors)])
+    writer = TensorWriter([destination(n, torch.int16, tensor) for n, tensor in enumerate(tensors)])
     space = rng.randbytes(24)
     for begin, end in pairwise([0, 1, 5, 6, 7, 21, 23, 24]):
-        targets = placer.targets(begin, end - begin, 4)
+        targets = writer.targets(begin, end - begin, 4)
         assert targets is not None
         assert sum(map(len, targets)) == end - begin
         for piece in targets:
@@ -182,16 +182,16 @@ def test_strided_and_cast_tensors_cannot_be_read_into() -> None:
         destination(1, torch.float32, torch.zeros(4, 2).t()),
         destination(2, torch.float32, torch.zeros(4, dtype=torch.float64)),
     ]
-    placer = Placer(destinations)
-    assert placer.targets(0, 16, 2) is not None
-    assert placer.targets(0, 17, 2) is None
-    assert placer.targets(20, 4, 2) is None
-    assert placer.targets(48, 1, 2) is None
+    writer = TensorWriter(destinations)
+    assert writer.targets(0, 16, 2) is not None
+    assert writer.targets(0, 17, 2) is None
+    assert writer.targets(20, 4, 2) is None
+    assert writer.targets(48, 1, 2) is None
 
 
 def test_tensors_that_share_memory_are_not_read_into() -> None:
     whole = torch.zeros(8, dtype=torch.int16)
     tensors = [whole[:4], torch.zeros(2, dtype=torch.int16), whole[3:6], whole[6:]]
-    placer = Placer([destination(n, torch.int16, tensor) for n, tensor in enumerate(tensors)])
-    can_be_read_into = [placer.targets(start, 2, 2) is not None for start in (0, 8, 12, 18)]
+    writer = TensorWriter([destination(n, torch.int16, tensor) for n, tensor in enumerate(tensors)])
+    can_be_read_into = [writer.targets(start, 2, 2) is not None for start in (0, 8, 12, 18)]
     assert can_be_read_into == [False, True, False, True]

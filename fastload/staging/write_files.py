@@ -1,4 +1,4 @@
-"""Puts ranges of the wanted space into the files of a copy: checked, written, and noted in its journal."""
+"""Writes byte ranges into the files of a copy: verifies blocks, writes them, and notes them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from fastload.errors import ChecksumError, StorageError
 from fastload.formats.record import checksum
 from fastload.geometry.blocks import Block, num_blocks
 from fastload.geometry.extents import Space
-from fastload.staging.inventory import Inventory, Run
+from fastload.staging.inventory import BlockRun, Inventory
 from fastload.staging.journal import journal_entry
 from fastload.staging.stock import Stock
 from fastload.storage.base import ByteCounter
 from fastload.storage.local_copy import LocalCopy
 
-_MAX_SECOND_LOOKS = 64  # what is rotten through and through is not read twice
+_MAX_REREADS = 64  # not every block of a file that is damaged throughout
 
 
 class BlockCheck:
-    """Hashes every block that arrives, and compares it with the commit record where that has its checksum.
+    """Hashes every block that arrives, and compares it with its recorded checksum, if any.
 
-    One that differs is read again from storage, once: what was spoiled on the way heals.
+    A block that differs is read again from storage, once, in case it was damaged on the way.
 
     Args:
-        inventory: What is copied.
+        inventory: The files to copy.
         read_again: Reads a block into a buffer.
         verify: Whether to compare with the commit record.
 
@@ -54,21 +54,21 @@ class BlockCheck:
         self.rereads = ByteCounter()
 
     def __call__(self, block: Block, data: memoryview) -> bytes:
-        """Returns the checksum of a block, once it is the recorded one.
+        """Returns the checksum of a block, after it has been repaired if needed.
 
         Raises:
-            ChecksumError: It is not.
+            ChecksumError: It is not the recorded one.
         """
         found = checksum(data)
         recorded = self._inventory.recorded(block.number) if self._verify else b""
         if not recorded:
             return found
-        if found != recorded and self._may_look_again():
-            healed = memoryview(bytearray(block.nbytes))
+        if found != recorded and self._may_read_again():
+            again = memoryview(bytearray(block.nbytes))
             with contextlib.suppress(StorageError):  # a host that only receives may not see it at all
-                self._read_again(block, healed)
-                if (second := checksum(healed)) == recorded:
-                    data[:], found = healed, second
+                self._read_again(block, again)
+                if (second := checksum(again)) == recorded:
+                    data[:], found = again, second
         if found != recorded:
             name = self._inventory.files[block.file].name
             where = f"{name} [bytes {block.offset}-{block.offset + block.nbytes}]"
@@ -77,24 +77,24 @@ class BlockCheck:
         self.verified.add(block.nbytes)
         return found
 
-    def _may_look_again(self) -> bool:
+    def _may_read_again(self) -> bool:
         with self._lock:
-            if self.rereads.total >= _MAX_SECOND_LOOKS:
+            if self.rereads.total >= _MAX_REREADS:
                 return False
             self.rereads.add(1)
             return True
 
 
-class FilePlacer:
-    """Takes the wanted space to the files of a copy.
+class FileWriter:
+    """Writes byte ranges into the files of a copy. Offsets count the bytes of the runs, laid end to end.
 
     Args:
         world: The ranks.
-        inventory: What is copied.
-        runs: The wanted space.
-        copy: Where to; None where the copy is whole already, and nothing is to be done.
-        stock: What is in the copy; completed here.
-        check: Looks at every block before it is written.
+        inventory: The files to copy.
+        runs: The bytes that some host lacks.
+        copy: The copy; None if it is complete already.
+        stock: The blocks in the copy; updated here.
+        check: Checks every block before it is written.
         num_threads: Writes at once.
 
     Attributes:
@@ -106,7 +106,7 @@ class FilePlacer:
         self,
         world: World,
         inventory: Inventory,
-        runs: Sequence[Run],
+        runs: Sequence[BlockRun],
         copy: LocalCopy | None,
         *,
         stock: Stock,
@@ -125,14 +125,14 @@ class FilePlacer:
         self.written = ByteCounter()
 
     def targets(self, start: int, nbytes: int, at_most: int) -> list[Tensor] | None:
-        """Returns None: files are written to."""
+        """Returns None: bytes have to be placed."""
         return None
 
     def place(self, start: int, data: Tensor) -> None:
-        """Begins to write a range of the wanted space; it begins and ends with a block.
+        """Starts to write a byte range, which begins and ends at the bounds of blocks.
 
         Args:
-            start: First byte in the wanted space.
+            start: Offset of the first byte.
             data: The bytes, flat uint8, in host memory.
         """
         if self._copy is None:
@@ -151,28 +151,28 @@ class FilePlacer:
         self._submit(batch, view[begin:position])
 
     def settle(self) -> None:
-        """Returns once everything placed so far is written, and notes it in the journal.
+        """Returns once all bytes placed so far are written, and notes their blocks in the journal.
 
         Raises:
-            ChecksumError: A block is not as it was written when the checkpoint was saved.
-            StorageError: It could not be written.
+            ChecksumError: A block is not as it was saved.
+            StorageError: A block could not be written.
             Interrupted: Another rank failed.
         """
         entries = []
         while self._under_way:
             late = partial(self._late, self._under_way[0][0])
-            # No frame here keeps it: else error → traceback → frame → work → error would keep buffers alive.
+            # No frame refers to it: else error → traceback → frame → work → error would keep buffers alive.
             entries.append(self._world.await_work(self._under_way.popleft()[1], late))
         if entries and self._copy is not None:
             self._copy.note(b"".join(entries))
 
     def close(self) -> bool:
-        """Ends the threads; returns whether no write is under way any more."""
-        self._under_way.clear()  # else an error that nobody took → traceback → frame → this → error
+        """Ends the threads; returns whether all writes have ended."""
+        self._under_way.clear()  # else an untaken error → traceback → frame → this → error
         return self._workers.close(wait_s=min(1.0, self._world.grace_s))
 
     def _blocks(self, start: int, nbytes: int) -> list[Block]:
-        """Returns the blocks that make up a range of the wanted space."""
+        """Returns the blocks of a byte range."""
         blocks, block_bytes = [], self._inventory.block_bytes
         for index, begin, end in self._wanted.cut(start, nbytes):
             first = self._wanted.extents[index].first
@@ -182,13 +182,13 @@ class FilePlacer:
         return blocks
 
     def _submit(self, batch: list[Block], data: memoryview) -> None:
-        """Has some blocks written that follow each other in one file."""
+        """Starts to write consecutive blocks of one file."""
         if batch:
             work = self._workers.submit(partial(self._write, batch, data))
             self._under_way.append((batch[0]._replace(nbytes=len(data)), work))
 
     def _write(self, batch: Sequence[Block], data: memoryview) -> bytes:
-        """Writes blocks; returns the entries for the journal."""
+        """Writes consecutive blocks; returns their entries for the journal."""
         assert self._copy is not None
         digests, position = [], 0
         for block in batch:

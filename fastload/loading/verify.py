@@ -1,4 +1,4 @@
-"""Reads a whole checkpoint to check it: each rank a part, and nothing goes on to the others."""
+"""Verifies a complete checkpoint: each rank reads a part, and data move to no other rank."""
 
 from __future__ import annotations
 
@@ -14,66 +14,72 @@ from fastload.base.memory import allocate_staging, host_view
 from fastload.comm.failures import require_same
 from fastload.comm.hosts import host_of
 from fastload.comm.responses import Each, Reports
-from fastload.comm.world import World
 from fastload.errors import ChecksumError
 from fastload.formats.record import CHECKSUM_BYTES
 from fastload.loading.access import Access
-from fastload.options import LoadOptions
+from fastload.loading.session import Session
 from fastload.report import RankReport, VerifyReport
 from fastload.transfer.pipeline import read_threads
-from fastload.transfer.plan import Demand, Supply, TransferPlan, plan_transfer
+from fastload.transfer.plan import Demand, Supply, plan_transfer
 from fastload.transfer.read import ChunkReader, Damage, Verifier
 
 _NUM_SHOWN = 20
-_MAX_KEPT = 1000
+_MAX_NOTED = 1000
 
 
-class Sweep:
-    """Checks all blocks of a checkpoint, split among the ranks that read through the same link.
+def verify(session: Session) -> VerifyReport:
+    """Checks all blocks of an open checkpoint; see `fastload.verify`.
 
-    Args:
-        world: The ranks.
-        access: The checkpoint; its manifest has checksums.
-        verifier: Knows its blocks.
-        options: How to read.
-
-    Attributes:
-        reader: Does the reading.
+    Raises:
+        ChecksumError: Blocks are damaged; the same error on all ranks.
+        PeerError: A rank could not read its part.
     """
+    verification = _Verification(session)
+    session.reader = verification.reader
+    return verification.run()
 
-    def __init__(self, world: World, access: Access, verifier: Verifier, options: LoadOptions) -> None:
-        self._world = world
+
+class _Verification:
+    """Checks all blocks, split among the ranks that read through the same link."""
+
+    def __init__(self, session: Session) -> None:
+        opened = session.opened
+        access, options = opened.access, opened.options
+        self._world = opened.world
         self._access = access
         self._options = options
-        self._team = _team(access, world.rank)
+        self._team = _team(access, self._world.rank)
         self._damage = _Damages()
-        self._plan = self._plan_reads()
-        threads = read_threads(
-            options.read_threads,
-            self._plan,
-            ranks_on_host=access.hosts.count(world.node),
-            in_order=access.storage.in_order,
+        self._plan = plan_transfer(
+            access.manifest.tensors,
+            Supply(tuple(self._team) or access.readers),
+            Demand(),
+            staging_bytes=options.staging_bytes,
+            chunk_bytes=options.chunk_bytes,
+            block_bytes=access.manifest.block_bytes,
+            even_slots=True,
+            contiguous=access.is_mounted,
         )
         self.reader = ChunkReader(
             access.storage,
             access.manifest.files,
-            threads=threads,
-            verifier=verifier,
+            threads=read_threads(
+                options.read_threads,
+                self._plan,
+                ranks_on_host=opened.ranks_on_host,
+                in_order=access.storage.in_order,
+            ),
+            verifier=opened.verifier or Verifier(access.manifest),
             on_damage=self._damage.add,
         )
 
     def run(self) -> VerifyReport:
-        """Reads everything.
-
-        Raises:
-            ChecksumError: Blocks are damaged; the same error on all ranks.
-            PeerError: A rank could not read its part.
-        """
+        """Reads everything; see `verify`."""
         world, what = self._world, f"verifying {self._access.manifest.url}"
         require_same(world.agree(what, lambda: {"call": "verify"}))
         began, already_read = time.perf_counter(), self._access.storage.bytes_read
 
-        def look() -> dict[str, Any]:
+        def work() -> dict[str, Any]:
             try:
                 self._read_all()
             except Exception:
@@ -83,24 +89,11 @@ class Sweep:
             return {"report": Each(report.pack()), "num": self._damage.num, "damage": self._damage.first()}
 
         try:
-            found = world.settle(what, look)
+            found = world.settle(what, work)
             world.acknowledge()
         finally:
             self.reader.close(wait_s=min(1.0, world.grace_s))
         return self._report(found)
-
-    def _plan_reads(self) -> TransferPlan:
-        """Deals the blocks to the team; nobody wants the bytes."""
-        return plan_transfer(
-            self._access.manifest.tensors,
-            Supply(tuple(self._team) or self._access.readers),
-            Demand(),
-            staging_bytes=self._options.staging_bytes,
-            chunk_bytes=self._options.chunk_bytes,
-            block_bytes=self._access.manifest.block_bytes,
-            even_slots=True,
-            contiguous=self._access.is_mounted,
-        )
 
     def _read_all(self) -> None:
         plan, rank = self._plan, self._world.rank
@@ -124,8 +117,8 @@ class Sweep:
         return self._plan.largest_chunk_bytes(self._world.rank)
 
     def _finish(self, reads: deque[Future[None]], index: int) -> None:
-        """Waits for the first read, no longer than all ranks go on."""
-        # No frame here keeps it: else error → traceback → frame → read → error would keep the buffers alive.
+        """Waits for the first read, unless another rank fails."""
+        # No frame refers to it: else error → traceback → frame → read → error would keep the buffers alive.
         self._world.await_work(reads.popleft(), partial(self.reader.overdue, 0.0))
         if self._options.progress is not None:
             plan = self._plan
@@ -148,7 +141,7 @@ class Sweep:
         )
 
     def _report(self, found: Sequence[dict[str, Any]]) -> VerifyReport:
-        """Puts together what all ranks found."""
+        """Joins the results of all ranks."""
         manifest, access = self._access.manifest, self._access
         num_blocks = sum(len(file.checksums) // CHECKSUM_BYTES for file in manifest.files)
         if num_bad := sum(part["num"] for part in found):
@@ -174,26 +167,26 @@ class Sweep:
 
 
 class _Damages:
-    """The damage that the threads of one rank find: all of it counted, the first in order kept."""
+    """Damaged blocks that the threads of one rank find: counts all, and keeps the first in order."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: list[Damage] = []
+        self._noted: list[Damage] = []
         self.num = 0
 
     def add(self, damage: Damage) -> None:
         with self._lock:
             self.num += 1
-            self._kept.append(damage)
-            if len(self._kept) > _MAX_KEPT:
-                self._kept = sorted(self._kept)[:_NUM_SHOWN]
+            self._noted.append(damage)
+            if len(self._noted) > _MAX_NOTED:
+                self._noted = sorted(self._noted)[:_NUM_SHOWN]
 
     def first(self) -> list[Damage]:
-        return sorted(self._kept)[:_NUM_SHOWN]
+        return sorted(self._noted)[:_NUM_SHOWN]
 
 
 def _team(access: Access, rank: int) -> list[int]:
-    """Returns the ranks that share the work on the copy which this rank reads."""
+    """Returns the ranks that read the same copy as this rank."""
     if access.shared:
         return list(access.readers)
     return [reader for reader in access.readers if access.hosts[reader] == access.hosts[rank]]

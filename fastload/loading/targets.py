@@ -1,4 +1,4 @@
-"""Puts ranges of what a rank wants into tensors: any dtype, device, layout, and cut anywhere."""
+"""The tensors that a load fills, of any dtype, device and layout, and the writer of byte ranges into them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from fastload.base.devices import accelerators_of, copy_async, synchronize
+from fastload.base.devices import accelerators_of, copy_async, parse_device, synchronize, with_index
 from fastload.base.memory import allocate, byte_view, round_up, runs
-from fastload.errors import ManifestError, MismatchError
+from fastload.errors import ManifestError, MismatchError, OptionError
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.formats.state import SavedTensor
@@ -22,14 +22,14 @@ from fastload.geometry.dtensors import empty_like, is_dtensor, local_of, local_p
 from fastload.geometry.extents import Extent, Space
 
 
-class Sources:
-    """Takes what is wanted of tensors apart into what is wanted of each of their pieces.
+class DestinationBuilder:
+    """Makes destinations of wanted tensors and boxes: one for each of their pieces.
 
     Args:
         manifest: The checkpoint.
 
     Attributes:
-        copies: Pairs of a tensor and the one to copy it from, once that is there, in this order.
+        copies: Pairs of a tensor and the one to copy it from after the load, in this order.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -38,13 +38,13 @@ class Sources:
         self._destinations: list[Destination] = []
 
     def add(self, entry: TensorEntry, stored: torch.dtype, tensor: Tensor, box: Box | None) -> None:
-        """Wants a tensor of the checkpoint, or a box of it.
+        """Adds a tensor of the checkpoint, or a box of it.
 
         Args:
             entry: The tensor.
-            stored: Its dtype there, as torch has it.
-            tensor: What receives it, of the shape of the box.
-            box: What of it, not empty; None is all of it.
+            stored: Its stored dtype.
+            tensor: The tensor to fill, of the shape of the box.
+            box: A box that is not empty; None for the complete tensor.
         """
         if not entry.pieces:
             runs = None
@@ -74,8 +74,8 @@ class Sources:
         is_all = runs == Runs(0, piece.nbytes, ())
         self._destinations.append(Destination(entry, stored, view, None if is_all else runs, piece))
 
-    def destinations(self) -> list[Destination]:
-        """Returns all that is wanted, in the order of `Manifest.extents`."""
+    def build(self) -> list[Destination]:
+        """Returns the destinations in the order of `Manifest.extents`."""
         extents = self._manifest.extents
         if extents is not self._manifest.tensors:
             places = {id(extent): place for place, extent in enumerate(extents)}
@@ -83,24 +83,24 @@ class Sources:
         return self._destinations
 
     def copy(self) -> None:
-        """Copies what was read once, and is there more than once."""
+        """Copies elements that are stored once and expanded."""
         for target, source in self.copies:
             target.copy_(source)
 
 
-_SMALL_BYTES = 16 << 10  # below, to make two tensors takes longer than to copy the one into the other
+_SMALL_BYTES = 16 << 10  # copied faster by memmove than by torch
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where one tensor of the checkpoint, a piece of it, or what is wanted of either, goes.
+    """The tensor that receives a tensor of the checkpoint, a piece of it, or byte ranges of either.
 
     Attributes:
         entry: The tensor in the checkpoint.
-        stored: Its dtype there, as torch has it.
-        tensor: What receives it, in row-major order: another dtype means a cast; any strides; any device.
-        runs: What is wanted, in bytes of `extent`; None is all of it.
-        piece: Of which piece of the tensor; None if it has none.
+        stored: Its stored dtype.
+        tensor: The tensor to fill in row-major order, with any strides, on any device; cast to its dtype.
+        runs: The wanted byte ranges of `extent`; None for all of it.
+        piece: The piece of the tensor; None if it has no pieces.
     """
 
     entry: TensorEntry
@@ -111,30 +111,35 @@ class Destination:
 
     @property
     def extent(self) -> TensorEntry | Piece:
-        """Where it lies."""
+        """The byte range in the checkpoint."""
         return self.entry if self.piece is None else self.piece
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is wanted, as they are stored."""
+        """Number of wanted bytes, as stored."""
         return self.extent.nbytes if self.runs is None else self.runs.total
 
     @property
     def is_plain(self) -> bool:
-        """Whether bytes can be copied as they are."""
+        """Whether bytes can be copied without a cast or strides."""
         lazy = self.tensor.is_conj() or self.tensor.is_neg()  # torch negates when it reads the bytes
         return self.tensor.dtype == self.stored and self.tensor.is_contiguous() and not lazy
 
 
-class Placer:
-    """Takes what a rank wants to its destinations.
+def device_of(destinations: Sequence[Destination], default: torch.device) -> torch.device:
+    """Returns the first device of destinations that is not the CPU; else the default."""
+    return next((d.tensor.device for d in destinations if not d.tensor.is_cpu), default)
+
+
+class TensorWriter:
+    """Writes byte ranges into tensors. Offsets count the bytes that the rank wants, laid end to end.
 
     Args:
-        destinations: Laid end to end, they are what the rank wants.
+        destinations: Everything that the rank wants, in order.
     """
 
     def __init__(self, destinations: Sequence[Destination]) -> None:
-        # Detached, these keep the memory that is written to, whatever the caller does meanwhile.
+        # Detached tensors keep their memory alive, whatever the caller does meanwhile.
         self._destinations = [
             Destination(d.entry, d.stored, d.tensor.detach(), d.runs, d.piece)
             for d in destinations
@@ -147,10 +152,10 @@ class Placer:
         self._devices = accelerators_of(d.tensor for d in self._destinations)
 
     def targets(self, start: int, nbytes: int, at_most: int) -> list[Tensor] | None:
-        """Returns the memory that a range of what is wanted belongs to, flat uint8, piece by piece.
+        """Returns the host memory of a byte range, in flat uint8 pieces.
 
-        None if that is more than `at_most` pieces, or if some of it is on a device, strided, cast, or also
-        part of another destination: those bytes have to be placed.
+        None if these are more than `at_most` pieces, or if some of it is on a device, strided, cast, or part
+        of another destination: such bytes have to be placed.
         """
         indexes = self._wanted.within(start, nbytes)
         if len(indexes) > at_most:
@@ -161,10 +166,10 @@ class Placer:
         return [byte_view(self._destinations[index].tensor)[begin:end] for index, begin, end in pieces]
 
     def place(self, start: int, data: Tensor) -> None:
-        """Places a range of what is wanted; ranges may come in any order, each byte once.
+        """Writes a byte range. Ranges may come in any order, each byte once.
 
         Args:
-            start: First byte in what is wanted.
+            start: Offset of the first byte.
             data: The bytes, flat uint8, on any device.
         """
         source, starts = data.data_ptr() if data.is_cpu else 0, self._wanted.starts
@@ -179,7 +184,7 @@ class Placer:
                     self._place_piece(destination, begin, data[offset : offset + end - begin])
 
     def settle(self) -> None:
-        """Returns once everything placed so far has left the buffers it came from."""
+        """Returns once all bytes placed so far have left their buffers."""
         for device in self._devices:
             synchronize(device)
 
@@ -194,7 +199,7 @@ class Placer:
             self._place_elements(destination, begin, piece)
 
     def _place_elements(self, destination: Destination, begin: int, piece: Tensor) -> None:
-        """Casts or scatters whole elements; the bytes of an element that is cut wait for its rest."""
+        """Casts or scatters complete elements; the bytes of a cut element wait for the rest of it."""
         size = destination.stored.itemsize
         whole_begin = round_up(begin, size)
         whole_end = max(whole_begin, (begin + piece.numel()) // size * size)
@@ -206,7 +211,7 @@ class Placer:
         self._place_cut_element(destination, whole_end, piece[head + whole_end - whole_begin :])
 
     def _place_cut_element(self, destination: Destination, begin: int, piece: Tensor) -> None:
-        """Keeps some bytes of one element until all of its bytes are here, in whatever order."""
+        """Collects the bytes of one element, and writes it once it is complete."""
         if piece.numel() == 0:
             return
         size = destination.stored.itemsize
@@ -221,13 +226,13 @@ class Placer:
 
 
 def _address(destination: Destination) -> int:
-    """Returns where in host memory the bytes of a tensor belong, one after the other; 0 if nowhere."""
+    """Returns the host address of a tensor whose bytes can be copied as they are; 0 for others."""
     in_host = destination.tensor.is_cpu and destination.is_plain
     return destination.tensor.data_ptr() if in_host else 0
 
 
 def _overlapping(addresses: Sequence[int], lengths: Sequence[int]) -> set[int]:
-    """Returns the indexes of memory, at these addresses but 0, that has some in common with another."""
+    """Returns the indexes of memory ranges that overlap another one. Those at address 0 are ignored."""
     found: set[int] = set()
     last_end, last = 0, -1
     for index in sorted(range(len(addresses)), key=addresses.__getitem__):
@@ -240,7 +245,7 @@ def _overlapping(addresses: Sequence[int], lengths: Sequence[int]) -> set[int]:
 
 
 def _copy_elements(target: Tensor, start: int, elements: Tensor) -> None:
-    """Copies a run of elements, in row-major order, into a tensor of any strides; cast to its dtype."""
+    """Copies elements that are consecutive in row-major order into a tensor; casts them to its dtype."""
     position = 0
     for run in runs(target, start, elements.numel()):
         run.copy_(elements[position : position + run.numel()].view(run.shape))
@@ -248,14 +253,14 @@ def _copy_elements(target: Tensor, start: int, elements: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Arrivals:
-    """Where what is wanted will be.
+class LoadTargets:
+    """The tensors that a load fills.
 
     Attributes:
-        destinations: In the order of the bytes, see `Sources`.
-        copies: Pairs of a tensor and the one to copy it from, once that is there.
+        destinations: In the order of `Manifest.extents`.
+        copies: Pairs of a tensor and the one to copy it from after the load.
         new: New tensors, by stored name.
-        exact: Those of them that have the stored dtype whatever was to be cast, by stored name.
+        exact: New tensors with their stored dtype, even where others are cast, by stored name.
     """
 
     destinations: list[Destination]
@@ -264,30 +269,33 @@ class Arrivals:
     exact: dict[str, Tensor]
 
     def copy(self) -> None:
-        """Takes what has been read to where else it is wanted."""
+        """Copies tensors that are wanted more than once."""
         for target, source in self.copies:
             target = target.detach()
             if target.is_complex() and not source.is_complex():
                 source = torch.view_as_complex(source)
-            is_alike = target.dtype == source.dtype and target.shape == source.shape
-            if is_alike and _is_plain(target) and _is_plain(source):
+            is_identical = target.dtype == source.dtype and target.shape == source.shape
+            if is_identical and _is_plain(target) and _is_plain(source):
                 byte_view(target).copy_(byte_view(source))
             else:
                 target.copy_(source)
 
 
-class Wants:
-    """Collects what is wanted of a checkpoint.
+class TargetBuilder:
+    """Collects the tensors that a load fills.
 
     Args:
         manifest: The checkpoint.
-        device: Where new tensors live.
-        dtype: Cast of floating point tensors, or None for none.
+        device: Device of new tensors.
+        dtype: The dtype that floating point tensors are cast to; None for none.
+
+    Attributes:
+        device: As given.
     """
 
     def __init__(self, manifest: Manifest, device: torch.device, dtype: torch.dtype | None) -> None:
         self._manifest = manifest
-        self._device = device
+        self.device = device
         self._dtype = dtype
         self._places: dict[str, list[Tensor]] = {}
         self._parts: dict[str, dict[Box, list[Tensor]]] = {}
@@ -295,7 +303,7 @@ class Wants:
         self._new: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def fill(self, saved: SavedTensor, tensor: Tensor) -> None:
-        """Wants one in a tensor that is there, and that it fits: what this rank holds of it."""
+        """Adds an existing tensor that a saved one fits: the shards of it on this rank."""
         for box, part in local_parts(tensor):
             is_whole = box.sizes == tensor.shape
             if saved.is_complex128:
@@ -308,7 +316,7 @@ class Wants:
                 places.append(part)
 
     def _real_view(self, tensor: Tensor) -> Tensor:
-        """Views complex numbers as pairs; where torch negates what it reads, those of a stand-in."""
+        """Views complex numbers as pairs; of a lazily conjugated or negated tensor, those of a stand-in."""
         if not (tensor.is_conj() or tensor.is_neg()):
             return torch.view_as_real(tensor.detach())
         stand_in = allocate((*tensor.shape, 2), torch.float64, tensor.device)
@@ -316,23 +324,23 @@ class Wants:
         return stand_in
 
     def make(self, saved: SavedTensor, *, exact: bool) -> Tensor:
-        """Wants one in a new tensor, the same whoever wants it.
+        """Returns the new tensor for a saved one; the same for each call.
 
         Args:
-            saved: What is wanted.
-            exact: Whether it is to be as it was stored.
+            saved: The saved tensor.
+            exact: Whether it keeps its stored dtype.
 
         Raises:
             MismatchError: It cannot be cast.
-            MemoryError: There is no room for it.
+            MemoryError: It does not fit into memory.
         """
         return self._make(entry_of(self._manifest, saved), exact=exact)
 
     def make_like(self, saved: SavedTensor, like: Tensor) -> Tensor:
-        """Wants one, as it was stored, in a new DTensor that is placed like another of its shape.
+        """Returns a new DTensor of the stored dtype, with the placements of another one of its shape.
 
         Raises:
-            MemoryError: There is no room for it.
+            MemoryError: It does not fit into memory.
         """
         stored, _ = torch_spec(entry_of(self._manifest, saved))
         tensor = empty_like(like, like.device, torch.complex128 if saved.is_complex128 else stored)
@@ -340,14 +348,14 @@ class Wants:
         return tensor
 
     def make_all(self) -> None:
-        """Wants all that is stored in new tensors; see `make`."""
+        """Makes a new tensor for every stored one; see `make`."""
         for entry in self._manifest.tensors:
             self._make(entry, exact=False)
 
     def make_together(self, together: Mapping[str, Sequence[str]]) -> set[str]:
-        """Wants what the other ranks have of their own where this one wants what it has of its own.
+        """Adds the other ranks' own tensors at the places whose own tensors this rank loads.
 
-        So all ranks want the same. Returns the names of what nobody here wants otherwise.
+        So all ranks want the same bytes. Returns the names of those that this rank does not need.
         """
         own = [name for name in together if name in self._places]
         others = {other for name in own for other in together[name]} - self._places.keys()
@@ -363,13 +371,13 @@ class Wants:
             if not castable(stored, target):
                 line = f"{entry.name}: torch cannot cast {stored} to {target}"
                 raise MismatchError(line, mismatched=(line,))
-            tensor = self._new[entry.name, target] = allocate(shape, target, self._device)
+            tensor = self._new[entry.name, target] = allocate(shape, target, self.device)
             self._places.setdefault(entry.name, []).append(tensor)
         return tensor
 
-    def arrivals(self) -> Arrivals:
-        """Decides where each tensor is read to."""
-        sources = Sources(self._manifest)
+    def build(self) -> LoadTargets:
+        """Returns the targets. Tensors that are wanted more than once have one destination, and copies."""
+        builder = DestinationBuilder(self._manifest)
         copies: list[tuple[Tensor, Tensor]] = []
         new: dict[str, Tensor] = {}
         exact: dict[str, Tensor] = {}
@@ -379,12 +387,12 @@ class Wants:
                 continue
             stored, _ = torch_spec(entry)
             for box, places in wanted:
-                # What is copied from must not have been cast.
+                # The source of the copies must not have been cast.
                 first = places[0]
                 if len(places) > 1:
                     first = next((place for place in places if place.dtype == stored), first)
                     copies += [(place, first) for place in places if place is not first]
-                sources.add(entry, stored, first, box)
+                builder.add(entry, stored, first, box)
             if not self._new:
                 continue
             cast = self._new.get((entry.name, target_dtype(stored, self._dtype)))
@@ -392,20 +400,46 @@ class Wants:
                 new[entry.name] = cast
             if (entry.name, stored) in self._new:
                 exact[entry.name] = self._new[entry.name, stored]
-        return Arrivals(sources.destinations(), [*sources.copies, *copies, *self._later], new, exact)
+        return LoadTargets(builder.build(), [*builder.copies, *copies, *self._later], new, exact)
 
     def _wanted_of(self, name: str) -> list[tuple[Box | None, list[Tensor]]]:
-        """Returns where a stored tensor is wanted: all of it, and boxes of it."""
+        """Returns the tensors for a stored one, by box; the box of complete ones is None."""
         whole = self._places.get(name)
         parts = self._parts.get(name, {})
         return [*([] if whole is None else [(None, whole)]), *((box, parts[box]) for box in sorted(parts))]
 
 
-def entry_of(manifest: Manifest, saved: SavedTensor) -> TensorEntry:
-    """Returns what a checkpoint says of a tensor.
+def target_device(device: torch.device | str | None) -> torch.device:
+    """Returns the device of new tensors; the CPU for None.
 
     Raises:
-        ManifestError: It has no such tensor.
+        OptionError: torch has no such device in this process, or it has no memory.
+    """
+    target = parse_device(device if device is not None else "cpu")
+    if target.type == "meta":
+        raise OptionError(f"device={device!r}: the meta device has no memory to load into; name a real one")
+    return with_index(target)
+
+
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Returns the dtype that ``dtype=`` names, with or without ``torch.``.
+
+    Raises:
+        OptionError: It names none.
+    """
+    if dtype is None:
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise OptionError(f"dtype={dtype!r}: must be a torch.dtype or the name of one, such as bfloat16")
+    return found
+
+
+def entry_of(manifest: Manifest, saved: SavedTensor) -> TensorEntry:
+    """Returns the entry of a saved tensor.
+
+    Raises:
+        ManifestError: The checkpoint has none.
     """
     entry = manifest.by_name.get(saved.stored)
     if entry is None:
@@ -414,9 +448,9 @@ def entry_of(manifest: Manifest, saved: SavedTensor) -> TensorEntry:
 
 
 def identity(tensor: Tensor) -> object:
-    """Tells tied tensors: the same object, or the same bytes."""
+    """Returns a key that tied tensors share: the same object, or the same bytes."""
     if is_dtensor(tensor) and not tensor.is_meta:
-        # Also where this rank holds nothing: what is tied is so on all ranks.
+        # Also for empty shards: tied tensors are tied on all ranks.
         local = local_of(tensor)
         address = local.untyped_storage()._cdata, local.storage_offset()
         return (*address, tuple(local.shape), local.stride(), tuple(tensor.shape))
@@ -431,13 +465,13 @@ def identity(tensor: Tensor) -> object:
 
 
 def target_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """Returns what a stored dtype becomes where floating point is cast."""
+    """Returns the dtype of a tensor after a cast of floating point tensors."""
     return dtype if dtype is not None and stored.is_floating_point else stored
 
 
 @cache
 def castable(stored: torch.dtype, target: torch.dtype) -> bool:
-    """Whether torch can cast what is stored."""
+    """Whether torch can cast one dtype to another."""
     if stored == target:
         return True
     try:
@@ -448,7 +482,7 @@ def castable(stored: torch.dtype, target: torch.dtype) -> bool:
 
 
 def materialize(meta: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor, or a Parameter, with memory in place of one that has none."""
+    """Returns a tensor, or a Parameter, with memory in place of a meta tensor."""
     tensor = empty_like(meta, device) if is_dtensor(meta) else allocate(meta.shape, meta.dtype, device)
     if not isinstance(meta, nn.Parameter):
         return tensor

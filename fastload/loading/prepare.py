@@ -1,0 +1,512 @@
+"""Prepares a load on all ranks: request → matched destinations → plan → job. No data move."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import groupby
+from operator import and_
+from typing import Any, Protocol
+
+import torch
+import xxhash
+
+from fastload.base.devices import is_accelerator
+from fastload.base.memory import uncollected
+from fastload.comm.failures import kinds_of, require_same
+from fastload.comm.group import members_of
+from fastload.comm.traces import Tracing
+from fastload.comm.world import World
+from fastload.errors import Interrupted
+from fastload.formats.manifest import Manifest
+from fastload.geometry.box import Runs
+from fastload.loading.access import Access
+from fastload.loading.match import Match
+from fastload.loading.targets import Destination, TensorWriter, parse_dtype
+from fastload.options import LoadOptions
+from fastload.transfer.buffers import Buffers, Plan
+from fastload.transfer.demand import Part, RankRequest, RankRequests, SharingGroups
+from fastload.transfer.links import accept_offers
+from fastload.transfer.open_transport import backend_of, open_transport
+from fastload.transfer.pipeline import Pipeline, read_threads
+from fastload.transfer.plan import TransferPlan, plan_transfer
+from fastload.transfer.read import ChunkReader, Guards, Verifier, refuse
+from fastload.transfer.routed_plan import RoutedPlan, plan_routes
+from fastload.transfer.routing import ring_order
+from fastload.transfer.strategy import Decision, choose_strategy
+from fastload.transfer.transport import Transport
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that all ranks have open, as one load finds it.
+
+    Attributes:
+        world: The ranks.
+        access: The checkpoint and its readers.
+        options: How to load.
+        verifier: Knows the checksum blocks; None if they are not verified.
+        tracing: Records the loads.
+        header_bytes: Bytes that this rank read to open it.
+        num_retries: Retries that earlier loads have reported.
+    """
+
+    world: World
+    access: Access
+    options: LoadOptions
+    verifier: Verifier | None
+    tracing: Tracing
+    header_bytes: int
+    num_retries: int = 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Length of the checksum blocks to verify; 0 if none are verified."""
+        return self.access.manifest.block_bytes if self.verifier is not None else 0
+
+    @property
+    def ranks_on_host(self) -> int:
+        """Number of ranks on this rank's host."""
+        return self.access.hosts.count(self.access.hosts[self.world.rank])
+
+
+class Request(Protocol):
+    """A request of one rank, made by one of the methods of `Checkpoint`.
+
+    Attributes:
+        dtype: The dtype that floating point tensors are cast to, or None.
+        is_same: Whether all ranks have to request the same.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype | str | None: ...  # noqa: D102
+    @property
+    def is_same(self) -> bool: ...  # noqa: D102
+
+    def match(self, manifest: Manifest, rank: int, size: int, group: Sequence[int] | None) -> Match:
+        """Finds the destinations; see `LoadRequest.match`."""
+        ...
+
+
+@dataclass(frozen=True)
+class MatchedRequest:
+    """A request of this rank with its destinations and its strategy.
+
+    Attributes:
+        opened: The checkpoint.
+        matched: The destinations.
+        decision: The strategy.
+        backend: The backend that moves data between the devices of all ranks, such as ``nccl``; empty if
+            none.
+        detour: Why data go through host memory; empty with a backend.
+        began: `time.perf_counter` at its beginning.
+        bytes_read_before: Bytes that earlier loads read from storage.
+        direct_bytes_read_before: Bytes of these that did not go through the page cache.
+    """
+
+    opened: Opened
+    matched: Match
+    decision: Decision
+    backend: str
+    detour: str
+    began: float
+    bytes_read_before: int
+    direct_bytes_read_before: int
+
+    @classmethod
+    def of(cls, opened: Opened, request: Request) -> MatchedRequest:
+        """Matches a request.
+
+        Raises:
+            FastloadError: This rank cannot load it.
+        """
+        began, world, storage = time.perf_counter(), opened.world, opened.access.storage
+        matched = request.match(opened.access.manifest, world.rank, world.size, members_of(world.group))
+        backend, detour = "", "the tensors are in host memory"
+        if is_accelerator(matched.device):
+            backend = backend_of(world.group, matched.device.type)
+            detour = (
+                "" if backend else f"the process group has no backend between {matched.device.type} devices"
+            )
+        decision = decide(opened, fast_links=bool(backend))
+        if matched.stream_buffer is not None and matched.stream_buffer.is_mapped:
+            decision = replace(decision, why=f"{decision.why}; mapped, not read")
+        before = storage.bytes_read, storage.direct_bytes_read
+        return cls(opened, matched, decision, backend, detour, began, *before)
+
+    def through_hosts(self) -> MatchedRequest:
+        """Returns the request with the strategy of a group whose devices no backend connects."""
+        detour = "not all ranks load to devices that one backend connects"
+        return replace(self, decision=decide(self.opened), backend="", detour=detour)
+
+    def why_transport(self, transport: Transport) -> str:
+        """Returns why a transport carries the bytes, for the report."""
+        if transport.name == "none":
+            return "no rank needs bytes from another one"
+        if not self.backend:
+            return self.detour
+        if transport.name.startswith(self.backend):
+            return f"the process group's backend between {self.matched.device.type} devices"
+        return "no two ranks want the same bytes, or they form too many groups for communicators of devices"
+
+    @property
+    def rank_request(self) -> RankRequest:
+        """The bytes that this rank wants, for the other ranks."""
+        return request_of(self.opened.access.manifest, self.matched.destinations)
+
+
+def decide(opened: Opened, *, fast_links: bool = False) -> Decision:
+    """Chooses the strategy of a load.
+
+    Args:
+        opened: The checkpoint.
+        fast_links: Whether a backend moves data between devices.
+    """
+    access = opened.access
+    if access.holders is not None:
+        return Decision("allgather", "each host has a part, which no other rank reads", access.readers)
+    return choose_strategy(
+        opened.options.strategy,
+        world_size=opened.world.size,
+        readers=access.readers,
+        hosts=access.hosts,
+        shared=access.shared,
+        fast_links=fast_links,
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """A load that is ready to run.
+
+    Attributes:
+        request: The request of this rank.
+        plan: The rounds: which rank reads what when.
+        bytes_wanted: Bytes that any rank wants, each counted once.
+        reader: Reads this rank's chunks.
+        transport: Moves messages to the other ranks.
+        pipeline: Runs the rounds.
+    """
+
+    request: MatchedRequest
+    plan: Plan
+    bytes_wanted: int
+    reader: ChunkReader
+    transport: Transport
+    pipeline: Pipeline
+
+    def close(self) -> None:
+        """Ends its threads; a read without an answer from storage ends later."""
+        opened = self.request.opened
+        self.pipeline.close()
+        if not self.reader.close(wait_s=min(1.0, opened.world.grace_s)):
+            _log.warning("%s: a read is still under way and may yet write", opened.access.manifest.url)
+
+
+def prepare(opened: Opened, request: Request) -> Job:
+    """Does everything on all ranks that can fail before data move, and compares the plans.
+
+    Raises:
+        FastloadError: A rank cannot load, or the requests of the ranks do not fit each other.
+    """
+    found: list[MatchedRequest] = []
+    jobs: list[Job] = []
+
+    @uncollected
+    def make() -> dict[str, Any]:
+        found.append(own := MatchedRequest.of(opened, request))
+        destinations = own.matched.destinations
+        if all(one.runs is None for one in destinations) and opened.access.holders is None:
+            jobs.append(_open_common(own))
+        wanted = [
+            one.entry.name if one.piece is None else f"{one.entry.name} {one.piece.box.offsets}"
+            for one in destinations
+        ]
+        return {
+            "strategy": own.decision.strategy,
+            "backend": own.backend,
+            "detour": own.detour,
+            "into": "not given" if request.is_same else "given",
+            "dtype": str(parse_dtype(request.dtype)),
+            "transport": jobs[0].transport.name if jobs else "",
+            "names": f"{own.matched.num_tensors} tensors ({_digest(wanted)})",
+            "plan": jobs[0].plan.digest() if jobs else "",
+            "surplus": _digest(own.matched.surplus) if own.matched.surplus else "",
+            "offer": jobs[0].transport.offer() if jobs else None,
+        }
+
+    what = f"preparing to load {opened.access.manifest.url}"
+    with _closing_unused(jobs):
+        responses = opened.world.agree(what, make)
+        own = found[0]
+        require_same(responses, "into", "dtype")
+        if request.is_same:
+            require_same(responses, "strategy", "names", "transport", "plan")
+        kinds = kinds_of(responses)
+        _raise_unexpected(own, [one["surplus"] for one in kinds])
+        if all(one["plan"] for one in kinds) and _is_same(kinds, "names", "strategy", "detour"):
+            require_same(responses, "transport", "plan")
+            accept_offers(opened.world, what, jobs[0].transport, [one["offer"] for one in responses])
+            return jobs.pop()
+    if not _is_same(kinds, "backend", "detour"):
+        own = own.through_hosts()  # the devices differ between the ranks, and so do their strategies
+    return _prepare_sharded(own)
+
+
+def prepare_rest(job: Job, unread_from: dict[int, int]) -> Job:
+    """Ends a job, and prepares one on all ranks for what its failed readers did not read.
+
+    Args:
+        job: The job.
+        unread_from: Readers that failed, each with the first round that it did not read.
+
+    Raises:
+        FastloadError: No rank can read it.
+    """
+    return _agree(job.request, lambda: _open_rest(job, unread_from))
+
+
+def _raise_unexpected(own: MatchedRequest, digests: Sequence[str]) -> None:
+    """Raises on all ranks if the checkpoint has names that no rank wants and some rank has to.
+
+    Raises:
+        MismatchError: It has.
+    """
+    if not all(digests):
+        return
+    matched, world, manifest = own.matched, own.opened.world, own.opened.access.manifest
+    if len(set(digests)) == 1:
+        matched.raise_unexpected(manifest.url, matched.surplus)
+    elif unwanted := sorted(_unwanted_by_all(world, manifest, matched.surplus)):
+        # Together: a rank that leaves takes the bytes along that it has left for the others.
+        what = f"preparing to load {manifest.url}"
+        world.agree(what, lambda: matched.raise_unexpected(manifest.url, unwanted))
+
+
+def _is_same(responses: Sequence[dict[str, Any]], *keys: str) -> bool:
+    return len({tuple(one[key] for key in keys) for one in responses}) == 1
+
+
+def _digest(names: Sequence[str]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(names).encode())
+
+
+@contextmanager
+def _closing_unused(jobs: list[Job]) -> Iterator[None]:
+    """Closes the jobs that are still in a list at the end, none of which has begun."""
+    try:
+        yield
+    finally:
+        while jobs:
+            jobs.pop().close()
+
+
+# All ranks want the same tensors, none in parts
+
+
+def _open_common(own: MatchedRequest) -> Job:
+    """Opens a load in which all ranks want the tensors that this one wants.
+
+    Raises:
+        FastloadError: Options do not fit.
+        MemoryError: Staging buffers do not fit into memory.
+    """
+    opened, decision = own.opened, own.decision
+    world, options, access = opened.world, opened.options, opened.access
+    stream_buffer = own.matched.stream_buffer
+    is_stream = stream_buffer is not None
+    extents = [destination.extent for destination in own.matched.destinations]
+    staging_bytes = options.staging_bytes // (2 if is_stream else 1)  # the stream buffer has the other half
+    between_devices = bool(own.backend) and not decision.alone
+    shares_memory = not between_devices and not decision.alone
+    plan = plan_transfer(
+        [] if stream_buffer is not None and stream_buffer.is_mapped else extents,
+        decision.supply(world.rank),
+        decision.demand(world.rank, world.size),
+        staging_bytes=staging_bytes,
+        chunk_bytes=options.chunk_bytes,
+        block_bytes=opened.block_bytes,
+        even_slots=between_devices,
+        contiguous=access.is_mounted and not is_stream,
+        hosts=access.hosts,
+        num_sharing=min(Counter(access.machines).values()) if shares_memory else 1,
+    )
+    if is_stream:
+        plan = plan.deeper(staging_bytes)
+    return _open_job(own, plan, sum(extent.nbytes for extent in extents))
+
+
+def _open_job(own: MatchedRequest, plan: Plan, bytes_wanted: int) -> Job:
+    """Opens a load with its plan.
+
+    Raises:
+        MemoryError: Staging buffers do not fit into memory.
+    """
+    opened, options, access = own.opened, own.opened.options, own.opened.access
+    manifest = access.manifest
+    in_parts = not isinstance(plan, TransferPlan)
+    reader = ChunkReader(
+        access.storage,
+        manifest.files,
+        threads=read_threads(
+            options.read_threads,
+            plan,
+            ranks_on_host=opened.ranks_on_host,
+            in_order=access.storage.in_order,
+        ),
+        verifier=opened.verifier,
+        on_damage=refuse,
+        via_cache=own.decision.alone and opened.ranks_on_host > 1,
+        guards=Guards(manifest, in_parts=in_parts) if manifest.guards else None,
+    )
+    writer = own.matched.stream_buffer or TensorWriter(own.matched.destinations)
+    transport = open_transport(
+        opened.world,
+        plan,
+        order=ring_order(access.hosts),
+        machines=access.machines,
+        hosts=access.hosts,
+        device=own.matched.device,
+        backend="" if own.decision.alone else own.backend,
+    )
+    buffers = Buffers(plan, opened.world.rank, transport, writer)
+    pipeline = Pipeline(opened.world, plan, reader, transport, writer, buffers, options.progress)
+    opened.tracing.follow(pipeline.watches)
+    return Job(own, plan, bytes_wanted, reader, transport, pipeline)
+
+
+# Ranks want different bytes
+
+
+def _prepare_sharded(own: MatchedRequest) -> Job:
+    """Gathers what each rank wants, and opens the load.
+
+    Raises:
+        FastloadError: On some rank options do not fit, or it did not respond.
+    """
+    opened = own.opened
+    manifest = opened.access.manifest
+    what = f"telling what each rank wants of {manifest.url}"
+    packed = opened.world.gather_bytes(what, lambda: own.rank_request.packed)
+
+    def open_it() -> Job:
+        requests = RankRequests.unpack(packed)
+        # What a mount reads ahead is to be what its reader asks for next, whoever wants it.
+        contiguous = opened.access.is_mounted and not own.decision.alone
+        sharing = SharingGroups(manifest.extents, requests, opened.block_bytes, contiguous=contiguous)
+        if not own.decision.alone:
+            return _open_routed(own, sharing, sharing.union_bytes)
+        alone = RankRequests((own.rank_request,), ((opened.world.rank,),))
+        return _open_routed(
+            own, SharingGroups(manifest.extents, alone, opened.block_bytes), sharing.union_bytes
+        )
+
+    return _agree(own, open_it)
+
+
+def _open_routed(own: MatchedRequest, sharing: SharingGroups, bytes_wanted: int) -> Job:
+    opened = own.opened
+    plan = plan_routes(
+        sharing,
+        own.decision.supply(opened.world.rank),
+        order=ring_order(opened.access.hosts),
+        staging_bytes=opened.options.staging_bytes,
+        chunk_bytes=opened.options.chunk_bytes,
+        holders=opened.access.holders,
+    )
+    return _open_job(own, plan, bytes_wanted)
+
+
+def _agree(own: MatchedRequest, open_it: Callable[[], Job]) -> Job:
+    """Opens a load on all ranks, and compares the plans."""
+    jobs: list[Job] = []
+
+    @uncollected
+    def make() -> dict[str, Any]:
+        jobs.append(job := open_it())
+        plan = job.plan.digest() if not own.decision.alone else "each its own"
+        return {"plan": plan, "transport": job.transport.name, "offer": job.transport.offer()}
+
+    world, what = own.opened.world, f"planning to load {own.opened.access.manifest.url}"
+    with _closing_unused(jobs):
+        responses = world.agree(what, make)
+        require_same(responses, "plan", "transport")
+        accept_offers(world, what, jobs[0].transport, [one["offer"] for one in responses])
+        return jobs.pop()
+
+
+def _open_rest(job: Job, unread_from: dict[int, int]) -> Job:
+    plan = job.plan
+    assert isinstance(plan, RoutedPlan)
+    lacking = [(at, rank) for rank, first in unread_from.items() for at in range(first, plan.num_rounds)]
+    rest = plan.without(unread_from, lacking, plan.num_rounds)
+    if rest is None:
+        raise job.pipeline.read_error or Interrupted("no rank is left that can read")
+    job.close()
+    opened = job.request.opened
+    progress, placed_bytes = opened.options.progress, job.pipeline.placed_bytes
+    if progress is not None:
+
+        def goes_on(now: int, wanted: int) -> None:
+            # Between devices, ranks place what could not be read like anything else, and have counted it.
+            progress(min(placed_bytes + now, wanted), wanted)
+
+        opened = replace(opened, options=replace(opened.options, progress=goes_on))
+    return _open_job(replace(job.request, opened=opened), rest, job.bytes_wanted)
+
+
+def request_of(manifest: Manifest, destinations: Sequence[Destination]) -> RankRequest:
+    """Returns the bytes that this rank wants.
+
+    Args:
+        manifest: The checkpoint.
+        destinations: In the order of `Manifest.extents`.
+    """
+
+    def wants() -> Iterator[tuple[int, Part]]:
+        of_extent = groupby(destinations, lambda destination: id(destination.extent))
+        extent, parts = next(of_extent, (None, ()))
+        for index, candidate in enumerate(manifest.extents):
+            if id(candidate) == extent:
+                if candidate.nbytes:
+                    yield index, tuple(one.runs or Runs(0, one.extent.nbytes, ()) for one in parts)
+                extent, parts = next(of_extent, (None, ()))
+
+    return RankRequest.of(wants())
+
+
+def _unwanted_by_all(world: World, manifest: Manifest, surplus: Sequence[str]) -> set[str]:
+    """Returns the names that are surplus on all ranks.
+
+    Raises:
+        FastloadError: A rank did not respond.
+    """
+    names = [entry.name for entry in manifest.tensors]
+    what = f"comparing what the ranks do not want of {manifest.url}"
+    packed = world.gather_bytes(what, lambda: _pack_names(surplus, names))
+    found = [_unpack_names(data) for data in set(packed)]
+    mask = reduce(and_, (mask for mask, _ in found))
+    others = reduce(and_, (others for _, others in found))
+    return {name for index, name in enumerate(names) if mask >> index & 1} | others
+
+
+def _pack_names(chosen: Sequence[str], names: Sequence[str]) -> bytes:
+    """Packs names: a bit for each of those that all ranks know, and the text of others."""
+    wanted = set(chosen)
+    bits = "".join("1" if name in wanted else "0" for name in reversed(names))
+    texts = json.dumps([f"{int(bits or '0', 2):x}", sorted(wanted - set(names))])
+    return zlib.compress(texts.encode(), level=1)
+
+
+def _unpack_names(packed: bytes) -> tuple[int, frozenset[str]]:
+    mask, others = json.loads(zlib.decompress(packed))
+    return int(mask, 16), frozenset(others)
