@@ -7,8 +7,7 @@ from contextlib import closing
 
 from fastload.formats.names import INDEX_SUFFIX, NAMES, SUFFIX, TORCH_ENDINGS, metadata_names
 from fastload.options import LoadOptions
-from fastload.storage import PatientStorage, locate, open_storage
-from fastload.storage.beside import put_beside
+from fastload.storage import PatientStorage, locate, open_storage, put_beside
 
 __all__ = ["companions_of", "copy_companions"]
 

@@ -24,7 +24,7 @@ from fastload.formats.state import OWN_PREFIX, own_view, state_digest
 from fastload.geometry.box import row_major
 from fastload.options import SETTINGS, STRATEGIES
 from fastload.storage import locate
-from fastload.storage.own_files import require_writable
+from fastload.storage.single_file import require_writable
 
 __all__ = ["inspect", "load"]
 

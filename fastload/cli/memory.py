@@ -13,8 +13,7 @@ from fastload.cli.console import age, shown, stdout, table_of
 from fastload.doctor.wording import count
 from fastload.errors import UnsupportedVersion
 from fastload.memory_tier.manifest import HostManifest
-from fastload.storage.tier_leftovers import Leftover, find_jobs, remove_dead
-from fastload.storage.tier_place import find_memory
+from fastload.storage.memory_folder import JobUsage, find_jobs, find_memory, remove_dead
 
 __all__ = ["list_memory", "prune_memory"]
 
@@ -64,7 +63,7 @@ def prune_memory(place: str | None, *, dry_run: bool) -> None:
     click.echo(f"{count(len(removed), 'job')}, {decimal(nbytes)}{' to delete' if dry_run else ''}")
 
 
-def _manifests(job: Leftover) -> list[HostManifest]:
+def _manifests(job: JobUsage) -> list[HostManifest]:
     found = []
     for _, text in job.records:
         with suppress(UnsupportedVersion):
@@ -72,7 +71,7 @@ def _manifests(job: Leftover) -> list[HostManifest]:
     return sorted((each for each in found if each is not None), key=lambda each: (each.branch, each.step))
 
 
-def _as_json(job: Leftover) -> dict[str, Any]:
+def _as_json(job: JobUsage) -> dict[str, Any]:
     return {
         "path": job.path,
         "root": job.root,

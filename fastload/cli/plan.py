@@ -27,7 +27,7 @@ from fastload.formats.names import NAMES
 from fastload.geometry.extents import Extent, HasExtent
 from fastload.options import LoadOptions
 from fastload.storage import locate, open_storage
-from fastload.storage.own_files import write_text
+from fastload.storage.single_file import write_text
 from fastload.transfer.plan import TransferPlan
 from fastload.transfer.routed_plan import RoutedPlan
 

@@ -14,7 +14,8 @@ from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.torch_save.writer import TorchLayout, join_crcs, lay_out_torch
 from fastload.geometry.box import runs_of
-from fastload.storage import locate, one_file
+from fastload.storage import locate, single_file
+from fastload.storage.folders import write_all
 
 __all__ = ["local_path", "write_torch_file"]
 
@@ -64,7 +65,7 @@ def write_torch_file(shares: Shares, dst: str, *, overwrite: bool, timeout_s: fl
     def prepare() -> str:
         layouts.append(lay_out_torch(shares.structure, [share.entry for share in shares.tensors]))
         if world.rank == 0:
-            pending.append(one_file.make_pending(path, overwrite=overwrite))
+            pending.append(single_file.make_pending(path, overwrite=overwrite))
         return "".join(pending)
 
     try:
@@ -77,7 +78,7 @@ def write_torch_file(shares: Shares, dst: str, *, overwrite: bool, timeout_s: fl
             nbytes, *_ = world.agree(what, lambda: write_rest() if world.rank == 0 else 0)
     except BaseException:
         for name in pending:
-            one_file.remove(name)
+            single_file.remove(name)
         raise
     world.acknowledge()
     return nbytes
@@ -86,7 +87,7 @@ def write_torch_file(shares: Shares, dst: str, *, overwrite: bool, timeout_s: fl
 def _write_share(world: World, shares: Shares, layout: TorchLayout, name: str) -> list[Sum]:
     """Writes what this rank has; of what all have, every so many tensors."""
     sums = []
-    with one_file.opened(name) as descriptor:
+    with single_file.opened(name) as descriptor:
         for index, share in enumerate(shares.tensors):
             if share.dim is None and index % world.size != world.rank:
                 continue
@@ -95,7 +96,7 @@ def _write_share(world: World, shares: Shares, layout: TorchLayout, name: str) -
                 checksum = 0
                 for at in range(0, len(data), _CHUNK_BYTES):
                     chunk = data[at : at + _CHUNK_BYTES]
-                    one_file.write_at(descriptor, begin + start + at, chunk)
+                    write_all(descriptor, begin + start + at, chunk)
                     checksum = crc32(chunk, checksum)
                     world.note_progress()
                 sums.append((share.entry.name, start, len(data), checksum))
@@ -124,9 +125,9 @@ def _write_rest(
     layout: TorchLayout, checksums: Mapping[str, int], name: str, path: str, *, overwrite: bool
 ) -> int:
     nbytes = 0
-    with one_file.opened(name) as descriptor:
+    with single_file.opened(name) as descriptor:
         for offset, content in layout.frame(checksums):
-            one_file.write_at(descriptor, offset, content)
+            write_all(descriptor, offset, content)
             nbytes = max(nbytes, offset + len(content))
-    one_file.publish(name, path, overwrite=overwrite)
+    single_file.publish(name, path, overwrite=overwrite)
     return nbytes

@@ -16,7 +16,7 @@ from fastload.base.trace import RankTrace, Recorder, chrome_events, to_json
 from fastload.comm.world import World
 from fastload.errors import FastloadError, OptionError
 from fastload.storage import locate
-from fastload.storage.own_files import write_text
+from fastload.storage.single_file import write_text
 
 _log = logging.getLogger(__name__)
 

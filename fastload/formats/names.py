@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from fastload.storage.names import Names
+from fastload.storage.base import Names
 
 RECORD_NAME = "fastload.json"
 """The commit record, the last file of a checkpoint to be written: without it there is no checkpoint."""

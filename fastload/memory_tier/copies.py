@@ -16,7 +16,7 @@ from fastload.comm.world import World
 from fastload.memory_tier.groups import CopyPlan
 from fastload.saving.exchange import BufferRing, MessageExchange
 from fastload.saving.layout import FileRange
-from fastload.storage.tier_target import TierTarget
+from fastload.storage.memory_target import TierTarget
 from fastload.transfer.links import Wire, accept_offers
 
 _PLACE = "copied"  # where in the store

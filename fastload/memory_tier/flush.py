@@ -27,7 +27,7 @@ from fastload.saving.layout import FileRange, Layout, LayoutFile
 from fastload.saving.split import WriterShare
 from fastload.saving.write import BlockHasher, PartWriter
 from fastload.storage import PatientStorage, Target
-from fastload.storage.tier import JobFolder
+from fastload.storage.memory_folder import JobFolder
 
 _log = logging.getLogger(__name__)
 AFTER_S = 5.0

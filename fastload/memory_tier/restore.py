@@ -32,7 +32,7 @@ from fastload.memory_tier.manifest import TABLE_NAME, HostManifest, ShareTable
 from fastload.options import LoadOptions
 from fastload.storage import PatientStorage
 from fastload.storage.local import LocalStorage
-from fastload.storage.tier import JobFolder
+from fastload.storage.memory_folder import JobFolder
 from fastload.transfer.routed_plan import HeldRange, Holders
 
 _log = logging.getLogger(__name__)

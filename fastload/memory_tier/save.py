@@ -20,8 +20,8 @@ from fastload.saving.plan import SavePlan
 from fastload.saving.save import BegunSave
 from fastload.saving.write import open_pending, write
 from fastload.storage import Target
-from fastload.storage.tier import Home, JobFolder
-from fastload.storage.tier_target import Published, Room, TierTarget
+from fastload.storage.memory_folder import Home, JobFolder
+from fastload.storage.memory_target import Published, Room, TierTarget
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,8 @@ from fastload.options import SaveOptions
 from fastload.saving.save import BegunSave, begin
 from fastload.saving.snapshot import BufferPool
 from fastload.storage import Location, Target
-from fastload.storage.tier import Home, JobFolder
-from fastload.storage.tier_leftovers import remove_dead
-from fastload.storage.tier_place import find_memory
-from fastload.storage.tier_target import TierTarget
+from fastload.storage.memory_folder import Home, JobFolder, find_memory, remove_dead
+from fastload.storage.memory_target import TierTarget
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from fastload.options import SAVE_SETTINGS, SaveOptions
 from fastload.report import SaveReport
 from fastload.saving.snapshot import BufferPool, buffer_pool
 from fastload.storage import Location, Target, locate, name_of, open_target
-from fastload.storage.names import Names
+from fastload.storage.base import Names
 
 _MAX_ATTEMPT_S = 30.0  # for one request: what takes longer has stalled
 

@@ -31,9 +31,9 @@ from fastload.staging.source import as_folder, at_source, changed, copied_to, es
 from fastload.staging.stock import Stock, receipt_of, take_stock
 from fastload.staging.write_files import BlockCheck, FileWriter
 from fastload.storage import PatientStorage
+from fastload.storage.base import new_token
 from fastload.storage.local import LocalStorage
-from fastload.storage.local_copy import LocalCopy
-from fastload.storage.target import new_token
+from fastload.storage.local_target import LocalCopy
 from fastload.transfer.buffers import Buffers
 from fastload.transfer.links import accept_offers
 from fastload.transfer.open_transport import open_transport
@@ -341,7 +341,7 @@ class Stage:
         def publish() -> dict[str, Any]:
             if self._copy is not None and moved.receipt is not None:
                 receipts: list[Mapping[str, Any]] = [moved.receipt, {"written": self._stock.kept}]
-                text = receipt_of(inventory, self._stock, self._copy.files())
+                text = receipt_of(inventory, self._stock, self._copy.state_of_files())
                 overwrite = self._options.overwrite or self._stock.damaged
                 self._copy.publish(receipts, [(STAGED_NAME, text)], overwrite=overwrite)
             return asdict(replace(moved.report, total_s=time.perf_counter() - self._began))

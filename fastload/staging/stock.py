@@ -23,7 +23,7 @@ from fastload.staging.inventory import Inventory
 from fastload.staging.journal import parse_journal
 from fastload.storage.base import Storage
 from fastload.storage.local import LocalStorage
-from fastload.storage.local_copy import LocalCopy
+from fastload.storage.local_target import LocalCopy
 
 _log = logging.getLogger(__name__)
 

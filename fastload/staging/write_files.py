@@ -23,7 +23,7 @@ from fastload.staging.inventory import BlockRun, Inventory
 from fastload.staging.journal import journal_entry
 from fastload.staging.stock import Stock
 from fastload.storage.base import ByteCounter
-from fastload.storage.local_copy import LocalCopy
+from fastload.storage.local_target import LocalCopy
 
 _MAX_REREADS = 64  # not every block of a file that is damaged throughout
 

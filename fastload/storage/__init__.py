@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastload.errors import OptionError
-from fastload.storage.base import FileStat, Folder, Storage, take
+from fastload.storage import single_file
+from fastload.storage.base import Bucket, FileStat, Folder, Names, Storage, Target, take
 from fastload.storage.local import LocalStorage
 from fastload.storage.location import HTTP, OBJECT_STORES, Location, locate, name_of, redact
-from fastload.storage.names import Names
 from fastload.storage.retry import PatientStorage
-from fastload.storage.target import Target
 
 __all__ = [
     "FileStat",
@@ -28,6 +27,7 @@ __all__ = [
     "name_of",
     "open_storage",
     "open_target",
+    "put_beside",
     "redact",
     "take",
 ]
@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 
 _S3 = frozenset("s3 s3a".split())
 _READ_ONLY = HTTP | {"hf"}
+_MAX_ATTEMPT_S = 30.0
 
 
 def open_storage(
@@ -66,16 +67,16 @@ def open_storage(
         return LocalStorage(location.address, io)
     if location.scheme in OBJECT_STORES | HTTP:
         if importlib.util.find_spec("obstore") is not None:
-            from fastload.storage.objects import ObjectStorage
+            from fastload.storage.obstore import ObjectStorage
 
             return ObjectStorage(location, names, options or {}, attempt_s)
         _log.warning(
             "reading %s:// through fsspec, the slow way; the fast one: pip install 'fastload-torch[remote]'",
             location.scheme,
         )
-    from fastload.storage.remote import RemoteStorage
+    from fastload.storage.fsspec import FsspecStorage
 
-    return RemoteStorage(location, options or {})
+    return FsspecStorage(location, options or {})
 
 
 def open_target(
@@ -115,23 +116,53 @@ def open_target(
     parent, _, name = url.removeprefix(f"{scheme}://").rpartition("/")
     if not name or (scheme in OBJECT_STORES and not parent):
         raise OptionError(f"cannot save to {location}: name a place below the bucket")
-    from fastload.storage.bucket import Bucket, FsspecBucket, ObstoreBucket
-    from fastload.storage.object_target import ObjectTarget
-    from fastload.storage.uploads import Streams
+    from fastload.storage.object_target import ObjectTarget, Streams
 
+    options, patience = options or {}, {"timeout_s": timeout_s, "attempt_s": attempt_s, "retries": retries}
     root = locate(f"{scheme}://{parent}")
-    if scheme in OBJECT_STORES and importlib.util.find_spec("obstore") is None:
-        raise OptionError(f"saving to {scheme}:// needs obstore: pip install 'fastload-torch[remote]'")
-    patience: dict[str, Any] = {"timeout_s": timeout_s, "attempt_s": attempt_s, "retries": retries}
     if scheme in _S3:
-        from fastload.storage.multipart import Multipart
-        from fastload.storage.s3 import S3Bucket
+        _require_obstore(scheme)
+        from fastload.storage.s3 import Multipart, S3Bucket
 
-        s3 = S3Bucket(root, options or {}, url=location.url, **patience)
-        return ObjectTarget(location.url, s3, name, names, Multipart(s3, s3.requests, names))
-    bucket: Bucket
-    if scheme in OBJECT_STORES:
-        bucket = ObstoreBucket(root, options or {}, **patience)
-    else:
-        bucket = FsspecBucket(root, options or {})
+        s3 = S3Bucket(root, options, url=location.url, **patience)
+        return ObjectTarget(location.url, s3, name, names, Multipart(s3, names))
+    bucket = _open_bucket(root, options, **patience)
     return ObjectTarget(location.url, bucket, name, names, Streams(bucket, timeout_s=timeout_s))
+
+
+def put_beside(place: Location, name: str, content: bytes, *, timeout_s: float, retries: int) -> None:
+    """Writes a small file next to those of a checkpoint; replaces one of that name.
+
+    Args:
+        place: Where the checkpoint is.
+        name: Plain, without ``/``.
+        content: All of it.
+        timeout_s: Longest time in seconds for a request to an object store, with its retries.
+        retries: Further attempts.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    if not place.scheme:
+        single_file.replace(os.path.join(place.address, name), content)
+        return
+    attempt_s = min(_MAX_ATTEMPT_S, timeout_s)
+    bucket = _open_bucket(place, {}, timeout_s=timeout_s, attempt_s=attempt_s, retries=retries)
+    with bucket.secrets.errors(f"{place.url}/{name}"):
+        bucket.put(name, content)
+
+
+def _open_bucket(root: Location, options: Mapping[str, Any], **patience: Any) -> Bucket:
+    if root.scheme in OBJECT_STORES:
+        _require_obstore(root.scheme)
+        from fastload.storage.obstore import ObstoreBucket
+
+        return ObstoreBucket(root, options, **patience)
+    from fastload.storage.fsspec import FsspecBucket
+
+    return FsspecBucket(root, options)
+
+
+def _require_obstore(scheme: str) -> None:
+    if importlib.util.find_spec("obstore") is None:
+        raise OptionError(f"saving to {scheme}:// needs obstore: pip install 'fastload-torch[remote]'")

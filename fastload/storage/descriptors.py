@@ -9,12 +9,11 @@ import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 
 from fastload.base.threads import ProcessLock
-
-__all__ = ["Descriptor", "DescriptorPool"]
 
 _PART = 8  # of the descriptors that the process may have: the others are for the program
 _FEWEST = 4
@@ -172,6 +171,57 @@ class Descriptor:
                 self._finish(number)
         finally:
             os.close(number)
+
+
+class DirectFile:
+    """A file with one descriptor for the page cache and, once it is needed, one past it (O_DIRECT).
+
+    Args:
+        pool: Where both count.
+        open_: Opens the file with further flags.
+        finish: As for `Descriptor`.
+        directly: Whether to try to go past the page cache.
+
+    Attributes:
+        cached: The descriptor for the page cache.
+        directly: Whether the file can be used past it, as far as is known.
+    """
+
+    def __init__(
+        self,
+        pool: DescriptorPool,
+        open_: Callable[[int], int],
+        finish: Callable[[int], object] | None = None,
+        *,
+        directly: bool,
+    ) -> None:
+        self.directly = directly
+        self.cached = Descriptor(pool, partial(open_, 0), finish)
+        self._direct = Descriptor(pool, partial(open_, os.O_DIRECT), finish)
+
+    def direct(self) -> AbstractContextManager[int | None]:
+        """Lends the descriptor past the page cache; None if there can be none."""
+        if self.directly:
+            try:
+                return self._direct.use()
+            except OSError:  # if the file itself is what is wrong, the page cache says so, too
+                self.directly = False
+        return nullcontext()
+
+    def finish(self) -> None:
+        """Finishes both, as `Descriptor.finish`."""
+        self.cached.finish()
+        self._direct.finish()
+
+    def close(self) -> None:
+        """Closes both as soon as nobody uses them."""
+        self.cached.close()
+        self._direct.close()
+
+    def abandon(self) -> None:
+        """Closes both, from the finalizer of their owner."""
+        self.cached.abandon()
+        self._direct.abandon()
 
 
 class _Open:

@@ -8,45 +8,42 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
-__all__ = [
-    "UNABLE",
-    "carry",
-    "delete",
-    "empty",
-    "exchange",
-    "kinds",
-    "last_change",
-    "look_like",
-    "make_folders",
-    "names",
-    "open_file",
-    "open_folder",
-    "require_trusted_links",
-    "reserve",
-    "reserve_range",
-    "sync",
-]
+from fastload.errors import FastloadError, StorageError
 
 UNABLE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """How `exchange` fails where the file system or the system cannot do that."""
 
 _RENAME_EXCHANGE = 2
-_NOT_LINKED = (
-    errno.EPERM,
-    errno.EACCES,
-    errno.EXDEV,
-    errno.EMLINK,
-    errno.EINVAL,
-    errno.ENOSYS,
-    errno.EOPNOTSUPP,
-)
+_NOT_LINKED = (errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK, *UNABLE)
+_TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO)
+_MAX_SMALL_BYTES = 1 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+@contextmanager
+def os_errors(path: str, offset: int | None = None, nbytes: int | None = None) -> Iterator[None]:
+    """Turns errors of the operating system into fastload's."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, FastloadError):
+            raise
+        raise to_storage_error(error, path, offset, nbytes) from error
+
+
+def to_storage_error(
+    error: OSError, path: str, offset: int | None = None, nbytes: int | None = None
+) -> StorageError:
+    """Returns an error of the operating system as fastload's."""
+    message = f"{error.strerror} ({errno.errorcode.get(error.errno or 0, 'unknown')})"
+    return StorageError(message, path, offset, nbytes, transient=error.errno in _TRANSIENT)
 
 
 def open_folder(name: str, parent: int | None = None) -> int:
@@ -55,7 +52,17 @@ def open_folder(name: str, parent: int | None = None) -> int:
     Raises:
         OSError: ``ENOTDIR`` or ``ELOOP`` if it is something else.
     """
-    return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+
+
+@contextmanager
+def opened_folder(name: str, parent: int | None = None) -> Iterator[int]:
+    """Opens a directory, as `open_folder` does, and closes it in the end."""
+    folder = open_folder(name, parent)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
 
 
 def require_trusted_links(path: str) -> None:
@@ -84,13 +91,32 @@ def open_file(name: str, folder: int, flags: int) -> int:
     Raises:
         OSError: ``ELOOP``, ``EISDIR``, ``ENXIO`` or ``EINVAL`` if it is something else.
     """
-    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK
     file = os.open(name, flags, 0o666, dir_fd=folder)
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         os.close(file)
         raise OSError(errno.EINVAL, f"{name} is no file of its own")
     return file
+
+
+def lock(file: int) -> bool | None:
+    """Locks a file until its descriptor closes; False if another holds it, None if there are no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def find(name: str, folder: int) -> os.stat_result | None:
+    """Looks up what has a name below a directory; None if nothing has."""
+    try:
+        return os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def names(folder: int) -> list[str]:
@@ -132,11 +158,8 @@ def empty(folder: int, *, last: str = "") -> None:
 
 def delete(name: str, parent: int, *, last: str = "") -> None:
     """Deletes a directory with all that is in it; `last` is as for `empty`."""
-    folder = open_folder(name, parent)
-    try:
+    with opened_folder(name, parent) as folder:
         empty(folder, last=last)
-    finally:
-        os.close(folder)
     os.rmdir(name, dir_fd=parent)
 
 
@@ -157,26 +180,56 @@ def reserve(name: str, nbytes: int, folder: int) -> None:
     """Makes a file of that size, with its blocks: a full disk shows before anything is written."""
     file = open_file(name, folder, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        # Not os.posix_fallocate: where there is no such thing, it writes into every block instead.
-        if nbytes and _libc.fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
-            number = ctypes.get_errno()
-            if number not in (errno.EOPNOTSUPP, errno.ENOSYS):
-                raise OSError(number, os.strerror(number), name)
-            os.ftruncate(file, nbytes)
+        os.ftruncate(file, nbytes)
+        reserve_range(file, 0, nbytes)
     finally:
         os.close(file)
 
 
 def reserve_range(file: int, offset: int, nbytes: int) -> None:
-    """Asks for the blocks of a range of an open file, where the file system can tell; it is long enough.
+    """Asks for the blocks of a range of an open file, where the file system can tell.
 
     Raises:
         OSError: ``ENOSPC`` if there is no room.
     """
+    # Not os.posix_fallocate: where there is no such thing, it writes into every block instead.
     if nbytes and _libc.fallocate(file, 0, ctypes.c_int64(offset), ctypes.c_int64(nbytes)):
         number = ctypes.get_errno()
         if number not in (errno.EOPNOTSUPP, errno.ENOSYS):
             raise OSError(number, os.strerror(number))
+
+
+def write_all(file: int, offset: int, data: memoryview | bytes) -> None:
+    """Writes all bytes at an offset of an open file."""
+    left = memoryview(data)
+    while left:
+        count = os.pwrite(file, left, offset)
+        offset, left = offset + count, left[count:]
+
+
+def put(name: str, content: bytes, folder: int, *, durable: bool = True) -> None:
+    """Writes a small file, which has all of its content from its first instant."""
+    new = f"{name}.new"
+    file = open_file(new, folder, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        write_all(file, 0, content)
+        if durable:
+            os.fsync(file)
+    finally:
+        os.close(file)
+    os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def read_small(name: str, folder: int) -> bytes:
+    """Reads up to 1 MiB of a file; empty if there is none."""
+    try:
+        file = open_file(name, folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return b""
+    try:
+        return os.pread(file, _MAX_SMALL_BYTES, 0)
+    finally:
+        os.close(file)
 
 
 def make_folders(path: str) -> None:
@@ -188,7 +241,7 @@ def make_folders(path: str) -> None:
     for one in reversed(missing):
         with suppress(FileExistsError):
             os.mkdir(one)
-        folder = os.open(os.path.dirname(one), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        folder = os.open(os.path.dirname(one), os.O_RDONLY | os.O_DIRECTORY)
         try:
             sync(folder)
         finally:
@@ -247,7 +300,7 @@ def carry(names: Iterable[str], source: int, target: int) -> bool:
     """
     changed = False
     for name in names:
-        wanted, present = _found(name, source), _found(name, target)
+        wanted, present = find(name, source), find(name, target)
         if wanted is None or (present is not None and _is_same(wanted, present)):
             continue
         to = name if present is None else f".{os.urandom(8).hex()}"
@@ -264,13 +317,6 @@ def carry(names: Iterable[str], source: int, target: int) -> bool:
     return changed
 
 
-def _found(name: str, folder: int) -> os.stat_result | None:
-    try:
-        return os.stat(name, dir_fd=folder, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-
-
 def _is_same(one: os.stat_result, other: os.stat_result) -> bool:
     if (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino):
         return True
@@ -285,7 +331,7 @@ def _copy(name: str, to: str, source: int, target: int) -> None:
         return
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EOPNOTSUPP, "can be neither linked nor copied", name)
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     with (
         open(os.open(name, flags, dir_fd=source), "rb") as original,
         open(open_file(to, target, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as copy,

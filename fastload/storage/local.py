@@ -7,22 +7,20 @@ import mmap
 import os
 import stat as stat_flags
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 
 from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import StorageError
 from fastload.storage.base import CHANGED, ByteCounter, FileStat, Folder, take
-from fastload.storage.descriptors import Descriptor
+from fastload.storage.descriptors import DirectFile
+from fastload.storage.folders import os_errors, to_storage_error
 from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, is_fuse, is_network
 from fastload.storage.process import read_descriptors
 
-__all__ = ["LocalStorage", "Mapped"]
-
 _MAX_BUFFERS = 1024  # IOV_MAX on Linux
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-_TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO)
 _MIN_DIRECT_BYTES = 1 << 20
 _DIRECT_BLOCK_BYTES = 4 << 20
 _WARM_STEP_BYTES = 1 << 20
@@ -58,15 +56,11 @@ class LocalStorage:
         self._files: dict[str, _File] = {}
         self._folder: int | None = None
         self._io = io
-        self._root = root
+        self.url = root
         self._count = ByteCounter()
         self._direct_count = ByteCounter()
         self._lock = threading.Lock()
         self._own = threading.local()
-
-    @property
-    def url(self) -> str:
-        return self._root
 
     @property
     def shared(self) -> bool:
@@ -74,7 +68,7 @@ class LocalStorage:
 
     @cached_property
     def _kind(self) -> str:
-        return file_system_type(os.path.realpath(self._root))
+        return file_system_type(os.path.realpath(self.url))
 
     @property
     def in_order(self) -> bool:
@@ -98,40 +92,26 @@ class LocalStorage:
         return self._direct_count.total
 
     def stat(self, name: str) -> FileStat | None:
-        try:
+        with os_errors(self._path(name)), _unless_absent():
             path, folder = self._place(name)
             mode = os.stat(path, dir_fd=folder).st_mode
             if stat_flags.S_ISDIR(mode):
                 return None if name else FileStat(0, "")
-            if not stat_flags.S_ISREG(mode):
-                return None  # opening a pipe would block
-            with self._file(name).cached.use() as cached:
-                found = os.fstat(cached)
-        except OSError as error:
-            if error.errno in _ABSENT:
-                return None
-            if isinstance(error, StorageError):
-                raise
-            raise self._error(error, name) from error
-        return self._about(found)
+            if stat_flags.S_ISREG(mode):  # opening a pipe would block
+                with self._file(name).cached.use() as cached:
+                    return self._about(os.fstat(cached))
+        return None
 
     def list(self) -> list[str] | None:
-        try:
-            with os.scandir(self._root) as entries:
-                return sorted(entry.name for entry in entries if _may_be_file(entry))
-        except OSError as error:
-            if error.errno in _ABSENT:
-                return None
-            raise self._error(error, "") from error
+        with os_errors(self.url), _unless_absent(), os.scandir(self.url) as entries:
+            return sorted(entry.name for entry in entries if _may_be_file(entry))
+        return None
 
     def folders(self, prefix: str = "") -> Mapping[str, Folder]:
-        try:
-            entries = [entry for entry in os.scandir(self._root) if entry.name.startswith(prefix)]
-        except OSError as error:
-            if error.errno in _ABSENT:
-                return {}
-            raise self._error(error, "") from error
-        place = os.path.realpath(self._root)
+        entries: Sequence[os.DirEntry[str]] = ()
+        with os_errors(self.url), _unless_absent(), os.scandir(self.url) as found_here:
+            entries = [entry for entry in found_here if entry.name.startswith(prefix)]
+        place = os.path.realpath(self.url)
         found = {
             entry.name: self._look_into(entry, place) for entry in sorted(entries, key=lambda one: one.name)
         }
@@ -148,8 +128,9 @@ class LocalStorage:
         except OSError as error:
             if error.errno == errno.ENOTDIR or (error.errno == errno.ENOENT and not is_link):
                 return None
-            if error.errno in _TRANSIENT:
-                raise self._error(error, entry.name) from error
+            failure = to_storage_error(error, self._path(entry.name))
+            if failure.transient:
+                raise failure from error
             return Folder({}, place, is_link, problem=error.strerror or str(error))
 
     def _files_in(self, path: str) -> dict[str, FileStat]:
@@ -157,14 +138,10 @@ class LocalStorage:
         found = {}
         with os.scandir(path) as entries:
             for entry in entries:
-                try:
+                with _unless_absent():  # deleted meanwhile, or a link that leads nowhere
                     status = entry.stat()
-                except OSError as error:
-                    if error.errno in _ABSENT:  # deleted meanwhile, or a link that leads nowhere
-                        continue
-                    raise
-                if stat_flags.S_ISREG(status.st_mode):
-                    found[entry.name] = self._about(status)
+                    if stat_flags.S_ISREG(status.st_mode):
+                        found[entry.name] = self._about(status)
         return found
 
     def read_into(
@@ -178,7 +155,7 @@ class LocalStorage:
         wanted = [buffer for buffer in buffers if len(buffer)]
         nbytes = sum(map(len, wanted))
         io = "buffered" if via_cache and self._io == "auto" else self._io
-        try:
+        with os_errors(self._path(name), offset, nbytes):
             file = self._file(name)
             with file.cached.use() as cached:
                 done = 0
@@ -187,25 +164,18 @@ class LocalStorage:
                 self._read_buffered(io, file, cached, offset + done, take(wanted, done)[1])
                 if change := file.change(cached):
                     raise StorageError(change, self._path(name), offset, nbytes)
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise self._error(error, name, offset, nbytes) from error
 
     def read_all(self, name: str, about: FileStat) -> bytes:
-        try:
+        path = self._path(name)
+        with os_errors(path, 0, about.nbytes):
             # Not to wait for a pipe that has taken its place.
-            file = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             with open(file, "rb") as opened:
                 if self._about(os.fstat(file)) != about:
-                    raise StorageError("it was replaced", self._path(name), 0, about.nbytes)
+                    raise StorageError("it was replaced", path, 0, about.nbytes)
                 data = opened.read(about.nbytes)
                 if self._about(os.fstat(file)) != about:
-                    raise StorageError(CHANGED, self._path(name), 0, about.nbytes)
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise self._error(error, name, 0, about.nbytes) from error
+                    raise StorageError(CHANGED, path, 0, about.nbytes)
         self._count.add(len(data))
         return data
 
@@ -268,17 +238,13 @@ class LocalStorage:
         """
         if self.shared or self.in_order or self._io == "direct":
             return None
-        try:
+        with os_errors(self._path(name)):
             file = self._file(name)
             with file.cached.use() as cached:
                 nbytes = os.fstat(cached).st_size
                 if not nbytes or not (self._kind in IN_MEMORY_TYPES or _is_warm(cached, nbytes)):
                     return None
                 return Mapped(file, mmap.mmap(cached, nbytes, access=mmap.ACCESS_COPY))
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise self._error(error, name) from error
 
     def close(self) -> None:
         with self._lock:
@@ -299,15 +265,12 @@ class LocalStorage:
         """Says where a file is: its path, and the directory in which that begins, if not the current one."""
         with self._lock:
             if name and self._folder is None:
-                try:
-                    self._folder = os.open(self._root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-                except OSError as error:
-                    if error.errno not in _ABSENT:
-                        raise
+                with _unless_absent():
+                    self._folder = os.open(self.url, os.O_PATH | os.O_DIRECTORY)
             return (name, self._folder) if name and self._folder is not None else (self._path(name), None)
 
     def _path(self, name: str) -> str:
-        return os.path.join(self._root, name) if name else self._root
+        return os.path.join(self.url, name) if name else self.url
 
     def _file(self, name: str) -> _File:
         place = self._place(name)
@@ -318,14 +281,6 @@ class LocalStorage:
                 path, numbered = self._path(name), self._numbered
                 self._files[name] = _File(path, *place, directly=directly, numbered=numbered)
             return self._files[name]
-
-    def _error(
-        self, error: OSError, name: str, offset: int | None = None, nbytes: int | None = None
-    ) -> StorageError:
-        return StorageError(
-            f"{error.strerror} ({errno.errorcode.get(error.errno or 0, 'unknown')})",
-            url=self._path(name), offset=offset, nbytes=nbytes, transient=error.errno in _TRANSIENT,
-        )  # fmt: skip
 
 
 class Mapped:
@@ -350,47 +305,27 @@ class Mapped:
                 raise StorageError(change, self._file.path, 0, len(self.data))
 
 
-class _File:
-    """A file: a descriptor for the page cache and, once it is wanted, one for past it.
+class _File(DirectFile):
+    """A file as it was when it was first opened.
 
     Attributes:
         path: Where it is, for messages.
-        cached: The descriptor for the page cache.
-        directly: Whether it can be read past it, as far as is known.
     """
 
     def __init__(self, url: str, path: str, folder: int | None, *, directly: bool, numbered: bool) -> None:
+        super().__init__(read_descriptors, self._open, directly=directly)
         self.path = url
         self._numbered = numbered
-        self.directly = directly
-        self.cached = Descriptor(read_descriptors, self._open)
-        self._direct = Descriptor(read_descriptors, self._open_directly)
         self._place = (path, folder) if folder is not None else (os.path.abspath(path), None)
         self._first: os.stat_result | None = None
 
-    def direct(self) -> AbstractContextManager[int | None]:
-        """Lends the descriptor for direct reads, while the other one is in use; None if there can be none."""
-        if self.directly:
-            try:
-                return self._direct.use()
-            except OSError:
-                self.directly = False
-        return nullcontext()
-
-    def close(self) -> None:
-        """Closes both, as soon as no read uses them."""
-        self.cached.close()
-        self._direct.close()
-
-    def abandon(self) -> None:
-        """Closes both, from the finalizer of their owner."""
-        self.cached.abandon()
-        self._direct.abandon()
-
-    def _open(self) -> int:
+    def _open(self, flags: int) -> int:
+        if flags:  # past the page cache: the path may lead to another file by now
+            with self.cached.use() as number:
+                return os.open(f"/proc/self/fd/{number}", os.O_RDONLY | flags)
         path, folder = self._place
         try:
-            number = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+            number = os.open(path, os.O_RDONLY, dir_fd=folder)
         except OSError as error:
             if self._first is not None and error.errno in _ABSENT:
                 raise StorageError("it was removed or replaced after it was opened", url=self.path) from error
@@ -415,10 +350,6 @@ class _File:
         place = (found.st_dev, found.st_ino) if self._numbered else ()
         return (*place, found.st_size, found.st_mtime_ns)
 
-    def _open_directly(self) -> int:
-        with self.cached.use() as number:  # the path may lead to another file by now
-            return os.open(f"/proc/self/fd/{number}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-
 
 def _short(file: _File, opened: int, offset: int, wanted: Sequence[memoryview]) -> StorageError:
     nbytes = sum(map(len, wanted))
@@ -427,6 +358,16 @@ def _short(file: _File, opened: int, offset: int, wanted: Sequence[memoryview]) 
 
 def _ends_at(size: int) -> str:
     return f"the file ends at {size}: it shrank after it was opened"
+
+
+@contextmanager
+def _unless_absent() -> Iterator[None]:
+    """Passes over what is not there, or is no longer."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
 
 
 def _may_be_file(entry: os.DirEntry[str]) -> bool:

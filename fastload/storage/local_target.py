@@ -1,27 +1,35 @@
-"""A new checkpoint on this host's file systems: pending beside its place, then renamed into it."""
+"""Checkpoints written to file systems: pending next to the destination, then renamed into place."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import json
+import mmap
 import os
+import stat
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
-from fastload.errors import FastloadError, StorageError
-from fastload.storage import folders, leftovers, pending
-from fastload.storage.local_files import LocalFiles, os_errors
+from fastload.base.memory import PAGE_BYTES, round_up
+from fastload.errors import CheckpointExists, FastloadError, StorageError
+from fastload.storage import folders, pending
+from fastload.storage.base import Names, Written
+from fastload.storage.descriptors import DescriptorPool, DirectFile
+from fastload.storage.destination import Destination, read_list
+from fastload.storage.folders import os_errors, write_all
 from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, is_network
-from fastload.storage.names import Names
 from fastload.storage.pending import Pending
-from fastload.storage.site import Site
-from fastload.storage.target import Written
-
-__all__ = ["LocalTarget"]
 
 _ALIGN_BYTES = (
     64 << 10
 )  # the longest pages there are, for O_DIRECT; more would have more of the shards travel
+_MIN_DIRECT_BYTES = 256 << 10
+_BOUNCE_BYTES = 4 << 20
+_JOURNAL = "journal"
 
 
 class LocalTarget:
@@ -34,14 +42,14 @@ class LocalTarget:
         signs: Names of files that tell what may be replaced from anything else; by default the record.
 
     Attributes:
-        site: That place.
+        destination: That place.
         written: The account of what this rank wrote.
     """
 
     ordered = False
 
     def __init__(self, path: str, names: Names, *, io: str, signs: Sequence[str] = ()) -> None:
-        self.site = Site(path, names, signs or (names.record,))
+        self.destination = Destination(path, names, signs or (names.record,))
         self.written = Written()
         self._io = io
         self._sizes: dict[str, int] = {}
@@ -50,7 +58,7 @@ class LocalTarget:
 
     @property
     def url(self) -> str:
-        return self.site.path
+        return self.destination.path
 
     @property
     def shared(self) -> bool:
@@ -66,11 +74,11 @@ class LocalTarget:
     def prepare(self, files: Sequence[tuple[str, int]], *, overwrite: bool) -> dict[str, Any]:
         try:
             with os_errors(self.url):
-                self.site.check([name for name, _ in files], overwrite=overwrite)
+                self.destination.check([name for name, _ in files], overwrite=overwrite)
             self.clean_abandoned()
             with os_errors(os.path.dirname(self.url)):
-                held = pending.begin(self.url, self.site.parent)
-                gathered = self.hold(held, dict(files))
+                held = pending.begin(self.url, self.destination.parent)
+                gathered = self._hold(held, files)
             for name, nbytes in files:
                 with os_errors(gathered.place(name), 0, nbytes):
                     folders.reserve(name, nbytes, gathered.folder)
@@ -79,18 +87,10 @@ class LocalTarget:
             raise
         return {"pending": held.path, "files": self._sizes}
 
-    def hold(self, held: Pending, sizes: Mapping[str, int]) -> LocalFiles:
-        """Gathers the files in a pending directory of this process's, which is this target's from now on.
-
-        Args:
-            held: The directory.
-            sizes: Of the files, in bytes.
-
-        Raises:
-            OSError: It cannot be opened.
-        """
+    def _hold(self, held: Pending, files: Sequence[tuple[str, int]]) -> LocalFiles:
+        """Gathers the files in a pending directory of this process's, which is this target's from now on."""
         self._pending = held
-        return self._gather(held.open_data(), held.path, sizes)
+        return self._gather(held.open_data(), held.path, dict(files))
 
     def join(self, ticket: Mapping[str, Any]) -> None:
         path = ticket["pending"]
@@ -105,15 +105,18 @@ class LocalTarget:
         )
         return self._files
 
+    @property
+    def _gathered(self) -> LocalFiles:
+        assert self._files is not None, "prepare or join first"
+        return self._files
+
     def write(self, name: str, offset: int, data: memoryview) -> None:
         assert offset + len(data) <= self._sizes[name], (name, offset, len(data))
-        assert self._files is not None
-        self._files.write(name, offset, data)
+        self._gathered.write(name, offset, data)
 
     def flush(self) -> dict[str, Any]:
         self.written.check()
-        assert self._files is not None
-        self._files.finish()
+        self._gathered.finish()
         return {"written": self.written.to_json()}
 
     def publish(
@@ -125,12 +128,11 @@ class LocalTarget:
     ) -> None:
         self.written.require_all(self._sizes, receipts, self.url)
         assert self._pending is not None
-        assert self._files is not None
         for name, content in small_files:
-            self._files.put(name, content)
+            self._gathered.put(name, content)
         names = [*self._sizes, *(name for name, _ in small_files)]
         with os_errors(self.url):
-            self.site.take(self._pending, self._files.folder, names, overwrite=overwrite)
+            self.destination.take(self._pending, self._gathered.folder, names, overwrite=overwrite)
         self._release()
 
     def abort(self) -> None:
@@ -147,14 +149,14 @@ class LocalTarget:
             held.close()
 
     def clean_abandoned(self) -> list[str]:
-        return leftovers.clean_abandoned(os.path.dirname(self.url))
+        return pending.clean_abandoned(os.path.dirname(self.url))
 
     def remove(self) -> None:
         with os_errors(self.url):
             try:
-                pending.remove(self.url, self.site.parent)
+                pending.remove(self.url, self.destination.parent)
             finally:
-                self.site.close()
+                self.destination.close()
 
     def close(self) -> None:
         if self._files is not None:
@@ -162,4 +164,262 @@ class LocalTarget:
         held, self._pending = self._pending, None
         if held is not None:
             held.close()
-        self.site.close()
+        self.destination.close()
+
+
+class LocalFiles:
+    """The files of one save, as one rank writes them.
+
+    Large writes go past the page cache (O_DIRECT) on the file systems that do it, which is several times
+    faster than filling the cache and waiting until it is empty again; what fills no page is buffered. A
+    page is never written both ways: the ranges of different ranks meet at multiples of a page, and within
+    one range a page that two writes share is buffered in both.
+
+    Args:
+        folder: Descriptor of the directory that they are in; closed with them.
+        path: Where that is, for messages.
+        written: Where errors are noted.
+        directly: Whether to try to write past the page cache.
+
+    Attributes:
+        folder: Descriptor of the directory.
+    """
+
+    def __init__(self, folder: int, path: str, written: Written, *, directly: bool) -> None:
+        self.folder = folder
+        self._path = path
+        self._written = written
+        self._directly = directly
+        self._files: dict[str, DirectFile] = {}
+        self._pool = DescriptorPool()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._own = threading.local()
+
+    def place(self, name: str) -> str:
+        """Returns where a file is, for messages."""
+        return os.path.join(self._path, name)
+
+    def write(self, name: str, offset: int, data: memoryview) -> None:
+        """Writes a range of a file that is there; from any thread, several at once.
+
+        Raises:
+            StorageError: It failed, or something before it did.
+        """
+        nbytes = len(data)
+        begin, end = round_up(offset, PAGE_BYTES), (offset + nbytes) // PAGE_BYTES * PAGE_BYTES
+        with self._written.noted(), os_errors(self.place(name), offset, nbytes):
+            file = self._file(name)
+            if end - begin < _MIN_DIRECT_BYTES or not file.directly:
+                begin = end = offset + nbytes
+            written = begin + self._write_direct(file, begin, data[begin - offset : end - offset])
+            if begin > offset or written < offset + nbytes:
+                with file.cached.use() as cached:
+                    write_all(cached, offset, data[: begin - offset])
+                    write_all(cached, written, data[written - offset :])
+        self._written.add(name, offset, offset + nbytes)
+
+    def _write_direct(self, file: DirectFile, offset: int, data: memoryview) -> int:
+        """Writes whole pages past the page cache; returns how many bytes of them, if it cannot do all."""
+        done = 0
+        if not len(data):
+            return done
+        bounce = None if _is_aligned(data) else self._bounce_buffer()
+        with file.direct() as direct:
+            while done < len(data) and direct is not None:
+                piece = data[done:]
+                if bounce is not None:
+                    piece = piece[:_BOUNCE_BYTES]
+                    bounce[: len(piece)] = piece
+                    piece = bounce[: len(piece)]
+                try:
+                    count = os.pwrite(direct, piece, offset + done)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    file.directly = False
+                    break
+                if count < PAGE_BYTES:
+                    break
+                done += count // PAGE_BYTES * PAGE_BYTES
+        return done
+
+    def _bounce_buffer(self) -> memoryview:
+        """Returns this thread's own page-aligned buffer."""
+        if not hasattr(self._own, "buffer"):
+            self._own.buffer = memoryview(mmap.mmap(-1, _BOUNCE_BYTES))
+        buffer: memoryview = self._own.buffer
+        return buffer
+
+    def _file(self, name: str) -> DirectFile:
+        with self._lock:
+            if self._closed:
+                raise StorageError("the save has ended", url=self.place(name))
+            if name not in self._files:
+                sync = partial(self._sync, self.place(name))
+                self._files[name] = DirectFile(
+                    self._pool, partial(self._open, name), sync, directly=self._directly
+                )
+            return self._files[name]
+
+    def _open(self, name: str, flags: int) -> int:
+        return os.open(name, os.O_WRONLY | os.O_NOFOLLOW | flags, dir_fd=self.folder)
+
+    def _sync(self, path: str, descriptor: int) -> None:
+        """Makes the writes of a descriptor durable before it is closed: only it hears of their errors."""
+        with self._written.noted(), os_errors(path):
+            os.fsync(descriptor)
+
+    def finish(self) -> None:
+        """Makes all that was written durable.
+
+        Raises:
+            StorageError: Something was not.
+        """
+        for file in list(self._files.values()):
+            file.finish()
+        self._written.check()
+
+    def put(self, name: str, content: bytes) -> None:
+        """Writes a small file that has all of its content, durably, from its first instant.
+
+        Raises:
+            StorageError: It failed.
+        """
+        with os_errors(self.place(name), 0, len(content)):
+            folders.put(name, content, self.folder)
+
+    def close(self) -> None:
+        """Closes all of them, as soon as no write uses them, and the directory."""
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+            if not self._closed:
+                self._closed = True
+                os.close(self.folder)
+
+
+def _is_aligned(data: memoryview) -> bool:
+    if data.readonly or not len(data):
+        return False  # its address cannot be asked for
+    return ctypes.addressof(ctypes.c_char.from_buffer(data)) % PAGE_BYTES == 0
+
+
+class LocalCopy(LocalTarget):
+    """A copy that outlives its process: the next one that makes the same copy goes on with it.
+
+    The name of its pending directory follows from what is copied, and a journal in it says what is done. As
+    long as nobody goes on with it, it is an orphan like any other, which the next save cleans away.
+
+    Args:
+        path: Where the copy will be; symbolic links in it are followed.
+        names: What files of a checkpoint are called.
+        io: ``auto``, ``buffered`` or ``direct``.
+    """
+
+    def __init__(self, path: str, names: Names, *, io: str) -> None:
+        super().__init__(path, names, io=io, signs=(names.record, names.receipt))
+        self._receipt_name = names.receipt
+        self._journal: int | None = None
+
+    @property
+    def data_path(self) -> str:
+        """Where the files are gathered."""
+        return self._gathered.place("")
+
+    def resume(
+        self, files: Sequence[tuple[str, int]], identity: str, *, overwrite: bool, damaged: bool = False
+    ) -> bytes:
+        """Makes room for the files, or finds them as a predecessor left them; removes what others left.
+
+        Args:
+            files: Name and size in bytes of each.
+            identity: 16 hex digits, the same for the same copy only.
+            overwrite: Whether a checkpoint that is there may be replaced.
+            damaged: Whether a copy that is there may be, if all that is wrong with it is damage.
+
+        Returns:
+            What was noted in the journal so far. That the bytes are there has still to be proven.
+
+        Raises:
+            CheckpointExists: There is something at the path, and `overwrite` is off; or somebody changed it.
+            OptionError: What is there is nobody's checkpoint, so it is not replaced.
+            StorageError: There is no room, or no permission, or somebody makes the same copy just now.
+        """
+        if not overwrite:
+            self.destination.guard = self._require_unchanged
+        try:
+            with os_errors(self.url):
+                self.destination.check([name for name, _ in files], overwrite=overwrite or damaged)
+            with os_errors(os.path.dirname(self.url)):
+                held = pending.resume(self.url, self.destination.parent, identity)
+                gathered = self._hold(held, files)
+            self.clean_abandoned()
+            for file, nbytes in files:
+                with os_errors(gathered.place(file), 0, nbytes):
+                    _make_room(file, nbytes, gathered.folder)
+            with os_errors(held.path):
+                flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+                self._journal = folders.open_file(_JOURNAL, held.folder, flags)
+                with open(self._journal, "rb", closefd=False) as journal:
+                    return journal.read()
+        except FastloadError:
+            self.abort()
+            raise
+
+    def note(self, entries: bytes) -> None:
+        """Adds to the journal."""
+        assert self._journal is not None
+        assert self._pending is not None
+        with self.written.noted(), os_errors(os.path.join(self._pending.path, _JOURNAL)):
+            if os.write(self._journal, entries) != len(entries):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def state_of_files(self) -> list[dict[str, Any]]:
+        """Returns how the files are now, for the receipt: so they stay unless somebody changes them."""
+        found = {name: os.stat(name, dir_fd=self._gathered.folder) for name in self._sizes}
+        return [
+            {"name": name, "nbytes": each.st_size, "mtime_ns": each.st_mtime_ns}
+            for name, each in found.items()
+        ]
+
+    def _require_unchanged(self, there: int) -> None:
+        """Refuses to replace a copy that is not as it was left, but for what happens to bytes by themselves.
+
+        A file that was written to has another time or size than its receipt says; one that rotted has not.
+        """
+        try:
+            files = json.loads(read_list(self._receipt_name, there))["files"]
+            changed = [file["name"] for file in files if _is_changed(there, **file)]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            changed = [self._receipt_name]
+        if changed:
+            raise CheckpointExists(
+                f"{self.url} is a copy of this checkpoint that was changed since: {changed[:5]}: "
+                "to replace it, ask for overwrite=True (--overwrite)"
+            )
+
+    def close(self) -> None:
+        """Lets go of what is pending, for the next one that makes the same copy."""
+        if self._journal is not None:
+            os.close(self._journal)
+            self._journal = None
+        super().close()
+
+
+def _make_room(name: str, nbytes: int, folder: int) -> None:
+    with suppress(FileNotFoundError):
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_size == nbytes:
+            return
+        os.unlink(name, dir_fd=folder)
+    folders.reserve(name, nbytes, folder)
+
+
+def _is_changed(folder: int, name: str, nbytes: int, mtime_ns: int) -> bool:
+    try:
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False  # nothing is lost with it
+    return not stat.S_ISREG(found.st_mode) or (found.st_size, found.st_mtime_ns) != (nbytes, mtime_ns)

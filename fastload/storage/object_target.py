@@ -1,23 +1,18 @@
-"""A new checkpoint on an object store: what is large is uploaded out of sight, the record comes last."""
+"""Checkpoints written to object stores: files are uploaded out of sight, the commit record comes last."""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from fastload.base.threads import each
 from fastload.errors import DeadlineExceeded, FastloadError, StorageError
-from fastload.storage import object_leftovers
-from fastload.storage.bucket import Bucket, Keys
-from fastload.storage.marker import Marker, put_owner
-from fastload.storage.names import Names
+from fastload.storage.base import NUM_REQUESTS, Bucket, Keys, Names, Uploads, Writer, Written, new_token
+from fastload.storage.object_owner import Marker, clean_abandoned, discard, put_owner
 from fastload.storage.process import living_saves
-from fastload.storage.target import Written, new_token
-from fastload.storage.uploads import NUM_REQUESTS, Uploads
-
-__all__ = ["ObjectTarget"]
 
 _log = logging.getLogger(__name__)
 
@@ -140,7 +135,7 @@ class ObjectTarget:
             marker.commit(record, content)
         with self._tolerated("what the save needed"):  # the checkpoint is there; the rest harms nobody
             marker.delete()
-            object_leftovers.discard(self._bucket, self._uploads, marker.keys)
+            discard(self._bucket, self._uploads, marker.keys)
         self._marker = None
         living_saves.discard(marker.keys.token)
 
@@ -160,14 +155,14 @@ class ObjectTarget:
         try:
             with self._tolerated("what is pending"):
                 marker.take_back()
-                object_leftovers.discard(self._bucket, self._uploads, marker.keys)
+                discard(self._bucket, self._uploads, marker.keys)
         finally:
             living_saves.discard(marker.keys.token)
 
     def clean_abandoned(self) -> list[str]:
         parent = self._url.rpartition("/")[0]
         with self._errors(""):
-            return object_leftovers.clean_abandoned(self._bucket, self._uploads, self._names, parent)
+            return clean_abandoned(self._bucket, self._uploads, self._names, parent)
 
     def remove(self) -> None:
         keys = Keys(self._name, new_token())
@@ -205,3 +200,82 @@ class ObjectTarget:
             yield
         except Exception as error:
             _log.warning("%s: cannot remove %s: %s", self._url, what, self._bucket.secrets.first_line(error))
+
+
+class Streams:
+    """Each file is one object that one rank writes from its first byte to its last, and that is renamed.
+
+    To rename is the store's business: no byte comes here.
+
+    Args:
+        bucket: The store.
+        timeout_s: Longest time in seconds that a write waits for those before it.
+    """
+
+    ordered = True
+
+    def __init__(self, bucket: Bucket, *, timeout_s: float) -> None:
+        self._bucket = bucket
+        self._timeout_s = timeout_s
+        self._keys = Keys("", "")
+        self._streams: dict[str, _Stream] = {}
+        self._lock = threading.Lock()
+
+    def align_bytes(self, largest_bytes: int) -> int | None:
+        return None
+
+    def begin(self, keys: Keys, sizes: Mapping[str, int]) -> dict[str, str]:
+        self._keys = keys
+        return {}
+
+    def join(self, keys: Keys, sizes: Mapping[str, int], uploads: Mapping[str, str]) -> None:
+        self._keys = keys
+
+    def write(self, name: str, offset: int, data: memoryview) -> None:
+        with self._lock:
+            if name not in self._streams:
+                self._streams[name] = _Stream(self._bucket.writer(self._keys.pending(name)))
+            stream = self._streams[name]
+        stream.write(offset, data, self._timeout_s)
+
+    def end(self, name: str) -> None:
+        if name in self._streams:
+            self._streams[name].close()
+
+    def receipt(self) -> dict[str, Any]:
+        return {}
+
+    def publish(self, name: str, receipts: Sequence[Mapping[str, Any]]) -> None:
+        self._bucket.move(self._keys.pending(name), self._keys.published(name))
+
+    def give_up(self, name: str, uploads: Mapping[str, str]) -> None:
+        pass  # what is not closed is nowhere, and the rest is pending
+
+    def give_up_old(self, age_s: float) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        self._streams.clear()
+
+
+class _Stream:
+    """Puts the writes of one object, which come from several threads, in order."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._position = 0
+        self._turn = threading.Condition()
+
+    def write(self, offset: int, data: memoryview, timeout_s: float) -> None:
+        """Writes what begins there, once what comes before it is written."""
+        with self._turn:
+            if not self._turn.wait_for(lambda: self._position >= offset, timeout_s):
+                raise StorageError(f"the bytes before it did not come within {timeout_s:.0f} s")
+            assert self._position == offset, (self._position, offset)
+            self._writer.write(data)
+            self._position += len(data)
+            self._turn.notify_all()
+
+    def close(self) -> None:
+        """Ends the object, which is there then."""
+        self._writer.close()

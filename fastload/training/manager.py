@@ -19,7 +19,7 @@ from fastload.saving.call import QueuedSave
 from fastload.saving.handle import SaveHandle
 from fastload.saving.save import save_in_background
 from fastload.storage import locate, name_of
-from fastload.storage.target import new_token
+from fastload.storage.base import new_token
 from fastload.training.catalog import MAX_STEP, Catalog, Housekeeper, RunName, metadata_of, metrics_of
 from fastload.training.interval import IntervalPolicy
 from fastload.training.pending import PendingSaves, SaveRequest

@@ -13,7 +13,7 @@ import pytest
 
 import fastload
 from fastload.formats.names import NAMES
-from fastload.storage import multipart, open_target
+from fastload.storage import open_target, s3
 from tests.crash.flaky_proxy import FlakyProxy
 from tests.crash.saves import End, end_of, save, state, version_of
 from tests.dist.faults import PATIENT_S, SLACK_S, TOLD_S
@@ -40,16 +40,16 @@ def put(
     timeout_s: float = PATIENT_S,
     **how: Any,
 ) -> End:
-    multipart._PART_BYTES = 1 << 20  # which this server takes
+    s3._PART_BYTES = 1 << 20  # which this server takes
     if rank == victim:
-        real = multipart.Multipart.write
+        real = s3.Multipart.write
 
         def write(self: Any, name: str, offset: int, part: memoryview) -> None:
             if (offset >> 20) % 3 == 1:  # of each rank's three
                 os.kill(os.getpid(), signal.SIGKILL)
             real(self, name, offset, part)
 
-        multipart.Multipart.write = write  # type: ignore[method-assign]
+        s3.Multipart.write = write  # type: ignore[method-assign]
     return end_of(lambda: save(state(version), URL, storage=storage, timeout_s=timeout_s, retries=1, **how))
 
 

@@ -26,7 +26,7 @@ from fastload.loading import targets
 from fastload.loading import verify as verification
 from fastload.staging.write_files import FileWriter
 from fastload.storage.local import LocalStorage
-from fastload.storage.local_copy import LocalCopy
+from fastload.storage.local_target import LocalCopy
 from fastload.transfer import host_transport, transport
 from tests.checkpoints import flip, record_by_hand, write_sharded
 from tests.dist.faults import fastload_threads

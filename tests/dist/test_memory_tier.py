@@ -27,10 +27,8 @@ from fastload.errors import CheckpointError, CheckpointNotFound, OptionError
 from fastload.memory_tier import copies
 from fastload.memory_tier import save as tier_save
 from fastload.report import LoadReport
-from fastload.storage.tier import JobFolder
-from fastload.storage.tier_leftovers import find_jobs
-from fastload.storage.tier_place import find_memory
-from fastload.storage.tier_target import TierTarget
+from fastload.storage.memory_folder import JobFolder, find_jobs, find_memory
+from fastload.storage.memory_target import TierTarget
 from tests.checkpoints import flip
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.hosts import can_mount, mount_memory, set_clock

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import fastload
 from fastload.cli import main
 from fastload.errors import FastloadError, OptionError, PeerError, PlanMismatch, ReplicaMismatch
-from fastload.storage.local_files import LocalFiles
+from fastload.storage.local_target import LocalFiles
 from fastload.transfer import shares
 from tests.checkpoints import assert_same_bits, flip
 from tests.dist.draws import draw_state, draw_target

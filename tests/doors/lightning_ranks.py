@@ -23,7 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import fastload
 from fastload.integrations.lightning import DDPStrategy, ModelParallelStrategy
-from fastload.storage.local_files import LocalFiles
+from fastload.storage.local_target import LocalFiles
 from tests.doors.pages import run_program
 
 # Of a launcher; the ranks have met already.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fastload
 from fastload.integrations.dcp import Writer
-from fastload.storage.objects import ObjectStorage
+from fastload.storage.obstore import ObjectStorage
 from tests.dist.harness import run_ranks
 from tests.dist.test_sharded import placed
 from tests.dist.test_sharded_states import assert_equal, whole

@@ -13,10 +13,9 @@ import pytest
 
 from fastload.errors import CheckpointExists, OptionError, StorageError
 from fastload.formats.names import NAMES, STAGED_NAME
-from fastload.storage import leftovers
-from fastload.storage.local_copy import LocalCopy
-from fastload.storage.local_target import LocalTarget
-from fastload.storage.owner import Owner
+from fastload.storage import pending
+from fastload.storage.local_target import LocalCopy, LocalTarget
+from fastload.storage.process import Owner
 from tests.e2e.forked import forking_python
 
 ID = "0123456789abcdef"
@@ -25,7 +24,7 @@ FILES = [("a", 5000), ("b", 0)]
 _DIES = """
 import os, signal, sys
 from fastload.formats.names import NAMES
-from fastload.storage.local_copy import LocalCopy
+from fastload.storage.local_target import LocalCopy
 copy = LocalCopy(sys.argv[1], NAMES, io="auto")
 copy.resume([("a", 5000), ("b", 0)], "0123456789abcdef", overwrite=False)
 copy.write("a", 0, memoryview(bytearray(b"x" * 3000)))
@@ -80,7 +79,7 @@ def test_a_living_one_is_left_alone(tmp_path: Path) -> None:
         copy = LocalCopy(str(tmp_path / "copy"), NAMES, io="auto")
         with pytest.raises(StorageError, match=f"in use by process {process.pid} on "):
             copy.resume(FILES, ID, overwrite=False)
-        assert leftovers.clean_abandoned(str(tmp_path)) == []
+        assert pending.clean_abandoned(str(tmp_path)) == []
         assert len(list(tmp_path.iterdir())) == 1
         process.kill()
 

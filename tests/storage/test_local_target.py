@@ -19,9 +19,9 @@ import pytest
 
 from fastload.errors import CheckpointExists, OptionError, StorageError
 from fastload.formats.names import NAMES, RECORD_NAME
-from fastload.storage import folders, leftovers
+from fastload.storage import folders, pending
 from fastload.storage.local_target import LocalTarget
-from fastload.storage.owner import Owner
+from fastload.storage.process import Owner
 from tests.storage.disks import small_disk_in
 
 NAME = "model.safetensors"
@@ -307,27 +307,27 @@ ELSEWHERE = Owner("elsewhere", "another-kernel", "pid:[1]", 1, "1")
 def test_whose_lock_is_free_is_dead_except_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Owner | None, silent: bool, kind: str
 ) -> None:
-    monkeypatch.setattr(leftovers, "file_system_type", lambda _: kind)
+    monkeypatch.setattr(pending, "file_system_type", lambda _: kind)
     folder = owned_by(tmp_path, owner)
     if silent:
         for path in (folder / "owner.json", folder / "data", folder):
             os.utime(path, (1, time.time() - 7200))
     dead = kind == "ext4" or silent or (owner is not None and owner.host != "elsewhere")
-    assert leftovers.clean_abandoned(str(tmp_path)) == ([str(folder)] if dead else [])
+    assert pending.clean_abandoned(str(tmp_path)) == ([str(folder)] if dead else [])
     assert folder.exists() is not dead
 
 
 def test_without_locks_the_process_itself_is_looked_up(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(leftovers, "lock", lambda _: None)
+    monkeypatch.setattr(pending, "lock", lambda _: None)
     folder = owned_by(tmp_path, Owner.here())
-    assert leftovers.clean_abandoned(str(tmp_path)) == []
+    assert pending.clean_abandoned(str(tmp_path)) == []
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     here = Owner.here()
     gone = Owner(here.host, here.kernel, here.pids, child.pid, "1")
     assert gone.is_gone, "another process has that pid by now"
     child.communicate(b"\n")
     (folder / "owner.json").write_bytes(gone.to_bytes())
-    assert leftovers.clean_abandoned(str(tmp_path)) == [str(folder)]
+    assert pending.clean_abandoned(str(tmp_path)) == [str(folder)]
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"pid": "x"}', b"\xff", b"[" * 100_000])
@@ -358,7 +358,7 @@ def test_who_cleans_and_who_removes_do_not_get_in_each_others_way(
 
     def clean() -> None:
         while not ended.is_set():
-            leftovers.clean_abandoned(str(tmp_path))
+            pending.clean_abandoned(str(tmp_path))
 
     threads = [threading.Thread(target=clean) for _ in range(2)]
     for thread in threads:
@@ -373,5 +373,5 @@ def test_who_cleans_and_who_removes_do_not_get_in_each_others_way(
         for thread in threads:
             thread.join()
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
-    leftovers.clean_abandoned(str(tmp_path))
+    pending.clean_abandoned(str(tmp_path))
     assert os.listdir(tmp_path) == []

@@ -16,10 +16,9 @@ import pytest
 
 from fastload.errors import StorageError
 from fastload.formats.names import NAMES, STAGED_NAME
-from fastload.storage import folders, leftovers
+from fastload.storage import folders, pending
 from fastload.storage.local import LocalStorage
-from fastload.storage.local_copy import LocalCopy
-from fastload.storage.local_target import LocalTarget
+from fastload.storage.local_target import LocalCopy, LocalTarget
 from tests.storage.test_local_target import loaded, save
 
 OTHER_UID = 65534
@@ -240,7 +239,7 @@ def test_a_directory_that_turns_into_a_link_while_it_is_deleted(
     thread.start()
     try:
         for _ in range(20):
-            leftovers.clean_abandoned(str(tmp_path))
+            pending.clean_abandoned(str(tmp_path))
     finally:
         ended.set()
         thread.join()

@@ -26,7 +26,7 @@ from fastload.errors import (
     WorldError,
 )
 from fastload.storage.descriptors import Descriptor, DescriptorPool
-from fastload.storage.own_files import require_writable
+from fastload.storage.single_file import require_writable
 from tests.checkpoints import write_file
 from tests.dist.harness import ranks
 from tests.storage.s3_server import BUCKET

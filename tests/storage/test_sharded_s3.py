@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fastload
-from fastload.storage import multipart
+from fastload.storage import s3
 from tests.dist.harness import run_ranks
 from tests.dist.test_sharded import placed
 from tests.storage.s3_server import BUCKET, s3_server
@@ -21,7 +21,7 @@ def state() -> dict[str, torch.Tensor]:
 
 
 def save(rank: int, world: int, url: str, storage: Any) -> list[int]:
-    multipart._PART_BYTES = 1 << 20  # which this server takes
+    s3._PART_BYTES = 1 << 20  # which this server takes
     mesh = init_device_mesh("cpu", (world,))
     placements = [Shard(0), Shard(1), Shard(0)]
     parts = {
@@ -40,4 +40,4 @@ def test_shards_become_the_same_parts(tmp_path: Path) -> None:
     plain = {file.name: file.read_bytes() for file in (tmp_path / "plain").iterdir()}
     folder = tmp_path / "server" / BUCKET / "sharded"
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == plain
-    assert max(written) < sum(written) / 3 + 4 * multipart._LEAST_PART_BYTES
+    assert max(written) < sum(written) / 3 + 4 * s3._LEAST_PART_BYTES

@@ -19,10 +19,10 @@ import fastload
 from fastload.errors import ManifestError, OptionError, StorageError
 from fastload.formats.names import NAMES
 from fastload.storage import open_storage, open_target
+from fastload.storage.fsspec import FsspecStorage
 from fastload.storage.local import LocalStorage
-from fastload.storage.objects import ObjectStorage
+from fastload.storage.obstore import ObjectStorage
 from fastload.storage.process import boto3_session
-from fastload.storage.remote import RemoteStorage
 from tests.storage.contract import FILES, StorageContract
 from tests.storage.s3_server import BUCKET, KEY, SECRET, client_of
 
@@ -62,7 +62,7 @@ class TestRemoteFiles(StorageContract):
         return f"local://{where}"
 
     def test_it_is_remote(self, storage: Any) -> None:
-        assert isinstance(storage, RemoteStorage)
+        assert isinstance(storage, FsspecStorage)
 
 
 class TestRemoteMemory(StorageContract):
@@ -76,7 +76,7 @@ class TestRemoteMemory(StorageContract):
         fsspec.filesystem("memory").pipe_file(f"{root}/{name}", content)
 
     def test_it_is_shared_and_not_probed(self, storage: Any) -> None:
-        assert isinstance(storage, RemoteStorage)
+        assert isinstance(storage, FsspecStorage)
         assert storage.shared
         assert not storage.probes
 
@@ -276,7 +276,7 @@ def test_a_pipe_is_no_file_and_does_not_block(folder: Path) -> None:
 
 def test_errors_of_a_remote_storage_name_its_url(tmp_path: Path) -> None:
     fill_folder(FILES, str(tmp_path))
-    storage = RemoteStorage(f"local://{tmp_path}", {})
+    storage = FsspecStorage(f"local://{tmp_path}", {})
     with pytest.raises(StorageError, match=rf"^local://{tmp_path}/b\.bin \[bytes 5-15\]: got 5 of 10 bytes$"):
         read(storage, "b.bin", 5, 10)
 
@@ -297,7 +297,7 @@ def test_which_remote_errors_are_worth_another_try(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, transient: bool
 ) -> None:
     fill_folder(FILES, str(tmp_path))
-    storage = RemoteStorage(f"local://{tmp_path}", {})
+    storage = FsspecStorage(f"local://{tmp_path}", {})
 
     def broken(*_: Any, **__: Any) -> bytes:
         raise error

@@ -15,11 +15,11 @@ import pytest
 
 from fastload.errors import OptionError
 from fastload.formats.names import NAMES
-from fastload.storage import Target, marker, multipart, open_target
-from fastload.storage.bucket import ObstoreBucket
+from fastload.storage import Target, object_owner, open_target
+from fastload.storage import s3 as s3_uploads
 from fastload.storage.local_target import LocalTarget
-from fastload.storage.object_target import ObjectTarget
-from fastload.storage.uploads import Streams
+from fastload.storage.object_target import ObjectTarget, Streams
+from fastload.storage.obstore import ObstoreBucket
 from tests.storage.s3_server import BUCKET, client_of
 from tests.storage.target_contract import TargetContract, small_files
 
@@ -89,7 +89,7 @@ class TestS3(TargetContract):
     @pytest.fixture(autouse=True)
     def _serve(self, s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         self.options = s3
-        monkeypatch.setattr(multipart, "_PART_BYTES", 1 << 20)  # which this server takes, and is faster
+        monkeypatch.setattr(s3_uploads, "_PART_BYTES", 1 << 20)  # which this server takes, and is faster
 
     def client(self) -> Any:
         return client_of(self.options)
@@ -135,7 +135,7 @@ class TestSeaweed(TestS3):
     def test_a_condition_decides_at_once(
         self, url: str, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(marker, "_SETTLE_S", float("nan"))  # no sleep takes that
+        monkeypatch.setattr(object_owner, "_SETTLE_S", float("nan"))  # no sleep takes that
         self.save(url, files)
 
     def test_conditions_can_be_turned_off(self, url: str, files: dict[str, bytes]) -> None:
@@ -218,7 +218,7 @@ class TestObstoreMemory(TargetContract):
     def test_a_condition_decides_at_once(
         self, url: str, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(marker, "_SETTLE_S", float("nan"))  # no sleep takes that
+        monkeypatch.setattr(object_owner, "_SETTLE_S", float("nan"))  # no sleep takes that
         self.save(url, files)
 
 

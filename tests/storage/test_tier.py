@@ -15,10 +15,8 @@ from pathlib import Path
 import pytest
 
 from fastload.errors import StorageError
-from fastload.storage.tier import JobFolder
-from fastload.storage.tier_leftovers import find_jobs, remove_dead
-from fastload.storage.tier_place import RECORD_NAME, find_memory
-from fastload.storage.tier_target import Room, TierTarget
+from fastload.storage.memory_folder import RECORD_NAME, JobFolder, find_jobs, find_memory, remove_dead
+from fastload.storage.memory_target import Room, TierTarget
 
 JOB, OTHER = "0" * 16, "f" * 16
 ONE, TWO = "1" * 16, "2" * 16
@@ -123,7 +121,7 @@ def test_holes_take_no_memory_and_what_is_reserved_does(tmp_path: Path) -> None:
 
 LIVING = """
 import sys
-from fastload.storage.tier import JobFolder
+from fastload.storage.memory_folder import JobFolder
 job = JobFolder(*sys.argv[1:])
 print("ready", flush=True)
 sys.stdin.read()

@@ -11,8 +11,7 @@ import pytest
 
 from fastload.errors import OptionError
 from fastload.storage import locate, redact
-from fastload.storage.location import Location
-from fastload.storage.secrets import Secrets, basic_auth
+from fastload.storage.location import Location, Secrets, basic_auth
 
 _MARKS = "'\"<> "
 

@@ -49,21 +49,16 @@ FILES = {
     "integrations/host.py",
     "integrations/trainer.py",
     "comm/hosts.py",  # what it says of itself, and of ports
+    "storage/destination.py",
     "storage/folders.py",
-    "storage/leftovers.py",
     "storage/local.py",
-    "storage/local_copy.py",
-    "storage/local_files.py",
+    "storage/local_target.py",
+    "storage/memory_folder.py",
+    "storage/memory_target.py",
     "storage/mounts.py",  # what the system says of them
-    "storage/one_file.py",
-    "storage/own_files.py",
-    "storage/owner.py",
     "storage/pending.py",
-    "storage/site.py",
-    "storage/tier.py",
-    "storage/tier_leftovers.py",
-    "storage/tier_place.py",
-    "storage/tier_target.py",
+    "storage/process.py",  # what it says of processes
+    "storage/single_file.py",
 }
 PROCESS_STATE = "storage/process.py"  # what of storage a process has once
 PURE = {

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import StorageError
-from fastload.storage.target import Written, check_written, new_token, pending_name, saved_name
+from fastload.storage.base import Written, check_written, new_token, pending_name, saved_name
 
 RANGES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda pair: tuple(sorted(pair))))
 

@@ -1,29 +1,28 @@
-"""Where a local checkpoint stands or will stand: what is there, and how a new one takes its place."""
+"""Where a checkpoint goes: what may be replaced there, and the step that replaces it."""
 
 from __future__ import annotations
 
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from fastload.errors import CheckpointExists, FastloadError, OptionError
 from fastload.storage import folders
-from fastload.storage.beside import MAX_LIST_BYTES, kept_names
+from fastload.storage.base import Names
+from fastload.storage.folders import opened_folder
 from fastload.storage.mounts import bucket_client
-from fastload.storage.names import Names
-from fastload.storage.pending import NOT_FREE, Pending
-
-__all__ = ["Site", "read_list"]
+from fastload.storage.pending import DATA, NOT_FREE, OLD, Pending
 
 _log = logging.getLogger(__name__)
 
 _NUM_TRIES = 10  # against others that publish at the same instant
+_MAX_LIST_BYTES = 1 << 30  # of a record or a receipt that is looked at
 
 
-class Site:
-    """The place of a checkpoint in its parent directory, which is opened once.
+class Destination:
+    """The place of a local checkpoint in its parent directory, which is opened once.
 
     Args:
         path: The place; links in it are followed.
@@ -51,7 +50,7 @@ class Site:
         if self._parent is None:
             parent = os.path.dirname(self.path)
             folders.make_folders(parent)
-            self._parent = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._parent = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
         return self._parent
 
     def close(self) -> None:
@@ -104,17 +103,17 @@ class Site:
         old = self._rename_in(held, data, written, overwrite=overwrite)
         try:
             if old:
-                with _opened(old, held.folder) as there:
+                with opened_folder(old, held.folder) as there:
                     if self._keep(there, data, written, overwrite=overwrite):
                         folders.sync(data)
             folders.sync(self.parent)
             folders.sync(held.folder)
         except (OSError, FastloadError):
             # The caller is told that there is no new checkpoint, so the old one has to be there.
-            if old == "data":
-                folders.exchange("data", held.folder, self._name, self.parent)
+            if old == DATA:
+                folders.exchange(DATA, held.folder, self._name, self.parent)
             else:
-                os.rename(self._name, "data", src_dir_fd=self.parent, dst_dir_fd=held.folder)
+                os.rename(self._name, DATA, src_dir_fd=self.parent, dst_dir_fd=held.folder)
                 held.restore()
             raise
 
@@ -132,25 +131,25 @@ class Site:
 
     def _exchange(self, held: Pending) -> str:
         try:
-            folders.exchange("data", held.folder, self._name, self.parent)
-            return "data"
+            folders.exchange(DATA, held.folder, self._name, self.parent)
+            return DATA
         except FileNotFoundError:
             raise _Changed from None  # somebody removed it: its place is free
         except OSError as error:
             if error.errno not in folders.UNABLE:
                 raise
-        os.rename(self._name, "old", src_dir_fd=self.parent, dst_dir_fd=held.folder)
+        os.rename(self._name, OLD, src_dir_fd=self.parent, dst_dir_fd=held.folder)
         try:
             self._rename(held)
         except BaseException:
             held.restore()
             raise
-        return "old"
+        return OLD
 
     def _rename(self, held: Pending) -> str:
         try:
             # It takes the place of nothing, or of an empty directory, but of nothing else.
-            os.rename("data", self._name, src_dir_fd=held.folder, dst_dir_fd=self.parent)
+            os.rename(DATA, self._name, src_dir_fd=held.folder, dst_dir_fd=self.parent)
         except OSError as error:
             if error.errno not in NOT_FREE:
                 raise
@@ -215,21 +214,82 @@ class _Changed(Exception):
     """What stood there when it was looked at does so no more."""
 
 
-@contextmanager
-def _opened(name: str, parent: int) -> Iterator[int]:
-    folder = folders.open_folder(name, parent)
-    try:
-        yield folder
-    finally:
-        os.close(folder)
-
-
 def read_list(name: str, folder: int) -> bytes:
     """Reads a file that says which files a checkpoint has; empty if it is no such file."""
     with suppress(OSError):
-        file = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        file = os.open(name, os.O_RDONLY | os.O_NONBLOCK, dir_fd=folder)
         with open(file, "rb") as opened:
             found = os.fstat(file)
-            if stat.S_ISREG(found.st_mode) and found.st_size <= MAX_LIST_BYTES:
-                return opened.read(MAX_LIST_BYTES)
+            if stat.S_ISREG(found.st_mode) and found.st_size <= _MAX_LIST_BYTES:
+                return opened.read(_MAX_LIST_BYTES)
     return b""
+
+
+def kept_names(
+    url: str, there: Iterable[str], own: set[str], written: Iterable[str], names: Names
+) -> list[str]:
+    """Returns the names of the files that are kept when a checkpoint is replaced.
+
+    Args:
+        url: Where it is.
+        there: The names of all files there.
+        own: Those that are fastload's own.
+        written: The names of the files of the new checkpoint.
+        names: What files of a checkpoint are called.
+
+    Raises:
+        OptionError: One of them would be replaced by a new file, or read as a part of the new checkpoint.
+    """
+    kept = sorted(set(there) - own)
+    written = set(written)
+    if bad := [name for name in kept if name in written or name.endswith(names.part_endings)]:
+        raise OptionError(
+            f"{url} holds files that are not the checkpoint's, and that the new one would replace or be "
+            f"mixed up with: {bad[:5]}: to replace the checkpoint, move them away"
+        )
+    return kept
+
+
+def replaced_names(
+    url: str,
+    there: set[str],
+    record: bytes | None,
+    marked: Iterable[str],
+    written: Iterable[str],
+    names: Names,
+    *,
+    overwrite: bool,
+) -> set[str]:
+    """Returns the names of what a new checkpoint on an object store takes the place of.
+
+    Args:
+        url: Where it will be.
+        there: The names of all that is there.
+        record: The commit record that is there, or None.
+        marked: What a dead save's marker, if there is one, says may be there of that save.
+        written: The names of the files of the new checkpoint.
+        names: What files of a checkpoint are called.
+        overwrite: Whether a checkpoint may be replaced.
+
+    Raises:
+        CheckpointExists: There is something, and `overwrite` is off.
+        OptionError: It is no checkpoint, or as for `kept_names`.
+    """
+    if names.record in there and not overwrite:
+        raise CheckpointExists(f"{url} exists already: to replace it, ask for overwrite=True (--overwrite)")
+    own = there & {names.marker, *marked}
+    is_other = overwrite and not there.isdisjoint(names.others)
+    if names.record in there:
+        own |= names.own(there, [record or b""])
+    elif is_other:
+        own |= names.own(there, [])
+    foreign = sorted(there - own)
+    if names.record not in there and foreign:
+        if not overwrite:
+            raise CheckpointExists(f"{url} holds something already: {foreign[:5]}")
+        if names.marker not in there and not is_other:
+            raise OptionError(
+                f"{url} has no {names.record}: overwrite=True replaces checkpoints of fastload's only"
+            )
+    kept_names(url, there, own, written, names)
+    return own

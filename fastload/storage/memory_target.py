@@ -12,12 +12,10 @@ from typing import Any
 
 from fastload.errors import FastloadError, StorageError
 from fastload.storage import folders
+from fastload.storage.base import Written, check_written
 from fastload.storage.descriptors import Descriptor, DescriptorPool
-from fastload.storage.local_files import os_errors
-from fastload.storage.target import Written, check_written
-from fastload.storage.tier import JobFolder
-
-__all__ = ["ALIGN_BYTES", "Published", "Room", "TierTarget"]
+from fastload.storage.folders import os_errors
+from fastload.storage.memory_folder import JobFolder
 
 ALIGN_BYTES = 1 << 20
 """Where a file may be cut between two shares."""
@@ -123,10 +121,7 @@ class TierTarget:
             os_errors(self._place(name), offset, len(data)),
             self._file(name).use() as file,
         ):
-            position, left = offset, data
-            while len(left):
-                count = os.pwrite(file, left, position)
-                position, left = position + count, left[count:]
+            folders.write_all(file, offset, data)
         self._written.add(name, offset, offset + len(data))
 
     def read(self, name: str, offset: int, data: memoryview) -> None:

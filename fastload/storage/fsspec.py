@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from os import PathLike
 from typing import Any, TypeVar
@@ -10,19 +11,17 @@ from typing import Any, TypeVar
 import fsspec
 
 from fastload.errors import OptionError, StorageError
-from fastload.storage.base import CHANGED, ByteCounter, FileStat, Folder
-from fastload.storage.location import HTTP, OBJECT_STORES, locate
-from fastload.storage.secrets import Secrets
-
-__all__ = ["RemoteStorage", "open_file_system"]
+from fastload.storage.base import CHANGED, ByteCounter, FileStat, Folder, Writer
+from fastload.storage.location import HTTP, OBJECT_STORES, Secrets, locate
 
 T = TypeVar("T")
+
 
 # What another try will not change.
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
 
 
-class RemoteStorage:
+class FsspecStorage:
     """Read access through an fsspec file system.
 
     Args:
@@ -204,3 +203,74 @@ def _seconds(when: Any) -> float:
     if isinstance(when, datetime):
         return when.timestamp()
     return float(when) if isinstance(when, int | float) else 0.0
+
+
+class FsspecBucket:
+    """Access through an fsspec file system.
+
+    Args:
+        url: Root, with its scheme.
+        options: Arguments of the fsspec file system.
+    """
+
+    def __init__(self, url: str | PathLike[str], options: Mapping[str, Any]) -> None:
+        self.secrets = Secrets(locate(url), options)
+        self._files, self._root = open_file_system(url, options)
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            return bytes(self._files.cat_file(self._path(key)))
+        except FileNotFoundError:
+            return None
+
+    def put(self, key: str, content: bytes, *, fresh: bool = False) -> bool:
+        self._make_folder(key)
+        self._files.pipe_file(self._path(key), content)
+        return True
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            try:
+                self._files.rm_file(self._path(key))
+            except FileNotFoundError:
+                continue
+
+    def delete_folder(self, folder: str) -> None:
+        with suppress(FileNotFoundError):
+            self._files.rm(self._path(folder), recursive=True)
+
+    def files(self, folder: str) -> dict[str, int]:
+        return {name: info["size"] for name, info in self._list(folder) if info["type"] == "file"}
+
+    def folders(self) -> list[str]:
+        return sorted(name for name, info in self._list("") if info["type"] == "directory")
+
+    def modified_s(self, key: str) -> float:
+        try:
+            modified: datetime = self._files.modified(self._path(key))
+        except FileNotFoundError:
+            return float("inf")
+        return modified.timestamp()
+
+    def move(self, key: str, to: str) -> None:
+        self._make_folder(to)
+        self._files.mv(self._path(key), self._path(to))
+
+    def writer(self, key: str) -> Writer:
+        self._make_folder(key)
+        writer: Writer = self._files.open(self._path(key), "wb")
+        return writer
+
+    def _list(self, folder: str) -> list[tuple[str, Any]]:
+        self._files.invalidate_cache()
+        try:
+            found = self._files.ls(self._path(folder), detail=True)
+        except FileNotFoundError:
+            return []
+        return [(info["name"].rstrip("/").rsplit("/", 1)[-1], info) for info in found]
+
+    def _make_folder(self, key: str) -> None:
+        self._files.makedirs(self._path(key).rpartition("/")[0], exist_ok=True)
+
+    def _path(self, key: str) -> str:
+        return f"{self._root.rstrip('/')}/{key}" if key else self._root

@@ -1,16 +1,15 @@
-"""One local file that several ranks write: pending under another name until all of it is durable."""
+"""Single local files: one that several ranks write and then publish, and small ones such as traces."""
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from fastload.errors import CheckpointExists
-from fastload.storage.local_files import os_errors
-
-__all__ = ["make_pending", "opened", "publish", "remove", "write_at"]
+from fastload.errors import CheckpointExists, StorageError
+from fastload.storage.folders import os_errors, write_all
 
 
 def make_pending(path: str, *, overwrite: bool) -> str:
@@ -43,14 +42,6 @@ def opened(pending: str) -> Iterator[int]:
             os.close(descriptor)
 
 
-def write_at(descriptor: int, offset: int, data: memoryview | bytes) -> None:
-    """Writes all of some bytes."""
-    left = memoryview(data)
-    while left:
-        count = os.pwrite(descriptor, left, offset)
-        offset, left = offset + count, left[count:]
-
-
 def publish(pending: str, path: str, *, overwrite: bool) -> None:
     """Gives the file its name, in one step.
 
@@ -75,6 +66,22 @@ def publish(pending: str, path: str, *, overwrite: bool) -> None:
             os.close(folder)
 
 
+def replace(path: str, content: bytes) -> None:
+    """Writes all of a small file, which may be there, in one step.
+
+    Raises:
+        CheckpointExists: There is something else at `path`.
+        StorageError: It cannot be written.
+    """
+    pending = make_pending(path, overwrite=True)
+    try:
+        with opened(pending) as descriptor:
+            write_all(descriptor, 0, content)
+        publish(pending, path, overwrite=True)
+    finally:
+        remove(pending)
+
+
 def remove(pending: str) -> None:
     """Removes what will not be published."""
     with suppress(OSError):
@@ -84,3 +91,32 @@ def remove(pending: str) -> None:
 def _require_free(path: str, *, overwrite: bool) -> None:
     if os.path.lexists(path) and not (overwrite and os.path.isfile(path)):
         raise CheckpointExists(f"{path} exists" + (", and is no file" if overwrite else ""))
+
+
+def require_writable(path: str) -> None:
+    """Finds out whether a file of a user's own could be written, and leaves everything as it is.
+
+    Raises:
+        StorageError: It could not.
+    """
+    try:
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        except FileNotFoundError:
+            # Under no name: another process may make a file of this one meanwhile.
+            tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))).close()
+    except OSError as error:
+        raise StorageError(f"it cannot be written: {error.strerror}", url=path) from error
+
+
+def write_text(path: str, pieces: Iterable[str]) -> None:
+    """Writes a small file of a user's own: text, piece by piece.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(pieces)
+    except OSError as error:
+        raise StorageError(str(error.strerror), url=path) from error

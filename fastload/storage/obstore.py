@@ -1,0 +1,546 @@
+"""S3, Google and Azure object stores, and HTTP, through obstore."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime, timedelta
+from functools import cached_property, partial
+from os import PathLike
+from typing import Any, TypeVar
+from urllib.parse import quote, unquote
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    GenericError,
+    InvalidPathError,
+    NotSupportedError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+    UnknownConfigurationKeyError,
+)
+from obstore.store import HTTPStore, S3Store, from_url
+
+from fastload.errors import OptionError, StorageError
+from fastload.options import environment
+from fastload.storage.base import ByteCounter, FileStat, Folder, Names, Writer
+from fastload.storage.location import HTTP, OBJECT_STORES, Location, Secrets, basic_auth, locate, name_of
+from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S, patiently
+
+T = TypeVar("T")
+
+
+_from_url: Any = from_url  # its overloads want the kind of store to be known
+
+# What obstore takes apart from the options of a store, and dies of when it finds it among them.
+_CLIENT_OPTIONS = frozenset(
+    """
+    allow_http allow_invalid_certificates connect_timeout default_content_type default_headers http1_only
+    http2_keep_alive_interval http2_keep_alive_timeout http2_keep_alive_while_idle http2_only
+    pool_idle_timeout pool_max_idle_per_host proxy_ca_certificate proxy_excludes proxy_url
+    randomize_addresses root_certificate timeout user_agent
+    """.split()
+)
+
+# What obstore finds by itself, or is told to do without.
+_OTHER_CREDENTIALS = frozenset(
+    """
+    access_key_id container_credentials_full_uri container_credentials_relative_uri skip_signature
+    web_identity_token_file
+    """.split()
+)
+
+_CONNECT_TIMEOUT = timedelta(seconds=5)
+
+# obstore dies of an endpoint that is no URL, with the first request.
+_ENDPOINT = re.compile(r"https?://(\[[0-9a-f:.]+\]|[^\s/?#:@\[\]]+)(:\d{1,5})?(/[^\s?#]*)?", re.IGNORECASE)
+
+# What another try will not change.
+_PERMANENT = (
+    FileNotFoundError,
+    InvalidPathError,
+    NotImplementedError,
+    NotSupportedError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+    UnknownConfigurationKeyError,
+    ValueError,
+)
+
+# All else that happens is one `GenericError`, of which only the text tells what it is. In it these words come
+# before those of the server.
+_STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
+
+_PASSING = (408, 409, 429)  # 409: another conditional request is under way
+
+_NO_RANGES = re.compile(r"Generic \S+ error: Received non-partial response when range requested")
+
+# obstore looks nowhere but in the environment, and then asks the cloud's metadata service.
+_NO_KEYS = re.compile(r"Error performing \w+ \S+/(latest/api/token|latest/meta-data/)")
+
+
+def make_store(
+    url: str | PathLike[str], options: Mapping[str, Any], *, attempt_s: float, retry: Mapping[str, Any]
+) -> Any:
+    """Makes obstore's store for a URL.
+
+    Args:
+        url: Its root, with its scheme. A name and a password in one of HTTP are sent to the server.
+        options: Configuration of the store, as obstore takes it, beyond what the environment says; options
+            of the HTTP client may stand among those of the store.
+        attempt_s: Longest time in seconds for one request.
+        retry: What obstore is to do about failures by itself.
+
+    Raises:
+        OptionError: The URL or an option is not one that the store takes.
+    """
+    location = locate(url)
+    secrets = Secrets(location, options)
+    config = dict(options)
+    attempt = timedelta(seconds=attempt_s)
+    client: dict[str, Any] = {
+        "timeout": attempt,
+        "connect_timeout": min(_CONNECT_TIMEOUT, attempt),
+        "allow_http": True,  # whoever names an http:// endpoint means it
+    }
+    client |= {name: config.pop(name) for name in _CLIENT_OPTIONS & config.keys()}
+    given = config.pop("client_options", {})
+    if not isinstance(given, Mapping):
+        raise OptionError(
+            f"cannot open {location}: client_options= must be a dict, not {type(given).__name__}"
+        )
+    client |= given
+    if (header := basic_auth(location)) is not None:
+        client["default_headers"] = _with_header(client.get("default_headers"), "Authorization", header)
+    config |= {"client_options": client, "retry_config": retry}
+    try:
+        if location.scheme in HTTP:  # which obstore would take for S3 or Azure by their hosts' names
+            return HTTPStore.from_url(_without_user(location.address), **config)
+        store = _from_url(_quoted(location.address), **config)
+        if isinstance(store, S3Store) and (profile := _profile_for(store)) is not None:
+            store = _from_url(_quoted(location.address), credential_provider=profile, **config)
+    except BaseException as error:
+        # Of what its authors did not foresee obstore dies with an exception that is no `Exception`.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        cause = secrets.clean(error) if isinstance(error, Exception) else None
+        raise OptionError(f"cannot open {location}: {secrets.first_line(error)}") from cause
+    endpoint = s3_settings(store)["endpoint"] if isinstance(store, S3Store) else None
+    if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
+        shown = name_of(endpoint)
+        raise OptionError(
+            f"cannot open {location}: endpoint {shown!r} is not a URL such as https://host:9000"
+        )
+    return store
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether another try could succeed after an error of obstore's."""
+    if not isinstance(error, GenericError):
+        return not isinstance(error, _PERMANENT)
+    answer = _STATUS.search(str(error))
+    status = int(answer[1]) if answer is not None else 0
+    return not _lacks_ranges(error) and (not 400 <= status < 500 or status in _PASSING)
+
+
+def advice(error: Exception) -> str:
+    """Returns what helps with an error of obstore's, to be put behind its text; empty if nothing is known."""
+    if _lacks_ranges(error):
+        return " (it answers ranges with status 200, not 206: " + (
+            "`rclone serve http` does it right)"
+            if isinstance(error, NotSupportedError)
+            else "as `rclone serve s3` does; SeaweedFS and MinIO do it right)"
+        )
+    if isinstance(error, GenericError) and _NO_KEYS.search(str(error)):
+        return " (no AWS_ACCESS_KEY_ID in the environment, no profile in ~/.aws)"
+    return ""
+
+
+def _lacks_ranges(error: Exception) -> bool:
+    """Whether the server sent all of an object when asked for a range, which has a type over HTTP only."""
+    if isinstance(error, GenericError):
+        return _NO_RANGES.match(str(error)) is not None
+    return isinstance(error, NotSupportedError)
+
+
+def _with_header(headers: Any, name: str, value: str) -> Any:
+    """Adds a header, unless the user gives another one of that name."""
+    given = dict(headers or {})
+    return given if name.lower() in map(str.lower, given) else {**given, name: value}
+
+
+def _without_user(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    host = re.split("[/?]", rest, maxsplit=1)[0]
+    return f"{scheme}://{rest[host.rfind('@') + 1 :]}"
+
+
+def _quoted(url: str) -> str:
+    """Returns the URL of an object store as obstore reads it: those given say the keys as they are."""
+    scheme, _, rest = url.partition("://")
+    host, _, path = rest.partition("/")
+    return f"{scheme}://{host}/{quote(path)}"
+
+
+def _profile_for(store: S3Store) -> Any:
+    """Returns what asks boto3 for the credentials of a profile in ~/.aws, for a store that has no others.
+
+    obstore knows no profiles: roles, single sign-on, and processes that print keys.
+    """
+    if _OTHER_CREDENTIALS & {name for name, value in s3_settings(store).items() if value}:
+        return None
+    try:
+        import boto3
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        return None
+    session = boto3.session.Session()
+    if not session.available_profiles or session.get_credentials() is None:
+        return None
+    return Boto3CredentialProvider(session)
+
+
+def s3_settings(store: S3Store) -> dict[str, Any]:
+    """Returns what an S3 store goes by: its options, and the environment for what they do not say."""
+    known: dict[str, Any] = {
+        name.removeprefix("AWS_").lower(): value for name, value in environment("AWS_").items()
+    }
+    known |= store.config
+    return {**known, "endpoint": known.get("endpoint") or known.get("endpoint_url")}
+
+
+_SIGNATURES = frozenset("x-amz-signature x-goog-signature signature".split())
+
+_PAGE = 1000  # objects: as many as one answer of S3 lists
+
+_REPLACED = "it was replaced while it was read"
+
+_LAST = "\U0010ffff"  # comes after all other characters
+
+
+class ObjectStorage:
+    """Read access through obstore, which does the network in threads of its own.
+
+    A whole checkpoint costs one list request, and one range request for each header and each chunk.
+
+    Args:
+        location: Root.
+        names: What files of a checkpoint are called.
+        options: Configuration of the store, as obstore takes it, beyond what the environment says.
+        attempt_s: Longest time in seconds for one request; one that stalls is abandoned then.
+
+    Raises:
+        OptionError: The URL or an option is not one that the store takes.
+    """
+
+    shared = True
+    probes = False
+    in_order = False
+    direct_bytes_read = 0
+
+    def __init__(
+        self, location: Location, names: Names, options: Mapping[str, Any], attempt_s: float
+    ) -> None:
+        self._url = location.url
+        self._names = names
+        self._secrets = Secrets(location, options)
+        self._count = ByteCounter()
+        self._is_http = location.scheme in HTTP
+        self._is_signed = _is_signed(location, names)
+        self._is_file = self._is_signed or _is_file(location, names)
+        # HTTP's is opened where it is, with its query; of the others only the bucket is a URL.
+        root, self._root = (location, "") if self._is_http else _split(location)
+        # No retries in there: fastload's own know the deadline and are counted.
+        self._store = make_store(root, options, attempt_s=attempt_s, retry={"max_retries": 0})
+        # As buckets list their objects, but for directory buckets of S3.
+        self._is_sorted = not (
+            isinstance(self._store, S3Store) and s3_settings(self._store).get("s3_express")
+        )
+        self._known: dict[str, FileStat] = {}
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def bytes_read(self) -> int:
+        return self._count.total
+
+    def stat(self, name: str) -> FileStat | None:
+        if name in self._known:
+            return self._known[name]
+        if not self._is_http and not self._key(name):
+            return None  # a bucket is no object, whatever some stores say
+        try:
+            found = _stat(self._call(name, self._ask_for_stat))
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
+        self._known[name] = found
+        return found
+
+    def _ask_for_stat(self, key: str) -> Any:
+        """Asks for size and version: where a signature is for reading, by reading the first byte."""
+        if not self._is_signed:
+            return obstore.head(self._store, key)
+        return obstore.get(self._store, key, options={"range": (0, 1)}).meta
+
+    def list(self) -> list[str] | None:
+        if self._is_file:
+            return None
+        if self._is_http:  # which has no listing: look for what a listing would be searched for
+            first, *others = self._names.likely
+            if self._has(first):
+                return [first]
+            return next(([name] for name in others if self.stat(name) is not None), None)
+        found = self._call("", lambda key: obstore.list_with_delimiter(self._store, key or None))
+        # Some stores and tools keep an empty object by the name of the folder itself.
+        files = [meta for meta in found["objects"] if meta["path"] != self._root]
+        names = {meta["path"].rsplit("/", 1)[-1]: _stat(meta) for meta in files}
+        self._known.update(names)
+        return sorted(names) or None
+
+    def folders(self, prefix: str = "") -> Mapping[str, Folder]:
+        if self._is_http:
+            raise self._error("HTTP has no listing of directories", "", None, None, transient=False)
+        found: dict[str, dict[str, FileStat]] = {}
+        for path, about in self._call("", lambda key: self._below(key, prefix)):
+            folder, _, name = path.partition("/")
+            files = found.setdefault(folder, {})
+            if "/" not in name:
+                files[name] = about
+        return {name: Folder(files) for name, files in sorted(found.items())}
+
+    def _below(self, key: str, prefix: str) -> Sequence[tuple[str, FileStat]]:
+        """Lists what is in folders of such names, page by page, whatever its depth."""
+        root = f"{key}/" if key else ""
+        found = []
+        for page in obstore.list(self._store, key or None, offset=root + prefix or None, chunk_size=_PAGE):
+            paths = [(meta["path"].removeprefix(root), meta) for meta in page]
+            found += [(p, _stat(meta)) for p, meta in paths if p.startswith(prefix) and "/" in p]
+            if self._is_sorted and paths[-1][0] > prefix + _LAST:
+                break
+        return found
+
+    def _has(self, name: str) -> bool:
+        """Whether there is a file; a server that refuses to say has none."""
+        try:
+            return self.stat(name) is not None
+        except StorageError as error:
+            if error.transient:
+                raise
+            return False
+
+    def read_into(
+        self,
+        name: str,
+        offset: int,
+        buffers: Sequence[memoryview],
+        version: str = "",
+        via_cache: bool = False,
+    ) -> None:
+        nbytes = sum(map(len, buffers))
+        if nbytes == 0:
+            return
+
+        def get(key: str) -> tuple[Any, Any]:
+            result = obstore.get(self._store, key, options={"range": (offset, offset + nbytes)})
+            return result.bytes(), result.meta
+
+        data, meta = self._call(name, get, offset, nbytes)
+        self._count.add(len(data))
+        found = _stat(meta)
+        if version and found.version != version:
+            raise self._error(_REPLACED, name, offset, nbytes, transient=False)
+        if len(data) != nbytes:
+            # Only an object that is too short is refused for good: a cut answer may come whole next time.
+            message = f"got {len(data)} of {nbytes} bytes; the object has {found.nbytes}"
+            raise self._error(message, name, offset, nbytes, transient=found.nbytes >= offset + nbytes)
+        view, position = memoryview(data), 0
+        for buffer in buffers:
+            buffer[:] = view[position : position + len(buffer)]
+            position += len(buffer)
+
+    def read_all(self, name: str, about: FileStat) -> bytes:
+        def get(key: str) -> bytes | None:
+            # Without a range: some servers answer one that is the whole object as if there were none.
+            result = obstore.get(self._store, key)
+            found = _stat(result.meta)
+            is_same = (found.nbytes, found.version) == (about.nbytes, about.version)
+            return bytes(result.bytes()) if is_same else None
+
+        data = self._call(name, get, 0, about.nbytes)
+        if data is None:
+            raise self._error(_REPLACED, name, 0, about.nbytes, transient=False)
+        self._count.add(len(data))
+        return data
+
+    def close(self) -> None:
+        self._known.clear()
+
+    def _key(self, name: str) -> str:
+        return "/".join(part for part in (self._root, name) if part)
+
+    def _call(
+        self, name: str, ask: Callable[[str], T], offset: int | None = None, nbytes: int | None = None
+    ) -> T:
+        try:
+            return ask(self._key(name))
+        except Exception as error:
+            message = self._secrets.first_line(error) + advice(error)
+            cause = self._secrets.clean(error)
+            raise self._error(message, name, offset, nbytes, transient=is_transient(error)) from cause
+
+    def _error(
+        self, message: str, name: str, offset: int | None, nbytes: int | None, *, transient: bool
+    ) -> StorageError:
+        url = f"{self._url}/{name}" if name else self._url
+        return StorageError(message, url=url, offset=offset, nbytes=nbytes, transient=transient)
+
+
+def _split(location: Location) -> tuple[Location, str]:
+    """Returns what is above a place on an object store, or its bucket, and the name below that."""
+    parent, _, name = location.address.removeprefix(f"{location.scheme}://").rpartition("/")
+    return (locate(f"{location.scheme}://{parent}"), name) if parent else (location, "")
+
+
+def _is_file(location: Location, names: Names) -> bool:
+    """Whether a URL names one file, by its path or, as of a download, in its query."""
+    path = location.url if location.scheme not in HTTP else unquote(location.url)
+    is_blob = "sr=b" in location.query.split("&")  # what Azure's signature is for
+    query = unquote(location.query)
+    return path.endswith(names.single_endings) or any(end in query for end in names.single_endings) or is_blob
+
+
+def _is_signed(location: Location, names: Names) -> bool:
+    """Whether a URL is signed for reading one object, by S3, Google or what does as they do.
+
+    Raises:
+        OptionError: That object is one that names others, which the signature is not for.
+    """
+    keys = {pair.partition("=")[0].lower() for pair in location.query.split("&")}
+    if not keys & _SIGNATURES or "policy" in keys:  # which may be for many, and for more than reading
+        return False
+    if location.url.endswith(".json"):
+        raise OptionError(
+            f"cannot open {location}: it is signed for this one file, which names others: sign the URL of a "
+            f"{' or '.join(names.file_endings)} file"
+        )
+    return True
+
+
+def _stat(meta: Mapping[str, Any]) -> FileStat:
+    tag = (meta.get("e_tag") or "").strip('"')  # quoted in answers, bare in some listings
+    modified = meta.get("last_modified")
+    return FileStat(meta["size"], tag or str(modified or ""), modified.timestamp() if modified else 0.0)
+
+
+_WRITER_BYTES = 16 << 20
+
+_WRITER_REQUESTS = 4
+
+
+class ObstoreBucket:
+    """Access through obstore.
+
+    Args:
+        url: Root, with its scheme.
+        options: Configuration of the store, as obstore takes it, beyond what the environment says.
+        timeout_s: Longest time in seconds for one request with its retries.
+        attempt_s: Longest time in seconds for one attempt.
+        retries: Further attempts.
+    """
+
+    def __init__(
+        self,
+        url: str | PathLike[str],
+        options: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        attempt_s: float,
+        retries: int,
+    ) -> None:
+        self.secrets = Secrets(locate(url), options)
+        self._patience: dict[str, Any] = {"retries": retries, "timeout_s": timeout_s}
+        self._is_remote = locate(url).scheme in OBJECT_STORES
+        self._make = partial(make_store, url, options, attempt_s=attempt_s)
+        # No retries in there: its own are over too soon, and not after every error that may pass.
+        self.store: Any = self._make(retry={"max_retries": 0})
+
+    @cached_property
+    def _store_for_writers(self) -> Any:
+        """The same with retries, since a writer sends by itself; its pauses outlast an outage of 5 s, too."""
+        if not self._is_remote:
+            return self.store
+        backoff = {
+            "init_backoff": timedelta(seconds=2 * FIRST_BACKOFF_S),
+            "max_backoff": timedelta(seconds=MAX_BACKOFF_S),
+            "base": 2,
+        }
+        retry = {
+            "max_retries": self._patience["retries"],
+            "retry_timeout": timedelta(seconds=self._patience["timeout_s"]),
+            "backoff": backoff,
+        }
+        return self._make(retry=retry)
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        return patiently(call, is_transient, **self._patience)
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            return self._ask(lambda: bytes(obstore.get(self.store, key).bytes()))
+        except FileNotFoundError:
+            return None
+
+    def put(self, key: str, content: bytes, *, fresh: bool = False) -> bool:
+        def put() -> bool:
+            try:
+                obstore.put(self.store, key, content, mode="create" if fresh else "overwrite")
+            except AlreadyExistsError:
+                return False
+            except NotImplementedError:  # the user turned conditions off, for a store that refuses them
+                obstore.put(self.store, key, content)
+            return True
+
+        return self._ask(put)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            with suppress(FileNotFoundError):
+                self._ask(partial(obstore.delete, self.store, key))
+
+    def delete_folder(self, folder: str) -> None:
+        self.delete([f"{folder}/{name}" for name in self.files(folder)])
+
+    def files(self, folder: str) -> dict[str, int]:
+        found = self._ask(lambda: obstore.list_with_delimiter(self.store, folder))["objects"]
+        # Some stores and tools keep an empty object by the name of the folder itself.
+        return {meta["path"].rsplit("/", 1)[-1]: meta["size"] for meta in found if meta["path"] != folder}
+
+    def folders(self) -> list[str]:
+        found = self._ask(lambda: obstore.list_with_delimiter(self.store))["common_prefixes"]
+        return sorted(path.strip("/").rsplit("/", 1)[-1] for path in found)
+
+    def modified_s(self, key: str) -> float:
+        try:
+            modified: datetime = self._ask(lambda: obstore.head(self.store, key))["last_modified"]
+        except FileNotFoundError:
+            return float("inf")
+        return modified.timestamp()
+
+    def move(self, key: str, to: str) -> None:
+        # One after the other, since after a deletion whose answer was lost there is nothing to be copied.
+        self._ask(lambda: obstore.copy(self.store, key, to))
+        self.delete([key])
+
+    def writer(self, key: str) -> Writer:
+        writer: Writer = obstore.open_writer(
+            self._store_for_writers, key, buffer_size=_WRITER_BYTES, max_concurrency=_WRITER_REQUESTS
+        )
+        return writer
