@@ -12,8 +12,8 @@ from fastload.storage.base import Names
 RECORD_NAME = "fastload.json"
 """The commit record, the last file of a checkpoint to be written: without it there is no checkpoint."""
 SAVING_NAME = "fastload.saving.json"
-"""On object stores, stands beside the files while they are published; without a record next to it, what
-is there is the rest of a save that has not ended, or never will."""
+"""On object stores, the owner file next to the files while they are published; without a record, what is
+there is the rest of a save that has not ended, or never will."""
 STAGED_NAME = ".fastload-stage.json"
 """What a staged copy holds next to its files: which checkpoint it is a copy of, and how its files were."""
 
@@ -80,7 +80,7 @@ def _listed(text: bytes) -> set[str] | None:
 
 NAMES = Names(
     record=RECORD_NAME,
-    marker=SAVING_NAME,
+    owner=SAVING_NAME,
     receipt=STAGED_NAME,
     likely=(RECORD_NAME, INDEX_NAME, f"model{SUFFIX}", BIN_INDEX_NAME, BIN_NAME, METADATA_NAME),
     file_endings=(SUFFIX,),

@@ -16,7 +16,7 @@ from fastload.comm.world import World
 from fastload.memory_tier.groups import CopyPlan
 from fastload.saving.exchange import BufferRing, MessageExchange
 from fastload.saving.layout import FileRange
-from fastload.storage.memory_target import TierTarget
+from fastload.storage.memory_target import MemoryTarget
 from fastload.transfer.links import Wire, accept_offers
 
 _PLACE = "copied"  # where in the store
@@ -41,7 +41,7 @@ class _Copy(NamedTuple):
 def send_copies(
     world: World,
     what: str,
-    target: TierTarget,
+    target: MemoryTarget,
     copies: CopyPlan,
     parts: Sequence[FileRange],
     names: Sequence[str],
@@ -99,7 +99,7 @@ class _Sending:
         outgoing: Copies for others, in order.
     """
 
-    def __init__(self, world: World, wire: Wire, target: TierTarget, outgoing: Sequence[_Copy]) -> None:
+    def __init__(self, world: World, wire: Wire, target: MemoryTarget, outgoing: Sequence[_Copy]) -> None:
         self._world = world
         self._target = target
         self._buffers = BufferRing(_NUM_OUTGOING, [copy.nbytes for copy in outgoing], pinned=False)

@@ -21,7 +21,7 @@ from fastload.saving.save import BegunSave
 from fastload.saving.write import open_pending, write
 from fastload.storage import Target
 from fastload.storage.memory_folder import Home, JobFolder
-from fastload.storage.memory_target import Published, Room, TierTarget
+from fastload.storage.memory_target import MemoryTarget, Published, Room
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class TierSaveCall(SaveCall):
     num_copies: int
     homes: Sequence[Home]
     job: JobFolder
-    target: TierTarget
+    target: MemoryTarget
 
     @property
     def what(self) -> str:

@@ -26,7 +26,7 @@ from fastload.saving.save import BegunSave, begin
 from fastload.saving.snapshot import BufferPool
 from fastload.storage import Location, Target
 from fastload.storage.memory_folder import Home, JobFolder, find_memory, remove_dead
-from fastload.storage.memory_target import TierTarget
+from fastload.storage.memory_target import MemoryTarget
 
 _log = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ class MemoryTier:
             num_copies=self._job.num_copies,
             homes=self._homes,
             job=self._folder,
-            target=TierTarget(self._folder, name, self._folder.place(name), self._unit),
+            target=MemoryTarget(self._folder, name, self._folder.place(name), self._unit),
         )
         begun: BegunSave | MemoryError
         try:

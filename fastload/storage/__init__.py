@@ -31,7 +31,6 @@ __all__ = [
     "redact",
     "take",
 ]
-
 _log = logging.getLogger(__name__)
 
 _S3 = frozenset("s3 s3a".split())
@@ -118,7 +117,8 @@ def open_target(
         raise OptionError(f"cannot save to {location}: name a place below the bucket")
     from fastload.storage.object_target import ObjectTarget, Streams
 
-    options, patience = options or {}, {"timeout_s": timeout_s, "attempt_s": attempt_s, "retries": retries}
+    options = options or {}
+    patience: dict[str, Any] = {"timeout_s": timeout_s, "attempt_s": attempt_s, "retries": retries}
     root = locate(f"{scheme}://{parent}")
     if scheme in _S3:
         _require_obstore(scheme)

@@ -62,6 +62,14 @@ def take(buffers: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], 
     return taken, []
 
 
+def fill(buffers: Sequence[memoryview], data: memoryview) -> None:
+    """Copies bytes into buffers, one after the other; there are as many in both."""
+    position = 0
+    for buffer in buffers:
+        buffer[:] = data[position : position + len(buffer)]
+        position += len(buffer)
+
+
 class ByteCounter:
     """Adds up bytes from several threads."""
 
@@ -179,8 +187,8 @@ class Names:
 
     Attributes:
         record: The commit record, the last file of a checkpoint to be written: without it there is none.
-        marker: On object stores, stands beside the files while they are published; without a record next
-            to it, what is there is the rest of a save that has not ended, or never will.
+        owner: On object stores, the owner file next to the files while they are published; without a record,
+            what is there is the rest of a save that has not ended, or never will.
         receipt: What a copy on a host holds next to its files; stands for the record if that has none.
         likely: What to look for, in this order, where nothing can be listed; one of them is there if any
             checkpoint is. The first may be refused, and counts as missing then.
@@ -194,7 +202,7 @@ class Names:
     """
 
     record: str
-    marker: str
+    owner: str
     receipt: str
     likely: tuple[str, ...]
     file_endings: tuple[str, ...]
@@ -245,7 +253,7 @@ class Target(Protocol):
         ...
 
     def prepare(self, files: Sequence[tuple[str, int]], *, overwrite: bool) -> dict[str, Any]:
-        """Makes room for the files, on the coordinator, and removes what dead saves left beside them.
+        """Makes room for the files, on the coordinator, and removes what dead saves left next to them.
 
         Args:
             files: Name and size in bytes of each file that will be written in ranges.
@@ -310,7 +318,7 @@ class Target(Protocol):
         ...
 
     def clean_abandoned(self) -> list[str]:
-        """Removes what dead saves left beside the checkpoint, never what living ones need; returns it."""
+        """Removes what dead saves left next to the checkpoint, never what living ones need; returns it."""
         ...
 
     def remove(self) -> None:
@@ -328,7 +336,7 @@ def new_token() -> str:
 
 
 def pending_name(name: str, token: str) -> str:
-    """Returns the name of the directory, beside the checkpoint, where one save gathers its files."""
+    """Returns the name of the directory, next to the checkpoint, where one save gathers its files."""
     return f".{name}.{token}.saving"
 
 
@@ -553,7 +561,7 @@ class Uploads(Protocol):
         ...
 
     def give_up_old(self, age_s: float) -> list[str]:
-        """Ends uploads beside the checkpoint that are that old and have no owner; returns their URLs."""
+        """Ends uploads next to the checkpoint that are that old and have no owner; returns their URLs."""
         ...
 
     def close(self) -> None:

@@ -254,7 +254,7 @@ def replaced_names(
     url: str,
     there: set[str],
     record: bytes | None,
-    marked: Iterable[str],
+    listed: Iterable[str],
     written: Iterable[str],
     names: Names,
     *,
@@ -266,7 +266,7 @@ def replaced_names(
         url: Where it will be.
         there: The names of all that is there.
         record: The commit record that is there, or None.
-        marked: What a dead save's marker, if there is one, says may be there of that save.
+        listed: What a dead save's owner file, if there is one, says may be there of that save.
         written: The names of the files of the new checkpoint.
         names: What files of a checkpoint are called.
         overwrite: Whether a checkpoint may be replaced.
@@ -277,7 +277,7 @@ def replaced_names(
     """
     if names.record in there and not overwrite:
         raise CheckpointExists(f"{url} exists already: to replace it, ask for overwrite=True (--overwrite)")
-    own = there & {names.marker, *marked}
+    own = there & {names.owner, *listed}
     is_other = overwrite and not there.isdisjoint(names.others)
     if names.record in there:
         own |= names.own(there, [record or b""])
@@ -287,7 +287,7 @@ def replaced_names(
     if names.record not in there and foreign:
         if not overwrite:
             raise CheckpointExists(f"{url} holds something already: {foreign[:5]}")
-        if names.marker not in there and not is_other:
+        if names.owner not in there and not is_other:
             raise OptionError(
                 f"{url} has no {names.record}: overwrite=True replaces checkpoints of fastload's only"
             )

@@ -24,6 +24,7 @@ _RENAME_EXCHANGE = 2
 _NOT_LINKED = (errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK, *UNABLE)
 _TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO)
 _MAX_SMALL_BYTES = 1 << 20
+_MIN_RESERVE_BYTES = 1 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -85,14 +86,14 @@ def require_trusted_links(path: str) -> None:
         place = folder
 
 
-def open_file(name: str, folder: int, flags: int) -> int:
+def open_file(name: str, folder: int, flags: int, mode: int = 0o666) -> int:
     """Opens or makes a regular file that has this one name only; opening anything else does not block.
 
     Raises:
         OSError: ``ELOOP``, ``EISDIR``, ``ENXIO`` or ``EINVAL`` if it is something else.
     """
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK
-    file = os.open(name, flags, 0o666, dir_fd=folder)
+    file = os.open(name, flags, mode, dir_fd=folder)
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         os.close(file)
@@ -192,10 +193,17 @@ def reserve_range(file: int, offset: int, nbytes: int) -> None:
     Raises:
         OSError: ``ENOSPC`` if there is no room.
     """
-    # Not os.posix_fallocate: where there is no such thing, it writes into every block instead.
-    if nbytes and _libc.fallocate(file, 0, ctypes.c_int64(offset), ctypes.c_int64(nbytes)):
-        number = ctypes.get_errno()
-        if number not in (errno.EOPNOTSUPP, errno.ENOSYS):
+    end, step = offset + nbytes, nbytes
+    while offset < end:
+        # Not os.posix_fallocate: where there is no such thing, it writes into every block instead.
+        length = min(step, end - offset)
+        if not _libc.fallocate(file, 0, ctypes.c_int64(offset), ctypes.c_int64(length)):
+            offset += length
+        elif (number := ctypes.get_errno()) in (errno.EOPNOTSUPP, errno.ENOSYS):
+            return
+        elif number == errno.EINTR:  # a signal, after which tmpfs gives back what it has taken
+            step = max(step // 2, _MIN_RESERVE_BYTES)
+        else:
             raise OSError(number, os.strerror(number))
 
 
@@ -207,10 +215,10 @@ def write_all(file: int, offset: int, data: memoryview | bytes) -> None:
         offset, left = offset + count, left[count:]
 
 
-def put(name: str, content: bytes, folder: int, *, durable: bool = True) -> None:
+def put(name: str, content: bytes, folder: int, *, mode: int = 0o666, durable: bool = True) -> None:
     """Writes a small file, which has all of its content from its first instant."""
     new = f"{name}.new"
-    file = open_file(new, folder, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    file = open_file(new, folder, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
         write_all(file, 0, content)
         if durable:

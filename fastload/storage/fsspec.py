@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import fsspec
 
 from fastload.errors import OptionError, StorageError
-from fastload.storage.base import CHANGED, ByteCounter, FileStat, Folder, Writer
+from fastload.storage.base import CHANGED, ByteCounter, FileStat, Folder, Writer, fill
 from fastload.storage.location import HTTP, OBJECT_STORES, Secrets, locate
 
 T = TypeVar("T")
@@ -39,14 +39,10 @@ class FsspecStorage:
 
     def __init__(self, url: str | PathLike[str], options: Mapping[str, Any]) -> None:
         self._location = locate(url)
-        self._url = self._location.url
+        self.url = self._location.url
         self._secrets = Secrets(self._location, options)
         self._count = ByteCounter()
         self._files, self._root = open_file_system(self._location, options)
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     @property
     def bytes_read(self) -> int:
@@ -117,19 +113,11 @@ class FsspecStorage:
         )
         self._count.add(len(data))
         if len(data) != nbytes:
-            raise StorageError(
-                f"got {len(data)} of {nbytes} bytes",
-                url=self._label(name),
-                offset=offset,
-                nbytes=nbytes,
-                transient=True,
-            )
+            message = f"got {len(data)} of {nbytes} bytes"
+            raise StorageError(message, self._label(name), offset, nbytes, transient=True)
         if version and self._ask_for_version(name) != version:
             raise StorageError(CHANGED, self._label(name), offset, nbytes)
-        position = 0
-        for buffer in buffers:
-            buffer[:] = data[position : position + len(buffer)]
-            position += len(buffer)
+        fill(buffers, memoryview(data))
 
     def read_all(self, name: str, about: FileStat) -> bytes:
         data = bytearray(about.nbytes)
@@ -145,21 +133,13 @@ class FsspecStorage:
         return f"{self._root}/{name}" if name else self._root
 
     def _label(self, name: str) -> str:
-        return f"{self._url}/{name}" if name else self._url
+        return f"{self.url}/{name}" if name else self.url
 
     def _call(
         self, name: str, ask: Callable[[str], T], offset: int | None = None, nbytes: int | None = None
     ) -> T:
-        try:
+        with self._secrets.errors(self._label(name), offset, nbytes, is_transient=_is_transient):
             return ask(self._path(name))
-        except Exception as error:
-            raise StorageError(
-                self._secrets.first_line(error),
-                url=self._label(name),
-                offset=offset,
-                nbytes=nbytes,
-                transient=isinstance(error, OSError) and not isinstance(error, _PERMANENT),
-            ) from self._secrets.clean(error)
 
 
 def open_file_system(url: str | PathLike[str], options: Mapping[str, Any]) -> tuple[Any, str]:
@@ -171,20 +151,20 @@ def open_file_system(url: str | PathLike[str], options: Mapping[str, Any]) -> tu
     """
     location = locate(url)
     secrets = Secrets(location, options)
-    try:
-        files, root = fsspec.core.url_to_fs(location.address, **options)
-    except (ValueError, ImportError, TypeError) as error:
-        why = secrets.hide(str(error))
-        if isinstance(error, ImportError) and location.scheme in OBJECT_STORES | HTTP:
-            why = (
-                f"it needs obstore: pip install 'fastload-torch[remote]' (fsspec, the slow way, says: {why})"
-            )
-        raise OptionError(f"cannot open {location}: {why}") from secrets.clean(error)
-    except Exception as error:
-        transient = isinstance(error, OSError) and not isinstance(error, _PERMANENT)
-        message = secrets.first_line(error)
-        raise StorageError(message, url=location.url, transient=transient) from secrets.clean(error)
-    return files, root
+    with secrets.errors(location.url, is_transient=_is_transient):
+        try:
+            files, root = fsspec.core.url_to_fs(location.address, **options)
+        except (ValueError, ImportError, TypeError) as error:
+            why = secrets.hide(str(error))
+            if isinstance(error, ImportError) and location.scheme in OBJECT_STORES | HTTP:
+                extra = "pip install 'fastload-torch[remote]'"
+                why = f"it needs obstore: {extra} (fsspec, the slow way, says: {why})"
+            raise OptionError(f"cannot open {location}: {why}") from secrets.clean(error)
+        return files, root
+
+
+def _is_transient(error: Exception) -> bool:
+    return isinstance(error, OSError) and not isinstance(error, _PERMANENT)
 
 
 def _of_type(kind: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -230,20 +210,18 @@ class FsspecBucket:
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
-            try:
+            with suppress(FileNotFoundError):
                 self._files.rm_file(self._path(key))
-            except FileNotFoundError:
-                continue
 
     def delete_folder(self, folder: str) -> None:
         with suppress(FileNotFoundError):
             self._files.rm(self._path(folder), recursive=True)
 
     def files(self, folder: str) -> dict[str, int]:
-        return {name: info["size"] for name, info in self._list(folder) if info["type"] == "file"}
+        return {name: info["size"] for name, info in _of_type("file", self._list(folder)).items()}
 
     def folders(self) -> list[str]:
-        return sorted(name for name, info in self._list("") if info["type"] == "directory")
+        return sorted(_of_type("directory", self._list("")))
 
     def modified_s(self, key: str) -> float:
         try:
@@ -261,13 +239,12 @@ class FsspecBucket:
         writer: Writer = self._files.open(self._path(key), "wb")
         return writer
 
-    def _list(self, folder: str) -> list[tuple[str, Any]]:
+    def _list(self, folder: str) -> Sequence[Mapping[str, Any]]:
         self._files.invalidate_cache()
-        try:
-            found = self._files.ls(self._path(folder), detail=True)
-        except FileNotFoundError:
-            return []
-        return [(info["name"].rstrip("/").rsplit("/", 1)[-1], info) for info in found]
+        with suppress(FileNotFoundError):
+            found: Sequence[Mapping[str, Any]] = self._files.ls(self._path(folder), detail=True)
+            return found
+        return []
 
     def _make_folder(self, key: str) -> None:
         self._files.makedirs(self._path(key).rpartition("/")[0], exist_ok=True)

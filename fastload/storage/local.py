@@ -300,7 +300,7 @@ class Mapped:
         Raises:
             StorageError: What was taken from it may be older in some places than in others.
         """
-        with self._file.cached.use() as cached:
+        with os_errors(self._file.path), self._file.cached.use() as cached:
             if change := self._file.change(cached):
                 raise StorageError(change, self._file.path, 0, len(self.data))
 

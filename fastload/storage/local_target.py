@@ -137,14 +137,16 @@ class LocalTarget:
 
     def abort(self) -> None:
         self.written.fail(StorageError("the save was given up", url=self.url))
-        self._release()
+        self._release(restore=True)
         self.close()
 
-    def _release(self) -> None:
+    def _release(self, *, restore: bool = False) -> None:
         """Removes the pending directory, if this rank made it, and only then lets go of its lock."""
         held, self._pending = self._pending, None
         if held is not None:
             with suppress(OSError):  # who cleans next gets another chance
+                if restore:  # the old checkpoint may still be in there
+                    held.restore()
                 held.discard()
             held.close()
 

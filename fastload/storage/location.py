@@ -6,26 +6,22 @@ import base64
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from html import unescape
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
-from fastload.errors import OptionError
+from fastload.errors import FastloadError, OptionError, StorageError
 
 HTTP = frozenset("http https".split())
-
 OBJECT_STORES = frozenset("s3 s3a gs az adl azure abfs abfss".split())
 """Whose URLs are a bucket and keys."""
 
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.\-]*"
-
 _URL = re.compile(rf"((?:{_SCHEME}::)*{_SCHEME})://(.*)", re.DOTALL)  # fsspec chains them: simplecache::s3://
-
 _ONE_SLASH = re.compile(rf"({_SCHEME}):/(?!/)(.*)", re.DOTALL)
-
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
-
 _ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
 
 # A password with a slash in it, which no library takes for one.
@@ -57,7 +53,6 @@ class _Patterns:
 
 
 _IN_TEXT = _Patterns(r"\s'\"<>")  # such as what a library says of a request that failed
-
 _ALONE = _Patterns(r"\0")
 
 
@@ -259,19 +254,14 @@ def _without_password(found: re.Match[str]) -> str:
 
 
 _LEAST_CHARS = 4  # a shorter one would be found in every other word
-
 _LONG_CHARS = 16  # what is that long in a query may be a signature, whatever its name
-
 _NAMES = re.compile(
     r"secret|passw|passphrase|token|signature|credential|authorization|bearer|cookie|connection.?string"
     r"|key(_base64)?$|(^|[_-])(auth|pat|pwd|sas|sig)$",
     re.IGNORECASE,
 )
-
 _MARKUP = re.compile(r":?\s*<(?:\?xml|!doctype|html|error)\b.*", re.IGNORECASE)
-
 _MOST_CHARS = 300  # shown of what a server says
-
 _STAND_INS = (FileNotFoundError, NotADirectoryError, PermissionError, OSError, ValueError)
 
 
@@ -296,6 +286,33 @@ class Secrets:
     def first_line(self, error: BaseException) -> str:
         """Returns what to say of a library's error."""
         return self.hide(_first_line(f"{type(error).__name__}: {error}"))
+
+    @contextmanager
+    def errors(
+        self,
+        url: str,
+        offset: int | None = None,
+        nbytes: int | None = None,
+        *,
+        is_transient: Callable[[Exception], bool] = lambda error: False,
+        advice: Callable[[Exception], str] = lambda error: "",
+    ) -> Iterator[None]:
+        """Turns errors of a library into `StorageError` without secrets; fastload's own pass.
+
+        Args:
+            url: What was asked for, to be printed.
+            offset: First byte of it.
+            nbytes: How many bytes of it.
+            is_transient: Whether another try could succeed after an error.
+            advice: What to say behind the text of an error.
+        """
+        try:
+            yield
+        except FastloadError:
+            raise
+        except Exception as error:
+            message, transient = self.first_line(error) + advice(error), is_transient(error)
+            raise StorageError(message, url, offset, nbytes, transient=transient) from self.clean(error)
 
     def clean(self, error: Exception) -> Exception:
         """Takes them out of a library's error, and of those that it comes from, which a traceback shows."""

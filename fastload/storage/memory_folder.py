@@ -33,8 +33,7 @@ RECORD_NAME = "generation.json"
 JOB_NAME = "job"
 """Of which root the checkpoints are; locked by the ranks of the job."""
 GENERATION = re.compile(r"[0-9a-f]{16}")
-
-_JOB = GENERATION
+_JOB = re.compile(r"[0-9a-f]{16}")
 _PLAN_NAME = "plan"  # which ranges of the files are to be here: a folder with equal ones can be used again
 _MAKING_NAME = "making"
 _SPARE_PART = 20  # one part of what is free stays free
@@ -185,7 +184,7 @@ class JobFolder:
             folder = open_folder(self._name, self._own)
             job = -1
             try:
-                job = open_file(JOB_NAME, folder, os.O_RDWR | os.O_CREAT)
+                job = open_file(JOB_NAME, folder, os.O_RDWR | os.O_CREAT, 0o600)
                 fcntl.flock(job, fcntl.LOCK_SH)
                 now, there = os.fstat(job), os.stat(JOB_NAME, dir_fd=folder, follow_symlinks=False)
                 if not os.path.samestat(now, there):
@@ -254,13 +253,13 @@ class JobFolder:
         try:
             with opened_folder(name, self._folder) as folder:
                 for file, nbytes, head in files:
-                    descriptor = open_file(file, folder, os.O_RDWR | os.O_CREAT)
+                    descriptor = open_file(file, folder, os.O_RDWR | os.O_CREAT, 0o600)
                     try:
                         os.ftruncate(descriptor, nbytes)
                         folders.write_all(descriptor, 0, head)
                     finally:
                         os.close(descriptor)
-                folders.put(_PLAN_NAME, plan.encode(), folder, durable=False)
+                folders.put(_PLAN_NAME, plan.encode(), folder, mode=0o600, durable=False)
         except BaseException:
             with suppress(OSError):
                 folders.delete(name, self._folder)
@@ -299,7 +298,7 @@ class JobFolder:
         with os_errors(self.place(name)):
             with opened_folder(name, self._folder) as folder:
                 for file, content in (*small_files, (RECORD_NAME, record)):
-                    folders.put(file, content, folder, durable=False)
+                    folders.put(file, content, folder, mode=0o600, durable=False)
             self.touch()
 
     def retire(self, keep: str) -> None:
@@ -341,7 +340,7 @@ class JobFolder:
     @contextmanager
     def _making(self) -> Iterator[None]:
         """Keeps the other ranks of this host from changing what there is."""
-        making = open_file(_MAKING_NAME, self._folder, os.O_RDWR | os.O_CREAT)
+        making = open_file(_MAKING_NAME, self._folder, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(making, fcntl.LOCK_EX)
             yield

@@ -51,8 +51,8 @@ class Published:
     small_files: Sequence[tuple[str, bytes]]
 
 
-class TierTarget:
-    """Write access to this host's part of a generation; see `target.Target`.
+class MemoryTarget:
+    """Write access to this host's part of a generation; see `Target`.
 
     Every rank prepares its own host. What the leader publishes is only kept: each host has to have it.
 

@@ -1,9 +1,9 @@
-"""Who saves to an object store, as other processes read it there.
+"""Owner files on object stores: which save goes on, which one publishes, and the orphans of dead ones.
 
 While a save lives, the parent of the checkpoint holds ``.<name>.<token>.saving/owner.json``, which says
-which process saves and what it has begun. To publish takes several steps on an object store, so a marker
-(`Names.marker`) stands beside the files from before the first of them until after the commit record. It
-keeps other saves out, and names all files that may be there without a record if the save dies.
+which process saves and what it has begun. To publish takes several steps on an object store, so another
+owner file (`Names.owner`) is next to the files from before the first of them until after the commit record.
+It keeps other saves out, and names all files that may be there without a record if the save dies.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from fastload.storage.destination import replaced_names
 from fastload.storage.process import Owner, living_saves
 
 _REFRESH_S = 60.0
-
-_PUBLISHING_S = 600.0  # a marker that is this old was left behind: a living save refreshes its own
-
-_SETTLE_S = 0.5  # longer than one request takes; see `Marker.acquire`
+_PUBLISHING_S = 600.0  # one this old was left behind: a living save refreshes its own
+_SETTLE_S = 0.5  # longer than one request takes; see `OwnerFile.acquire`
+_ABANDONED_S = 24 * 3600.0  # a save of another machine that is this old is dead
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Whose something on a store is, by an owner file or a marker.
+    """What an owner file says.
 
     Attributes:
         token: The save's; empty if it is not known.
         owner: The process that saves, or None.
-        files: What may be there of it without a record; only markers say that.
-        uploads: What it has begun, by file; only owner files say that.
+        files: What may be there of it without a record; only those next to published files say that.
+        uploads: What it has begun, by file; only those of pending files say that.
     """
 
     token: str
@@ -45,7 +44,7 @@ class Lease:
 
     @classmethod
     def parse(cls, text: bytes | None, token: str = "") -> Lease:
-        """Reads an owner file or a marker; whatever else is there says nothing, since it comes from storage.
+        """Reads an owner file; whatever else is there says nothing, since it comes from storage.
 
         Args:
             text: What is there.
@@ -61,7 +60,7 @@ class Lease:
             token=token or str(found.get("token", "")),
             owner=Owner.parse(str(found.get("owner", "")).encode()),
             files=[str(file) for file in files] if isinstance(files, list) else [],
-            uploads=uploads if isinstance(uploads, dict) else {},
+            uploads={file: str(uploads[file]) for file in uploads} if isinstance(uploads, dict) else {},
         )
 
     @property
@@ -78,8 +77,8 @@ def put_owner(bucket: Bucket, keys: Keys, uploads: Mapping[str, str]) -> None:
     bucket.put(keys.owner, json.dumps(owner).encode())
 
 
-class Marker:
-    """The marker of one save.
+class OwnerFile:
+    """The owner file of one save, next to the files that it publishes.
 
     Args:
         url: Where the checkpoint will be, for messages.
@@ -93,7 +92,7 @@ class Marker:
         self._names = names
         self._url = url
         self._bucket = bucket
-        self._key = keys.published(names.marker)
+        self._key = keys.published(names.owner)
         self._files: list[str] = []  # what it names; empty if this save has put none
         self._put_at = 0.0
         self._cleared = False
@@ -107,27 +106,27 @@ class Marker:
             overwrite: Whether a checkpoint may be replaced.
 
         Returns:
-            The names of what is to go, and whether there is no marker.
+            The names of what is to go, and whether there is no owner file.
 
         Raises:
             CheckpointExists: There is something, or another save is being published there.
             OptionError: It is no checkpoint, or holds what would be lost or mixed up with the new one.
         """
         there = {*self._bucket.files(self.keys.name)}
-        is_marked = self._names.marker in there
-        lease = self._read() if is_marked else Lease.parse(None)
-        if is_marked and not lease.has_ended:
+        is_owned = self._names.owner in there
+        lease = self._read() if is_owned else Lease.parse(None)
+        if is_owned and not lease.has_ended:
             age_s = time.time() - self._bucket.modified_s(self._key)
             if age_s < _PUBLISHING_S:
                 raise CheckpointExists(f"{self._url}: {lease.owner or 'another save'} is publishing there")
-        return self._own(there, written, lease.files, overwrite=overwrite), not is_marked
+        return self._own(there, written, lease.files, overwrite=overwrite), not is_owned
 
     def acquire(self, names: Sequence[str], *, overwrite: bool) -> None:
-        """Puts the marker, keeps out all other saves by it, and clears the place.
+        """Puts the owner file, keeps out all other saves by it, and clears the place.
 
         The store decides between two saves that do so at once, if it honours a condition on a put: of
-        which it is asked by a second such put, which has to fail. If it does not, or if the marker of a
-        dead save is replaced, the last one to put it wins, and each looks who that was after a while.
+        which it is asked by a second such put, which has to fail. If it does not, or if that of a dead save
+        is replaced, the last one to put it wins, and each looks who that was after a while.
 
         Args:
             names: Of all files of the new checkpoint.
@@ -138,7 +137,7 @@ class Marker:
             OptionError: As for `check_free`.
         """
         own, is_fresh = self.check_free(names, overwrite=overwrite)
-        self._files = sorted({*names, *own} - {self._names.marker})
+        self._files = sorted({*names, *own} - {self._names.owner})
         decided = not self._put(fresh=is_fresh) or (is_fresh and not self._put(fresh=True))
         if not decided:
             time.sleep(_SETTLE_S)
@@ -146,15 +145,15 @@ class Marker:
             raise CheckpointExists(f"{self._url}: another save is being published there")
         there = {*self._bucket.files(self.keys.name)}
         own = self._own(there, names, self._files, overwrite=overwrite)
-        if not own <= {*self._files, self._names.marker}:  # of another save, which was faster
-            self._files = sorted({*self._files, *own} - {self._names.marker})
+        if not own <= {*self._files, self._names.owner}:  # of another save, which was faster
+            self._files = sorted({*self._files, *own} - {self._names.owner})
             self._put()
         self._cleared = True
-        self._clear(own - {self._names.marker})
+        self._clear(own - {self._names.owner})
 
     def acquire_all(self) -> None:
-        """Puts the marker whatever is there, and clears the place: the checkpoint is to be removed."""
-        self._files = sorted({*self._bucket.files(self.keys.name)} - {self._names.marker})
+        """Puts the owner file whatever is there, and clears the place: the checkpoint is to be removed."""
+        self._files = sorted({*self._bucket.files(self.keys.name)} - {self._names.owner})
         self._put()
         self._clear(self._files)
 
@@ -184,15 +183,15 @@ class Marker:
             self.delete()
 
     def delete(self) -> None:
-        """Deletes the marker."""
+        """Deletes the owner file."""
         self._bucket.delete([self._key])
 
     def _own(
-        self, there: set[str], written: Iterable[str], marked: Iterable[str], *, overwrite: bool
+        self, there: set[str], written: Iterable[str], listed: Iterable[str], *, overwrite: bool
     ) -> set[str]:
         is_replaced = overwrite and self._names.record in there
         record = self._bucket.get(self.keys.published(self._names.record)) if is_replaced else None
-        return replaced_names(self._url, there, record, marked, written, self._names, overwrite=overwrite)
+        return replaced_names(self._url, there, record, listed, written, self._names, overwrite=overwrite)
 
     def _clear(self, names: Iterable[str]) -> None:
         """Deletes files of the checkpoint, the record first."""
@@ -201,25 +200,22 @@ class Marker:
 
     def _put(self, *, fresh: bool = False) -> bool:
         owner = Owner.here().to_bytes().decode()
-        marker = {"token": self.keys.token, "owner": owner, "files": self._files}
+        content = {"token": self.keys.token, "owner": owner, "files": self._files}
         self._put_at = time.monotonic()
-        return self._bucket.put(self._key, json.dumps(marker).encode(), fresh=fresh)
+        return self._bucket.put(self._key, json.dumps(content).encode(), fresh=fresh)
 
     def _read(self) -> Lease:
         return Lease.parse(self._bucket.get(self._key))
 
     @property
     def _is_ours(self) -> bool:
-        """Whether the marker that stands beside the files is that of this save."""
+        """Whether the owner file next to the files is that of this save."""
         return self._read().token == self.keys.token
 
     def _require(self) -> None:
-        """Goes no further once another save has put its own marker there."""
+        """Goes no further once another save has put its own owner file there."""
         if not self._is_ours:
             raise StorageError("another save took this one for dead and took its place")
-
-
-_ABANDONED_S = 24 * 3600.0  # a save of another machine that is this old is dead
 
 
 def clean_abandoned(bucket: Bucket, uploads: Uploads, names: Names, parent: str) -> list[str]:
@@ -231,16 +227,22 @@ def clean_abandoned(bucket: Bucket, uploads: Uploads, names: Names, parent: str)
         names: What files of a checkpoint are called.
         parent: URL of its root.
     """
-    removed = []
+    removed, failures = [], []
     for folder in bucket.folders():
         if (name := saved_name(folder)) is None:
             continue
         keys = Keys(name, folder.split(".")[-2])
-        if _is_abandoned(bucket, keys):
-            _clear_published(bucket, keys, names)
-            discard(bucket, uploads, keys)
-            removed.append(f"{parent}/{folder}")
-    return removed + uploads.give_up_old(_ABANDONED_S)
+        try:
+            if _is_abandoned(bucket, keys):
+                _clear_published(bucket, keys, names)
+                discard(bucket, uploads, keys)
+                removed.append(f"{parent}/{folder}")
+        except Exception as error:  # it keeps no other one from being removed
+            failures.append(error)
+    removed += uploads.give_up_old(_ABANDONED_S)
+    if failures:
+        raise failures[0]
+    return removed
 
 
 def _is_abandoned(bucket: Bucket, keys: Keys) -> bool:
@@ -259,14 +261,14 @@ def _written_s(bucket: Bucket, keys: Keys) -> float:
 
 def _clear_published(bucket: Bucket, keys: Keys, names: Names) -> None:
     """Deletes what a dead save had published when it died, unless that was all."""
-    marker = keys.published(names.marker)
-    lease = Lease.parse(bucket.get(marker))
+    owner = keys.published(names.owner)
+    lease = Lease.parse(bucket.get(owner))
     if lease.token != keys.token:
         return
     there = bucket.files(keys.name)
     if names.record not in there:
         bucket.delete([keys.published(file) for file in sorted(there) if file in lease.files])
-    bucket.delete([marker])
+    bucket.delete([owner])
 
 
 def discard(bucket: Bucket, uploads: Uploads, keys: Keys) -> None:

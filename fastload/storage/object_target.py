@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from fastload.base.threads import each
-from fastload.errors import DeadlineExceeded, FastloadError, StorageError
+from fastload.errors import DeadlineExceeded, StorageError
 from fastload.storage.base import NUM_REQUESTS, Bucket, Keys, Names, Uploads, Writer, Written, new_token
-from fastload.storage.object_owner import Marker, clean_abandoned, discard, put_owner
+from fastload.storage.object_owner import OwnerFile, clean_abandoned, discard, put_owner
 from fastload.storage.process import living_saves
 
 _log = logging.getLogger(__name__)
@@ -31,18 +31,14 @@ class ObjectTarget:
     shared = True
 
     def __init__(self, url: str, bucket: Bucket, name: str, names: Names, uploads: Uploads) -> None:
-        self._url = url
+        self.url = url
         self._bucket = bucket
         self._name = name
         self._names = names
         self._uploads = uploads
         self._written = Written()
         self._sizes: dict[str, int] = {}
-        self._marker: Marker | None = None  # of the save that this rank has prepared, until it ends
-
-    @property
-    def url(self) -> str:
-        return self._url
+        self._owner: OwnerFile | None = None  # of the save that this rank has prepared, until it ends
 
     @property
     def ordered(self) -> bool:
@@ -54,11 +50,11 @@ class ObjectTarget:
     def prepare(self, files: Sequence[tuple[str, int]], *, overwrite: bool) -> dict[str, Any]:
         self._sizes = dict(files)
         keys = Keys(self._name, new_token())
-        marker = Marker(self._url, self._bucket, keys, self._names)
+        owner = OwnerFile(self.url, self._bucket, keys, self._names)
         with self._errors(""):
-            marker.check_free(self._sizes, overwrite=overwrite)
+            owner.check_free(self._sizes, overwrite=overwrite)
             self._clean()
-            self._marker = marker
+            self._owner = owner
             living_saves.add(keys.token)
             try:
                 put_owner(self._bucket, keys, {})
@@ -82,7 +78,7 @@ class ObjectTarget:
         self._uploads.join(keys, self._sizes, ticket["uploads"])
         with self._errors(""):
             if self._bucket.get(keys.owner) is None:
-                raise StorageError("the save that this rank is to join is not there", self._url)
+                raise StorageError("the save that this rank is to join is not there", self.url)
 
     def write(self, name: str, offset: int, data: memoryview) -> None:
         assert offset + len(data) <= self._sizes[name], (name, offset, len(data))
@@ -113,31 +109,31 @@ class ObjectTarget:
         *,
         overwrite: bool,
     ) -> None:
-        self._written.require_all(self._sizes, receipts, self._url)
-        marker = self._marker
-        assert marker is not None
+        self._written.require_all(self._sizes, receipts, self.url)
+        owner = self._owner
+        assert owner is not None
         *others, (record, content) = small_files
         with self._errors(""):
             names = [*self._sizes, *(name for name, _ in small_files)]
-            marker.acquire(names, overwrite=overwrite)
+            owner.acquire(names, overwrite=overwrite)
 
         def publish_file(name: str) -> None:
             with self._errors(name):
                 self._uploads.publish(name, receipts)
-                marker.refresh()
+                owner.refresh()
 
         each(self._sizes, publish_file, num_threads=NUM_REQUESTS)
         self._require_files()
         for name, small in others:
             with self._errors(name, 0, len(small)):
-                self._bucket.put(marker.keys.published(name), small)
+                self._bucket.put(owner.keys.published(name), small)
         with self._errors(record, 0, len(content)):
-            marker.commit(record, content)
+            owner.commit(record, content)
         with self._tolerated("what the save needed"):  # the checkpoint is there; the rest harms nobody
-            marker.delete()
-            discard(self._bucket, self._uploads, marker.keys)
-        self._marker = None
-        living_saves.discard(marker.keys.token)
+            owner.delete()
+            discard(self._bucket, self._uploads, owner.keys)
+        self._owner = None
+        living_saves.discard(owner.keys.token)
 
     def _require_files(self) -> None:
         with self._errors(""):
@@ -145,22 +141,22 @@ class ObjectTarget:
         for name, nbytes in self._sizes.items():
             if (found := there.get(name)) != nbytes:
                 message = f"the store made {found} bytes of the {nbytes} uploaded"
-                raise StorageError(message, f"{self._url}/{name}")
+                raise StorageError(message, f"{self.url}/{name}")
 
     def abort(self) -> None:
-        self._written.fail(StorageError("the save was given up", self._url))
-        marker, self._marker = self._marker, None
-        if marker is None:
+        self._written.fail(StorageError("the save was given up", self.url))
+        owner, self._owner = self._owner, None
+        if owner is None:
             return
         try:
             with self._tolerated("what is pending"):
-                marker.take_back()
-                discard(self._bucket, self._uploads, marker.keys)
+                owner.take_back()
+                discard(self._bucket, self._uploads, owner.keys)
         finally:
-            living_saves.discard(marker.keys.token)
+            living_saves.discard(owner.keys.token)
 
     def clean_abandoned(self) -> list[str]:
-        parent = self._url.rpartition("/")[0]
+        parent = self.url.rpartition("/")[0]
         with self._errors(""):
             return clean_abandoned(self._bucket, self._uploads, self._names, parent)
 
@@ -169,7 +165,7 @@ class ObjectTarget:
         living_saves.add(keys.token)
         try:
             with self._errors(""):
-                Marker(self._url, self._bucket, keys, self._names).acquire_all()
+                OwnerFile(self.url, self._bucket, keys, self._names).acquire_all()
                 self._bucket.delete_folder(self._name)
         finally:
             living_saves.discard(keys.token)
@@ -180,18 +176,16 @@ class ObjectTarget:
     @contextmanager
     def _errors(self, name: str, offset: int | None = None, nbytes: int | None = None) -> Iterator[None]:
         """Turns errors of libraries into fastload's, and says where they were."""
-        url = f"{self._url}/{name}" if name else self._url
+        url = f"{self.url}/{name}" if name else self.url
         try:
-            yield
+            with self._bucket.secrets.errors(url, offset, nbytes):
+                yield
         except DeadlineExceeded as error:
             raise StorageError(str(error), url, offset, nbytes) from error
-        except FastloadError as error:
-            if isinstance(error, StorageError) and not error.url:
+        except StorageError as error:
+            if not error.url:
                 error.url, error.offset, error.nbytes = url, offset, nbytes
             raise
-        except Exception as error:
-            secrets = self._bucket.secrets
-            raise StorageError(secrets.first_line(error), url, offset, nbytes) from secrets.clean(error)
 
     @contextmanager
     def _tolerated(self, what: str) -> Iterator[None]:
@@ -199,7 +193,7 @@ class ObjectTarget:
         try:
             yield
         except Exception as error:
-            _log.warning("%s: cannot remove %s: %s", self._url, what, self._bucket.secrets.first_line(error))
+            _log.warning("%s: cannot remove %s: %s", self.url, what, self._bucket.secrets.first_line(error))
 
 
 class Streams:
@@ -264,17 +258,24 @@ class _Stream:
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
         self._position = 0
+        self._is_broken = False
         self._turn = threading.Condition()
 
     def write(self, offset: int, data: memoryview, timeout_s: float) -> None:
         """Writes what begins there, once what comes before it is written."""
         with self._turn:
-            if not self._turn.wait_for(lambda: self._position >= offset, timeout_s):
+            if not self._turn.wait_for(lambda: self._is_broken or self._position >= offset, timeout_s):
                 raise StorageError(f"the bytes before it did not come within {timeout_s:.0f} s")
+            if self._is_broken:
+                raise StorageError("a write before it failed")
             assert self._position == offset, (self._position, offset)
-            self._writer.write(data)
-            self._position += len(data)
-            self._turn.notify_all()
+            self._is_broken = True
+            try:
+                self._writer.write(data)
+                self._position += len(data)
+                self._is_broken = False
+            finally:
+                self._turn.notify_all()
 
     def close(self) -> None:
         """Ends the object, which is there then."""

@@ -26,15 +26,13 @@ from obstore.store import HTTPStore, S3Store, from_url
 
 from fastload.errors import OptionError, StorageError
 from fastload.options import environment
-from fastload.storage.base import ByteCounter, FileStat, Folder, Names, Writer
+from fastload.storage.base import ByteCounter, FileStat, Folder, Names, Writer, fill
 from fastload.storage.location import HTTP, OBJECT_STORES, Location, Secrets, basic_auth, locate, name_of
 from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S, patiently
 
 T = TypeVar("T")
 
-
 _from_url: Any = from_url  # its overloads want the kind of store to be known
-
 # What obstore takes apart from the options of a store, and dies of when it finds it among them.
 _CLIENT_OPTIONS = frozenset(
     """
@@ -52,12 +50,9 @@ _OTHER_CREDENTIALS = frozenset(
     web_identity_token_file
     """.split()
 )
-
 _CONNECT_TIMEOUT = timedelta(seconds=5)
-
 # obstore dies of an endpoint that is no URL, with the first request.
 _ENDPOINT = re.compile(r"https?://(\[[0-9a-f:.]+\]|[^\s/?#:@\[\]]+)(:\d{1,5})?(/[^\s?#]*)?", re.IGNORECASE)
-
 # What another try will not change.
 _PERMANENT = (
     FileNotFoundError,
@@ -70,17 +65,19 @@ _PERMANENT = (
     UnknownConfigurationKeyError,
     ValueError,
 )
-
 # All else that happens is one `GenericError`, of which only the text tells what it is. In it these words come
 # before those of the server.
 _STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
-
 _PASSING = (408, 409, 429)  # 409: another conditional request is under way
-
 _NO_RANGES = re.compile(r"Generic \S+ error: Received non-partial response when range requested")
-
 # obstore looks nowhere but in the environment, and then asks the cloud's metadata service.
 _NO_KEYS = re.compile(r"Error performing \w+ \S+/(latest/api/token|latest/meta-data/)")
+_SIGNATURES = frozenset("x-amz-signature x-goog-signature signature".split())
+_PAGE = 1000  # objects: as many as one answer of S3 lists
+_LAST = "\U0010ffff"  # comes after all other characters
+_REPLACED = "it was replaced while it was read"
+_WRITER_BYTES = 16 << 20
+_WRITER_REQUESTS = 4
 
 
 def make_store(
@@ -213,15 +210,6 @@ def s3_settings(store: S3Store) -> dict[str, Any]:
     return {**known, "endpoint": known.get("endpoint") or known.get("endpoint_url")}
 
 
-_SIGNATURES = frozenset("x-amz-signature x-goog-signature signature".split())
-
-_PAGE = 1000  # objects: as many as one answer of S3 lists
-
-_REPLACED = "it was replaced while it was read"
-
-_LAST = "\U0010ffff"  # comes after all other characters
-
-
 class ObjectStorage:
     """Read access through obstore, which does the network in threads of its own.
 
@@ -245,7 +233,7 @@ class ObjectStorage:
     def __init__(
         self, location: Location, names: Names, options: Mapping[str, Any], attempt_s: float
     ) -> None:
-        self._url = location.url
+        self.url = location.url
         self._names = names
         self._secrets = Secrets(location, options)
         self._count = ByteCounter()
@@ -261,10 +249,6 @@ class ObjectStorage:
             isinstance(self._store, S3Store) and s3_settings(self._store).get("s3_express")
         )
         self._known: dict[str, FileStat] = {}
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     @property
     def bytes_read(self) -> int:
@@ -307,7 +291,7 @@ class ObjectStorage:
 
     def folders(self, prefix: str = "") -> Mapping[str, Folder]:
         if self._is_http:
-            raise self._error("HTTP has no listing of directories", "", None, None, transient=False)
+            raise StorageError("HTTP has no listing of directories", self.url)
         found: dict[str, dict[str, FileStat]] = {}
         for path, about in self._call("", lambda key: self._below(key, prefix)):
             folder, _, name = path.partition("/")
@@ -356,27 +340,26 @@ class ObjectStorage:
         self._count.add(len(data))
         found = _stat(meta)
         if version and found.version != version:
-            raise self._error(_REPLACED, name, offset, nbytes, transient=False)
+            raise StorageError(_REPLACED, self._label(name), offset, nbytes)
         if len(data) != nbytes:
             # Only an object that is too short is refused for good: a cut answer may come whole next time.
             message = f"got {len(data)} of {nbytes} bytes; the object has {found.nbytes}"
-            raise self._error(message, name, offset, nbytes, transient=found.nbytes >= offset + nbytes)
-        view, position = memoryview(data), 0
-        for buffer in buffers:
-            buffer[:] = view[position : position + len(buffer)]
-            position += len(buffer)
+            transient = found.nbytes >= offset + nbytes
+            raise StorageError(message, self._label(name), offset, nbytes, transient=transient)
+        fill(buffers, memoryview(data))
 
     def read_all(self, name: str, about: FileStat) -> bytes:
         def get(key: str) -> bytes | None:
             # Without a range: some servers answer one that is the whole object as if there were none.
             result = obstore.get(self._store, key)
             found = _stat(result.meta)
-            is_same = (found.nbytes, found.version) == (about.nbytes, about.version)
-            return bytes(result.bytes()) if is_same else None
+            if (found.nbytes, found.version) != (about.nbytes, about.version):
+                return None
+            return bytes(result.bytes())
 
         data = self._call(name, get, 0, about.nbytes)
         if data is None:
-            raise self._error(_REPLACED, name, 0, about.nbytes, transient=False)
+            raise StorageError(_REPLACED, self._label(name), 0, about.nbytes)
         self._count.add(len(data))
         return data
 
@@ -389,18 +372,13 @@ class ObjectStorage:
     def _call(
         self, name: str, ask: Callable[[str], T], offset: int | None = None, nbytes: int | None = None
     ) -> T:
-        try:
+        with self._secrets.errors(
+            self._label(name), offset, nbytes, is_transient=is_transient, advice=advice
+        ):
             return ask(self._key(name))
-        except Exception as error:
-            message = self._secrets.first_line(error) + advice(error)
-            cause = self._secrets.clean(error)
-            raise self._error(message, name, offset, nbytes, transient=is_transient(error)) from cause
 
-    def _error(
-        self, message: str, name: str, offset: int | None, nbytes: int | None, *, transient: bool
-    ) -> StorageError:
-        url = f"{self._url}/{name}" if name else self._url
-        return StorageError(message, url=url, offset=offset, nbytes=nbytes, transient=transient)
+    def _label(self, name: str) -> str:
+        return f"{self.url}/{name}" if name else self.url
 
 
 def _split(location: Location) -> tuple[Location, str]:
@@ -440,11 +418,6 @@ def _stat(meta: Mapping[str, Any]) -> FileStat:
     return FileStat(meta["size"], tag or str(modified or ""), modified.timestamp() if modified else 0.0)
 
 
-_WRITER_BYTES = 16 << 20
-
-_WRITER_REQUESTS = 4
-
-
 class ObstoreBucket:
     """Access through obstore.
 
@@ -454,6 +427,11 @@ class ObstoreBucket:
         timeout_s: Longest time in seconds for one request with its retries.
         attempt_s: Longest time in seconds for one attempt.
         retries: Further attempts.
+
+    Attributes:
+        secrets: As of a `Bucket`.
+        store: obstore's.
+        patience: Retries and time for one request, as `patiently` takes them.
     """
 
     def __init__(
@@ -466,7 +444,7 @@ class ObstoreBucket:
         retries: int,
     ) -> None:
         self.secrets = Secrets(locate(url), options)
-        self._patience: dict[str, Any] = {"retries": retries, "timeout_s": timeout_s}
+        self.patience: dict[str, Any] = {"retries": retries, "timeout_s": timeout_s}
         self._is_remote = locate(url).scheme in OBJECT_STORES
         self._make = partial(make_store, url, options, attempt_s=attempt_s)
         # No retries in there: its own are over too soon, and not after every error that may pass.
@@ -477,20 +455,16 @@ class ObstoreBucket:
         """The same with retries, since a writer sends by itself; its pauses outlast an outage of 5 s, too."""
         if not self._is_remote:
             return self.store
-        backoff = {
-            "init_backoff": timedelta(seconds=2 * FIRST_BACKOFF_S),
-            "max_backoff": timedelta(seconds=MAX_BACKOFF_S),
-            "base": 2,
-        }
+        init, most = timedelta(seconds=2 * FIRST_BACKOFF_S), timedelta(seconds=MAX_BACKOFF_S)
         retry = {
-            "max_retries": self._patience["retries"],
-            "retry_timeout": timedelta(seconds=self._patience["timeout_s"]),
-            "backoff": backoff,
+            "max_retries": self.patience["retries"],
+            "retry_timeout": timedelta(seconds=self.patience["timeout_s"]),
+            "backoff": {"init_backoff": init, "max_backoff": most, "base": 2},
         }
         return self._make(retry=retry)
 
     def _ask(self, call: Callable[[], T]) -> T:
-        return patiently(call, is_transient, **self._patience)
+        return patiently(call, is_transient, **self.patience)
 
     def get(self, key: str) -> bytes | None:
         try:

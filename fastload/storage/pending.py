@@ -302,10 +302,12 @@ def _make_or_take_over(place: str, path: str, parent: int, network: bool) -> Pen
             why = f"in use by {other}; hosts that share this path cannot each have a copy there"
             raise OSError(errno.EBUSY, why, place)
         return None
-    pending.restore()
-    if pending.move_in():
-        return pending
-    pending.close()
+    with ExitStack() as closing:
+        closing.callback(pending.close)
+        pending.restore()
+        if pending.move_in():
+            closing.pop_all()
+            return pending
     return None
 
 

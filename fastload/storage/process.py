@@ -19,7 +19,6 @@ read_descriptors = DescriptorPool(ProcessLock())
 living_saves: set[str] = set()
 """Tokens of this process's own saves to object stores, until they end. One whose owner is this process and
 that is not here has ended, and what it could not remove is for anybody to remove."""
-
 making_client = ProcessLock()
 """Held while a client is made of the session, which makes one at a time."""
 

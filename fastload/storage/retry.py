@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from fastload.errors import Interrupted, StorageError
 from fastload.storage.base import FileStat, Folder, Storage
 from fastload.storage.local import LocalStorage, Mapped
-
-__all__ = ["FIRST_BACKOFF_S", "MAX_BACKOFF_S", "PatientStorage", "patiently"]
 
 T = TypeVar("T")
 
@@ -30,18 +28,13 @@ def _backoff_s(attempt: int) -> float:
     return random.uniform(longest / 2, longest)
 
 
-def _pauses(retries: int, timeout_s: float) -> Iterator[float]:
-    """Yields how long to wait after each attempt that failed, as long as there is to be another one."""
-    deadline = time.monotonic() + timeout_s
-
-    def pause_s(attempt: int) -> float:
-        return min(_backoff_s(attempt), (deadline - time.monotonic()) / 4)
-
-    return (pause for attempt in range(1, retries + 1) if (pause := pause_s(attempt)) > 0)
-
-
 def patiently(
-    ask: Callable[[], T], is_transient: Callable[[Exception], bool], *, retries: int, timeout_s: float
+    ask: Callable[[], T],
+    is_transient: Callable[[Exception], bool],
+    *,
+    retries: int,
+    timeout_s: float,
+    wait: Callable[[float], object] = time.sleep,
 ) -> T:
     """Makes a request, and makes it again after errors that may pass.
 
@@ -50,16 +43,20 @@ def patiently(
         is_transient: Whether another try could succeed after an error.
         retries: Further attempts.
         timeout_s: Longest time in seconds, all attempts and pauses included; an attempt has to end by itself.
+        wait: Waits for so many seconds before another attempt, or raises to make none.
     """
-    pauses = _pauses(retries, timeout_s)
+    deadline, attempt = time.monotonic() + timeout_s, 0
     while True:
+        attempt += 1
         try:
             return ask()
         except Exception as error:
-            pause = next(pauses, None) if is_transient(error) else None
-            if pause is None:
+            if isinstance(error, StorageError):
+                error.attempts = attempt
+            pause_s = min(_backoff_s(attempt), (deadline - time.monotonic()) / 4)
+            if not is_transient(error) or attempt > retries or pause_s <= 0:
                 raise
-        time.sleep(pause)
+        wait(pause_s)
 
 
 class PatientStorage:
@@ -160,18 +157,20 @@ class PatientStorage:
         self._storage.close()
 
     def _patiently(self, ask: Callable[[], T]) -> T:
-        pauses = _pauses(self._retries, self._timeout_s)
-        attempt = 0
-        while not self._stopped.is_set():
-            attempt += 1
-            try:
-                return ask()
-            except StorageError as error:
-                error.attempts = attempt
-                pause = next(pauses, None) if error.transient else None
-                if pause is None:
-                    raise
-            with self._lock:
-                self._num_retries += 1
-            self._stopped.wait(pause)
-        raise Interrupted("reading stopped because the load failed elsewhere")
+        self._wait(0)
+        return patiently(
+            ask, _is_transient, retries=self._retries, timeout_s=self._timeout_s, wait=self._wait_and_count
+        )
+
+    def _wait_and_count(self, pause_s: float) -> None:
+        with self._lock:
+            self._num_retries += 1
+        self._wait(pause_s)
+
+    def _wait(self, pause_s: float) -> None:
+        if self._stopped.wait(pause_s):
+            raise Interrupted("reading stopped because the load failed elsewhere")
+
+
+def _is_transient(error: Exception) -> bool:
+    return isinstance(error, StorageError) and error.transient

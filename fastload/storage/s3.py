@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from fastload.base.memory import round_up
 from fastload.base.threads import each, within
 from fastload.errors import OptionError
-from fastload.storage.base import NUM_REQUESTS, Bucket, Keys, Names
+from fastload.storage.base import NUM_REQUESTS, Keys, Names
 from fastload.storage.location import Location
 from fastload.storage.obstore import ObstoreBucket, s3_settings
 from fastload.storage.process import boto3_session, making_client
@@ -22,57 +23,13 @@ from fastload.storage.retry import patiently
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
-
 _MAX_CONNECTIONS = 32
-
 _PASSING = ("RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "InternalError")
-
-
-class S3Requests:
-    """Requests below one prefix of a bucket, made again after errors that may pass.
-
-    Args:
-        url: What is opened, for messages.
-        client: boto3's.
-        root: Name of the bucket, and the prefix.
-        timeout_s: Longest time in seconds for one request with its retries.
-        retries: Further attempts.
-
-    Attributes:
-        url: What is opened.
-        client: boto3's.
-        bucket: Name of the bucket.
-    """
-
-    def __init__(
-        self, url: str, client: Any, root: tuple[str, str], *, timeout_s: float, retries: int
-    ) -> None:
-        self.url = url
-        self.client = client
-        self.bucket, self._prefix = root
-        self._timeout_s = timeout_s
-        self._retries = retries
-
-    def key(self, key: str) -> str:
-        """Returns a key as the bucket knows it."""
-        return f"{self._prefix}/{key}" if self._prefix else key
-
-    def named(self, key: str) -> dict[str, str]:
-        """Returns the arguments that name an object to the client."""
-        return {"Bucket": self.bucket, "Key": self.key(key)}
-
-    def ask(self, call: Callable[[], T]) -> T:
-        """Makes a request, and makes it again as loads do: boto3's own pauses may all be short.
-
-        Raises:
-            DeadlineExceeded: It did not end in time.
-        """
-        timeout_s = self._timeout_s
-
-        def ask() -> T:
-            return patiently(call, _is_transient, retries=self._retries, timeout_s=timeout_s)
-
-        return within(timeout_s, f"a request to {self.url}", ask)
+_GONE = ("NoSuchUpload", "404")
+_PART_BYTES = 16 << 20
+_LEAST_PART_BYTES = 8 << 20  # S3 takes 5 MiB, but each part costs a request
+_GOOD_NUM_PARTS = 128  # shares are cut between parts: with few of them they would be uneven
+_MAX_PARTS = 10_000
 
 
 class S3Bucket(ObstoreBucket):
@@ -84,7 +41,9 @@ class S3Bucket(ObstoreBucket):
         url: What is opened, for messages.
 
     Attributes:
-        requests: What asks through boto3.
+        url: What is opened.
+        client: boto3's.
+        bucket: Name of the bucket.
     """
 
     def __init__(
@@ -98,15 +57,31 @@ class S3Bucket(ObstoreBucket):
         retries: int,
     ) -> None:
         super().__init__(root, options, timeout_s=timeout_s, attempt_s=attempt_s, retries=retries)
-        client = make_client(url, self.store, attempt_s=attempt_s)
-        bucket, _, prefix = root.address.removeprefix(f"{root.scheme}://").partition("/")
-        self.requests = S3Requests(url, client, (bucket, prefix), timeout_s=timeout_s, retries=retries)
+        self.url = url
+        self.client = make_client(url, self.store, attempt_s=attempt_s)
+        self.bucket, _, self._prefix = root.address.removeprefix(f"{root.scheme}://").partition("/")
+
+    def key(self, key: str) -> str:
+        """Returns a key as the bucket knows it."""
+        return f"{self._prefix}/{key}" if self._prefix else key
+
+    def named(self, key: str) -> dict[str, str]:
+        """Returns the arguments that name an object to the client."""
+        return {"Bucket": self.bucket, "Key": self.key(key)}
+
+    def ask_s3(self, call: Callable[[], T]) -> T:
+        """Makes a request through boto3, and makes it again as loads do: boto3's pauses may all be short.
+
+        Raises:
+            DeadlineExceeded: It did not end in time.
+        """
+        ask = partial(patiently, call, _is_transient, **self.patience)
+        return within(self.patience["timeout_s"], f"a request to {self.url}", ask)
 
     def delete_folder(self, folder: str) -> None:
         super().delete_folder(folder)
         # The object that some stores keep for a folder, with files or without.
-        marker = self.requests.named(f"{folder}/")
-        self.requests.ask(lambda: self.requests.client.delete_object(**marker))
+        self.ask_s3(partial(self.client.delete_object, **self.named(f"{folder}/")))
 
 
 def make_client(url: str, store: Any, *, attempt_s: float) -> Any:
@@ -172,17 +147,6 @@ def error_code(error: BaseException) -> str:
     return str(response.get("Error", {}).get("Code", ""))
 
 
-_PART_BYTES = 16 << 20
-
-_LEAST_PART_BYTES = 8 << 20  # S3 takes 5 MiB, but each part costs a request
-
-_GOOD_NUM_PARTS = 128  # shares are cut between parts: with few of them they would be uneven
-
-_MAX_PARTS = 10_000
-
-_GONE = ("NoSuchUpload", "404")
-
-
 class Multipart:
     """Multipart uploads to S3 and what speaks its protocol.
 
@@ -191,21 +155,23 @@ class Multipart:
 
     Args:
         bucket: The store.
-        requests: What asks it for what `bucket` cannot.
         names: What files of a checkpoint are called.
     """
 
     ordered = False
 
-    def __init__(self, bucket: Bucket, requests: S3Requests, names: Names) -> None:
+    def __init__(self, bucket: S3Bucket, names: Names) -> None:
         self._bucket = bucket
-        self._requests = requests
         self._file_endings = names.file_endings
         self._keys = Keys("", "")
         self._sizes: Mapping[str, int] = {}
         self._uploads: Mapping[str, str] = {}
         self._parts: dict[str, list[tuple[int, str]]] = {}
         self._lock = threading.Lock()
+
+    @property
+    def _client(self) -> Any:
+        return self._bucket.client
 
     def align_bytes(self, largest_bytes: int) -> int:
         even = round_up(-(-largest_bytes // _GOOD_NUM_PARTS), 1 << 20)
@@ -214,11 +180,10 @@ class Multipart:
 
     def begin(self, keys: Keys, sizes: Mapping[str, int]) -> dict[str, str]:
         uploads: dict[str, str] = {}
-        client = self._requests.client
 
         def begin(name: str) -> None:
-            where = self._requests.named(keys.published(name))
-            uploads[name] = self._requests.ask(lambda: client.create_multipart_upload(**where))["UploadId"]
+            create = partial(self._client.create_multipart_upload, **self._bucket.named(keys.published(name)))
+            uploads[name] = self._bucket.ask_s3(create)["UploadId"]
 
         try:
             each((name for name, nbytes in sizes.items() if nbytes), begin, num_threads=NUM_REQUESTS)
@@ -244,11 +209,15 @@ class Multipart:
 
     def _put_part(self, name: str, number: int, data: memoryview) -> str:
         """Uploads a part; returns its tag."""
-        client, where = self._requests.client, self._requests.named(self._keys.published(name))
-        which = {"UploadId": self._uploads[name], "PartNumber": number}
-        answer = self._requests.ask(lambda: client.upload_part(**where, **which, Body=_Body(data)))
+        which = {**self._upload(name), "PartNumber": number}
+        # A body for each attempt, from its first byte.
+        answer = self._bucket.ask_s3(lambda: self._client.upload_part(**which, Body=_Body(data)))
         tag: str = answer["ETag"]
         return tag
+
+    def _upload(self, name: str) -> dict[str, str]:
+        """Returns the arguments that name the upload of a file to the client."""
+        return {**self._bucket.named(self._keys.published(name)), "UploadId": self._uploads[name]}
 
     def end(self, name: str) -> None:
         pass  # a part is there once it is answered
@@ -262,26 +231,25 @@ class Multipart:
             return
         tags = {number: tag for receipt in receipts for number, tag in receipt["parts"].get(name, ())}
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in sorted(tags.items())]
-        client, where = self._requests.client, self._requests.named(self._keys.published(name))
-        which = {"UploadId": self._uploads[name], "MultipartUpload": {"Parts": parts}}
+        which = {**self._upload(name), "MultipartUpload": {"Parts": parts}}
         # Gone: the answer to the attempt that completed it was lost, or it will be missed in a moment.
-        self._unless_gone(lambda: client.complete_multipart_upload(**where, **which))
+        self._unless_gone(partial(self._client.complete_multipart_upload, **which))
 
     def give_up(self, name: str, uploads: Mapping[str, str]) -> None:
         def end(file: str) -> None:
-            self._end(self._requests.key(f"{name}/{file}"), uploads[file])
+            self._end(self._bucket.key(f"{name}/{file}"), uploads[file])
 
         each(uploads, end, num_threads=NUM_REQUESTS)
 
     def _end(self, key: str, upload: str) -> None:
         """Ends an upload; once it is completed it is gone, too."""
-        which = {"Bucket": self._requests.bucket, "Key": key, "UploadId": upload}
-        self._unless_gone(lambda: self._requests.client.abort_multipart_upload(**which))
+        which = {"Bucket": self._bucket.bucket, "Key": key, "UploadId": upload}
+        self._unless_gone(partial(self._client.abort_multipart_upload, **which))
 
     def _unless_gone(self, call: Callable[[], Any]) -> None:
         """Makes a request about an upload, which may be gone."""
         try:
-            self._requests.ask(call)
+            self._bucket.ask_s3(call)
         except Exception as error:
             if error_code(error) not in _GONE:
                 raise
@@ -293,23 +261,23 @@ class Multipart:
 
     def give_up_old(self, age_s: float) -> list[str]:
         """Ends uploads that were begun by saves that died before they could say so."""
-        requests, old = self._requests, list[str]()
-        parent = requests.key("")
-        pages = requests.client.get_paginator("list_multipart_uploads")
+        bucket, old = self._bucket, list[str]()
+        parent = bucket.key("")
+        pages = self._client.get_paginator("list_multipart_uploads")
         try:
-            for page in requests.ask(lambda: list(pages.paginate(Bucket=requests.bucket, Prefix=parent))):
+            for page in bucket.ask_s3(lambda: list(pages.paginate(Bucket=bucket.bucket, Prefix=parent))):
                 for upload in page.get("Uploads", ()):
                     is_ours = self._may_be_of_a_save(upload["Key"].removeprefix(parent))
                     if is_ours and time.time() - upload["Initiated"].timestamp() > age_s:
                         self._end(upload["Key"], upload["UploadId"])
-                        old.append(f"s3://{requests.bucket}/{upload['Key']}")
-        except requests.client.exceptions.ClientError as error:
+                        old.append(f"s3://{bucket.bucket}/{upload['Key']}")
+        except self._client.exceptions.ClientError as error:
             if error_code(error) not in _GONE:  # which some stores say where there are none at all
-                _log.warning("%s: cannot look for uploads of dead saves: %s", requests.url, error)
+                _log.warning("%s: cannot look for uploads of dead saves: %s", bucket.url, error)
         return old
 
     def close(self) -> None:
-        self._requests.client.close()
+        self._client.close()
 
 
 class _Body(io.RawIOBase):

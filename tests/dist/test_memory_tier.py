@@ -28,7 +28,7 @@ from fastload.memory_tier import copies
 from fastload.memory_tier import save as tier_save
 from fastload.report import LoadReport
 from fastload.storage.memory_folder import JobFolder, find_jobs, find_memory
-from fastload.storage.memory_target import TierTarget
+from fastload.storage.memory_target import MemoryTarget
 from tests.checkpoints import flip
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.hosts import can_mount, mount_memory, set_clock
@@ -289,7 +289,7 @@ def test_what_comes_back(rank: int, world: int, tmp_path: Path) -> None:
 
 
 STAGES = {
-    "copying": (TierTarget, "write"),
+    "copying": (MemoryTarget, "write"),
     "sending": (copies._Sending, "_read"),
     "before recording": (JobFolder, "record"),
     "after recording": (JobFolder, "touch"),

@@ -41,7 +41,7 @@ def client_of(options: Mapping[str, Any]) -> Any:
     """Returns boto3's client for a server, as a save makes it."""
     root = locate(f"s3://{BUCKET}")
     bucket = S3Bucket(root, options, url=root.url, timeout_s=20, attempt_s=10, retries=2)
-    return bucket.requests.client
+    return bucket.client
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -134,3 +135,22 @@ def test_one_that_is_just_being_made_is_waited_for(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match=f"in use by process {os.getpid()} on "):
             LocalCopy(str(tmp_path / "copy"), NAMES, io="auto").resume(FILES, ID, overwrite=False)
         timer.join()
+
+
+def test_what_cannot_be_gone_on_with_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with other_process(tmp_path / "copy", "dies"):
+        pass
+    real = os.rename
+
+    def broken(source: str, *where: str, **folders: int) -> None:
+        if source == "old":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(source, *where, **folders)
+
+    copy = LocalCopy(str(tmp_path / "copy"), NAMES, io="auto")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", broken)
+        with pytest.raises(StorageError, match="EIO"):
+            copy.resume(FILES, ID, overwrite=False)
+    assert copy.resume(FILES, ID, overwrite=False) == b"half of it is there", "nobody has it"
+    copy.abort()

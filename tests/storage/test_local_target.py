@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -166,6 +168,50 @@ def test_a_publish_that_is_not_durable_is_undone(tmp_path: Path, monkeypatch: py
     assert os.listdir(tmp_path) == ["a"]
 
 
+def test_an_old_checkpoint_that_cannot_be_put_back_at_once_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unable(*_: Any) -> None:
+        raise OSError(errno.EINVAL, "no such flag")
+
+    real = os.rename
+
+    def broken(source: str, target: str, **folders: Any) -> None:
+        if source in ("data", "old"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(source, target, **folders)
+
+    save(tmp_path / "a", b"old")
+    target = begin(tmp_path / "a", 3, overwrite=True)
+    target.write(NAME, 0, memoryview(b"new"))
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "exchange", unable)
+        patch.setattr(os, "rename", broken)
+        with pytest.raises(StorageError, match="EIO"):
+            target.publish([target.flush()], [(RECORD_NAME, b"new")], overwrite=True)
+        target.abort()
+    save(tmp_path / "b", b"other")
+    assert loaded(tmp_path / "a") == b"old"
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def test_a_signal_while_memory_is_reserved_is_no_error(tmp_path: Path) -> None:
+    """tmpfs ends what it allocates then, and a save is likely to go on while signals come."""
+    nbytes = 64 << 20
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        if shutil.disk_usage("/dev/shm").free < 2 * nbytes:
+            pytest.skip("no room in /dev/shm: NOT TESTED HERE")
+        file.truncate(nbytes)
+        before = signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+        try:
+            folders.reserve_range(file.fileno(), 0, nbytes)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert 512 * os.fstat(file.fileno()).st_blocks == nbytes
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     with small_disk_in(tmp_path, 16) as folder:
@@ -318,7 +364,7 @@ def test_whose_lock_is_free_is_dead_except_elsewhere(
 
 
 def test_without_locks_the_process_itself_is_looked_up(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(pending, "lock", lambda _: None)
+    monkeypatch.setattr(folders, "lock", lambda _: None)
     folder = owned_by(tmp_path, Owner.here())
     assert pending.clean_abandoned(str(tmp_path)) == []
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

@@ -6,8 +6,10 @@ import itertools
 import json
 import subprocess
 import threading
+import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,10 @@ from fastload.storage import Target, object_owner, open_target
 from fastload.storage import s3 as s3_uploads
 from fastload.storage.base import Keys
 from fastload.storage.fsspec import FsspecBucket
-from fastload.storage.object_owner import Marker
+from fastload.storage.object_owner import OwnerFile
 from fastload.storage.object_target import ObjectTarget, Streams
 from fastload.storage.process import Owner
-from fastload.storage.s3 import S3Bucket, S3Requests
+from fastload.storage.s3 import S3Bucket
 from tests.crash.flaky_proxy import FlakyProxy
 from tests.dist.flaky_server import serving
 from tests.e2e.forked import forking_python
@@ -131,7 +133,7 @@ def test_killed_at_any_change(
             assert there in (whole(OLD), whole(NEW))
             outcomes.add("new" if there == whole(NEW) else "old")
         else:
-            assert marked or not there, "what has no record has a marker"
+            assert marked or not there, "what has no record has an owner file"
             outcomes.add("none" if not there else "rest")
         with monkeypatch.context() as patch:
             patch.setattr(Owner, "is_gone", True)
@@ -200,8 +202,8 @@ def test_what_a_save_could_not_remove_the_next_of_that_process_does(
         save(target, OLD)
     assert f"step/{SAVING_NAME}" in found(root)
     save(mortal(root), NEW, overwrite=True)
-    assert another._marker is not None
-    owner = another._marker.keys.owner
+    assert another._owner is not None
+    owner = another._owner.keys.owner
     assert found(root) == {**whole(NEW), owner: found(root)[owner]}
     another.abort()
     assert found(root) == whole(NEW)
@@ -225,7 +227,7 @@ def test_of_two_that_both_found_the_place_free_one_wins(
 ) -> None:
     """The store decides nothing here: it knows no conditions."""
     start, outcomes = threading.Barrier(2), []
-    real = Marker.acquire
+    real = OwnerFile.acquire
 
     def acquire(own: Any, *args: Any, **knobs: Any) -> None:
         check = own.check_free
@@ -247,7 +249,7 @@ def test_of_two_that_both_found_the_place_free_one_wins(
             target.abort()
 
     monkeypatch.setattr(object_owner, "_SETTLE_S", 0.3)
-    monkeypatch.setattr(Marker, "acquire", acquire)
+    monkeypatch.setattr(OwnerFile, "acquire", acquire)
     threads = [threading.Thread(target=work, args=(files,)) for files in (OLD, NEW)]
     for thread in threads:
         thread.start()
@@ -291,6 +293,35 @@ def test_a_write_that_waits_in_vain_says_so(root: str) -> None:
 # S3
 
 
+class RefusingBucket(FsspecBucket):
+    """Whose writers take nothing, but only after a while."""
+
+    def writer(self, key: str) -> Any:
+        writer = super().writer(key)
+
+        def refuse(data: memoryview) -> None:
+            time.sleep(0.2)
+            raise PermissionError("quota")
+
+        writer.write = refuse
+        return writer
+
+
+def test_writes_that_wait_for_one_that_fails_end_with_it(root: str) -> None:
+    target = target_in(RefusingBucket(root, {}), f"{root}/step", timeout_s=60)
+    target.prepare([("a", 10)], overwrite=False)
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(target.write, "a", 0, memoryview(b"01234"))
+        second = pool.submit(target.write, "a", 5, memoryview(b"56789"))
+        assert "quota" in str(first.exception())
+        assert isinstance(second.exception(), StorageError)
+    assert time.monotonic() - began < 10
+    with pytest.raises(StorageError, match="quota"):
+        target.flush()
+    target.abort()
+
+
 @pytest.fixture
 def target(s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectTarget]:
     monkeypatch.setattr(s3_uploads, "_PART_BYTES", 1 << 20)
@@ -301,17 +332,17 @@ def target(s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Obje
     target.close()
 
 
-def requests_of(target: Target) -> S3Requests:
+def bucket_of(target: Target) -> S3Bucket:
     assert isinstance(target, ObjectTarget)
     assert isinstance(target._bucket, S3Bucket)
     assert not target.ordered
-    return target._bucket.requests
+    return target._bucket
 
 
 def names(target: Target) -> list[str]:
-    requests = requests_of(target)
-    prefix = requests.key("")
-    listed = requests.client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", ())
+    bucket = bucket_of(target)
+    prefix = bucket.key("")
+    listed = bucket.client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", ())
     return [entry["Key"].removeprefix(f"{prefix}step/") for entry in listed]
 
 
@@ -336,8 +367,8 @@ def test_parts_come_from_several_processes(s3: dict[str, Any]) -> None:
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
     receipts = [json.loads(rank.communicate(timeout=50)[0]) for rank in ranks]
     target.publish(receipts, [(RECORD_NAME, b"{}")], overwrite=False)
-    requests = requests_of(target)
-    content = requests.client.get_object(**requests.named("step/a"))["Body"].read()
+    bucket = bucket_of(target)
+    content = bucket.client.get_object(**bucket.named("step/a"))["Body"].read()
     assert content == bytes(step) + bytes([1]) * 5
     target.close()
 
@@ -375,7 +406,7 @@ def test_a_lost_answer_to_the_completion_is_no_error(target: ObjectTarget) -> No
     target.prepare([("a", 5)], overwrite=False)
     target.write("a", 0, memoryview(b"abcde"))
     receipt = target.flush()
-    client = requests_of(target).client
+    client = bucket_of(target).client
     real = client.complete_multipart_upload
 
     def twice(**request: Any) -> Any:
@@ -387,7 +418,7 @@ def test_a_lost_answer_to_the_completion_is_no_error(target: ObjectTarget) -> No
     assert names(target) == ["a", RECORD_NAME]
 
 
-def test_a_lost_answer_to_the_marker_is_no_error(seaweed: dict[str, Any]) -> None:
+def test_a_lost_answer_to_the_owner_file_is_no_error(seaweed: dict[str, Any]) -> None:
     """The next attempt finds one there: its own."""
     with serving(FlakyProxy(seaweed["endpoint"])) as proxy:
         url = f"s3://{BUCKET}/{uuid.uuid4().hex}/step"
@@ -495,6 +526,26 @@ def test_lists_do_not_grow_with_the_files(target: ObjectTarget, monkeypatch: pyt
     assert lists[0] == lists[1] > 0
 
 
+def test_an_orphan_that_cannot_be_removed_keeps_no_other(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = mortal(root)
+    stuck, other = Keys("a", "0" * 16), Keys("b", "1" * 16)
+    dead = Owner.here().to_bytes().decode()
+    for keys in (stuck, other):
+        target._bucket.put(keys.owner, json.dumps({"owner": dead}).encode())
+        target._bucket.put(keys.pending("data"), b"x")
+    delete = target._bucket.delete
+
+    def deny(keys: Sequence[str]) -> None:
+        if stuck.pending("data") in keys:
+            raise PermissionError("denied")
+        delete(keys)
+
+    monkeypatch.setattr(target._bucket, "delete", deny)
+    with pytest.raises(StorageError, match="denied"):
+        target.clean_abandoned()
+    assert {path.partition("/")[0] for path in found(root)} == {stuck.folder}
+
+
 def test_old_files_that_nobody_owns_are_removed(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as those of a rank that wrote on after the save had given up; and no younger ones."""
     target = mortal(root)
@@ -515,16 +566,16 @@ def test_old_uploads_that_nobody_owns_are_ended(
     target: ObjectTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of other programs are no business of a save."""
-    requests = requests_of(target)
-    ours = requests.key("another/model.safetensors")
-    others = [requests.key(name) for name in ("data/video.mp4", "data/deep/model.safetensors")]
+    bucket = bucket_of(target)
+    ours = bucket.key("another/model.safetensors")
+    others = [bucket.key(name) for name in ("data/video.mp4", "data/deep/model.safetensors")]
     for key in (ours, *others):
-        requests.client.create_multipart_upload(Bucket=BUCKET, Key=key)
+        bucket.client.create_multipart_upload(Bucket=BUCKET, Key=key)
     assert target.clean_abandoned() == []
     monkeypatch.setattr(object_owner, "_ABANDONED_S", -1.0)
     assert target.clean_abandoned() == [f"s3://{BUCKET}/{ours}"]
     assert target.clean_abandoned() == []
-    left = requests.client.list_multipart_uploads(Bucket=BUCKET, Prefix=requests.key(""))["Uploads"]
+    left = bucket.client.list_multipart_uploads(Bucket=BUCKET, Prefix=bucket.key(""))["Uploads"]
     assert sorted(upload["Key"] for upload in left) == sorted(others)
 
 
@@ -552,7 +603,7 @@ def test_what_loads_also_saves(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def client(**options: str) -> Any:
         target = open_target("s3://bucket/a/b", NAMES, options)
-        return requests_of(target).client
+        return bucket_of(target).client
 
     found = client()
     assert (found.meta.endpoint_url, found.meta.region_name) == ("http://127.0.0.1:9", "eu-north-7")

@@ -428,3 +428,14 @@ def test_s3_without_credentials_says_where_they_are_looked_for(monkeypatch: pyte
     with pytest.raises(StorageError, match=r"s3://bucket/runs/a: .*no AWS_ACCESS_KEY_ID .*, no profile"):
         storage.list()
     storage.close()
+
+
+def test_a_mapped_file_whose_storage_is_closed_says_so(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"content")
+    storage = LocalStorage(str(tmp_path))
+    mapped = storage.map("a")
+    assert mapped is not None
+    mapped.check()
+    storage.close()
+    with pytest.raises(StorageError, match="a: Bad file descriptor"):
+        mapped.check()

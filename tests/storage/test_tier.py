@@ -16,7 +16,7 @@ import pytest
 
 from fastload.errors import StorageError
 from fastload.storage.memory_folder import RECORD_NAME, JobFolder, find_jobs, find_memory, remove_dead
-from fastload.storage.memory_target import Room, TierTarget
+from fastload.storage.memory_target import MemoryTarget, Room
 
 JOB, OTHER = "0" * 16, "f" * 16
 ONE, TWO = "1" * 16, "2" * 16
@@ -27,8 +27,8 @@ def room(plan: str = "p", nbytes: int = NBYTES) -> Room:
     return Room(plan, {"a": b"head"}, nbytes, [("a", 1 << 20, NBYTES)])
 
 
-def make(job: JobFolder, name: str, plan: str = "p", nbytes: int = NBYTES) -> TierTarget:
-    target = TierTarget(job, name, "memory")
+def make(job: JobFolder, name: str, plan: str = "p", nbytes: int = NBYTES) -> MemoryTarget:
+    target = MemoryTarget(job, name, "memory")
     target.expect(room(plan, nbytes))
     target.prepare([("a", NBYTES)], overwrite=True)
     return target
@@ -234,3 +234,11 @@ def test_ranks_that_begin_at_once_remove_what_is_left(tmp_path: Path) -> None:
             list(ranks.map(begin, range(8)))
     remove_dead(str(tmp_path), older_s=0)
     assert find_jobs(str(tmp_path)) == []
+
+
+def test_a_root_that_is_not_utf8(tmp_path: Path) -> None:
+    root = os.fsdecode(b"/runs/\xff")
+    with closing(JobFolder(str(tmp_path), JOB, root)):
+        (job,) = find_jobs(str(tmp_path))
+        assert job.root == root
+    assert [job.root for job in remove_dead(str(tmp_path), older_s=0.0, root=root)] == [root]
