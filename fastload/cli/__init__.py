@@ -18,20 +18,21 @@ except ImportError as error:
 
 import fastload
 from fastload.cli.cadence import cadence
+from fastload.cli.console import CommandGroup
 from fastload.cli.convert import convert
 from fastload.cli.doctor import doctor
-from fastload.cli.load import inspect, load
-from fastload.cli.ls import ls, prune
+from fastload.cli.load import load, stage, verify
+from fastload.cli.ls import inspect, ls, prune
 from fastload.cli.plan import plan
 from fastload.cli.size import size
-from fastload.cli.stage import stage
 from fastload.cli.timeline import timeline
-from fastload.cli.verify import verify
 
 __all__ = ["main"]
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
 @click.version_option(fastload.__version__, prog_name="fastload")
 @click.option("-v", "--verbose", is_flag=True, help="Log what goes on, to stderr.")
 def main(verbose: bool) -> None:
@@ -41,18 +42,5 @@ def main(verbose: bool) -> None:
         logging.getLogger("fastload").setLevel(logging.DEBUG)
 
 
-for _command in (
-    inspect,
-    load,
-    stage,
-    verify,
-    ls,
-    prune,
-    convert,
-    plan,
-    timeline,
-    size,
-    cadence,
-    doctor,
-):
+for _command in (inspect, load, stage, verify, ls, prune, convert, plan, timeline, size, cadence, doctor):
     main.add_command(_command)

@@ -1,36 +1,100 @@
-"""``fastload cadence``: how often to save."""
+"""``fastload cadence``: how often to save, to storage and to the memory of hosts."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
-from rich import box
-from rich.table import Table
 
-from fastload.cli.cadence_memory import Advice, Memory, memory_options
-from fastload.cli.console import stdout
-from fastload.cli.ettr_plot import draw_ettr
-from fastload.cli.model import Model, describe, model_as_json, model_options, world_options
-from fastload.cli.quantities import (
+from fastload.cli.console import csv_option, json_option, print_csv, print_json, stdout, table_of
+from fastload.cli.options import (
     COUNT,
     FRACTION,
     NUMBER,
     PNG,
     RATE,
     TIME,
-    output_options,
-    print_csv,
-    print_json,
+    Model,
+    model_options,
+    option_group,
+    world_options,
 )
+from fastload.cli.pictures import draw_ettr
 from fastload.errors import OptionError
 from fastload.estimate import cadence as theory
+from fastload.estimate.cadence import Recommendation, Tier, Tiers
 from fastload.estimate.sizing import overhead, topology
-from fastload.estimate.tiers import Tier
 from fastload.estimate.units import format_duration
 
-__all__ = ["cadence"]
+_NUM_MORE_HOSTS = 3  # than certainly survive, for which the probability is printed
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """The options of the memory tier."""
+
+    copies: int
+    stall_s: float | None
+    background_s: float | None
+    link_bytes_per_s: float | None
+    restart_s: float | None
+    hosts_lost: int
+    beyond_memory: float
+
+    def tier(self, num_hosts: int, nbytes: int | None, *, stall_s: float | None, restart_s: float) -> Tier:
+        """Returns what a save to memory costs, where not given as for storage, or by the link."""
+        stall = self.stall_s if self.stall_s is not None else stall_s
+        if stall is None:
+            raise OptionError("how long does training wait for a copy in memory? Give --memory-stall")
+        background = self.background_s
+        if background is not None and self.link_bytes_per_s is not None:
+            raise OptionError("give one of --memory-background and --host-link: each follows from the other")
+        if background is None and self.copies == 1:
+            background = 0.0
+        if background is None:
+            if self.link_bytes_per_s is None or nbytes is None:
+                raise OptionError(
+                    "how long until all copies are there? Give --memory-background, or a checkpoint and "
+                    "--host-link"
+                )
+            background = nbytes / num_hosts * (self.copies - 1) / self.link_bytes_per_s
+        return Tier(stall, background, self.restart_s if self.restart_s is not None else restart_s)
+
+
+def _memory(
+    memory_copies: int | None,
+    memory_stall: float | None,
+    memory_background: float | None,
+    host_link: float | None,
+    memory_restart: float | None,
+    hosts_lost: int,
+    beyond_memory: float,
+) -> _Memory | None:
+    optional = memory_stall, memory_background, host_link, memory_restart
+    if memory_copies is not None:
+        return _Memory(memory_copies, *optional, hosts_lost, beyond_memory)
+    if any(value is not None for value in optional):
+        raise OptionError("how many copies are in memory? Give --memory-copies")
+    return None
+
+
+_memory_options = option_group(
+    "memory",
+    _memory,
+    click.option("--memory-copies", type=COUNT, help="Copies in the memory of hosts, beside storage."),
+    click.option("--memory-stall", type=TIME, help="Time training stands still for that; else --stall."),
+    click.option("--memory-background", type=TIME, help="Time after that until all copies are there."),
+    click.option("--host-link", type=RATE, help="Instead: bandwidth of a host's link, each way."),
+    click.option("--memory-restart", type=TIME, help="From a failure until it trains; else --restart."),
+    click.option(
+        "--hosts-lost", type=COUNT, default="1", show_default=True, help="Hosts that a failure takes."
+    ),
+    click.option(
+        "--beyond-memory", type=FRACTION, default="1%", show_default=True,
+        help="Share of failures that take all hosts, or the job.",
+    ),
+)  # fmt: skip
 
 
 @click.command(short_help="How often to save a training.")
@@ -54,9 +118,10 @@ __all__ = ["cadence"]
 @click.option(
     "--in-flight", type=COUNT, default="1", show_default=True, help="Saves that storage gains from at once."
 )
-@memory_options
+@_memory_options
 @click.option("--png", type=PNG, help="Draw the ETTR over the interval into this file.")
-@output_options
+@json_option
+@csv_option
 def cadence(
     model: Model,
     gpus: int | None,
@@ -71,9 +136,10 @@ def cadence(
     restart: float,
     budget: float,
     in_flight: int,
-    memory: Memory | None,
+    memory: _Memory | None,
     png: str | None,
-    output: str | None,
+    as_csv: bool,
+    as_json: bool,
 ) -> None:
     """How often to save: intervals by the published rules, and one recommendation.
 
@@ -87,54 +153,54 @@ def cadence(
         has_times=rate is not None or stall is not None,
         has_failures=mtbf is not None or num_hosts is not None,
     )
-    stall_s, background_s = _save_times(model, rate, stall, background)
+    storage = Tier(*_save_times(model, rate, stall, background), restart)
+    why_mtbf = "as given"
     if mtbf is None:
         assert num_hosts is not None
         mtbf = theory.job_mtbf_s(num_hosts, failures / 1000 / 86400)
         why_mtbf = f"{num_hosts:,} hosts, {failures:g} failures per 1000 host-days"
-    else:
-        why_mtbf = "as given"
-    facts = {"stall_s": stall_s, "background_s": background_s, "mtbf_s": mtbf, "restart_s": restart}
-    best = theory.recommend(**facts, budget=budget, saves_in_flight=in_flight, step_s=step)
-    rules = _rules(best, budget=budget, saves_in_flight=in_flight, step_s=step, **facts)
+    costs = asdict(storage)
+    best = theory.recommend(**costs, mtbf_s=mtbf, budget=budget, saves_in_flight=in_flight, step_s=step)
+    rules = _rules(best, storage, mtbf, budget=budget, saves_in_flight=in_flight, step_s=step)
     if png is not None:
-        draw_ettr(png, rules, best, **facts)
-    advice = None
+        draw_ettr(png, rules, best, storage, mtbf)
+    both = None
     if memory is not None:
         if num_hosts is None:
             raise OptionError("--memory-copies needs --gpus or --hosts")
         tier = memory.tier(num_hosts, model.nbytes, stall_s=stall, restart_s=restart)
-        storage = Tier(stall_s, background_s, restart)
-        advice = Advice.of(
-            memory, tier, storage, num_hosts=num_hosts, mtbf_s=mtbf, budget=budget, step_s=step
-        )
-        rules += advice.rows()
-    if output == "json":
+        both = _recommend_both(memory, tier, storage, num_hosts, mtbf, budget=budget, step_s=step)
+        rules += both.rows()
+    if as_json:
         print_json(
             {
-                **model_as_json(model),
-                **facts,
+                **model.to_dict(),
+                **costs,
+                "mtbf_s": mtbf,
                 "step_s": step,
                 "budget": budget,
                 "saves_in_flight": in_flight,
                 "recommendation": asdict(best),
                 "rules": rules,
-                "memory": advice.as_json() if advice is not None else None,
-                "recoverable": advice.survival if advice is not None else [],
+                "memory": both and both.to_dict(),
+                "recoverable": both.survival if both else [],
             }
         )
-    elif output == "csv":
+    elif as_csv:
         print_csv(rules)
     else:
-        _print_cadence(model, best, rules, why_mtbf, advice, **facts)
+        stalls, written = format_duration(storage.stall_s), format_duration(storage.background_s)
+        after = f"then {written} in the background" if storage.background_s else "then it is durable"
+        about = [
+            *model.lines(),
+            f"a save: training stands still for {stalls}, {after}",
+            f"a failure every {format_duration(mtbf)} ({why_mtbf}), {format_duration(restart)} to restart",
+        ]
+        _print(about, best, rules, both)
 
 
 def _require_enough(*, has_size: bool, has_times: bool, has_failures: bool) -> None:
-    """Asks for all that is missing at once, and for nothing that is known or follows from it.
-
-    Raises:
-        OptionError: Something is missing.
-    """
+    """Asks for all that is missing at once, and for nothing that is known or follows from it."""
     questions = []
     if not has_times:
         how = (
@@ -165,95 +231,140 @@ def _save_times(
 
 
 def _rules(
-    best: theory.Recommendation,
-    *,
-    stall_s: float,
-    background_s: float,
+    best: Recommendation,
+    storage: Tier,
     mtbf_s: float,
-    restart_s: float,
+    *,
     budget: float,
     saves_in_flight: int,
     step_s: float | None,
 ) -> list[dict[str, Any]]:
-    """Lists what each rule says, and what would come of it."""
-    lost_s = restart_s + background_s
+    """Returns what each published rule says, and what would come of it, as rows."""
+    stall_s = storage.stall_s
 
-    def row(kind: str, rule: str, interval_s: float, num_steps: int | None = None) -> dict[str, Any]:
-        if num_steps is None and step_s is not None:
-            num_steps = max(1, round(interval_s / step_s))
+    def row(kind: str, rule: str, interval_s: float) -> dict[str, Any]:
         return {
             "rule": rule,
             "kind": kind,
             "interval_s": interval_s,
-            "interval_steps": num_steps,
+            "interval_steps": None if step_s is None else max(1, round(interval_s / step_s)),
             "overhead": overhead(stall_s, interval_s),
-            "ettr": theory.ettr(interval_s, stall_s=stall_s, mtbf_s=mtbf_s, restart_s=lost_s),
+            "ettr": theory.ettr(interval_s, stall_s=stall_s, mtbf_s=mtbf_s, restart_s=storage.lost_s),
         }
 
     rows = []
     if stall_s:
-        peak_s = theory.ettr_peak_s(stall_s=stall_s, mtbf_s=mtbf_s, restart_s=lost_s)
-        affordable_s = theory.budget_interval_s(stall_s, budget)
+        peak_s = theory.ettr_peak_s(stall_s=stall_s, mtbf_s=mtbf_s, restart_s=storage.lost_s)
         rows += [
             row("best", "Young", theory.young_s(stall_s, mtbf_s)),
             row("best", "Daly", theory.daly_s(stall_s, mtbf_s)),
             row("best", "ETTR peak", peak_s),
-            row("at least", f"budget of {budget * 100:.3g} %", affordable_s),
+            row("at least", f"budget of {budget * 100:.3g} %", theory.budget_interval_s(stall_s, budget)),
         ]
-    if background_s:
-        rule, least_s, num_steps = _room(stall_s, background_s, budget, saves_in_flight, step_s)
-        rows.append(row("at least", rule, least_s, num_steps))
-    return [*rows, row("", "recommended", best.interval_s, best.interval_steps)]
+    if storage.background_s:
+        rows.append(row("at least", *_write_rule(storage, saves_in_flight, 1 + budget, step_s)))
+    return [*rows, row("", "recommended", best.interval_s)]
 
 
-def _room(
-    stall_s: float, background_s: float, budget: float, saves_in_flight: int, step_s: float | None
-) -> tuple[str, float, int | None]:
-    """Returns the rule for saves that are not to catch up with each other: name, interval, steps."""
-    slowdown = 1 + budget
+def _write_rule(
+    storage: Tier, saves_in_flight: int, slowdown: float, step_s: float | None
+) -> tuple[str, float]:
+    """Returns the rule by which saves do not catch up with each other, and its interval in seconds."""
+    stall_s, write_s = storage.stall_s, storage.background_s
     if saves_in_flight == 1:
-        rule, least_s = "CheckFreq", background_s
-    else:
-        rule, least_s = f"PCcheck, {saves_in_flight} in flight", background_s / (saves_in_flight * slowdown)
+        if step_s is None:
+            return "CheckFreq", write_s
+        steps = theory.checkfreq_steps(checkpoint_s=stall_s + write_s, stall_s=stall_s, step_s=step_s)
+        return "CheckFreq", steps * step_s
+    rule = f"PCcheck, {saves_in_flight} in flight"
     if step_s is None:
-        return rule, least_s, None
-    if saves_in_flight == 1:
-        whole_s = stall_s + background_s
-        num_steps = theory.checkfreq_steps(checkpoint_s=whole_s, stall_s=stall_s, step_s=step_s)
-    else:
-        num_steps = theory.pccheck_steps(
-            write_s=background_s, step_s=step_s, saves_in_flight=saves_in_flight, slowdown=slowdown
-        )
-    return rule, num_steps * step_s, num_steps
+        return rule, write_s / (saves_in_flight * slowdown)
+    steps = theory.pccheck_steps(
+        write_s=write_s, step_s=step_s, saves_in_flight=saves_in_flight, slowdown=slowdown
+    )
+    return rule, steps * step_s
 
 
-def _print_cadence(
-    model: Model,
-    best: theory.Recommendation,
-    rules: list[dict[str, Any]],
-    why_mtbf: str,
-    advice: Advice | None,
-    *,
-    stall_s: float,
-    background_s: float,
+@dataclass(frozen=True)
+class _Both:
+    """Saves to memory and to storage together.
+
+    Attributes:
+        copies: Copies of every part in memory.
+        tier: What a save to memory costs.
+        tiers: How often to save where.
+        survival: How likely memory survives hosts that fail at once, as rows.
+    """
+
+    copies: int
+    tier: Tier
+    tiers: Tiers
+    survival: list[dict[str, Any]]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns the rows of the table; the ETTR is that of both together."""
+        return [
+            {
+                "rule": f"to {name}",
+                "kind": "both",
+                "interval_s": each.interval_s,
+                "interval_steps": each.interval_steps,
+                "overhead": each.overhead,
+                "ettr": self.tiers.ettr,
+            }
+            for name, each in (("memory", self.tiers.memory), ("storage", self.tiers.storage))
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"copies": self.copies, **asdict(self.tier), **asdict(self.tiers)}
+
+
+def _recommend_both(
+    memory: _Memory,
+    tier: Tier,
+    storage: Tier,
+    num_hosts: int,
     mtbf_s: float,
-    restart_s: float,
-) -> None:
+    *,
+    budget: float,
+    step_s: float | None,
+) -> _Both:
+    copies = memory.copies
+    loss_probability = theory.loss_probability(
+        num_hosts=num_hosts,
+        copies=copies,
+        mtbf_s=mtbf_s,
+        window_s=tier.lost_s,
+        hosts_lost=memory.hosts_lost,
+        beyond_memory=memory.beyond_memory,
+    )
+    tiers = theory.recommend_tiers(
+        memory=tier,
+        storage=storage,
+        mtbf_s=mtbf_s,
+        loss_probability=loss_probability,
+        budget=budget,
+        step_s=step_s,
+    )
+    most = min(num_hosts, copies + _NUM_MORE_HOSTS)
+    survival = []
+    for failures in range(copies, most + 1):
+        probability = theory.recoverable_probability(num_hosts=num_hosts, copies=copies, failures=failures)
+        survival.append({"copies": copies, "failures": failures, "probability": probability})
+    return _Both(copies, tier, tiers, survival)
+
+
+def _print(about: list[str], best: Recommendation, rules: list[dict[str, Any]], both: _Both | None) -> None:
     console = stdout()
-    written = (
-        f"then {format_duration(background_s)} in the background" if background_s else "then it is durable"
-    )
-    lines = (
-        *describe(model),
-        f"a save: training stands still for {format_duration(stall_s)}, {written}",
-        f"a failure every {format_duration(mtbf_s)} ({why_mtbf}), {format_duration(restart_s)} to restart",
-    )
-    for line in lines if advice is None else (*lines, advice.facts):
-        console.print(line, highlight=False)
-    heads = ("rule", "", "interval", "steps", "overhead", "ETTR")
-    table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in table.columns[2:]:
-        column.justify = "right"
+    for line in about:
+        console.print(line)
+    if both is not None:
+        console.print(
+            f"a save to memory: training stands still for {format_duration(both.tier.stall_s)}, then "
+            f"{format_duration(both.tier.background_s)} until there are {both.copies} copies; "
+            f"{both.tiers.loss_probability * 100:.2g} % of the failures need storage"
+        )
+    table = table_of("rule", "", "interval", "steps", "overhead", "ETTR", text=("rule", ""))
     for row in rules:
         table.add_row(
             row["rule"],
@@ -265,13 +376,22 @@ def _print_cadence(
             style="bold" if row["rule"] == "recommended" else None,
         )
     console.print(table)
-    steps = "" if best.interval_steps is None else f" ({best.interval_steps:,} steps)"
-    alone, style = ("", "bold") if advice is None else ("with storage alone, ", None)
-    console.print(
-        f"{alone}save every {format_duration(best.interval_s)}{steps}", style=style, highlight=False
-    )
-    console.print(f"why: {best.why}", highlight=False)
-    if advice is not None:
-        console.print(advice.headline, style="bold", highlight=False)
-        for line in advice.reasons:
-            console.print(line, highlight=False)
+    if both is None:
+        console.print(f"save every {best}", style="bold")
+        console.print(f"why: {best.why}")
+        return
+    console.print(f"with storage alone, save every {best}")
+    console.print(f"why: {best.why}")
+    tiers = both.tiers
+    where = f"to memory every {tiers.memory}, to storage every {tiers.storage}"
+    console.print(f"save {where}: ETTR {tiers.ettr * 100:.2f} %", style="bold")
+    if tiers.memory.why == tiers.storage.why:
+        console.print(f"why, both: {tiers.memory.why}")
+    else:
+        console.print(f"why, memory: {tiers.memory.why}")
+        console.print(f"why, storage: {tiers.storage.why}")
+    for row in both.survival:
+        console.print(
+            f"{row['copies']} copies in memory outlive {row['failures']} hosts that fail at once "
+            f"with a probability of at least {row['probability'] * 100:.2f} %"
+        )

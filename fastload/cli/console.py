@@ -1,11 +1,12 @@
-"""What the commands share: errors as exit codes, a console, a progress bar."""
+"""What the commands share: errors and exit statuses, ``--json``, progress bars and tables."""
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,33 +16,60 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from fastload.errors import FastloadError, PeerError
+from fastload.errors import FastloadError, OptionError, PeerError
 
-__all__ = ["age", "errors_to_exit_code", "progress", "shown", "stdout", "table_of"]
+Command = Callable[..., Any]
+
+_RANK, _AS_JSON = "fastload.rank", "fastload.as_json"  # in click's `Context.meta`
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object; in a job, rank 0 does."
+)
+csv_option = click.option("--csv", "as_csv", is_flag=True, help="Print rows as CSV.")
 
 
-@contextmanager
-def errors_to_exit_code(rank: int) -> Iterator[None]:
-    """Prints an error once for the whole job: on rank 0, or, if it has none to print, where it happened.
+class CommandGroup(click.Group):
+    """Commands whose errors become one line on stderr, an object with ``--json``, and an exit status.
 
-    With ``--json`` rank 0 prints it as an object, too.
+    That is 2 if options or arguments cannot be used, else 1.
     """
-    try:
-        yield
-    except FastloadError as error:
-        at_fault = error.failures if isinstance(error, PeerError) else {}
-        kind = type(error).__name__
-        if rank == 0 or 0 in at_fault or rank in at_fault:
-            click.echo(f"fastload: {kind}: {error}", err=True)
-        if rank == 0 and _wants_json():
-            click.echo(json.dumps({"error": {"type": kind, "message": str(error)}}))
-        sys.exit(1)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Notes whether ``--json`` is given, before anything else of a command's options can fail."""
+        ctx.meta[_AS_JSON] = "--json" in args
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command that the arguments name."""
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            _print_json_error(ctx, error, error.format_message())
+            raise
+        except FastloadError as error:
+            _print_error(ctx, error)
+            ctx.exit(2 if isinstance(error, OptionError) else 1)
 
 
-def _wants_json() -> bool:
-    context = click.get_current_context(silent=True)
-    given = context.params if context is not None else {}
-    return bool(given.get("as_json")) or given.get("output") == "json"
+def set_rank(rank: int) -> None:
+    """Has rank 0 alone print errors, unless it is not at fault; before, every process prints its own."""
+    click.get_current_context().meta[_RANK] = rank
+
+
+def _print_error(ctx: click.Context, error: FastloadError) -> None:
+    rank = ctx.meta.get(_RANK, 0)
+    at_fault = error.failures if isinstance(error, PeerError) else {}
+    if rank == 0 or 0 in at_fault or rank in at_fault:  # rank 0 may not live to print it
+        click.echo(f"fastload: {type(error).__name__}: {error}", err=True)
+    if rank == 0:
+        _print_json_error(ctx, error, str(error))
+
+
+def _print_json_error(ctx: click.Context, error: Exception, message: str) -> None:
+    if ctx.meta.get(_AS_JSON):
+        print_json({"error": {"type": type(error).__name__, "message": message}})
 
 
 @contextmanager
@@ -57,25 +85,37 @@ def progress(rank: int, *, shown: bool, what: str = "loading") -> Iterator[Any]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def print_json(fields: Mapping[str, Any]) -> None:
+    """Prints one JSON object, on one line."""
+    click.echo(json.dumps(fields))
+
+
+def print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints rows that all have the same columns."""
+    writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+
+
 def stdout() -> Console:
     """A console that prints names as they are: no markup, no emoji, and in a pipe no line cut at 80."""
-    console = Console(markup=False, emoji=False)
+    console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = 10_000
     return console
 
 
+def table_of(*heads: str, text: tuple[str, ...]) -> Table:
+    """A table with these heads; columns are numbers, which end at the right, but for those of `text`."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for head in heads:
+        table.add_column(head, justify="left" if head in text else "right")
+    return table
+
+
 def shown(text: str) -> str:
     """A text of the checkpoint, with what a terminal would obey spelled out."""
     return text if text.isprintable() else repr(text)
-
-
-def table_of(*heads: str, right: tuple[str, ...] = ()) -> Table:
-    """A table with these heads; the columns of some are numbers, which end at the right."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for head in heads:
-        table.add_column(head, justify="right" if head in right else "left")
-    return table
 
 
 def age(since_s: float) -> str:

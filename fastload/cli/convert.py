@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import logging
+import warnings
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+import torch
+import torch.distributed as dist
 from rich.filesize import decimal
+from torch import Tensor
 
 import fastload
-from fastload.cli.companions import companions_of, copy_companions
-from fastload.cli.console import errors_to_exit_code, progress, shown
-from fastload.cli.dcp_folder import write_dcp_folder
-from fastload.cli.shares import Shares, load_shares, num_ranks
+from fastload.cli.console import json_option, print_json, progress, set_rank, shown
 from fastload.cli.torch_file import local_path, write_torch_file
-from fastload.comm.group import initialize
-from fastload.doctor.wording import count
+from fastload.comm.group import agree, initialize
+from fastload.errors import CheckpointError, CheckpointExists, OptionError
+from fastload.estimate.units import count
+from fastload.formats.decoder import decode_state
+from fastload.formats.dtypes import torch_spec
+from fastload.formats.manifest import Manifest, TensorEntry
+from fastload.formats.names import INDEX_SUFFIX, NAMES, SUFFIX, TORCH_ENDINGS, metadata_names
+from fastload.formats.state import leaves, own_view, raise_refused
+from fastload.geometry.dtensors import local_parts
+from fastload.loading.checkpoint import Checkpoint
+from fastload.options import LoadOptions, SaveOptions
+from fastload.storage import PatientStorage, locate, open_storage, put_beside
 
-__all__ = ["convert"]
+if TYPE_CHECKING:  # it takes long to import
+    from torch.distributed.device_mesh import DeviceMesh
+
+_MIN_SHARDED_BYTES = 1 << 20  # smaller tensors are whole on all ranks
+_MAX_COPIED_BYTES = 256 << 20
+_WEIGHTS = (
+    SUFFIX,
+    INDEX_SUFFIX,
+    *TORCH_ENDINGS,
+    *(f"{ending}.index.json" for ending in TORCH_ENDINGS),
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+)
+
+_log = logging.getLogger(__name__)
 
 
 @click.command(short_help="Save a checkpoint again: as fastload's, torch's or dcp's.")
@@ -31,7 +58,7 @@ __all__ = ["convert"]
 )  # fmt: skip
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint that is at DST.")
 @click.option("--no-strict", is_flag=True, help="Leave out what cannot be loaded.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def convert(src: str, dst: str, to: str, overwrite: bool, no_strict: bool, as_json: bool) -> None:
     """Save what is at SRC as a checkpoint of fastload's at DST, with checksums, or as torch has them.
 
@@ -41,68 +68,185 @@ def convert(src: str, dst: str, to: str, overwrite: bool, no_strict: bool, as_js
 
     torchrun … -m fastload convert SRC DST
     """
-    with errors_to_exit_code(rank=0):
-        rank, _ = initialize()
-    with errors_to_exit_code(rank):
-        job = _Job(src, dst, rank, overwrite=overwrite, strict=not no_strict, shown=not as_json)
-        done = _WRITERS[to](job)
-        names = companions_of(src) if rank == 0 else []
-        copied = copy_companions(src, dst, names) if to != "torch" else []
-        if rank == 0 and as_json:
-            click.echo(json.dumps({**done, "copied": copied}))
-        elif rank == 0:
-            tensors, files = count(done["num_tensors"], "tensor"), count(done["num_files"], "file")
-            click.echo(f"{done['url']}: {tensors}, {decimal(done['nbytes'])} in {files}")
-            if names:
-                click.echo(f"{'copied, too' if copied else 'not copied'}: {shown(', '.join(names))}")
+    rank, _ = initialize()
+    set_rank(rank)
+    if to != "fastload":
+        local_path(dst)
+    shows = not as_json
+    with (
+        progress(rank, shown=shows) as show,
+        fastload.open(src, options=LoadOptions(progress=show)) as checkpoint,
+    ):
+        parts = load_parts(checkpoint, strict=not no_strict)
+        metadata = dict(checkpoint.metadata)
+    with progress(rank, shown=shows, what="saving") as show:
+        options = SaveOptions(progress=show, overwrite=overwrite)
+        if to == "fastload":
+            done = fastload.save(parts.state(), dst, metadata=metadata, options=options).to_dict()
+        else:
+            write = write_torch_file if to == "torch" else write_dcp_folder
+            done = write(parts, dst, overwrite=overwrite, timeout_s=options.timeout_s)
+    companions = _companions(src) if rank == 0 else []
+    copied = _copy(src, dst, companions) if to != "torch" else []
+    if rank == 0 and as_json:
+        print_json({**done, "copied": copied})
+    elif rank == 0:
+        tensors, files = count(done["num_tensors"], "tensor"), count(done["num_files"], "file")
+        click.echo(f"{done['url']}: {tensors}, {decimal(done['nbytes'])} in {files}")
+        if companions:
+            click.echo(f"{'copied, too' if copied else 'not copied'}: {shown(', '.join(companions))}")
 
 
 @dataclass(frozen=True)
-class _Job:
-    """What is converted, where to, and how."""
+class Parts:
+    """A checkpoint of which each rank of the job holds a part, so that it need not fit into any of them.
 
-    src: str
-    dst: str
-    rank: int
-    overwrite: bool
-    strict: bool
-    shown: bool
+    Attributes:
+        structure: Of the state; None if it is a dict of the tensors by name.
+        entries: The stored tensors.
+        tensors: The same, by name: DTensors where each rank has a part, plain where all have all of it.
+    """
 
-    def load(self) -> tuple[Shares, dict[str, str]]:
-        """Loads this rank's share; returns it with the metadata of the checkpoint."""
-        with progress(self.rank, shown=self.shown) as show:
-            options = fastload.LoadOptions(progress=show)
-            with fastload.open(self.src, options=options) as checkpoint:
-                shares = load_shares(checkpoint, self.rank, num_ranks(), strict=self.strict)
-                return shares, dict(checkpoint.metadata)
+    structure: Any
+    entries: list[TensorEntry]
+    tensors: dict[str, Tensor]
 
-
-def _to_fastload(job: _Job) -> dict[str, Any]:
-    shares, metadata = job.load()
-    with progress(job.rank, shown=job.shown, what="saving") as show:
-        options = fastload.SaveOptions(progress=show, overwrite=job.overwrite)
-        return fastload.save(shares.state(), job.dst, metadata=metadata, options=options).to_dict()
+    def state(self) -> Any:
+        """Returns the state."""
+        return self.tensors if self.structure is None else decode_state(self.structure, self.tensors)
 
 
-def _to_torch(job: _Job) -> dict[str, Any]:
-    path = local_path(job.dst)
-    shares, _ = job.load()
-    timeout_s = fastload.LoadOptions().timeout_s
-    nbytes = write_torch_file(shares, job.dst, overwrite=job.overwrite, timeout_s=timeout_s)
-    return {"url": path, "num_tensors": len(shares.tensors), "nbytes": nbytes, "num_files": 1}
+def load_parts(checkpoint: Checkpoint, *, strict: bool = True) -> Parts:
+    """Loads a part of each tensor into this rank's memory; all ranks of the job call it.
+
+    What ranks had of their own (`fastload.PerRank`) is left out.
+
+    Args:
+        checkpoint: Where from.
+        strict: Whether all of it has to be loaded; else what cannot be is None in the state.
+
+    Raises:
+        ManifestError: Not all of it can be loaded, and `strict` is on.
+        FastloadError: As for `fastload.load`.
+    """
+    manifest = checkpoint.manifest
+    structure = _structure(manifest, strict=strict)
+    entries, unsharded = list(manifest.tensors), set[str]()
+    if structure is not None:
+        found = leaves(structure)
+        unsharded = {saved.stored for saved in found if saved.is_exact or saved.is_text}
+        wanted = {saved.stored for saved in found}
+        entries = [entry for entry in entries if entry.name in wanted]
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = dist.init_device_mesh("cpu", (num_ranks,)) if num_ranks > 1 else None
+    tensors = {entry.name: _empty(entry, None if entry.name in unsharded else mesh) for entry in entries}
+    checkpoint.read({name: local_parts(tensor) for name, tensor in tensors.items()})
+    return Parts(structure, entries, tensors)
 
 
-def _to_dcp(job: _Job) -> dict[str, Any]:
-    local_path(job.dst)
-    shares, _ = job.load()
-    timeout_s = fastload.LoadOptions().timeout_s
-    made = write_dcp_folder(shares, job.dst, overwrite=job.overwrite, timeout_s=timeout_s)
-    counts = {"num_tensors": len(made.tensors), "nbytes": made.nbytes, "num_files": len(made.files)}
-    return {"url": made.url, **counts}
+def _structure(manifest: Manifest, *, strict: bool) -> Any:
+    if manifest.structure is None:
+        return None
+    view = own_view(manifest.structure, 0, 0)
+    if strict:
+        raise_refused(
+            manifest.url, view.refused, advice="--no-strict leaves these out, and converts the rest"
+        )
+    if view.elsewhere:
+        _log.warning("%s: left out: %s", manifest.url, ", ".join(name for name, _ in view.elsewhere))
+    for line in view.refused:
+        _log.warning("%s: left out: %s", manifest.url, line)
+    return view.structure
 
 
-_WRITERS: dict[str, Callable[[_Job], dict[str, Any]]] = {
-    "fastload": _to_fastload,
-    "torch": _to_torch,
-    "dcp": _to_dcp,
-}
+def _empty(entry: TensorEntry, mesh: DeviceMesh | None) -> Tensor:
+    """Returns memory for this rank's part: of a large tensor, a shard of the first dimension long enough."""
+    dtype, shape = torch_spec(entry)
+    if mesh is None or entry.nbytes < _MIN_SHARDED_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    from torch.distributed import tensor
+
+    dim = next((dim for dim, length in enumerate(shape) if length >= mesh.size()), shape.index(max(shape)))
+    return tensor.empty(shape, dtype=dtype, device_mesh=mesh, placements=[tensor.Shard(dim)])
+
+
+def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: float) -> dict[str, Any]:
+    """Has ``torch.distributed.checkpoint`` save a directory; all ranks of the job call it.
+
+    The checkpoint is there once its ``.metadata`` are, which DCP writes last.
+
+    Args:
+        parts: What this rank holds.
+        dst: Where to; a path that all ranks share.
+        overwrite: Has to be False: DCP would leave what is there beside what it writes.
+        timeout_s: Longest wait for other ranks, in seconds.
+
+    Returns:
+        Where it is, and what it holds.
+
+    Raises:
+        CheckpointExists: There is something at `dst`.
+        OptionError: `dst` is no path, or the state is not a dict.
+        CheckpointError: Saving failed on some ranks.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    path = local_path(dst)
+    state = parts.state()
+
+    def check() -> None:
+        if overwrite:
+            raise OptionError("--overwrite is not for --to dcp, which writes to new directories only")
+        if not isinstance(state, dict):
+            raise OptionError(f"the state is a {type(state).__name__}: DCP saves dicts")
+        with closing(open_storage(locate(path), NAMES)) as storage:
+            if storage.list() or storage.stat("") is not None:
+                raise CheckpointExists(f"{path}: there is something already")
+
+    agree(None, f"looking whether {path} can be written", check, timeout_s=timeout_s)
+    try:
+        with warnings.catch_warnings():  # of what torch deprecates of its own
+            warnings.simplefilter("ignore")
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(path, overwrite=False))
+    except dcp.CheckpointException as error:
+        failures = [f"rank {rank}: {wrapped[0]!r}" for rank, wrapped in sorted(error.failures.items())]
+        raise CheckpointError(f"{path}: torch.distributed.checkpoint failed: {'; '.join(failures)}") from None
+    made = fastload.inspect(path)
+    return {
+        "url": made.url,
+        "num_tensors": len(made.tensors),
+        "nbytes": made.nbytes,
+        "num_files": len(made.files),
+    }
+
+
+def _companions(src: str) -> list[str]:
+    """Returns the names of the files next to the weights, such as ``config.json``; none of a single file.
+
+    Neither weights of other kinds are among them, nor hidden files, nor those of fastload and DCP.
+    """
+    with closing(_open(src)) as storage:
+        names = storage.list() or []
+    if metadata_names(names):
+        return []
+    own = NAMES.own(names, [])
+    return [name for name in names if not name.endswith(_WEIGHTS) and name[0] != "." and name not in own]
+
+
+def _copy(src: str, dst: str, names: list[str]) -> list[str]:
+    """Copies small files of a directory next to a checkpoint; returns the names of those it copied."""
+    options, place, copied = LoadOptions(), locate(dst), []
+    with closing(_open(src)) as storage:
+        for name in names:
+            stat = storage.stat(name)
+            if stat is not None and stat.nbytes <= _MAX_COPIED_BYTES:
+                content = bytearray(stat.nbytes)
+                storage.read_into(name, 0, [memoryview(content)], stat.version)
+                put_beside(place, name, bytes(content), timeout_s=options.timeout_s, retries=options.retries)
+                copied.append(name)
+    return copied
+
+
+def _open(src: str) -> PatientStorage:
+    options = LoadOptions()
+    return PatientStorage(open_storage(src, NAMES), retries=options.retries, timeout_s=options.timeout_s)

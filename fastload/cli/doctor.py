@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 
 import click
-from rich import box
-from rich.table import Table
 
-from fastload.cli.console import errors_to_exit_code, stdout
+from fastload.cli.console import json_option, print_json, set_rank, stdout, table_of
 from fastload.comm.launch import from_env
 from fastload.doctor.examine import examine
 from fastload.doctor.findings import Finding, findings
+from fastload.estimate.units import count
 from fastload.options import LoadOptions
 from fastload.storage import locate
 
-__all__ = ["doctor"]
-
-_MARKS = {"ok": ("✓", "green"), "note": ("i", "yellow"), "problem": ("✗", "bold red")}
+_MARKS = {"ok": ("✓", None), "note": ("i", None), "problem": ("✗", "bold red")}
 
 
 @click.command(short_help="Look at the hosts of a job, and say what to mend.")
 @click.argument("path", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, from rank 0.")
-def doctor(path: str | None, as_json: bool) -> None:
+@json_option
+@click.pass_context
+def doctor(ctx: click.Context, path: str | None, as_json: bool) -> None:
     """Look at the hosts of a job, and say what stands in the way of loads and saves, and what to do.
 
     PATH is a checkpoint that is to be loaded, or a directory for checkpoints. Nothing is written, and of a
@@ -37,28 +32,28 @@ def doctor(path: str | None, as_json: bool) -> None:
 
     Rank 0 exits with 1 if there is a problem.
     """
-    with errors_to_exit_code(rank=0):
-        launch = from_env()
-        location = locate(path) if path is not None else None
-        options = LoadOptions()
-    with errors_to_exit_code(launch.rank):
-        site = examine(launch, location, options)
+    launch = from_env()
+    location = locate(path) if path is not None else None
+    options = LoadOptions()
+    set_rank(launch.rank)
+    site = examine(launch, location, options)
+    if launch.rank:
+        return  # torchrun would print a long report for each rank that exits with an error
     found = findings(site)
-    if launch.rank == 0 and as_json:
-        click.echo(json.dumps({"findings": [asdict(one) for one in found], **asdict(site)}))
-    elif launch.rank == 0:
+    if as_json:
+        print_json({"findings": [asdict(one) for one in found], **asdict(site)})
+    else:
         _print(found)
-    # Of rank 0 only: torchrun tells at length of each host where a rank does.
-    sys.exit(int(launch.rank == 0 and any(one.level == "problem" for one in found)))
+    ctx.exit(int(any(one.level == "problem" for one in found)))
 
 
-def _print(found: Sequence[Finding]) -> None:
+def _print(found: list[Finding]) -> None:
     console = stdout()
-    table = Table("", "subject", "found", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = table_of("", "subject", "found", text=("", "subject", "found"))
     for one in found:
         mark, style = _MARKS[one.level]
         advice = f"\n→ {one.advice}" if one.advice else ""
-        table.add_row(mark, one.subject, one.found + advice, style=style if one.level == "problem" else None)
-    console.print(table, highlight=False)
-    counts = {level: sum(one.level == level for one in found) for level in ("problem", "note")}
-    console.print(", ".join(f"{number} {level}{'s' * (number != 1)}" for level, number in counts.items()))
+        table.add_row(mark, one.subject, one.found + advice, style=style)
+    console.print(table)
+    problems, notes = (sum(one.level == level for one in found) for level in ("problem", "note"))
+    console.print(f"{count(problems, 'problem')}, {count(notes, 'note')}")

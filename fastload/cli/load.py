@@ -1,45 +1,35 @@
-"""``fastload inspect`` and, under torchrun or srun, ``python -m fastload load``."""
+"""``fastload load``, ``verify`` and ``stage``: what the ranks of a torchrun or srun job do together."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from typing import Any
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich import box
+import torch
+import torch.distributed as dist
 from rich.filesize import decimal
-from rich.table import Table
 from torch import Tensor
 
 import fastload
-from fastload.cli.console import errors_to_exit_code, progress, shown, stdout, table_of
-from fastload.cli.sharded import sharding_of
+from fastload.base.devices import is_accelerator
+from fastload.cli.console import json_option, print_json, progress, set_rank, stdout, table_of
 from fastload.comm.group import agree, initialize
-from fastload.doctor.wording import count
-from fastload.errors import FastloadError
+from fastload.errors import FastloadError, OptionError
+from fastload.estimate.units import count
+from fastload.formats.dtypes import torch_spec
 from fastload.formats.encoder import encode_state
 from fastload.formats.manifest import TensorEntry
-from fastload.formats.state import OWN_PREFIX, own_view, state_digest
-from fastload.geometry.box import row_major
+from fastload.formats.state import OWN_PREFIX, state_digest
 from fastload.options import SETTINGS, STRATEGIES
 from fastload.storage import locate
 from fastload.storage.single_file import require_writable
 
-__all__ = ["inspect", "load"]
-
-
-@click.command(short_help="Show what a checkpoint holds, without its data.")
-@click.argument("path")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def inspect(path: str, as_json: bool) -> None:
-    """Show the tensors, dtypes, sizes and files of the checkpoint at PATH, without reading its data."""
-    with errors_to_exit_code(rank=0):
-        manifest = fastload.inspect(path)
-        if as_json:
-            click.echo(json.dumps(_manifest_as_json(manifest)))
-        else:
-            _print_manifest(manifest)
+if TYPE_CHECKING:  # it takes long to import, and only a sharded load needs it
+    from torch.distributed.tensor import DTensor, Placement
 
 
 @click.command(short_help="Load a checkpoint on all ranks; report how it went.")
@@ -55,7 +45,7 @@ def inspect(path: str, as_json: bool) -> None:
     metavar="LIST",
     help="For each dimension of the mesh replicate or shard(DIMENSION); tensors that lack it are replicated.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, from rank 0.")
+@json_option
 @click.option("--trace", metavar="FILE", help="Write a Chrome/Perfetto trace of all ranks into this file.")
 @click.option("--digest", is_flag=True, help="Compute one xxh3 digest of what was loaded on each rank.")
 def load(
@@ -76,162 +66,74 @@ def load(
 
     torchrun … -m fastload load PATH --mesh 2x4 --placements 'replicate,shard(0)'
     """
-    with errors_to_exit_code(rank=0):  # each rank has its own to say of its environment
-        rank, device = initialize(device)
-    with errors_to_exit_code(rank):
-        sharding = sharding_of(mesh, placements)
-        with progress(rank, shown=not as_json) as show:
-            asked: dict[str, Any] = {"strategy": strategy, "trace": trace}
-            given = {name: value for name, value in asked.items() if value is not None}
-            options = fastload.LoadOptions(progress=show, **given)
-            if options.trace is not None:
-                _look_where_the_trace_goes(rank, options)
-            with fastload.open(path, options=options) as checkpoint:
-                into = sharding and sharding.empty(_for_all_ranks(checkpoint.manifest), device)
-                wanted = list(names) or (list(into) if into else _all_names(checkpoint.manifest))
-                state = checkpoint.load(into=into, device=device, names=wanted)
-        report = checkpoint.report
-        assert report is not None
-        digests = None
-        if digest:
-            digests = agree(
-                None,
-                "comparing digests",
-                lambda: state_digest(_tensors(state, sharded=sharding is not None)),
-                timeout_s=options.timeout_s,
-            )
-        if rank == 0 and as_json:
-            click.echo(json.dumps({**report.to_dict(), "digests": digests}))
-        elif rank == 0:
-            _print_report(report, digests, sharded=sharding is not None)
-        if checkpoint.trace_error is not None:
-            raise checkpoint.trace_error
-        if digests is not None and sharding is None and len(set(digests)) > 1:
-            raise FastloadError(f"the ranks hold different states: {digests}")
+    rank, device = initialize(device)
+    set_rank(rank)
+    sharding = _sharding(mesh, placements)
+    with progress(rank, shown=not as_json) as show:
+        asked: dict[str, Any] = {"strategy": strategy, "trace": trace}
+        given = {name: value for name, value in asked.items() if value is not None}
+        options = fastload.LoadOptions(progress=show, **given)
+        if options.trace is not None:
+            _require_trace(rank, options)
+        with fastload.open(path, options=options) as checkpoint:
+            shared = [entry for entry in checkpoint.manifest.tensors if not entry.name.startswith(OWN_PREFIX)]
+            into = sharding and sharding.empty(shared, device)
+            wanted = list(names) or (list(into) if into else _all_names(checkpoint.manifest, shared))
+            state = checkpoint.load(into=into, device=device, names=wanted)
+    report = checkpoint.report
+    assert report is not None
+    digests = None
+    if digest:
+        digests = agree(
+            None,
+            "comparing digests",
+            lambda: state_digest(_local_tensors(state, sharded=sharding is not None)),
+            timeout_s=options.timeout_s,
+        )
+    if rank == 0 and as_json:
+        print_json({**report.to_dict(), "digests": digests})
+    elif rank == 0:
+        _print_load(report, digests, sharded=sharding is not None)
+    if checkpoint.trace_error is not None:
+        raise checkpoint.trace_error
+    if digests is not None and sharding is None and len(set(digests)) > 1:
+        raise FastloadError(f"the ranks hold different states: {digests}")
 
 
-def _tensors(state: Any, *, sharded: bool) -> dict[str, Tensor]:
-    """Returns what this rank has of a loaded state."""
+def _local_tensors(state: Any, *, sharded: bool) -> dict[str, Tensor]:
     return {name: t.to_local() for name, t in state.items()} if sharded else encode_state(state).tensors
 
 
-def _all_names(manifest: fastload.Manifest) -> list[str] | None:
-    """Returns the names of all tensors, if not all of them are for all ranks; None stands for all."""
-    has_own = len(_for_all_ranks(manifest)) < len(manifest.tensors)
-    return [entry.name for entry in manifest.tensors] if has_own else None
+def _all_names(manifest: fastload.Manifest, shared: list[TensorEntry]) -> list[str] | None:
+    """Returns the names of all tensors if some of them belong to single ranks; None stands for all."""
+    return [entry.name for entry in manifest.tensors] if len(shared) < len(manifest.tensors) else None
 
 
-def _for_all_ranks(manifest: fastload.Manifest) -> list[TensorEntry]:
-    """Returns the tensors that are not some rank's own."""
-    return [entry for entry in manifest.tensors if not entry.name.startswith(OWN_PREFIX)]
+def _require_trace(rank: int, options: fastload.LoadOptions) -> None:
+    """Checks on all ranks, before the data move, that rank 0 will be able to write the trace."""
 
-
-def _look_where_the_trace_goes(rank: int, options: fastload.LoadOptions) -> None:
-    """Finds out on all ranks, before the data move, whether rank 0 will be able to write the trace."""
-
-    def look() -> None:
+    def check() -> None:
         if rank == 0:
             require_writable(locate(options.trace).url)
 
-    agree(None, f"looking whether {options.trace} can be written", look, timeout_s=options.timeout_s)
+    agree(None, f"looking whether {options.trace} can be written", check, timeout_s=options.timeout_s)
 
 
-def _print_manifest(manifest: fastload.Manifest) -> None:
-    console = stdout()
-    is_single = not manifest.files[0].name  # whose name was given
-    table = table_of("tensor", "dtype", "shape", "size", *([] if is_single else ["file"]), right=("size",))
-    for entry in manifest.tensors:
-        where = [] if is_single else [_place_of(entry, manifest)]
-        table.add_row(shown(entry.name), entry.dtype, str(list(entry.shape)), decimal(entry.nbytes), *where)
-    console.print(table)
-    for dtype, (number, nbytes) in _by_dtype(manifest).items():
-        console.print(f"{dtype}: {count(number, 'tensor')}, {decimal(nbytes)}")
-    whole = f"{count(len(manifest.tensors), 'tensor')}, {decimal(manifest.nbytes)}"
-    total = f"{whole} in {count(len(manifest.files), 'file')}"
-    console.print(f"{total} ({manifest.format})", style="bold")
-    for line in _refused(manifest):
-        console.print(f"cannot be loaded: {shown(line)}", highlight=False)
-
-
-def _refused(manifest: fastload.Manifest) -> list[str]:
-    """Says what of the state cannot be loaded, and why."""
-    return [] if manifest.format == "fastload" else own_view(manifest.structure, 0, 0).refused
-
-
-def _place_of(entry: TensorEntry, manifest: fastload.Manifest) -> str:
-    """Says in which file a tensor is, or in how many."""
-    files = {piece.file for piece in entry.pieces}
-    if len(files) > 1:
-        return f"{len(entry.pieces)} pieces in {len(files)} files"
-    name = shown(manifest.files[entry.file].name)
-    return f"{len(entry.pieces)} pieces in {name}" if len(entry.pieces) > 1 else name
-
-
-def _by_dtype(manifest: fastload.Manifest) -> dict[str, tuple[int, int]]:
-    counts: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-    for entry in manifest.tensors:
-        counts[entry.dtype] += 1
-        sizes[entry.dtype] += entry.nbytes
-    return {dtype: (counts[dtype], sizes[dtype]) for dtype in sorted(counts)}
-
-
-def _manifest_as_json(manifest: fastload.Manifest) -> dict[str, Any]:
-    return {
-        "url": manifest.url,
-        "format": manifest.format,
-        "nbytes": manifest.nbytes,
-        "metadata": dict(manifest.metadata),
-        "refused": _refused(manifest),
-        "files": [{"name": file.name, "nbytes": file.nbytes} for file in manifest.files],
-        "tensors": [
-            {
-                "name": entry.name,
-                "dtype": entry.dtype,
-                "shape": entry.shape,
-                "file": manifest.files[entry.file].name,
-                "offset": entry.offset,
-                "nbytes": entry.nbytes,
-                **({"pieces": _pieces_as_json(entry, manifest)} if entry.pieces else {}),
-            }
-            for entry in manifest.tensors
-        ],
-    }
-
-
-def _pieces_as_json(entry: TensorEntry, manifest: fastload.Manifest) -> list[dict[str, Any]]:
-    return [
-        {
-            "offsets": piece.box.offsets,
-            "sizes": piece.box.sizes,
-            "file": manifest.files[piece.file].name,
-            "offset": piece.offset,
-            "nbytes": piece.nbytes,
-            "strides": piece.strides or row_major(piece.box.sizes),
-        }
-        for piece in entry.pieces
-    ]
-
-
-def _print_report(report: fastload.LoadReport, digests: list[str] | None, *, sharded: bool) -> None:
+def _print_load(report: fastload.LoadReport, digests: list[str] | None, *, sharded: bool) -> None:
     console = stdout()
     where = "in parts on" if sharded else "on each of" if len(report.ranks) > 1 else "on"
     rate = report.bytes_wanted / report.total_s if report.total_s else 0.0
-    console.print(
-        f"{report.url}: {count(report.num_tensors, 'tensor')}, {decimal(report.bytes_wanted)}",
-        highlight=False,
-    )
-    console.print(f"{report.strategy}: {report.why}", highlight=False)
+    verified = f", verified: {decimal(report.bytes_verified)}" if report.bytes_verified else ""
+    console.print(f"{report.url}: {count(report.num_tensors, 'tensor')}, {decimal(report.bytes_wanted)}")
+    console.print(f"{report.strategy}: {report.why}")
     console.print(
         f"{report.total_s:.2f} s, {decimal(int(rate))}/s {where} {count(len(report.ranks), 'rank')}; "
         f"read from storage: {decimal(report.bytes_read)} = {report.read_amplification:.2f} × the checkpoint"
-        + (f", verified: {decimal(report.bytes_verified)}" if report.bytes_verified else ""),
-        highlight=False,
+        f"{verified}"
     )
     console.print(
         f"{count(report.num_rounds, 'round')} of {decimal(report.chunk_bytes)} chunks, "
-        f"{report.depth} in flight; exchange: {report.transport}",
-        highlight=False,
+        f"{report.depth} in flight; exchange: {report.transport}"
     )
     heads = (
         "rank",
@@ -245,7 +147,7 @@ def _print_report(report: fastload.LoadReport, digests: list[str] | None, *, sha
         "total",
         "staging",
     )
-    table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False)
+    table = table_of(*heads, text=("host",))
     for own in report.ranks:
         table.add_row(
             str(own.rank),
@@ -253,12 +155,177 @@ def _print_report(report: fastload.LoadReport, digests: list[str] | None, *, sha
             decimal(own.bytes_read) if own.reader else "–",
             decimal(own.bytes_received),
             decimal(own.bytes_in),
-            *(f"{seconds:.2f} s" for seconds in (own.read_s, own.exchange_s, own.place_s, own.total_s)),
+            *map(_seconds, (own.read_s, own.exchange_s, own.place_s, own.total_s)),
             decimal(own.peak_staging_bytes),
         )
     console.print(table)
     for rank, digest in enumerate(digests or []):
-        console.print(f"digest of rank {rank}: {digest}", highlight=False)
+        console.print(f"digest of rank {rank}: {digest}")
+    _print_notes(report)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s"
+
+
+def _print_notes(report: fastload.LoadReport | fastload.StageReport) -> None:
     for own in report.ranks:
         if own.note:
-            console.print(f"rank {own.rank} on {own.host} {own.note}", highlight=False)
+            stdout().print(f"rank {own.rank} on {own.host} {own.note}")
+
+
+@click.command(short_help="Check every byte of a checkpoint.")
+@click.argument("path")
+@json_option
+def verify(path: str, as_json: bool) -> None:
+    """Check every byte of the checkpoint at PATH against the checksums of its commit record.
+
+    The ranks of a torchrun or srun job share the work. Exits with 1, and lists the bad blocks, if there are
+    any.
+    """
+    rank, _ = initialize()
+    set_rank(rank)
+    with progress(rank, shown=not as_json, what="verifying") as show:
+        report = fastload.verify(path, options=fastload.LoadOptions(progress=show))
+    if rank == 0 and as_json:
+        print_json(report.to_dict())
+    elif rank == 0:
+        rate = report.bytes_verified / report.total_s if report.total_s else 0.0
+        blocks, files = count(report.num_blocks, "block"), count(report.num_files, "file")
+        ranks = count(len(report.ranks), "rank")
+        stdout().print(f"{report.url}: intact: {blocks}, {decimal(report.nbytes)} in {files}")
+        stdout().print(f"{report.total_s:.2f} s on {ranks}, {decimal(int(rate))}/s together")
+
+
+@click.command(short_help="Copy a checkpoint to every host of a job.")
+@click.argument("src")
+@click.argument("dst")
+@click.option("--overwrite", is_flag=True, help="Replace another checkpoint that is at DST.")
+@click.option("--no-verify", is_flag=True, help="Of what is at DST already check the sizes only.")
+@json_option
+def stage(src: str, dst: str, overwrite: bool, no_verify: bool, as_json: bool) -> None:
+    """Copy the checkpoint at SRC to the directory DST of every host of a torchrun or srun job.
+
+    DST is on a disk that each host has for itself, or in /dev/shm. SRC is read once in all, and checked.
+    A complete copy is left as it is; one that was begun is finished. Loads of DST then need SRC no more.
+    """
+    rank, _ = initialize()
+    set_rank(rank)
+    with progress(rank, shown=not as_json, what="staging") as show:
+        verify: dict[str, Any] = {"verify": False} if no_verify else {}
+        options = fastload.StageOptions(overwrite=overwrite, progress=show, **verify)
+        report = fastload.stage(src, dst, options=options)
+    if rank == 0 and as_json:
+        print_json(report.to_dict())
+    elif rank == 0:
+        _print_stage(report)
+
+
+def _print_stage(report: fastload.StageReport) -> None:
+    console = stdout()
+    rate = report.nbytes / report.total_s if report.total_s else 0.0
+    console.print(
+        f"{report.url}: {decimal(report.nbytes)} in {count(report.num_files, 'file')}, "
+        f"at {report.path} of {count(report.num_hosts, 'host')}"
+    )
+    console.print(
+        f"{report.total_s:.2f} s, {decimal(int(rate))}/s on each host; "
+        f"read from there: {decimal(report.bytes_read)} = {report.read_amplification:.2f} × the checkpoint; "
+        f"digest {report.digest}"
+    )
+    heads = "host", "kept", "read", "fed", "received", "written", "reading", "exchange", "writing", "total"
+    table = table_of(*heads, text=("host",))
+    for own in report.ranks:
+        if own.leads:
+            sizes = own.bytes_kept, own.bytes_read, own.bytes_fed, own.bytes_received, own.bytes_written
+            times = own.read_s, own.exchange_s, own.write_s, own.total_s
+            table.add_row(own.host, *map(decimal, sizes), *map(_seconds, times))
+    console.print(table)
+    _print_notes(report)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The layout of all tensors on a mesh of all ranks.
+
+    Attributes:
+        mesh: Ranks in each dimension of the mesh.
+        dims: For each of these dimensions, the one of the tensors that it shards; None if it replicates.
+    """
+
+    mesh: tuple[int, ...]
+    dims: tuple[int | None, ...]
+
+    @classmethod
+    def parse(cls, mesh: str, placements: str, num_ranks: int) -> Sharding:
+        """Reads the values of ``--mesh`` and ``--placements``.
+
+        Args:
+            mesh: Such as ``8`` or ``2x4``.
+            placements: One for each dimension of the mesh, such as ``replicate,shard(0)``.
+            num_ranks: Ranks of the job, all of which the mesh is to have.
+
+        Raises:
+            OptionError: They cannot be used.
+        """
+        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", mesh):
+            raise OptionError(f"mesh={mesh!r} is not written as 8 or 2x4")
+        sizes = tuple(map(int, mesh.split("x")))
+        dims = tuple(_sharded_dim(word.strip().lower()) for word in placements.split(","))
+        if len(dims) != len(sizes):
+            raise OptionError(
+                f"placements={placements!r} are {len(dims)}, dimensions of mesh={mesh!r} are {len(sizes)}"
+            )
+        if prod(sizes) != num_ranks:
+            raise OptionError(f"mesh={mesh!r} has {prod(sizes)} ranks, the job has {num_ranks}")
+        return cls(sizes, dims)
+
+    def placements(self, num_dims: int) -> tuple[Placement, ...]:
+        """Returns the placements of a tensor, which replicate where it lacks the dimension to shard."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        return tuple(Replicate() if dim is None or dim >= num_dims else Shard(dim) for dim in self.dims)
+
+    def empty(self, entries: Iterable[TensorEntry], device: str) -> dict[str, DTensor]:
+        """Makes this rank's part of each tensor, without contents, by name; all ranks of the job call it.
+
+        Args:
+            entries: The tensors.
+            device: Where this rank's parts go.
+
+        Raises:
+            ManifestError: A tensor has a dtype that torch lacks.
+        """
+        from torch.distributed import tensor
+
+        target = torch.device(device)
+        if is_accelerator(target):
+            torch.accelerator.set_device_index(target)
+        mesh = dist.init_device_mesh(target.type, self.mesh)
+        empty = {}
+        for entry in entries:
+            dtype, shape = torch_spec(entry)
+            placements = self.placements(len(shape))
+            empty[entry.name] = tensor.empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)
+        return empty
+
+
+def _sharding(mesh: str | None, placements: str | None) -> Sharding | None:
+    if mesh is None and placements is None:
+        return None
+    if mesh is None or placements is None:
+        raise OptionError("mesh and placements go together: one of them is not given")
+    if not dist.is_initialized():
+        raise OptionError(f"mesh={mesh!r}: there are no ranks of a torchrun or srun job")
+    return Sharding.parse(mesh, placements, dist.get_world_size())
+
+
+def _sharded_dim(placement: str) -> int | None:
+    if placement == "replicate":
+        return None
+    if placement.startswith("partial"):
+        raise OptionError(f"placement {placement!r}: checkpoints hold whole values, not partial sums")
+    shard = re.fullmatch(r"shard\((\d+)\)", placement)
+    if shard is None:
+        raise OptionError(f"placement {placement!r} is neither replicate nor shard(DIMENSION)")
+    return int(shard[1])

@@ -1,44 +1,131 @@
-"""``fastload ls`` and ``fastload prune``: the checkpoints of one run."""
+"""``fastload inspect``, ``ls`` and ``prune``: what there is, in a checkpoint, of a run, in host memory."""
 
 from __future__ import annotations
 
-import json
+from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import click
 from rich.filesize import decimal
 
-from fastload.cli.console import age, errors_to_exit_code, progress, shown, stdout, table_of
-from fastload.cli.memory import list_memory, prune_memory
-from fastload.doctor.wording import count
-from fastload.errors import CheckpointNotFound
+import fastload
+from fastload.cli.console import age, json_option, print_json, progress, shown, stdout, table_of
+from fastload.errors import CheckpointNotFound, UnsupportedVersion
+from fastload.estimate.units import count
+from fastload.formats.manifest import TensorEntry
+from fastload.formats.state import own_view
+from fastload.geometry.box import row_major
+from fastload.memory_tier.manifest import HostManifest
 from fastload.options import LoadOptions
+from fastload.storage.memory_folder import JobUsage, find_jobs, find_memory, remove_dead
 from fastload.training.catalog import Catalog, Entry
 from fastload.training.retention import Retention
 
-__all__ = ["ls", "prune"]
+
+@click.command(short_help="Show what a checkpoint holds, without its data.")
+@click.argument("path")
+@json_option
+def inspect(path: str, as_json: bool) -> None:
+    """Show the tensors, dtypes, sizes and files of the checkpoint at PATH, without reading its data."""
+    manifest = fastload.inspect(path)
+    if as_json:
+        print_json(_manifest_as_json(manifest))
+    else:
+        _print_manifest(manifest)
+
+
+def _print_manifest(manifest: fastload.Manifest) -> None:
+    console = stdout()
+    is_single = not manifest.files[0].name  # whose name was given
+    file_head = [] if is_single else ["file"]
+    table = table_of(
+        "tensor", "dtype", "shape", "size", *file_head, text=("tensor", "dtype", "shape", "file")
+    )
+    sizes: Counter[str] = Counter()
+    for entry in manifest.tensors:
+        sizes[entry.dtype] += entry.nbytes
+        where = [] if is_single else [_files_of(entry, manifest)]
+        table.add_row(shown(entry.name), entry.dtype, str(list(entry.shape)), decimal(entry.nbytes), *where)
+    console.print(table)
+    numbers = Counter(entry.dtype for entry in manifest.tensors)
+    for dtype, number in sorted(numbers.items()):
+        console.print(f"{dtype}: {count(number, 'tensor')}, {decimal(sizes[dtype])}")
+    tensors, files = count(len(manifest.tensors), "tensor"), count(len(manifest.files), "file")
+    total = f"{tensors}, {decimal(manifest.nbytes)} in {files} ({manifest.format})"
+    console.print(total, style="bold")
+    for line in _refused(manifest):
+        console.print(f"cannot be loaded: {shown(line)}")
+
+
+def _refused(manifest: fastload.Manifest) -> list[str]:
+    """Returns what of the state cannot be loaded, and why."""
+    return [] if manifest.format == "fastload" else own_view(manifest.structure, 0, 0).refused
+
+
+def _files_of(entry: TensorEntry, manifest: fastload.Manifest) -> str:
+    files = {piece.file for piece in entry.pieces}
+    if len(files) > 1:
+        return f"{len(entry.pieces)} pieces in {len(files)} files"
+    name = shown(manifest.files[entry.file].name)
+    return f"{len(entry.pieces)} pieces in {name}" if len(entry.pieces) > 1 else name
+
+
+def _manifest_as_json(manifest: fastload.Manifest) -> dict[str, Any]:
+    return {
+        "url": manifest.url,
+        "format": manifest.format,
+        "nbytes": manifest.nbytes,
+        "metadata": dict(manifest.metadata),
+        "refused": _refused(manifest),
+        "files": [{"name": file.name, "nbytes": file.nbytes} for file in manifest.files],
+        "tensors": [
+            {
+                "name": entry.name,
+                "dtype": entry.dtype,
+                "shape": entry.shape,
+                "file": manifest.files[entry.file].name,
+                "offset": entry.offset,
+                "nbytes": entry.nbytes,
+                **({"pieces": _pieces_as_json(entry, manifest)} if entry.pieces else {}),
+            }
+            for entry in manifest.tensors
+        ],
+    }
+
+
+def _pieces_as_json(entry: TensorEntry, manifest: fastload.Manifest) -> list[dict[str, Any]]:
+    return [
+        {
+            "offsets": piece.box.offsets,
+            "sizes": piece.box.sizes,
+            "file": manifest.files[piece.file].name,
+            "offset": piece.offset,
+            "nbytes": piece.nbytes,
+            "strides": piece.strides or row_major(piece.box.sizes),
+        }
+        for piece in entry.pieces
+    ]
 
 
 @click.command(short_help="List the checkpoints of a run, or of memory.")
 @click.argument("root", required=False)
 @click.option("--memory", is_flag=True, help="What jobs have in the memory of this host; ROOT is the place.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def ls(root: str | None, memory: bool, as_json: bool) -> None:
     """List the checkpoints below ROOT that a CheckpointManager has saved: step, size, age, metrics.
 
     They come in the order in which they were saved, the newest last. Whether one is complete is judged by its
     commit record, and the names and sizes of its files; the data are not read: see `fastload verify`.
     """
-    with errors_to_exit_code(rank=0):
-        if memory:
-            return list_memory(root, as_json=as_json)
-        catalog = _catalog(_required(root))
-        rows = _entries(catalog)
-        if as_json:
-            found = [_as_json(row) for row in rows]
-            click.echo(json.dumps({"root": catalog.root.url, "checkpoints": found}))
-        else:
-            _print(rows)
+    if memory:
+        return _list_memory(root or find_memory(), as_json=as_json)
+    catalog = _catalog(root)
+    entries = _entries(catalog)
+    if as_json:
+        print_json({"root": catalog.root.url, "checkpoints": [_entry_as_json(entry) for entry in entries]})
+    else:
+        _print_entries(entries)
 
 
 @click.command(short_help="Delete old checkpoints, and what dead saves left.")
@@ -55,31 +142,24 @@ def prune(
     What is incomplete, damaged or unreadable counts for nothing and is left alone, as `fastload ls` shows it;
     so are links, and what they lead to. The newest complete one always stays.
     """
-    with errors_to_exit_code(rank=0):
-        if memory:
-            return prune_memory(root, dry_run=dry_run)
-        if keep_last is None:
-            raise click.UsageError("Missing option '--keep-last'.")
-        catalog = _catalog(_required(root))
-        entries = {entry.step: entry for entry in _entries(catalog)}
-        retention = Retention(keep_last=keep_last, keep_every=keep_every)
-        steps = catalog.expendable(list(entries.values()), retention)
-        if not dry_run:
-            _remove(catalog, [entries[step] for step in steps])
-        for step in steps:
-            click.echo(f"{'would delete' if dry_run else 'deleted'} {catalog.path(step)}")
-        for note in filter(None, map(_note, entries.values())):
-            click.echo(f"left alone: {note}")
-        nbytes = sum(_nbytes(entries[step]) for step in steps)
-        left = sum(entry.is_complete for entry in entries.values()) - len(steps)
-        verb = " to delete" if dry_run else ""
-        click.echo(f"{count(len(steps), 'checkpoint')}, {decimal(nbytes)}{verb}; {left} stay")
-
-
-def _required(root: str | None) -> str:
-    if root is None:
-        raise click.UsageError("Missing argument 'ROOT'.")
-    return root
+    if memory:
+        return _prune_memory(root or find_memory(), dry_run=dry_run)
+    if keep_last is None:
+        raise click.UsageError("Missing option '--keep-last'.")
+    catalog = _catalog(root)
+    entries = {entry.step: entry for entry in _entries(catalog)}
+    retention = Retention(keep_last=keep_last, keep_every=keep_every)
+    steps = catalog.expendable(list(entries.values()), retention)
+    if not dry_run:
+        _remove(catalog, [entries[step] for step in steps])
+    for step in steps:
+        click.echo(f"{'would delete' if dry_run else 'deleted'} {catalog.path(step)}")
+    for note in filter(None, map(_note, entries.values())):
+        click.echo(f"left alone: {note}")
+    nbytes = sum(_nbytes(entries[step]) for step in steps)
+    left = sum(entry.is_complete for entry in entries.values()) - len(steps)
+    verb = " to delete" if dry_run else ""
+    click.echo(f"{count(len(steps), 'checkpoint')}, {decimal(nbytes)}{verb}; {left} stay")
 
 
 def _remove(catalog: Catalog, entries: list[Entry]) -> None:
@@ -94,7 +174,9 @@ def _remove(catalog: Catalog, entries: list[Entry]) -> None:
         click.echo(f"deleted {path}, which a save that died left behind")
 
 
-def _catalog(root: str) -> Catalog:
+def _catalog(root: str | None) -> Catalog:
+    if root is None:
+        raise click.UsageError("Missing argument 'ROOT'.")
     options = LoadOptions()
     return Catalog(root, None, timeout_s=options.timeout_s, retries=options.retries)
 
@@ -106,7 +188,7 @@ def _entries(catalog: Catalog) -> list[Entry]:
     return entries
 
 
-def _as_json(entry: Entry) -> dict[str, Any]:
+def _entry_as_json(entry: Entry) -> dict[str, Any]:
     return {
         "step": entry.step,
         "branch": entry.point.branch,
@@ -120,29 +202,30 @@ def _as_json(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _print(entries: list[Entry]) -> None:
-    names = sorted({name for entry in entries for name in entry.saved.metrics})
-    branched = ("branch",) if any(entry.point.branch for entry in entries) else ()
-    measures = tuple(map(shown, names))
-    numbers = ("step", *branched, "size", "files", "age", *measures)
-    table = table_of("step", *branched, "", "size", "files", "age", *measures, right=numbers)
+def _print_entries(entries: list[Entry]) -> None:
+    metrics = sorted({name for entry in entries for name in entry.saved.metrics})
+    branched = ["branch"] if any(entry.point.branch for entry in entries) else []
+    table = table_of("step", *branched, "", "size", "files", "age", *map(shown, metrics), text=("",))
     for entry in entries:
-        size = decimal(entry.summary.nbytes) if entry.summary is not None else "–"
-        files = str(len(entry.summary.files)) if entry.summary is not None else "–"
         measured = entry.saved.metrics
-        metrics = (f"{measured[name]:g}" if name in measured else "–" for name in names)
-        branch = (str(entry.point.branch),) if branched else ()
-        table.add_row(str(entry.step), *branch, entry.state, size, files, age(entry.saved_s), *metrics)
+        table.add_row(
+            str(entry.step),
+            *([str(entry.point.branch)] if branched else []),
+            entry.state,
+            decimal(entry.summary.nbytes) if entry.summary is not None else "–",
+            str(len(entry.summary.files)) if entry.summary is not None else "–",
+            age(entry.saved_s),
+            *(f"{measured[name]:g}" if name in measured else "–" for name in metrics),
+        )
     console = stdout()
     console.print(table)
     for note in filter(None, map(_note, entries)):
-        console.print(note, highlight=False)
-    total = f"{count(len(entries), 'checkpoint')}, {decimal(sum(map(_nbytes, entries)))}"
-    console.print(total, style="bold", highlight=False)
+        console.print(note)
+    console.print(f"{count(len(entries), 'checkpoint')}, {decimal(sum(map(_nbytes, entries)))}", style="bold")
 
 
 def _note(entry: Entry) -> str:
-    """Says what is special about a checkpoint; empty if nothing is."""
+    """Returns what is special about a checkpoint; empty if nothing is."""
     link = f"a link to {entry.place}" if entry.is_link else ""
     state = f"{entry.state}: {entry.problem}" if entry.problem else ""
     about = ", ".join(filter(None, (link, state)))
@@ -151,3 +234,61 @@ def _note(entry: Entry) -> str:
 
 def _nbytes(entry: Entry) -> int:
     return entry.summary.nbytes if entry.summary is not None else 0
+
+
+def _list_memory(place: str, *, as_json: bool) -> None:
+    jobs = find_jobs(place)
+    if as_json:
+        print_json({"memory": place, "jobs": [_job_as_json(job) for job in jobs]})
+        return
+    if not jobs:
+        click.echo(f"no job has checkpoints in {place}")
+        return
+    table = table_of("root", "step", "shares", "size", "used", "", text=("root", "step", "shares", ""))
+    for job in jobs:
+        manifests = _manifests(job)
+        table.add_row(
+            shown(job.root),
+            ", ".join(str(each.step) for each in manifests) or "–",
+            ", ".join(f"{len(each.held)} of {len(each.shares)}" for each in manifests) or "–",
+            decimal(job.nbytes),
+            f"{age(job.used_s)} ago",
+            "in use" if job.is_alive else "left behind",
+        )
+    console = stdout()
+    console.print(table)
+    total = f"{count(len(jobs), 'job')} in {place}, {decimal(sum(job.nbytes for job in jobs))}"
+    console.print(total, style="bold")
+
+
+def _prune_memory(place: str, *, dry_run: bool) -> None:
+    """Removes what jobs without a living process on this host have left in memory."""
+    removed = [job for job in find_jobs(place) if not job.is_alive]
+    if not dry_run:
+        removed = remove_dead(place, older_s=0.0)
+    for job in removed:
+        click.echo(f"{'would delete' if dry_run else 'deleted'} {job.path}, which is of {shown(job.root)}")
+    nbytes = sum(job.nbytes for job in removed)
+    click.echo(f"{count(len(removed), 'job')}, {decimal(nbytes)}{' to delete' if dry_run else ''}")
+
+
+def _manifests(job: JobUsage) -> list[HostManifest]:
+    found = []
+    for _, text in job.records:
+        with suppress(UnsupportedVersion):
+            found.append(HostManifest.parse(text))
+    return sorted((each for each in found if each is not None), key=lambda each: (each.branch, each.step))
+
+
+def _job_as_json(job: JobUsage) -> dict[str, Any]:
+    return {
+        "path": job.path,
+        "root": job.root,
+        "in_use": job.is_alive,
+        "used_s": job.used_s,
+        "nbytes": job.nbytes,
+        "generations": [
+            {"step": each.step, "branch": each.branch, "held": each.held, "num_shares": len(each.shares)}
+            for each in _manifests(job)
+        ],
+    }

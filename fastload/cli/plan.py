@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import click
-from rich import box
-from rich.table import Table
 
 import fastload
 from fastload.base.trace import RankTrace, Span, chrome_events, to_json
-from fastload.cli.console import errors_to_exit_code, stdout
-from fastload.cli.quantities import COUNT, LINK_RATE, SIZE
+from fastload.cli.console import json_option, print_json, stdout, table_of
+from fastload.cli.options import COUNT, LINK_RATE, SIZE
 from fastload.errors import OptionError
 from fastload.estimate.parallel import Parallel, model_of_size, model_of_tensors
 from fastload.estimate.sharded import ShardedLoad
@@ -66,7 +63,7 @@ _SHORT_S = 0.25  # what opening a checkpoint takes, with few ranks
 @click.option("--fsdp", is_flag=True, help="The data parallel ranks shard what they would replicate.")
 @click.option("--staging", type=SIZE, help="staging_bytes of each rank; 256MiB if not given.")
 @click.option("--chunk", type=SIZE, help="chunk_bytes; chosen if not given.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.option("--trace", metavar="FILE", help="Write the timeline of the fastest strategy into this file.")
 def plan(
     path: str | None,
@@ -95,40 +92,39 @@ def plan(
     A rate is a number of Gbit/s, or has a unit: 400Gbit/s, 50GB/s, 46GiB/s. Rates are goodput: some 95 %
     of an Ethernet line. Storage and exchange share a host's link.
     """
-    with errors_to_exit_code(rank=0):
-        shown_path = locate(path).url if path is not None else None
-        if (path is None) == (size is None):
-            raise OptionError("give either PATH or --size")
-        if storage_gbps is None and per_host_storage_gbps is None:
-            raise OptionError("how fast is storage? Give --storage-gbps, --per-host-storage-gbps, or both")
-        cluster = Cluster(
-            num_hosts=hosts,
-            ranks_per_host=ranks_per_host,
-            host_bytes_per_s=host_gbps,
-            storage_bytes_per_s=storage_gbps or math.inf,
-            host_storage_bytes_per_s=per_host_storage_gbps or math.inf,
-            nccl=device == "cuda",
-            rank_bytes_per_s=rank_gbps,
-        )
-        options = LoadOptions(chunk_bytes=chunk)
-        if staging is not None:
-            options = dataclasses.replace(options, staging_bytes=staging)
-        parallel = Parallel(tp=tp or 1, pp=pp or 1, dp=dp or 1, fsdp=fsdp)
-        if any((tp, pp, dp, fsdp)):
-            _require_fit(parallel, cluster)
-        asked = _sharded(path, size, parallel, cluster) if parallel.cuts else _replicated(path, size, cluster)
-        predictions = [
-            asked.predict(strategy, staging_bytes=options.staging_bytes, chunk_bytes=options.chunk_bytes)
-            for strategy in STRATEGIES
-        ]
-        by_strategy = {prediction.decision.strategy: prediction for prediction in predictions}
-        if as_json:
-            click.echo(json.dumps(_as_json(shown_path, asked, by_strategy)))
-        else:
-            _print(shown_path, asked, by_strategy)
-        if trace is not None:
-            best = min(by_strategy.values(), key=lambda prediction: prediction.total_s)
-            write_text(trace, to_json(_events(best, asked)))
+    shown_path = locate(path).url if path is not None else None
+    if (path is None) == (size is None):
+        raise OptionError("give either PATH or --size")
+    if storage_gbps is None and per_host_storage_gbps is None:
+        raise OptionError("how fast is storage? Give --storage-gbps, --per-host-storage-gbps, or both")
+    cluster = Cluster(
+        num_hosts=hosts,
+        ranks_per_host=ranks_per_host,
+        host_bytes_per_s=host_gbps,
+        storage_bytes_per_s=storage_gbps or math.inf,
+        host_storage_bytes_per_s=per_host_storage_gbps or math.inf,
+        nccl=device == "cuda",
+        rank_bytes_per_s=rank_gbps,
+    )
+    options = LoadOptions(chunk_bytes=chunk)
+    if staging is not None:
+        options = dataclasses.replace(options, staging_bytes=staging)
+    parallel = Parallel(tp=tp or 1, pp=pp or 1, dp=dp or 1, fsdp=fsdp)
+    if any((tp, pp, dp, fsdp)):
+        _require_fit(parallel, cluster)
+    asked = _sharded(path, size, parallel, cluster) if parallel.cuts else _replicated(path, size, cluster)
+    predictions = [
+        asked.predict(strategy, staging_bytes=options.staging_bytes, chunk_bytes=options.chunk_bytes)
+        for strategy in STRATEGIES
+    ]
+    by_strategy = {prediction.decision.strategy: prediction for prediction in predictions}
+    if as_json:
+        print_json(_as_json(shown_path, asked, by_strategy))
+    else:
+        _print(shown_path, asked, by_strategy)
+    if trace is not None:
+        best = min(by_strategy.values(), key=lambda prediction: prediction.total_s)
+        write_text(trace, to_json(_events(best, asked)))
 
 
 @dataclass(frozen=True)
@@ -277,24 +273,20 @@ def _print(path: str | None, load: _Load, predictions: dict[str, Prediction]) ->
         "each host's link": cluster.host_bytes_per_s,
     }
     shown = (f"{name} {_rate(rate)}" for name, rate in rates.items() if math.isfinite(rate))
-    console.print("; ".join(shown), highlight=False)
+    console.print("; ".join(shown))
     console.print(
         f"floor, one client streams all: {format_duration(floor_s)}; "
         f"the least possible here: {format_duration(load.least_s)}",
-        highlight=False,
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     heads = "strategy time ÷floor off_storage readers share max/mean exchanged rounds chunk bound_by"
-    for head in heads.split():
-        left = head in ("strategy", "bound_by")
-        table.add_column(head.replace("_", " "), justify="left" if left else "right", no_wrap=True)
+    table = table_of(*(head.replace("_", " ") for head in heads.split()), text=("strategy", "bound by"))
     for prediction in predictions.values():
         table.add_row(*_cells(prediction, cluster, floor_s))
     console.print(table)
     if cluster.before_s > _SHORT_S:
-        console.print(f"before the first read: {format_duration(cluster.before_s)}", highlight=False)
+        console.print(f"before the first read: {format_duration(cluster.before_s)}")
     if levels := next((prediction.levels for prediction in predictions.values() if prediction.levels), ()):
-        console.print(f"exchanged: {'; '.join(map(_level, levels))}", highlight=False)
+        console.print(f"exchanged: {'; '.join(map(_level, levels))}")
 
 
 def _level(level: Level) -> str:

@@ -6,12 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 import click
-from rich import box
-from rich.table import Table
 
-from fastload.cli.console import stdout
-from fastload.cli.model import Model, describe, model_as_json, model_options, world_options
-from fastload.cli.quantities import COUNT, RATE, TIME, output_options, print_csv, print_json
+from fastload.cli.console import csv_option, json_option, print_csv, print_json, stdout, table_of
+from fastload.cli.options import COUNT, RATE, TIME, Model, model_options, world_options
 from fastload.errors import OptionError
 from fastload.estimate.sizing import (
     RECIPES,
@@ -22,9 +19,7 @@ from fastload.estimate.sizing import (
     topology,
     transfers,
 )
-from fastload.estimate.units import format_bytes, format_duration, format_rate
-
-__all__ = ["size"]
+from fastload.estimate.units import count, format_bytes, format_duration, format_rate
 
 
 @click.command(short_help="How large a checkpoint is, and what it asks of storage.")
@@ -36,7 +31,8 @@ __all__ = ["size"]
 @click.option("--at", "rate", type=RATE, help="Bandwidth of storage: how long does it take?")
 @click.option("--within", type=TIME, multiple=True, help="Time: what bandwidth does it take? Repeatable.")
 @click.option("--every", type=TIME, help="Interval between saves: what do they cost?")
-@output_options
+@json_option
+@csv_option
 def size(
     model: Model,
     tp: int,
@@ -48,7 +44,8 @@ def size(
     rate: float | None,
     within: tuple[float, ...],
     every: float | None,
-    output: str | None,
+    as_csv: bool,
+    as_json: bool,
 ) -> None:
     """How large a checkpoint is, and what saving and restoring it asks of storage.
 
@@ -63,34 +60,44 @@ def size(
         raise OptionError("--every needs --at or --within: how long is a save?")
     times_s = within if rate is None else (model.nbytes / rate,)
     rows = [row for time_s in times_s for row in transfers(model.nbytes, world, time_s)]
+    recipes = _recipes(model)
     overheads = [
         {"stall_s": time_s, "interval_s": every, "overhead": overhead(time_s, every)}
         for time_s in times_s
         if every is not None
     ]
-    if output == "json":
+    if as_json:
         print_json(
             {
-                **model_as_json(model),
-                "recipes": _recipes(model),
+                **model.to_dict(),
+                "recipes": recipes,
                 "world": asdict(world) | {"num_gpus": world.num_gpus, "num_hosts": world.num_hosts},
                 "transfers": [asdict(row) for row in rows],
                 "overheads": overheads,
             }
         )
-    elif output == "csv":
-        print_csv([asdict(row) for row in rows] or _recipes(model) or [{"checkpoint_bytes": model.nbytes}])
+        return
+    if as_csv:
+        print_csv([asdict(row) for row in rows] or recipes or [{"checkpoint_bytes": model.nbytes}])
+        return
+    for line in model.lines():
+        click.echo(line)
+    if rows and world.num_gpus > 1:
+        _print_transfers(world, rows)
+    elif recipes and not rows:
+        _print_recipes(recipes)
     else:
-        _print_size(model, world, rows)
-        if rate is not None and world.dp > 1:
-            once, often = format_duration(times_s[0]), format_duration(times_s[0] * world.dp)
-            click.echo(
-                f"at {format_rate(rate)} restoring takes {once} read once, {often} read {world.dp} times"
-            )
-        for row in overheads:
-            stall, interval = format_duration(row["stall_s"]), format_duration(row["interval_s"])
-            share = f"{row['overhead'] * 100:.3g} %"
-            click.echo(f"training that stands still for {stall} every {interval} loses {share}")
+        for row in rows:
+            time, needed = format_duration(row.time_s), format_rate(row.storage_bytes_per_s)
+            click.echo(f"to {row.what} it within {time} takes storage of {needed}")
+    if rate is not None and world.dp > 1:
+        once, often = format_duration(times_s[0]), format_duration(times_s[0] * world.dp)
+        click.echo(f"at {format_rate(rate)} restoring takes {once} read once, {often} read {world.dp} times")
+    for each in overheads:
+        stall, interval = format_duration(each["stall_s"]), format_duration(each["interval_s"])
+        click.echo(
+            f"training that stands still for {stall} every {interval} loses {each['overhead'] * 100:.3g} %"
+        )
 
 
 def _recipes(model: Model) -> list[dict[str, Any]]:
@@ -106,36 +113,18 @@ def _recipes(model: Model) -> list[dict[str, Any]]:
     ]
 
 
-def _print_size(model: Model, world: Topology, rows: list[Transfer]) -> None:
-    for line in describe(model):
-        click.echo(line)
-    if not rows:
-        _print_recipes(model)
-    elif world.num_gpus > 1:
-        _print_transfers(world, rows)
-    else:
-        for row in rows:
-            time, rate = format_duration(row.time_s), format_rate(row.storage_bytes_per_s)
-            click.echo(f"to {row.what} it within {time} takes storage of {rate}")
-
-
-def _print_recipes(model: Model) -> None:
-    table = Table("recipe", "bytes each", "checkpoint", "", box=box.SIMPLE_HEAD, pad_edge=False)
-    for row in _recipes(model):
+def _print_recipes(recipes: list[dict[str, Any]]) -> None:
+    table = table_of("recipe", "bytes each", "checkpoint", "", text=("recipe",))
+    for row in recipes:
         sizes = (format_bytes(row["checkpoint_bytes"], binary=binary) for binary in (False, True))
         table.add_row(row["recipe"], f"{row['bytes_per_parameter']:g}", *sizes)
-    if table.rows:
-        stdout().print(table)
+    stdout().print(table)
 
 
 def _print_transfers(world: Topology, rows: list[Transfer]) -> None:
     parts = f"TP {world.tp} × PP {world.pp} × DP {world.dp}"
-    hosts = "1 host" if world.num_hosts == 1 else f"{world.num_hosts:,} hosts"
-    click.echo(f"{parts} = {world.num_gpus:,} GPUs on {hosts}")
-    heads = ("", "", "GPUs", "bytes", "time", "storage", "per host", "per GPU")
-    table = Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in table.columns[2:]:
-        column.justify = "right"
+    click.echo(f"{parts} = {world.num_gpus:,} GPUs on {count(world.num_hosts, 'host')}")
+    table = table_of("", "", "GPUs", "bytes", "time", "storage", "per host", "per GPU", text=("",))
     for row in rows:
         table.add_row(
             row.what,

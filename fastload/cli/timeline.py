@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
 
-from fastload.cli.console import errors_to_exit_code
-from fastload.cli.quantities import PNG
-from fastload.cli.tracks import Trace, read_trace
+from fastload.cli.options import PNG
+from fastload.cli.pictures import draw_timeline
 from fastload.errors import FastloadError
 
-__all__ = ["timeline"]
+Intervals = list[tuple[float, float]]
+"""Begin and end in seconds, ascending, without overlaps."""
 
-_MOST_ROWS = 32
+_STAGES = ("read", "exchange", "place", "snapshot", "write", "commit")
+_WHOLE = ("load", "save")
 
 
 @click.command(short_help="Draw where the time of a load or a save went.")
@@ -29,22 +33,92 @@ def timeline(file: Any, png: str, floor_s: float | None) -> None:
     wrote. The dashed line is the floor: as given, or as the trace says, or else the time in which at least
     one rank was reading.
     """
-    with errors_to_exit_code(rank=0):
-        trace = read_trace(file)
-        try:
-            from fastload.cli.picture import draw
-        except ImportError as error:
-            raise FastloadError(f"pictures need {error.name}: pip install 'fastload-torch[plot]'") from None
-        try:
-            draw(trace, png, *_floor(trace, floor_s), most_rows=_MOST_ROWS)
-        except OSError as error:
-            raise FastloadError(f"{png}: {error.strerror or error}") from None
+    trace = _read(file)
+    if floor_s is not None:
+        floor, label = floor_s, "floor"
+    elif "floor_s" in trace.about:
+        floor, label = float(trace.about["floor_s"]), "floor: one client streams all"
+    else:
+        floor, label = trace.reading_s, "floor: the reads without gaps"
+    draw_timeline(png, trace, floor, label)
     click.echo(f"{png}: {len(trace.rows)} ranks, {trace.end_s:.3f} s")
 
 
-def _floor(trace: Trace, given_s: float | None) -> tuple[float, str]:
-    if given_s is not None:
-        return given_s, "floor"
-    if "floor_s" in trace.about:
-        return float(trace.about["floor_s"]), "floor: one client streams all"
-    return trace.reading_s, "floor: the reads without gaps"
+@dataclass(frozen=True)
+class Row:
+    """What one rank did.
+
+    Attributes:
+        title: Rank and host, and what else there is to say.
+        stages: When each stage was under way.
+        end_s: When the rank was done.
+    """
+
+    title: str
+    stages: Mapping[str, Intervals]
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A trace of a load or a save.
+
+    Attributes:
+        rows: By rank.
+        about: What the writer of the trace knew.
+    """
+
+    rows: Sequence[Row]
+    about: Mapping[str, Any]
+
+    @property
+    def end_s(self) -> float:
+        """When the last rank was done."""
+        return max(row.end_s for row in self.rows)
+
+    @property
+    def reading_s(self) -> float:
+        """For how long at least one rank was reading."""
+        reads = _union(interval for row in self.rows for interval in row.stages.get("read", []))
+        return sum(end - begin for begin, end in reads)
+
+
+def _read(file: Any) -> Trace:
+    """Reads a trace that this package wrote."""
+    try:
+        events = json.load(file)
+        about: dict[str, Any] = next((event["args"] for event in events if event["name"] == "fastload"), {})
+        rows = list(_rows(events))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FastloadError(f"{file.name}: not a trace of fastload: {error!r}") from None
+    if not any(row.stages for row in rows):
+        raise FastloadError(f"{file.name}: a trace without any work in it")
+    return Trace(rows, about)
+
+
+def _rows(events: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+    titles = {e["pid"]: str(e["args"]["name"]) for e in events if e["name"] == "process_name"}
+    stages: dict[int, dict[str, Intervals]] = {rank: {} for rank in sorted(titles)}
+    ends: dict[int, float] = dict.fromkeys(titles, 0.0)
+    for event in events:
+        if event["ph"] != "X":
+            continue
+        begin = event["ts"] / 1e6
+        end = begin + event["dur"] / 1e6
+        rank, stage = event["pid"], event["name"]
+        ends[rank] = max(ends[rank], end)
+        if stage not in _WHOLE:
+            stages[rank].setdefault(stage, []).append((begin, end))
+    for rank, found in stages.items():
+        order = [stage for stage in _STAGES if stage in found] + sorted(set(found) - set(_STAGES))
+        yield Row(titles[rank], {stage: _union(found[stage]) for stage in order}, ends[rank])
+
+
+def _union(intervals: Iterable[tuple[float, float]]) -> Intervals:
+    joined: Intervals = []
+    for begin, end in sorted(intervals):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined

@@ -1,32 +1,43 @@
-"""``fastload convert --to torch``: one file, which every rank writes its share of."""
+"""``fastload convert --to torch``: one file, which all ranks write together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
+from torch import Tensor
+
 from fastload.base.memory import byte_view, host_view
-from fastload.cli.shares import Share, Shares
 from fastload.comm.group import join
 from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
+from fastload.formats.manifest import TensorEntry
 from fastload.formats.torch_save.writer import TorchLayout, join_crcs, lay_out_torch
 from fastload.geometry.box import runs_of
+from fastload.geometry.dtensors import is_dtensor, local_parts
 from fastload.storage import locate, single_file
 from fastload.storage.folders import write_all
 
-__all__ = ["local_path", "write_torch_file"]
+if TYPE_CHECKING:
+    from fastload.cli.convert import Parts
 
 _CHUNK_BYTES = 16 << 20
 
-Sum = tuple[str, int, int, int]
-"""Of some bytes of a tensor: its name, the first byte, their number, their CRC-32."""
+
+class _Written(NamedTuple):
+    """Bytes of a tensor that this rank has written, and their CRC-32."""
+
+    name: str
+    start: int
+    nbytes: int
+    checksum: int
 
 
 def local_path(dst: str) -> str:
-    """Returns where a file is to be made.
+    """Returns the path of a file that is to be made.
 
     Raises:
         OptionError: It is no path of a file.
@@ -37,19 +48,19 @@ def local_path(dst: str) -> str:
     return location.address
 
 
-def write_torch_file(shares: Shares, dst: str, *, overwrite: bool, timeout_s: float) -> int:
+def write_torch_file(parts: Parts, dst: str, *, overwrite: bool, timeout_s: float) -> dict[str, Any]:
     """Writes a file that ``torch.load(weights_only=True)`` reads; all ranks of the job call it.
 
     The file appears in one step, once all of it is durable.
 
     Args:
-        shares: What this rank has.
+        parts: What this rank holds.
         dst: Where to; a path that all ranks share.
         overwrite: Whether a file there is replaced.
         timeout_s: Longest wait without progress, in seconds.
 
     Returns:
-        Length of the file in bytes.
+        Where it is, and what it holds.
 
     Raises:
         CheckpointExists: There is something at `dst`.
@@ -63,7 +74,7 @@ def write_torch_file(shares: Shares, dst: str, *, overwrite: bool, timeout_s: fl
     layouts: list[TorchLayout] = []
 
     def prepare() -> str:
-        layouts.append(lay_out_torch(shares.structure, [share.entry for share in shares.tensors]))
+        layouts.append(lay_out_torch(parts.structure, parts.entries))
         if world.rank == 0:
             pending.append(single_file.make_pending(path, overwrite=overwrite))
         return "".join(pending)
@@ -72,8 +83,8 @@ def write_torch_file(shares: Shares, dst: str, *, overwrite: bool, timeout_s: fl
         with world.together():
             name, *_ = world.agree(what, prepare)
             [layout] = layouts
-            sums = world.settle(what, partial(_write_share, world, shares, layout, name))
-            checksums = _joined(layout, [one for of_rank in sums for one in of_rank])
+            written = world.settle(what, partial(_write_parts, world, parts, layout, name))
+            checksums = _joined(layout, [_Written(*one) for of_rank in written for one in of_rank])
             write_rest = partial(_write_rest, layout, checksums, name, path, overwrite=overwrite)
             nbytes, *_ = world.agree(what, lambda: write_rest() if world.rank == 0 else 0)
     except BaseException:
@@ -81,43 +92,43 @@ def write_torch_file(shares: Shares, dst: str, *, overwrite: bool, timeout_s: fl
             single_file.remove(name)
         raise
     world.acknowledge()
-    return nbytes
+    return {"url": path, "num_tensors": len(parts.entries), "nbytes": nbytes, "num_files": 1}
 
 
-def _write_share(world: World, shares: Shares, layout: TorchLayout, name: str) -> list[Sum]:
-    """Writes what this rank has; of what all have, every so many tensors."""
-    sums = []
+def _write_parts(world: World, parts: Parts, layout: TorchLayout, name: str) -> list[_Written]:
+    """Writes this rank's shards, and its turn of the tensors that all ranks hold."""
+    written = []
     with single_file.opened(name) as descriptor:
-        for index, share in enumerate(shares.tensors):
-            if share.dim is None and index % world.size != world.rank:
+        for index, entry in enumerate(parts.entries):
+            tensor = parts.tensors[entry.name]
+            if not is_dtensor(tensor) and index % world.size != world.rank:
                 continue
-            begin = layout.tensors[share.entry.name].offset
-            for start, data in _runs(share):
+            begin = layout.tensors[entry.name].offset
+            for start, data in _runs(entry, tensor):
                 checksum = 0
                 for at in range(0, len(data), _CHUNK_BYTES):
                     chunk = data[at : at + _CHUNK_BYTES]
                     write_all(descriptor, begin + start + at, chunk)
                     checksum = crc32(chunk, checksum)
                     world.note_progress()
-                sums.append((share.entry.name, start, len(data), checksum))
-    return sums
+                written.append(_Written(entry.name, start, len(data), checksum))
+    return written
 
 
-def _runs(share: Share) -> Iterator[tuple[int, memoryview]]:
-    """Yields the bytes that a rank has of a tensor, in runs, each with where in the tensor it begins."""
-    data = host_view(byte_view(share.tensor))
-    if not len(data):
-        return
-    runs = runs_of(share.box, torch_spec(share.entry)[1]).scaled(share.tensor.itemsize)
-    for number, start in enumerate(runs.starts()):
-        yield start, data[number * runs.length : (number + 1) * runs.length]
+def _runs(entry: TensorEntry, tensor: Tensor) -> Iterator[tuple[int, memoryview]]:
+    """Yields contiguous bytes of this rank's part of a tensor, each with its offset in the whole."""
+    for box, part in local_parts(tensor):
+        data = host_view(byte_view(part))
+        runs = runs_of(box, torch_spec(entry)[1]).scaled(part.itemsize)
+        for number, start in enumerate(runs.starts() if len(data) else ()):
+            yield start, data[number * runs.length : (number + 1) * runs.length]
 
 
-def _joined(layout: TorchLayout, sums: Sequence[Sum]) -> Mapping[str, int]:
+def _joined(layout: TorchLayout, written: list[_Written]) -> Mapping[str, int]:
     """Returns the CRC-32 of each tensor."""
     checksums = dict.fromkeys(layout.tensors, 0)
-    for name, _, nbytes, checksum in sorted(sums):
-        checksums[name] = join_crcs(checksums[name], checksum, nbytes)
+    for one in sorted(written):
+        checksums[one.name] = join_crcs(checksums[one.name], one.checksum, one.nbytes)
     return checksums
 
 

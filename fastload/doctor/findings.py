@@ -10,8 +10,8 @@ from typing import Literal
 
 from fastload.doctor.examine import Site
 from fastload.doctor.facts import Facts
-from fastload.doctor.wording import by_value, count, host_names, hosts, limit, rank_names, some
-from fastload.estimate.units import format_bytes, format_duration, format_rate
+from fastload.doctor.wording import by_value, host_names, hosts, limit, rank_names, some
+from fastload.estimate.units import count, format_bytes, format_duration, format_rate
 from fastload.storage.mounts import IN_MEMORY_TYPES, is_network
 
 __all__ = ["Finding", "Level", "findings"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from fastload.doctor.examine import Site
 from fastload.doctor.facts import Facts
 
-__all__ = ["by_value", "count", "host_names", "hosts", "limit", "rank_names", "some"]
+__all__ = ["by_value", "host_names", "hosts", "limit", "rank_names", "some"]
 
 _MOST_SHOWN = 4
 
@@ -48,11 +48,6 @@ def some(names: Sequence[str]) -> str:
     """Writes the first few of some names."""
     shown = ", ".join(names[:_MOST_SHOWN])
     return f"{shown} and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else shown
-
-
-def count(number: int, thing: str) -> str:
-    """Writes a number of things: ``1 host``, ``2 hosts``."""
-    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def limit(number: int) -> str:

@@ -4,9 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastload.estimate import cadence, parameters, sizing, tiers
+    from fastload.estimate import cadence, parameters, sizing
 
-__all__ = ["cadence", "parameters", "sizing", "tiers"]
+__all__ = ["cadence", "parameters", "sizing"]
 
 
 def __getattr__(name: str) -> Any:

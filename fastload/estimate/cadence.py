@@ -1,29 +1,35 @@
-"""How often to save: what is published on it, one recommendation, and the core of a live controller. Pure."""
+"""How often to save: the published rules, a recommendation, and an interval that adapts. Pure."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 from fastload.errors import OptionError
 from fastload.estimate.units import format_duration, require_not_negative, require_positive, require_whole
 
 __all__ = [
+    "DEFAULT_BEYOND_MEMORY",
     "DEFAULT_BUDGET",
     "DEFAULT_FAILURES_PER_HOST_S",
     "DEFAULT_RESTART_S",
-    "Cadence",
+    "AdaptiveInterval",
+    "MeasuredSave",
     "Recommendation",
-    "Save",
+    "Tier",
+    "Tiers",
     "budget_interval_s",
     "checkfreq_steps",
     "daly_s",
     "ettr",
     "ettr_peak_s",
     "job_mtbf_s",
+    "loss_probability",
+    "mtbf_by_tier",
     "pccheck_steps",
     "recommend",
+    "recommend_tiers",
     "recoverable_probability",
     "young_s",
 ]
@@ -34,6 +40,10 @@ DEFAULT_FAILURES_PER_HOST_S = 6.5 / 1000 / 86400
 DEFAULT_RESTART_S = 300.0
 DEFAULT_BUDGET = 0.035  # Mohan et al., "CheckFreq", FAST 2021
 
+# Nothing published says it: power, the scheduler, a cancelled job. Without any, storage would be for nothing.
+DEFAULT_BEYOND_MEMORY = 0.01
+
+_MOST_MORE_HOSTS = 16  # that are lost before the first is replaced: more are as good as impossible
 _ROUNDING = 1e-9  # 3.0000000001 steps are 3
 _WINDOW = 5  # saves that count; odd, so that the median is one of them
 _DEAD_BAND = 1.2
@@ -211,6 +221,26 @@ def _whole_steps(interval_s: float, step_s: float) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Tier:
+    """What saves to storage cost, or saves to the memory of hosts.
+
+    Attributes:
+        stall_s: Time that training stands still for a save.
+        background_s: Time after that until the save counts: all its copies are there, or it is durable.
+        restart_s: Time from a failure until training goes on from it.
+    """
+
+    stall_s: float
+    background_s: float
+    restart_s: float
+
+    @property
+    def lost_s(self) -> float:
+        """Time that a failure costs, whatever the interval."""
+        return self.restart_s + self.background_s
+
+
+@dataclass(frozen=True, slots=True)
 class Recommendation:
     """How often to save, and why.
 
@@ -227,6 +257,10 @@ class Recommendation:
     why: str
     overhead: float
     ettr: float
+
+    def __str__(self) -> str:
+        steps = "" if self.interval_steps is None else f" ({self.interval_steps:,} steps)"
+        return f"{format_duration(self.interval_s)}{steps}"
 
 
 def recommend(
@@ -261,55 +295,171 @@ def recommend(
     require_positive(mtbf_s=mtbf_s, budget=budget, **({} if step_s is None else {"step_s": step_s}))
     require_not_negative(stall_s=stall_s, background_s=background_s, restart_s=restart_s)
     require_whole(saves_in_flight=saves_in_flight)
-    _require_progress(mtbf_s, restart_s + background_s)
-    return _recommend(
-        stall_s, background_s, mtbf_s, restart_s + background_s, budget, saves_in_flight, step_s, spare=1
-    )
+    tier = Tier(stall_s, background_s, restart_s)
+    _require_progress(mtbf_s, tier.lost_s)
+    return _recommend(tier, mtbf_s, budget, saves_in_flight, step_s)
 
 
 def _recommend(
-    stall_s: float,
-    background_s: float,
+    tier: Tier,
     mtbf_s: float,
-    lost_s: float,
     budget: float,
     saves_in_flight: int,
     step_s: float | None,
     *,
-    spare: float,
+    margin: float = 1.0,
 ) -> Recommendation:
-    """Does what `recommend` says, with bounds that are kept with so much to spare."""
-    peak_s = _peak_s(stall_s, mtbf_s, lost_s)
-    room_s, affordable_s = spare * background_s / saves_in_flight, spare * budget_interval_s(stall_s, budget)
+    """Does what `recommend` says, with lower bounds that are so many times higher."""
+    peak_s = _peak_s(tier.stall_s, mtbf_s, tier.lost_s)
+    budget_s = margin * budget_interval_s(tier.stall_s, budget)
+    written_s = margin * tier.background_s / saves_in_flight
+    written = f"a save is written in {format_duration(tier.background_s)}"
     candidates = (
         (peak_s, "the peak of the ETTR curve: more often costs more in stalls than it saves in lost work"),
-        (affordable_s, f"the budget: more often, stalls take more than {budget * 100:.3g} % of the time"),
-        (room_s, _room(background_s, saves_in_flight)),
+        (budget_s, f"the budget: more often, stalls take more than {budget * 100:.3g} % of the time"),
+        (
+            written_s,
+            f"the save before has to be done: {written}"
+            if saves_in_flight == 1
+            else f"{saves_in_flight} saves in flight are the most: {written}",
+        ),
     )
     interval_s, why = max(candidates, key=lambda candidate: candidate[0])
     if interval_s > peak_s > 0:
         why += f" (the ETTR would be highest at {format_duration(peak_s)})"
     interval_steps = None
     if step_s is not None:
-        interval_steps = max(_whole_steps(max(room_s, affordable_s), step_s), round(peak_s / step_s))
+        interval_steps = max(_whole_steps(max(written_s, budget_s), step_s), round(peak_s / step_s))
         interval_s = interval_steps * step_s
         if interval_steps == 1:
             why = "every step: no more often is possible"
     elif interval_s == 0:
         raise OptionError("saves that take no time can be had at every step: say how long a step takes")
-    value = ettr(interval_s, stall_s=stall_s, mtbf_s=mtbf_s, restart_s=lost_s)
-    return Recommendation(interval_s, interval_steps, why, stall_s / interval_s, value)
-
-
-def _room(background_s: float, saves_in_flight: int) -> str:
-    written = f"a save is written in {format_duration(background_s)}"
-    if saves_in_flight == 1:
-        return f"the save before has to be done: {written}"
-    return f"{saves_in_flight} saves in flight are the most: {written}"
+    value = ettr(interval_s, stall_s=tier.stall_s, mtbf_s=mtbf_s, restart_s=tier.lost_s)
+    return Recommendation(interval_s, interval_steps, why, tier.stall_s / interval_s, value)
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class Tiers:
+    """How often to save where, and what comes of it.
+
+    Attributes:
+        memory: For memory.
+        storage: For storage.
+        loss_probability: Share of the failures after which memory is not whole, and storage is needed.
+        ettr: Expected share of the wall clock that makes progress, with both.
+        ettr_storage: The same with storage alone, saved to as often as is best then.
+    """
+
+    memory: Recommendation
+    storage: Recommendation
+    loss_probability: float
+    ettr: float
+    ettr_storage: float
+
+
+def loss_probability(
+    *,
+    num_hosts: int,
+    copies: int,
+    mtbf_s: float,
+    window_s: float,
+    hosts_lost: int = 1,
+    beyond_memory: float = DEFAULT_BEYOND_MEMORY,
+) -> float:
+    """Returns how likely a failure takes all copies of some part of what is in memory.
+
+    A failure takes some hosts; until they are replaced and the copies made anew, more fail, each by itself:
+    a Poisson number with mean (N - k)·W/(N·M). For the hosts that are lost then, see
+    `recoverable_probability`, a lower bound, so this is an upper one. Some failures take all hosts.
+
+    Args:
+        num_hosts: Hosts N of the job.
+        copies: Copies of every part, each on another host.
+        mtbf_s: Mean time M between failures of the job.
+        window_s: Time W from a failure until all copies are there again.
+        hosts_lost: Hosts k that a failure takes.
+        beyond_memory: Share of the failures that take all of them.
+
+    Raises:
+        OptionError: A number cannot be used, or there are more copies or lost hosts than hosts.
+    """
+    require_positive(mtbf_s=mtbf_s)
+    require_not_negative(window_s=window_s)
+    require_whole(num_hosts=num_hosts, copies=copies, hosts_lost=hosts_lost)
+    if not 0 <= beyond_memory <= 1:
+        raise OptionError(f"beyond_memory={beyond_memory!r}: must be a share, from 0 to 1")
+    for count, what in ((copies, "copies"), (hosts_lost, "lost hosts")):
+        if count > num_hosts:
+            raise OptionError(f"{count} {what} need as many hosts, not {num_hosts}")
+    mean = (num_hosts - hosts_lost) * window_s / (num_hosts * mtbf_s)
+    recoverable, probability = 0.0, math.exp(-mean)
+    for num_more in range(min(num_hosts - hosts_lost, _MOST_MORE_HOSTS) + 1):
+        failures = hosts_lost + num_more
+        recoverable += probability * recoverable_probability(
+            num_hosts=num_hosts, copies=copies, failures=failures
+        )
+        probability *= mean / (num_more + 1)
+    return max(0.0, 1 - (1 - beyond_memory) * recoverable)
+
+
+def mtbf_by_tier(mtbf_s: float, loss_probability: float) -> tuple[float, float]:
+    """Returns the mean times in seconds between failures that memory gets over, and that need storage.
+
+    With these each tier has an interval of its own, as if there were no other: `AdaptiveInterval`, too.
+    """
+    require_positive(mtbf_s=mtbf_s)
+    share = loss_probability
+    return (mtbf_s / (1 - share) if share < 1 else math.inf, mtbf_s / share if share > 0 else math.inf)
+
+
+def recommend_tiers(
+    *,
+    memory: Tier,
+    storage: Tier,
+    mtbf_s: float,
+    loss_probability: float,
+    budget: float = DEFAULT_BUDGET,
+    step_s: float | None = None,
+) -> Tiers:
+    """Recommends how often to save where.
+
+    Each tier by `recommend`, for the failures after which it is used. Storage gets at most half of
+    the budget, and memory what that leaves. The ETTR is that of `ettr`, with the loss of either tier
+    by its share, and the stalls of both; a save that goes to both stalls once, so it may be a little higher.
+
+    Args:
+        memory: What a save to memory takes.
+        storage: What one to storage takes.
+        mtbf_s: Mean time between failures of the job.
+        loss_probability: Share of them after which memory is not whole; see `loss_probability`.
+        budget: Largest share of the time trained that may go into stalls.
+        step_s: Time of a training step; None if it is not known.
+
+    Raises:
+        OptionError: A number cannot be used, one of the tiers is never used, or the job fails faster than it
+            restarts.
+    """
+    require_positive(budget=budget)
+    if not 0 < loss_probability < 1:
+        which = "storage" if loss_probability <= 0 else "memory"
+        raise OptionError(f"no failure is got over from {which}: there is nothing to save there for")
+    of_memory_s, of_storage_s = mtbf_by_tier(mtbf_s, loss_probability)
+
+    def best(tier: Tier, mtbf_s: float, budget: float) -> Recommendation:
+        return recommend(**asdict(tier), mtbf_s=mtbf_s, budget=budget, step_s=step_s)
+
+    alone = best(storage, mtbf_s, budget)
+    rare = best(storage, of_storage_s, budget / 2)
+    often = best(memory, of_memory_s, budget - rare.overhead)
+    lost_s = (1 - loss_probability) * (memory.lost_s + often.interval_s / 2)
+    lost_s += loss_probability * (storage.lost_s + rare.interval_s / 2)
+    value = max(0.0, 1 - lost_s / mtbf_s) / (1 + often.overhead + rare.overhead)
+    return Tiers(often, rare, loss_probability, value, alone.ettr)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSave:
     """What one save took, as measured on one rank.
 
     Attributes:
@@ -324,8 +474,8 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class Cadence:
-    """A controller of the interval between saves. A value: the same measurements give the same interval.
+class AdaptiveInterval:
+    """An interval between saves that adapts to what they cost. The same measurements give the same interval.
 
     So all ranks agree if all of them are fed what one rank measured. The median of the last few saves
     counts, and the interval stays as it is while what is best is near it: one odd save changes nothing, a
@@ -347,7 +497,7 @@ class Cadence:
     saves_in_flight: int
     interval_steps: int
     why: str = "nothing has been measured yet"
-    saves: tuple[Save, ...] = ()
+    saves: tuple[MeasuredSave, ...] = ()
 
     def __post_init__(self) -> None:
         require_positive(mtbf_s=self.mtbf_s, budget=self.budget)
@@ -355,8 +505,8 @@ class Cadence:
         require_whole(saves_in_flight=self.saves_in_flight, interval_steps=self.interval_steps)
         _require_progress(self.mtbf_s, self.restart_s)
 
-    def measured(self, save: Save) -> Cadence:
-        """Returns the controller after one more save.
+    def measured(self, save: MeasuredSave) -> AdaptiveInterval:
+        """Returns the interval after one more save.
 
         Raises:
             OptionError: What was measured is no time.
@@ -364,16 +514,15 @@ class Cadence:
         require_positive(step_s=save.step_s)
         require_not_negative(stall_s=save.stall_s, background_s=save.background_s)
         saves = (*self.saves, save)[-_WINDOW:]
-        background_s = median(save.background_s for save in saves)
+        medians = (median(save.stall_s for save in saves), median(save.background_s for save in saves))
+        tier = Tier(*medians, self.restart_s)
         best = _recommend(
-            median(save.stall_s for save in saves),
-            background_s,
+            tier,
             self.mtbf_s,
-            self.restart_s + background_s,
             self.budget,
             self.saves_in_flight,
             median(save.step_s for save in saves),
-            spare=_DEAD_BAND,  # so that the bounds hold anywhere inside of the dead band
+            margin=_DEAD_BAND,  # so that the bounds hold anywhere inside of the dead band
         )
         steps = best.interval_steps
         assert steps is not None

@@ -164,6 +164,11 @@ def format_count(number: float) -> str:
     return _scaled(number, 1000, ["", *"KMBT"]).replace(" ", "")
 
 
+def count(number: int, thing: str) -> str:
+    """Writes a number of things: ``1 host``, ``2 hosts``."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
 def format_duration(seconds: float) -> str:
     """Writes a time with three digits in the unit that suits it: ``50.5 s``, ``31.2 min``."""
     if 0 < seconds < 1:

@@ -10,8 +10,7 @@ from statistics import median
 from typing import Protocol, TypeVar
 
 from fastload.errors import OptionError
-from fastload.estimate.cadence import Cadence, Save
-from fastload.estimate.tiers import loss_probability, mtbf_by_tier
+from fastload.estimate.cadence import AdaptiveInterval, MeasuredSave, loss_probability, mtbf_by_tier
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class IntervalPolicy:
                 "memory= and memory_every_steps= or memory_every_seconds= go together (or memory= and "
                 "every='auto'): where to keep recent checkpoints, and how often"
             )
-        IntervalController(self)  # whose `Cadence` checks mtbf_s, restart_s and budget
+        IntervalController(self)  # whose `AdaptiveInterval` checks mtbf_s, restart_s and budget
 
     @property
     def has_memory_interval(self) -> bool:
@@ -113,9 +112,9 @@ SaveT = TypeVar("SaveT", bound=RunningSave | None)
 class IntervalController:
     """The seconds between saves to each tier, given or from what steps and saves take.
 
-    Worked out as in `fastload.estimate.cadence.Cadence`. With memory each tier has the interval for the
-    failures that it survives. Storage gets at most half of the budget, and memory what that leaves, as in
-    `fastload.estimate.tiers.recommend_tiers`.
+    Worked out as in `fastload.estimate.cadence.AdaptiveInterval`. With memory each tier has the interval for
+    the failures that it survives. Storage gets at most half of the budget, and memory what that leaves, as in
+    `fastload.estimate.cadence.recommend_tiers`.
 
     Args:
         policy: What was asked for.
@@ -131,7 +130,7 @@ class IntervalController:
         self._last_s: float | None = None
         if policy.every is None or policy.mtbf_s is None:
             return
-        cadence = Cadence(
+        cadence = AdaptiveInterval(
             mtbf_s=policy.mtbf_s,
             restart_s=policy.restart_s,
             budget=policy.budget,
@@ -193,7 +192,7 @@ class IntervalController:
     def _learn(self, tier: _TierInterval | None, stall_s: float, background_s: float) -> None:
         if not self._steps_s or tier is None or self._storage is None:
             return
-        save = Save(max(median(self._steps_s), 1e-6), stall_s, background_s)
+        save = MeasuredSave(max(median(self._steps_s), 1e-6), stall_s, background_s)
         budget = self._policy.budget
         if self._memory is None:
             return tier.measured(save)
@@ -207,9 +206,9 @@ class IntervalController:
     def _mtbf_by_tier(self, copy_s: float) -> tuple[float, float]:
         """Returns the mean times in seconds between failures that memory survives, and that need storage.
 
-        Failures are as in `fastload.estimate.tiers.loss_probability`: each takes a host. With one copy memory
-        survives processes that die, and nobody knows how many failures are of that kind: then each tier is
-        there for all of them.
+        Failures are as in `fastload.estimate.cadence.loss_probability`: each takes a host. With one copy
+        memory survives processes that die, and nobody knows how many failures are of that kind: then each
+        tier is there for all of them.
 
         Args:
             copy_s: Seconds until all copies are there again, once training goes on after a failure.
@@ -236,7 +235,7 @@ class _TierInterval:
         running: Saves that go on, and for how long training stood still for them.
     """
 
-    def __init__(self, cadence: Cadence, doing: str) -> None:
+    def __init__(self, cadence: AdaptiveInterval, doing: str) -> None:
         self.cadence = cadence
         self.running: list[tuple[RunningSave, float]] = []
         self._doing = doing
@@ -265,8 +264,8 @@ class _TierInterval:
         reports = [(save.report, stall_s) for save, stall_s in ended]
         return [(stall_s, report.background_s) for report, stall_s in reports if report is not None]
 
-    def measured(self, save: Save, **terms: float) -> None:
-        """Works the interval out anew, from one more save and for other terms of the `Cadence`."""
+    def measured(self, save: MeasuredSave, **terms: float) -> None:
+        """Works the interval out anew, from one more save and for other terms of the `AdaptiveInterval`."""
         before = self.cadence.interval_steps
         self.cadence = replace(self.cadence, **terms).measured(save)  # type: ignore[arg-type]
         if self.cadence.interval_steps != before and self._doing:

@@ -17,7 +17,7 @@ from bench_parts.baselines import State
 from bench_parts.lab_arms import Arm, Places, floor, make_arms, parse_tuned
 from bench_parts.tables import AS_IT_WAS, FLOOR
 from fastload import LoadOptions
-from fastload.cli.sharded import Sharding
+from fastload.cli.load import Sharding
 
 _TP = 4
 LAYOUTS: dict[str, Callable[[int], tuple[str, str]]] = {

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fastload
-from fastload.cli.dcp_folder import write_dcp_folder
-from fastload.cli.shares import load_shares
+from fastload.cli.convert import load_parts, write_dcp_folder
 from fastload.errors import CheckpointExists, IncompleteCheckpoint
 from tests.dist.harness import ranks
 from tests.dist.test_sharded_failures import break_reads
@@ -104,14 +103,14 @@ def test_a_training_comes_back(rank: int, world: int, tmp_path: Path) -> None:
     with pytest.raises(IncompleteCheckpoint, match="no checksums to verify"):
         fastload.verify(path)
     with fastload.open(path, options=options()) as checkpoint:
-        shares = load_shares(checkpoint, rank, world)
-    made = write_dcp_folder(shares, str(tmp_path / "again"), overwrite=False, timeout_s=20)
-    assert len(made.by_name["big"].pieces) == world
+        parts = load_parts(checkpoint)
+    write_dcp_folder(parts, str(tmp_path / "again"), overwrite=False, timeout_s=20)
+    assert len(fastload.inspect(tmp_path / "again").by_name["big"].pieces) == world
     again = zeros(expected)
     dcp.load(again, checkpoint_id=tmp_path / "again")
     assert_equal(again, expected)
     with pytest.raises(CheckpointExists):
-        write_dcp_folder(shares, str(tmp_path / "again"), overwrite=False, timeout_s=20)
+        write_dcp_folder(parts, str(tmp_path / "again"), overwrite=False, timeout_s=20)
     with pytest.MonkeyPatch.context() as patch:
         break_reads(patch, 3 if rank == 1 else None)
         hybrid = hybrid_model()

@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fastload
-from fastload.cli.shares import load_shares
+from fastload.cli.convert import load_parts
 from fastload.cli.torch_file import write_torch_file
 from fastload.errors import CheckpointExists, FastloadError, IncompleteCheckpoint, ManifestError, OptionError
+from fastload.geometry.dtensors import local_of
 from tests.dist.flaky_server import serve
 from tests.dist.harness import ranks, run_ranks
 from tests.unit.test_torch_files import assert_same
@@ -79,7 +80,7 @@ def test_what_is_bad_is_said_on_all_ranks(rank: int, world: int, tmp_path: Path)
     if rank == 0:
         torch.save({"good": torch.ones(3), "odd": deque()}, path)
     torch.distributed.barrier()
-    for call in (fastload.load, lambda where: load_shares(fastload.open(where), rank, world)):
+    for call in (fastload.load, lambda where: load_parts(fastload.open(where))):
         with pytest.raises(ManifestError, match=r"state\['odd'\] is collections.deque"):
             call(path)
     assert fastload.load(path, strict=False)["odd"] is None
@@ -94,13 +95,13 @@ def test_what_is_bad_is_said_on_all_ranks(rank: int, world: int, tmp_path: Path)
 def test_all_ranks_convert_and_none_holds_the_whole(rank: int, world: int, tmp_path: Path) -> None:
     state = make(rank, tmp_path / "a.pt")
     with fastload.open(tmp_path / "a.pt") as checkpoint:
-        shares = load_shares(checkpoint, rank, world)
+        parts = load_parts(checkpoint)
         total = checkpoint.manifest.nbytes
-    assert sum(share.tensor.nbytes for share in shares.tensors) < 0.55 * total
-    fastload.save(shares.state(), tmp_path / "new")
+    assert sum(local_of(tensor).nbytes for tensor in parts.tensors.values()) < 0.55 * total
+    fastload.save(parts.state(), tmp_path / "new")
     assert_same(fastload.load(tmp_path / "new"), state)
     new = str(tmp_path / "new.pt")
-    write_torch_file(shares, new, overwrite=False, timeout_s=TIMEOUT_S)
+    write_torch_file(parts, new, overwrite=False, timeout_s=TIMEOUT_S)
     assert_same(torch.load(new, weights_only=True), state)
     with zipfile.ZipFile(new) as archive:
         assert archive.testzip() is None
@@ -111,8 +112,8 @@ def test_all_ranks_convert_and_none_holds_the_whole(rank: int, world: int, tmp_p
         (FastloadError, str(tmp_path / "nowhere" / "new.pt"), False),
     ):
         with pytest.raises(error):
-            write_torch_file(shares, path, overwrite=overwrite, timeout_s=TIMEOUT_S)
-    write_torch_file(shares, new, overwrite=True, timeout_s=TIMEOUT_S)
+            write_torch_file(parts, path, overwrite=overwrite, timeout_s=TIMEOUT_S)
+    write_torch_file(parts, new, overwrite=True, timeout_s=TIMEOUT_S)
     torch.distributed.barrier()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "new", "new.pt"]
     torch.distributed.barrier()

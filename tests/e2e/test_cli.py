@@ -138,7 +138,7 @@ def test_errors_alone(tmp_path: Path) -> None:
         assert len(done.stderr.splitlines()) == 1
         assert done.stderr.startswith(f"fastload: ManifestError: {bad}: ")
     variable = run("load", str(bad), FASTLOAD_STRATEGY="fast")
-    assert variable.returncode == 1
+    assert variable.returncode == 2
     assert variable.stderr.startswith("fastload: OptionError: strategy='fast'")
     usage = run("load", str(bad), "--strategy", "fast")
     assert usage.returncode == 2
@@ -260,5 +260,5 @@ def test_what_one_rank_has_of_its_own_is_not_put_on_a_mesh(tmp_path: Path) -> No
 )
 def test_a_mesh_that_cannot_be_is_told_once(checkpoint: Path, options: str, ranks: int, message: str) -> None:
     done = run("load", str(checkpoint), *options.split(), ranks=ranks)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"fastload: OptionError: {message}\n"

@@ -138,7 +138,7 @@ def test_a_gpu_that_is_not_there_is_one_line(device: str, message: str) -> None:
     job = environ(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="localhost", MASTER_PORT="1")
     command = ["-m", "fastload", "load", "a", "--device", device]
     done = run_forked(command, cwd=_ROOT, env=job, timeout=60)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"fastload: OptionError: {message}\n"
 
 

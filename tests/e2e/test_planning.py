@@ -262,7 +262,6 @@ def refused(code: int, words: str, *arguments: str) -> None:
         ("size 70B --at 1GB/s --within 5min", "give one of --at and --within"),
         ("size 70B --every 4h", "--every needs --at or --within"),
         ("size 70B --at 1GB/s --every 0s", "interval_s=0.0"),
-        ("size /no/config.json", "/no/config.json: no such file"),
         ("cadence --gpus 8", "how long does a save take?"),
         ("cadence --stall 5s", "how often does the job fail?"),
         ("cadence --at 1GB/s --gpus 8", "--at needs a checkpoint"),
@@ -277,11 +276,39 @@ def refused(code: int, words: str, *arguments: str) -> None:
         ("cadence 1B --at 1GB/s --gpus 16 --memory-copies 2", "how long does training wait for a copy"),
         ("cadence --stall 5s --gpus 16 --memory-stall 1s", "Give --memory-copies"),
         ("cadence --stall 5s --gpus 12", "12 GPUs do not fill hosts of 8"),
-        ("cadence --stall 5s --mtbf 1d --png /no/where/ettr.png", "cannot write the drawing"),
     ],
 )  # fmt: skip
-def test_bad_input(command: str, words: str) -> None:
+def test_options_that_cannot_be_used_are_a_usage_error(command: str, words: str) -> None:
+    refused(2, words, *command.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("size /no/config.json", "/no/config.json: no such file"),
+        ("cadence --stall 5s --mtbf 1d --png /no/where/ettr.png", "cannot write the drawing"),
+    ],
+)
+def test_what_fails_is_no_usage_error(command: str, words: str) -> None:
     refused(1, words, *command.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        ("size 70B --size 1TB", "OptionError"),
+        ("size 70B --at 273", "OptionError"),
+        ("plan --size 1GB --hosts 4", "MissingParameter"),
+        ("ls", "UsageError"),
+        ("ls --jsn", "NoSuchOption"),
+    ],
+)
+def test_a_usage_error_is_an_object_with_json(command: str, kind: str) -> None:
+    done = fastload(*command.split(), "--json")
+    assert done.exit_code == 2
+    told = json.loads(done.stdout)["error"]
+    assert told["type"] == kind
+    assert told["message"] in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -309,7 +336,7 @@ def test_a_quantity_that_cannot_be_read_is_a_usage_error(command: str, words: st
 def test_cadence_asks_for_what_it_cannot_know(tmp_path: Path) -> None:
     """All of it at once, and nothing that follows from what was given."""
     done = fastload("cadence", "7B")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert done.stderr == (
         "fastload: OptionError: how long does a save take? Give --at, the bandwidth of storage, or --stall; "
         "how often does the job fail? Give --mtbf, or --gpus or --hosts\n"

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from fastload.errors import OptionError
 from fastload.estimate.cadence import (
     DEFAULT_FAILURES_PER_HOST_S,
-    Cadence,
+    AdaptiveInterval,
+    MeasuredSave,
     Recommendation,
-    Save,
     budget_interval_s,
     checkfreq_steps,
     daly_s,
@@ -201,12 +201,12 @@ def test_formulas_refuse_bad_numbers() -> None:
 # The controller
 
 
-def controller(**change: Any) -> Cadence:
+def controller(**change: Any) -> AdaptiveInterval:
     facts = {"mtbf_s": 1e5, "restart_s": 300.0, "budget": 0.035, "saves_in_flight": 1, "interval_steps": 10}
-    return Cadence(**{**facts, **change})
+    return AdaptiveInterval(**{**facts, **change})
 
 
-def fed(cadence: Cadence, saves: list[Save]) -> list[int]:
+def fed(cadence: AdaptiveInterval, saves: list[MeasuredSave]) -> list[int]:
     steps = []
     for save in saves:
         cadence = cadence.measured(save)
@@ -214,7 +214,7 @@ def fed(cadence: Cadence, saves: list[Save]) -> list[int]:
     return steps
 
 
-SAVE = Save(step_s=2.0, stall_s=5.0, background_s=40.0)
+SAVE = MeasuredSave(step_s=2.0, stall_s=5.0, background_s=40.0)
 
 
 def test_the_first_save_sets_the_interval() -> None:
@@ -229,18 +229,19 @@ def test_the_first_save_sets_the_interval() -> None:
 
 @given(st.lists(st.floats(0.95, 1.05), min_size=3, max_size=30))
 def test_noise_changes_nothing(factors: list[float]) -> None:
-    for bound in (SAVE, Save(2.0, 0.01, 900.0), Save(2.0, 60.0, 40.0)):
+    for bound in (SAVE, MeasuredSave(2.0, 0.01, 900.0), MeasuredSave(2.0, 60.0, 40.0)):
         saves = [
-            Save(bound.step_s, bound.stall_s * factor, bound.background_s * factor) for factor in factors
+            MeasuredSave(bound.step_s, bound.stall_s * factor, bound.background_s * factor)
+            for factor in factors
         ]
         assert len(set(fed(controller(), saves))) == 1
 
 
 def test_one_odd_save_changes_nothing_and_a_drift_does() -> None:
-    odd = Save(2.0, 50.0, 4000.0)
+    odd = MeasuredSave(2.0, 50.0, 4000.0)
     steps = fed(controller(), [SAVE] * 5 + [odd] + [SAVE] * 5)
     assert len(set(steps)) == 1
-    slow = Save(2.0, 5.0, 4000.0)
+    slow = MeasuredSave(2.0, 5.0, 4000.0)
     drifted = fed(controller(), [SAVE] * 5 + [slow] * 5)
     assert drifted[4] == steps[0]
     assert drifted[-3] == drifted[-1] == math.ceil(1.2 * 4000 / 2), "after three saves, with some to spare"
@@ -248,15 +249,17 @@ def test_one_odd_save_changes_nothing_and_a_drift_does() -> None:
 
 
 def test_the_why_tells_what_was_measured() -> None:
-    assert "a save is written in 66.7 min" in controller().measured(Save(2.0, 0.0, 4000.0)).why
-    assert "more than 3.5 %" in controller(mtbf_s=1e3).measured(Save(2.0, 50.0, 0.0)).why
+    assert "a save is written in 66.7 min" in controller().measured(MeasuredSave(2.0, 0.0, 4000.0)).why
+    assert "more than 3.5 %" in controller(mtbf_s=1e3).measured(MeasuredSave(2.0, 50.0, 0.0)).why
 
 
-saves = st.builds(Save, step_s=st.floats(0.01, 50), stall_s=st.floats(0, 100), background_s=st.floats(0, 5e3))
+saves = st.builds(
+    MeasuredSave, step_s=st.floats(0.01, 50), stall_s=st.floats(0, 100), background_s=st.floats(0, 5e3)
+)
 
 
 @given(st.lists(saves, max_size=20), st.integers(1, 4))
-def test_deterministic_and_within_the_bounds(measured: list[Save], in_flight: int) -> None:
+def test_deterministic_and_within_the_bounds(measured: list[MeasuredSave], in_flight: int) -> None:
     first, second = controller(saves_in_flight=in_flight), controller(saves_in_flight=in_flight)
     for save in measured:
         first, second = first.measured(save), second.measured(save)
@@ -274,14 +277,21 @@ def test_deterministic_and_within_the_bounds(measured: list[Save], in_flight: in
 
 
 def test_a_save_slower_than_failures_does_not_end_the_job() -> None:
-    after = controller(mtbf_s=1000.0).measured(Save(1.0, 5.0, 5000.0))
+    after = controller(mtbf_s=1000.0).measured(MeasuredSave(1.0, 5.0, 5000.0))
     assert after.interval_steps == 6000
 
 
 @pytest.mark.parametrize(
-    "save", [Save(0.0, 1, 1), Save(1, -1, 1), Save(1, 1, float("nan")), Save(float("inf"), 1, 1)], ids=str
+    "save",
+    [
+        MeasuredSave(0.0, 1, 1),
+        MeasuredSave(1, -1, 1),
+        MeasuredSave(1, 1, float("nan")),
+        MeasuredSave(float("inf"), 1, 1),
+    ],
+    ids=str,
 )
-def test_measurements_that_are_none(save: Save) -> None:
+def test_measurements_that_are_none(save: MeasuredSave) -> None:
     with pytest.raises(OptionError, match="_s="):
         controller().measured(save)
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import OptionError
-from fastload.estimate.cadence import young_s
-from fastload.estimate.tiers import Tier, loss_probability, recommend_tiers
+from fastload.estimate.cadence import Tier, loss_probability, recommend_tiers, young_s
 from fastload.training import interval
 from fastload.training.interval import IntervalController, IntervalPolicy
 

@@ -14,9 +14,8 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 MAX_ATTRIBUTES = 12  # that a class sets on itself: beyond, some of them belong together
 # What may name them (an import for type checkers only is free: it does not happen).
 DISTRIBUTED = {
-    "cli/dcp_folder.py",
-    "cli/shares.py",
-    "cli/sharded.py",
+    "cli/convert.py",
+    "cli/load.py",
     "doctor/facts.py",
     "integrations/dcp.py",
     "integrations/dcp_planners.py",
@@ -69,7 +68,6 @@ PURE = {
     "transfer/plan.py",
     "doctor/findings.py",
     "estimate/cadence.py",
-    "estimate/tiers.py",
     "formats/manifest.py",
     "formats/names.py",
     "formats/record.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed.tensor import Replicate, Shard
 
-from fastload.cli.sharded import Sharding
+from fastload.cli.load import Sharding
 from fastload.errors import OptionError
 
 

@@ -9,8 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.errors import OptionError
-from fastload.estimate.cadence import ettr, recoverable_probability, young_s
-from fastload.estimate.tiers import Tier, loss_probability, mtbf_by_tier, recommend_tiers
+from fastload.estimate.cadence import (
+    Tier,
+    ettr,
+    loss_probability,
+    mtbf_by_tier,
+    recommend_tiers,
+    recoverable_probability,
+    young_s,
+)
 
 HOSTS = {"num_hosts": 16, "copies": 2}
 

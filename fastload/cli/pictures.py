@@ -1,0 +1,254 @@
+"""The drawings of ``fastload timeline`` and ``fastload cadence``, as PNG files; they need matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.filesize import decimal
+
+from fastload.errors import FastloadError
+from fastload.estimate.cadence import Recommendation, Tier, ettr
+from fastload.estimate.units import format_duration
+
+if TYPE_CHECKING:
+    from fastload.cli.timeline import Intervals, Row, Trace
+
+_INK, _MUTED, _GRID = "#1b1f24", "#59636e", "#e4e7eb"
+_DASHED = (0, (5, 3))
+
+_STAGE_COLOURS = {
+    "read": "#1d6fa5",
+    "exchange": "#f2a541",
+    "place": "#3a9d6e",
+    "snapshot": "#8e5ea2",
+    "write": "#1d6fa5",
+    "commit": "#c1121f",
+}
+_OTHER, _IDLE, _FLOOR = "#7f7f7f", "#eef0f2", "#c1121f"
+_WIDTH_PIXELS = 1500  # of the time axis
+_MAX_ROWS = 32  # of more ranks some are shown
+
+_CURVE, _BEST, _TOO_OFTEN = "#1f6feb", "#d1480b", "#8c959f"
+_MARKERS = {"Young": ("o", 17), "Daly": ("D", 11)}  # around each other where they coincide
+_NUM_POINTS = 400
+_REACH = 16  # shown: intervals up to so many times longer or shorter than what is recommended
+_TICKS = {
+    f"{number} {unit}": number * seconds
+    for unit, seconds, numbers in (
+        ("ms", 0.001, (1, 10, 100)),
+        ("s", 1, (1, 2, 5, 10, 30)),
+        ("min", 60, (1, 2, 5, 10, 30)),
+        ("h", 3600, (1, 2, 4, 8)),
+        ("d", 86400, (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)),
+    )
+    for number in numbers
+}
+
+
+def draw_timeline(path: str, trace: Trace, floor_s: float, floor: str) -> None:
+    """Draws ranks as rows and stages as coloured tracks; what stays grey is idle.
+
+    Args:
+        path: PNG file to write.
+        trace: What to draw; of many ranks the slowest, the fastest and some in between.
+        floor_s: Where to mark the floor.
+        floor: What it is called.
+
+    Raises:
+        FastloadError: matplotlib is not installed, or the file cannot be written.
+    """
+    rows = _representative(trace.rows)
+    stages = list(dict.fromkeys(stage for row in trace.rows for stage in row.stages))
+    until_s = max(trace.end_s, floor_s)
+    height = 1.7 + max(1.2, len(rows) * (0.62 if len(rows) <= 12 else 0.34))
+    figure, axes = _new_figure((12, height), dpi=130)
+    for index, row in enumerate(rows):
+        _draw_row(axes, index, row, stages, until_s)
+    axes.axvline(floor_s, color=_FLOOR, linestyle=_DASHED, linewidth=1.4, zorder=5)
+    axes.set(xlim=(0, until_s * 1.02), ylim=(len(rows) - 0.4, -0.6), xlabel="seconds")
+    titles = [row.title if len(row.title) <= 48 else f"{row.title[:47]}…" for row in rows]
+    axes.set_yticks(range(len(rows)), titles)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(False)
+    for line in axes.get_xgridlines():
+        line.set_zorder(0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_title(_timeline_title(trace, len(rows)), loc="left", fontsize=12, fontweight="bold", pad=10)
+    _add_legend(figure, trace, stages, f"{floor} {floor_s:.3g} s")
+    _save(figure, path)
+
+
+def _new_figure(size: tuple[float, float], *, dpi: int) -> tuple[Any, Any]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise FastloadError("a drawing needs matplotlib: pip install 'fastload-torch[plot]'") from None
+    figure = Figure(figsize=size, dpi=dpi, layout="constrained", facecolor="white")
+    return figure, figure.add_subplot()
+
+
+def _save(figure: Any, path: str) -> None:
+    try:
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise FastloadError(f"{path}: cannot write the drawing: {error.strerror or error}") from None
+
+
+def _representative(rows: Sequence[Row]) -> list[Row]:
+    """Returns all rows, or evenly spread ones with the slowest and the fastest among them."""
+    if len(rows) <= _MAX_ROWS:
+        return list(rows)
+    by_end = sorted(range(len(rows)), key=lambda index: rows[index].end_s)
+    even = (round(index * (len(rows) - 1) / (_MAX_ROWS - 3)) for index in range(_MAX_ROWS - 2))
+    return [rows[index] for index in sorted({by_end[0], by_end[-1], *even})]
+
+
+def _draw_row(axes: Any, index: int, row: Row, stages: list[str], until_s: float) -> None:
+    from matplotlib.colors import to_rgb
+
+    top, height = index - 0.42, 0.84
+    axes.broken_barh([(0.0, row.end_s)], (top, height), color=_IDLE, linewidth=0)
+    track = height / max(1, len(stages))
+    for number, stage in enumerate(stages):
+        pixels = np.zeros((1, _WIDTH_PIXELS, 4))
+        pixels[0, :, :3] = to_rgb(_STAGE_COLOURS.get(stage, _OTHER))
+        pixels[0, :, 3] = _density(row.stages.get(stage, []), until_s)
+        where = (0.0, until_s, top + (number + 1) * track, top + number * track)
+        axes.imshow(pixels, extent=where, aspect="auto", interpolation="nearest", zorder=3)
+    axes.plot([row.end_s] * 2, [top, top + height], color=_INK, linewidth=1.2, zorder=4)
+
+
+def _density(intervals: Intervals, until_s: float) -> Any:
+    """Returns which part of each pixel's time is covered: what is too short to see is pale, not lost."""
+    if not intervals:
+        return 0.0
+    times = np.array(intervals)
+    lengths = times[:, 1] - times[:, 0]
+    total = np.cumsum(lengths)
+    edges = np.linspace(0.0, until_s, _WIDTH_PIXELS + 1)
+    covered = np.interp(edges, times.ravel(), np.stack([total - lengths, total], axis=1).ravel())
+    return np.clip(np.diff(covered) / (until_s / _WIDTH_PIXELS), 0.0, 1.0)
+
+
+def _timeline_title(trace: Trace, num_shown: int) -> str:
+    parts = [str(trace.about.get("what", "timeline"))]
+    if nbytes := trace.about.get("bytes_wanted"):
+        parts.append(decimal(int(nbytes)))
+    parts.append(f"{trace.end_s:.3g} s")
+    num_ranks = int(trace.about.get("num_ranks", len(trace.rows)))
+    if num_shown < num_ranks:
+        parts.append(f"{num_shown} of {num_ranks:,} ranks")
+    return ", ".join(parts)
+
+
+def _add_legend(figure: Any, trace: Trace, stages: list[str], floor: str) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = [
+        Patch(color=_STAGE_COLOURS.get(stage, _OTHER), label=f"{stage} {_busy(trace, stage):.0%}")
+        for stage in stages
+    ]
+    handles.append(Patch(color=_IDLE, label="idle"))
+    handles.append(Line2D([], [], color=_FLOOR, linestyle=_DASHED, linewidth=1.4, label=floor))
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9.5)
+
+
+def _busy(trace: Trace, stage: str) -> float:
+    """Returns the part of the time in which a stage is under way, on average over the ranks that have it."""
+    rows = [row.stages[stage] for row in trace.rows if stage in row.stages]
+    busy_s = sum(end - begin for intervals in rows for begin, end in intervals)
+    return busy_s / (trace.end_s * len(rows)) if rows and trace.end_s else 0.0
+
+
+def draw_ettr(
+    path: str, rules: Sequence[Mapping[str, Any]], best: Recommendation, storage: Tier, mtbf_s: float
+) -> None:
+    """Draws the expected training time ratio over the interval, with what the rules say.
+
+    Args:
+        path: PNG file to write.
+        rules: Rows with ``rule``, ``kind`` (``best`` or ``at least``) and ``interval_s`` above 0.
+        best: What is recommended.
+        storage: What a save costs.
+        mtbf_s: Mean time between failures.
+
+    Raises:
+        FastloadError: matplotlib is not installed, or the file cannot be written.
+    """
+
+    def value(interval_s: float) -> float:
+        return ettr(interval_s, stall_s=storage.stall_s, mtbf_s=mtbf_s, restart_s=storage.lost_s)
+
+    figure, axes = _new_figure((9, 5), dpi=160)
+    low_s, high_s = best.interval_s / _REACH, best.interval_s * _REACH
+    bottom = max(
+        0.0, 1 - 4 * max(1 - best.ettr, 0.001)
+    )  # a quarter of the height is lost at the best interval
+    xs = np.geomspace(low_s, high_s, _NUM_POINTS)
+    ys = [value(float(x)) for x in xs]
+    axes.plot(xs, ys, color=_CURVE, linewidth=2.5, zorder=3)
+    axes.fill_between(xs, ys, bottom, color=_CURVE, alpha=0.07, linewidth=0, zorder=1)
+    for row in rules:
+        if row["rule"] in _MARKERS:
+            at_s, (marker, size) = row["interval_s"], _MARKERS[row["rule"]]
+            axes.plot(
+                at_s, value(at_s), marker, color="none", markeredgecolor=_INK, markeredgewidth=1.2,
+                markersize=size, zorder=4, label=f"{row['rule']}: {format_duration(at_s)}",
+            )  # fmt: skip
+    axes.plot(
+        best.interval_s, best.ettr, "o", color=_BEST, markersize=7, zorder=5,
+        label=f"recommended: {format_duration(best.interval_s)}",
+    )  # fmt: skip
+    axes.vlines(best.interval_s, bottom, best.ettr, color=_BEST, linewidth=1.2, linestyle=_DASHED, zorder=2)
+    _shade_too_often(axes, rules, low_s)
+    _label_ettr(axes, (low_s, high_s), bottom)
+    background = storage.background_s
+    written = f", {format_duration(background)} in the background" if background else ""
+    about = (
+        f"a save stalls training for {format_duration(storage.stall_s)}{written}; "
+        f"a failure every {format_duration(mtbf_s)}, {format_duration(storage.restart_s)} to restart"
+    )
+    axes.set_title(about, loc="left", fontsize=10, color=_MUTED, pad=10)
+    axes.annotate(
+        f"Save every {best}: {best.ettr * 100:.3g} % of the time makes progress",
+        (0, 1), (0, 30), xycoords="axes fraction", textcoords="offset points",
+        weight="bold", fontsize=13, color=_INK,
+    )  # fmt: skip
+    axes.legend(
+        loc="upper right", framealpha=0.9, edgecolor="none", fontsize=9.5, labelspacing=0.7, markerscale=0.75
+    )
+    _save(figure, path)
+
+
+def _shade_too_often(axes: Any, rules: Sequence[Mapping[str, Any]], low_s: float) -> None:
+    """Shades the intervals that are shorter than the strictest rule allows."""
+    bounds = [row for row in rules if row["kind"] == "at least"]
+    strictest = max(bounds, key=lambda row: float(row["interval_s"]), default=None)
+    if strictest is not None and strictest["interval_s"] > low_s:
+        axes.axvspan(
+            low_s, strictest["interval_s"], color=_TOO_OFTEN, alpha=0.16, linewidth=0, zorder=2,
+            label=f"too often: {strictest['rule']}",
+        )  # fmt: skip
+
+
+def _label_ettr(axes: Any, xlim: tuple[float, float], bottom: float) -> None:
+    from matplotlib.ticker import NullLocator, PercentFormatter
+
+    axes.set_xscale("log")
+    axes.set(xlim=xlim, ylim=(bottom, 1))
+    ticks = {label: at for label, at in _TICKS.items() if xlim[0] <= at <= xlim[1]}
+    axes.set_xticks(list(ticks.values()), list(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    decimals = 0 if 1 - bottom > 0.04 else 1 if 1 - bottom > 0.004 else 2
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=decimals, symbol=" %"))
+    axes.set_xlabel("time trained between saves", color=_INK)
+    axes.set_ylabel("expected training time ratio (ETTR)", color=_INK)
+    axes.grid(color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_MUTED, length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_MUTED)
