@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import closing
 from typing import Any
 
 import click
@@ -15,13 +14,13 @@ from fastload.base.trace import RankTrace, Span, chrome_events, to_json
 from fastload.cli.console import json_option, print_json, stdout, table_of
 from fastload.cli.options import COUNT, LINK_RATE, SIZE
 from fastload.errors import OptionError
+from fastload.estimate.exchange import Level
 from fastload.estimate.parallel import Parallel, model_of_size, model_of_tensors
 from fastload.estimate.sharded import ShardedLoad
-from fastload.estimate.simulate import STRATEGIES, Cluster, Prediction, predict
+from fastload.estimate.simulate import STRATEGIES, Cluster, Prediction, ReplicatedLoad
 from fastload.estimate.units import format_bytes, format_duration, format_rate
-from fastload.estimate.ways import Level
 from fastload.formats.names import NAMES
-from fastload.geometry.extents import Extent, HasExtent
+from fastload.geometry.extents import Extent
 from fastload.options import LoadOptions
 from fastload.storage import locate, open_storage
 from fastload.storage.single_file import write_text
@@ -112,7 +111,7 @@ def plan(
     parallel = Parallel(tp=tp or 1, pp=pp or 1, dp=dp or 1, fsdp=fsdp)
     if any((tp, pp, dp, fsdp)):
         _require_fit(parallel, cluster)
-    asked = _sharded(path, size, parallel, cluster) if parallel.cuts else _replicated(path, size, cluster)
+    asked = _load(path, size, parallel, cluster)
     predictions = [
         asked.predict(strategy, staging_bytes=options.staging_bytes, chunk_bytes=options.chunk_bytes)
         for strategy in STRATEGIES
@@ -127,50 +126,19 @@ def plan(
         write_text(trace, to_json(_events(best, asked)))
 
 
-@dataclass(frozen=True)
-class _ReplicatedLoad:
-    """A load of everything into every rank: what `ShardedLoad` is for parts."""
-
-    tensors: Sequence[HasExtent]
-    cluster: Cluster
-    is_mounted: bool
-
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.tensors)
-
-    @property
-    def least_s(self) -> float:
-        """How long it takes at least: every byte leaves the storage once, and enters each host."""
-        nbytes, cluster = self.nbytes, self.cluster
-        return max(nbytes / cluster.all_clients_bytes_per_s, nbytes / cluster.host_bytes_per_s)
-
-    def predict(self, strategy: str, *, staging_bytes: int, chunk_bytes: int | None) -> Prediction:
-        return predict(
-            self.tensors,
-            self.cluster,
-            strategy,
-            staging_bytes=staging_bytes,
-            chunk_bytes=chunk_bytes,
-            contiguous=self.is_mounted,
-        )
+_Load = ReplicatedLoad | ShardedLoad
 
 
-_Load = _ReplicatedLoad | ShardedLoad
-
-
-def _replicated(path: str | None, size: int | None, cluster: Cluster) -> _ReplicatedLoad:
-    if path is not None:
-        return _ReplicatedLoad(fastload.inspect(path).tensors, cluster, _is_mounted(path))
-    assert size is not None
-    return _ReplicatedLoad([Extent(0, 0, size)], cluster, False)
-
-
-def _sharded(path: str | None, size: int | None, parallel: Parallel, cluster: Cluster) -> ShardedLoad:
-    if path is not None:
-        return ShardedLoad(model_of_tensors(fastload.inspect(path).tensors), parallel, cluster)
-    assert size is not None
-    return ShardedLoad(model_of_size(size, parallel), parallel, cluster)
+def _load(path: str | None, size: int | None, parallel: Parallel, cluster: Cluster) -> _Load:
+    tensors = fastload.inspect(path).tensors if path is not None else None
+    if parallel.cuts:
+        model = model_of_tensors(tensors) if tensors is not None else model_of_size(size or 0, parallel)
+        return ShardedLoad(model, parallel, cluster)
+    if tensors is None:
+        return ReplicatedLoad([Extent(0, 0, size or 0)], cluster)
+    with closing(open_storage(path, NAMES)) as storage:
+        is_mounted = storage.shared and storage.probes
+    return ReplicatedLoad(tensors, cluster, is_mounted)
 
 
 def _require_fit(parallel: Parallel, cluster: Cluster) -> None:
@@ -181,21 +149,12 @@ def _require_fit(parallel: Parallel, cluster: Cluster) -> None:
         raise OptionError(f"{parallel} takes {parallel.num_ranks:,} ranks, {world}")
 
 
-def _is_mounted(path: str) -> bool:
-    """Whether a load from there goes through a mount, which reads ahead."""
-    storage = open_storage(path, NAMES)
-    try:
-        return storage.shared and storage.probes
-    finally:
-        storage.close()
+def _floor_s(load: _Load) -> float:
+    """Returns how long one client needs to stream everything."""
+    return load.nbytes / load.cluster.client_bytes_per_s
 
 
-def _floor_s(nbytes: int, cluster: Cluster) -> float:
-    """How long one client needs to stream all."""
-    return nbytes / cluster.client_bytes_per_s
-
-
-def _shares(plan: TransferPlan | RoutedPlan) -> tuple[int, float]:
+def _share_bytes(plan: TransferPlan | RoutedPlan) -> tuple[int, float]:
     """Returns the most bytes that one reader reads, and the mean."""
     mean = plan.total_bytes / len(plan.readers)
     if isinstance(plan, RoutedPlan):
@@ -211,12 +170,12 @@ def _as_json(path: str | None, load: _Load, predictions: dict[str, Prediction]) 
         name: value if value is None or math.isfinite(value) else None
         for name, value in dataclasses.asdict(load.cluster).items()
     }
-    floor_s = _floor_s(load.nbytes, load.cluster)
+    floor_s = _floor_s(load)
     return {
         "path": path,
         "nbytes": load.nbytes,
         "parallel": dataclasses.asdict(load.parallel) if isinstance(load, ShardedLoad) else None,
-        "held_bytes": list(_held_bytes(load)),
+        "held_bytes": [min(load.held_bytes), max(load.held_bytes)],
         "cluster": world,
         "floor_s": floor_s,
         "least_s": load.least_s,
@@ -225,16 +184,9 @@ def _as_json(path: str | None, load: _Load, predictions: dict[str, Prediction]) 
     }
 
 
-def _held_bytes(load: _Load) -> tuple[int, int]:
-    """Returns the least and the most that a rank holds in the end."""
-    if isinstance(load, ShardedLoad):
-        return min(load.held_bytes), max(load.held_bytes)
-    return load.nbytes, load.nbytes
-
-
 def _prediction_as_json(prediction: Prediction, floor_s: float) -> dict[str, Any]:
     plan = prediction.plan
-    most, mean = _shares(plan)
+    most, mean = _share_bytes(plan)
     return {
         "strategy": prediction.decision.strategy,
         "total_s": prediction.total_s,
@@ -256,10 +208,10 @@ def _prediction_as_json(prediction: Prediction, floor_s: float) -> dict[str, Any
 
 def _print(path: str | None, load: _Load, predictions: dict[str, Prediction]) -> None:
     cluster = load.cluster
-    console, floor_s = stdout(), _floor_s(load.nbytes, cluster)
+    console = stdout()
     what = f"{path or 'a checkpoint'}: {format_bytes(load.nbytes)}"
     if isinstance(load, ShardedLoad):
-        least, most = map(format_bytes, _held_bytes(load))
+        least, most = format_bytes(min(load.held_bytes)), format_bytes(max(load.held_bytes))
         held = most if least == most else f"{least} to {most}"
         console.print(f"{what}, of which each of {cluster.num_ranks:,} ranks holds {held}", style="bold")
         exchange = f"messages over Gloo; {load.parallel}"
@@ -275,13 +227,13 @@ def _print(path: str | None, load: _Load, predictions: dict[str, Prediction]) ->
     shown = (f"{name} {_rate(rate)}" for name, rate in rates.items() if math.isfinite(rate))
     console.print("; ".join(shown))
     console.print(
-        f"floor, one client streams all: {format_duration(floor_s)}; "
+        f"floor, one client streams all: {format_duration(_floor_s(load))}; "
         f"the least possible here: {format_duration(load.least_s)}",
     )
     heads = "strategy time ÷floor off_storage readers share max/mean exchanged rounds chunk bound_by"
     table = table_of(*(head.replace("_", " ") for head in heads.split()), text=("strategy", "bound by"))
     for prediction in predictions.values():
-        table.add_row(*_cells(prediction, cluster, floor_s))
+        table.add_row(*_cells(prediction, cluster, _floor_s(load)))
     console.print(table)
     if cluster.before_s > _SHORT_S:
         console.print(f"before the first read: {format_duration(cluster.before_s)}")
@@ -296,7 +248,7 @@ def _level(level: Level) -> str:
 
 def _cells(prediction: Prediction, cluster: Cluster, floor_s: float) -> list[str]:
     plan = prediction.plan
-    most, mean = _shares(plan)
+    most, mean = _share_bytes(plan)
     alone = prediction.decision.strategy == "direct"
     return [
         prediction.decision.strategy,
@@ -342,6 +294,6 @@ def _events(prediction: Prediction, load: _Load) -> Any:
         "what": f"predicted {prediction.decision.strategy}",
         "bytes_wanted": load.nbytes,
         "num_ranks": cluster.num_ranks,
-        "floor_s": _floor_s(load.nbytes, cluster),
+        "floor_s": _floor_s(load),
     }
     return chrome_events(ranks, about)

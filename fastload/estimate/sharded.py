@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fastload.estimate.parallel import Model, Parallel, requests_of
-from fastload.estimate.pipeline import RankRounds, Stages
 from fastload.estimate.simulate import (
     CORES,
     LATENCY_SHOWS,
@@ -32,13 +31,15 @@ from fastload.estimate.simulate import (
     WAY,
     Cluster,
     Prediction,
+    RankRounds,
+    Stages,
     num_reads,
 )
 from fastload.estimate.traffic import Column, columns_of
 from fastload.geometry.extents import Extent
 from fastload.transfer.demand import Part, RankRequest, RankRequests, SharingGroups
 from fastload.transfer.routed_plan import RoutedPlan, plan_routes
-from fastload.transfer.strategy import Decision, choose_strategy
+from fastload.transfer.strategy import Decision
 
 __all__ = ["ShardedLoad"]
 
@@ -112,16 +113,12 @@ class ShardedLoad:
             OptionError: The plan is not possible.
         """
         cluster = replace(self.cluster, nccl=False)
-        ranks = range(cluster.num_ranks)
-        hosts = [f"host{rank // cluster.ranks_per_host}" for rank in ranks]
-        decision = choose_strategy(
-            strategy, world_size=len(ranks), readers=ranks, hosts=hosts, shared=True, fast_links=False
-        )
+        decision = cluster.decide(strategy)
         nbytes_alone = self._nbytes_alone() if decision.alone else []
         plan = plan_routes(
             self._sharing_alone(nbytes_alone) if decision.alone else self.sharing,
             decision.supply(0),
-            order=ranks[:1] if decision.alone else ranks,
+            order=range(1 if decision.alone else cluster.num_ranks),
             staging_bytes=staging_bytes,
             chunk_bytes=chunk_bytes,
         )

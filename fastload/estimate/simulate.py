@@ -38,18 +38,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from fastload.errors import OptionError
-from fastload.estimate.pipeline import Interval, RankRounds, Stages
-from fastload.estimate.ways import Level, Rates, Way, way_of
+from fastload.estimate.exchange import Level, exchange_costs
 from fastload.geometry.extents import HasExtent
 from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.routed_plan import RoutedPlan
 from fastload.transfer.strategy import Decision, choose_strategy
-
-__all__ = ["STRATEGIES", "Cluster", "Interval", "Prediction", "num_reads", "predict"]
 
 STRATEGIES = ("allgather", "broadcast", "direct")
 
@@ -73,6 +71,11 @@ _REQUEST_S = 5.6e-6
 STORAGE, SHARE, LINKS = "storage", "each host's share of storage", "host links"
 CORES, MESSAGES, PLACING = "the cores of a rank", "messages", "placing"
 WAY, BEFORE = "the way from rank to rank", "what comes before the first read"
+
+_NUM_SIMULATED = 6144  # rounds; of a longer load the middle is extrapolated
+_NUM_TYPICAL = 96  # rounds that the picture of that middle is made of
+_PERIOD = 1536  # rounds, over which their pace is measured: a multiple of every depth
+_NOTHING = 1e-9  # what rounding leaves of a read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +151,22 @@ class Cluster:
         return self.num_hosts * self.ranks_per_host
 
     @property
+    def host_names(self) -> list[str]:
+        """A name for the host of each rank."""
+        return [f"host{rank // self.ranks_per_host}" for rank in range(self.num_ranks)]
+
+    def decide(self, strategy: str) -> Decision:
+        """Returns what a load with a strategy does, where all ranks can read."""
+        return choose_strategy(
+            strategy,
+            world_size=self.num_ranks,
+            readers=range(self.num_ranks),
+            hosts=self.host_names,
+            shared=True,
+            fast_links=self.nccl,
+        )
+
+    @property
     def client_bytes_per_s(self) -> float:
         """What one host alone can get from storage."""
         return min(self.storage_bytes_per_s, self.host_storage_bytes_per_s, self.host_bytes_per_s)
@@ -186,70 +205,85 @@ class Prediction:
     timeline: Sequence[Interval]
 
 
-def predict(
-    wanted: Sequence[HasExtent],
-    cluster: Cluster,
-    strategy: str,
-    *,
-    staging_bytes: int,
-    chunk_bytes: int | None,
-    contiguous: bool = False,
-) -> Prediction:
-    """Predicts a load of everything into every rank.
+@dataclass(frozen=True)
+class ReplicatedLoad:
+    """A load of everything into every rank.
 
-    Args:
-        wanted: Tensors in manifest order.
-        cluster: The world.
-        strategy: One of `STRATEGIES`.
-        staging_bytes: As in `LoadOptions`.
-        chunk_bytes: As in `LoadOptions`.
-        contiguous: Whether it is a load through a mount; see `TransferPlan`.
-
-    Raises:
-        OptionError: The plan is not possible.
+    Attributes:
+        tensors: In manifest order.
+        cluster: The ranks, and what connects them.
+        is_mounted: Whether the load goes through a mount, which reads ahead; see `TransferPlan`.
     """
-    ranks = cluster.num_ranks
-    hosts = [f"host{rank // cluster.ranks_per_host}" for rank in range(ranks)]
-    decision = choose_strategy(
-        strategy, world_size=ranks, readers=range(ranks), hosts=hosts, shared=True, fast_links=cluster.nccl
-    )
-    alone = decision.alone
-    shares_memory = cluster.ranks_per_host > 1 and not cluster.nccl and not alone
-    plan = plan_transfer(
-        wanted,
-        decision.supply(0),
-        decision.demand(0, ranks),
-        staging_bytes=staging_bytes,
-        chunk_bytes=chunk_bytes,
-        contiguous=contiguous,
-        even_slots=cluster.nccl and not alone,
-        hosts=hosts,
-        num_sharing=cluster.ranks_per_host if shares_memory else 1,
-    )
-    costs = _Costs.of(plan, cluster, alone=alone)
-    events, moving_s = RankRounds(
-        num_rounds=plan.num_rounds,
-        # One slab is for ranks of the host that are a round behind.
-        depth=max(1, plan.depth - 1) if shares_memory else plan.depth,
-        num_reads=plan.ahead or num_reads(plan.depth, alone=alone),
-        ahead=plan.ahead,
-        stages=costs.stages_of(plan),
-        request_s=cluster.request_s,
-        alone=alone,
-    ).run()
-    return Prediction(
-        decision=decision,
-        plan=plan,
-        total_s=cluster.before_s + moving_s,
-        storage_bytes=plan.total_bytes * (ranks if alone else 1),
-        exchanged_bytes=sum(level.nbytes for level in costs.levels),
-        levels=costs.levels,
-        limits=costs.limits,
-        bound_by=BEFORE
-        if cluster.before_s > moving_s
-        else costs.bound_by(moving_s / max(1, plan.num_rounds)),
-        timeline=[event.later(cluster.before_s) for event in events],
-    )
+
+    tensors: Sequence[HasExtent]
+    cluster: Cluster
+    is_mounted: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the checkpoint."""
+        return sum(entry.nbytes for entry in self.tensors)
+
+    @property
+    def held_bytes(self) -> tuple[int, ...]:
+        """What ranks hold in the end: all of them everything."""
+        return (self.nbytes,)
+
+    @property
+    def least_s(self) -> float:
+        """How long it takes at least: every byte leaves the storage once, and enters each host."""
+        cluster = self.cluster
+        return self.nbytes / min(cluster.all_clients_bytes_per_s, cluster.host_bytes_per_s)
+
+    def predict(self, strategy: str, *, staging_bytes: int, chunk_bytes: int | None) -> Prediction:
+        """Predicts the load with one of the `STRATEGIES`.
+
+        Args:
+            strategy: Which one.
+            staging_bytes: As in `LoadOptions`.
+            chunk_bytes: As in `LoadOptions`.
+
+        Raises:
+            OptionError: The plan is not possible.
+        """
+        cluster = self.cluster
+        decision = cluster.decide(strategy)
+        alone = decision.alone
+        shares_memory = cluster.ranks_per_host > 1 and not cluster.nccl and not alone
+        plan = plan_transfer(
+            self.tensors,
+            decision.supply(0),
+            decision.demand(0, cluster.num_ranks),
+            staging_bytes=staging_bytes,
+            chunk_bytes=chunk_bytes,
+            contiguous=self.is_mounted,
+            even_slots=cluster.nccl and not alone,
+            hosts=cluster.host_names,
+            num_sharing=cluster.ranks_per_host if shares_memory else 1,
+        )
+        costs = _Costs.of(plan, cluster, alone=alone)
+        events, moving_s = RankRounds(
+            num_rounds=plan.num_rounds,
+            # One staging buffer is for ranks of the host that are a round behind.
+            depth=max(1, plan.depth - 1) if shares_memory else plan.depth,
+            num_reads=plan.ahead or num_reads(plan.depth, alone=alone),
+            ahead=plan.ahead,
+            stages=costs.stages_of(plan),
+            request_s=cluster.request_s,
+            alone=alone,
+        ).run()
+        pace_s = moving_s / max(1, plan.num_rounds)
+        return Prediction(
+            decision=decision,
+            plan=plan,
+            total_s=cluster.before_s + moving_s,
+            storage_bytes=plan.total_bytes * (cluster.num_ranks if alone else 1),
+            exchanged_bytes=sum(level.nbytes for level in costs.levels),
+            levels=costs.levels,
+            limits=costs.limits,
+            bound_by=BEFORE if cluster.before_s > moving_s else costs.bound_by(pace_s),
+            timeline=[event.later(cluster.before_s) for event in events],
+        )
 
 
 @dataclass(frozen=True)
@@ -280,13 +314,13 @@ class _Costs:
         read_s = max(limits.values())
         if alone:
             return cls(Stages(read_s), limits)
-        way = _way(plan, cluster)
-        round_bytes = chunk * plan.windows.most_readers
-        limits[LINKS] = max(limits[LINKS], way.link_s)
-        limits[MESSAGES], limits[CORES] = way.messages_s, way.cores_s
-        limits[PLACING] = place_s = round_bytes / cluster.cost("copy_bytes_per_s")
-        busy_s = max(limits[LINKS], way.cores_s, way.messages_s, way.phase_s)
-        return cls(Stages(read_s, busy_s, max(busy_s, way.transit_s), place_s), limits, way.levels)
+        exchange = exchange_costs(plan, cluster)
+        limits[LINKS] = max(limits[LINKS], exchange.link_s)
+        limits[MESSAGES], limits[CORES] = exchange.messages_s, exchange.cores_s
+        limits[PLACING] = chunk * plan.windows.most_readers / cluster.cost("copy_bytes_per_s")
+        busy_s = max(limits[LINKS], exchange.cores_s, exchange.messages_s, exchange.phase_s)
+        stages = Stages(read_s, busy_s, max(busy_s, exchange.transit_s), limits[PLACING])
+        return cls(stages, limits, exchange.levels)
 
     def stages_of(self, plan: TransferPlan) -> Callable[[int], Stages]:
         """Returns what a round of the plan takes: only the last may be shorter."""
@@ -319,20 +353,182 @@ def num_reads(depth: int, *, alone: bool) -> int:
     return min(depth, _MAX_DIRECT_READS) if alone else max(1, depth // 2)
 
 
-def _way(plan: TransferPlan, cluster: Cluster) -> Way:
-    rates = Rates(
-        host=cluster.host_bytes_per_s,
-        rank=cluster.cost("rank_bytes_per_s"),
-        inner=cluster.inner_bytes_per_s,
-        message_s=cluster.cost("message_s"),
-        call_s=cluster.call_s,
-    )
-    return way_of(plan, cluster.num_hosts, cluster.ranks_per_host, rates, nccl=cluster.nccl)
-
-
 def _most_on_one_host(plan: TransferPlan, cluster: Cluster) -> float:
     """Returns how many chunks of a round one host reads, on average of those that are read at once."""
     num_rounds = max(1, min(plan.ahead, plan.num_windows))
     windows = plan.windows.readers[:num_rounds]
     counts = Counter(rank // cluster.ranks_per_host for readers in windows for rank in readers)
     return max(counts.values()) / num_rounds
+
+
+class Interval(NamedTuple):
+    """When one stage of one round is under way on a rank.
+
+    Attributes:
+        stage: ``read``, ``exchange`` or ``place``.
+        begin_s: Since the load began.
+        end_s: Since the load began.
+        first_round: The round.
+        num_rounds: How many of them, if the interval stands for several that follow each other.
+    """
+
+    stage: str
+    begin_s: float
+    end_s: float
+    first_round: int
+    num_rounds: int = 1
+
+    def later(self, by_s: float, by_rounds: int = 0) -> Interval:
+        """Returns the same, moved."""
+        moved = self._replace(begin_s=self.begin_s + by_s, end_s=self.end_s + by_s)
+        return moved._replace(first_round=self.first_round + by_rounds)
+
+
+class Stages(NamedTuple):
+    """What the stages of one round take, were each of them alone; in seconds.
+
+    Attributes:
+        read_s: Reading the chunks of all readers.
+        exchange_s: From its start to the next one's.
+        transit_s: From its start to its end.
+        place_s: Placing it.
+    """
+
+    read_s: float
+    exchange_s: float = 0.0
+    transit_s: float = 0.0
+    place_s: float = 0.0
+
+    def times(self, factor: float) -> Stages:
+        """Returns those of a longer or shorter round."""
+        return Stages(*(value * factor for value in self))
+
+
+class RankRounds:
+    """The rounds of one reader; times are seconds since the first of them was posted.
+
+    Args:
+        num_rounds: How many there are.
+        depth: How many may be in flight.
+        num_reads: Of how many of them chunks are read at once.
+        ahead: Rounds, from the first in flight, of which chunks may be read; 0 for those in flight.
+        stages: Returns what a round takes. Rounds that are skipped take as long as those before them.
+        request_s: Time to the first byte of a read.
+        alone: Whether nothing is exchanged.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_rounds: int,
+        depth: int,
+        num_reads: int,
+        ahead: int = 0,
+        stages: Callable[[int], Stages],
+        request_s: float,
+        alone: bool,
+    ) -> None:
+        self._stages = stages
+        self._request_s = request_s
+        self._alone = alone
+        self._depth = depth
+        self._ahead = ahead or depth
+        self._threads = num_reads
+        self._num_rounds = min(num_rounds, _NUM_SIMULATED)
+        self._skipped = num_rounds - self._num_rounds
+        self._events: list[Interval] = []
+        self._placed: list[float] = []
+        self._next_start_s = self._done_s = 0.0
+
+    def run(self) -> tuple[list[Interval], float]:
+        """Returns what the rank does and how long it takes."""
+        self._simulate()
+        if not self._placed:
+            return [], 0.0
+        if not self._skipped:
+            return self._events, self._placed[-1]
+        return self._stretched()
+
+    def _stretched(self) -> tuple[list[Interval], float]:
+        """Puts the rounds that were not simulated into the middle, at the pace of those before."""
+        middle = self._num_rounds // 2
+        begin_s = self._placed[middle]
+        more_s = self._skipped * (begin_s - self._placed[middle - _PERIOD]) / _PERIOD
+        head = [event for event in self._events if event.first_round <= middle]
+        tail = [event.later(more_s, self._skipped) for event in self._events if event.first_round > middle]
+        return [*head, *self._typical(middle, more_s), *tail], self._placed[-1] + more_s
+
+    def _typical(self, middle: int, more_s: float) -> Iterator[Interval]:
+        """Shows the rounds left out as the last ones before them in slow motion: as busy, and as idle."""
+        begin_s, end_s = self._placed[middle - _NUM_TYPICAL], self._placed[middle]
+        slower, num_rounds = more_s / max(end_s - begin_s, 1e-12), max(1, self._skipped // _NUM_TYPICAL)
+        for event in self._events:
+            if event.begin_s < end_s and event.end_s > begin_s:
+                since_s, until_s = max(event.begin_s, begin_s), min(event.end_s, end_s)
+                yield Interval(
+                    event.stage,
+                    end_s + (since_s - begin_s) * slower,
+                    end_s + (until_s - begin_s) * slower,
+                    middle + 1 + max(0, event.first_round - middle + _NUM_TYPICAL) * num_rounds,
+                    num_rounds,
+                )
+
+    def _simulate(self) -> None:
+        """Goes from event to event: a chunk may be read, a read's first byte comes, or its last."""
+        posted = [0.0] * min(self._ahead, self._num_rounds)
+        flying: list[_Read] = []
+        ended: dict[int, float] = {}
+        now, begun = 0.0, 0
+        while len(self._placed) < self._num_rounds:
+            while begun < len(posted) and len(flying) < self._threads and posted[begun] <= now:
+                flying.append(_Read(begun, self._stages_of(begun).read_s, now, now + self._request_s))
+                begun += 1
+            flowing = [read for read in flying if read.first_byte_s <= now]
+            awaited = [read.first_byte_s for read in flying if read.first_byte_s > now]
+            if begun < len(posted) and len(flying) < self._threads:
+                awaited.append(posted[begun])
+            shortest_s = min((read.left_s for read in flowing), default=math.inf)
+            # Reads in flight share the rate evenly.
+            end_s = now + shortest_s * len(flowing) if flowing else math.inf
+            until_s = min([end_s, *awaited])
+            progress_s = shortest_s if until_s == end_s else (until_s - now) / max(1, len(flowing))
+            now = until_s
+            for read in flowing:
+                read.left_s -= progress_s
+                if read.left_s <= _NOTHING * progress_s:
+                    flying.remove(read)
+                    ended[read.index] = now
+                    self._events.append(Interval("read", read.begin_s, now, read.index))
+            while len(self._placed) in ended:
+                self._pass_on(len(self._placed), ended.pop(len(self._placed)))
+                if len(posted) < self._num_rounds:
+                    posted.append(self._placed[-1])
+
+    def _stages_of(self, index: int) -> Stages:
+        """Returns what a round takes: the second half of those simulated are the last ones of the load."""
+        return self._stages(index + self._skipped if index > self._num_rounds // 2 else index)
+
+    def _pass_on(self, index: int, ready_s: float) -> None:
+        """Exchanges and places a round."""
+        if self._alone:
+            self._placed.append(max([ready_s, *self._placed[-1:]]))  # finished in order, like any round
+            return
+        stages = self._stages_of(index)
+        posted_s = self._placed[index - self._depth] if index >= self._depth else 0.0
+        start_s = max(self._next_start_s, ready_s, posted_s)
+        self._next_start_s = start_s + stages.exchange_s
+        self._done_s = max(self._done_s, start_s + stages.transit_s)
+        place_s = max([self._done_s, *self._placed[-1:]])
+        self._placed.append(place_s + stages.place_s)
+        self._events.append(Interval("exchange", start_s, self._done_s, index))
+        self._events.append(Interval("place", place_s, self._placed[-1], index))
+
+
+@dataclass
+class _Read:
+    """A read in flight; `left_s` is what it still takes if no other is in flight."""
+
+    index: int
+    left_s: float
+    begin_s: float
+    first_byte_s: float

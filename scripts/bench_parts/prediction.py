@@ -11,7 +11,7 @@ from rich.table import Table
 
 from bench_parts.lab_tables import cells
 from bench_parts.tables import AS_IT_WAS, print_table
-from fastload.estimate.simulate import Cluster, predict
+from fastload.estimate.simulate import Cluster, ReplicatedLoad
 from fastload.formats.manifest import TensorEntry
 from fastload.options import SETTINGS
 
@@ -60,9 +60,9 @@ def predicted(result: dict[str, Any], regime: str, hosts: int, report: dict[str,
     if unshaped_s is not None:
         # The ranks of a host share what enters it.
         links["rank_bytes_per_s"] = result["nbytes"] / num_locals / max(0.01, unshaped_s - _OPENING_S)
-    done = predict(
-        [TensorEntry("all", "U8", (result["nbytes"],), 0, 0, result["nbytes"])],
-        Cluster(num_hosts=hosts, ranks_per_host=num_locals, **links),
+    wanted = [TensorEntry("all", "U8", (result["nbytes"],), 0, 0, result["nbytes"])]
+    load = ReplicatedLoad(wanted, Cluster(num_hosts=hosts, ranks_per_host=num_locals, **links))
+    done = load.predict(
         report["strategy"],
         staging_bytes=SETTINGS["staging_bytes"].default,
         chunk_bytes=report["chunk_bytes"],

@@ -13,7 +13,7 @@ from torch.distributed import tensor
 import fastload
 from fastload.estimate.parallel import Parallel, model_of_tensors
 from fastload.estimate.sharded import ShardedLoad
-from fastload.estimate.simulate import Cluster, predict
+from fastload.estimate.simulate import Cluster, ReplicatedLoad
 from scripts.bench_parts.throttled_storage import Link, ThrottledFiles
 from tests.checkpoints import write_file
 from tests.dist.harness import ranks
@@ -43,12 +43,8 @@ def test_a_load_takes_as_long_as_predicted(rank: int, world: int, folder: Path, 
         with fastload.open(f"throttled://{folder}/checkpoint", options=options) as checkpoint:
             checkpoint.load()
         measured_s = torch.tensor(time.perf_counter() - began)
-        done = predict(
-            checkpoint.manifest.tensors,
-            cluster,
-            strategy,
-            staging_bytes=options.staging_bytes,
-            chunk_bytes=options.chunk_bytes,
+        done = ReplicatedLoad(checkpoint.manifest.tensors, cluster).predict(
+            strategy, staging_bytes=options.staging_bytes, chunk_bytes=options.chunk_bytes
         )
         report = checkpoint.report
         assert report is not None

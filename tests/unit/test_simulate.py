@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload.errors import OptionError
-from fastload.estimate.simulate import STRATEGIES, Cluster, Prediction, predict
+from fastload.estimate.simulate import STRATEGIES, Cluster, Prediction, ReplicatedLoad
 from fastload.formats.manifest import TensorEntry
 
 MB, GB = 10**6, 10**9
@@ -29,7 +29,8 @@ def run(
 ) -> Prediction:
     world = {"ranks_per_host": 1, "opening_s": 0.0, "agreeing_s": 0.0, **FREE, **world}
     wanted = [TensorEntry("all", "U8", (nbytes,), 0, 0, nbytes)]
-    return predict(wanted, Cluster(**world), strategy, staging_bytes=staging_bytes, chunk_bytes=chunk_bytes)
+    load = ReplicatedLoad(wanted, Cluster(**world))
+    return load.predict(strategy, staging_bytes=staging_bytes, chunk_bytes=chunk_bytes)
 
 
 @pytest.mark.parametrize("hosts", [2, 4, 8])

@@ -1,4 +1,4 @@
-"""What a round costs on its way from those who read it to all ranks. Pure arithmetic on the real plan."""
+"""What it costs to bring a round from its readers to all ranks. Pure arithmetic on the real plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -14,27 +14,10 @@ from fastload.transfer.grid import dims_of
 from fastload.transfer.plan import TransferPlan
 from fastload.transfer.routing import choose_base, most_hops, num_targets
 
-__all__ = ["Level", "Rates", "Way", "way_of"]
+if TYPE_CHECKING:
+    from fastload.estimate.simulate import Cluster
 
 _SLICE_BYTES = 512 << 10  # NCCL passes on a chunk in such pieces: NCCL_BUFFSIZE, 4 MiB, in 8 steps
-
-
-class Rates(NamedTuple):
-    """What carries a round, in bytes per second; and seconds.
-
-    Attributes:
-        host: A host's link, each way.
-        rank: What the cores of a rank receive and pass on.
-        inner: What a device receives from the others of its host.
-        message_s: What a hop costs beyond its bytes.
-        call_s: What a collective costs the rank that calls it.
-    """
-
-    host: float
-    rank: float
-    inner: float
-    message_s: float
-    call_s: float
 
 
 class Level(NamedTuple):
@@ -54,8 +37,8 @@ class Level(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Way:
-    """What a full round takes from when it starts, but for what it is read and placed; in seconds.
+class ExchangeCosts:
+    """What the exchange of a full round takes, in seconds.
 
     Attributes:
         link_s: A host's link, whichever way it is busier.
@@ -74,77 +57,76 @@ class Way:
     levels: tuple[Level, ...]
 
 
-def way_of(plan: TransferPlan, num_hosts: int, num_locals: int, rates: Rates, *, nccl: bool) -> Way:
-    """Returns what a full round takes.
+def exchange_costs(plan: TransferPlan, cluster: Cluster) -> ExchangeCosts:
+    """Returns what the exchange of a full round takes.
 
     Args:
         plan: Of ranks in the order of their hosts.
-        num_hosts: How many there are.
-        num_locals: Ranks of each.
-        rates: What carries it.
-        nccl: Whether that is NCCL between devices; else Gloo between hosts, and shared memory.
+        cluster: The hosts and links.
     """
-    chunk_bytes = plan.chunk_bytes_of(0) if plan.num_rounds else 0
-    round_bytes = chunk_bytes * plan.windows.most_readers
-    find = _through_nccl if nccl else _through_gloo
-    return find(plan, num_hosts, num_locals, rates, chunk_bytes, round_bytes)
+    return _over_nccl(plan, cluster) if cluster.nccl else _over_gloo(plan, cluster)
 
 
-def _through_gloo(
-    plan: TransferPlan, num_hosts: int, num_locals: int, rates: Rates, chunk_bytes: int, round_bytes: int
-) -> Way:
+def _over_gloo(plan: TransferPlan, cluster: Cluster) -> ExchangeCosts:
     """Trees between hosts, on as many rails as they have ranks; shared memory inside."""
+    num_hosts, num_locals = cluster.num_hosts, cluster.ranks_per_host
+    num_readers, chunk_bytes = plan.windows.most_readers, plan.chunk_bytes_of(0) if plan.num_rounds else 0
+    rank_bytes_per_s, message_s = cluster.cost("rank_bytes_per_s"), cluster.cost("message_s")
     base = choose_base(num_hosts)
     hops = most_hops(num_hosts, base)
-    hop_s = chunk_bytes / min(rates.host, rates.rank) + rates.message_s
-    num_messages = math.ceil(plan.windows.most_readers / num_locals) if num_hosts > 1 else 1
-    sent = _most_sent_by_trees(plan, num_hosts, num_locals, base) * chunk_bytes
+    hop_s = chunk_bytes / min(cluster.host_bytes_per_s, rank_bytes_per_s) + message_s
     how = "a ring" if base >= num_hosts else f"trees of base {base}"
-    return Way(
-        link_s=max(round_bytes, sent) / rates.host if num_hosts > 1 else 0.0,
-        cores_s=round_bytes / num_locals / rates.rank if num_hosts > 1 else 0.0,
-        messages_s=num_messages * rates.message_s,
+    link_s = cores_s = 0.0
+    num_messages = 1
+    if num_hosts > 1:
+        num_sent = max(num_readers, _most_sent_by_trees(plan, num_hosts, num_locals, base))
+        link_s = num_sent * chunk_bytes / cluster.host_bytes_per_s
+        cores_s = num_readers * chunk_bytes / num_locals / rank_bytes_per_s
+        num_messages = math.ceil(num_readers / num_locals)
+    return ExchangeCosts(
+        link_s=link_s,
+        cores_s=cores_s,
+        messages_s=num_messages * message_s,
         phase_s=0.0,
-        transit_s=hops * hop_s + (rates.message_s if num_locals > 1 else 0.0),
-        levels=_levels(plan, num_hosts, num_locals, (how, hops), ("shared memory", 1)),
+        transit_s=hops * hop_s + (message_s if num_locals > 1 else 0.0),
+        levels=_levels(plan, cluster, (how, hops), ("shared memory", 1)),
     )
 
 
-def _through_nccl(
-    plan: TransferPlan, num_hosts: int, num_locals: int, rates: Rates, chunk_bytes: int, round_bytes: int
-) -> Way:
+def _over_nccl(plan: TransferPlan, cluster: Cluster) -> ExchangeCosts:
     """The lines of a grid: those of hosts first, then those of the ranks of a host."""
+    num_hosts, num_locals, message_s = cluster.num_hosts, cluster.ranks_per_host, cluster.cost("message_s")
+    num_readers, chunk_bytes = plan.windows.most_readers, plan.chunk_bytes_of(0) if plan.num_rounds else 0
     dims = dims_of(num_hosts)
-    rail = rates.host / num_locals
-    phases = []
-    if num_hosts > math.prod(dims):
-        phases.append(chunk_bytes / rail + rates.message_s)  # from guests
+    num_extra = num_hosts - math.prod(dims)
+    rail_bytes_per_s = cluster.host_bytes_per_s / num_locals
+    phases = [chunk_bytes / rail_bytes_per_s + message_s] if num_extra else []
     for dim, size in enumerate(dims):
-        num_chunks = plan.windows.most_readers / num_locals / math.prod(dims[dim + 1 :])
+        num_chunks = num_readers / num_locals / math.prod(dims[dim + 1 :])
         nbytes = max(1.0, num_chunks) * chunk_bytes * (size - 1) / size
         # Where all of a line have something to pass on, none has to wait for the first piece.
         wait_bytes = 0 if num_chunks >= size else min(chunk_bytes, _SLICE_BYTES)
-        phases.append(nbytes / rail + (size - 1) * (rates.message_s + wait_bytes / rail))
-    inner_bytes = round_bytes * (num_locals - 1) / num_locals
-    phases.append(inner_bytes / rates.inner + (num_locals - 1) * rates.message_s)
-    sent = _most_sent_along_lines(plan, num_locals, dims) * chunk_bytes
-    num_guests = num_hosts - math.prod(dims)
-    num_phases = (num_guests > 0) + len(dims) + (num_locals > 1)
-    how = f"lines of {' × '.join(map(str, dims))}", sum(dims) - len(dims) + 2 * (num_guests > 0)
-    return Way(
-        link_s=max(round_bytes, sent) / rates.host if num_hosts > 1 else 0.0,
+        phases.append(nbytes / rail_bytes_per_s + (size - 1) * (message_s + wait_bytes / rail_bytes_per_s))
+    inner_bytes = num_readers * chunk_bytes * (num_locals - 1) / num_locals
+    phases.append(inner_bytes / cluster.inner_bytes_per_s + (num_locals - 1) * message_s)
+    num_phases = (num_extra > 0) + len(dims) + (num_locals > 1)
+    calls_s = 2 * num_phases * cluster.call_s  # chunks, and their status
+    num_sent = max(num_readers, _most_sent_along_lines(plan, num_locals, dims))
+    how = f"lines of {' × '.join(map(str, dims))}", sum(dims) - len(dims) + 2 * (num_extra > 0)
+    return ExchangeCosts(
+        link_s=num_sent * chunk_bytes / cluster.host_bytes_per_s if num_hosts > 1 else 0.0,
         cores_s=0.0,
-        messages_s=2 * num_phases * rates.call_s,  # chunks, and what is the matter with them
+        messages_s=calls_s,
         phase_s=max(phases),
-        transit_s=sum(phases) + 2 * num_phases * rates.call_s,
-        levels=_levels(plan, num_hosts, num_locals, how, ("links between devices", num_locals - 1)),
+        transit_s=sum(phases) + calls_s,
+        levels=_levels(plan, cluster, how, ("links between devices", num_locals - 1)),
     )
 
 
 def _levels(
-    plan: TransferPlan, num_hosts: int, num_locals: int, outer: tuple[str, int], inner: tuple[str, int]
+    plan: TransferPlan, cluster: Cluster, outer: tuple[str, int], inner: tuple[str, int]
 ) -> tuple[Level, ...]:
-    total = plan.total_bytes
+    total, num_hosts, num_locals = plan.total_bytes, cluster.num_hosts, cluster.ranks_per_host
     levels = (
         Level("between hosts", outer[0], total * (num_hosts - 1), outer[1]),
         Level("inside hosts", inner[0], total * num_hosts * (num_locals - 1), inner[1]),
@@ -167,8 +149,6 @@ def _owners(plan: TransferPlan, num_locals: int) -> tuple[list[Counter[int]], in
 
 def _most_sent_by_trees(plan: TransferPlan, num_hosts: int, num_locals: int, base: int) -> float:
     """Returns how many chunks the busiest host sends in a round."""
-    if num_hosts == 1:
-        return 0.0
     rails, num_rounds = _owners(plan, num_locals)
     targets = torch.tensor([num_targets(at, num_hosts, base) for at in range(num_hosts)], dtype=torch.float64)
     read = torch.zeros(num_hosts, dtype=torch.float64)
