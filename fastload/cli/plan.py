@@ -117,28 +117,29 @@ def plan(
         for strategy in STRATEGIES
     ]
     by_strategy = {prediction.decision.strategy: prediction for prediction in predictions}
+    if trace is not None:
+        best = min(predictions, key=lambda prediction: prediction.total_s)
+        write_text(trace, to_json(_events(best, asked)))
     if as_json:
         print_json(_as_json(shown_path, asked, by_strategy))
     else:
         _print(shown_path, asked, by_strategy)
-    if trace is not None:
-        best = min(by_strategy.values(), key=lambda prediction: prediction.total_s)
-        write_text(trace, to_json(_events(best, asked)))
 
 
 _Load = ReplicatedLoad | ShardedLoad
 
 
 def _load(path: str | None, size: int | None, parallel: Parallel, cluster: Cluster) -> _Load:
-    tensors = fastload.inspect(path).tensors if path is not None else None
+    if path is None:
+        assert size is not None
+        if parallel.cuts:
+            return ShardedLoad(model_of_size(size, parallel), parallel, cluster)
+        return ReplicatedLoad([Extent(0, 0, size)], cluster)
+    tensors = fastload.inspect(path).tensors
     if parallel.cuts:
-        model = model_of_tensors(tensors) if tensors is not None else model_of_size(size or 0, parallel)
-        return ShardedLoad(model, parallel, cluster)
-    if tensors is None:
-        return ReplicatedLoad([Extent(0, 0, size or 0)], cluster)
+        return ShardedLoad(model_of_tensors(tensors), parallel, cluster)
     with closing(open_storage(path, NAMES)) as storage:
-        is_mounted = storage.shared and storage.probes
-    return ReplicatedLoad(tensors, cluster, is_mounted)
+        return ReplicatedLoad(tensors, cluster, is_mounted=storage.shared and storage.probes)
 
 
 def _require_fit(parallel: Parallel, cluster: Cluster) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from fastload.doctor.examine import Opening, Site
+from fastload.doctor.examine import HostRate, Opening, Site
 from fastload.doctor.facts import Facts, NameLookup, PathFacts
 from fastload.doctor.findings import Finding, findings
-from fastload.doctor.rates import HostRate
 
 GIB = 1 << 30
 NFS = PathFacts(kind="nfs4", exists=True, is_folder=True, readable=True, writable=True, free_bytes=9 * GIB)
