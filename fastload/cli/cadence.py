@@ -32,56 +32,48 @@ _NUM_MORE_HOSTS = 3  # than certainly survive, for which the probability is prin
 
 @dataclass(frozen=True)
 class _Memory:
-    """The options of the memory tier."""
+    """The options of the memory tier, by their names."""
 
-    copies: int
-    stall_s: float | None
-    background_s: float | None
-    link_bytes_per_s: float | None
-    restart_s: float | None
+    memory_copies: int | None
+    memory_stall: float | None
+    memory_background: float | None
+    host_link: float | None
+    memory_restart: float | None
     hosts_lost: int
     beyond_memory: float
 
-    def tier(self, num_hosts: int, nbytes: int | None, *, stall_s: float | None, restart_s: float) -> Tier:
+    def __post_init__(self) -> None:
+        given = self.memory_stall, self.memory_background, self.host_link, self.memory_restart
+        if self.memory_copies is None and any(value is not None for value in given):
+            raise OptionError("how many copies are in memory? Give --memory-copies")
+
+    def tier(
+        self, copies: int, num_hosts: int, nbytes: int | None, stall_s: float | None, restart_s: float
+    ) -> Tier:
         """Returns what a save to memory costs, where not given as for storage, or by the link."""
-        stall = self.stall_s if self.stall_s is not None else stall_s
-        if stall is None:
+        stall_s = self.memory_stall if self.memory_stall is not None else stall_s
+        if stall_s is None:
             raise OptionError("how long does training wait for a copy in memory? Give --memory-stall")
-        background = self.background_s
-        if background is not None and self.link_bytes_per_s is not None:
+        background_s = self.memory_background
+        if background_s is not None and self.host_link is not None:
             raise OptionError("give one of --memory-background and --host-link: each follows from the other")
-        if background is None and self.copies == 1:
-            background = 0.0
-        if background is None:
-            if self.link_bytes_per_s is None or nbytes is None:
+        if background_s is None and copies == 1:
+            background_s = 0.0
+        if background_s is None:
+            if self.host_link is None or nbytes is None:
                 raise OptionError(
                     "how long until all copies are there? Give --memory-background, or a checkpoint and "
                     "--host-link"
                 )
-            background = nbytes / num_hosts * (self.copies - 1) / self.link_bytes_per_s
-        return Tier(stall, background, self.restart_s if self.restart_s is not None else restart_s)
-
-
-def _memory(
-    memory_copies: int | None,
-    memory_stall: float | None,
-    memory_background: float | None,
-    host_link: float | None,
-    memory_restart: float | None,
-    hosts_lost: int,
-    beyond_memory: float,
-) -> _Memory | None:
-    optional = memory_stall, memory_background, host_link, memory_restart
-    if memory_copies is not None:
-        return _Memory(memory_copies, *optional, hosts_lost, beyond_memory)
-    if any(value is not None for value in optional):
-        raise OptionError("how many copies are in memory? Give --memory-copies")
-    return None
+            background_s = nbytes / num_hosts * (copies - 1) / self.host_link
+        return Tier(
+            stall_s, background_s, self.memory_restart if self.memory_restart is not None else restart_s
+        )
 
 
 _memory_options = option_group(
     "memory",
-    _memory,
+    _Memory,
     click.option("--memory-copies", type=COUNT, help="Copies in the memory of hosts, beside storage."),
     click.option("--memory-stall", type=TIME, help="Time training stands still for that; else --stall."),
     click.option("--memory-background", type=TIME, help="Time after that until all copies are there."),
@@ -136,7 +128,7 @@ def cadence(
     restart: float,
     budget: float,
     in_flight: int,
-    memory: _Memory | None,
+    memory: _Memory,
     png: str | None,
     as_csv: bool,
     as_json: bool,
@@ -165,11 +157,27 @@ def cadence(
     if png is not None:
         draw_ettr(png, rules, best, storage, mtbf)
     both = None
-    if memory is not None:
+    if memory.memory_copies is not None:
         if num_hosts is None:
             raise OptionError("--memory-copies needs --gpus or --hosts")
-        tier = memory.tier(num_hosts, model.nbytes, stall_s=stall, restart_s=restart)
-        both = _recommend_both(memory, tier, storage, num_hosts, mtbf, budget=budget, step_s=step)
+        tier = memory.tier(memory.memory_copies, num_hosts, model.nbytes, stall, restart)
+        loss_probability = theory.loss_probability(
+            num_hosts=num_hosts,
+            copies=memory.memory_copies,
+            mtbf_s=mtbf,
+            window_s=tier.lost_s,
+            hosts_lost=memory.hosts_lost,
+            beyond_memory=memory.beyond_memory,
+        )
+        tiers = theory.recommend_tiers(
+            memory=tier,
+            storage=storage,
+            mtbf_s=mtbf,
+            loss_probability=loss_probability,
+            budget=budget,
+            step_s=step,
+        )
+        both = _Both(memory.memory_copies, tier, tiers, _survival(num_hosts, memory.memory_copies))
         rules += both.rows()
     if as_json:
         print_json(
@@ -319,39 +327,13 @@ class _Both:
         return {"copies": self.copies, **asdict(self.tier), **asdict(self.tiers)}
 
 
-def _recommend_both(
-    memory: _Memory,
-    tier: Tier,
-    storage: Tier,
-    num_hosts: int,
-    mtbf_s: float,
-    *,
-    budget: float,
-    step_s: float | None,
-) -> _Both:
-    copies = memory.copies
-    loss_probability = theory.loss_probability(
-        num_hosts=num_hosts,
-        copies=copies,
-        mtbf_s=mtbf_s,
-        window_s=tier.lost_s,
-        hosts_lost=memory.hosts_lost,
-        beyond_memory=memory.beyond_memory,
-    )
-    tiers = theory.recommend_tiers(
-        memory=tier,
-        storage=storage,
-        mtbf_s=mtbf_s,
-        loss_probability=loss_probability,
-        budget=budget,
-        step_s=step_s,
-    )
-    most = min(num_hosts, copies + _NUM_MORE_HOSTS)
-    survival = []
-    for failures in range(copies, most + 1):
+def _survival(num_hosts: int, copies: int) -> list[dict[str, Any]]:
+    """Returns how likely copies in memory survive hosts that fail at once, as rows."""
+    rows = []
+    for failures in range(copies, min(num_hosts, copies + _NUM_MORE_HOSTS) + 1):
         probability = theory.recoverable_probability(num_hosts=num_hosts, copies=copies, failures=failures)
-        survival.append({"copies": copies, "failures": failures, "probability": probability})
-    return _Both(copies, tier, tiers, survival)
+        rows.append({"copies": copies, "failures": failures, "probability": probability})
+    return rows
 
 
 def _print(about: list[str], best: Recommendation, rules: list[dict[str, Any]], both: _Both | None) -> None:
