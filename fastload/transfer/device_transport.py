@@ -1,8 +1,7 @@
 """The transports between devices: the group's backend, on communicators and streams of fastload's own.
 
-`DeviceExchange` serves plans in which all ranks want the same: chunks lie side by side in slots, and go along
-the lines of a grid. `DeviceRoutedExchange` serves the others: messages among few groups. Both make their
-communicators with `Communicators`, and wait for their rounds with `Endings`.
+`DeviceTransport` serves plans in which all ranks want the same bytes. Chunks are in adjacent slots and move
+along the axes of a grid. `RoutedDeviceTransport` serves the other plans, with messages among few groups.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ from fastload.transfer.routed_plan import RoutedPlan
 from fastload.transfer.transport import FAILED, TICK_S, Delivery, FlatBuffer, Round, Slots, Transport
 
 _NO_TIMEOUT = timedelta(days=7)  # of a collective: the load has its own deadlines
-_MAX_CTAS = 8  # of each NCCL communicator: those of all phases have to run at once
+_MAX_CTAS = 8  # of each NCCL communicator: the kernels of all phases have to run at once
 _environment_lock = threading.Lock()
 
 
 class Communicators:
-    """Some that one load uses, made by its ranks.
+    """The communicators of one load; cached afterwards for the next one.
 
     Args:
         world: The ranks.
-        name: Under which they are kept; the same on all ranks, and other for other members.
-        members: The ranks of each one that this rank is in, in order, by its number. All ranks of it know it
-            by the same number, and no others of this number have the same first rank.
-        device: This rank's accelerator, with its number.
-        backend: What moves data between the devices, as `open_transport.backend_of` names it.
+        name: Key in the cache; the same on all ranks, and different for different members.
+        members: The ranks of each communicator of this rank, in order, by number. A communicator has one
+            number on all of its ranks, and no other one with this number has the same first rank.
+        device: This rank's accelerator, with its index.
+        backend: The backend, as `open_transport.backend_of` returns it.
     """
 
     def __init__(
@@ -68,29 +67,29 @@ class Communicators:
         self._num_clears = world.cache.num_clears
         self._backend = backend
         self._name = f"{backend} {name} {device}"
-        self._made: _Made | None = world.cache.take(self._name)
+        self._made: CommunicatorSet | None = world.cache.take(self._name)
 
     def offer(self) -> Any:
-        """Says which ones this rank has; see `Transport.offer`."""
-        draw = secrets.token_hex(8) if self._world.rank == 0 else ""
-        return {"token": self._made.token if self._made is not None else "", "draw": draw}
+        """Returns the token of the cached communicators, and rank 0's for new ones; see `links.Offering`."""
+        token = self._made.token if self._made is not None else ""
+        return {"token": token, "new": secrets.token_hex(8) if self._world.rank == 0 else ""}
 
     def renew(self) -> None:
-        """Drops those that were kept; see `Transport.renew`."""
+        """Drops the cached communicators; see `links.Offering`."""
         made, self._made = self._made, None
         if made is not None:
             made.drop()
 
     def accept(self, offers: Sequence[Any]) -> None:
-        """Learns what the others have offered; see `Transport.accept`."""
+        """Takes the offers of all ranks; see `links.Offering`."""
         if self._made is None:
-            self._made = _Made(offers[0]["draw"])
+            self._made = CommunicatorSet(offers[0]["new"])
 
-    def meet(self, give_up: Callable[[], bool]) -> Mapping[int, Any]:
-        """Returns them by number; the first time all ranks of each have to come.
+    def connect(self, give_up: Callable[[], bool]) -> Mapping[int, Any]:
+        """Returns the communicators by number; all ranks of each have to come to make it.
 
         Raises:
-            Interrupted: Some rank did not come, or `give_up` said so.
+            Interrupted: Some rank did not come, or `give_up` returned True.
         """
         assert self._made is not None
         if not self._made.groups:
@@ -101,7 +100,7 @@ class Communicators:
         return self._made.groups
 
     def close(self, *, keep: bool) -> None:
-        """Leaves them to the next load, or ends them, with what is under way on them."""
+        """Caches the communicators for the next load, or aborts them."""
         made, self._made = self._made, None
         if made is None:
             return
@@ -113,23 +112,26 @@ class Communicators:
     def _make(self) -> dict[int, Any]:
         assert self._made is not None
         store = self._world.store if self._world.store is not None else dist.HashStore()
-        # A backend waits for the others inside of the store's connection, which is not to be ours.
+        # A backend blocks the connection to the store while it waits for others, so it gets its own.
         store = store.clone() if hasattr(store, "clone") else store
         groups: dict[int, Any] = {}
-        for number, members in sorted(
-            self._members.items()
-        ):  # in one order on all ranks: each waits for others
-            meeting = dist.PrefixStore(f"{self._backend}/{self._made.token}/{number}/{members[0]}", store)
-            place = members.index(self._world.rank)
-            groups[number] = _make_backend(self._backend, meeting, place, len(members), self._device)
+        # In one order on all ranks, since each waits for the others.
+        for number, members in sorted(self._members.items()):
+            namespace = dist.PrefixStore(f"{self._backend}/{self._made.token}/{number}/{members[0]}", store)
+            rank = members.index(self._world.rank)
+            groups[number] = _make_backend(self._backend, namespace, rank, len(members), self._device)
         return groups
 
 
-class _Made:
-    """Some that all ranks have made together; see `comm.cache.CachedResource`.
+class CommunicatorSet:
+    """Communicators that all ranks made together; see `comm.cache.CachedResource`.
 
     Args:
-        token: Names them.
+        token: Identifies them.
+
+    Attributes:
+        token: As given.
+        groups: The backend of each communicator, by number; empty until they are made.
     """
 
     def __init__(self, token: str) -> None:
@@ -137,7 +139,7 @@ class _Made:
         self.groups: dict[int, Any] = {}
 
     def drop(self) -> None:
-        """Ends them, and what is under way on them, which other ranks may never enter."""
+        """Aborts them, since other ranks may never enter the collectives under way."""
         groups, self.groups = self.groups, {}
 
         def abort() -> None:
@@ -151,18 +153,17 @@ class _Made:
             abort()
 
     def disown(self) -> None:
-        """A forked child has no use for them, nor for the device."""
+        """Does nothing: a forked child cannot use the device."""
 
 
 def _make_backend(name: str, store: Any, rank: int, size: int, device: torch.device) -> Any:
-    """Makes a communicator of fastload's own, outside of torch's registry of process groups.
+    """Makes a communicator outside of torch's registry of process groups, and connects it if the backend can.
 
-    Connects at once where the backend can. Its watchdog does not end the process when another rank aborts:
-    fastload reports the failure itself.
+    Its watchdog does not end the process when another rank aborts: fastload reports the failure itself.
 
     Args:
         name: The backend, as `open_transport.backend_of` returns it.
-        store: Where its members meet; no other communicator uses it.
+        store: A namespace that no other communicator uses.
         rank: This rank's number among the members.
         size: Number of members.
         device: This rank's accelerator.
@@ -179,7 +180,7 @@ def _make_backend(name: str, store: Any, rank: int, size: int, device: torch.dev
 def _make_nccl(name: str, store: Any, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = _MAX_CTAS
-    options.config.blocking = 0  # else a call that waits for a rank that never comes cannot be aborted
+    options.config.blocking = 0  # else a call that waits for a missing rank cannot be aborted
     options._timeout = _NO_TIMEOUT
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
@@ -191,7 +192,7 @@ def _make_xccl(name: str, store: Any, rank: int, size: int) -> Any:
 
 
 def _make_registered(name: str, store: Any, rank: int, size: int) -> Any:
-    """Makes a backend that somebody registered with `torch.distributed.Backend.register_backend`."""
+    """Makes a backend that was registered with `torch.distributed.Backend.register_backend`."""
     plugin = dist.Backend._plugins[name.upper()]
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, _NO_TIMEOUT)
@@ -208,7 +209,7 @@ _MAKERS: Mapping[str, Callable[[str, Any, int, int], Any]] = {"nccl": _make_nccl
 
 @contextmanager
 def _without_watchdog(name: str) -> Iterator[None]:
-    """Has torch's watchdog leave the process alone; read from the environment as a backend is made."""
+    """Disables torch's watchdog for backends made meanwhile, which read the environment."""
     variable = f"TORCH_{name.upper()}_ASYNC_ERROR_HANDLING"
     with _environment_lock:
         before = os.environ.get(variable)
@@ -221,15 +222,15 @@ def _without_watchdog(name: str) -> Iterator[None]:
                 os.environ[variable] = before
 
 
-_Running = tuple[Round, torch.Event, Callable[[], None]]
+_RoundEnd = tuple[Round, torch.Event, Callable[[], None]]
 
 
-class Endings:
-    """A thread that waits for the rounds on a device, one after the other.
+class RoundEvents:
+    """A thread that waits for the events at the ends of rounds, one after the other.
 
     Args:
-        device: This rank's accelerator, with its number.
-        watch: Stopped when a round is here.
+        device: This rank's accelerator, with its index.
+        watch: Stopped when a round has ended.
     """
 
     def __init__(self, device: torch.device, watch: Stopwatch) -> None:
@@ -237,7 +238,7 @@ class Endings:
         self._broke = False
         self._is_closed = False
         self._stream = torch.Stream(device)
-        self._running: queue.SimpleQueue[_Running | None] = queue.SimpleQueue()
+        self._ends: queue.SimpleQueue[_RoundEnd | None] = queue.SimpleQueue()
         self._thread = background(self._wait_all, "fastload-events")
 
     def begin(self) -> None:
@@ -245,61 +246,58 @@ class Endings:
         self._thread.start()
 
     def follow(self, work: Round, ended: torch.Event, note: Callable[[], None]) -> None:
-        """Has a round end as soon as an event has come.
+        """Ends a round after an event.
 
         Args:
             work: The round.
-            ended: Recorded after all that belongs to it, unless it broke.
+            ended: Recorded after all kernels of the round, unless it broke.
             note: Called then, unless it broke.
         """
-        self._running.put((work, ended, note))
+        self._ends.put((work, ended, note))
 
     def close(self) -> bool:
-        """Ends the thread; returns whether all rounds have ended well. Those that have not are given up."""
+        """Ends the thread and abandons rounds; returns whether all of them had ended without an error."""
         self._is_closed = True
         if self._thread.is_alive():
-            self._running.put(None)
+            self._ends.put(None)
             self._thread.join(2 * TICK_S)
         return not self._broke and not self._thread.is_alive()
 
     def _wait_all(self) -> None:
-        # A new thread is on the default stream of the first device, both of which others use.
+        # A new thread is on the default stream of the first device; others use both.
         with torch.inference_mode(), use_stream(self._stream):
-            while (running := self._running.get()) is not None:
-                self._wait(*running)
+            while (end := self._ends.get()) is not None:
+                self._wait(*end)
 
     def _wait(self, work: Round, ended: torch.Event, note: Callable[[], None]) -> None:
         try:
             while work.error is None and not ended.query():
-                if self._is_closed:  # a rank that is gone lets it never come
+                if self._is_closed:  # it may never come, if a rank is gone
                     raise RuntimeError("the load ended before the round did")
                 time.sleep(0.0002)  # a blocking wait could not be abandoned
             if work.error is None:
                 note()
-        except RuntimeError as error:  # of any kernel before it
+        except RuntimeError as error:  # of any earlier kernel
             work.broke(error)
         self._broke |= work.error is not None
         self._watch.stop(work.began, round=work.index)
         work.done.set()
 
 
-_NUM_KNOWN = 1024  # windows of readers whose moves are kept
-
-
-class _DeviceTransport(Transport):
-    """What both transports between devices have in common. `bytes_in` is unknown: the backend does not count.
+class _BackendTransport(Transport):
+    """A transport by a backend between devices, which does not count `bytes_in`.
 
     Args:
         name: For the report.
         world: The ranks.
-        device: This rank's accelerator, with its number.
+        device: This rank's accelerator, with its index.
         communicators: The communicators that carry the rounds.
     """
 
     def __init__(self, name: str, world: World, device: torch.device, communicators: Communicators) -> None:
         super().__init__(name, world.rank, device, pinned=True)
         self._communicators = communicators
-        self._endings = Endings(device, self.watch)
+        self._events = RoundEvents(device, self.watch)
 
     def offer(self) -> Any:
         return self._communicators.offer()
@@ -312,48 +310,47 @@ class _DeviceTransport(Transport):
         return ()  # the backend finds its own routes
 
     def close(self) -> None:
-        self._communicators.close(keep=self._endings.close())
+        self._communicators.close(keep=self._events.close())
 
 
-class DeviceExchange(_DeviceTransport):
-    """Collectives on device buffers, on streams and communicators of fastload's own.
+class DeviceTransport(_BackendTransport):
+    """Collectives on device buffers.
 
-    Each line of the grid of ranks has a communicator, which is kept for the next loads of the group. The
-    group's own communicator is never used: the caller may be in the middle of a collective on it.
+    Each axis of the grid of ranks has a communicator. The group's own one is never used, since the caller may
+    be in the middle of a collective on it.
 
     Args:
         world: The ranks.
-        device: This rank's accelerator, with its number.
-        backend: What moves data between the devices, as `open_transport.backend_of` names it.
+        device: This rank's accelerator, with its index.
+        backend: The backend, as `open_transport.backend_of` returns it.
         hosts: Host of each rank.
     """
 
     def __init__(self, world: World, device: torch.device, backend: str, hosts: Sequence[str]) -> None:
         self._grid = Grid.of(hosts)
-        phases = [phase for phase in range(self._grid.num_phases) if self._grid.has_line(world.rank, phase)]
-        lines = {phase: self._grid.line(world.rank, phase) for phase in phases}
-        communicators = Communicators(world, f"grid {self._grid.dims}", lines, device, backend)
+        axes = {phase: self._grid.axis(world.rank, phase) for phase in range(self._grid.num_phases)}
+        members = {phase: ranks for phase, ranks in axes.items() if len(ranks) > 1}
+        communicators = Communicators(world, f"grid {self._grid.dims}", members, device, backend)
         super().__init__(backend, world, device, communicators)
-        # One for each phase: rounds overlap, each in another one.
+        # One for each phase, so that rounds in different phases overlap.
         self._streams = [torch.Stream(device) for _ in range(self._grid.num_phases)]
         self._last = self._streams[0]
         self._statuses: list[Tensor] = []
         self._num_started = 0
-        self._lines: Lines | None = None
+        self._broadcast: GridBroadcast | None = None
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
-        found = self._communicators.meet(give_up)
+        found = self._communicators.connect(give_up)
         groups = [found.get(phase) for phase in range(self._grid.num_phases)]
-        self._lines = Lines(self._grid, self._rank, groups, self._within)
-        self._endings.begin()
+        self._broadcast = GridBroadcast(self._grid, self._rank, groups, self._in_phase)
+        self._events.begin()
 
     def allocate(self, buffer_bytes: int, own_bytes: int) -> tuple[FlatBuffer, Tensor | None]:
         buffer = allocate((buffer_bytes,), torch.uint8, self.device)
-        # Allocated here: a rank that ran out of memory in a round would leave the others alone in it.
+        # Allocated here: a rank that ran out of memory in a round would leave the others waiting.
         statuses = allocate((len(self._grid.ranks),), torch.uint8, self.device)
         for stream in self._streams:
-            # Kernels of the caller's that still use what was freed here come first; and whoever gets the
-            # memory next has to wait for what an abandoned load has left on the stream.
+            # The caller's kernels may still use the memory, and an abandoned load's kernels after this one.
             stream.wait_stream(torch.accelerator.current_stream(self.device))
             buffer.record_stream(stream)
             statuses.record_stream(stream)
@@ -367,29 +364,29 @@ class DeviceExchange(_DeviceTransport):
         statuses = self._statuses[self._num_started % len(self._statuses)][: len(work.slots.each)]
         self._num_started += 1
         try:
-            # What the caller's thread has allocated in inference mode cannot be written in another mode.
             self._last = self._streams[0]
+            # Tensors that the caller allocated in inference mode cannot be written in another mode.
             with torch.inference_mode(), use_stream(self._last):
-                self._bring(work.slots, work, statuses)
+                self._run(work.slots, work, statuses)
                 ended.record(self._last)
         except (RuntimeError, MemoryError) as error:
             work.broke(error)
         work.started.set()
-        self._endings.follow(work, ended, partial(_note, work, tuple(work.slots.each), statuses))
+        self._events.follow(work, ended, partial(_note, work, tuple(work.slots.each), statuses))
 
-    def _bring(self, slots: Slots, work: Round, statuses: Tensor) -> None:
-        """Brings chunks, and one status for each reader, to all ranks."""
-        assert self._lines is not None
-        owners = tuple(slots.each)
+    def _run(self, slots: Slots, work: Round, statuses: Tensor) -> None:
+        """Sends chunks, and one status of each reader, to all ranks."""
+        assert self._broadcast is not None
+        readers = tuple(slots.each)
         statuses.zero_()
         if work.own is not None:
             copy_async(work.own, slots.each[self._rank])
-            statuses[owners.index(self._rank)].fill_(work.status)
-        self._lines.bring(owners, slots.whole, statuses)
+            statuses[readers.index(self._rank)].fill_(work.status)
+        self._broadcast.run(readers, slots.whole, statuses)
 
     @contextmanager
-    def _within(self, phase: int) -> Iterator[None]:
-        """What is called here comes after what was called before, and beside other phases of other rounds."""
+    def _in_phase(self, phase: int) -> Iterator[None]:
+        """Queues kernels after earlier phases of this round, and next to other phases of other rounds."""
         self._streams[phase].wait_stream(self._last)
         self._last = self._streams[phase]
         with use_stream(self._last):
@@ -400,23 +397,26 @@ def _note(work: Round, readers: Sequence[int], statuses: Tensor) -> None:
     """Notes which chunks of a round could not be read.
 
     Args:
-        work: The round, which is here.
-        readers: Those of it.
-        statuses: What each of them says, (readers,), on the device.
+        work: The round, which has ended.
+        readers: Its readers.
+        statuses: Status of each of them, (readers,), on the device.
     """
     found = zip(readers, statuses.tolist(), strict=True)
     work.statuses = {rank: status for rank, status in found if status}
 
 
-class Lines:
-    """The lines of one rank, each with a process group.
+_NUM_KNOWN = 1024  # windows of readers whose moves are cached
+
+
+class GridBroadcast:
+    """Broadcasts to all ranks along the axes of a grid.
 
     Args:
-        grid: Of all ranks.
-        rank: This one.
-        groups: The backend of a process group for its line in each phase, with the same numbers; None where
-            this rank is the only one of it.
-        within: Returns what the collectives of a phase are to be called in: a stream of their own.
+        grid: The grid of all ranks.
+        rank: This rank.
+        groups: The backend of a process group for its axis in each phase, in the order of `Grid.axis`; None
+            where it is alone.
+        in_phase: Returns a context for the collectives of a phase, such as a stream of their own.
     """
 
     def __init__(
@@ -424,23 +424,23 @@ class Lines:
         grid: Grid,
         rank: int,
         groups: Sequence[Any],
-        within: Callable[[int], AbstractContextManager[object]],
+        in_phase: Callable[[int], AbstractContextManager[object]],
     ) -> None:
         self._groups = groups
-        self._within = within
-        self._moves = lru_cache(_NUM_KNOWN)(lambda owners: grid.moves(owners, rank))
+        self._in_phase = in_phase
+        self._moves = lru_cache(_NUM_KNOWN)(lambda readers: grid.moves(readers, rank))
 
-    def bring(self, owners: tuple[int, ...], *rows: Tensor) -> None:
-        """Brings what each of some ranks has put into its part to all ranks.
+    def run(self, readers: tuple[int, ...], *rows: Tensor) -> None:
+        """Sends the part of each reader to all ranks.
 
         Args:
-            owners: Who has put something there, in the order of their parts.
-            rows: What has such parts, equally long, and nothing else; (owners x length,).
+            readers: The ranks that have filled their parts, in the order of the parts.
+            rows: Tensors of equally long parts, (readers x length,).
         """
-        for phase, (group, moves) in enumerate(zip(self._groups, self._moves(owners), strict=True)):
+        for phase, (group, moves) in enumerate(zip(self._groups, self._moves(readers), strict=True)):
             if group is not None and moves:
-                with self._within(phase):
-                    self._move(group, moves, rows, len(owners))
+                with self._in_phase(phase):
+                    self._move(group, moves, rows, len(readers))
 
     def _move(self, group: Any, moves: Sequence[Move], rows: Sequence[Tensor], num_parts: int) -> None:
         for row in rows:
@@ -450,7 +450,7 @@ class Lines:
                 into = row[moves[0].begin * part : moves[-1].end * part]
                 group._allgather_base(into, row[own.begin * part : own.end * part]).wait()
             else:
-                _at_once(
+                _coalesced(
                     group,
                     [
                         partial(_broadcast, group, row[move.begin * part : move.end * part], move.root)
@@ -462,17 +462,17 @@ class Lines:
 _MAX_NUM_GROUPS = 4  # of one rank: each takes a communicator
 
 
-class DeviceRoutedExchange(_DeviceTransport):
-    """Messages between devices, each from the rank that reads it to a group that wants it.
+class RoutedDeviceTransport(_BackendTransport):
+    """Messages between devices, each from its reader to its recipients.
 
-    Chunks are read into host memory, and packed on the device. A rank that cannot read takes part all the
-    same, and says so when all of them meet after the rounds; see `HostTransport`.
+    Chunks are read into host memory and packed on the device. A rank that cannot read goes on taking part,
+    and reports it when the ranks meet after the rounds.
 
     Args:
         world: The ranks.
         groups: See `groups_of`; not empty.
-        device: This rank's accelerator, with its number.
-        backend: What moves data between the devices, as `open_transport.backend_of` names it.
+        device: This rank's accelerator, with its index.
+        backend: The backend, as `open_transport.backend_of` returns it.
     """
 
     def __init__(self, world: World, groups: Sequence[Ranks], device: torch.device, backend: str) -> None:
@@ -484,11 +484,11 @@ class DeviceRoutedExchange(_DeviceTransport):
         self._packing, self._moving = torch.Stream(device), torch.Stream(device)
 
     def connect(self, *, give_up: Callable[[], bool]) -> None:
-        made = self._communicators.meet(give_up)
+        made = self._communicators.connect(give_up)
         self._broadcasts = GroupBroadcasts(
             self._rank, {self._members[number]: group for number, group in made.items()}
         )
-        self._endings.begin()
+        self._events.begin()
 
     def allocate(self, buffer_bytes: int, own_bytes: int) -> tuple[FlatBuffer, Tensor | None]:
         buffer = allocate((buffer_bytes,), torch.uint8, self.device)
@@ -497,7 +497,7 @@ class DeviceRoutedExchange(_DeviceTransport):
         return FlatBuffer(buffer), self.allocate_own(own_bytes)
 
     def post(self, work: Round) -> None:
-        # Kernels of the caller's that still use what was freed here come first.
+        # The caller's kernels may still use the memory.
         here = torch.accelerator.current_stream(self.device)
         self._packing.wait_stream(here)
         self._moving.wait_stream(here)
@@ -510,14 +510,14 @@ class DeviceRoutedExchange(_DeviceTransport):
             with self._on(self._moving):
                 self._moving.wait_stream(self._packing)
                 deliveries = (*work.kept, *work.incoming)
-                for each in deliveries:  # some have memory besides the buffer
+                for each in deliveries:  # some have memory outside of the buffer
                     each.data.record_stream(self._moving)
-                self._broadcasts.bring(deliveries)
+                self._broadcasts.run(deliveries)
                 ended.record(self._moving)
         except (RuntimeError, MemoryError) as error:
             work.broke(error)
         work.started.set()
-        self._endings.follow(work, ended, partial(self._note, work))
+        self._events.follow(work, ended, partial(self._note, work))
 
     def _pack(self, pack: Callable[[Round], None], work: Round) -> None:
         with self._on(self._packing):
@@ -529,20 +529,20 @@ class DeviceRoutedExchange(_DeviceTransport):
 
     @contextmanager
     def _on(self, stream: torch.Stream) -> Iterator[None]:
-        # What the caller's thread has allocated in inference mode cannot be written in another mode.
+        # Tensors that the caller allocated in inference mode cannot be written in another mode.
         with torch.inference_mode(), use_stream(stream):
             yield
 
 
 class GroupBroadcasts:
-    """The groups of one rank, each with a process group.
+    """Broadcasts among the recipients of messages.
 
-    All ranks call what they have part in in one order: by round, what is handed before what is broadcast, by
-    group. So they cannot wait for each other in a circle, though some are ahead of others.
+    All ranks make their calls in one order: by round, point to point before broadcasts, by recipients. So
+    they cannot deadlock, though some ranks are ahead of others.
 
     Args:
-        rank: This one.
-        groups: The backend of a process group for each of this rank's groups; see `groups_of`.
+        rank: This rank.
+        groups: The backend of a process group for each group of this rank; see `groups_of`.
     """
 
     def __init__(self, rank: int, groups: Mapping[Ranks, Any]) -> None:
@@ -550,18 +550,14 @@ class GroupBroadcasts:
         self._groups = groups
         self._everyone = groups[max(groups, key=len)] if groups else None
 
-    def bring(self, deliveries: Collection[Delivery]) -> None:
-        """Brings the messages of a round to those who want them.
-
-        Args:
-            deliveries: All that goes through this rank.
-        """
-        if found := handed(deliveries, self._rank):
-            _at_once(self._everyone, [partial(self._hand, each) for each in found])
+    def run(self, deliveries: Collection[Delivery]) -> None:
+        """Sends and receives all messages of a round that concern this rank."""
+        if found := sent_to_roots(deliveries, self._rank):
+            _coalesced(self._everyone, [partial(self._send_to_root, each) for each in found])
         for ranks, found in broadcasts_of(deliveries).items():
             group = self._groups[ranks]
             roots = [ranks.index(root_of(each.message)) for each in found]
-            _at_once(
+            _coalesced(
                 group,
                 [
                     partial(_broadcast, group, each.data, root)
@@ -569,9 +565,8 @@ class GroupBroadcasts:
                 ],
             )
 
-    def _hand(self, each: Delivery) -> Any:
-        """The group of all has the ranks' own numbers."""
-        assert self._everyone is not None
+    def _send_to_root(self, each: Delivery) -> Any:
+        assert self._everyone is not None, "a group of all ranks, with their own numbers"
         if each.message.reader == self._rank:
             return self._everyone.send([each.data], root_of(each.message), 0)
         return self._everyone.recv([each.data], each.message.reader, 0)
@@ -584,13 +579,13 @@ def _broadcast(group: Any, data: Tensor, root: int) -> Any:
 
 
 def root_of(message: Message) -> int:
-    """Returns the first rank of a group that has a message: the reader, or the one that it is handed to."""
+    """Returns the recipient that broadcasts a message: the reader, or one that the reader sends to."""
     if message.reader in message.ranks:
         return message.reader
     return message.ranks[message.reader % len(message.ranks)]
 
 
-def _at_once(group: Any, calls: Sequence[Callable[[], Any]]) -> None:
+def _coalesced(group: Any, calls: Sequence[Callable[[], Any]]) -> None:
     """Makes calls of a group, in one launch where its backend can; else they run one after the other."""
     coalesced = group.supports_coalescing
     if coalesced:
@@ -603,11 +598,11 @@ def _at_once(group: Any, calls: Sequence[Callable[[], Any]]) -> None:
 
 
 def groups_of(plan: RoutedPlan) -> tuple[Ranks, ...]:
-    """Returns the groups that the messages of a plan go around in, ascending; the same on all ranks.
+    """Returns the groups that need a communicator, ascending; the same on all ranks.
 
-    These are the ranks that want the same, and all ranks if some message is read by a rank that does not want
-    it. There are none if no two ranks want the same, if some rank were in too many groups, or if there is no
-    room for chunks in host memory besides buffers on devices.
+    These are the recipients of each message, and all ranks if some reader is no recipient. The result is
+    empty if no message has two recipients, if some rank were in too many groups, or if chunks in host memory
+    do not fit into staging next to the buffers on the device.
 
     Args:
         plan: The plan.
@@ -617,27 +612,25 @@ def groups_of(plan: RoutedPlan) -> tuple[Ranks, ...]:
     readers: dict[int, set[int]] = defaultdict(set)
     for share in plan.shares:
         readers[share.group].add(share.reader)
-    wanting = {ranks for group in readers for ranks in plan.sharing.densities[group]}
-    groups = {ranks for ranks in wanting if len(ranks) > 1}
+    recipients = {ranks for group in readers for ranks in plan.sharing.densities[group]}
+    groups = {ranks for ranks in recipients if len(ranks) > 1}
     counts = Counter(rank for ranks in groups for rank in ranks)
     if max(counts.values(), default=0) > _MAX_NUM_GROUPS or not groups:
         return ()
-    is_handed = any(
+    needs_all = any(
         not of_group <= set(ranks)
         for group, of_group in readers.items()
         for ranks in plan.sharing.densities[group]
     )
-    return tuple(sorted(groups | {tuple(sorted(plan.order))} if is_handed else groups))
+    return tuple(sorted(groups | {tuple(sorted(plan.order))} if needs_all else groups))
 
 
-def handed(deliveries: Iterable[Delivery], rank: int) -> list[Delivery]:
-    """Returns what a rank hands to, or gets from, a rank that reads but does not want it.
-
-    In an order that is the same on both of them.
+def sent_to_roots(deliveries: Iterable[Delivery], rank: int) -> list[Delivery]:
+    """Returns the messages between a reader that is no recipient and a root, in one order on both.
 
     Args:
-        deliveries: All that goes through the rank in a round.
-        rank: The rank.
+        deliveries: All messages of a round that concern the rank.
+        rank: The rank, as reader or root.
     """
     return _in_order(
         each
@@ -648,10 +641,10 @@ def handed(deliveries: Iterable[Delivery], rank: int) -> list[Delivery]:
 
 
 def broadcasts_of(deliveries: Iterable[Delivery]) -> dict[Ranks, list[Delivery]]:
-    """Returns what is broadcast in each group of a rank's; groups, and messages, in one order on all ranks.
+    """Returns the messages to broadcast, by recipients; both in one order on all ranks.
 
     Args:
-        deliveries: All that goes through the rank in a round.
+        deliveries: All messages of a round that concern the rank.
     """
     found: dict[Ranks, list[Delivery]] = {}
     for each in _in_order(each for each in deliveries if each.message.ranges and len(each.message.ranks) > 1):
@@ -660,5 +653,5 @@ def broadcasts_of(deliveries: Iterable[Delivery]) -> dict[Ranks, list[Delivery]]
 
 
 def _in_order(deliveries: Iterable[Delivery]) -> list[Delivery]:
-    # Of one reader, each group has at most one message in a round.
+    # A round has at most one message for each reader and recipients.
     return sorted(deliveries, key=lambda each: (each.message.ranks, each.message.reader))

@@ -39,16 +39,16 @@ def open_transport(
     """
     pinned = device is not None and is_accelerator(device)
     if backend and device is not None and isinstance(plan, TransferPlan):
-        from fastload.transfer.device_transport import DeviceExchange
+        from fastload.transfer.device_transport import DeviceTransport
 
-        return DeviceExchange(world, device, backend, hosts)
+        return DeviceTransport(world, device, backend, hosts)
     if not plan.exchanges:
         return LocalTransport(world.rank, pinned=pinned)
     if backend and device is not None and isinstance(plan, RoutedPlan):
-        from fastload.transfer.device_transport import DeviceRoutedExchange, groups_of
+        from fastload.transfer.device_transport import RoutedDeviceTransport, groups_of
 
         if groups := groups_of(plan):
-            return DeviceRoutedExchange(world, groups, device, backend)
+            return RoutedDeviceTransport(world, groups, device, backend)
     # One rank alone, or each for itself, need not import it.
     from fastload.transfer.host_transport import HostTransport
     from fastload.transfer.routing import Routing, sharing_domains

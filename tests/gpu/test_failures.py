@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import fastload
-from fastload.transfer.device_transport import _Made
+from fastload.transfer.device_transport import CommunicatorSet
 from tests.dist.patience import patient
 from tests.dist.test_sharded_failures import before_reads
 from tests.gpu.devices import Devices, on_devices
@@ -41,7 +41,9 @@ def test_a_rank_is_killed(devices: Devices, rank: int, world: int, path: Path) -
                 os.kill(os.getpid(), signal.SIGKILL)
 
         before_reads(patch, die)
-        patch.setattr(_Made, "drop", lambda made: None)  # a backend that cannot abort what is under way
+        patch.setattr(
+            CommunicatorSet, "drop", lambda made: None
+        )  # a backend that cannot abort what is under way
         with pytest.raises(fastload.PeerError, match="rank 1"):
             fastload.load(path, device=devices.device, options=options)
     time.sleep(0.5)  # a watchdog would act now

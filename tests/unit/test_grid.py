@@ -19,12 +19,11 @@ def test_hosts_are_factored_into_short_dimensions(num_hosts: int, dims: tuple[in
     assert dims_of(num_hosts) == dims
 
 
-def test_hosts_that_are_uneven_are_one_line() -> None:
+def test_uneven_hosts_are_one_axis() -> None:
     grid = Grid.of(["a", "b", "a", "a"])
     assert grid == Grid((0, 2, 3, 1), (), 4)
-    assert grid.line(3, grid.num_phases - 1) == (0, 2, 3, 1)
-    assert grid.num_lines == 1
-    assert Grid.of(["a"]).num_lines == 0
+    assert [grid.axis(3, phase) for phase in range(grid.num_phases)] == [(3,), (0, 2, 3, 1)]
+    assert [Grid.of(["a"]).axis(0, phase) for phase in range(2)] == [(0,), (0,)]
 
 
 @settings(deadline=None, max_examples=40)
@@ -41,25 +40,25 @@ def test_every_chunk_comes_to_every_rank_once(num_hosts: int, num_locals: int, d
     for dim in range(grid.num_phases):
         before = {rank: set(chunks) for rank, chunks in has.items()}
         for rank in ranks:
-            line, here = grid.line(rank, dim), moves[rank][dim]
-            assert rank in line
-            assert all(line == grid.line(peer, dim) for peer in line)
-            assert len(line) <= max(9, 2 * _GOOD_DIM, num_locals)
-            assert all(here == moves[peer][dim] for peer in line)  # it is a collective
+            axis, here = grid.axis(rank, dim), moves[rank][dim]
+            assert rank in axis
+            assert all(axis == grid.axis(peer, dim) for peer in axis)
+            assert len(axis) <= max(9, 2 * _GOOD_DIM, num_locals)
+            assert all(here == moves[peer][dim] for peer in axis)  # it is a collective
             assert len({move.root for move in here}) == len(here)
-            if is_gather(here, len(line)):
+            if is_gather(here, len(axis)):
                 assert {move.end - move.begin for move in here} == {
-                    (here[-1].end - here[0].begin) // len(line)
+                    (here[-1].end - here[0].begin) // len(axis)
                 }
             for move in here:
                 coming = owners[move.begin : move.end]
-                assert set(coming) <= before[line[move.root]]
-                if line[move.root] == rank:
+                assert set(coming) <= before[axis[move.root]]
+                if axis[move.root] == rank:
                     continue
-                again = set(coming) & has[rank]  # a guest's own, in the line that brings it all others
+                again = set(coming) & has[rank]  # its own, in the axis that brings an extra host all others
                 assert not again or again == {rank}
                 has[rank] |= set(coming)
-                if hosts[line[move.root]] != hosts[rank]:
+                if hosts[axis[move.root]] != hosts[rank]:
                     for owner in set(coming) - again:
                         entered[hosts[rank], owner] += 1
     assert all(chunks == set(owners) for chunks in has.values())

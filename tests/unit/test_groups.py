@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastload.geometry.box import Runs
 from fastload.geometry.extents import Extent
-from fastload.transfer.device_transport import broadcasts_of, groups_of, handed, root_of
+from fastload.transfer.device_transport import broadcasts_of, groups_of, root_of, sent_to_roots
 from fastload.transfer.routed_plan import RoutedPlan, RoutedView
 from fastload.transfer.routing import Route
 from fastload.transfer.transport import Delivery
@@ -46,7 +46,7 @@ def test_each_message_comes_once_to_whoever_wants_it_in_one_order(
         )
         hands: dict[tuple[int, int, bool], list[object]] = {}
         for rank, of_rank in enumerate(deliveries):
-            for each in handed(of_rank, rank):
+            for each in sent_to_roots(of_rank, rank):
                 message, sends = each.message, each.message.reader == rank
                 assert not groups or tuple(range(size)) in groups
                 ends = (rank, root_of(message)) if sends else (message.reader, rank)

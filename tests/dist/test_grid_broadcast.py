@@ -1,4 +1,4 @@
-"""Chunks along the lines of a grid, by real collectives: those of Gloo, called as those of NCCL are."""
+"""Broadcasts along the axes of a grid, by real collectives: those of Gloo, called as those of NCCL are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastload.transfer.device_transport import Lines
+from fastload.transfer.device_transport import GridBroadcast
 from fastload.transfer.grid import Grid
 from fastload.transfer.plan import ReaderWindows
 from tests.dist.harness import ranks
@@ -19,26 +19,26 @@ _CHUNK_BYTES = 37
 _PATIENCE = timedelta(seconds=60)
 
 
-def lines_of(grid: Grid, rank: int) -> Lines:
-    """The lines of a rank, each with a group of Gloo of its own."""
+def broadcast_of(grid: Grid, rank: int) -> GridBroadcast:
+    """Has a Gloo group for each axis of a rank."""
     store = dist.distributed_c10d._get_default_store()
     groups: list[Any] = []
     for phase in range(grid.num_phases):
-        line = grid.line(rank, phase)
-        corner = dist.PrefixStore(f"lines/{phase}/{line[0]}", store)
-        is_alone = len(line) == 1
+        axis = grid.axis(rank, phase)
+        namespace = dist.PrefixStore(f"axes/{phase}/{axis[0]}", store)
+        is_alone = len(axis) == 1
         groups.append(
-            None if is_alone else dist.ProcessGroupGloo(corner, line.index(rank), len(line), _PATIENCE)
+            None if is_alone else dist.ProcessGroupGloo(namespace, axis.index(rank), len(axis), _PATIENCE)
         )
-    return Lines(grid, rank, groups, lambda phase: nullcontext())
+    return GridBroadcast(grid, rank, groups, lambda phase: nullcontext())
 
 
 @ranks(11, deadline_s=90)
 @pytest.mark.parametrize("num_locals", [1, 3, 11])
-def test_all_chunks_come_to_all_ranks(rank: int, world: int, num_locals: int) -> None:
+def test_all_chunks_reach_all_ranks(rank: int, world: int, num_locals: int) -> None:
     hosts = [f"host{rank // num_locals}" for rank in range(world)]
     grid = Grid.of(hosts)
-    lines = lines_of(grid, rank)
+    broadcast = broadcast_of(grid, rank)
     windows = [
         window
         for num_windows in (1, 2, 3, 8)
@@ -51,6 +51,6 @@ def test_all_chunks_come_to_all_ranks(rank: int, world: int, num_locals: int) ->
             place = owners.index(rank)
             chunks[place * _CHUNK_BYTES : (place + 1) * _CHUNK_BYTES] = rank + 1
             statuses[place] = rank + 1
-        lines.bring(owners, chunks, statuses)
+        broadcast.run(owners, chunks, statuses)
         assert statuses.tolist() == [owner + 1 for owner in owners]
         assert torch.equal(chunks, statuses.repeat_interleave(_CHUNK_BYTES))
