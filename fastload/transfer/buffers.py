@@ -1,4 +1,4 @@
-"""The memory of the rounds in flight: where each chunk is read to, and each message packed and received."""
+"""The memory of the rounds in flight, in which chunks are read, packed and received."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from fastload.transfer.transport import Delivery, Round, Slots, Transport
 Plan: TypeAlias = TransferPlan | RoutedPlan
 View: TypeAlias = TransferView | RoutedView
 
-LEAST_PIECE_BYTES = 16 << 10  # on average; to read into shorter pieces takes longer than to copy them
+LEAST_PIECE_BYTES = 16 << 10  # on average; reading into shorter pieces takes longer than copying them
 _ALIGNED_BYTES = 64
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Destinations(Protocol):
-    """Where the bytes go: tensors, or files."""
+    """The tensors or files that the requested bytes go to."""
 
     def targets(self, start: int, nbytes: int, at_most: int) -> list[Tensor] | None:
-        """Returns host memory that a range of what is wanted belongs to, in at most so many pieces.
+        """Returns the host memory of a range of the requested bytes, in at most so many pieces.
 
-        None if it is to be placed.
+        None if the range has to be placed.
         """
         ...
 
     def place(self, start: int, data: Tensor) -> None:
-        """Takes a range of what is wanted; it may go on doing so until `settle`."""
+        """Copies data to a range of the requested bytes; it may use the data until `settle`."""
         ...
 
     def settle(self) -> None:
-        """Returns once everything placed so far has left the buffers it came from."""
+        """Waits until no data placed so far is in use."""
         ...
 
 
 class Arrival(NamedTuple):
-    """Bytes that have come to this rank.
+    """Bytes that have arrived at this rank.
 
     Attributes:
         reader: The rank that has read them; None if several others have.
-        nbytes: How many.
-        pieces: Those of them that are to be placed: where in what this rank wants, and the bytes, flat uint8.
+        nbytes: Length in bytes.
+        pieces: (start, data) of the ranges that have to be placed: first requested byte, flat uint8.
     """
 
     reader: int | None
@@ -66,10 +66,10 @@ class OwnChunk:
     """A chunk that this rank reads ahead of its round.
 
     Attributes:
-        spans: What it is.
-        memory: Host memory that it is read into: of a whole slot, or where the bytes belong.
+        spans: Its byte ranges.
+        memory: The host memory that it is read into: a complete slot, or its destination.
         nbytes: Its length.
-        is_in_place: Whether that is where it belongs.
+        is_in_place: Whether the memory is its destination.
     """
 
     spans: Sequence[Span]
@@ -84,22 +84,22 @@ class OwnChunk:
 
 
 class Buffers:
-    """One buffer for each round in flight, used in turn.
+    """One buffer for each round in flight, used in rotation.
 
-    A chunk that this rank wants as it is, and a message that it wants in one piece, are read and received
-    right where they belong, unless another rank of the host copies them from here. All others take room in
-    the buffer, until they are placed and passed on. If buffers are on a device, all go through them: chunks
-    are read into host memory, and packed on the device.
+    A chunk that this rank requests as it is, and a message for one piece of memory, are read and received
+    directly into their destination, unless another rank of the host copies them from here. All others stay in
+    the buffer until they are placed and forwarded. Buffers on a device hold all of them: chunks are read into
+    host memory and packed on the device.
 
     Args:
         plan: The rounds.
-        rank: This one.
+        rank: This rank.
         transport: Allocates the buffers.
-        destinations: Where the bytes go in the end.
+        destinations: The destinations of the bytes.
 
     Attributes:
-        depth: How many rounds may be in flight.
-        wanted_bytes: Bytes that come to this rank in all.
+        depth: Rounds that may be in flight.
+        wanted_bytes: Bytes that this rank receives or reads for itself.
 
     Raises:
         MemoryError: The buffers do not fit into memory.
@@ -121,8 +121,8 @@ class Buffers:
             own_bytes = 0
         num_buffers = self.depth = min(plan.depth, plan.num_rounds)
         if transport.shares_memory:
-            # One more than rounds in flight: others of the host may be a round behind this rank. Even where
-            # each round has its own, since there are more rounds if readers drop out.
+            # One more than rounds in flight, since other ranks of the host may be a round behind. Also where
+            # each round has its own, since a reader that drops out adds rounds.
             num_buffers = max(2, min(plan.depth, plan.num_rounds + 1))
             self.depth = num_buffers - 1
             buffer_bytes = _with_directory(buffer_bytes)
@@ -135,9 +135,9 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers that were used: the others take no memory, unless they are pinned.
+        """Bytes used of all buffers; unused ones take no memory, unless they are pinned.
 
-        Where the ranks of a host have them together, the share of one rank.
+        If the ranks of a host share them, the part of one rank.
         """
         ahead = sum(memory.nbytes for memory in self._ahead)
         used = sum(self._most)
@@ -146,15 +146,15 @@ class Buffers:
         return ahead + used + sum(own.nbytes for own in self._own)
 
     def free(self) -> None:
-        """Lets go of the buffers; a read that is still under way keeps its own."""
+        """Releases the buffers; a read that is still under way keeps its own alive."""
         self._buffers.clear()
         self._own.clear()
         self._ahead.clear()
 
-    def lay_own(self, plan: TransferPlan, index: int) -> OwnChunk:
-        """Finds the memory for this rank's chunk of a round, where chunks are read ahead.
+    def prepare_ahead(self, plan: TransferPlan, index: int) -> OwnChunk:
+        """Chooses the memory for this rank's chunk of a round, which is read ahead.
 
-        It is that of the chunk so many laps before, whose round has to be over.
+        The memory is in use until the round of an earlier chunk is over, as many cycles before.
         """
         view = self._view_of(plan)
         spans = view.reads(index)
@@ -164,21 +164,21 @@ class Buffers:
         direct = self._direct(outgoing, nbytes, one=True) if spans else None
         return OwnChunk(spans, direct[0] if direct else memory, nbytes, is_in_place=direct is not None)
 
-    def lay_out(self, plan: Plan, index: int, number: int, own: OwnChunk | None = None) -> Round:
-        """Finds the memory for what is read and received in a round.
+    def prepare(self, plan: Plan, index: int, number: int, own: OwnChunk | None = None) -> Round:
+        """Chooses the memory for this rank's chunk and messages of a round.
 
         Args:
             plan: The rounds.
-            index: Which of them.
-            number: The same, counted over all plans.
+            index: Number of the round in the plan.
+            number: Number of the round over all plans.
             own: This rank's chunk, if it was read ahead.
         """
         view, route = self._view_of(plan), self._transport.route
-        turn = number % len(self._buffers)
+        slot = number % len(self._buffers)
         outgoing = [(message, route(message)) for message in view.outgoing(index)]
         incoming = [(message, route(message)) for message in view.incoming(index)]
         incoming.sort(key=lambda each: each[1].num_hops)
-        room = _Room(self._buffers[turn].memory, self._most, turn)
+        room = _BufferRoom(self._buffers[slot].memory, self._most, slot)
         work = Round(number, view.readers(index), outgoing=outgoing)
         directory = None
         if self._transport.shares_memory:
@@ -188,9 +188,9 @@ class Buffers:
             work.slots = room.cut(plan.slot_sizes(index, plan.chunks(index)))
         spans = view.reads(index) if own is None else own.spans
         if spans:
-            self._lay_chunk(work, spans, turn, room, own, directory)
+            self._prepare_chunk(work, spans, slot, room, own, directory)
         for message, way in incoming:
-            work.incoming.append(self._lay_incoming(work, message, way, room))
+            work.incoming.append(self._prepare_incoming(work, message, way, room))
             if directory is not None and way.is_shared and way.holder == self._rank:
                 directory.add(work.incoming[-1])
         if directory is not None:
@@ -198,7 +198,7 @@ class Buffers:
         return work
 
     def arrivals(self, work: Round) -> Iterator[Arrival]:
-        """Yields what has come in a round: who has read it, and what of it is still to be placed."""
+        """Yields the bytes that have arrived in a round, with those that still have to be placed."""
         if work.slots is not None and not work.statuses:
             yield from self._arrivals_in_slots(work)
             return
@@ -209,7 +209,7 @@ class Buffers:
                 yield Arrival(message.reader, message.nbytes, pieces)
 
     def _data(self, work: Round, each: Delivery) -> Tensor:
-        """Returns the bytes of a message, wherever on this host they are."""
+        """Returns the bytes of a message from the memory of any rank of this host."""
         holder = each.route.holder
         if holder == self._rank:
             return each.data
@@ -220,7 +220,7 @@ class Buffers:
         return directory.find(each)
 
     def _arrivals_in_slots(self, work: Round) -> Iterator[Arrival]:
-        """Joins what lies side by side: of many short pieces each would be a copy of its own."""
+        """Joins adjacent pieces, since each piece takes a copy of its own."""
         assert work.slots is not None
         whole, found = work.slots.whole, list[tuple[int, int, int]]()
         by_reader = {each.message.reader: each for each in chain(work.kept, work.incoming)}
@@ -242,41 +242,39 @@ class Buffers:
         yield Arrival(None, others_bytes, [(start, whole[at : at + nbytes]) for at, start, nbytes in found])
 
     def _view_of(self, plan: Plan) -> View:
-        if plan is not self._plan:  # some readers have dropped out
+        if plan is not self._plan:  # a reader has dropped out
             self._plan, self._view = plan, plan.view(self._rank)
         return self._view
 
-    def _lay_chunk(
+    def _prepare_chunk(
         self,
         work: Round,
         spans: Sequence[Span],
-        turn: int,
-        room: _Room,
+        slot: int,
+        room: _BufferRoom,
         own: OwnChunk | None,
         directory: _Directory | None,
     ) -> None:
-        """Finds the memory for this rank's chunk."""
         nbytes = sum(span.nbytes for span in spans)
         work.spans = spans
         if own is not None:
             work.buffers, is_in_place = [own.data], own.is_in_place
         elif self._on_device:
-            work.buffers, is_in_place = [self._own[turn][:nbytes]], False
+            work.buffers, is_in_place = [self._own[slot][:nbytes]], False
         else:
             direct = self._direct(work.outgoing, nbytes)
             is_shared = any(way.is_shared for _, way in work.outgoing)
             work.buffers = direct if direct is not None else [room.take(nbytes, must_fit=is_shared)]
             is_in_place = direct is not None
         if work.slots is not None:
-            memory = own.memory if own is not None else self._own[turn]
-            slot = work.slots.each[self._rank]
-            work.own = memory[: slot.numel()]
-            work.kept = [Delivery(message, way, slot[:nbytes]) for message, way in work.outgoing]
+            memory = own.memory if own is not None else self._own[slot]
+            into = work.slots.each[self._rank]
+            work.own = memory[: into.numel()]
+            work.kept = [Delivery(message, way, into[:nbytes]) for message, way in work.outgoing]
             return
         work.pack = partial(self._pack, room, directory, is_in_place, own is not None)
 
-    def _lay_incoming(self, work: Round, message: Message, way: Route, room: _Room) -> Delivery:
-        """Finds the memory for a message."""
+    def _prepare_incoming(self, work: Round, message: Message, way: Route, room: _BufferRoom) -> Delivery:
         if work.slots is not None:
             return Delivery(message, way, work.slots.each[message.reader][: message.nbytes])
         if way.holder != self._rank:
@@ -286,7 +284,12 @@ class Buffers:
         return Delivery(message, way, data, is_in_place=target is not None)
 
     def _pack(
-        self, room: _Room, directory: _Directory | None, is_in_place: bool, was_ahead: bool, work: Round
+        self,
+        room: _BufferRoom,
+        directory: _Directory | None,
+        is_in_place: bool,
+        was_ahead: bool,
+        work: Round,
     ) -> None:
         """Makes the messages of a chunk that has been read."""
         chunk = work.buffers[0]
@@ -294,7 +297,7 @@ class Buffers:
             on_host, chunk = chunk, room.take(chunk.nbytes)
             copy_async(on_host, chunk)
         for message, way in work.outgoing:
-            # If it was read into several pieces, nobody else wants it, and it is where it belongs.
+            # A chunk that was read into several pieces is in place, and no other rank gets it.
             data = chunk
             if len(work.buffers) == 1:
                 copies = was_ahead and way.is_shared
@@ -309,12 +312,12 @@ class Buffers:
     def _direct(
         self, outgoing: Sequence[tuple[Message, Route]], nbytes: int, *, one: bool = False
     ) -> list[Tensor] | None:
-        """Returns the memory that a chunk belongs to, if this rank wants all of it, just as it is.
+        """Returns the destination of a chunk, if this rank requests all of it just as it is.
 
         Args:
             outgoing: The messages of the chunk.
             nbytes: Length of the chunk.
-            one: Whether it has to be one piece, even if no other rank wants any of it.
+            one: Whether it has to be one piece, even if no other rank gets any of it.
         """
         if self._on_device or any(way.is_shared for _, way in outgoing):
             return None
@@ -325,7 +328,7 @@ class Buffers:
         return self._targets(ranges, 1 + nbytes // LEAST_PIECE_BYTES if is_kept else 1)
 
     def _target(self, message: Message) -> Tensor | None:
-        """Returns the memory that a message belongs to, if that is one piece."""
+        """Returns the destination of a message, if it is one piece."""
         if self._on_device or len(message.ranges) != 1:
             return None
         targets = self._targets(message.ranges, 1)
@@ -341,15 +344,15 @@ class Buffers:
         return pieces
 
 
-def _packed(message: Message, chunk: Tensor, room: _Room, *, copies: bool, must_fit: bool) -> Tensor:
-    """Returns the bytes of a message: those of the chunk, or a copy.
+def _packed(message: Message, chunk: Tensor, room: _BufferRoom, *, copies: bool, must_fit: bool) -> Tensor:
+    """Returns the bytes of a message: a view of the chunk, or a copy.
 
     Args:
-        message: With its pieces.
-        chunk: That of this rank.
-        room: For a copy.
-        copies: Whether it has to be one.
-        must_fit: Whether it has to be in the buffer.
+        message: The message, with its pieces.
+        chunk: This rank's chunk.
+        room: Memory for a copy.
+        copies: Whether to copy in any case.
+        must_fit: Whether a copy has to be in the buffer.
     """
     pieces = message.pieces
     if len(pieces) == 1 and not pieces[0].steps and not copies:
@@ -364,13 +367,13 @@ def _packed(message: Message, chunk: Tensor, room: _Room, *, copies: bool, must_
 
 
 def _in_chunk(outgoing: Sequence[Message], nbytes: int) -> list[tuple[int, int]] | None:
-    """Returns where in what this rank wants a chunk belongs, if it wants all of it once, just as it is."""
+    """Returns (start, length) of a chunk in the requested bytes, if all of it is requested once, as it is."""
     own = [message for message in outgoing if message.ranges]
     if sum(message.nbytes for message in own) != nbytes:
         return None
     if len(own) == 1 and len(own[0].pieces) == 1 and not own[0].pieces[0].steps:
         return list(own[0].ranges)
-    found: list[tuple[int, int, int]] = []  # in the chunk, in what is wanted, length
+    found: list[tuple[int, int, int]] = []  # start in the chunk, start in the requested bytes, length
     for message in own:
         if any(piece.steps for piece in message.pieces):
             return None
@@ -398,7 +401,7 @@ def _in_chunk(outgoing: Sequence[Message], nbytes: int) -> list[tuple[int, int]]
 
 
 def _cut(message: Message, data: Tensor) -> list[tuple[int, Tensor]]:
-    """Returns where a message is to be placed, piece by piece."""
+    """Returns the pieces of a message: start in the requested bytes, and data."""
     pieces, position = [], 0
     for start, nbytes in message.ranges:
         pieces.append((start, data[position : position + nbytes]))
@@ -406,50 +409,50 @@ def _cut(message: Message, data: Tensor) -> list[tuple[int, Tensor]]:
     return pieces
 
 
-class _Room:
-    """What is left of a buffer in one round.
+class _BufferRoom:
+    """The free memory of a buffer in one round.
 
     Args:
         memory: The buffer, flat uint8.
-        most: The most that was taken of each buffer, in any round.
-        turn: Which of them this is.
+        most: The most bytes taken of each buffer in any round; updated.
+        slot: Number of the buffer.
     """
 
-    def __init__(self, memory: Tensor, most: list[int], turn: int) -> None:
+    def __init__(self, memory: Tensor, most: list[int], slot: int) -> None:
         self.memory = memory
         self._most = most
-        self._turn = turn
+        self._slot = slot
         self._begin = self._taken = 0
 
     def skip(self, nbytes: int) -> None:
-        """Leaves some bytes at the beginning to others."""
+        """Reserves some bytes at the beginning."""
         self._begin = self._taken = round_up(nbytes, _ALIGNED_BYTES)
 
     def take(self, nbytes: int, *, must_fit: bool = False) -> Tensor:
-        """Returns memory, flat uint8: if the buffer is full, which many small messages can do, besides it.
+        """Returns memory, flat uint8: new memory if many small messages have filled the buffer.
 
         Raises:
-            MemoryError: It is full, and must not be.
+            MemoryError: The buffer is full and `must_fit` is set.
         """
         begin, self._taken = self._taken, self._taken + round_up(nbytes, _ALIGNED_BYTES)
-        self._most[self._turn] = max(self._most[self._turn], self._taken - self._begin)
+        self._most[self._slot] = max(self._most[self._slot], self._taken - self._begin)
         if begin + nbytes <= self.memory.numel():
             return self.memory[begin : begin + nbytes]
         if must_fit:
-            raise MemoryError(f"no room for {nbytes} bytes that other ranks of this host are to copy")
+            raise MemoryError(f"no room for {nbytes} bytes that other ranks of this host copy")
         return torch.empty(nbytes, dtype=torch.uint8, device=self.memory.device)
 
     def cut(self, sizes: Mapping[int, int]) -> Slots:
-        """Cuts the beginning into slots of these sizes, one after the other."""
+        """Cuts the beginning into adjacent slots of these sizes."""
         whole = self.take(sum(sizes.values()), must_fit=True)
         return Slots(whole, dict(zip(sizes, whole.split(list(sizes.values())), strict=True)))
 
 
 class _Directory:
-    """Where in a rank's buffer the messages lie that other ranks of its host copy from there.
+    """A table of the messages in a rank's buffer that other ranks of its host copy.
 
-    It is the beginning of the buffer: a count, and for each message its reader, its group, where it begins,
-    and its length, as int64.
+    It is at the beginning of the buffer, as int64: a count, and for each message the reader, the number of
+    the recipients, the first byte and the length.
 
     Args:
         memory: The buffer, flat uint8.
@@ -460,27 +463,27 @@ class _Directory:
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
         self._begin = memory.data_ptr()
-        self._words = host_view(memory).cast("q")  # whole pages
+        self._words = host_view(memory).cast("q")
         self._rows: dict[tuple[int, int], tuple[int, int]] | None = None
         self._count = 0
 
     @classmethod
-    def make(cls, room: _Room, num_messages: int) -> _Directory:
-        """Begins one with room for some messages, at the beginning of a buffer."""
+    def make(cls, room: _BufferRoom, num_messages: int) -> _Directory:
+        """Reserves a directory for some messages at the beginning of a buffer."""
         room.skip(8 * (1 + cls._ROW * num_messages))
         return cls(room.memory)
 
     def add(self, each: Delivery) -> None:
-        """Adds a message that lies in the buffer."""
+        """Adds a message in the buffer."""
         at = 1 + self._ROW * self._count
         begin = each.data.data_ptr() - self._begin
         row = each.message.reader, each.route.group, begin, each.message.nbytes
-        for place, value in enumerate(row):
-            self._words[at + place] = value
+        for column, value in enumerate(row):
+            self._words[at + column] = value
         self._count += 1
 
     def close(self) -> None:
-        """Publishes what was added so far."""
+        """Publishes the messages added so far."""
         self._words[0] = self._count
 
     def find(self, each: Delivery) -> Tensor:
@@ -495,5 +498,5 @@ class _Directory:
 
 
 def _with_directory(nbytes: int) -> int:
-    """Returns the length of a buffer with a directory; memory that is not touched takes none."""
+    """Returns the length of a buffer with a directory; untouched memory takes none."""
     return round_up(nbytes + nbytes // 8 + (1 << 20), PAGE_BYTES)

@@ -1,4 +1,4 @@
-"""Runs the rounds of a plan: read, pack, transport and place, several rounds at a time."""
+"""Runs the rounds of a plan, several at a time: read, pack, transport, place."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fastload.transfer.transport import FAILED, UNREADABLE, Round, Transport, wa
 
 
 class Starter:
-    """A thread that starts each round once this rank's chunk has been read, or could not be.
+    """A thread that starts each round once the read of this rank's chunk has ended.
 
     Args:
-        reader: Reads the chunks; is stopped once one of them could not be read.
-        transport: Takes them to the other ranks.
+        reader: Reads the chunks; stopped once one of them could not be read.
+        transport: Sends them to the other ranks.
 
     Attributes:
-        read_error: What kept this rank from reading a chunk, or from packing it; None if nothing did.
-        note: The same as text, empty if nothing did; it outlasts `close`.
-        unread_from: The round of the first chunk that it could not read; None if it could read all.
+        read_error: The error of the first chunk that could not be read or packed, or a worse one; or None.
+        note: The error as text, or empty; kept by `close`.
+        unread_from: The round of the first chunk that could not be read, or None.
     """
 
     def __init__(self, reader: ChunkReader, transport: Transport) -> None:
@@ -45,7 +45,7 @@ class Starter:
 
     @property
     def is_lost(self) -> bool:
-        """Whether this rank can neither read nor help the others any more."""
+        """Whether this rank can neither read nor take part in the exchange."""
         return self.read_error is not None and not isinstance(self.read_error, StorageError)
 
     def begin(self) -> None:
@@ -53,19 +53,19 @@ class Starter:
         self._thread.start()
 
     def post(self, work: Round, read: Future[None] | None) -> None:
-        """Has a round started as soon as a read has ended; at once if this rank has no chunk in it."""
+        """Starts a round once a read has ended, or at once if this rank has no chunk in it."""
         with self._ready:
             self._posted.append((work, read))
             self._ready.notify()
 
     def end(self) -> None:
-        """Lets the thread end after what it does now."""
+        """Ends the thread after the current round."""
         with self._ready:
             self._ended = True
             self._ready.notify()
 
     def close(self, *, wait_s: float) -> None:
-        """Waits for the thread, and lets go of everything."""
+        """Waits for the thread and drops its rounds."""
         if self._thread.is_alive():
             self._thread.join(wait_s)
         self._posted.clear()
@@ -79,12 +79,13 @@ class Starter:
                     return
                 work, read = self._posted.popleft()
             if read is not None:
-                try:  # no longer than the load goes on: storage may never answer
+                try:  # no longer than the load, since storage may never respond
                     await_done(read, give_up=lambda: self._ended)
                 except Interrupted:
                     return
-            unpacked = _pack(work)  # even what could not be read, for which others wait
-            # Not result(): a raised error has this frame in its traceback, and so, in a cycle, itself.
+            unpacked = _pack(work)  # even an unread chunk, since others wait for its messages
+            # Not result(): the traceback of a raised error has this frame, and so forms a cycle with the
+            # error.
             error = unpacked or (read.exception() if read is not None else None)
             if error is not None:
                 work.status = self._note(error, work.index)
@@ -96,18 +97,17 @@ class Starter:
                 work.done.set()
 
     def _note(self, error: BaseException, index: int) -> int:
-        """Keeps the first error, or one that is worse; returns what the others are to be told."""
+        """Keeps the first error, or a worse one; returns the status for the other ranks."""
         is_first = self.read_error is None
         if is_first or not isinstance(error, FastloadError):
             self.read_error, self.note = error, str(error)
         if is_first:
             self.unread_from = index
-            self._reader.stop()  # this rank drops out: what it has not begun to read, others will
+            self._reader.stop()  # this rank drops out; others read the rest of its bytes
         return FAILED if self.is_lost else UNREADABLE
 
 
 def _pack(work: Round) -> Exception | None:
-    """Makes the messages of a chunk; returns what kept this rank from it."""
     try:
         work.pack(work)
     except Exception as error:
@@ -116,12 +116,12 @@ def _pack(work: Round) -> Exception | None:
 
 
 class ReadAhead:
-    """The chunks of this rank whose rounds are not in flight yet.
+    """The chunks that this rank reads before their rounds are in flight.
 
     Args:
-        rank: This one.
-        reader: Reads them.
-        buffers: Has the memory for them.
+        rank: This rank.
+        reader: Reads the chunks.
+        buffers: Has memory for them.
     """
 
     def __init__(self, rank: int, reader: ChunkReader, buffers: Buffers) -> None:
@@ -132,29 +132,29 @@ class ReadAhead:
         self._next = 0
 
     def read(self, plan: Plan, num_done: int) -> None:
-        """Begins to read what may be read, once so many rounds of a plan are over."""
+        """Begins all reads that are allowed once so many rounds of a plan are over."""
         if not isinstance(plan, TransferPlan) or not plan.ahead:
             return
         end = num_done + plan.ahead
         for index in plan.rounds_of(self._rank, self._next, end):
-            own = self._buffers.lay_own(plan, index)
+            own = self._buffers.prepare_ahead(plan, index)
             if own.nbytes:
                 read = self._reader.submit(own.spans, [host_view(own.data)])
                 self._begun.append((index, own, read))
         self._next = end
 
     def take(self, round_index: int) -> tuple[OwnChunk | None, Future[None] | None]:
-        """Returns this rank's chunk of a round, and what reads it; None if none was read ahead."""
+        """Returns this rank's chunk of a round and its read; None if it was not read ahead."""
         if not self._begun or self._begun[0][0] != round_index:
             return None, None
         _, own, read = self._begun.popleft()
         return own, read
 
     def drop(self, *, give_up: Callable[[], bool]) -> None:
-        """Ends with a plan: waits until nothing is written any more to where others may write.
+        """Ends a plan: waits for its reads, since later ones may use the same memory.
 
         Raises:
-            Interrupted: `give_up` said so.
+            Interrupted: `give_up` returned True.
         """
         while self._begun:
             *_, read = self._begun.popleft()
@@ -162,7 +162,7 @@ class ReadAhead:
         self._next = 0
 
     def forget(self) -> None:
-        """Lets go of everything; what is still written keeps its own memory."""
+        """Drops all chunks; reads under way keep their memory alive."""
         self._begun.clear()
 
 
@@ -172,8 +172,8 @@ _MAX_READ_THREADS = 8
 def read_threads(num_threads: int | None, plan: Plan, *, ranks_on_host: int, in_order: bool) -> int:
     """Returns how many reads a rank has in flight.
 
-    As many as the option says. Else one, if storage wants them in order. Else, with an exchange, what the
-    plan needs. Without one, this rank's part of the host's cores, at least 2.
+    That is the option if it is set, or 1 if storage needs reads in order. With an exchange it follows from
+    the plan; without one it is this rank's share of the host's cores, at least 2.
     """
     if num_threads is not None:
         return num_threads
@@ -188,29 +188,28 @@ def read_threads(num_threads: int | None, plan: Plan, *, ranks_on_host: int, in_
 class Pipeline:
     """Moves all rounds of a plan through read, exchange and place.
 
-    Three parties work at once: the reader's threads read this rank's chunks, one thread hands them to
-    the transport in plan order, and the caller's thread places what has arrived and posts the next round
-    into the buffer that this frees. So at most `plan.depth` rounds are in flight. A chunk that belongs into
-    one piece of host memory is read, received and passed on right there; others go through the buffer.
-    Where readers take turns, their chunks are read ahead of the rounds in flight.
+    The reader's threads read this rank's chunks. One thread passes them to the transport in plan order. The
+    caller's thread places what has arrived and posts the next round into the free buffer. So at most
+    `plan.depth` rounds are in flight. A chunk for one piece of host memory is read, received and forwarded
+    there; others go through the buffer. With several windows, chunks are read ahead of the rounds in flight.
 
-    A rank that cannot read says so beside its chunk, and goes on with the rounds that are in flight: none is
-    left waiting inside a collective. Where every rank learns of it in the same round, what is left is then
-    dealt anew, to the ranks that can still read. Else `unread_from` is to be told to the others afterwards.
+    A rank that cannot read sends a status with its chunk and continues with the rounds in flight, so no rank
+    waits for it. If all ranks learn of that in the same round, the remaining bytes are dealt again to the
+    other readers. Else the caller has to send `unread_from` to the other ranks afterwards.
 
     Args:
-        world: The ranks; a failure outside of the rounds is learned from it.
-        plan: What to read in which round.
+        world: The ranks, with the failure flag.
+        plan: The plan.
         reader: Reads this rank's chunks.
-        transport: Brings the messages of each chunk to the ranks that want them.
-        destinations: Where the bytes go.
-        buffers: Those of the plan, the transport and the destinations.
+        transport: Sends and receives messages.
+        destinations: The destinations of the bytes.
+        buffers: Buffers for the plan, the transport and the destinations.
         progress: Called with (bytes placed, bytes wanted).
 
     Attributes:
         broken: Readers that dropped out; the same on every rank.
-        ends_before: Asked with the number of a round, counted over all plans, before it is begun: True ends
-            the transfer with the rounds in flight. All ranks have to end it with the same one.
+        ends_before: Called with the number of each round, over all plans, before it begins. True ends the
+            transfer after the rounds in flight. It has to return True for the same round on all ranks.
     """
 
     def __init__(
@@ -238,37 +237,37 @@ class Pipeline:
 
     @property
     def read_error(self) -> BaseException | None:
-        """What kept this rank from reading a chunk; None if nothing did."""
+        """The error of the first chunk that this rank could not read, or None."""
         return self._starter.read_error
 
     @property
     def unread_from(self) -> int | None:
-        """The first round that lacks this rank's chunk, where the others do not know of it; None if none."""
+        """The first round without this rank's chunk, unless the other ranks know it; or None."""
         return None if self._plan.in_lockstep else self._starter.unread_from
 
     @property
     def drop_out(self) -> str:
-        """Why this rank stopped to read while the load went on; empty if it did not."""
+        """Why this rank stopped reading while the load continued; else empty."""
         return f"stopped reading: {self._starter.note}" if self._starter.note else ""
 
     @property
     def received_bytes(self) -> int:
-        """Bytes placed that other ranks have read."""
+        """Bytes placed that other ranks read."""
         return self._placing.received_bytes
 
     @property
     def placed_bytes(self) -> int:
-        """Bytes placed, whoever has read them."""
+        """Bytes placed, whoever read them."""
         return self._placing.placed_bytes
 
     @property
     def bytes_in(self) -> int:
-        """Bytes that came in from ranks that share no memory with this one."""
+        """Bytes received from ranks that share no memory with this one."""
         return self._transport.bytes_in
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of all buffers; they take no memory if everything is read to where it belongs."""
+        """Bytes used of all buffers; 0 if everything is read and received in place."""
         return self._buffers.nbytes
 
     @property
@@ -282,23 +281,23 @@ class Pipeline:
         return self._num_posted
 
     def run(self) -> None:
-        """Returns when every byte is in place on this rank.
+        """Runs all rounds.
 
         Raises:
-            FastloadError: This rank failed, or learned that another did (`Interrupted`).
+            FastloadError: This rank failed, or another one did (`Interrupted`).
         """
         for _ in self.steps():
             pass
 
     def steps(self) -> Iterator[list[tuple[int, int]]]:
-        """Does the same round by round; while it pauses, the rounds after that are read and exchanged.
+        """Runs all rounds, one for each step; later rounds are read and exchanged meanwhile.
 
         Yields:
-            (start, length) of what of a round has been read or received right where it belongs; the rest of
-            it was placed. Until the next step, its bytes stay in the buffer that they were placed from.
+            (start, length) of the bytes of a round that were read or received in place; the rest was placed.
+            Until the next step they stay in the buffer that they were placed from.
 
         Raises:
-            FastloadError: As above.
+            FastloadError: This rank failed, or another one did (`Interrupted`).
         """
         if self._plan.num_rounds == 0:
             return
@@ -312,8 +311,8 @@ class Pipeline:
             self._reader.stop()
             if not isinstance(error, Interrupted):
                 raise
-            # Whoever ended the load, that this rank could not read is a part of why: those who wait for its
-            # chunk may lose patience before it does.
+            # This rank's failure to read comes first: the ranks that wait for its chunk may have given up
+            # before it did.
             cause = self._starter.read_error or self._reader.overdue(self._world.patience_s / 2)
             if cause is None:
                 raise
@@ -325,7 +324,7 @@ class Pipeline:
             self._starter.end()
 
     def _run_plan(self, plan: Plan) -> Generator[list[tuple[int, int]], None, Plan | None]:
-        """Runs a plan to its end, or until a reader drops out; then returns the plan of what is left."""
+        """Runs a plan until its end or until a reader drops out; then returns the plan for the rest."""
         rounds: deque[Round] = deque()
         lacking: list[tuple[int, int]] = []
         broken: set[int] = set()
@@ -350,7 +349,7 @@ class Pipeline:
                 broken.update(unread)
                 lacking += [(index, rank) for rank in unread]
             elif self._starter.read_error is not None and plan.readers == (self._world.rank,):
-                raise self._starter.read_error  # nobody can read what is left
+                raise self._starter.read_error  # no other rank can read the rest
         self._first_index += num_posted
         if has_ended:
             self._ahead.drop(give_up=self._world.peer_failed)
@@ -364,21 +363,21 @@ class Pipeline:
         return left
 
     def close(self) -> None:
-        """Ends the threads. After a failure that may take a moment, so the others are to be told before."""
+        """Ends the threads. After a failure this may take a moment, so set the failure flag before."""
         self._starter.close(wait_s=self._world.grace_s)
         self._ahead.forget()
         self._transport.close()
         self._buffers.free()
 
     def _post(self, plan: Plan, index: int) -> Round:
-        """Makes a round ready to receive, and has this rank's chunk read."""
+        """Posts the receives of a round and begins to read this rank's chunk."""
         number = self._first_index + index
         try:
             self._transport.reserve(number, until_s=self._world.patience_s, give_up=self._is_lost)
         except DeadlineExceeded as late:
             raise Interrupted(str(late)) from None
         own, read = self._ahead.take(index)
-        work = self._buffers.lay_out(plan, index, number, own)
+        work = self._buffers.prepare(plan, index, number, own)
         self._transport.post(work)
         if work.spans and read is None:
             read = self._reader.submit(work.spans, [host_view(buffer) for buffer in work.buffers])
@@ -386,20 +385,20 @@ class Pipeline:
         return work
 
     def _is_lost(self) -> bool:
-        """Whether some rank failed: also this one in its other threads, since others may wait for it."""
+        """Whether a rank failed, also this one in another thread."""
         return self._world.peer_failed() or self._starter.is_lost
 
     def _finish(self, plan: Plan, index: int, work: Round) -> list[int]:
-        """Places a round once it is here; returns the readers whose chunks it lacks."""
+        """Places a round once it has arrived; returns the readers whose chunks are missing."""
         statuses = self._await(work)
         if lost := [rank for rank, status in statuses.items() if status != UNREADABLE]:
             raise Interrupted(f"round {work.index}: rank {lost[0]} is lost")
         self._placing.place(work.index, self._buffers.arrivals(work), self._buffers.wanted_bytes)
-        # In the same order on all ranks: what is left is dealt by it.
+        # In one order on all ranks, which determines how the rest is dealt.
         return [rank for rank in sorted(statuses) if plan.chunk(index, rank).nbytes]
 
     def _await(self, work: Round) -> dict[int, int]:
-        """Returns what is the matter with chunks of a round once it is here."""
+        """Waits for a round; returns the statuses of chunks that could not be read."""
         try:
             wait(work, until_s=self._world.patience_s, give_up=self._world.peer_failed)
         except DeadlineExceeded as late:
@@ -408,12 +407,12 @@ class Pipeline:
         return work.statuses
 
     def _reason(self, work: Round, late: DeadlineExceeded) -> FastloadError:
-        """Somebody else's read, or wire, unless this rank has not even handed over its own chunk."""
+        """Blames this rank's storage if its own chunk is not read yet, and else the exchange."""
         overdue = None if work.started.is_set() else self._reader.overdue(at_least_s=0.0)
         return overdue or Interrupted(str(late))
 
     def _recycle(self, work: Round) -> None:
-        # Before others may overwrite what copies to the device still read.
+        # Copies to a device may still read the buffer.
         self._placing.settle()
         try:
             self._transport.release(work, until_s=self._world.patience_s, give_up=self._world.peer_failed)
@@ -426,24 +425,24 @@ def _never(number: int) -> bool:
 
 
 def _ranges_in_place(work: Round) -> list[tuple[int, int]]:
-    """Returns what of a round came right to where it belongs: (start, length) in what this rank wants."""
+    """Returns (start, length) of the requested bytes that were read or received in place."""
     deliveries = (each for each in (*work.kept, *work.incoming) if each.is_in_place)
     found = (each.message for each in deliveries if each.message.reader not in work.statuses)
     return [bounds for message in found for bounds in message.ranges]
 
 
 class _Placing:
-    """What has arrived, on its way to where it belongs; and how much that was.
+    """Copies arrived bytes to their destinations and counts them.
 
     Args:
-        rank: This one.
-        destinations: Takes it there.
+        rank: This rank.
+        destinations: The destinations.
         progress: Called with (bytes placed, bytes wanted).
 
     Attributes:
         watch: Time spent placing.
         placed_bytes: Bytes placed.
-        received_bytes: Those of them that other ranks have read.
+        received_bytes: The part of them that other ranks read.
     """
 
     def __init__(
@@ -457,7 +456,6 @@ class _Placing:
         self.received_bytes = 0
 
     def place(self, index: int, arrivals: Iterable[Arrival], wanted_bytes: int) -> None:
-        """Places a round."""
         with self.watch.span(round=index):
             for arrival in arrivals:
                 self._place(arrival)
@@ -465,7 +463,7 @@ class _Placing:
             self._progress(self.placed_bytes, wanted_bytes)
 
     def settle(self) -> None:
-        """Returns once everything placed so far is where it belongs."""
+        """Waits until all bytes placed so far are in their destinations."""
         self._destinations.settle()
 
     def _place(self, arrival: Arrival) -> None:

@@ -41,9 +41,7 @@ def test_a_rank_is_killed(devices: Devices, rank: int, world: int, path: Path) -
                 os.kill(os.getpid(), signal.SIGKILL)
 
         before_reads(patch, die)
-        patch.setattr(
-            CommunicatorSet, "drop", lambda made: None
-        )  # a backend that cannot abort what is under way
+        patch.setattr(CommunicatorSet, "drop", lambda made: None)  # a backend that cannot abort
         with pytest.raises(fastload.PeerError, match="rank 1"):
             fastload.load(path, device=devices.device, options=options)
     time.sleep(0.5)  # a watchdog would act now

@@ -81,12 +81,12 @@ class OneRank:
         if isinstance(self._plan, TransferPlan) and self._plan.ahead:
             end = index + self._plan.ahead
             for later in self._plan.rounds_of(self.rank, self._next, end):
-                own = self._buffers.lay_own(self._plan, later)
+                own = self._buffers.prepare_ahead(self._plan, later)
                 self._read(own.spans, [own.data])
                 self._ahead.append((later, own))
             self._next = end
         read_ahead = self._ahead.popleft()[1] if self._ahead and self._ahead[0][0] == index else None
-        work = self._buffers.lay_out(self._plan, index, index, read_ahead)
+        work = self._buffers.prepare(self._plan, index, index, read_ahead)
         if read_ahead is None and work.spans:
             self._read(work.spans, work.buffers)
         if work.own is not None and work.slots is not None:
