@@ -39,7 +39,7 @@ from fastload.estimate.traffic import Column, columns_of
 from fastload.geometry.extents import Extent
 from fastload.transfer.demand import Part, RankRequest, RankRequests, SharingGroups
 from fastload.transfer.routed_plan import RoutedPlan, plan_routes
-from fastload.transfer.strategy import Decision
+from fastload.transfer.strategy import StrategyChoice
 
 __all__ = ["ShardedLoad"]
 
@@ -166,7 +166,11 @@ def _columns_alone(plan: RoutedPlan, nbytes: Sequence[int], ranks_per_host: int)
 
 
 def _predict(
-    decision: Decision, plan: RoutedPlan, columns: Sequence[Column], cluster: Cluster, storage_bytes: int
+    decision: StrategyChoice,
+    plan: RoutedPlan,
+    columns: Sequence[Column],
+    cluster: Cluster,
+    storage_bytes: int,
 ) -> Prediction:
     limits = [_limits(column, cluster) for column in columns]
     stages = [_stages(column, cluster, decision.alone) for column in columns]

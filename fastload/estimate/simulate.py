@@ -47,7 +47,7 @@ from fastload.estimate.exchange import Level, exchange_costs
 from fastload.geometry.extents import HasExtent
 from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.routed_plan import RoutedPlan
-from fastload.transfer.strategy import Decision, choose_strategy
+from fastload.transfer.strategy import StrategyChoice, choose_strategy
 
 STRATEGIES = ("allgather", "broadcast", "direct")
 
@@ -155,7 +155,7 @@ class Cluster:
         """A name for the host of each rank."""
         return [f"host{rank // self.ranks_per_host}" for rank in range(self.num_ranks)]
 
-    def decide(self, strategy: str) -> Decision:
+    def decide(self, strategy: str) -> StrategyChoice:
         """Returns what a load with a strategy does, where all ranks can read."""
         return choose_strategy(
             strategy,
@@ -194,7 +194,7 @@ class Prediction:
         timeline: What one of the readers does; the other ranks do the same but for the reads.
     """
 
-    decision: Decision
+    decision: StrategyChoice
     plan: TransferPlan | RoutedPlan
     total_s: float
     storage_bytes: int

@@ -40,7 +40,7 @@ from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.read import ChunkReader, Guards, Verifier, refuse
 from fastload.transfer.routed_plan import RoutedPlan, plan_routes
 from fastload.transfer.routing import ring_order
-from fastload.transfer.strategy import Decision, choose_strategy
+from fastload.transfer.strategy import StrategyChoice, choose_strategy
 from fastload.transfer.transport import Transport
 
 _log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class MatchedRequest:
 
     opened: Opened
     matched: Match
-    decision: Decision
+    decision: StrategyChoice
     backend: str
     detour: str
     began: float
@@ -164,7 +164,7 @@ class MatchedRequest:
         return request_of(self.opened.access.manifest, self.matched.destinations)
 
 
-def decide(opened: Opened, *, fast_links: bool = False) -> Decision:
+def decide(opened: Opened, *, fast_links: bool = False) -> StrategyChoice:
     """Chooses the strategy of a load.
 
     Args:
@@ -173,7 +173,7 @@ def decide(opened: Opened, *, fast_links: bool = False) -> Decision:
     """
     access = opened.access
     if access.holders is not None:
-        return Decision("allgather", "each host has a part, which no other rank reads", access.readers)
+        return StrategyChoice("allgather", "each host has a part, which no other rank reads", access.readers)
     return choose_strategy(
         opened.options.strategy,
         world_size=opened.world.size,

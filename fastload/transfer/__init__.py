@@ -1,1 +1,1 @@
-"""Who reads what, and how it gets to those who want it."""
+"""Plans, transports and the pipeline of loads: which rank reads which bytes, and how they move."""

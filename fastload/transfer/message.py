@@ -1,4 +1,4 @@
-"""Messages: the bytes of one chunk that one group of ranks wants. Pure."""
+"""Messages: the bytes of one chunk that the same ranks receive. Pure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from typing import NamedTuple
 from fastload.geometry.box import Runs
 
 Ranks = tuple[int, ...]
-"""A group of ranks that want the same bytes, ascending."""
+"""Ranks that receive the same bytes, ascending."""
 
 
 class Message(NamedTuple):
-    """The bytes of a chunk that one group wants, packed.
+    """The bytes of a chunk that the same ranks receive, packed.
 
     Attributes:
         reader: The rank that reads the chunk.
-        ranks: The group.
+        ranks: The recipients.
         nbytes: Length in bytes.
-        ranges: (start, length) of where the bytes belong in what this rank wants, in order; empty if it is
-            not in the group.
-        pieces: Where the bytes lie in the chunk, in order, if this rank reads it.
+        ranges: (start, length) in this rank's requested bytes, in order; empty if it is no recipient.
+        pieces: The positions of the bytes in the chunk, in order, if this rank reads it.
     """
 
     reader: int
@@ -31,7 +30,7 @@ class Message(NamedTuple):
 
 
 def joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Joins ranges, each (start, length), that follow each other."""
+    """Joins adjacent ranges, each (start, length)."""
     found: list[tuple[int, int]] = []
     end = -1
     for start, nbytes in ranges:

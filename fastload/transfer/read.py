@@ -1,4 +1,4 @@
-"""Reads chunks into buffers, in threads, and checks them: checksum blocks, and what has to precede data."""
+"""Reads chunks into buffers, in threads, and checks them against checksums and guards."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from fastload.geometry.extents import Space, Span
 from fastload.storage import PatientStorage, take
 from fastload.storage.base import ByteCounter
 
-_MAX_SECOND_LOOKS = 64  # what is rotten through and through is not read twice
+_MAX_REREADS = 64  # a file with many damaged blocks is not read twice
 
 
 class Damage(NamedTuple):
-    """One block that is not as it was written; in the order of the checkpoint.
+    """A checksum block that differs from what was written; sorts in the order of the checkpoint.
 
     Attributes:
         file: Index of the file in the manifest.
-        number: Which block of that file.
-        text: What to say of it.
+        number: Number of the block in that file.
+        text: Description for users.
     """
 
     file: int
@@ -40,7 +40,7 @@ class Damage(NamedTuple):
 
 
 def refuse(damage: Damage) -> NoReturn:
-    """What a load does about damage.
+    """Raises the error of a load for a damaged block.
 
     Raises:
         ChecksumError: Always.
@@ -49,10 +49,10 @@ def refuse(damage: Damage) -> NoReturn:
 
 
 class Verifier:
-    """Knows the blocks of a checkpoint; may be used by several threads.
+    """Verifies the checksum blocks of a checkpoint; may be used by several threads.
 
     Args:
-        manifest: With checksums.
+        manifest: A manifest with checksums.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -61,24 +61,24 @@ class Verifier:
         self._files = manifest.files
         tensors = Space([entry for entry in manifest.tensors if entry.nbytes])
         self._blocks = Blocks(tensors, manifest.block_bytes)
-        # The number of the first block of each file: those of the record are counted within their file.
+        # The number of the first block of each file, since the record counts blocks within their file.
         self._firsts = [
             self._blocks.firsts[tensors.find(file, -1) + 1] for file in range(len(manifest.files))
         ]
         self._lock = threading.Lock()
-        self._num_second_looks = 0
+        self._num_rereads = 0
 
     def damage(
         self, span: Span, buffers: Sequence[memoryview], read: Callable[[Span, Sequence[memoryview]], None]
     ) -> Iterator[Damage]:
-        """Yields what there is to say of each block of a span that is not as it was written.
+        """Yields the damaged blocks of a byte range.
 
-        Such a block is read again, once: what was spoiled on the way heals.
+        Each block with a wrong checksum is read once more, in case it was damaged on the way.
 
         Args:
-            span: What was read; it has to begin and end with a block.
+            span: The byte range, in complete blocks.
             buffers: Its bytes, cut between blocks only.
-            read: Reads a span again.
+            read: Reads a byte range again.
         """
         whole, position, rest = memoryview(b""), 0, iter(buffers)
         for index, block in self._blocks.between(span.file, span.offset, span.offset + span.nbytes):
@@ -90,23 +90,23 @@ class Verifier:
             expected = self._expected(block.file, number)
             if checksum(data) == expected:
                 continue
-            if self._may_look_again():
+            if self._may_read_again():
                 read(Span(block.file, block.offset, block.nbytes, span.start), [data])
                 if checksum(data) == expected:
                     continue
             name = self._blocks.space.extents[index].name
             text = self._describe(block._replace(number=number), name, expected, checksum(data))
             yield Damage(block.file, number, text)
-        assert position == len(whole)  # whole blocks only
+        assert position == len(whole), "complete blocks only"
 
     def _expected(self, file: int, number: int) -> bytes:
         begin = number * CHECKSUM_BYTES
         return self._files[file].checksums[begin : begin + CHECKSUM_BYTES]
 
-    def _may_look_again(self) -> bool:
+    def _may_read_again(self) -> bool:
         with self._lock:
-            self._num_second_looks += 1
-            return self._num_second_looks <= _MAX_SECOND_LOOKS
+            self._num_rereads += 1
+            return self._num_rereads <= _MAX_REREADS
 
     def _describe(self, block: Block, name: str, expected: bytes, found: bytes) -> str:
         where = f"{self._url.rstrip('/')}/{self._files[block.file].name}"
@@ -116,14 +116,16 @@ class Verifier:
 
 
 class Guards:
-    """Knows the guards of a checkpoint; may be used by several threads.
+    """Chooses the guards to read with a byte range: bytes that have to precede data in a file.
+
+    May be used by several threads.
 
     Args:
-        manifest: With guards or without.
-        in_parts: Whether data may be wanted without their first byte.
+        manifest: The manifest, with guards or without.
+        in_parts: Whether data may be read without their first byte.
 
     Attributes:
-        is_broken: Whether something else was found before data; set by who reads.
+        is_broken: Whether other bytes than expected preceded data; set by the reader.
     """
 
     def __init__(self, manifest: Manifest, *, in_parts: bool) -> None:
@@ -137,10 +139,10 @@ class Guards:
         self._seen = set[int]()
 
     def before(self, span: Span) -> tuple[int, bytes] | None:
-        """Returns what is to be read for a span besides: from which byte, and what has to be there.
+        """Returns the offset of the guard to read with a byte range, and its expected bytes; or None.
 
-        That is right before the span if it begins where data do. If it begins within data, where a tensor
-        does or where parts are wanted, it is somewhere before, and only the first time.
+        The guard is right before a range that begins with data. For a range within data (if it begins with a
+        tensor, or if tensors are read in parts) it is further ahead, and is read only the first time.
         """
         at = bisect_right(self._guards, (span.file, span.offset, len(self._heads))) - 1
         if at < 0 or self._guards[at].file != span.file:
@@ -155,7 +157,7 @@ class Guards:
         return guard.offset - len(head), head
 
 
-_MOST_BETWEEN_BYTES = 2 << 10  # that are read for nothing, where another request would take longer
+_MOST_BETWEEN_BYTES = 2 << 10  # read in vain where another request would take longer
 
 Part = tuple[Span, Sequence[memoryview]]
 
@@ -164,18 +166,18 @@ class ChunkReader:
     """Reads chunks in the background.
 
     Args:
-        storage: Where from.
+        storage: The storage.
         files: The files of the manifest.
-        threads: Chunks read at once.
-        verifier: Checks what was read; None if there is nothing to check it against.
-        on_damage: Called with each block that is not as it was written; what it raises ends the read.
-        via_cache: Whether others on this host read the same bytes, see `Storage.read_into`.
-        guards: What has to stand before data; None if there is nothing of the kind.
+        threads: Number of chunks read at once.
+        verifier: Verifies checksums; None without any.
+        on_damage: Called with each damaged block; an exception that it raises ends the read.
+        via_cache: Whether other ranks of this host read the same bytes; see `Storage.read_into`.
+        guards: The bytes that have to precede data; None without any.
 
     Attributes:
         watch: Time with at least one read under way.
-        verified: Bytes that were checked.
-        rereads: Blocks read again because they had not.
+        verified: Bytes verified.
+        rereads: Blocks read again because of a wrong checksum.
         guards: As given.
     """
 
@@ -197,17 +199,17 @@ class ChunkReader:
         self._workers = Workers(threads, "fastload-read")
         self._lock = threading.Lock()
         self._num_unanswered = 0
-        self._under_way: dict[int, tuple[float, Span]] = {}  # of each thread: since when, and what
-        self._check = _Check(verifier, on_damage) if verifier is not None else None
+        self._under_way: dict[int, tuple[float, Span]] = {}  # by thread: when it began, and what it reads
+        self._verify = partial(self._verify_with, verifier, on_damage) if verifier is not None else None
         self.watch = Stopwatch()
         self.verified = ByteCounter()
         self.rereads = ByteCounter()
 
     def submit(self, spans: Sequence[Span], buffers: Sequence[memoryview]) -> Future[None]:
-        """Starts to fill buffers, together as long as the spans of a chunk, with their bytes.
+        """Begins to read the byte ranges of a chunk into buffers of the same total length.
 
-        The future raises `StorageError` if storage fails for good, what `on_damage` raises, `Interrupted`
-        after `stop`.
+        The future raises `StorageError` if all retries fail, what `on_damage` raises, and `Interrupted` after
+        `stop`.
         """
         with self._lock:
             read = self._workers.submit(partial(self._read, spans, buffers))
@@ -215,11 +217,11 @@ class ChunkReader:
         return read
 
     def stop(self) -> None:
-        """Lets reads that have not begun, and retries, end at once."""
+        """Ends reads that have not begun, and retries."""
         self._storage.stop()
 
     def overdue(self, at_least_s: float) -> StorageError | None:
-        """Returns what to say of the read that has taken longest; None if none has for so long."""
+        """Returns an error for the read that has taken longest; None if it has not taken so long."""
         with self._lock:
             since, span = min(self._under_way.values(), default=(0.0, None), key=itemgetter(0))
         if span is None or (for_s := time.monotonic() - since) < at_least_s:
@@ -236,31 +238,30 @@ class ChunkReader:
         """Ends the threads, and waits a little for reads under way.
 
         Returns:
-            Whether no read is under way any more, even if a thread has not ended yet. If one is, storage
-            does not answer; such a read still writes into its buffers, which it keeps alive, should
-            storage answer after all.
+            Whether all reads have ended. One that has not keeps its buffers alive, and writes into them if
+            storage responds after all.
         """
         self._workers.close(wait_s=wait_s)
         with self._lock:
             return not self._num_unanswered
 
     def at_end(self, call: Callable[[], object]) -> None:
-        """Calls something once no read is under way any more: now, or in the last thread to end."""
+        """Makes a call once no read is under way: now, or in the last thread to end."""
         self._workers.at_end(call)
 
     def _read(self, spans: Sequence[Span], buffers: Sequence[memoryview]) -> None:
         try:
             for group in _requests(spans, buffers, 0 if self._storage.probes else _MOST_BETWEEN_BYTES):
                 self._read_guarded(group)
-                if self._check is not None:
+                if self._verify is not None:
                     for span, taken in group:
-                        self._verify(self._check, span, taken)
+                        self._verify(span, taken)
         finally:
             with self._lock:
                 self._num_unanswered -= 1
 
     def _read_guarded(self, group: list[Part]) -> None:
-        """Reads a group with one request, what guards it included; only rarely is that somewhere else."""
+        """Reads adjacent byte ranges and their guards with one request; guards further ahead take another."""
         parts: list[Part] = []
         heads: list[tuple[memoryview, bytes]] = []
         for span, taken in group:
@@ -287,9 +288,15 @@ class ChunkReader:
         self.rereads.add(1)
         self._read_span(span, buffers)
 
-    def _verify(self, check: _Check, span: Span, buffers: Sequence[memoryview]) -> None:
-        for damage in check.verifier.damage(span, buffers, self._read_again):
-            check.on_damage(damage)
+    def _verify_with(
+        self,
+        verifier: Verifier,
+        on_damage: Callable[[Damage], object],
+        span: Span,
+        buffers: Sequence[memoryview],
+    ) -> None:
+        for damage in verifier.damage(span, buffers, self._read_again):
+            on_damage(damage)
         self.verified.add(span.nbytes)
 
     @contextlib.contextmanager
@@ -304,17 +311,10 @@ class ChunkReader:
                 del self._under_way[me]
 
 
-class _Check(NamedTuple):
-    """How bytes are checked."""
-
-    verifier: Verifier
-    on_damage: Callable[[Damage], object]
-
-
 def _requests(
     spans: Sequence[Span], buffers: Sequence[memoryview], most_between: int
 ) -> Iterator[list[Part]]:
-    """Yields what to read with one request each: spans of one file, with little or nothing between them."""
+    """Yields the byte ranges to read with one request each: of one file, with few bytes in between."""
     group: list[Part] = []
     rest = list(buffers)
     for span in spans:
@@ -335,7 +335,7 @@ def _end(span: Span) -> int:
 
 
 def _joined(group: Sequence[Part]) -> Part:
-    """Returns a span that reaches over several, and buffers for all of it."""
+    """Returns the byte range from the first to the last of some ranges, and buffers for all of it."""
     first, _ = group[0]
     at, buffers = first.offset, list[memoryview]()
     for span, taken in group:

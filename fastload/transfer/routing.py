@@ -1,15 +1,15 @@
-"""The way of a message from its reader to the hosts of its group, and within each host. Pure.
+"""Routes of messages from their reader to the hosts of the recipients, and within each host. Pure.
 
-Each byte enters a host once. The hosts of a group form a circle, and the messages of each reader have a tree
-of their own, in which a host is known by its distance from the reader's, written with digits of some *base*.
-A host that has received a message passes it on to the next one along its highest digit, and to the first one
-along each higher digit. So with a base as large as the number of hosts the tree is a ring, with base 2 it is
-binomial; hosts only talk to those at distances that are powers of the base, all hosts send about as much,
-and the number of hops is the sum of the digits.
+Each byte enters a host once. The hosts of the recipients form a circle, and the messages of each reader have
+their own tree. In the tree, a host is numbered by its distance from the reader's host, in digits of some
+*base*. A host forwards a message to the next host along its highest digit, and to the first one along each
+higher digit. So the tree is a ring if the base is the number of hosts, and binomial with base 2. Hosts
+connect only at distances that are powers of the base, all hosts send about equally much, and the number of
+hops is the sum of the digits.
 
-Within a host, the messages of different readers are received by different ranks of the group: the first one
-receives what the first rank of any host has read, and so on. The others copy from shared memory. Ranks that
-share no memory count as hosts of their own.
+Within a host, different ranks receive the messages of different readers: the first rank those of the first
+ranks of other hosts, and so on. The other recipients copy from shared memory. Ranks that share no memory
+count as hosts of their own.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ import xxhash
 
 from fastload.transfer.message import Ranks
 
-_GOOD_NUM_HOPS = 16  # as many wait while chunks are on their way as a few rounds in flight make up for
+_GOOD_NUM_HOPS = 16  # a delay that a few rounds in flight hide
 
 
 class Route(NamedTuple):
-    """The way of the messages of one reader to one group, seen from one rank.
+    """The route of the messages of one reader to some recipients, seen from one rank.
 
     Attributes:
         holder: The rank of this host that has the bytes: the reader, or the rank that receives them.
         is_shared: Whether another rank of this host copies them from there.
-        source: The rank that this one receives from; None if it does not.
-        targets: The ranks that this one sends to, those with the most behind them first.
-        num_hops: Links between hosts from the reader to this host.
-        group: A number of the group, the same in all processes.
+        source: The rank that this one receives from; None if it receives nothing.
+        targets: The ranks that this one sends to, those with the largest subtrees first.
+        num_hops: Number of links between hosts from the reader to this host.
+        group: A number for the recipients, the same in all processes.
     """
 
     holder: int
@@ -52,9 +52,9 @@ class Routing:
     """Finds routes.
 
     Args:
-        rank: This one.
+        rank: This rank.
         order: The ranks that take part, those of a host next to each other: the circle.
-        domains: For each of them, what it has in common with the ranks that it shares memory with.
+        domains: For each of them, an identifier common to the ranks that share memory.
     """
 
     def __init__(self, rank: int, order: Sequence[int], domains: Sequence[Hashable]) -> None:
@@ -63,37 +63,37 @@ class Routing:
         for member, domain in zip(order, domains, strict=True):
             found.setdefault(domain, []).append(member)
         self.hosts = tuple(map(tuple, found.values()))
-        self._place = {
+        self._position = {
             member: (host, rail) for host, ranks in enumerate(self.hosts) for rail, member in enumerate(ranks)
         }
-        # By identity: to hash a group of all ranks takes longer than to send a message.
-        self._groups: dict[int, tuple[Ranks, _Group]] = {}
+        # By identity: hashing a tuple of all ranks takes longer than sending a message.
+        self._groups: dict[int, tuple[Ranks, _RecipientHosts]] = {}
         self._routes: dict[tuple[int, int], Route] = {}
 
     @property
     def neighbours(self) -> tuple[int, ...]:
         """The ranks that share memory with this one, itself included."""
-        return self.hosts[self._place[self._rank][0]]
+        return self.hosts[self._position[self._rank][0]]
 
     def route(self, reader: int, ranks: Ranks) -> Route:
-        """Returns the route from a reader to a group. This rank is the reader, or in the group."""
+        """Returns the route from a reader to recipients, one of which, or the reader, is this rank."""
         known = self._routes.get((reader, id(ranks)))
         if known is None:
             known = self._routes[reader, id(ranks)] = self._find(reader, self._group(ranks))
         return known
 
-    def _group(self, ranks: Ranks) -> _Group:
+    def _group(self, ranks: Ranks) -> _RecipientHosts:
         if id(ranks) not in self._groups:
             found: dict[int, list[int]] = {}
-            for host, _, member in sorted((*self._place[rank], rank) for rank in ranks):
+            for host, _, member in sorted((*self._position[rank], rank) for rank in ranks):
                 found.setdefault(host, []).append(member)
             number = xxhash.xxh3_64_intdigest(array("q", ranks)) >> 1
-            self._groups[id(ranks)] = ranks, _Group(tuple(found), tuple(found.values()), number)
+            self._groups[id(ranks)] = ranks, _RecipientHosts(tuple(found), tuple(found.values()), number)
         return self._groups[id(ranks)][1]
 
-    def _find(self, reader: int, group: _Group) -> Route:
-        tree = _Tree(reader, *self._place[reader], group)
-        host, _ = self._place[self._rank]
+    def _find(self, reader: int, group: _RecipientHosts) -> Route:
+        tree = _Tree(reader, *self._position[reader], group)
+        host, _ = self._position[self._rank]
         position = tree.position(host)
         holder = tree.at(position)
         is_shared = any(member != holder for member in group.on(host))
@@ -105,23 +105,23 @@ class Routing:
         return Route(holder, is_shared, source, targets, _digit_sum(position, base), group.number)
 
 
-class _Group(NamedTuple):
-    """The hosts of a group: their places in the circle, ascending, and the group's ranks on each."""
+class _RecipientHosts(NamedTuple):
+    """The hosts of some recipients: their positions in the circle, ascending, and the recipients on each."""
 
     hosts: tuple[int, ...]
     members: tuple[list[int], ...]
     number: int
 
     def on(self, host: int) -> Sequence[int]:
-        """Returns the ranks of the group on a host."""
+        """Returns the recipients on a host."""
         at = bisect_left(self.hosts, host)
         return self.members[at] if at < len(self.hosts) and self.hosts[at] == host else ()
 
 
 class _Tree:
-    """The hosts of a group by their distance from the host of a reader, which need not be one of them."""
+    """The hosts of recipients by their distance from the host of a reader, which may have none of them."""
 
-    def __init__(self, reader: int, host: int, rail: int, group: _Group) -> None:
+    def __init__(self, reader: int, host: int, rail: int, group: _RecipientHosts) -> None:
         self._reader = reader
         self._host = host
         self._rail = rail
@@ -131,7 +131,7 @@ class _Tree:
         self.num_hosts = len(group.hosts) + (not self._is_member)
 
     def position(self, host: int) -> int:
-        """Returns the distance of a host of the group, or of the reader's own."""
+        """Returns the distance of a host with recipients, or 0 for the reader's."""
         if host == self._host:
             return 0
         at = bisect_left(self._group.hosts, host)
@@ -147,13 +147,13 @@ class _Tree:
 
 
 def sharing_domains(machines: Sequence[Hashable], groups: Iterable[Collection[int]]) -> list[Hashable]:
-    """Returns for each rank what it has in common with the ranks that it is to share memory with.
+    """Returns for each rank an identifier common to the ranks that share memory.
 
-    Ranks of a machine share memory if some group has several of them: else no byte is wanted there twice.
+    Ranks of a machine share memory if they receive the same message.
 
     Args:
-        machines: For each rank, what it has in common with the ranks that it can share memory with.
-        groups: All groups.
+        machines: For each rank, an identifier common to the ranks that can share memory.
+        groups: The recipients of each message.
     """
     sharing: set[Hashable] = set()
     for ranks in groups:
@@ -178,7 +178,7 @@ def ring_order(hosts: Sequence[str]) -> list[int]:
 
 @cache
 def choose_base(num_hosts: int) -> int:
-    """Returns the base of the digits: that of a ring, unless the way around it is long."""
+    """Returns the largest base with few hops: a ring, unless it is long."""
     for base in range(num_hosts, 2, -1):
         if most_hops(num_hosts, base) <= _GOOD_NUM_HOPS:
             return base
@@ -186,7 +186,7 @@ def choose_base(num_hosts: int) -> int:
 
 
 def most_hops(num_hosts: int, base: int) -> int:
-    """Returns the most links between hosts that a message crosses: the largest sum of digits, or one more."""
+    """Returns the most hops of a message: the largest sum of digits, or one more."""
     hops, rest = 0, num_hosts - 1
     while rest >= base:
         rest //= base
@@ -195,7 +195,7 @@ def most_hops(num_hosts: int, base: int) -> int:
 
 
 def num_targets(position: int, num_hosts: int, base: int) -> int:
-    """Returns how many hosts the one at a distance from the reader's sends to."""
+    """Returns how many hosts the host at a distance sends to."""
     return sum(1 for _ in _steps(position, num_hosts, base))
 
 
@@ -215,7 +215,7 @@ def _highest_unit(position: int, base: int) -> int:
 
 
 def _steps(position: int, num_hosts: int, base: int) -> Iterator[int]:
-    """Yields how far the hosts are that the one at a position passes a message on to."""
+    """Yields the distances to the hosts that the host at a position sends to."""
     unit = 1
     if position:
         unit = _highest_unit(position, base)

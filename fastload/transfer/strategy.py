@@ -1,4 +1,4 @@
-"""Which way to load, and why. Pure; rank 0 decides and everyone follows."""
+"""Chooses the strategy of a load, with the reason. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fastload.transfer.plan import Demand, Supply
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """How to load.
+class StrategyChoice:
+    """A strategy and its readers.
 
     Attributes:
         strategy: ``allgather``, ``broadcast`` or ``direct``.
@@ -26,15 +26,15 @@ class Decision:
 
     @property
     def alone(self) -> bool:
-        """Whether every rank reads all for itself."""
+        """Whether every rank reads all its bytes itself."""
         return self.strategy == "direct"
 
     def supply(self, rank: int) -> Supply:
-        """Returns who delivers to a rank."""
+        """Returns the ranks that deliver to a rank."""
         return Supply((rank,) if self.alone else self.readers)
 
     def demand(self, rank: int, world_size: int) -> Demand:
-        """Returns who wants what the suppliers of a rank deliver."""
+        """Returns the ranks that receive what the suppliers of a rank deliver."""
         return Demand((rank,) if self.alone else tuple(range(world_size)))
 
 
@@ -46,8 +46,8 @@ def choose_strategy(
     hosts: Sequence[str],
     shared: bool,
     fast_links: bool,
-) -> Decision:
-    """Decides how to load.
+) -> StrategyChoice:
+    """Chooses a strategy.
 
     Args:
         strategy: The option: a strategy, or ``auto``.
@@ -58,32 +58,32 @@ def choose_strategy(
         fast_links: Whether the exchange runs between devices (NCCL), far faster than any storage.
 
     Raises:
-        OptionError: ``direct`` is asked for and some rank cannot read.
+        OptionError: The option is ``direct`` and some rank cannot read.
     """
     readers = tuple(readers)
     if world_size == 1 and not (fast_links and strategy in ("allgather", "broadcast")):
-        return Decision("direct", "one rank: nothing to exchange", readers)
+        return StrategyChoice("direct", "one rank: nothing to exchange", readers)
     all_read = len(readers) == world_size
     if strategy == "direct" and not all_read:
-        deaf = next(rank for rank in range(world_size) if rank not in readers)
-        host = host_of(hosts[deaf])
-        raise OptionError(f"strategy='direct': rank {deaf} on {host} cannot read the checkpoint")
+        missing = next(rank for rank in range(world_size) if rank not in readers)
+        host = host_of(hosts[missing])
+        raise OptionError(f"strategy='direct': rank {missing} on {host} cannot read the checkpoint")
     if strategy != "auto":
-        return Decision(strategy, "asked for", readers[:1] if strategy == "broadcast" else readers)
+        return StrategyChoice(strategy, "asked for", readers[:1] if strategy == "broadcast" else readers)
     if len(readers) == 1:
-        return Decision("broadcast", f"only rank {readers[0]} can read", readers)
+        return StrategyChoice("broadcast", f"only rank {readers[0]} can read", readers)
     if not all_read:
-        return Decision(
+        return StrategyChoice(
             "allgather", f"{len(readers)} of {world_size} ranks can read and share the reading", readers
         )
     if shared:
-        return Decision(
+        return StrategyChoice(
             "allgather", "all ranks read through one storage system: each byte is read once", readers
         )
     if fast_links:
-        return Decision("allgather", "the links between devices are faster than any disk", readers)
+        return StrategyChoice("allgather", "the links between devices are faster than any disk", readers)
     if len(set(hosts)) == 1:
-        return Decision(
+        return StrategyChoice(
             "direct", "one host with a local file system: the page cache already reads once", readers
         )
-    return Decision("direct", "each host has the files on a disk of its own", readers)
+    return StrategyChoice("direct", "each host has the files on a disk of its own", readers)

@@ -1,4 +1,4 @@
-"""Rounds in flight, what a transport does with them, and the transport of a rank that needs no other."""
+"""Rounds in flight, the interface of transports, and the transport of a rank that exchanges nothing."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fastload.transfer.routing import Route
 
 TICK_S = 0.05
 # The status of a chunk that could not be read.
-UNREADABLE = 1  # this rank cannot read, but goes on: others may read its chunks
-FAILED = 2  # this rank is lost to the load
+UNREADABLE = 1  # its reader continues without reading; other ranks may read its chunks
+FAILED = 2  # its reader cannot continue
 
 
 class Delivery(NamedTuple):
@@ -72,7 +72,7 @@ class Slots:
 
 
 class FlatBuffer(NamedTuple):
-    """A buffer that this rank has for itself."""
+    """A buffer of this rank alone."""
 
     memory: Tensor
 
@@ -82,7 +82,7 @@ class FlatBuffer(NamedTuple):
         return self.memory.nbytes
 
     def of(self, rank: int) -> Tensor:
-        """Returns its memory: no other rank has any."""
+        """Returns its memory, whatever the rank."""
         return self.memory
 
 
@@ -95,23 +95,25 @@ class Round:
     """One round under way.
 
     Attributes:
-        index: Which round, counted over all plans of a load.
+        index: Number of the round, over all plans of a load.
         readers: The ranks that read a chunk in it.
-        spans: What this rank reads.
+        spans: The byte ranges of this rank's chunk.
         buffers: Host memory that this rank's chunk is read into, in pieces.
-        pack: To be called with this round once its chunk is read: makes the messages of it.
+        pack: Called with this round once its chunk is read; makes the messages.
         outgoing: The messages of this rank's chunk, with their routes.
-        kept: The same with their memory, once packed.
-        incoming: The messages that come to this rank, in the order in which it passes them on.
-        slots: On a device, where the chunks of all readers arrive side by side.
-        own: Host memory of this rank's chunk, to be copied to its slot.
-        directories: Where the messages lie that other ranks of this host hold, as far as they are known.
-        status: What this rank says of its own chunk, once it is handed over; 0 if it could be read.
-        statuses: What is wrong with chunks that could not be read, by reader; complete once `done`.
-        started: Set once this rank's chunk is complete and handed over.
-        done: Set once every message is here.
-        sent: Set once the transport has no more use for the memory of the round.
-        error: What broke the transport, if it broke.
+        kept: The same messages with their memory, once packed.
+        incoming: The messages to this rank, in the order in which it forwards them.
+        slots: On a device, the adjacent slots that the chunks of all readers arrive in.
+        own: Host memory of this rank's chunk, to copy to its slot.
+        directories: Directories of the messages that other ranks of this host hold, by rank, as far as read.
+        receives: The transport's handles of receives.
+        sends: The transport's handles of sends.
+        status: Status of this rank's own chunk when it is sent; 0 if it could be read.
+        statuses: Status of each chunk that could not be read, by reader; complete once `done`.
+        started: Set once the transport has taken this rank's chunk.
+        done: Set once every message has arrived.
+        sent: Set once the transport no longer uses the memory of the round.
+        error: The first error of the transport, or None.
         began: When its exchange began, by the stopwatch.
     """
 
@@ -137,7 +139,7 @@ class Round:
     sends: list[Any] = field(default_factory=list)
 
     def broke(self, error: BaseException) -> None:
-        """Notes what broke the transport, the first time."""
+        """Keeps the first error of the transport."""
         if self.error is None:
             # Without its traceback, whose frames hold this round: a cycle that would keep its memory alive.
             self.error = error.with_traceback(None)
@@ -228,15 +230,15 @@ class Transport:
 
 
 def wait(work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
-    """Waits until every message of a round is here.
+    """Waits until every message of a round has arrived.
 
     Args:
         work: The round.
         until_s: Longest wait in seconds.
-        give_up: Asked again and again; True ends the wait.
+        give_up: Polled; True ends the wait.
 
     Raises:
-        Interrupted: The transport broke, or `give_up` said so.
+        Interrupted: The transport failed, or `give_up` returned True.
         DeadlineExceeded: It took too long.
     """
     wait_for(work.done, f"round {work.index}", until_s, give_up)
@@ -245,9 +247,9 @@ def wait(work: Round, *, until_s: float, give_up: Callable[[], bool]) -> None:
 
 
 def wait_for(event: threading.Event, what: str, until_s: float, give_up: Callable[[], bool]) -> None:
-    """Waits for an event; arguments and errors are those of `wait`, `what` is for its messages."""
+    """Waits for an event, named `what` in messages; other arguments and errors are those of `wait`."""
     deadline = time.monotonic() + until_s
-    # Asked even where there is nothing to wait for: a rank that gets on well must notice too.
+    # Polled even if the event is set: a rank that never waits must also notice failures.
     while not give_up():
         if event.wait(TICK_S):
             return
@@ -257,7 +259,7 @@ def wait_for(event: threading.Event, what: str, until_s: float, give_up: Callabl
 
 
 def wait_sent(work: Round, until_s: float, give_up: Callable[[], bool]) -> None:
-    """Waits until nothing of a round is to be sent any more; arguments and errors are those of `wait`."""
+    """Waits until all messages of a round are sent; arguments and errors are those of `wait`."""
     wait_for(work.sent, f"sending round {work.index}", until_s, give_up)
     if work.error is not None:
         raise Interrupted(f"round {work.index} did not reach the others: {work.error}")

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from fastload.errors import OptionError
-from fastload.transfer.strategy import Decision, choose_strategy
+from fastload.transfer.strategy import StrategyChoice, choose_strategy
 
 
-def choose(asked: str = "auto", **facts: Any) -> Decision:
+def choose(asked: str = "auto", **facts: Any) -> StrategyChoice:
     facts = {
         "world_size": 4,
         "readers": [0, 1, 2, 3],
@@ -45,9 +45,9 @@ def test_auto(facts: dict[str, Any], strategy: str, why: str, readers: tuple[int
 @pytest.mark.parametrize(("shared", "fast_links"), list(itertools.product([False, True], repeat=2)))
 def test_what_is_asked_for_is_done(shared: bool, fast_links: bool) -> None:
     facts = {"shared": shared, "fast_links": fast_links}
-    assert choose("allgather", **facts) == Decision("allgather", "asked for", (0, 1, 2, 3))
-    assert choose("broadcast", **facts) == Decision("broadcast", "asked for", (0,))
-    assert choose("direct", **facts) == Decision("direct", "asked for", (0, 1, 2, 3))
+    assert choose("allgather", **facts) == StrategyChoice("allgather", "asked for", (0, 1, 2, 3))
+    assert choose("broadcast", **facts) == StrategyChoice("broadcast", "asked for", (0,))
+    assert choose("direct", **facts) == StrategyChoice("direct", "asked for", (0, 1, 2, 3))
     assert choose("allgather", readers=[1, 3], **facts).readers == (1, 3)
     assert choose("broadcast", readers=[1, 3], **facts).readers == (1,)
 
