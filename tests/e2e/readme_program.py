@@ -11,7 +11,8 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -125,17 +126,27 @@ class Readme:
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         assert all(torch.equal(whole[name], tensor) for name, tensor in self.twin.state_dict().items())
 
-    def saves(self, names: Names, run: Callable[[], None]) -> None:
+    def prepare_training(self, names: Names) -> None:
         model = torch.nn.Linear(4, 4)
         dist.broadcast(model.weight.data, 0)
         dist.broadcast(model.bias.data, 0)
         names |= {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "step": 100}
         model(torch.ones(4)).sum().backward()
         names["optimizer"].step()
+
+    def saves(self, names: Names, run: Callable[[], None]) -> None:
+        self.prepare_training(names)
         run()
         assert names["state"]["step"] == 100
-        assert torch.equal(names["state"]["model"]["weight"], model.weight)
+        assert torch.equal(names["state"]["model"]["weight"], names["model"].weight)
         assert (self.folder / "step_200" / "fastload.json").exists()
+
+    def saves_and_waits(self, names: Names, run: Callable[[], None]) -> None:
+        self.prepare_training(names)
+        run()
+        for step in (400, 500):
+            again = fastload.load(self.folder / f"step_{step}")
+            assert torch.equal(again["model"]["weight"], names["model"].weight)
 
     def saves_shards(self, names: Names, run: Callable[[], None]) -> None:
         names |= {"model": self.auto_model.from_pretrained(self.folder / "llama"), "step": 300}
@@ -183,18 +194,38 @@ class Readme:
                 assert names["parts"]["step"] == done[-1]
         assert all(torch.equal(final[1][name], final[2][name]) for name in final[1])
 
+    def trains_briefly(self, names: Names, run: Callable[[], None]) -> None:
+        done: list[int] = []
+        self.prepare_training(names)
+        names |= {"train": done.append, "num_steps": 3}
+        run()
+        names["num_steps"] = 5
+        run()
+        assert done == [1, 2, 3, 4, 5]
+        assert names["parts"]["step"] == 3
+
     def keeps_what_differs(self, names: Names, run: Callable[[], None]) -> None:
-        model = torch.nn.Linear(4, 4)
-        for parameter in model.parameters():
-            dist.broadcast(parameter.data, 0)
+        self.prepare_training(names)
         torch.manual_seed(dist.get_rank())
         own = torch.get_rng_state()
         with fastload.CheckpointManager(self.folder / "own", every_steps=1) as manager:
-            names |= {"manager": manager, "model": model, "step": 3}
+            names |= {"manager": manager, "step": 3}
             run()
         assert torch.equal(names["parts"]["rng"], own)
         assert torch.equal(torch.get_rng_state(), own)
         assert names["parts"]["step"] == 3
+
+    def says_what_does_not_fit(self, names: Names, run: Callable[[], None]) -> None:
+        names["model"] = torch.nn.Linear(4, 4)
+        with redirect_stdout(StringIO()) as said:
+            run()
+        assert "('weight', 'bias')" in said.getvalue()
+        assert "embeddings.word_embeddings.weight" in said.getvalue()
+
+    def loads_with_options(self, names: Names, run: Callable[[], None]) -> None:
+        run()
+        assert names["options"].staging_bytes == 128 << 20
+        assert names["state"].keys() == self.twin.state_dict().keys()
 
 
 def signal_all() -> None:
@@ -208,13 +239,18 @@ CASES: dict[str, str] = {
     "Load 1": "loads",
     "Save 1": "saves",
     "Train, stop, resume 1": "trains",
+    "Loading 1": "loads",
     "More control 1": "opens",
     "DDP, FSDP and tensor parallelism 1": "wraps",
     "DDP, FSDP and tensor parallelism 2": "builds_on_meta",
     "DDP, FSDP and tensor parallelism 3": "shards",
     "DDP, FSDP and tensor parallelism 4": "cuts",
-    "What is sharded 1": "saves_shards",
+    "Saving 1": "saves_and_waits",
+    "Sharded states 1": "saves_shards",
+    "Training: stop and resume 1": "trains_briefly",
     "What differs between ranks 1": "keeps_what_differs",
+    "When something fails 1": "says_what_does_not_fit",
+    "Options 1": "loads_with_options",
 }
 
 
