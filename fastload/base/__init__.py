@@ -1,1 +1,1 @@
-"""What any room may need: threads, memory, stopwatches, spans."""
+"""Threads, memory, devices, stopwatches and traces."""

@@ -1,4 +1,4 @@
-"""Accelerators, through torch's interface for all of them: devices, streams, copies, pinned memory."""
+"""Accelerators through torch's common interface: devices, streams, copies, pinned memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def parse_device(device: torch.device | str) -> torch.device:
     """Returns a device that a user named.
 
     Raises:
-        OptionError: There is no such kind of device.
+        OptionError: torch has no such device type.
     """
     try:
         return torch.device(device)
@@ -25,12 +25,12 @@ def parse_device(device: torch.device | str) -> torch.device:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether tensors there live in the memory of a device, with streams of its own."""
+    """Whether a device has its own memory and streams."""
     return device.type not in ("cpu", "meta")
 
 
 def accelerators_of(tensors: Iterable[Tensor]) -> list[torch.device]:
-    """Returns the devices that tensors are on, besides host memory and ``meta``, ordered.
+    """Returns the accelerators that tensors are on, sorted.
 
     Raises:
         OptionError: torch does not serve one of them; see `with_index`.
@@ -40,7 +40,7 @@ def accelerators_of(tensors: Iterable[Tensor]) -> list[torch.device]:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Returns a device with its number, which is the current one's if it has none; ``cpu`` is returned as is.
+    """Returns a device with an index, by default the current one; ``cpu`` is returned unchanged.
 
     Raises:
         OptionError: It is not a device of the accelerator that torch serves in this process.
@@ -65,7 +65,7 @@ def _current_index(count: int) -> int:
 
 
 def accelerator_names() -> list[str]:
-    """Returns what each device of the accelerator is called, in the order of their numbers."""
+    """Returns the name of each device of the accelerator, by index."""
     served = torch.accelerator.current_accelerator()
     if served is None or not torch.accelerator.is_available():
         return []
@@ -75,7 +75,7 @@ def accelerator_names() -> list[str]:
 
 @cache
 def can_pin() -> bool:
-    """Whether host memory can be page-locked for the accelerator, so that copies run beside the host."""
+    """Whether host memory can be page-locked for asynchronous copies to the accelerator."""
     try:
         return torch.empty(1, dtype=torch.uint8, device="cpu", pin_memory=True).is_pinned()
     except (RuntimeError, NotImplementedError):
@@ -83,23 +83,22 @@ def can_pin() -> bool:
 
 
 def copy_async(source: Tensor, out: Tensor) -> None:
-    """Copies a tensor, on the current stream if a device takes part; waits only for pageable host memory.
+    """Copies a tensor, on the current stream if a device is involved; blocks only for pageable host memory.
 
-    An asynchronous copy from or to pageable memory is undefined: neither torch nor the drivers promise when
-    the host memory is read or written.
+    Neither torch nor the drivers promise when an asynchronous copy reads or writes pageable memory.
     """
     on_host = [tensor for tensor in (source, out) if tensor.is_cpu]
     out.copy_(source, non_blocking=not on_host or (len(on_host) == 1 and on_host[0].is_pinned()))
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for what this thread's current stream on an accelerator has queued."""
+    """Waits for the work queued on this thread's current stream on an accelerator."""
     torch.accelerator.current_stream(device).synchronize()
 
 
 @contextmanager
 def use_stream(stream: torch.Stream) -> Iterator[None]:
-    """Makes a stream, and its device, the current one of this thread."""
+    """Makes a stream and its device current in this thread."""
     device_before = torch.accelerator.current_device_index()
     stream_before = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
@@ -111,19 +110,19 @@ def use_stream(stream: torch.Stream) -> Iterator[None]:
 
 
 def record_use(tensor: Tensor) -> None:
-    """Keeps the memory of a device tensor from being reused before this thread's current stream is done."""
+    """Keeps a device tensor's memory from being reused before this thread's current stream has used it."""
     if is_accelerator(tensor.device):
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
-class Streams:
-    """The current streams of the thread that makes this, for other threads that work on its tensors.
+class CallerStreams:
+    """The current streams of the constructing thread, for helper threads that use its tensors.
 
-    Streams are current per thread: a helper thread is on the default stream, where the kernels that produce
-    the caller's tensors need not have run.
+    Current streams are per thread. A helper thread starts on the default stream, which does not wait for the
+    kernels that produce the caller's tensors.
 
     Args:
-        devices: Accelerators, with their numbers.
+        devices: Accelerators, with their indexes.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -134,7 +133,7 @@ class Streams:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Makes them the current streams of this thread."""
+        """Makes them current in this thread."""
         if not self._streams:
             yield
             return
@@ -151,6 +150,6 @@ class Streams:
             torch.accelerator.set_device_index(device_before)
 
     def synchronize(self) -> None:
-        """Waits for what they have queued."""
+        """Waits for the work queued on them."""
         for stream in self._streams:
             stream.synchronize()

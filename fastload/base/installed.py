@@ -1,4 +1,4 @@
-"""Whether this package is alone in its place: another distribution has a package of the same name."""
+"""Detects another distribution that has a package of the same name."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _REMEDY = "pip uninstall -y fastload fastload-torch && pip install fastload-torc
 
 
 def require_alone() -> None:
-    """Refuses to go on where the distribution ``fastload``, a downloader of files, is installed, too.
+    """Raises if the distribution ``fastload``, a file downloader, is installed next to this package.
 
-    Each of the two overwrites files of the other, and takes them along when it is uninstalled.
+    Each of the two overwrites files of the other, and deletes them when it is uninstalled.
 
     Raises:
         ImportError: It is installed in the same directory.

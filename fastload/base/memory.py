@@ -1,4 +1,4 @@
-"""Staging buffers and destinations: page-aligned host memory, pinned where a device needs it."""
+"""Host memory: page-aligned and pinned buffers, views of tensors, available memory."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _libc = ctypes.CDLL(None, use_errno=True) if _MADV_HUGEPAGE is not None else Non
 
 
 class _Uncollected(ContextDecorator):
-    """Keeps the garbage collector from running while many objects are made that form no cycles.
+    """Turns off the garbage collector while many objects without cycles are made.
 
-    It looks at all objects there are, again and again while they become more: with a million tensors that
-    takes longer than making them. Off for the whole process, so not for work that waits. May be nested, and
-    used by several threads. In a forked child, where none of them goes on, the collector is as it was.
+    The collector scans all objects again and again as their number grows, which takes longer than making a
+    million tensors. It is off in the whole process, so never wait meanwhile. Contexts may be nested and used
+    in several threads. A forked child has the original setting.
     """
 
     def __init__(self) -> None:
@@ -67,20 +67,20 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def allocate_staging(nbytes: int, *, pinned: bool) -> Tensor:
-    """Allocates a page-aligned uint8 host buffer; memory is used only once it is touched.
+    """Allocates a page-aligned uint8 host buffer, whose pages take memory once they are touched.
 
     Args:
         nbytes: Length in bytes.
-        pinned: Page-locks it, where that can be done, for asynchronous copies to and from an accelerator.
+        pinned: Whether to page-lock it, if possible, for asynchronous copies to and from an accelerator.
 
     Raises:
-        MemoryError: The system refuses that much.
+        MemoryError: The system refuses that much memory.
     """
     pinned = pinned and can_pin()
     if pinned or not nbytes:
         return allocate((nbytes,), torch.uint8, torch.device("cpu"), pinned=pinned)
     try:
-        # Private: what could be shared with a fork gets no huge pages.
+        # Private, since shared mappings get no huge pages.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         pages = mmap.mmap(-1, max(nbytes, PAGE_BYTES), flags=flags)
     except (OSError, OverflowError) as error:
@@ -90,7 +90,7 @@ def allocate_staging(nbytes: int, *, pinned: bool) -> Tensor:
 
 
 def advise_huge_pages(pages: mmap.mmap) -> None:
-    """Asks for 2 MiB pages in a large mapping, where that pays."""
+    """Asks for 2 MiB pages in a large mapping, if they are faster."""
     if len(pages) >= _HUGE_PAGE_BYTES and _huge_pages_pay(_REPORTING):
         pages.madvise(mmap.MADV_HUGEPAGE)
 
@@ -98,10 +98,10 @@ def advise_huge_pages(pages: mmap.mmap) -> None:
 def allocate(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, pinned: bool = False
 ) -> Tensor:
-    """Allocates an uninitialized tensor with a storage of its own.
+    """Allocates an uninitialized tensor.
 
     Raises:
-        MemoryError: The device or the host has not that much memory.
+        MemoryError: The device or the host has too little memory.
     """
     try:
         tensor = torch.empty(tuple(shape), dtype=dtype, device=device, pin_memory=pinned)
@@ -115,7 +115,7 @@ def allocate(
 
 
 def _advise_huge_pages(tensor: Tensor) -> None:
-    """Asks for 2 MiB pages below a large host tensor, where the system leaves that to programs."""
+    """Asks for 2 MiB pages for a large host tensor, if they are faster."""
     if tensor.nbytes < _HUGE_PAGE_BYTES or not _huge_pages_pay(_REPORTING):
         return
     start = round_up(tensor.data_ptr(), _HUGE_PAGE_BYTES)
@@ -126,14 +126,13 @@ def _advise_huge_pages(tensor: Tensor) -> None:
 
 @cache
 def _huge_pages_pay(reporting: str) -> bool:
-    """Whether the first touch of large memory is cheaper by 2 MiB: several times, as a rule.
+    """Whether the first touch of large memory is faster with 2 MiB pages; mostly it is, several times.
 
-    Not in a virtual machine that reports its free pages to its host, which takes them away: only free blocks
-    of at least 2 MiB are reported, so a huge page always has to come back from the host, while small pages
-    come out of what is left.
+    It is slower in a virtual machine that reports free blocks of 2 MiB and more to its host, which takes them
+    away. Each huge page then has to come back from the host; small pages need not.
 
     Args:
-        reporting: Where Linux tells the order from which on it reports free blocks; -1 if it does not.
+        reporting: Path of the order from which on Linux reports free blocks; -1 if it reports none.
     """
     if _MADV_HUGEPAGE is None:
         return False
@@ -144,21 +143,18 @@ def _huge_pages_pay(reporting: str) -> bool:
 
 
 def available_bytes() -> int | None:
-    """Returns how much memory this process may still ask for; None if the system does not say.
-
-    What the system has available, or what is left of the limit of the container, if that is less.
-    """
+    """Returns the available memory of the system or of the container, whichever is less; None if unknown."""
     return memory_bytes()[1]
 
 
 def memory_bytes(cgroups: str = "/sys/fs/cgroup") -> tuple[int | None, int | None]:
-    """Returns how much memory this process may have, and how much it may still ask for.
+    """Returns the total and the available memory of the system or of the container, whichever is less.
 
     Args:
-        cgroups: Where the control groups of the container are.
+        cgroups: Directory of the control groups of the container.
 
     Returns:
-        That of the system, or of the container, if that is less; None where the system does not say.
+        Both in bytes; None if unknown.
     """
     both = zip(_memory_of_system(), _memory_of_container(cgroups), strict=True)
     total, available = (min((value for value in pair if value is not None), default=None) for pair in both)
@@ -175,7 +171,7 @@ def _memory_of_system() -> tuple[int | None, int | None]:
 
 
 def _memory_of_container(cgroups: str) -> tuple[int | None, int | None]:
-    """Returns the limit of the whole container, and what is left of it; control groups of both versions."""
+    """Returns the limit of the container and the rest of it; for control groups of both versions."""
     for root, most, now in (
         (cgroups, "memory.max", "memory.current"),
         (f"{cgroups}/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -185,11 +181,11 @@ def _memory_of_container(cgroups: str) -> tuple[int | None, int | None]:
             for line in Path(root, "memory.stat").read_text().splitlines():
                 name, _, value = line.partition(" ")
                 values[name] = value
-            # The page cache of files on disks goes when memory is wanted; that of a tmpfs does not.
+            # The system frees the page cache of files on disks when memory is short, but not that of a tmpfs.
             cached = int(values.get("inactive_file", 0)) + int(values.get("active_file", 0))
             limit, used = (int(Path(root, name).read_text()) for name in (most, now))
             return limit, max(0, limit - used + cached)
-        except (OSError, ValueError):  # there is no limit, or it is called "max"
+        except (OSError, ValueError):  # no limit, or "max"
             continue
     return None, None
 
@@ -206,10 +202,10 @@ def byte_view(tensor: Tensor) -> Tensor:
 
 
 def copy_flat(source: Tensor, out: Tensor) -> None:
-    """Copies a flat uint8 tensor into another one, as long; to or from a device as `copy_async` does.
+    """Copies a flat uint8 tensor into another one of equal length; to or from a device with `copy_async`.
 
-    Within host memory not by torch where it has one thread for it: its copy takes half as long again as that
-    of the C library where not both begin on a cache line, and what tensors are in files does not.
+    Within host memory the C library copies if torch has one thread: torch takes 1.5 times as long unless both
+    tensors begin on a cache line, and tensors in files do not.
     """
     if source.is_cpu and out.is_cpu and torch.get_num_threads() == 1:
         assert source.numel() == out.numel(), (source.numel(), out.numel())
@@ -219,7 +215,7 @@ def copy_flat(source: Tensor, out: Tensor) -> None:
 
 
 def host_view(flat: Tensor) -> memoryview:
-    """Views a flat uint8 host tensor as a writable memoryview, which keeps its memory alive."""
+    """Returns a writable memoryview of a flat uint8 host tensor, which keeps its memory alive."""
     if flat.numel() == 0:
         return memoryview(bytearray())
     array = _array_type(flat.numel()).from_address(flat.data_ptr())
@@ -227,7 +223,7 @@ def host_view(flat: Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-@lru_cache(maxsize=256)  # to make a type takes ten times as long as to view something by it
+@lru_cache(maxsize=256)  # making a type takes ten times as long as making a view with it
 def _array_type(length: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
     return ctypes.c_ubyte * length
 
@@ -239,7 +235,7 @@ def host_bytes(tensor: Tensor) -> bytes:
 
 
 def runs(tensor: Tensor, start: int, count: int) -> Iterator[Tensor]:
-    """Yields views of a tensor of any strides that together are a run of its elements in row-major order.
+    """Yields views of a tensor of any strides that together cover a run of elements in row-major order.
 
     Args:
         tensor: Any shape.

@@ -1,4 +1,4 @@
-"""How long something took that several threads do at once."""
+"""A stopwatch for work that several threads do at once."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 
 class Stopwatch:
-    """Measures for how long at least one of several threads was busy with something.
+    """Measures the time in which at least one thread does some work.
 
-    Use as a context manager, also nested and from several threads at once.
+    Use as a context manager, also nested and in several threads at once.
 
     Attributes:
-        record: Called with (begin, end, facts) of every piece of work whose `span` or beginning is
-            known; None, the default, costs nothing.
+        record: Called with (begin, end, facts) of each piece of work with a `span` or a beginning; None, the
+            default, costs nothing.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Stopwatch:
 
     @contextmanager
     def span(self, **facts: Any) -> Iterator[None]:
-        """Measures a piece of work of which something is to be known in a trace."""
+        """Measures a piece of work, with facts for a trace."""
         began = self.start()
         try:
             yield
@@ -43,7 +43,7 @@ class Stopwatch:
             self.stop(began, **facts)
 
     def start(self) -> float:
-        """Begins one more piece of work; returns when."""
+        """Begins a piece of work; returns the time."""
         now = time.perf_counter()
         with self._lock:
             if self._active == 0:
@@ -55,8 +55,8 @@ class Stopwatch:
         """Ends one piece of work.
 
         Args:
-            began: What `start` returned for it, if it is to be in a trace.
-            facts: What else is known of it.
+            began: Result of `start`, to record the work in a trace.
+            facts: Facts for the trace.
         """
         now = time.perf_counter()
         with self._lock:
@@ -68,6 +68,6 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """Seconds with at least one piece of work under way, so far."""
+        """Seconds so far with at least one piece of work under way."""
         with self._lock:
             return self._total_s + (time.perf_counter() - self._since if self._active else 0.0)

@@ -1,4 +1,4 @@
-"""Short work in threads that are kept for a moment: the next work need not wait until one has begun."""
+"""Tasks in a pool of daemon threads, each of which is kept for a moment to start the next task faster."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from queue import Empty, SimpleQueue
 from weakref import WeakSet
 
 _LEAVING_S = 1.0
-_IDLE_S = 1.0  # calls that follow each other more slowly do not mind a new thread
+_IDLE_S = 1.0  # for less frequent tasks a new thread is fast enough
 _IDLE_NAME = "idle"
 
 
 class Task:
-    """Work that a thread of its own does, which does not keep the process from ending.
+    """Work in a thread that does not keep the process from exiting.
 
     Args:
-        work: The work. What it raises ends the thread, as in any thread.
-        name: Of the thread meanwhile.
+        work: The work. An exception that it raises ends the thread.
+        name: Name of the thread meanwhile.
     """
 
     def __init__(self, work: Callable[[], object], name: str) -> None:
@@ -30,10 +30,10 @@ class Task:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Begins.
+        """Starts the work.
 
         Raises:
-            RuntimeError: The system lets no thread begin.
+            RuntimeError: The system cannot start a thread.
         """
         self._has_begun = True
         try:
@@ -47,7 +47,7 @@ class Task:
         return self._has_begun and not self._ended.is_set()
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits for its end, if it has begun, no longer than a timeout in seconds."""
+        """Waits for the end of the work, if it has begun, for at most `timeout` seconds."""
         if self._has_begun:
             self._ended.wait(timeout)
 
@@ -59,28 +59,28 @@ class Task:
         work()
 
     def end(self) -> None:
-        """Tells those who wait for its end."""
+        """Ends `join`."""
         self._ended.set()
 
 
 class _ThreadPool:
-    """The threads that have nothing to do, the last one to have ended something first."""
+    """Starts tasks in idle threads, the last one to become idle first."""
 
     def __init__(self) -> None:
         self._forget()
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """In a forked child there are none."""
+        """Starts over, also in a forked child, which has none of the threads."""
         self._lock = threading.Lock()
         self._idle: list[SimpleQueue[Task | None]] = []
         self._under_way: WeakSet[Task] = WeakSet()
 
     def send(self, task: Task) -> None:
-        """Has a thread do something.
+        """Starts a task.
 
         Raises:
-            RuntimeError: The system lets no thread begin.
+            RuntimeError: The system cannot start a thread.
         """
         with self._lock:
             self._under_way.add(task)
@@ -97,14 +97,14 @@ class _ThreadPool:
                 task.do()
                 threading.current_thread().name = _IDLE_NAME
                 with self._lock:
-                    self._idle.append(inbox)  # before anybody who waits for the end has the next task
+                    self._idle.append(inbox)  # before `join` returns, so that the next task finds it
             finally:
                 task.end()
-            del task  # a thread that waits for more keeps no memory
+            del task  # so that an idle thread keeps no memory alive
             tasks.append(self._await(inbox))
 
     def _await(self, inbox: SimpleQueue[Task | None]) -> Task | None:
-        """Returns what is to be done next; None if there has been nothing for a moment."""
+        """Returns the next task; None if there has been none for a moment."""
         try:
             return inbox.get(timeout=_IDLE_S)
         except Empty:
@@ -115,13 +115,13 @@ class _ThreadPool:
             return inbox.get()
 
     def dismiss(self) -> None:
-        """Gives the threads that are about to end the time for it.
+        """Waits a moment for threads at the exit of the process.
 
-        A thread that returns from C++ when the interpreter is already gone takes the process down
-        (`terminate called without an active exception`). One that hangs for good does no harm.
+        A thread that returns from C++ after the interpreter is gone aborts the process (`terminate called
+        without an active exception`). One that never returns does no harm.
         """
         deadline = time.monotonic() + _LEAVING_S
-        with self._lock:  # else one that begins meanwhile would end the walk over them
+        with self._lock:  # a set cannot change while it is iterated
             under_way = list(self._under_way)
         for task in under_way:
             if task.is_alive():

@@ -1,4 +1,4 @@
-"""Threads that nobody has to wait for, and calls into libraries with a deadline."""
+"""Worker threads, and calls into libraries with a deadline."""
 
 from __future__ import annotations
 
@@ -21,13 +21,8 @@ T = TypeVar("T")
 _TICK_S = 0.05
 
 
-def background(target: Callable[[], object], name: str) -> Task:
-    """Makes an task, to be started by the caller: a thread that does not keep the process from ending."""
-    return Task(target, name)
-
-
 class ProcessLock:
-    """A lock for what a process has once; in a forked child no thread of the parent's holds it."""
+    """A lock for process-wide state, which is free in a forked child."""
 
     def __init__(self) -> None:
         self._renew()
@@ -37,11 +32,11 @@ class ProcessLock:
         self._lock = threading.Lock()
 
     def acquire(self, blocking: bool = True) -> bool:
-        """Takes it; without blocking only if it is free, and says so."""
+        """Acquires the lock, or returns False if it is held and `blocking` is False."""
         return self._lock.acquire(blocking)
 
     def release(self) -> None:
-        """Lets go of it."""
+        """Releases the lock."""
         self._lock.release()
 
     def __enter__(self) -> None:
@@ -52,11 +47,11 @@ class ProcessLock:
 
 
 class Workers:
-    """Threads that make calls; unlike an executor's, they hold up no exit.
+    """A thread pool whose threads, unlike an executor's, do not delay the exit of the process.
 
     Args:
-        num_threads: Calls at once; they begin in the order in which they are submitted.
-        name: Of the threads, each of which starts once there is a call for it.
+        num_threads: Number of calls at once; calls begin in the order in which they are submitted.
+        name: Prefix of the names of the threads, which start when they are needed.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -73,7 +68,7 @@ class Workers:
         """Makes a call as soon as a thread is free.
 
         Raises:
-            RuntimeError: The system lets no thread begin.
+            RuntimeError: The system cannot start a thread.
         """
         future: Future[T] = Future()
         with self._lock:
@@ -84,8 +79,8 @@ class Workers:
         return future
 
     def _start(self) -> None:
-        """Starts one more thread; where the system lets no more begin, those that there are have to do."""
-        thread = background(self._serve, f"{self._name}-{len(self._threads)}")
+        """Starts one more thread, unless the system cannot and there are others."""
+        thread = Task(self._serve, f"{self._name}-{len(self._threads)}")
         try:
             thread.start()
         except RuntimeError:
@@ -97,7 +92,7 @@ class Workers:
             self._num_serving += 1
 
     def close(self, *, wait_s: float) -> bool:
-        """Ends the threads after the calls submitted so far; returns whether they have ended in time."""
+        """Ends the threads after the calls submitted so far; returns whether they ended in time."""
         deadline = time.monotonic() + wait_s
         for _ in self._threads:
             self._calls.put(None)
@@ -106,7 +101,7 @@ class Workers:
         return not any(thread.is_alive() for thread in self._threads)
 
     def at_end(self, call: Callable[[], object]) -> None:
-        """Calls something once no call is under way any more: now, or in the last thread to end."""
+        """Makes a call once all threads have ended: now, or in the last one to end."""
         with self._lock:
             if self._num_serving:
                 self._at_end.append(call)
@@ -136,10 +131,10 @@ class Workers:
                 self._free()
                 future.set_result(result)
                 del result
-            del call, future  # a thread that waits for more keeps no memory
+            del call, future  # so that an idle thread keeps no memory alive
 
     def _free(self) -> None:
-        """Notes that a thread is free, before whoever hears of what it did wants the next call made."""
+        """Counts a thread as free, before its result is known and leads to the next call."""
         with self._lock:
             self._num_calls -= 1
 
@@ -152,21 +147,21 @@ def within(
     since: Callable[[], float] = float,
     give_up: Callable[[], bool] | None = None,
 ) -> T:
-    """Returns what a call returns or raises, unless that takes too long.
+    """Returns the result of a call, unless it takes too long.
 
-    The call runs in a thread of its own, and is left behind there if it takes too long: nothing can
-    interrupt a thread that is inside a library.
+    The call runs in another thread, which is abandoned after the limit: a thread inside a library cannot be
+    interrupted.
 
     Args:
-        limit_s: How long it may take.
-        what: What is called, for the message.
-        call: The call.
-        since: Returns the `time.monotonic` from which the limit counts, if that is after the beginning.
-        give_up: Asked again and again; True ends the wait.
+        limit_s: Longest duration.
+        what: Name of the call, for messages.
+        call: The call; an exception that it raises is raised here.
+        since: Returns a later `time.monotonic` from which the limit counts, if any.
+        give_up: Polled; True ends the wait.
 
     Raises:
         DeadlineExceeded: It took too long.
-        Interrupted: `give_up` said so.
+        Interrupted: `give_up` returned True.
     """
     values: list[T] = []
     errors: list[BaseException] = []
@@ -184,9 +179,9 @@ def within(
 
     began = time.monotonic()
     try:
-        background(run, "fastload-call").start()
+        Task(run, "fastload-call").start()
     except RuntimeError:
-        run()  # there is no memory for a thread: rather without an end than not at all, since others wait
+        run()  # no memory for a thread: without a deadline, but other ranks wait for this call
     longest_s = limit_s if give_up is None else _TICK_S
     while not ended.wait(min(longest_s, max(0.0, left_s()))):
         if give_up is not None and give_up():
@@ -208,16 +203,16 @@ def await_done(
     limit_s: float = math.inf,
     late: Callable[[], Exception | None] | None = None,
 ) -> None:
-    """Waits until a call that a thread makes has returned or raised, no longer than the others go on.
+    """Waits until a future is done.
 
     Args:
-        work: The call.
-        give_up: Asked again and again; True ends the wait.
-        limit_s: How long to wait.
-        late: Returns what to raise then; None waits on.
+        work: The future.
+        give_up: Polled; True ends the wait.
+        limit_s: Time after which `late` is called repeatedly.
+        late: Returns an error to raise; None continues to wait.
 
     Raises:
-        Interrupted: `give_up` said so.
+        Interrupted: `give_up` returned True.
     """
     deadline = time.monotonic() + limit_s
     while not give_up():
@@ -231,7 +226,7 @@ def await_done(
 
 
 def each(names: Iterable[str], call: Callable[[str], object], *, num_threads: int) -> None:
-    """Calls with every name, several at a time; raises the first error once all have returned."""
+    """Makes a call with each name, several at a time; raises the first error once all calls have returned."""
     left = sorted(names, reverse=True)
     lock = threading.Lock()
     errors: list[BaseException] = []
@@ -247,7 +242,7 @@ def each(names: Iterable[str], call: Callable[[str], object], *, num_threads: in
             except BaseException as error:
                 errors.append(error)
 
-    threads = [background(work, "fastload-each") for _ in range(min(num_threads, len(left)))]
+    threads = [Task(work, "fastload-each") for _ in range(min(num_threads, len(left)))]
     for thread in threads:
         thread.start()
     for thread in threads:

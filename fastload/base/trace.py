@@ -1,4 +1,4 @@
-"""When each rank did what: spans recorded as they end, and a trace of all ranks in Chrome's format."""
+"""Spans of work on each rank, and traces of all ranks in Chrome's format."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Span(NamedTuple):
     """One piece of work.
 
     Attributes:
-        stage: Such as ``read``, ``exchange`` or ``place``.
-        begin_s: By the clock of the trace.
-        end_s: By the same clock.
-        facts: What else is known of it.
+        stage: A stage such as ``read``, ``exchange`` or ``place``.
+        begin_s: Its beginning, by the clock of the trace.
+        end_s: Its end, by the same clock.
+        facts: Further JSON values.
     """
 
     stage: str
@@ -40,10 +40,10 @@ class RankTrace:
 
     Attributes:
         host: Name of its host.
-        spans: In the order in which they ended.
-        num_dropped: Spans that were one too many.
+        spans: Its spans, in the order in which they ended.
+        num_dropped: Number of spans that exceeded the limit.
         synchronized: Whether its clock could be compared with that of rank 0.
-        error: What ended the work, if it failed.
+        error: The error that ended the work, or empty.
     """
 
     host: str
@@ -53,22 +53,22 @@ class RankTrace:
     error: str = ""
 
     def to_bytes(self) -> bytes:
-        """Packs the trace to be sent to rank 0."""
+        """Packs the trace for rank 0."""
         rest = [self.host, self.num_dropped, self.synchronized, self.error]
         return zlib.compress(json.dumps([rest, self.spans]).encode(), level=1)
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> RankTrace:
-        """Unpacks what `to_bytes` packed."""
+        """Unpacks the result of `to_bytes`."""
         (host, num_dropped, synchronized, error), spans = json.loads(zlib.decompress(packed))
         return cls(host, tuple(Span(*span) for span in spans), num_dropped, synchronized, error)
 
 
 class Recorder:
-    """Keeps the spans of one rank: the first and the last of them, if there are too many.
+    """Records the spans of one rank; if there are too many, the first and the last of them.
 
     Args:
-        num_ranks: Ranks that record; together they keep two million spans at most.
+        num_ranks: Number of ranks that record, at most two million spans together.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -94,12 +94,12 @@ class Recorder:
             self._last.append(span)
 
     def trace(self, host: str, offset_s: float | None, error: BaseException | None) -> RankTrace:
-        """Returns what was recorded.
+        """Returns the recorded spans.
 
         Args:
             host: Name of this host.
-            offset_s: What takes this rank's `time.perf_counter` to the trace's clock; None if unknown.
-            error: What ended the work.
+            offset_s: Offset of the trace's clock from this rank's `time.perf_counter`; None if unknown.
+            error: The error that ended the work, or None.
         """
         with self._lock:
             spans = [*self._first, *self._last]
@@ -112,13 +112,13 @@ class Recorder:
 def chrome_events(
     ranks: Mapping[int, RankTrace], about: Mapping[str, Any] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Turns traces into the events that Chrome and Perfetto show, one process per rank.
+    """Converts traces to events for Chrome and Perfetto, with one process for each rank.
 
-    Spans of one stage that overlap get lanes (threads) of their own. Time zero is the earliest span.
+    Overlapping spans of one stage are in separate tracks (threads). Time zero is the earliest span.
 
     Args:
-        ranks: By rank.
-        about: What else is known, such as ``floor_s``; kept in an event that viewers skip.
+        ranks: The traces by rank.
+        about: Further values, such as ``floor_s``, in an event that viewers skip.
     """
     spans = [span for trace in ranks.values() for span in trace.spans]
     zero_s = min((span.begin_s for span in spans), default=0.0)
@@ -131,11 +131,11 @@ def chrome_events(
         )
         thread = 0
         for stage in stages:
-            lanes = _lanes(span for span in trace.spans if span.stage == stage)
-            for number, lane in enumerate(lanes, start=1):
-                name = stage if len(lanes) == 1 else f"{stage} {number}"
+            tracks = _tracks(span for span in trace.spans if span.stage == stage)
+            for number, track in enumerate(tracks, start=1):
+                name = stage if len(tracks) == 1 else f"{stage} {number}"
                 yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
-                for span in lane:
+                for span in track:
                     yield {
                         "name": stage,
                         "cat": stage,
@@ -167,13 +167,13 @@ def _title(rank: int, trace: RankTrace) -> str:
     return f"{title} failed: {trace.error}" if trace.error else title
 
 
-def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Deals spans to as few lanes as they need not to overlap."""
-    lanes: list[list[Span]] = []
+def _tracks(spans: Iterable[Span]) -> list[list[Span]]:
+    """Splits spans into as few tracks as possible, without overlaps in a track."""
+    tracks: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.begin_s, span.end_s)):
-        free = next((lane for lane in lanes if lane[-1].end_s <= span.begin_s), None)
+        free = next((track for track in tracks if track[-1].end_s <= span.begin_s), None)
         if free is None:
-            lanes.append([span])
+            tracks.append([span])
         else:
             free.append(span)
-    return lanes
+    return tracks

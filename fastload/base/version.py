@@ -1,10 +1,10 @@
-"""Which fastload this is: its version, and what changes between two versions that matters between ranks."""
+"""The version of fastload, and of the protocol between ranks."""
 
 from __future__ import annotations
 
 __version__ = "0.2.0.dev0"
-"""That of the next release, with ``.dev0`` until it is made; the first commit after it names the next one."""
+"""The next release, with ``.dev0`` until it is made. The first commit after a release names the next one."""
 
 PROTOCOL = 3
-"""Rises with every commit that changes what ranks tell each other, or what each of them works out for itself
-and takes to be the same on all: plans of transfers, layouts of files, who does what."""
+"""Incremented by each commit that changes messages between ranks, or values that all ranks compute alike,
+such as plans of transfers and layouts of files."""

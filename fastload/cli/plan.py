@@ -20,7 +20,7 @@ from fastload.estimate.sharded import ShardedLoad
 from fastload.estimate.simulate import STRATEGIES, Cluster, Prediction, ReplicatedLoad
 from fastload.estimate.units import format_bytes, format_duration, format_rate
 from fastload.formats.names import NAMES
-from fastload.geometry.extents import Extent
+from fastload.geometry.ranges import ByteRange
 from fastload.options import LoadOptions
 from fastload.storage import locate, open_storage
 from fastload.storage.single_file import write_text
@@ -134,7 +134,7 @@ def _load(path: str | None, size: int | None, parallel: Parallel, cluster: Clust
         assert size is not None
         if parallel.cuts:
             return ShardedLoad(model_of_size(size, parallel), parallel, cluster)
-        return ReplicatedLoad([Extent(0, 0, size)], cluster)
+        return ReplicatedLoad([ByteRange(0, 0, size)], cluster)
     tensors = fastload.inspect(path).tensors
     if parallel.cuts:
         return ShardedLoad(model_of_tensors(tensors), parallel, cluster)

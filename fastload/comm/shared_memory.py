@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fastload.base.memory import advise_huge_pages
-from fastload.base.threads import background
+from fastload.base.tasks import Task
 from fastload.comm.listener import Listener, Unreachable, connect_unix, greet
 from fastload.comm.world import World
 from fastload.errors import Interrupted
@@ -217,7 +217,7 @@ class HostLink:
         self._memory: dict[int, tuple[int, int]] = {}  # of loads that this rank has not begun: file, bytes
         self._has_memory = threading.Condition(self._lock)
         self._lost: int | None = None
-        background(self._listen, "fastload-host").start()
+        Task(self._listen, "fastload-host").start()
 
     @property
     def is_alive(self) -> bool:  # noqa: D102  (see the class)

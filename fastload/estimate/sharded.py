@@ -36,7 +36,7 @@ from fastload.estimate.simulate import (
     num_reads,
 )
 from fastload.estimate.traffic import Column, columns_of
-from fastload.geometry.extents import Extent
+from fastload.geometry.ranges import ByteRange
 from fastload.transfer.demand import Part, RankRequest, RankRequests, SharingGroups
 from fastload.transfer.routed_plan import RoutedPlan, plan_routes
 from fastload.transfer.strategy import StrategyChoice
@@ -143,7 +143,7 @@ class ShardedLoad:
                 key = request.parts[code], length
                 if key not in known:
                     alone = RankRequests((RankRequest.of([(0, key[0])]),), ((0,),))
-                    known[key] = SharingGroups([Extent(0, 0, length)], alone, 0).total_bytes
+                    known[key] = SharingGroups([ByteRange(0, 0, length)], alone, 0).total_bytes
                 nbytes += count * known[key]
             for rank in ranks:
                 read[rank] = nbytes

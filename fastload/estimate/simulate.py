@@ -44,7 +44,7 @@ from typing import NamedTuple
 
 from fastload.errors import OptionError
 from fastload.estimate.exchange import Level, exchange_costs
-from fastload.geometry.extents import HasExtent
+from fastload.geometry.ranges import HasRange
 from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.routed_plan import RoutedPlan
 from fastload.transfer.strategy import StrategyChoice, choose_strategy
@@ -215,7 +215,7 @@ class ReplicatedLoad:
         is_mounted: Whether the load goes through a mount, which reads ahead; see `TransferPlan`.
     """
 
-    tensors: Sequence[HasExtent]
+    tensors: Sequence[HasRange]
     cluster: Cluster
     is_mounted: bool = False
 

@@ -1,4 +1,4 @@
-"""Checksum blocks: what is hashed as one."""
+"""Checksum blocks, and the blocks of byte ranges. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from fastload.geometry.extents import Space
+from fastload.geometry.ranges import Space
 
 
 class Block(NamedTuple):
-    """A part of an extent that has one checksum.
+    """A part of a byte range that has one checksum.
 
     Attributes:
-        number: Which block it is, counted over all extents.
+        number: Number of the block over all ranges.
         file: Index of its file.
         offset: First byte in the file.
         nbytes: Length in bytes.
@@ -28,11 +28,11 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """The blocks of a space: each of its extents is cut every `block_bytes` from its first byte.
+    """The blocks of a space, each of whose ranges is cut every `block_bytes` from its first byte.
 
     Args:
-        space: Its extents are not empty.
-        block_bytes: Length of a block; the last one of an extent may be shorter.
+        space: A space without empty ranges.
+        block_bytes: Length of a block; the last one of a range may be shorter.
     """
 
     def __init__(self, space: Space[Any], block_bytes: int) -> None:
@@ -41,8 +41,8 @@ class Blocks:
 
     @cached_property
     def firsts(self) -> list[int]:
-        """The number of the first block of each extent, and how many blocks there are."""
-        counts = (num_blocks(extent.nbytes, self.block_bytes) for extent in self.space.extents)
+        """The number of the first block of each range, and the number of blocks."""
+        counts = (num_blocks(each.nbytes, self.block_bytes) for each in self.space.ranges)
         return list(accumulate(counts, initial=0))
 
     def __len__(self) -> int:
@@ -50,30 +50,30 @@ class Blocks:
 
     @cached_property
     def longest_bytes(self) -> int:
-        """Length of the longest block there is."""
-        return min(self.block_bytes, max((extent.nbytes for extent in self.space.extents), default=0))
+        """Length of the longest block."""
+        return min(self.block_bytes, max((each.nbytes for each in self.space.ranges), default=0))
 
     def floor(self, position: int) -> int:
-        """Returns where in the space the block begins that holds a position."""
+        """Returns the first byte, in the space, of the block at a position."""
         start = self.space.starts[self.space.at(position)]
         return position - (position - start) % self.block_bytes
 
     def owner(self, number: int) -> int:
-        """Returns the extent that a block is a part of."""
+        """Returns the index of the range of a block."""
         return bisect_right(self.firsts, number) - 1
 
     def __getitem__(self, number: int) -> Block:
         return self._block(self.owner(number), number)
 
     def between(self, file: int, begin: int, end: int) -> Iterator[tuple[int, Block]]:
-        """Yields the blocks that begin in a byte range of a file, in order, each with its extent.
+        """Yields the blocks that begin in a part of a file, in order, each with the index of its range.
 
-        The extents have to be in the order of their bytes.
+        The ranges have to be in the order of their bytes.
         """
-        extents = self.space.extents
+        ranges = self.space.ranges
         index = max(0, self.space.find(file, begin))
-        while index < len(extents) and (extents[index].file, extents[index].offset) < (file, end):
-            skipped = begin - extents[index].offset if extents[index].file == file else extents[index].nbytes
+        while index < len(ranges) and (ranges[index].file, ranges[index].offset) < (file, end):
+            skipped = begin - ranges[index].offset if ranges[index].file == file else ranges[index].nbytes
             first = self.firsts[index] + num_blocks(max(0, skipped), self.block_bytes)
             for number in range(first, self.firsts[index + 1]):
                 block = self._block(index, number)
@@ -83,12 +83,12 @@ class Blocks:
             index += 1
 
     def _block(self, index: int, number: int) -> Block:
-        extent = self.space.extents[index]
+        byte_range = self.space.ranges[index]
         skipped = (number - self.firsts[index]) * self.block_bytes
-        nbytes = min(self.block_bytes, extent.nbytes - skipped)
-        return Block(number, extent.file, extent.offset + skipped, nbytes)
+        nbytes = min(self.block_bytes, byte_range.nbytes - skipped)
+        return Block(number, byte_range.file, byte_range.offset + skipped, nbytes)
 
 
 def num_blocks(nbytes: int, block_bytes: int) -> int:
-    """Returns how many blocks so many bytes of one extent have."""
+    """Returns the number of blocks of a range of so many bytes."""
     return -(-nbytes // block_bytes)

@@ -1,4 +1,4 @@
-"""Rectangles of tensors, and where their elements lie in row-major order: described, never listed."""
+"""Boxes of tensors, and the positions of their elements in row-major order. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A rectangle of a tensor, in elements.
+    """A rectangular part of a tensor, in elements.
 
     Attributes:
         offsets: The first element in each dimension.
-        sizes: How many of them; a box with a 0 is empty.
+        sizes: The number of elements in each dimension; a box with a 0 is empty.
     """
 
     offsets: tuple[int, ...]
@@ -22,11 +22,11 @@ class Box(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """Returns the box of a whole tensor."""
+        """Returns the box of a complete tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     def is_within(self, shape: Sequence[int]) -> bool:
-        """Whether it is a box of a tensor of some shape."""
+        """Whether the box is within the bounds of a tensor."""
         if not len(self.offsets) == len(self.sizes) == len(shape):
             return False
         ends = zip(self.offsets, self.sizes, shape, strict=True)
@@ -34,18 +34,18 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements in it."""
+        """Number of elements."""
         return prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """Returns what two boxes of one tensor have in common; None if that is nothing."""
+        """Returns the intersection with another box of the tensor; None if it is empty."""
         begins = tuple(map(max, self.offsets, other.offsets))
         ends = map(min, self._ends, other._ends)
         common = Box(begins, tuple(end - begin for begin, end in zip(begins, ends, strict=True)))
         return common if all(size > 0 for size in common.sizes) else None
 
     def relative_to(self, other: Box) -> Box:
-        """Returns the same, with offsets counted from those of another."""
+        """Returns the box with offsets relative to those of another one."""
         offsets = (own - first for own, first in zip(self.offsets, other.offsets, strict=True))
         return Box(tuple(offsets), self.sizes)
 
@@ -55,12 +55,12 @@ class Box(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Runs of equal length at equal distances: as a nest of loops, the outermost first.
+    """Runs of equal length at regular distances, as nested loops.
 
     Attributes:
-        start: Where the first run begins.
-        length: Length of each.
-        steps: (how many, how far apart) of each loop.
+        start: First position of the first run.
+        length: Length of each run.
+        steps: (count, distance) of each loop, the outermost first.
     """
 
     start: int
@@ -69,12 +69,12 @@ class Runs(NamedTuple):
 
     @property
     def num_runs(self) -> int:
-        """How many runs there are."""
+        """Number of runs."""
         return prod(count for count, _ in self.steps)
 
     @property
     def end(self) -> int:
-        """Where the last run ends."""
+        """The position after the last run."""
         return self.start + sum((count - 1) * distance for count, distance in self.steps) + self.length
 
     @property
@@ -84,11 +84,11 @@ class Runs(NamedTuple):
 
     @property
     def stride(self) -> int:
-        """How far apart the turns of the outermost loop are; of a single run, its length."""
+        """Distance between the turns of the outermost loop; the length of a single run."""
         return self.steps[0][1] if self.steps else self.length
 
     def before(self, position: int) -> int:
-        """Returns how much of the runs lies before a position."""
+        """Returns the length of the runs before a position."""
         if not self.steps:
             return min(max(position - self.start, 0), self.length)
         count, rest, total = 0, position - self.start, self.total
@@ -104,7 +104,7 @@ class Runs(NamedTuple):
         return count + min(max(rest, 0), self.length)
 
     def cut(self, begin: int, end: int) -> Iterator[Runs]:
-        """Yields what the runs, laid end to end, have from `begin` to `end`: few nests of loops, in order."""
+        """Yields the runs from `begin` to `end` of their concatenation, in order, as few nested loops."""
         if begin >= end:
             return
         if not self.steps:
@@ -124,38 +124,39 @@ class Runs(NamedTuple):
         yield from self.cut(begin + turns * turn.total, end)
 
     def scaled(self, itemsize: int) -> Runs:
-        """Returns the same in bytes, given the length of an element."""
+        """Returns the runs in bytes, given the length of an element."""
         steps = tuple((count, distance * itemsize) for count, distance in self.steps)
         return Runs(self.start * itemsize, self.length * itemsize, steps)
 
     def starts(self) -> Iterator[int]:
-        """Yields where each run begins, in order."""
+        """Yields the first position of each run, in order."""
         for at in product(*(range(0, count * distance, distance) for count, distance in self.steps)):
             yield self.start + sum(at)
 
 
 def runs_of(box: Box, shape: Sequence[int]) -> Runs:
-    """Returns where the elements of a box, not empty, lie in a row-major tensor, in as few runs as there are.
+    """Returns the positions of the elements of a box in a row-major tensor, in as few runs as possible.
 
     Args:
-        box: Within the tensor.
-        shape: Of the tensor.
+        box: A box within the tensor, not empty.
+        shape: Shape of the tensor.
     """
     return strided_runs(box, row_major(shape))
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns how many elements apart the elements of a row-major tensor are in each dimension."""
+    """Returns the strides of a row-major tensor, in elements."""
     return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
 
 
 def strided_runs(box: Box, strides: Sequence[int]) -> Runs:
-    """Returns where the elements of a box, not empty, lie in a tensor of any strides, in as few runs.
+    """Returns the positions of the elements of a box in a tensor of any strides, in as few runs as possible.
+
+    The outermost loop has the longest stride, whatever its dimension.
 
     Args:
-        box: Within the tensor.
-        strides: Of the tensor, 0 or more; elements share no memory, but along dimensions of stride 0 of which
-            the box has one element. The loops begin with the longest stride, whatever dimension that is of.
+        box: A box within the tensor, not empty, of size 1 in dimensions of stride 0.
+        strides: Strides of the tensor, 0 or more. No two elements of the box may share memory.
     """
     start = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     length = 1
@@ -164,9 +165,9 @@ def strided_runs(box: Box, strides: Sequence[int]) -> Runs:
         if size == 1:
             continue
         if not steps and stride == length:
-            length *= size  # what is within is whole: this one goes on where that ends
+            length *= size  # contiguous with the inner dimensions
         elif steps and steps[-1][0] * steps[-1][1] == stride:
-            steps[-1] = steps[-1][0] * size, steps[-1][1]  # the inner loop is whole: it has more turns
+            steps[-1] = steps[-1][0] * size, steps[-1][1]  # continues the inner loop
         else:
             steps.append((size, stride))
     return Runs(start, length, tuple(reversed(steps)))

@@ -1,4 +1,4 @@
-"""The boxes of a DTensor on this rank and on the others, and views of its local tensor."""
+"""The shards of a DTensor on each rank, and views of its local tensor."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ import torch
 from torch import Tensor, nn
 
 from fastload.geometry.box import Box
-from fastload.geometry.placed import local_shape, placed_boxes, placed_intervals
+from fastload.geometry.shards import local_shape, shard_boxes, shard_intervals
 
 BoxesByRank = tuple[tuple[tuple[Box, ...], tuple[int, ...]], ...]
-"""What each rank holds of a tensor: boxes, not empty, each time with all ranks that hold just these."""
+"""The boxes of a tensor on each rank: distinct shards, without empty boxes, each with all of its ranks."""
 
 _PLAIN = (Tensor, nn.Parameter)
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether it is torch's DTensor; nothing is imported to find out."""
+    """Whether a tensor is torch's DTensor; imports nothing to find out."""
     return type(tensor) not in _PLAIN and _is_dtensor_type(type(tensor))
 
 
-@lru_cache(maxsize=64)  # asked several times of each tensor
+@lru_cache(maxsize=64)  # called several times for each tensor
 def _is_dtensor_type(kind: type) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and issubclass(kind, module.DTensor)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Returns the memory that this rank has of a tensor: of a plain one, itself."""
+    """Returns the local tensor of a DTensor, and a plain tensor itself."""
     if not is_dtensor(tensor):
         return tensor
     if torch.is_grad_enabled():
@@ -45,9 +45,9 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def local_parts(tensor: Tensor) -> list[tuple[Box, Tensor]]:
-    """Returns what this rank holds of a tensor: boxes of it, not empty, each with a view of where it is.
+    """Returns the non-empty boxes of a tensor on this rank, each with a view of the local tensor.
 
-    Of a plain tensor that is one part, the whole, even if it is empty.
+    A plain tensor has one box, the complete tensor, even if it is empty.
     """
     if not is_dtensor(tensor):
         return [(Box.whole(tensor.shape), tensor)]
@@ -56,9 +56,9 @@ def local_parts(tensor: Tensor) -> list[tuple[Box, Tensor]]:
 
 
 def _readings(tensor: Any, local: Tensor) -> list[list[tuple[Box, Box]]]:
-    """Returns what this rank may hold of a DTensor, given its local one; see `placed_boxes`.
+    """Returns the possible shards of a DTensor on this rank, given its local tensor; see `shard_boxes`.
 
-    One answer, if it can be told; none if this rank has no place in the mesh.
+    There is one unless the placements are ambiguous, and none if this rank is not in the mesh.
     """
     order = _order_of(tensor.device_mesh)
     if order.here is None:
@@ -74,28 +74,28 @@ def _fitting(
     placements: tuple[Any, ...],
     local: tuple[int, ...],
 ) -> list[list[tuple[Box, Box]]]:
-    """Returns those of `placed_intervals` that fit the shape of a local tensor, as boxes."""
-    found = placed_intervals(shape, mesh_shape, index, placements)
+    """Returns those of `shard_intervals` that fit the shape of a local tensor, as boxes."""
+    found = shard_intervals(shape, mesh_shape, index, placements)
     if not prod(local):
-        fitting = [held for held in found if not prod(local_shape(held))][:1]
+        fitting = [shard for shard in found if not prod(local_shape(shard))][:1]
     else:
-        fitting = [held for held in found if local_shape(held) == local]
-    return [placed_boxes(held) for held in fitting]
+        fitting = [shard for shard in found if local_shape(shard) == local]
+    return [shard_boxes(shard) for shard in fitting]
 
 
 @dataclass(frozen=True)
 class _Order:
-    """The order in which torch takes the ranks of a mesh.
+    """The order of the ranks of a mesh in their process groups.
 
-    Along each dimension that is the order of a process group, which torch sorts by rank: `full_tensor`,
-    `distribute_tensor` and FSDP2 go by it. A coordinate follows the mesh as it was written down.
+    torch sorts the ranks of each process group, and `full_tensor`, `distribute_tensor` and FSDP2 follow that
+    order. A coordinate follows the order in the mesh instead.
 
     Attributes:
         shape: The shape of the mesh.
-        ranks: The ranks as the mesh has them, nested lists.
+        ranks: The ranks in the order of the mesh, as nested lists.
         indexes: For each dimension, the number in its group of the rank at each coordinate.
-        mixed: Pairs of dimensions: along the second, the order along the first changes.
-        ascends: Whether ranks ascend along each dimension, so that numbers in groups are coordinates.
+        mixed: Pairs of dimensions: along the second one, the order along the first one changes.
+        ascends: Whether ranks ascend along each dimension, so that numbers in groups equal coordinates.
         here: The numbers of this rank in its groups; None if it is not in the mesh.
     """
 
@@ -148,7 +148,7 @@ def _at(nested: Any, coordinate: Sequence[int]) -> int:
 
 
 def narrowed(tensor: Tensor, box: Box) -> Tensor:
-    """Returns a view of a tensor that is a box of it."""
+    """Returns a view of a box of a tensor."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, size)
@@ -156,10 +156,10 @@ def narrowed(tensor: Tensor, box: Box) -> Tensor:
 
 
 def empty_like(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns a DTensor with the placements of another, and uninitialized memory of its own.
+    """Returns an uninitialized DTensor with the placements of another one.
 
     Raises:
-        MemoryError: The device or the host has not that much memory.
+        MemoryError: The device or the host has too little memory.
     """
     try:
         with torch.no_grad():
@@ -171,25 +171,25 @@ def empty_like(tensor: Tensor, device: torch.device, dtype: torch.dtype | None =
 
 
 def with_local(tensor: Any, local: Tensor, shape: Sequence[int]) -> Any:
-    """Returns a DTensor with the mesh and the placements of another.
+    """Returns a DTensor with the mesh and the placements of another one.
 
     Args:
-        tensor: The other.
-        local: What this rank holds of it.
-        shape: Of the whole.
+        tensor: The other DTensor.
+        local: The local tensor.
+        shape: Shape of the complete tensor.
     """
     stride = torch.empty(tuple(shape), device="meta").stride()
     given = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
     return type(tensor).from_local(local, tensor.device_mesh, tensor.placements, **given)
 
 
-class Group:
-    """The ranks that load or save together, and so what they can fill, or have.
+class DTensorRanks:
+    """The ranks that load or save DTensors together.
 
     Args:
-        ranks: Their numbers in torch's default group; None if there is no torch.distributed.
-        place: Where tensors are, for messages.
-        call: What the ranks do, for messages.
+        ranks: The ranks in torch's default group; None without torch.distributed.
+        place: Name of the argument with the tensors, for messages.
+        call: ``load`` or ``save``, for messages.
     """
 
     def __init__(self, ranks: Sequence[int] | None, *, place: str = "into=", call: str = "load") -> None:
@@ -202,11 +202,11 @@ class Group:
         self._placed: dict[Any, BoxesByRank | None] = {}
 
     def boxes_of_all(self, tensor: Any) -> BoxesByRank | None:
-        """Returns what all ranks hold of a DTensor; None if this rank cannot tell without asking them."""
+        """Returns the boxes of a DTensor on all ranks; None if only those ranks know them."""
         mesh, placements = tensor.device_mesh, tuple(tensor.placements)
         key = (tuple(tensor.shape), mesh, placements)
         try:
-            return self._placed[key]  # looked up once: a mesh and placements take long to hash
+            return self._placed[key]  # one lookup, since a mesh and placements take long to hash
         except KeyError:
             return self._placed.setdefault(key, self._place_all(*key))
 
@@ -216,19 +216,19 @@ class Group:
         order = _order_of(mesh)
         found: dict[tuple[Box, ...], list[int]] = {}
         for coordinate in product(*map(range, mesh.shape)):
-            readings = placed_intervals(shape, mesh.shape, order.index_at(coordinate), placements)
+            readings = shard_intervals(shape, mesh.shape, order.index_at(coordinate), placements)
             if len(readings) > 1:
                 return None
-            boxes = tuple(box for box, _ in placed_boxes(readings[0]))
+            boxes = tuple(box for box, _ in shard_boxes(readings[0]))
             found.setdefault(boxes, []).append(self._numbers[order.rank_at(coordinate)])
         return tuple((boxes, tuple(sorted(ranks))) for boxes, ranks in found.items())
 
     def misfits(self, name: str, tensor: Any) -> Iterator[str]:
-        """Says why a tensor that is distributed over ranks cannot be loaded into; nothing of plain ones.
+        """Yields why a tensor that is distributed over ranks cannot be loaded or saved.
 
         Args:
-            name: What to call it.
-            tensor: The tensor.
+            name: Name of the tensor.
+            tensor: The tensor; nothing for a plain one.
         """
         if type(tensor) in _PLAIN:
             return
@@ -287,7 +287,7 @@ class Group:
 
 
 def _disorder(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> str:
-    """Says why `full_tensor` is not what placements say on a mesh; empty if it is."""
+    """Returns why `full_tensor` contradicts placements on a mesh; empty if it does not."""
     order = _order_of(mesh)
     if order.ascends:
         return ""
@@ -297,7 +297,7 @@ def _disorder(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> str
             "which ascend along some lines and not along others: full_tensor() is not the same on all of them"
         )
     elif len(set(cuts.values())) < len(cuts) and not _is_alike(order, tuple(shape), mesh.shape, placements):
-        # There full_tensor expects shards as large as coordinates say.
+        # full_tensor expects shards of the sizes that follow from coordinates.
         why = "which do not ascend, and cut a dimension more than once, unevenly: full_tensor() fails there"
     else:
         return ""
@@ -307,26 +307,24 @@ def _disorder(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> str
 def _is_alike(
     order: _Order, shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any]
 ) -> bool:
-    """Whether each rank has as much by its numbers in its groups as it has by its coordinate."""
+    """Whether the shard of each rank has the same shape by its numbers in groups as by its coordinate."""
     for coordinate in product(*map(range, mesh_shape)):
         index = order.index_at(coordinate)
         if index != coordinate:
-            one, other = (
-                placed_intervals(shape, mesh_shape, at, placements)[0] for at in (index, coordinate)
-            )
+            one, other = (shard_intervals(shape, mesh_shape, at, placements)[0] for at in (index, coordinate))
             if local_shape(one) != local_shape(other):
                 return False
     return True
 
 
 def _other_groups(mesh: Any) -> str:
-    """Says why the process groups of a mesh are not those of its ranks; empty if they are."""
+    """Returns why the process groups of a mesh do not fit its ranks; empty if they do."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return ""
     try:
         found = tuple(mesh.get_local_rank(dim) for dim in range(mesh.ndim))
-    except RuntimeError:  # it has none, so nothing goes by them
+    except RuntimeError:  # it has no groups
         found = tuple(coordinate)
     order = _order_of(mesh)
     if found == (expected := order.index_at(coordinate)):

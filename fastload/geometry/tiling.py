@@ -1,4 +1,4 @@
-"""Whether boxes make up a tensor. Pure."""
+"""Checks that boxes tile a tensor. Pure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from math import prod
 
 from fastload.geometry.box import Box
 
-_MOST_STEPS = 1_000_000  # and some for each box: what programs write needs hardly any
+_MOST_STEPS = 1_000_000  # and some for each box; real checkpoints need hardly any
 
 
 def tiling_problem(boxes: Sequence[Box], shape: Sequence[int]) -> str:
-    """Says why boxes do not make up a tensor, each element in one of them; empty if they do.
+    """Returns why boxes do not contain each element of a tensor once; empty if they do.
 
     Args:
-        boxes: In any order; empty ones do not count.
-        shape: Of the tensor.
+        boxes: The boxes in any order; empty ones do not count.
+        shape: Shape of the tensor.
     """
     outside = next((box for box in boxes if not box.is_within(shape)), None)
     if outside is not None:
-        return f"{_text(outside)} is no box of a tensor of shape {list(shape)}"
+        return f"{_text(outside)} is out of bounds for a tensor of shape {list(shape)}"
     filled = [box for box in boxes if box.numel]
     problem = _overlap(filled, len(shape))
     numel, wanted = sum(box.numel for box in filled), prod(shape)
@@ -32,7 +32,7 @@ def tiling_problem(boxes: Sequence[Box], shape: Sequence[int]) -> str:
 def _overlap(boxes: Sequence[Box], num_dims: int) -> str:
     """Names two boxes that overlap; empty if there are none.
 
-    Boxes are separated along one dimension after the other; what cannot be is compared, each with each.
+    Boxes are separated along one dimension after the other; those that cannot be are compared in pairs.
     """
     together = [list(boxes)]
     steps_left = _MOST_STEPS + 50 * len(boxes)
@@ -43,7 +43,7 @@ def _overlap(boxes: Sequence[Box], num_dims: int) -> str:
         parts = next((parts for dim in range(num_dims) if len(parts := _separated(group, dim)) > 1), [])
         steps_left -= num_dims * len(group) if parts else len(group) ** 2
         if steps_left < 0:
-            return "its boxes are too many, side by side, to tell whether they overlap"
+            return "it has too many adjacent boxes to tell whether they overlap"
         together += parts
         for one, other in combinations(group, 2) if not parts else ():
             if one.intersect(other) is not None:
@@ -52,7 +52,7 @@ def _overlap(boxes: Sequence[Box], num_dims: int) -> str:
 
 
 def _separated(boxes: list[Box], dim: int) -> list[list[Box]]:
-    """Groups boxes that have something of a dimension in common, or are joined by others that have."""
+    """Groups boxes whose intervals in a dimension overlap, directly or through others."""
     boxes.sort(key=lambda box: box.offsets[dim])
     groups: list[list[Box]] = []
     end = -1

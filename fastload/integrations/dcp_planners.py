@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 import fastload
 from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
-from fastload.geometry.dtensors import Group, empty_like, is_dtensor, local_parts, with_local
+from fastload.geometry.dtensors import DTensorRanks, empty_like, is_dtensor, local_parts, with_local
 from fastload.loading.outline import GAP, Outline
 
 __all__ = ["Part", "Wanted", "bytes_of", "has_gap", "kept_of", "part_of", "unwrapped"]
@@ -61,7 +61,7 @@ class Wanted:
         self._stored = stored
         self._planner = planner
         self._state: Mapping[str, Any] = planner.state_dict if isinstance(planner, DefaultLoadPlanner) else {}
-        self._group = Group(None, place="the state")
+        self._group = DTensorRanks(None, place="the state")
         self._planned: dict[str, set[_Cut]] = {}  # of what dcp does not know right, its default plan
         self._resolved: list[tuple[ReadItem, Tensor]] = []
         self._cast: list[tuple[Tensor, Tensor]] = []

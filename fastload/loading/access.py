@@ -22,7 +22,7 @@ from fastload.formats.names import METADATA_NAME, NAMES, RECORD_NAME, SUFFIX
 from fastload.formats.open import Sight, header_digest, look, read_manifest, record_digest
 from fastload.formats.reading import in_threads, read_bytes
 from fastload.formats.record import CHECKSUM_BYTES, checksum
-from fastload.geometry.extents import Extent, Space
+from fastload.geometry.ranges import ByteRange, Space
 from fastload.options import LoadOptions, StageOptions
 from fastload.storage import Location, PatientStorage, Storage, open_storage
 
@@ -348,43 +348,43 @@ def _difference(storage: Storage, manifest: Manifest, source: int) -> tuple[str,
     return "", is_copy
 
 
-def samples_of(manifest: Manifest) -> list[Extent]:
+def samples_of(manifest: Manifest) -> list[ByteRange]:
     """Returns the byte ranges that are compared, in the order of the bytes; the same on all ranks.
 
     One of each tensor, or of 256 tensors if there are more, and 256 at equal distances, so that any 256th of
     the bytes is compared; 2 MiB in all.
     """
     space = Space([extent for extent in manifest.extents if extent.nbytes])
-    if not (num_extents := len(space.extents)):
+    if not (num_extents := len(space.ranges)):
         return []
     num_tensors = min(_NUM_SAMPLES, num_extents)
     chosen = [number * num_extents // num_tensors for number in range(num_tensors)]
-    middles = [space.starts[index] + space.extents[index].nbytes // 2 for index in chosen]
+    middles = [space.starts[index] + space.ranges[index].nbytes // 2 for index in chosen]
     evenly = [(2 * number + 1) * space.nbytes // (2 * _NUM_SAMPLES) for number in range(_NUM_SAMPLES)]
     return sorted({_page_around(space, position) for position in middles + evenly})
 
 
-def _page_around(space: Space[TensorEntry | Piece], position: int) -> Extent:
+def _page_around(space: Space[TensorEntry | Piece], position: int) -> ByteRange:
     """Returns the page of a file around a position, within its extent."""
     index = space.at(position)
-    extent = space.extents[index]
+    extent = space.ranges[index]
     at = extent.offset + position - space.starts[index]
     begin = max(extent.offset, at - at % _SAMPLE_BYTES)
     end = min(extent.offset + extent.nbytes, at - at % _SAMPLE_BYTES + _SAMPLE_BYTES)
-    return Extent(extent.file, begin, end - begin)
+    return ByteRange(extent.file, begin, end - begin)
 
 
 def _read_samples(storage: PatientStorage, manifest: Manifest) -> bytes:
     """Returns the checksums of all samples, joined."""
 
-    def read(sample: Extent) -> bytes:
+    def read(sample: ByteRange) -> bytes:
         name = manifest.files[sample.file].name
         return checksum(read_bytes(storage, name, sample.offset, sample.nbytes))
 
     return b"".join(in_threads(read, samples_of(manifest), 1 if storage.in_order else _NUM_READERS))
 
 
-def _sample_that_differs(storage: PatientStorage, manifest: Manifest, wanted: bytes) -> Extent | None:
+def _sample_that_differs(storage: PatientStorage, manifest: Manifest, wanted: bytes) -> ByteRange | None:
     """Returns the first sample whose checksum here is not the wanted one."""
     found = _read_samples(storage, manifest)
     for number, sample in enumerate(samples_of(manifest)):

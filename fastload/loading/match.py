@@ -14,7 +14,7 @@ from fastload.errors import OptionError
 from fastload.formats.decoder import StateDecoder, decode_state
 from fastload.formats.manifest import Manifest
 from fastload.formats.state import SavedTensor, leaves, raise_refused
-from fastload.geometry.dtensors import Group
+from fastload.geometry.dtensors import DTensorRanks
 from fastload.loading.mismatch import Renamed, find_renamed, misfit, raise_mismatch
 from fastload.loading.modules import TensorSlot
 from fastload.loading.optimizers import optimizer_misfits, sharded_state
@@ -124,7 +124,7 @@ class LoadRequest:
             raise_mismatch(manifest.url, mismatched=elsewhere)
         targets = TargetBuilder(view.manifest, device, dtype)
         if self.into is not None:
-            return _match_into(self, targets, view, selection, dtype, Group(group))
+            return _match_into(self, targets, view, selection, dtype, DTensorRanks(group))
         if selection is not None:
             raise_mismatch(manifest.url, missing=selection.absent)
             return _match_names(selection.chosen, targets, view)
@@ -180,7 +180,7 @@ def _match_into(
     view: RankView,
     selection: Selection | None,
     dtype: torch.dtype | None,
-    group: Group,
+    group: DTensorRanks,
 ) -> Match:
     """Matches ``into=``, whose tensors are loaded in place."""
     manifest = view.manifest

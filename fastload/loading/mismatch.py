@@ -18,7 +18,7 @@ from fastload.errors import ManifestError, MismatchError
 from fastload.formats.dtypes import DTYPES, torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.state import SavedTensor
-from fastload.geometry.dtensors import Group, local_of
+from fastload.geometry.dtensors import DTensorRanks, local_of
 from fastload.loading.targets import castable, entry_of, target_dtype
 
 FOUND_LATE = "found after its tensors were loaded: into= is undefined"
@@ -79,7 +79,7 @@ def raise_mismatch(
 
 
 def misfit(
-    manifest: Manifest, saved: SavedTensor, tensor: Tensor, dtype: torch.dtype | None, group: Group
+    manifest: Manifest, saved: SavedTensor, tensor: Tensor, dtype: torch.dtype | None, group: DTensorRanks
 ) -> str:
     """Returns why a saved tensor does not fit a tensor of `into`; empty if it fits."""
     entry = manifest.by_name.get(saved.stored)
@@ -92,7 +92,7 @@ def misfit(
 
 
 def _misfits(
-    manifest: Manifest, saved: SavedTensor, tensor: Tensor, dtype: torch.dtype | None, group: Group
+    manifest: Manifest, saved: SavedTensor, tensor: Tensor, dtype: torch.dtype | None, group: DTensorRanks
 ) -> Iterator[str]:
     name = saved.own_name
     try:

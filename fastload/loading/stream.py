@@ -19,7 +19,6 @@ from torch import Tensor
 from fastload.base.devices import record_use
 from fastload.base.memory import allocate
 from fastload.base.tasks import Task
-from fastload.base.threads import background
 from fastload.comm.world import World
 from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
@@ -223,7 +222,7 @@ class StreamTransfer:
             self._world.flag_failure()
         if self._rest is None:
             self._stream_buffer.close()
-            self._rest = background(self._finish, "fastload-rest")
+            self._rest = Task(self._finish, "fastload-rest")
             self._rest.start()
 
     def wait(self) -> None:
@@ -419,7 +418,7 @@ class BoxStreamTransfer:
         self._has_left = False
         self._errors: list[BaseException] = []
         self._cause: BaseException | None = None  # why this rank ends it on all ranks
-        self._thread = background(self._run, "fastload-windows")
+        self._thread = Task(self._run, "fastload-windows")
         self._thread.start()
 
     def take(self) -> tuple[str, Tensor]:

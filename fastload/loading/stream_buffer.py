@@ -15,7 +15,7 @@ from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.geometry.box import row_major
 from fastload.geometry.dtensors import narrowed
-from fastload.geometry.extents import Extent, Space
+from fastload.geometry.ranges import ByteRange, Space
 from fastload.loading.targets import Destination, DestinationBuilder, TensorWriter
 from fastload.storage.local import Mapped
 
@@ -69,7 +69,7 @@ class StreamBuffer:
             for one in wanted
         ]
         self._filled = [index for index, nbytes in enumerate(lengths) if nbytes]
-        self._space = Space([Extent(0, 0, lengths[index]) for index in self._filled])
+        self._space = Space([ByteRange(0, 0, lengths[index]) for index in self._filled])
         self._left = lengths
         self._next = 0
         self._filling: dict[int, _Filling] = {}

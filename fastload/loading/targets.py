@@ -19,7 +19,7 @@ from fastload.formats.manifest import Manifest, Piece, TensorEntry
 from fastload.formats.state import SavedTensor
 from fastload.geometry.box import Box, Runs, row_major, runs_of, strided_runs
 from fastload.geometry.dtensors import empty_like, is_dtensor, local_of, local_parts, narrowed
-from fastload.geometry.extents import Extent, Space
+from fastload.geometry.ranges import ByteRange, Space
 
 
 class DestinationBuilder:
@@ -145,7 +145,9 @@ class TensorWriter:
             for d in destinations
             if d.nbytes
         ]
-        self._wanted = Space([Extent(d.extent.file, d.extent.offset, d.nbytes) for d in self._destinations])
+        self._wanted = Space(
+            [ByteRange(d.extent.file, d.extent.offset, d.nbytes) for d in self._destinations]
+        )
         self._addresses = [_address(d) for d in self._destinations]
         self._shared = _overlapping(self._addresses, [d.nbytes for d in self._destinations])
         self._cut: dict[tuple[int, int], tuple[Tensor, int]] = {}

@@ -104,7 +104,7 @@ class _Verification:
                 self._finish(reads, index - len(buffers))
             chunk = plan.chunk(index, rank)
             view = host_view(buffers[index % len(buffers)][: chunk.nbytes])
-            reads.append(self.reader.submit(plan.spans(chunk), [view]))
+            reads.append(self.reader.submit(plan.byte_ranges(chunk), [view]))
         while reads:
             self._finish(reads, plan.num_rounds - len(reads))
 

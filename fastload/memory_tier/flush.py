@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from fastload.base.memory import allocate_staging, host_view
-from fastload.base.threads import background
+from fastload.base.tasks import Task
 from fastload.comm.world import World
 from fastload.errors import ChecksumError, FastloadError, Interrupted, StorageError
 from fastload.formats.manifest import Manifest
@@ -63,7 +63,7 @@ class EmergencyFlush:
     def expect(self) -> None:
         """Notes that there was a signal; from any thread."""
         if self._becomes(_State.WAITING, _State.IDLE):
-            background(self._wait, "fastload-flush").start()
+            Task(self._wait, "fastload-flush").start()
 
     def come_to_save(self) -> None:
         """Notes that the training has come to save by itself, or to its end; waits for what has begun."""

@@ -25,7 +25,7 @@ from fastload.formats.manifest import Manifest, TensorEntry
 from fastload.formats.open import read_manifest
 from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.geometry.blocks import Blocks
-from fastload.geometry.extents import Space
+from fastload.geometry.ranges import Space
 from fastload.loading.access import Access, agree_on_access
 from fastload.loading.checkpoint import Checkpoint
 from fastload.memory_tier.manifest import TABLE_NAME, HostManifest, ShareTable

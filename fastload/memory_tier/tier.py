@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from fastload.base.threads import background
+from fastload.base.tasks import Task
 from fastload.comm.decisions import Decisions
 from fastload.comm.group import join
 from fastload.comm.traces import Tracing
@@ -89,7 +89,7 @@ class TierSave:
         self.report: TierSaveReport | None = None
         self.error = ""
         self._ended = threading.Event()
-        background(lambda: self._run(work), "fastload-memory").start()
+        Task(lambda: self._run(work), "fastload-memory").start()
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""

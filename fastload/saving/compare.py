@@ -275,7 +275,7 @@ def digest_shards(
     nums: Counter[Sequence[int]] = Counter()
     sizes: Counter[Sequence[int]] = Counter()
     for number, shard in shard_map.replicated(rank):
-        name, nbytes = layout.space.extents[number].name, shard.runs.total
+        name, nbytes = layout.space.ranges[number].name, shard.runs.total
         is_small = nbytes <= min(_MAX_BYTES, _MAX_BYTES_OF_ALL - sizes[shard.holders])
         is_cheap = is_small and nums[shard.holders] < _MAX_NUM and reader.is_in_host_memory(name)
         if skip(name) or (how == "small" and not is_cheap):
@@ -355,7 +355,7 @@ def compare_shards(
     if not odd:
         return  # the same shards were looked at on some ranks only
     lines = [
-        f"  {layout.space.extents[number].name}: {_odd_ranks(shard.holders, ranks, world.size)}"
+        f"  {layout.space.ranges[number].name}: {_odd_ranks(shard.holders, ranks, world.size)}"
         for (number, shard), ranks in islice(sorted(odd.items(), key=lambda item: item[0][0]), _NUM_SHOWN)
     ]
     more = max(len(odd), *(count for count, _ in differing)) - len(lines)

@@ -16,7 +16,7 @@ from fastload.errors import OptionError
 from fastload.formats.dtypes import safetensors_spec
 from fastload.formats.encoder import encode_state
 from fastload.geometry.box import Box
-from fastload.geometry.dtensors import BoxesByRank, Group, is_dtensor
+from fastload.geometry.dtensors import BoxesByRank, DTensorRanks, is_dtensor
 from fastload.options import SaveOptions
 from fastload.saving.call import SaveCall
 from fastload.saving.compare import StateContent, digest_shards, small_tensors
@@ -98,7 +98,7 @@ def _foresee_shards(
     sharded = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
     if not sharded and not options.parts:
         return ShardMap(layout, world.size), b""
-    group = Group(members_of(world.group), place="the state", call="save")
+    group = DTensorRanks(members_of(world.group), place="the state", call="save")
     problems = [line for name, tensor in sharded.items() for line in group.misfits(name, tensor)]
     if problems:
         shown, more = problems[:_NUM_SHOWN], len(problems) - _NUM_SHOWN

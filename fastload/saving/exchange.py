@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fastload.base.memory import PAGE_BYTES, allocate_staging, host_view, round_up
 from fastload.base.tasks import Task
-from fastload.base.threads import background
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.geometry.box import Runs
@@ -123,8 +122,8 @@ class MessageExchange(Generic[MessageT]):
         """
         self._wire.connect(give_up=self._world.peer_failed)
         self._threads = [
-            background(self._send_all, "fastload-send"),
-            background(self._await_all, "fastload-receive"),
+            Task(self._send_all, "fastload-send"),
+            Task(self._await_all, "fastload-receive"),
         ]
         for thread in self._threads:
             thread.start()

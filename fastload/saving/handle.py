@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import ClassVar
 
-from fastload.base.threads import background
+from fastload.base.tasks import Task
 from fastload.errors import DeadlineExceeded, WorldError
 from fastload.report import SaveReport
 
@@ -54,7 +54,7 @@ class SaveHandle:
         if not apart:
             SaveHandle._in_doubt = False  # whoever was has met the others
         self._running.append(self)
-        background(lambda: self._run(save, tell), "fastload-save").start()
+        Task(lambda: self._run(save, tell), "fastload-save").start()
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""

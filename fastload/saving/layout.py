@@ -35,7 +35,7 @@ from fastload.formats.safetensors.header import (
     offsets_text,
 )
 from fastload.geometry.blocks import Block, Blocks
-from fastload.geometry.extents import Space
+from fastload.geometry.ranges import Space
 
 HEADER_METADATA = {"format": "pt"}
 """The ``__metadata__`` of the files of a checkpoint, which transformers asks for."""
@@ -143,7 +143,7 @@ class Layout:
 
     def tensors_in(self, wanted: FileRange) -> Iterator[int]:
         """Yields the numbers in `space` of the tensors that have bytes in a range of a file, in order."""
-        tensors = self.space.extents
+        tensors = self.space.ranges
         for number in range(max(0, self.space.find(wanted.file, wanted.begin)), len(tensors)):
             entry = tensors[number]
             if (entry.file, entry.offset) >= (wanted.file, wanted.end):

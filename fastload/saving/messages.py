@@ -146,7 +146,7 @@ def positions_in(layout: Layout, part: FileRange, message: ShardMessage) -> list
     positions: list[Runs] = []
     first, last = 0, 0  # of a single run that goes on, as most do
     for number, shard, begin, end in message.ranges:
-        offset = layout.space.extents[number].offset - part.begin
+        offset = layout.space.ranges[number].offset - part.begin
         for start, length, steps in shard.runs.cut(begin, end):
             if not steps and start + offset == last:
                 last += length
@@ -167,7 +167,7 @@ def _messages_for(
     """Returns the messages that fill a part."""
     found: dict[int, list[ShardRange]] = {writer: []}
     for number in layout.tensors_in(part):
-        offset = layout.space.extents[number].offset
+        offset = layout.space.ranges[number].offset
         shards = shard_map.tensor(number).within(part.begin - offset, part.end - offset)
         for shard, begin, end in shards:
             sender = _sender(shard.holders, writer, index, members)
@@ -187,7 +187,7 @@ def _outgoing(
     known = _Parts(parts)
     found: dict[tuple[int, int], list[ShardRange]] = {}
     held: dict[TensorShards, list[MappedShard]] = {}
-    for number, (entry, kind) in enumerate(zip(layout.space.extents, shard_map.tensors, strict=True)):
+    for number, (entry, kind) in enumerate(zip(layout.space.ranges, shard_map.tensors, strict=True)):
         if kind not in held:
             held[kind] = [shard for shard in kind.shards if rank in shard.holders]
         for shard in held[kind]:

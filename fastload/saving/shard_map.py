@@ -84,7 +84,7 @@ class ShardMap:
         self, layout: Layout, num_ranks: int, boxes: Mapping[str, BoxesByRank] | None = None
     ) -> None:
         self.is_replicated = boxes is None
-        self._entries = layout.space.extents
+        self._entries = layout.space.ranges
         self._everyone = range(num_ranks)
         self._boxes = boxes
         self._known: dict[tuple[tuple[int, ...], int, int], TensorShards] = {}

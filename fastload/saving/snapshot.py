@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fastload.base.devices import Streams, accelerators_of, can_pin
+from fastload.base.devices import CallerStreams, accelerators_of, can_pin
 from fastload.base.memory import PAGE_BYTES, allocate_staging, byte_view, copy_flat, round_up, runs
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.threads import ProcessLock
@@ -93,7 +93,7 @@ class StateReader:
         self._layout = layout
         self._tensors = tensors
         self._parts: dict[str, list[tuple[Box, Tensor]]] = {}
-        self._streams = Streams(accelerators_of(tensors.values()))
+        self._streams = CallerStreams(accelerators_of(tensors.values()))
 
     def with_layout(self, layout: Layout) -> StateReader:
         """Returns a reader of the same tensors as parts of other files."""
@@ -138,7 +138,7 @@ class StateReader:
 
     def _view(self, number: int, box: Box) -> Tensor:
         """Returns a box of a tensor, by its number in `Layout.space`."""
-        name = self._layout.space.extents[number].name
+        name = self._layout.space.ranges[number].name
         tensor = self._tensors[name]
         if not is_dtensor(tensor) and box.sizes == tensor.shape:
             return tensor.detach()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fastload.base.memory import round_up
 from fastload.errors import OptionError
 from fastload.geometry.blocks import Blocks
-from fastload.geometry.extents import Extent, Space
+from fastload.geometry.ranges import ByteRange, Space
 from fastload.saving.layout import FileRange, Layout
 from fastload.saving.shard_map import MappedShard, ShardMap, TensorShards
 from fastload.transfer.shares import deal
@@ -132,10 +132,10 @@ def split(
     if shard_map.is_replicated or align_bytes is None:
         evenly = split_evenly(layout, num_writers=len(writers), align_bytes=align_bytes)
         return dict(zip(writers, evenly, strict=True))
-    by_holders: dict[tuple[int, ...], list[Extent]] = {}
+    by_holders: dict[tuple[int, ...], list[ByteRange]] = {}
     for file, ranges in enumerate(_held_ranges(layout, shard_map, frozenset(writers), align_bytes)):
         for begin, end, holders in _ranges_in_units(ranges, layout.files[file].nbytes, align_bytes):
-            by_holders.setdefault(holders or (), []).append(Extent(file, begin, end - begin))
+            by_holders.setdefault(holders or (), []).append(ByteRange(file, begin, end - begin))
     spaces = [Space(extents) for extents in by_holders.values()]
     shares = deal([[(0, space.nbytes)] for space in spaces], list(by_holders), sorted(writers))
     found: dict[int, list[FileRange]] = {writer: [] for writer in writers}
@@ -143,7 +143,7 @@ def split(
         space = spaces[number]
         first, last = (_floor(space, position, align_bytes) for position in (begin, end))
         for index, start, stop in space.cut(first, last - first):
-            file, offset, _ = space.extents[index]
+            file, offset, *_ = space.ranges[index]
             found[writer].append(FileRange(file, offset + start, offset + stop))
     _even_out(found, align_bytes)
     return {writer: _joined(ranges) for writer, ranges in found.items()}
@@ -174,13 +174,13 @@ def split_evenly(
     sizes = [file.nbytes for file in layout.files]
     if align_bytes is None:
         return _split_files(sizes, num_writers)
-    units = Blocks(Space([Extent(file, 0, size) for file, size in enumerate(sizes)]), align_bytes)
+    units = Blocks(Space([ByteRange(file, 0, size) for file, size in enumerate(sizes)]), align_bytes)
     files, total = units.space, units.space.nbytes
     cuts = [units.floor(total * number // num_writers) for number in range(num_writers)]
     return tuple(tuple(_ranges(files, begin, end)) for begin, end in pairwise([*cuts, total]))
 
 
-def _ranges(files: Space[Extent], begin: int, end: int) -> Iterator[FileRange]:
+def _ranges(files: Space[ByteRange], begin: int, end: int) -> Iterator[FileRange]:
     """Yields a range of all files one after the other as ranges of the files."""
     for file, first, stop in files.cut(begin, end - begin):
         yield FileRange(file, first, stop)
@@ -227,13 +227,13 @@ def _even_out(found: dict[int, list[FileRange]], align_bytes: int) -> None:
         loads[least] += end - cut
 
 
-def _floor(space: Space[Extent], position: int, align_bytes: int) -> int:
+def _floor(space: Space[ByteRange], position: int, align_bytes: int) -> int:
     """Returns the last position, up to a given one, where a file may be cut."""
     if position == space.nbytes:
         return position
     index = space.at(position)
     within = position - space.starts[index]
-    return position - min(within, (space.extents[index].offset + within) % align_bytes)
+    return position - min(within, (space.ranges[index].offset + within) % align_bytes)
 
 
 def _joined(ranges: Sequence[FileRange]) -> list[FileRange]:
@@ -251,7 +251,7 @@ def _held_ranges(
 ) -> Iterator[Iterator[_HeldRange]]:
     """Yields for each file its byte ranges, from the first to the last, with their holders."""
     known: dict[TensorShards, list[_HeldRange]] = {}
-    tensors = layout.space.extents
+    tensors = layout.space.ranges
 
     def of_file(file: int, first: int) -> Iterator[_HeldRange]:
         yield _HeldRange(0, len(layout.files[file].header), None)

@@ -19,7 +19,7 @@ import xxhash
 from fastload.formats.manifest import FileEntry, Manifest, TensorEntry
 from fastload.formats.record import CHECKSUM_BYTES
 from fastload.geometry.blocks import Blocks
-from fastload.geometry.extents import Space
+from fastload.geometry.ranges import Space
 
 
 class FileRange(NamedTuple):

@@ -18,7 +18,7 @@ from fastload.comm.world import World
 from fastload.errors import ChecksumError, StorageError
 from fastload.formats.record import checksum
 from fastload.geometry.blocks import Block, num_blocks
-from fastload.geometry.extents import Space
+from fastload.geometry.ranges import Space
 from fastload.staging.inventory import BlockRun, Inventory
 from fastload.staging.journal import journal_entry
 from fastload.staging.stock import Stock
@@ -175,7 +175,7 @@ class FileWriter:
         """Returns the blocks of a byte range."""
         blocks, block_bytes = [], self._inventory.block_bytes
         for index, begin, end in self._wanted.cut(start, nbytes):
-            first = self._wanted.extents[index].first
+            first = self._wanted.ranges[index].first
             assert not begin % block_bytes
             for number in range(first + begin // block_bytes, first + num_blocks(end, block_bytes)):
                 blocks.append(self._inventory.blocks[number])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fastload.base.tasks import Task
-from fastload.base.threads import background, each
+from fastload.base.threads import each
 from fastload.errors import CheckpointError, FastloadError, StorageError, UnsupportedVersion, proves_damage
 from fastload.formats.names import NAMES, RECORD_NAME
 from fastload.formats.record import MAX_RECORD_BYTES, Record, parse
@@ -517,7 +517,7 @@ class Housekeeper:
                 defect = not isinstance(error, FastloadError)
                 _log.warning("%s: cannot clean up: %s", self._catalog.root, error, exc_info=defect)
 
-        self._last = background(run, "fastload-keep")
+        self._last = Task(run, "fastload-keep")
         self._last.start()
 
     def _clean(self) -> None:

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any, ClassVar
 
-from fastload.base.threads import background
+from fastload.base.tasks import Task
 from fastload.errors import OptionError
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class StopSignals:
         self._queue: SimpleQueue[int | None] = SimpleQueue()
         if threading.current_thread() is not threading.main_thread():
             return
-        background(lambda: self._serve(tell), "fastload-signals").start()
+        Task(lambda: self._serve(tell), "fastload-signals").start()
         _open.append(self)
         for number in STOP_SIGNALS:
             _listen(self, number)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastload.base.devices import copy_async
 from fastload.base.memory import PAGE_BYTES, host_view, round_up
-from fastload.geometry.extents import Span
+from fastload.geometry.ranges import ByteRange
 from fastload.transfer.message import Message
 from fastload.transfer.plan import TransferPlan, TransferView
 from fastload.transfer.routed_plan import RoutedPlan, RoutedView
@@ -66,13 +66,13 @@ class OwnChunk:
     """A chunk that this rank reads ahead of its round.
 
     Attributes:
-        spans: Its byte ranges.
+        byte_ranges: Its byte ranges.
         memory: The host memory that it is read into: a complete slot, or its destination.
         nbytes: Its length.
         is_in_place: Whether the memory is its destination.
     """
 
-    spans: Sequence[Span]
+    byte_ranges: Sequence[ByteRange]
     memory: Tensor
     nbytes: int
     is_in_place: bool
@@ -157,12 +157,12 @@ class Buffers:
         The memory is in use until the round of an earlier chunk is over, as many cycles before.
         """
         view = self._view_of(plan)
-        spans = view.reads(index)
-        nbytes = sum(span.nbytes for span in spans)
+        byte_ranges = view.reads(index)
+        nbytes = sum(each.nbytes for each in byte_ranges)
         memory = self._ahead[plan.cycle(index) % len(self._ahead)]
         outgoing = [(message, self._transport.route(message)) for message in view.outgoing(index)]
-        direct = self._direct(outgoing, nbytes, one=True) if spans else None
-        return OwnChunk(spans, direct[0] if direct else memory, nbytes, is_in_place=direct is not None)
+        direct = self._direct(outgoing, nbytes, one=True) if byte_ranges else None
+        return OwnChunk(byte_ranges, direct[0] if direct else memory, nbytes, is_in_place=direct is not None)
 
     def prepare(self, plan: Plan, index: int, number: int, own: OwnChunk | None = None) -> Round:
         """Chooses the memory for this rank's chunk and messages of a round.
@@ -186,9 +186,9 @@ class Buffers:
             directory = _Directory.make(room, len(shared))
         if self._on_device and isinstance(plan, TransferPlan):
             work.slots = room.cut(plan.slot_sizes(index, plan.chunks(index)))
-        spans = view.reads(index) if own is None else own.spans
-        if spans:
-            self._prepare_chunk(work, spans, slot, room, own, directory)
+        byte_ranges = view.reads(index) if own is None else own.byte_ranges
+        if byte_ranges:
+            self._prepare_chunk(work, byte_ranges, slot, room, own, directory)
         for message, way in incoming:
             work.incoming.append(self._prepare_incoming(work, message, way, room))
             if directory is not None and way.is_shared and way.holder == self._rank:
@@ -249,14 +249,14 @@ class Buffers:
     def _prepare_chunk(
         self,
         work: Round,
-        spans: Sequence[Span],
+        byte_ranges: Sequence[ByteRange],
         slot: int,
         room: _BufferRoom,
         own: OwnChunk | None,
         directory: _Directory | None,
     ) -> None:
-        nbytes = sum(span.nbytes for span in spans)
-        work.spans = spans
+        nbytes = sum(each.nbytes for each in byte_ranges)
+        work.byte_ranges = byte_ranges
         if own is not None:
             work.buffers, is_in_place = [own.data], own.is_in_place
         elif self._on_device:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import xxhash
 
 from fastload.geometry.box import Runs
-from fastload.geometry.extents import HasExtent, Space
+from fastload.geometry.ranges import HasRange, Space
 from fastload.transfer.message import Ranks
 
 Part = tuple[Runs, ...]
@@ -233,7 +233,7 @@ class SharingGroups:
 
     def __init__(
         self,
-        tensors: Sequence[HasExtent],
+        tensors: Sequence[HasRange],
         requests: RankRequests,
         block_bytes: int,
         *,

@@ -27,7 +27,8 @@ from torch import Tensor
 from fastload.base.devices import copy_async, use_stream
 from fastload.base.memory import allocate
 from fastload.base.stopwatch import Stopwatch
-from fastload.base.threads import background, within
+from fastload.base.tasks import Task
+from fastload.base.threads import within
 from fastload.comm.hosts import Peer
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
@@ -148,7 +149,7 @@ class CommunicatorSet:
                     group.abort()
 
         try:
-            background(abort, "fastload-down").start()
+            Task(abort, "fastload-down").start()
         except RuntimeError:  # at the end of the process
             abort()
 
@@ -239,7 +240,7 @@ class RoundEvents:
         self._is_closed = False
         self._stream = torch.Stream(device)
         self._ends: queue.SimpleQueue[_RoundEnd | None] = queue.SimpleQueue()
-        self._thread = background(self._wait_all, "fastload-events")
+        self._thread = Task(self._wait_all, "fastload-events")
 
     def begin(self) -> None:
         """Starts the thread."""

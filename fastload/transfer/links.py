@@ -22,7 +22,8 @@ import xxhash
 from torch import Tensor
 
 from fastload.base.stopwatch import Stopwatch
-from fastload.base.threads import await_done, background
+from fastload.base.tasks import Task
+from fastload.base.threads import await_done
 from fastload.comm.hosts import Peer, address_in, listener_at, require_reachable
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted, WorldError
@@ -206,7 +207,7 @@ class _Connection:
                 # Without its frames, which hold the future: a cycle that would keep the device open.
                 self._made.set_exception(error.with_traceback(None))
 
-        background(make, "fastload-connect").start()
+        Task(make, "fastload-connect").start()
 
     def address(self) -> bytes:
         """Returns the address of this end, as Gloo publishes it."""
@@ -469,8 +470,8 @@ class Relay:
         self._forwarded: queue.SimpleQueue[Round | None] = queue.SimpleQueue()
         # A wait for a send cannot watch the failure flag, so it is not for the caller's thread.
         self._threads = (
-            background(self._forward_all, "fastload-relay"),
-            background(self._await_sends, "fastload-sent"),
+            Task(self._forward_all, "fastload-relay"),
+            Task(self._await_sends, "fastload-sent"),
         )
 
     def begin(self) -> None:

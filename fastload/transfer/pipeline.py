@@ -10,7 +10,8 @@ from concurrent.futures import Future
 
 from fastload.base.memory import host_view
 from fastload.base.stopwatch import Stopwatch
-from fastload.base.threads import await_done, background
+from fastload.base.tasks import Task
+from fastload.base.threads import await_done
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, StorageError
 from fastload.transfer.buffers import Arrival, Buffers, Destinations, OwnChunk, Plan
@@ -41,7 +42,7 @@ class Starter:
         self._posted: deque[tuple[Round, Future[None] | None]] = deque()
         self._ready = threading.Condition()
         self._ended = False
-        self._thread = background(self._start_all, "fastload-start")
+        self._thread = Task(self._start_all, "fastload-start")
 
     @property
     def is_lost(self) -> bool:
@@ -139,7 +140,7 @@ class ReadAhead:
         for index in plan.rounds_of(self._rank, self._next, end):
             own = self._buffers.prepare_ahead(plan, index)
             if own.nbytes:
-                read = self._reader.submit(own.spans, [host_view(own.data)])
+                read = self._reader.submit(own.byte_ranges, [host_view(own.data)])
                 self._begun.append((index, own, read))
         self._next = end
 
@@ -379,8 +380,8 @@ class Pipeline:
         own, read = self._ahead.take(index)
         work = self._buffers.prepare(plan, index, number, own)
         self._transport.post(work)
-        if work.spans and read is None:
-            read = self._reader.submit(work.spans, [host_view(buffer) for buffer in work.buffers])
+        if work.byte_ranges and read is None:
+            read = self._reader.submit(work.byte_ranges, [host_view(buffer) for buffer in work.buffers])
         self._starter.post(work, read)
         return work
 

@@ -33,7 +33,7 @@ from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import OptionError
 from fastload.geometry.blocks import Blocks
 from fastload.geometry.box import Runs
-from fastload.geometry.extents import HasExtent, Space, Span, merged
+from fastload.geometry.ranges import ByteRange, HasRange, Space, merged
 from fastload.transfer.message import Message, Ranks, joined
 
 
@@ -380,7 +380,7 @@ class TransferPlan:
     """Which rank reads which bytes in which round.
 
     Attributes:
-        extents: The byte ranges to read, merged, in order: the space, or the rest of it.
+        ranges: The byte ranges to read, merged, in order: the space, or the rest of it.
         supply: The ranks that read.
         demand: The ranks that receive the bytes.
         chunk_bytes: Length of a chunk in every cycle but the last, before bounds are moved to blocks.
@@ -396,7 +396,7 @@ class TransferPlan:
         in_lockstep: Whether all ranks learn of an unreadable chunk in the same round.
     """
 
-    extents: tuple[Span, ...]
+    ranges: tuple[ByteRange, ...]
     supply: Supply
     demand: Demand
     chunk_bytes: int
@@ -431,8 +431,8 @@ class TransferPlan:
         return _exchanges(self.supply, self.demand)
 
     @cached_property
-    def _space(self) -> Space[Span]:
-        return Space(self.extents)
+    def _space(self) -> Space[ByteRange]:
+        return Space(self.ranges)
 
     @cached_property
     def total_bytes(self) -> int:
@@ -520,8 +520,8 @@ class TransferPlan:
         if self.blocks is None:
             return position
         index = self._space.at(position)
-        wanted = self.extents[index].start + position - self._space.starts[index]
-        return position - wanted + self.blocks.floor(wanted)  # an extent begins with a block
+        wanted = self.ranges[index].start + position - self._space.starts[index]
+        return position - wanted + self.blocks.floor(wanted)  # an each begins with a block
 
     def slot_sizes(self, round_index: int, chunks: Mapping[int, Chunk]) -> dict[int, int]:
         """Returns the bytes of a buffer that each chunk of a round takes: complete pages.
@@ -562,13 +562,13 @@ class TransferPlan:
     def _longest_block_bytes(self) -> int:
         return _longest_bytes(self.blocks)
 
-    def spans(self, chunk: Chunk) -> list[Span]:
+    def byte_ranges(self, chunk: Chunk) -> list[ByteRange]:
         """Returns the byte ranges of a chunk, in order."""
-        spans = []
+        byte_ranges = []
         for index, begin, end in self._space.cut(chunk.start, chunk.nbytes):
-            extent = self.extents[index]
-            spans.append(Span(extent.file, extent.offset + begin, end - begin, extent.start + begin))
-        return spans
+            each = self.ranges[index]
+            byte_ranges.append(ByteRange(each.file, each.offset + begin, end - begin, each.start + begin))
+        return byte_ranges
 
     def without(
         self, broken: Collection[int], lacking: Sequence[tuple[int, int]], num_posted: int
@@ -588,11 +588,11 @@ class TransferPlan:
             return None
         left = [self.chunk(index, rank) for index, rank in lacking]
         left += self._from_round(num_posted)
-        extents = tuple(span for chunk in sorted(left) for span in self.spans(chunk))
+        ranges = tuple(byte_range for chunk in sorted(left) for byte_range in self.byte_ranges(chunk))
         num_windows = -(-len(supply.ranks) // self.windows.most_readers)
         num_own = -(-self.ahead // self.num_windows)  # chunks that fit
         ahead = min(self.ahead, num_own * num_windows)
-        return replace(self, extents=extents, supply=supply, num_windows=num_windows, ahead=ahead)
+        return replace(self, ranges=ranges, supply=supply, num_windows=num_windows, ahead=ahead)
 
     def _from_round(self, round_index: int) -> list[Chunk]:
         """Returns the ranges that are read from a round on."""
@@ -646,7 +646,7 @@ class TransferPlan:
         blocks = _digest(self.blocks) if self.blocks is not None else None
         shape = self.even_slots, self.contiguous, self.num_sharing, self.ahead
         order = self.windows.order if self.windows.order != self.readers else ()
-        text = json.dumps([self.extents, ranks, self.chunk_bytes, self.depth, blocks, *shape, order])
+        text = json.dumps([self.ranges, ranks, self.chunk_bytes, self.depth, blocks, *shape, order])
         return xxhash.xxh3_128_hexdigest(text.encode())
 
 
@@ -671,9 +671,9 @@ class TransferView:
         """Returns the ranks that may read in a round."""
         return self._plan.readers_in(index)
 
-    def reads(self, index: int) -> list[Span]:
+    def reads(self, index: int) -> list[ByteRange]:
         """Returns the byte ranges that the rank reads in a round."""
-        return self._plan.spans(self._plan.chunk(index, self._rank))
+        return self._plan.byte_ranges(self._plan.chunk(index, self._rank))
 
     def outgoing(self, index: int) -> list[Message]:
         """Returns the message of the rank's chunk of a round, if any."""
@@ -688,15 +688,15 @@ class TransferView:
         ranks, messages = self._plan.demand.ranks, []
         for reader, chunk in chunks.items() if ranks else ():
             if chunk.nbytes:
-                spans = self._plan.spans(chunk) if self._is_wanted else []
+                byte_ranges = self._plan.byte_ranges(chunk) if self._is_wanted else []
                 pieces = [Runs(0, chunk.nbytes, ())] if reader == self._rank else []
-                ranges = joined([(span.start, span.nbytes) for span in spans])
+                ranges = joined([(byte_range.start, byte_range.nbytes) for byte_range in byte_ranges])
                 messages.append(Message(reader, ranks, chunk.nbytes, ranges, pieces))
         return messages
 
 
 def plan_transfer(
-    wanted: Sequence[HasExtent],
+    wanted: Sequence[HasRange],
     supply: Supply,
     demand: Demand,
     *,
@@ -730,8 +730,8 @@ def plan_transfer(
     """
     blocks = _blocks(wanted, block_bytes)
     longest = _longest_bytes(blocks)
-    extents = merged(wanted)
-    total_bytes = sum(extent.nbytes for extent in extents)
+    ranges = merged(wanted)
+    total_bytes = sum(each.nbytes for each in ranges)
     num_readers, exchanges = len(supply.ranks), _exchanges(supply, demand)
     few = RoundSize(min(num_readers, _FEW_READERS) if exchanges else 1, exchanges, longest, True, num_sharing)
     least_bytes = max(min(chunk_bytes or _LEAST_CHUNK_BYTES, -(-total_bytes // num_readers)), longest)
@@ -740,7 +740,7 @@ def plan_transfer(
     num_hosts = len({hosts[rank] for rank in supply.ranks}) if hosts else num_readers
     sizes = choose_sizes(total_bytes, num_readers, num_hosts, size, staging_bytes, chunk_bytes)
     return TransferPlan(
-        extents,
+        ranges,
         supply,
         demand,
         sizes.chunk_bytes,
@@ -759,8 +759,8 @@ def _exchanges(supply: Supply, demand: Demand) -> bool:
     return (bool(demand.ranks) and supply.ranks != demand.ranks) or len(demand.ranks) > 1
 
 
-def _blocks(wanted: Sequence[HasExtent], block_bytes: int) -> Blocks | None:
-    filled = [extent for extent in wanted if extent.nbytes] if block_bytes else []
+def _blocks(wanted: Sequence[HasRange], block_bytes: int) -> Blocks | None:
+    filled = [each for each in wanted if each.nbytes] if block_bytes else []
     return Blocks(Space(filled), block_bytes) if filled else None
 
 

@@ -18,7 +18,7 @@ from fastload.errors import ChecksumError, StorageError
 from fastload.formats.manifest import FileEntry, Manifest
 from fastload.formats.record import CHECKSUM_BYTES, checksum
 from fastload.geometry.blocks import Block, Blocks
-from fastload.geometry.extents import Space, Span
+from fastload.geometry.ranges import ByteRange, Space
 from fastload.storage import PatientStorage, take
 from fastload.storage.base import ByteCounter
 
@@ -69,19 +69,22 @@ class Verifier:
         self._num_rereads = 0
 
     def damage(
-        self, span: Span, buffers: Sequence[memoryview], read: Callable[[Span, Sequence[memoryview]], None]
+        self,
+        byte_range: ByteRange,
+        buffers: Sequence[memoryview],
+        read: Callable[[ByteRange, Sequence[memoryview]], None],
     ) -> Iterator[Damage]:
         """Yields the damaged blocks of a byte range.
 
         Each block with a wrong checksum is read once more, in case it was damaged on the way.
 
         Args:
-            span: The byte range, in complete blocks.
+            byte_range: The byte range, in complete blocks.
             buffers: Its bytes, cut between blocks only.
             read: Reads a byte range again.
         """
         whole, position, rest = memoryview(b""), 0, iter(buffers)
-        for index, block in self._blocks.between(span.file, span.offset, span.offset + span.nbytes):
+        for index, block in self._blocks.between(byte_range.file, byte_range.offset, byte_range.end):
             while position == len(whole):
                 whole, position = next(rest), 0
             data = whole[position : position + block.nbytes]
@@ -91,10 +94,10 @@ class Verifier:
             if checksum(data) == expected:
                 continue
             if self._may_read_again():
-                read(Span(block.file, block.offset, block.nbytes, span.start), [data])
+                read(ByteRange(block.file, block.offset, block.nbytes, byte_range.start), [data])
                 if checksum(data) == expected:
                     continue
-            name = self._blocks.space.extents[index].name
+            name = self._blocks.space.ranges[index].name
             text = self._describe(block._replace(number=number), name, expected, checksum(data))
             yield Damage(block.file, number, text)
         assert position == len(whole), "complete blocks only"
@@ -138,18 +141,18 @@ class Guards:
         self._in_parts = in_parts
         self._seen = set[int]()
 
-    def before(self, span: Span) -> tuple[int, bytes] | None:
+    def before(self, byte_range: ByteRange) -> tuple[int, bytes] | None:
         """Returns the offset of the guard to read with a byte range, and its expected bytes; or None.
 
         The guard is right before a range that begins with data. For a range within data (if it begins with a
         tensor, or if tensors are read in parts) it is further ahead, and is read only the first time.
         """
-        at = bisect_right(self._guards, (span.file, span.offset, len(self._heads))) - 1
-        if at < 0 or self._guards[at].file != span.file:
+        at = bisect_right(self._guards, (byte_range.file, byte_range.offset, len(self._heads))) - 1
+        if at < 0 or self._guards[at].file != byte_range.file:
             return None
         guard = self._guards[at]
-        if guard.offset != span.offset:
-            may_be_first = self._in_parts or (span.file, span.offset) in self._inner
+        if guard.offset != byte_range.offset:
+            may_be_first = self._in_parts or (byte_range.file, byte_range.offset) in self._inner
             if not may_be_first or at in self._seen:
                 return None
         self._seen.add(at)
@@ -159,7 +162,7 @@ class Guards:
 
 _MOST_BETWEEN_BYTES = 2 << 10  # read in vain where another request would take longer
 
-Part = tuple[Span, Sequence[memoryview]]
+Part = tuple[ByteRange, Sequence[memoryview]]
 
 
 class ChunkReader:
@@ -199,20 +202,20 @@ class ChunkReader:
         self._workers = Workers(threads, "fastload-read")
         self._lock = threading.Lock()
         self._num_unanswered = 0
-        self._under_way: dict[int, tuple[float, Span]] = {}  # by thread: when it began, and what it reads
+        self._under_way: dict[int, tuple[float, ByteRange]] = {}  # by thread, with its beginning
         self._verify = partial(self._verify_with, verifier, on_damage) if verifier is not None else None
         self.watch = Stopwatch()
         self.verified = ByteCounter()
         self.rereads = ByteCounter()
 
-    def submit(self, spans: Sequence[Span], buffers: Sequence[memoryview]) -> Future[None]:
+    def submit(self, byte_ranges: Sequence[ByteRange], buffers: Sequence[memoryview]) -> Future[None]:
         """Begins to read the byte ranges of a chunk into buffers of the same total length.
 
         The future raises `StorageError` if all retries fail, what `on_damage` raises, and `Interrupted` after
         `stop`.
         """
         with self._lock:
-            read = self._workers.submit(partial(self._read, spans, buffers))
+            read = self._workers.submit(partial(self._read, byte_ranges, buffers))
             self._num_unanswered += 1
         return read
 
@@ -223,15 +226,15 @@ class ChunkReader:
     def overdue(self, at_least_s: float) -> StorageError | None:
         """Returns an error for the read that has taken longest; None if it has not taken so long."""
         with self._lock:
-            since, span = min(self._under_way.values(), default=(0.0, None), key=itemgetter(0))
-        if span is None or (for_s := time.monotonic() - since) < at_least_s:
+            since, byte_range = min(self._under_way.values(), default=(0.0, None), key=itemgetter(0))
+        if byte_range is None or (for_s := time.monotonic() - since) < at_least_s:
             return None
-        name = self._files[span.file].name
+        name = self._files[byte_range.file].name
         return StorageError(
             f"storage did not answer within {for_s:.1f} s",
             url=f"{self._storage.url}/{name}" if name else self._storage.url,
-            offset=span.offset,
-            nbytes=span.nbytes,
+            offset=byte_range.offset,
+            nbytes=byte_range.nbytes,
         )
 
     def close(self, *, wait_s: float) -> bool:
@@ -249,13 +252,13 @@ class ChunkReader:
         """Makes a call once no read is under way: now, or in the last thread to end."""
         self._workers.at_end(call)
 
-    def _read(self, spans: Sequence[Span], buffers: Sequence[memoryview]) -> None:
+    def _read(self, byte_ranges: Sequence[ByteRange], buffers: Sequence[memoryview]) -> None:
         try:
-            for group in _requests(spans, buffers, 0 if self._storage.probes else _MOST_BETWEEN_BYTES):
+            for group in _requests(byte_ranges, buffers, 0 if self._storage.probes else _MOST_BETWEEN_BYTES):
                 self._read_guarded(group)
                 if self._verify is not None:
-                    for span, taken in group:
-                        self._verify(span, taken)
+                    for byte_range, taken in group:
+                        self._verify(byte_range, taken)
         finally:
             with self._lock:
                 self._num_unanswered -= 1
@@ -264,46 +267,46 @@ class ChunkReader:
         """Reads adjacent byte ranges and their guards with one request; guards further ahead take another."""
         parts: list[Part] = []
         heads: list[tuple[memoryview, bytes]] = []
-        for span, taken in group:
-            guard = self.guards.before(span) if self.guards is not None else None
+        for byte_range, taken in group:
+            guard = self.guards.before(byte_range) if self.guards is not None else None
             if guard is not None:
                 begin, head = guard
                 heads.append((memoryview(bytearray(len(head))), head))
-                before = span._replace(offset=begin, nbytes=len(head))
-                if begin + len(head) == span.offset and not (parts and begin < _end(parts[-1][0])):
+                before = byte_range._replace(offset=begin, nbytes=len(head))
+                if begin + len(head) == byte_range.offset and not (parts and begin < parts[-1][0].end):
                     parts.append((before, [heads[-1][0]]))
                 else:
-                    self._read_span(before, [heads[-1][0]])
-            parts.append((span, taken))
-        self._read_span(*_joined(parts))
+                    self._read_range(before, [heads[-1][0]])
+            parts.append((byte_range, taken))
+        self._read_range(*_joined(parts))
         if self.guards is not None and any(found != head for found, head in heads):
             self.guards.is_broken = True
 
-    def _read_span(self, span: Span, buffers: Sequence[memoryview]) -> None:
-        with self.watch.span(nbytes=span.nbytes), self._reading(span):
-            file = self._files[span.file]
-            self._storage.read_into(file.name, span.offset, buffers, file.version, self._via_cache)
+    def _read_range(self, byte_range: ByteRange, buffers: Sequence[memoryview]) -> None:
+        with self.watch.span(nbytes=byte_range.nbytes), self._reading(byte_range):
+            file = self._files[byte_range.file]
+            self._storage.read_into(file.name, byte_range.offset, buffers, file.version, self._via_cache)
 
-    def _read_again(self, span: Span, buffers: Sequence[memoryview]) -> None:
+    def _read_again(self, byte_range: ByteRange, buffers: Sequence[memoryview]) -> None:
         self.rereads.add(1)
-        self._read_span(span, buffers)
+        self._read_range(byte_range, buffers)
 
     def _verify_with(
         self,
         verifier: Verifier,
         on_damage: Callable[[Damage], object],
-        span: Span,
+        byte_range: ByteRange,
         buffers: Sequence[memoryview],
     ) -> None:
-        for damage in verifier.damage(span, buffers, self._read_again):
+        for damage in verifier.damage(byte_range, buffers, self._read_again):
             on_damage(damage)
-        self.verified.add(span.nbytes)
+        self.verified.add(byte_range.nbytes)
 
     @contextlib.contextmanager
-    def _reading(self, span: Span) -> Iterator[None]:
+    def _reading(self, byte_range: ByteRange) -> Iterator[None]:
         me = threading.get_ident()
         with self._lock:
-            self._under_way[me] = time.monotonic(), span
+            self._under_way[me] = time.monotonic(), byte_range
         try:
             yield
         finally:
@@ -312,35 +315,31 @@ class ChunkReader:
 
 
 def _requests(
-    spans: Sequence[Span], buffers: Sequence[memoryview], most_between: int
+    byte_ranges: Sequence[ByteRange], buffers: Sequence[memoryview], most_between: int
 ) -> Iterator[list[Part]]:
     """Yields the byte ranges to read with one request each: of one file, with few bytes in between."""
     group: list[Part] = []
     rest = list(buffers)
-    for span in spans:
+    for byte_range in byte_ranges:
         if group:
             last, _ = group[-1]
-            between = span.offset - _end(last) if span.file == last.file else -1
+            between = byte_range.offset - last.end if byte_range.file == last.file else -1
             if not 0 <= between <= most_between:
                 yield group
                 group = []
-        taken, rest = take(rest, span.nbytes)
-        group.append((span, taken))
+        taken, rest = take(rest, byte_range.nbytes)
+        group.append((byte_range, taken))
     if group:
         yield group
-
-
-def _end(span: Span) -> int:
-    return span.offset + span.nbytes
 
 
 def _joined(group: Sequence[Part]) -> Part:
     """Returns the byte range from the first to the last of some ranges, and buffers for all of it."""
     first, _ = group[0]
     at, buffers = first.offset, list[memoryview]()
-    for span, taken in group:
-        if span.offset > at:
-            buffers.append(memoryview(bytearray(span.offset - at)))
+    for byte_range, taken in group:
+        if byte_range.offset > at:
+            buffers.append(memoryview(bytearray(byte_range.offset - at)))
         buffers += taken
-        at = span.offset + span.nbytes
+        at = byte_range.end
     return first._replace(nbytes=at - first.offset), buffers

@@ -21,7 +21,7 @@ import xxhash
 from fastload.base.memory import PAGE_BYTES, round_up
 from fastload.errors import IncompleteCheckpoint, OptionError
 from fastload.geometry.box import Runs
-from fastload.geometry.extents import HasExtent, Span
+from fastload.geometry.ranges import ByteRange, HasRange
 from fastload.transfer.demand import Density, Part, SharingGroups, TensorRange
 from fastload.transfer.message import Message, Ranks, joined
 from fastload.transfer.plan import Chunk, Supply
@@ -88,15 +88,15 @@ class Holders:
             if held.file == file and held.end > begin:
                 yield held._replace(begin=max(begin, held.begin), end=min(end, held.end))
 
-    def lacking(self, extents: Iterable[HasExtent]) -> int:
+    def lacking(self, ranges: Iterable[HasRange]) -> int:
         """Returns how many bytes of these no rank holds."""
         return sum(
-            extent.nbytes
+            each.nbytes
             - sum(
                 held.end - held.begin
-                for held in self.within(extent.file, extent.offset, extent.offset + extent.nbytes)
+                for held in self.within(each.file, each.offset, each.offset + each.nbytes)
             )
-            for extent in extents
+            for each in ranges
         )
 
     def pools(
@@ -119,7 +119,7 @@ class Holders:
             left = sum(end - begin for begin, end in ranges)
             for begin, end in ranges:
                 for index, first, last in spaces[group].cut(begin, end - begin):
-                    placed, start = spaces[group].extents[index], spaces[group].starts[index]
+                    placed, start = spaces[group].ranges[index], spaces[group].starts[index]
                     for held in self.within(placed.file, placed.offset + first, placed.offset + last):
                         ranks = tuple(rank for rank in held.ranks if rank in readers)
                         if not ranks:
@@ -480,20 +480,23 @@ class RoutedView:
         """Returns the ranges of tensors that this rank reads in a round, in order."""
         return [found for found, _ in self._pieces(self._rank, index)]
 
-    def reads(self, index: int) -> list[Span]:
+    def reads(self, index: int) -> list[ByteRange]:
         """Returns the byte ranges of files that this rank reads in a round, in order."""
-        spans: list[Span] = []
+        byte_ranges: list[ByteRange] = []
         start = 0
         for tensor, begin, nbytes in self.tensor_ranges(index):
             entry = self._plan.sharing.tensors[tensor]
-            span = Span(entry.file, entry.offset + begin, nbytes, start)
+            byte_range = ByteRange(entry.file, entry.offset + begin, nbytes, start)
             start += nbytes
-            last = spans[-1] if spans else None
-            if last is not None and (last.file, last.offset + last.nbytes) == (span.file, span.offset):
-                spans[-1] = last._replace(nbytes=last.nbytes + nbytes)
+            last = byte_ranges[-1] if byte_ranges else None
+            if last is not None and (last.file, last.offset + last.nbytes) == (
+                byte_range.file,
+                byte_range.offset,
+            ):
+                byte_ranges[-1] = last._replace(nbytes=last.nbytes + nbytes)
             else:
-                spans.append(span)
-        return spans
+                byte_ranges.append(byte_range)
+        return byte_ranges
 
     def outgoing(self, index: int) -> list[Message]:
         """Returns the messages of this rank's chunk of a round."""
@@ -557,7 +560,7 @@ class RoutedView:
             space = self._spaces[share.group]
             begin, end = self._floor(share.group, share.begin), self._floor(share.group, share.end)
             for at, first, last in space.cut(begin, end - begin):
-                placed = space.extents[at]
+                placed = space.ranges[at]
                 yield TensorRange(placed.tensor, placed.begin + first, last - first), placed.recipients
 
     def _floor(self, group: int, position: int) -> int:

@@ -15,7 +15,7 @@ from fastload.base.memory import allocate_staging
 from fastload.base.stopwatch import Stopwatch
 from fastload.comm.hosts import Peer
 from fastload.errors import DeadlineExceeded, Interrupted
-from fastload.geometry.extents import Span
+from fastload.geometry.ranges import ByteRange
 from fastload.transfer.message import Message
 from fastload.transfer.routing import Route
 
@@ -97,7 +97,7 @@ class Round:
     Attributes:
         index: Number of the round, over all plans of a load.
         readers: The ranks that read a chunk in it.
-        spans: The byte ranges of this rank's chunk.
+        byte_ranges: The byte ranges of this rank's chunk.
         buffers: Host memory that this rank's chunk is read into, in pieces.
         pack: Called with this round once its chunk is read; makes the messages.
         outgoing: The messages of this rank's chunk, with their routes.
@@ -119,7 +119,7 @@ class Round:
 
     index: int
     readers: Collection[int] = ()
-    spans: Sequence[Span] = ()
+    byte_ranges: Sequence[ByteRange] = ()
     buffers: Sequence[Tensor] = ()
     pack: Callable[[Round], None] = _no_packing
     outgoing: Sequence[tuple[Message, Route]] = ()

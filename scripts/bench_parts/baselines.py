@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fastload
 from fastload.base.memory import host_view
-from fastload.geometry.extents import Span
+from fastload.geometry.ranges import ByteRange
 from fastload.transfer.plan import Demand, Supply, plan_transfer
 
 State = dict[str, Tensor]
@@ -112,16 +112,16 @@ def _ring_all_gather(shares: list[Tensor]) -> None:
         sent.wait()
 
 
-def _spans(manifest: fastload.Manifest, begin: int, end: int) -> Iterator[tuple[int, Span]]:
+def _spans(manifest: fastload.Manifest, begin: int, end: int) -> Iterator[tuple[int, ByteRange]]:
     """Cuts a range of all bytes into reads: (where it starts in all bytes, what to read)."""
     plan = plan_transfer(
         manifest.tensors, Supply((0,)), Demand((0,)), staging_bytes=1 << 30, chunk_bytes=_READ_BYTES
     )
     position = 0
-    for extent in plan.extents:
+    for extent in plan.ranges:
         start, stop = max(begin, position), min(end, position + extent.nbytes)
         for at in range(start, stop, _READ_BYTES):
-            yield at, Span(extent.file, extent.offset + at - position, min(_READ_BYTES, stop - at), at)
+            yield at, ByteRange(extent.file, extent.offset + at - position, min(_READ_BYTES, stop - at), at)
         position += extent.nbytes
 
 

@@ -62,14 +62,14 @@ def measure_plan(
         made.digest()
         digested = time.perf_counter()
         for index in range(made.num_rounds):
-            made.spans(made.chunk(index, num_ranks // 2))
+            made.byte_ranges(made.chunk(index, num_ranks // 2))
         own = time.perf_counter()
         _places_of_a_round(made)
         slots = (time.perf_counter() - own) * made.num_rounds
         values = planned - began, digested - planned, own - digested, slots
         for name, value in zip(names, values, strict=True):
             seconds[name].append(value)
-    row |= {"extents": len(made.extents), "readers": len(made.readers), "rounds": made.num_rounds}
+    row |= {"extents": len(made.ranges), "readers": len(made.readers), "rounds": made.num_rounds}
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {**row, **medians, "plan_to_spans": sum(list(medians.values())[:3])}
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import fastload
-from fastload.base.threads import background
+from fastload.base.tasks import Task
 from fastload.comm import shared_memory
 from fastload.errors import PeerError, StorageError
 from fastload.loading import targets
@@ -364,7 +364,7 @@ def exit_with_a_busy_thread(rank: int, world: int) -> None:
             store.check(["nothing"])
 
     atexit.register(lambda: until.insert(0, time.monotonic() + 0.3))
-    background(busy, "busy").start()
+    Task(busy, "busy").start()
 
 
 def test_no_thread_of_ours_returns_when_the_interpreter_is_gone() -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fastload.geometry.extents import HasExtent
+from fastload.geometry.ranges import HasRange
 from fastload.transfer.plan import Demand, Supply, TransferPlan, plan_transfer
 
 __all__ = ["drop_out", "plan_for_all"]
 
 
 def plan_for_all(
-    wanted: Sequence[HasExtent], *, world_size: int, readers: Sequence[int], **how: Any
+    wanted: Sequence[HasRange], *, world_size: int, readers: Sequence[int], **how: Any
 ) -> TransferPlan:
     return plan_transfer(wanted, Supply(tuple(readers)), Demand(tuple(range(world_size))), **how)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastload.formats.manifest import TensorEntry
-from fastload.geometry.extents import Extent, Span
+from fastload.geometry.ranges import ByteRange
 from fastload.loading.targets import Destination, TensorWriter
 from fastload.transfer.buffers import Buffers, OwnChunk, Plan
 from fastload.transfer.message import Message
@@ -82,13 +82,13 @@ class OneRank:
             end = index + self._plan.ahead
             for later in self._plan.rounds_of(self.rank, self._next, end):
                 own = self._buffers.prepare_ahead(self._plan, later)
-                self._read(own.spans, [own.data])
+                self._read(own.byte_ranges, [own.data])
                 self._ahead.append((later, own))
             self._next = end
         read_ahead = self._ahead.popleft()[1] if self._ahead and self._ahead[0][0] == index else None
         work = self._buffers.prepare(self._plan, index, index, read_ahead)
-        if read_ahead is None and work.spans:
-            self._read(work.spans, work.buffers)
+        if read_ahead is None and work.byte_ranges:
+            self._read(work.byte_ranges, work.buffers)
         if work.own is not None and work.slots is not None:
             work.slots.each[self.rank].copy_(work.own)
         work.pack(work)
@@ -102,8 +102,8 @@ class OneRank:
                 self._writer.place(start, data)
         return sum(arrival.nbytes for arrival in arrivals)
 
-    def _read(self, spans: Sequence[Span], buffers: Sequence[Tensor]) -> None:
-        data = torch.cat([self._file[span.offset : span.offset + span.nbytes] for span in spans])
+    def _read(self, byte_ranges: Sequence[ByteRange], buffers: Sequence[Tensor]) -> None:
+        data = torch.cat([self._file[each.offset : each.offset + each.nbytes] for each in byte_ranges])
         for buffer, part in zip(buffers, data.split([len(buffer) for buffer in buffers]), strict=True):
             buffer.copy_(part)
 
@@ -182,11 +182,12 @@ def test_what_is_read_comes_to_every_rank(
 @settings(deadline=None, max_examples=60)
 @given(jobs(), st.integers(1, 40), st.data())
 def test_each_rank_gets_just_the_bytes_that_it_wants(
-    job: tuple[list[Extent], list[Want], int], chunk_bytes: int, data: st.DataObject
+    job: tuple[list[ByteRange], list[Want], int], chunk_bytes: int, data: st.DataObject
 ) -> None:
     extents, wants, block_bytes = job
     lengths = [extent.nbytes for extent in extents]
-    tensors = [Extent(0, sum(lengths[:number]), nbytes) for number, nbytes in enumerate(lengths)]  # one file
+    # In one file.
+    tensors = [ByteRange(0, sum(lengths[:number]), nbytes) for number, nbytes in enumerate(lengths)]
     size = len(wants)
     readers = data.draw(st.sets(st.sampled_from(range(size)), min_size=1).map(sorted))
     machines = "".join(data.draw(st.sampled_from("ab")) for _ in range(size))

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from fastload.geometry.blocks import Block, Blocks
 from fastload.geometry.box import Box, Runs, runs_of
-from fastload.geometry.extents import Extent, Space
+from fastload.geometry.ranges import ByteRange, Space
 
 
 @st.composite
-def spaces(draw: st.DrawFn) -> Space[Extent]:
+def spaces(draw: st.DrawFn) -> Space[ByteRange]:
     """Extents in the order of their bytes, with gaps, in some files."""
     extents, file, offset = [], 0, 0
     for _ in range(draw(st.integers(1, 12))):
@@ -23,24 +23,24 @@ def spaces(draw: st.DrawFn) -> Space[Extent]:
             file, offset = file + next_files, 0
         offset += draw(st.integers(0, 5))
         nbytes = draw(st.integers(1, 20))
-        extents.append(Extent(file, offset, nbytes))
+        extents.append(ByteRange(file, offset, nbytes))
         offset += nbytes
     return Space(extents)
 
 
-def bytes_of(space: Space[Extent]) -> list[tuple[int, int]]:
+def bytes_of(space: Space[ByteRange]) -> list[tuple[int, int]]:
     """(file, offset) of every byte, in order."""
-    return [(e.file, e.offset + at) for e in space.extents for at in range(e.nbytes)]
+    return [(e.file, e.offset + at) for e in space.ranges for at in range(e.nbytes)]
 
 
 @given(spaces(), st.data())
-def test_a_range_is_cut_into_the_bytes_it_has(space: Space[Extent], data: st.DataObject) -> None:
+def test_a_range_is_cut_into_the_bytes_it_has(space: Space[ByteRange], data: st.DataObject) -> None:
     everything = bytes_of(space)
     assert space.nbytes == len(everything)
     start = data.draw(st.integers(0, space.nbytes))
     nbytes = data.draw(st.integers(0, space.nbytes - start))
     found = [
-        (space.extents[index].file, space.extents[index].offset + at)
+        (space.ranges[index].file, space.ranges[index].offset + at)
         for index, begin, end in space.cut(start, nbytes)
         for at in range(begin, end)
     ]
@@ -48,17 +48,17 @@ def test_a_range_is_cut_into_the_bytes_it_has(space: Space[Extent], data: st.Dat
 
 
 @given(spaces(), st.integers(-1, 7), st.integers(0, 200))
-def test_an_extent_is_found_by_a_byte_of_its_file(space: Space[Extent], file: int, offset: int) -> None:
-    before = [n for n, e in enumerate(space.extents) if (e.file, e.offset) <= (file, offset)]
+def test_an_extent_is_found_by_a_byte_of_its_file(space: Space[ByteRange], file: int, offset: int) -> None:
+    before = [n for n, e in enumerate(space.ranges) if (e.file, e.offset) <= (file, offset)]
     assert space.find(file, offset) == (before[-1] if before else -1)
 
 
 @given(spaces(), st.integers(1, 9), st.data())
-def test_blocks_tile_each_extent(space: Space[Extent], block_bytes: int, data: st.DataObject) -> None:
+def test_blocks_tile_each_extent(space: Space[ByteRange], block_bytes: int, data: st.DataObject) -> None:
     blocks = Blocks(space, block_bytes)
     expected = [
         (index, e.file, e.offset + at, min(block_bytes, e.nbytes - at))
-        for index, e in enumerate(space.extents)
+        for index, e in enumerate(space.ranges)
         for at in range(0, e.nbytes, block_bytes)
     ]
     assert len(blocks) == len(expected)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload.geometry.box import Runs
-from fastload.geometry.extents import Extent
+from fastload.geometry.ranges import ByteRange
 from fastload.transfer.device_transport import broadcasts_of, groups_of, root_of, sent_to_roots
 from fastload.transfer.routed_plan import RoutedPlan, RoutedView
 from fastload.transfer.routing import Route
@@ -28,7 +28,7 @@ def deliveries_of(routes: RoutedView, index: int) -> list[Delivery]:
 @settings(max_examples=60)
 @given(jobs(), st.integers(1, 40), st.data())
 def test_each_message_comes_once_to_whoever_wants_it_in_one_order(
-    job: tuple[list[Extent], list[Want], int], chunk_bytes: int, data: st.DataObject
+    job: tuple[list[ByteRange], list[Want], int], chunk_bytes: int, data: st.DataObject
 ) -> None:
     _, wants, block_bytes = job
     size = len(wants)
@@ -80,7 +80,7 @@ def test_each_message_comes_once_to_whoever_wants_it_in_one_order(
 
 
 def plan_of_wants(*wants: Want, contiguous: bool = False) -> RoutedPlan:
-    return plan_of(([Extent(0, 0, 60)], list(wants), 0), range(len(wants)), 64, contiguous=contiguous)
+    return plan_of(([ByteRange(0, 0, 60)], list(wants), 0), range(len(wants)), 64, contiguous=contiguous)
 
 
 def part(begin: int, end: int) -> Want:

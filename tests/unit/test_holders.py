@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastload.geometry.extents import Extent
+from fastload.geometry.ranges import ByteRange
 from fastload.transfer.demand import RankRequest, RankRequests, SharingGroups
 from fastload.transfer.plan import Supply
 from fastload.transfer.routed_plan import HeldRange, Holders, RoutedPlan, RoutedView, plan_routes
@@ -14,7 +14,7 @@ from tests.unit.test_routes import Want, everything, jobs, run
 BLOCK_BYTES = 16
 
 
-def drawn_holders(data: st.DataObject, tensors: list[Extent], num_ranks: int) -> Holders:
+def drawn_holders(data: st.DataObject, tensors: list[ByteRange], num_ranks: int) -> Holders:
     """Of each block some ranks, at least one."""
     some = st.sets(st.integers(0, num_ranks - 1), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
     kinds = data.draw(st.lists(some, min_size=1, max_size=3))
@@ -41,7 +41,7 @@ def read_by_holders(plan: RoutedPlan, num_ranks: int) -> None:
 @settings(max_examples=60)
 @given(jobs(), st.integers(16, 60), st.data())
 def test_each_byte_is_read_once_by_a_rank_that_has_it(
-    job: tuple[list[Extent], list[Want], int], chunk_bytes: int, data: st.DataObject
+    job: tuple[list[ByteRange], list[Want], int], chunk_bytes: int, data: st.DataObject
 ) -> None:
     tensors, wants, _ = job
     num_ranks = len(wants)
@@ -79,7 +79,7 @@ def test_each_byte_is_read_once_by_a_rank_that_has_it(
 
 
 def test_what_nobody_has_is_told() -> None:
-    tensors = [Extent(0, 0, 64), Extent(1, 10, 32)]
+    tensors = [ByteRange(0, 0, 64), ByteRange(1, 10, 32)]
     holders = Holders((HeldRange(0, 0, 32, (0,)), HeldRange(1, 10, 42, (1,))))
     assert holders.lacking(tensors) == 32
     assert holders.lacking(tensors[1:]) == 0

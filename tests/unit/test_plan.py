@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fastload.base.memory import PAGE_BYTES
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
-from fastload.geometry.extents import Span
+from fastload.geometry.ranges import ByteRange
 from fastload.transfer.plan import Chunk, Demand, ReaderWindows, Supply, TransferPlan
 from tests.unit.plans import plan_for_all
 
@@ -92,7 +92,7 @@ def test_every_wanted_byte_is_read_once_and_in_order(
             if chunk.nbytes:
                 assert chunk.start == position
             position += chunk.nbytes
-            spans = plan.spans(chunk)
+            spans = plan.byte_ranges(chunk)
             assert all(span.nbytes for span in spans)
             assert sum(span.nbytes for span in spans) == chunk.nbytes
             read += [
@@ -228,9 +228,9 @@ def test_windows_are_even(num_hosts: int, num_locals: int, data: st.DataObject) 
 def test_nothing_wanted() -> None:
     for wanted in ([], entries((0, 0, False), (0, 8, True))):
         plan = plan_for_all(wanted, world_size=3, readers=(0, 2), staging_bytes=1 << 20, chunk_bytes=None)
-        assert (plan.total_bytes, plan.num_rounds, plan.extents) == (0, 0, ())
+        assert (plan.total_bytes, plan.num_rounds, plan.ranges) == (0, 0, ())
         assert [share_bytes(plan, rank) for rank in range(3)] == [0, 0, 0]
-        assert plan.spans(Chunk(0, 0)) == []
+        assert plan.byte_ranges(Chunk(0, 0)) == []
 
 
 def test_a_chunk_that_does_not_fit_is_an_option_error() -> None:
@@ -279,7 +279,7 @@ def test_without_broken_readers_the_others_read_exactly_what_is_left(
 
 
 def wanted_bytes(plan: TransferPlan, index: int, rank: int) -> list[int]:
-    spans = plan.spans(plan.chunk(index, rank))
+    spans = plan.byte_ranges(plan.chunk(index, rank))
     return [at for span in spans for at in range(span.start, span.start + span.nbytes)]
 
 
@@ -294,14 +294,18 @@ def test_a_chunk_longer_than_a_share_is_cut_to_it() -> None:
 def test_spans_lead_back_to_the_files_across_gaps() -> None:
     a, b, c, d = entries((10, 100, False), (5, 0, False), (7, 3, False), (4, 8, True))
     plan = plan_for_all([a, b, c, d], world_size=1, readers=(0,), staging_bytes=1 << 20, chunk_bytes=1 << 10)
-    assert plan.extents == (Span(0, 100, 15, 0), Span(0, 118, 7, 15), Span(1, 8, 4, 22))
-    assert plan.spans(Chunk(0, 26)) == list(plan.extents)
-    assert plan.spans(Chunk(14, 9)) == [Span(0, 114, 1, 14), Span(0, 118, 7, 15), Span(1, 8, 1, 22)]
-    assert plan.spans(Chunk(15, 7)) == [Span(0, 118, 7, 15)]
-    assert plan.spans(Chunk(16, 1)) == [Span(0, 119, 1, 16)]
+    assert plan.ranges == (ByteRange(0, 100, 15, 0), ByteRange(0, 118, 7, 15), ByteRange(1, 8, 4, 22))
+    assert plan.byte_ranges(Chunk(0, 26)) == list(plan.ranges)
+    assert plan.byte_ranges(Chunk(14, 9)) == [
+        ByteRange(0, 114, 1, 14),
+        ByteRange(0, 118, 7, 15),
+        ByteRange(1, 8, 1, 22),
+    ]
+    assert plan.byte_ranges(Chunk(15, 7)) == [ByteRange(0, 118, 7, 15)]
+    assert plan.byte_ranges(Chunk(16, 1)) == [ByteRange(0, 119, 1, 16)]
     # Without the tensor in the middle the two that are left are no neighbours.
     subset = plan_for_all([a, c], world_size=1, readers=(0,), staging_bytes=1 << 20, chunk_bytes=1 << 10)
-    assert subset.spans(Chunk(9, 2)) == [Span(0, 109, 1, 9), Span(0, 118, 1, 10)]
+    assert subset.byte_ranges(Chunk(9, 2)) == [ByteRange(0, 109, 1, 9), ByteRange(0, 118, 1, 10)]
 
 
 def test_the_digest_tells_plans_apart() -> None:
@@ -313,9 +317,9 @@ def test_the_digest_tells_plans_apart() -> None:
         replace(base, supply=Supply((0, 1, 2))),
         replace(base, chunk_bytes=65),
         replace(base, depth=base.depth - 1),
-        replace(base, extents=base.extents[:1]),
-        replace(base, extents=tuple(extent._replace(file=1) for extent in base.extents)),
-        replace(base, extents=tuple(extent._replace(offset=extent.offset + 1) for extent in base.extents)),
+        replace(base, ranges=base.ranges[:1]),
+        replace(base, ranges=tuple(extent._replace(file=1) for extent in base.ranges)),
+        replace(base, ranges=tuple(extent._replace(offset=extent.offset + 1) for extent in base.ranges)),
     ]
     digests = [plan.digest() for plan in (base, *others)]
     assert len(set(digests)) == len(digests)
@@ -344,6 +348,6 @@ def test_planning_a_large_job_takes_no_time_worth_naming() -> None:
     )
     plan.digest()
     for index in (0, plan.num_rounds // 2, plan.num_rounds - 1):
-        plan.spans(plan.chunk(index, plan.readers[-1]))
+        plan.byte_ranges(plan.chunk(index, plan.readers[-1]))
     assert time.process_time() - began < 5
     assert plan.total_bytes == 100_000 << 20

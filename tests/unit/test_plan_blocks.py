@@ -57,12 +57,12 @@ def check_cover(plan: TransferPlan, wanted: list[TensorEntry], block_bytes: int)
         for rank in plan.readers_in(index):
             chunk = plan.chunk(index, rank)
             assert chunk.nbytes < plan.chunk_bytes + max(longest, 1)
-            spans = plan.spans(chunk)
-            for before, after in pairwise(spans):
+            byte_ranges = plan.byte_ranges(chunk)
+            for before, after in pairwise(byte_ranges):
                 assert before.start + before.nbytes <= after.start
-            for span in spans:
-                assert span.start in bounds
-                assert span.start + span.nbytes in bounds
+            for each in byte_ranges:
+                assert each.start in bounds
+                assert each.start + each.nbytes in bounds
             read += wanted_bytes(plan, index, rank)
     return read
 
@@ -191,6 +191,6 @@ def test_planning_a_large_job_takes_no_time_worth_naming() -> None:
     )
     plan.digest()
     for index in (0, plan.num_rounds // 2, plan.num_rounds - 1):
-        plan.spans(plan.chunk(index, plan.readers[-1]))
+        plan.byte_ranges(plan.chunk(index, plan.readers[-1]))
     assert time.process_time() - began < 5
     assert plan.total_bytes == 100_000 * MIB

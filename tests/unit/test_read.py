@@ -13,7 +13,7 @@ import pytest
 
 from fastload.errors import StorageError
 from fastload.formats.manifest import FileEntry
-from fastload.geometry.extents import Span
+from fastload.geometry.ranges import ByteRange
 from fastload.storage import PatientStorage, retry
 from fastload.storage.local import LocalStorage
 from fastload.transfer.read import ChunkReader, refuse
@@ -49,9 +49,9 @@ def test_there_may_be_very_many_retries(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_thread_that_is_slow_to_end_is_no_read_under_way(storage: PatientStorage) -> None:
     reader, buffer, may_end = reader_of(storage, "file"), bytearray(len(_TEXT)), threading.Event()
-    read = reader.submit([Span(0, 0, len(_TEXT), 0)], [memoryview(buffer)])
+    read = reader.submit([ByteRange(0, 0, len(_TEXT), 0)], [memoryview(buffer)])
     read.result(30.0)
-    later = reader.submit([Span(0, 0, len(_TEXT), 0)], [memoryview(buffer)])
+    later = reader.submit([ByteRange(0, 0, len(_TEXT), 0)], [memoryview(buffer)])
     later.add_done_callback(lambda _: may_end.wait(30.0))  # as one that has a million buffers to let go of
     try:
         later.result(30.0)
@@ -64,7 +64,7 @@ def test_a_thread_that_is_slow_to_end_is_no_read_under_way(storage: PatientStora
 def test_a_read_that_storage_does_not_answer_is_under_way(storage: PatientStorage, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     reader = reader_of(storage, "pipe")
-    read = reader.submit([Span(0, 0, len(_TEXT), 0)], [memoryview(bytearray(len(_TEXT)))])
+    read = reader.submit([ByteRange(0, 0, len(_TEXT), 0)], [memoryview(bytearray(len(_TEXT)))])
     assert not reader.close(wait_s=0.05)  # nobody writes to the pipe: opening it does not return
     end = os.open(tmp_path / "pipe", os.O_RDWR)
     os.close(end)
@@ -103,7 +103,7 @@ def test_spans_with_little_between_them_are_one_request(tmp_path: Path, is_local
         on_damage=refuse,
     )
     places = [(0, 10, 100), (0, 174, 4), (0, 300, 1000), (0, 9000, 10), (0, 8990, 15), (1, 9005, 5)]
-    spans = [Span(file, offset, nbytes, 0) for file, offset, nbytes in places]
+    spans = [ByteRange(file, offset, nbytes, 0) for file, offset, nbytes in places]
     buffers = [bytearray(nbytes) for nbytes in (60, 44, 1000, 20, 10)]  # cut anywhere
     reader.submit(spans, list(map(memoryview, buffers))).result(30.0)
     assert b"".join(buffers) == b"".join(content[offset : offset + nbytes] for _, offset, nbytes in places)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload.geometry.box import Box, Runs, runs_of
-from fastload.geometry.extents import Extent
+from fastload.geometry.ranges import ByteRange
 from fastload.transfer.demand import RankRequest, RankRequests, SharingGroups
 from fastload.transfer.message import Message
 from fastload.transfer.plan import Supply
@@ -29,17 +29,17 @@ def boxes(draw: st.DrawFn, shape: Sequence[int]) -> Box:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[list[Extent], list[Want], int]:
+def jobs(draw: st.DrawFn) -> tuple[list[ByteRange], list[Want], int]:
     """Tensors, what each rank wants of them, and the length of a checksum block."""
     num_ranks = draw(st.integers(1, 5))
-    tensors: list[Extent] = []
+    tensors: list[ByteRange] = []
     wants: list[Want] = [[] for _ in range(num_ranks)]
     file = offset = 0
     for index in range(draw(st.integers(1, 6))):
         shape = tuple(draw(st.lists(st.integers(0, 7), min_size=0, max_size=3)))
         itemsize = draw(st.sampled_from([1, 2, 4]))
         nbytes = prod(shape) * itemsize
-        tensors.append(Extent(file, offset, nbytes))
+        tensors.append(ByteRange(file, offset, nbytes))
         offset += nbytes + draw(st.integers(0, 3))
         if draw(st.integers(0, 4)) == 0:
             file, offset = file + 1, draw(st.integers(0, 9))
@@ -59,7 +59,11 @@ def byte_numbers(runs: Runs) -> list[int]:
 
 
 def plan_of(
-    job: tuple[list[Extent], list[Want], int], readers: Sequence[int], chunk_bytes: int, *, contiguous: bool
+    job: tuple[list[ByteRange], list[Want], int],
+    readers: Sequence[int],
+    chunk_bytes: int,
+    *,
+    contiguous: bool,
 ) -> RoutedPlan:
     tensors, wants, block_bytes = job
     requests = RankRequests.join([RankRequest.unpack(RankRequest.of(want).packed) for want in wants])
@@ -128,7 +132,7 @@ def everything(want: Want) -> list[int]:
 @settings(max_examples=60)
 @given(jobs(), st.integers(1, 40), st.data())
 def test_each_byte_is_read_once_and_comes_once_to_whoever_wants_it(
-    job: tuple[list[Extent], list[Want], int], chunk_bytes: int, data: st.DataObject
+    job: tuple[list[ByteRange], list[Want], int], chunk_bytes: int, data: st.DataObject
 ) -> None:
     _tensors, wants, _ = job
     num_ranks = len(wants)
@@ -146,7 +150,7 @@ def test_each_byte_is_read_once_and_comes_once_to_whoever_wants_it(
 @settings(max_examples=40)
 @given(jobs(), st.integers(1, 40), st.data())
 def test_what_readers_that_drop_out_leave_unread_others_read(
-    job: tuple[list[Extent], list[Want], int], chunk_bytes: int, data: st.DataObject
+    job: tuple[list[ByteRange], list[Want], int], chunk_bytes: int, data: st.DataObject
 ) -> None:
     _, wants, block_bytes = job
     num_ranks = len(wants)

@@ -63,8 +63,8 @@ PROCESS_STATE = "storage/process.py"  # what of storage a process has once
 PURE = {
     "geometry/blocks.py",
     "geometry/box.py",
-    "geometry/extents.py",
-    "geometry/placed.py",
+    "geometry/ranges.py",
+    "geometry/shards.py",
     "transfer/plan.py",
     "doctor/findings.py",
     "estimate/cadence.py",

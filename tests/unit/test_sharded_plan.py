@@ -18,7 +18,7 @@ from fastload.formats.record import checksum
 from fastload.geometry.blocks import num_blocks
 from fastload.geometry.box import Box
 from fastload.geometry.dtensors import BoxesByRank
-from fastload.geometry.placed import placed_boxes, placed_intervals
+from fastload.geometry.shards import shard_boxes, shard_intervals
 from fastload.saving.layout import FileRange, Layout, TensorSpec, lay_out
 from fastload.saving.merge import merge
 from fastload.saving.messages import MessagePlan, ShardMessage, plan_messages, positions_in
@@ -34,7 +34,7 @@ def placed_on(mesh: Sequence[int], placements: Sequence[Any], shape: Sequence[in
     """What each rank holds of a tensor that is spread over all of them."""
     return tuple(
         (
-            tuple(box for box, _ in placed_boxes(placed_intervals(shape, mesh, coordinate, placements)[0])),
+            tuple(box for box, _ in shard_boxes(shard_intervals(shape, mesh, coordinate, placements)[0])),
             (rank,),
         )
         for rank, coordinate in enumerate(product(*map(range, mesh)))
@@ -86,7 +86,7 @@ def packed(layout: Layout, message: ShardMessage, files: Sequence[bytes]) -> byt
     data = b""
     for number, shard, begin, end in message.ranges:
         assert message.sender in shard.holders
-        entry = layout.space.extents[number]
+        entry = layout.space.ranges[number]
         tensor = files[entry.file][entry.offset : entry.offset + entry.nbytes]
         whole = b"".join(tensor[at : at + shard.runs.length] for at in shard.runs.starts())
         data += whole[begin:end]
@@ -197,7 +197,7 @@ def bytewise(message: ShardMessage) -> list[tuple[int, Box, int]]:
 
 def all_sums(layout: Layout, files: Sequence[bytes]) -> dict[tuple[int, int], bytes]:
     sums, counts = {}, [0] * len(files)
-    for entry in layout.space.extents:
+    for entry in layout.space.ranges:
         for at in range(num_blocks(entry.nbytes, layout.block_bytes)):
             begin = entry.offset + at * layout.block_bytes
             end = min(begin + layout.block_bytes, entry.offset + entry.nbytes)

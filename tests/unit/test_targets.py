@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fastload.geometry.box import Box
 from fastload.geometry.dtensors import is_dtensor, local_of, local_parts
-from fastload.geometry.placed import local_shape, placed_boxes, placed_intervals
+from fastload.geometry.shards import local_shape, shard_boxes, shard_intervals
 
 
 class Layout(NamedTuple):
@@ -60,7 +60,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 def torch_holds(layout: Layout, coordinate: tuple[int, ...]) -> list[list[tuple[int, int]]]:
-    return placed_intervals(layout.shape, layout.mesh, coordinate, layout.placements)[0]
+    return shard_intervals(layout.shape, layout.mesh, coordinate, layout.placements)[0]
 
 
 @given(layouts())
@@ -70,7 +70,7 @@ def test_a_rank_holds_what_torch_cuts_for_it(layout: Layout) -> None:
         expected = torch_cuts(layout, coordinate)
         held = torch_holds(layout, coordinate)
         assert local_shape(held) == expected.shape
-        found = placed_boxes(held)
+        found = shard_boxes(held)
         assert bool(found) == bool(expected.numel())
         assert sum(box.numel for box, _ in found) == expected.numel()
         for box, within in found:
@@ -89,14 +89,14 @@ def test_a_rank_holds_no_two_boxes_that_are_one(layout: Layout) -> None:
 @given(layouts())
 def test_together_the_ranks_hold_all(layout: Layout) -> None:
     coordinates = list(product(*map(range, layout.mesh)))
-    found = [placed_intervals(layout.shape, layout.mesh, one, layout.placements) for one in coordinates]
+    found = [shard_intervals(layout.shape, layout.mesh, one, layout.placements) for one in coordinates]
     copies = 1
     for size, placement in zip(layout.mesh, layout.placements, strict=True):
         copies *= size if placement.is_replicate() else 1
     for reading in (0, -1):
         seen = torch.zeros(layout.shape, dtype=torch.int64)
         for held in found:
-            for box, _ in placed_boxes(held[reading]):
+            for box, _ in shard_boxes(held[reading]):
                 box_of(seen, box).add_(1)
         assert torch.equal(seen, torch.full_like(seen, copies))
 
@@ -108,16 +108,16 @@ def test_fsdp_cuts_what_tensor_parallelism_has_cut(rows: int, num_dp: int, num_t
     for dp, tp in product(range(num_dp), range(num_tp)):
         column = Shard(0)._split_tensor(whole, num_tp, with_padding=False)[0][tp]
         expected = Shard(0)._split_tensor(column, num_dp, with_padding=False)[0][dp]
-        held = placed_intervals((rows, 2), (2, num_dp, num_tp), (1, dp, tp), placements)[-1]
+        held = shard_intervals((rows, 2), (2, num_dp, num_tp), (1, dp, tp), placements)[-1]
         assert local_shape(held) == expected.shape
-        for box, within in placed_boxes(held):
+        for box, within in shard_boxes(held):
             assert torch.equal(box_of(whole, box), box_of(expected, within))
 
 
 def test_a_lone_strided_shard_has_rows_that_are_not_neighbours() -> None:
-    ((rows, columns),) = placed_intervals((8, 3), (2,), (0,), (_StridedShard(0, split_factor=2),))
+    ((rows, columns),) = shard_intervals((8, 3), (2,), (0,), (_StridedShard(0, split_factor=2),))
     assert (rows, columns) == ([(0, 2), (4, 6)], [(0, 3)])
-    assert placed_boxes([rows, columns]) == [
+    assert shard_boxes([rows, columns]) == [
         (Box((0, 0), (2, 3)), Box((0, 0), (2, 3))),
         (Box((4, 0), (2, 3)), Box((2, 0), (2, 3))),
     ]
@@ -126,7 +126,7 @@ def test_a_lone_strided_shard_has_rows_that_are_not_neighbours() -> None:
 def test_fsdp_with_tensor_parallelism_gives_each_rank_neighbouring_rows() -> None:
     placements = (_StridedShard(0, split_factor=2), Shard(0))
     rows = [
-        placed_intervals((8,), (2, 2), coordinate, placements) for coordinate in product(range(2), range(2))
+        shard_intervals((8,), (2, 2), coordinate, placements) for coordinate in product(range(2), range(2))
     ]
     assert rows == [[[[(0, 2)]]], [[[(4, 6)]]], [[[(2, 4)]]], [[[(6, 8)]]]]
 
