@@ -113,6 +113,21 @@ def table_of(*heads: str, text: tuple[str, ...]) -> Table:
     return table
 
 
+def print_table(table: Table, narrow: Table | None = None) -> None:
+    """Prints a table without cutting cells: the terminal breaks lines that are too long.
+
+    Args:
+        table: The table.
+        narrow: What to print where the terminal has no room for it; None for the same.
+    """
+    console = stdout()
+    room = console.options.update(max_width=10_000)
+    if narrow is not None and console.measure(table, options=room).maximum > console.width:
+        table = narrow
+    console.width = max(console.width, console.measure(table, options=room).maximum)
+    console.print(table, crop=False)
+
+
 def shown(text: str) -> str:
     """A text of the checkpoint, with what a terminal would obey spelled out."""
     return text if text.isprintable() else repr(text)

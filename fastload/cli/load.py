@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fastload
 from fastload.base.devices import is_accelerator
-from fastload.cli.console import json_option, print_json, progress, set_rank, stdout, table_of
+from fastload.cli.console import json_option, print_json, print_table, progress, set_rank, stdout, table_of
 from fastload.comm.group import agree, initialize
 from fastload.errors import FastloadError, OptionError
 from fastload.estimate.units import count
@@ -158,7 +158,7 @@ def _print_load(report: fastload.LoadReport, digests: list[str] | None, *, shard
             *map(_seconds, (own.read_s, own.exchange_s, own.place_s, own.total_s)),
             decimal(own.peak_staging_bytes),
         )
-    console.print(table)
+    print_table(table)
     for rank, digest in enumerate(digests or []):
         console.print(f"digest of rank {rank}: {digest}")
     _print_notes(report)
@@ -240,7 +240,7 @@ def _print_stage(report: fastload.StageReport) -> None:
             sizes = own.bytes_kept, own.bytes_read, own.bytes_fed, own.bytes_received, own.bytes_written
             times = own.read_s, own.exchange_s, own.write_s, own.total_s
             table.add_row(own.host, *map(decimal, sizes), *map(_seconds, times))
-    console.print(table)
+    print_table(table)
     _print_notes(report)
 
 

@@ -10,7 +10,7 @@ import click
 from rich.filesize import decimal
 
 import fastload
-from fastload.cli.console import age, json_option, print_json, progress, shown, stdout, table_of
+from fastload.cli.console import age, json_option, print_json, print_table, progress, shown, stdout, table_of
 from fastload.errors import CheckpointNotFound, UnsupportedVersion
 from fastload.estimate.units import count
 from fastload.formats.manifest import TensorEntry
@@ -47,7 +47,7 @@ def _print_manifest(manifest: fastload.Manifest) -> None:
         sizes[entry.dtype] += entry.nbytes
         where = [] if is_single else [_files_of(entry, manifest)]
         table.add_row(shown(entry.name), entry.dtype, str(list(entry.shape)), decimal(entry.nbytes), *where)
-    console.print(table)
+    print_table(table)
     numbers = Counter(entry.dtype for entry in manifest.tensors)
     for dtype, number in sorted(numbers.items()):
         console.print(f"{dtype}: {count(number, 'tensor')}, {decimal(sizes[dtype])}")
@@ -218,7 +218,7 @@ def _print_entries(entries: list[Entry]) -> None:
             *(f"{measured[name]:g}" if name in measured else "–" for name in metrics),
         )
     console = stdout()
-    console.print(table)
+    print_table(table)
     for note in filter(None, map(_note, entries)):
         console.print(note)
     console.print(f"{count(len(entries), 'checkpoint')}, {decimal(sum(map(_nbytes, entries)))}", style="bold")
@@ -256,7 +256,7 @@ def _list_memory(place: str, *, as_json: bool) -> None:
             "in use" if job.is_alive else "left behind",
         )
     console = stdout()
-    console.print(table)
+    print_table(table)
     total = f"{count(len(jobs), 'job')} in {place}, {decimal(sum(job.nbytes for job in jobs))}"
     console.print(total, style="bold")
 

@@ -11,7 +11,7 @@ import click
 
 import fastload
 from fastload.base.trace import RankTrace, Span, chrome_events, to_json
-from fastload.cli.console import json_option, print_json, stdout, table_of
+from fastload.cli.console import json_option, print_json, print_table, stdout, table_of
 from fastload.cli.options import COUNT, LINK_RATE, SIZE
 from fastload.errors import OptionError
 from fastload.estimate.exchange import Level
@@ -31,6 +31,10 @@ __all__ = ["plan"]
 
 _MOST_CHUNKS = 100_000  # of which the shares are added up one by one
 _MOST_TRACED = 64
+_HEADS = (
+    "strategy", "time", "÷floor", "off storage", "readers", "share", "max/mean", "exchanged", "rounds",
+    "chunk", "bound by",
+)  # fmt: skip
 _SHORT_S = 0.25  # what opening a checkpoint takes, with few ranks
 
 
@@ -200,7 +204,7 @@ def _prediction_as_json(prediction: Prediction, floor_s: float) -> dict[str, Any
         "share_bytes": {"mean": mean, "max": most},
         "chunk_bytes": plan.chunk_bytes,
         "num_rounds": plan.num_rounds,
-        "num_windows": plan.num_windows if isinstance(plan, TransferPlan) else 1,
+        "num_turns": plan.num_windows if isinstance(plan, TransferPlan) else 1,
         "depth": plan.depth,
         "buffer_bytes": plan.buffer_bytes,
         "round_s": prediction.limits,
@@ -231,11 +235,13 @@ def _print(path: str | None, load: _Load, predictions: dict[str, Prediction]) ->
         f"floor, one client streams all: {format_duration(_floor_s(load))}; "
         f"the least possible here: {format_duration(load.least_s)}",
     )
-    heads = "strategy time ÷floor off_storage readers share max/mean exchanged rounds chunk bound_by"
-    table = table_of(*(head.replace("_", " ") for head in heads.split()), text=("strategy", "bound by"))
-    for prediction in predictions.values():
-        table.add_row(*_cells(prediction, cluster, _floor_s(load)))
-    console.print(table)
+    rows = [_cells(prediction, cluster, _floor_s(load)) for prediction in predictions.values()]
+    wide, narrow = table_of(*_HEADS, text=("strategy", "bound by")), table_of("", *predictions, text=("",))
+    for row in rows:
+        wide.add_row(*row)
+    for head, *cells in list(zip(_HEADS, *rows, strict=True))[1:]:
+        narrow.add_row(head, *cells)
+    print_table(wide, narrow)
     if cluster.before_s > _SHORT_S:
         console.print(f"before the first read: {format_duration(cluster.before_s)}")
     if levels := next((prediction.levels for prediction in predictions.values() if prediction.levels), ()):

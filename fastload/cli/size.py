@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from fastload.cli.console import csv_option, json_option, print_csv, print_json, stdout, table_of
+from fastload.cli.console import csv_option, json_option, print_csv, print_json, print_table, table_of
 from fastload.cli.options import COUNT, RATE, TIME, Model, model_options, world_options
 from fastload.errors import OptionError
 from fastload.estimate.sizing import (
@@ -118,7 +118,7 @@ def _print_recipes(recipes: list[dict[str, Any]]) -> None:
     for row in recipes:
         sizes = (format_bytes(row["checkpoint_bytes"], binary=binary) for binary in (False, True))
         table.add_row(row["recipe"], f"{row['bytes_per_parameter']:g}", *sizes)
-    stdout().print(table)
+    print_table(table)
 
 
 def _print_transfers(world: Topology, rows: list[Transfer]) -> None:
@@ -134,4 +134,4 @@ def _print_transfers(world: Topology, rows: list[Transfer]) -> None:
             format_duration(row.time_s),
             *map(format_rate, (row.storage_bytes_per_s, row.host_bytes_per_s, row.gpu_bytes_per_s)),
         )
-    stdout().print(table)
+    print_table(table)

@@ -34,6 +34,7 @@ def test_plan_of_a_real_checkpoint(tmp_path: Path) -> None:
     by_name = {one["strategy"]: one for one in told["strategies"]}
     assert set(by_name) == {"allgather", "broadcast", "direct"}
     assert by_name["allgather"]["num_readers"] == 8
+    assert by_name["allgather"]["num_turns"] == 1
     share = by_name["allgather"]["share_bytes"]
     assert share["mean"] <= share["max"] <= share["mean"] + by_name["allgather"]["chunk_bytes"]
     assert by_name["direct"]["storage_bytes"] == 8 * told["nbytes"]
@@ -47,6 +48,23 @@ def test_plan_for_people_to_read() -> None:
     assert "floor, one client streams all: 10.7 s" in done.stdout
     row = next(line for line in done.stdout.splitlines() if line.lstrip().startswith("allgather"))
     assert re.search(r"10\.9 s +1\.0\d +537 MB +4 .*storage", row), row
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_terminal_cuts_no_number(columns: int) -> None:
+    """Where it has no room for a row of each strategy it gets a column of each."""
+    runner = CliRunner(env={"FORCE_COLOR": "1", "COLUMNS": str(columns)})
+    words = ["plan", "--size", "13.8TB", "--hosts", "48", "--ranks-per-host", "64", *WORLD[2:]]
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", runner.invoke(main, words).stdout)
+    told = json.loads(call(*words, "--json").stdout)
+    cells = [f"{one[name]:,}" for one in told["strategies"] for name in ("num_rounds", "num_readers")]
+    cells += [one["bound_by"] for one in told["strategies"]]
+    assert "…" not in shown
+    assert [cell for cell in cells if cell not in shown] == []
+    table = shown[shown.index("÷floor") : shown.rindex("bound by")]
+    assert max(map(len, table.splitlines())) <= columns
+    sizes = runner.invoke(main, ["size", *"--size 13.8TB --tp 8 --dp 6 --at 273GB/s".split()])
+    assert re.search(r"every replica reads all +48 +82\.8 TB", sizes.stdout), sizes.stdout
 
 
 def test_plan_of_a_world_that_nobody_here_owns() -> None:
