@@ -1,4 +1,4 @@
-"""What doors cost: `Checkpoint.tensors`, refreshes of a model, and dcp with fastload as its storage.
+"""What integrations cost: `Checkpoint.tensors`, refreshes of a model, and dcp with fastload as its storage.
 
     python scripts/bench_engines.py --ranks 4 --size 440MiB --repeats 5 --folder /dev/shm
     $(tests/engines/setup) scripts/bench_engines.py vllm --size 1340MB --repeats 3
@@ -50,7 +50,7 @@ WIDTH = 1024
 @click.option("--arms", default="", help="Only arms whose name contains one of these (a,b,c).")
 @click.pass_context
 def main(context: click.Context, ranks: int, size: int, repeats: int, folder: str | None, arms: str) -> None:
-    """Benchmarks of the doors on one machine."""
+    """Benchmarks of the integrations on one machine."""
     if context.invoked_subcommand is not None:
         return
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench-engines-") as root:

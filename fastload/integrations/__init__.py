@@ -1,4 +1,4 @@
-"""Doors: fastload in programs that have a way of their own to save and load.
+"""Integrations with libraries that save and load checkpoints in their own way.
 
-Each module needs the library that it is named for; nothing here is imported by the rest of fastload.
+Each module needs the library that it is named for. The rest of fastload imports none of them.
 """

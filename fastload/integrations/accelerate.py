@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,17 @@ import accelerate
 import xxhash
 
 import fastload
-from fastload import IncompleteCheckpoint, LoadOptions, SaveHandle, SaveOptions, async_save, save, world
-from fastload.integrations.host import (
-    is_ours,
+from fastload import IncompleteCheckpoint, LoadOptions, SaveOptions
+from fastload.integrations.frameworks import (
+    BackgroundSave,
+    is_fastload_checkpoint,
     live_state,
-    odd_tensors,
+    on_rank_0,
     refuse,
-    require_layout,
+    require_signatures,
     state_to_save,
-    unknown,
+    unknown_version,
+    unsupported_tensors,
 )
 
 TESTED = "1.15"
@@ -30,22 +31,22 @@ try:
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
 except ImportError as error:
-    raise unknown(accelerate, TESTED, error) from None
+    raise unknown_version(accelerate, TESTED, error) from None
 
 __all__ = ["attach"]
 
 FOLDER = "fastload"
-"""The checkpoint of models and optimizers, in the directory of a state."""
+"""Directory, within that of a state, with the checkpoint of models and optimizers."""
 
-_SEAMS = {
+_SIGNATURES = {
     "Accelerator.save_state": (Accelerator, "self output_dir safe_serialization save_model_func_kwargs"),
     "Accelerator.load_state": (Accelerator, "self input_dir load_kwargs load_model_func_kwargs"),
     "Accelerator.register_save_state_pre_hook": (Accelerator, "self hook"),
     "Accelerator.register_load_state_pre_hook": (Accelerator, "self hook"),
 }
-_BESIDE = "accelerate"
-"""Name of the digest of what is beside the checkpoint, in its metadata."""
-_OF_RANK_0 = ("random_states_0.pkl", "scheduler*.bin", "sampler*.bin", "custom_checkpoint_*.pkl")
+_DIGEST_KEY = "accelerate"
+"""Key of the digest of accelerate's own files, in the metadata of the checkpoint."""
+_RANK_0_FILES = ("random_states_0.pkl", "scheduler*.bin", "sampler*.bin", "custom_checkpoint_*.pkl")
 _REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
@@ -56,64 +57,63 @@ def attach(
     save_options: SaveOptions | None = None,
     load_options: LoadOptions | None = None,
 ) -> None:
-    """Has ``save_state`` and ``load_state`` save and load models and optimizers by all ranks together.
+    """Makes ``save_state`` and ``load_state`` save and load models and optimizers on all ranks together.
 
-    They are in the directory ``fastload`` of a state; schedulers, random states, samplers and registered
-    objects are saved and loaded as before, and so are states that were saved without fastload. To be called
-    once, after hooks of the program's own are registered.
+    These are in the directory ``fastload`` of a state. Schedulers, random states, samplers and registered
+    objects are saved and loaded as before, and so are states that were saved without fastload. Call it once,
+    after the program has registered its own hooks.
 
     Args:
-        accelerator: It.
+        accelerator: The Accelerator to change.
         in_background: Whether ``save_state`` returns as soon as each rank has copied its share of models and
-            optimizers; what goes wrong later is raised by the next ``save_state`` or ``load_state``.
+            optimizers. The next ``save_state`` or ``load_state`` raises later errors.
         save_options: How to save; None for the defaults.
         load_options: How to load; None for the defaults.
 
     Raises:
-        OptionError: This accelerate is laid out in another way, or uses what fastload cannot save: FSDP 1,
+        OptionError: fastload does not know this version of accelerate, or cannot save what it uses: FSDP 1,
             DeepSpeed, Megatron-LM, XLA, quantized weights, ``save_on_each_node``.
     """
-    require_layout(accelerate, TESTED, _SEAMS)
+    require_signatures(accelerate, TESTED, _SIGNATURES)
     state = accelerator.state
     plugin: Any = getattr(state, "fsdp_plugin", None)
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
-    odd = ", ".join(filter(None, map(odd_tensors, accelerator._models)))
+    classes = ", ".join(filter(None, map(unsupported_tensors, accelerator._models)))
     reasons = {
         str(accelerator.distributed_type.value): accelerator.distributed_type in _REFUSED,
         "FSDP 1 (set fsdp_version=2)": is_fsdp and plugin.fsdp_version != 2,
-        f"weights of {odd}": bool(odd),
+        f"weights of {classes}": bool(classes),
         "save_on_each_node": accelerator.project_configuration.save_on_each_node,
     }
     refuse("save the state of an Accelerator", reasons)
-    states = _States(accelerator, in_background, save_options or SaveOptions(), load_options)
+    states = _StateMethods(accelerator, in_background, save_options, load_options)
     accelerator.save_state = states.save
     accelerator.load_state = states.load
 
 
-class _States:
-    """What an Accelerator does instead, and on top of what it did."""
+class _StateMethods:
+    """Replacements for ``save_state`` and ``load_state`` of an Accelerator, which call the original ones."""
 
     def __init__(
         self,
         accelerator: Accelerator,
         in_background: bool,
-        save_options: SaveOptions,
+        save_options: SaveOptions | None,
         load_options: LoadOptions | None,
     ) -> None:
         self._accelerator = accelerator
         self._own_save, self._own_load = accelerator.save_state, accelerator.load_state
         self._in_background = in_background
-        self._save_options = replace(save_options, overwrite=True)
+        self._saves = BackgroundSave(save_options)
         self._load_options = load_options
-        self._handle: SaveHandle | None = None
 
     def save(self, output_dir: str | None = None, *arguments: Any, **keywords: Any) -> Any:
         """Does as ``Accelerator.save_state``."""
-        self._settle()
+        self._saves.wait()
         found: list[tuple[list[Any], str]] = []
 
         def take(models: list[Any], weights: list[Any], folder: str) -> None:
-            # Hooks that save a model themselves have taken its weights out.
+            # A hook that saves a model itself has removed the model's weights.
             found.append((models if len(weights) == len(models) else models[: len(weights)], folder))
             weights.clear()
 
@@ -129,23 +129,20 @@ class _States:
             "optimizers": [optimizer.optimizer.state_dict() for optimizer in optimizers],
         }
         path = os.path.join(folder, FOLDER)
-        metadata = {_BESIDE: _digest_of(folder)} if self._accelerator.is_main_process else None
-        if self._in_background:
-            self._handle = async_save(state, path, metadata=metadata, options=self._save_options)
-        else:
-            save(state, path, metadata=metadata, options=self._save_options)
+        metadata = {_DIGEST_KEY: _digest_of(folder)} if self._accelerator.is_main_process else None
+        self._saves.save(state, path, in_background=self._in_background, metadata=metadata)
         return location
 
     def load(self, input_dir: str | None = None, *arguments: Any, **keywords: Any) -> None:
         """Does as ``Accelerator.load_state``."""
-        self._settle()
+        self._saves.wait()
         folder = self._folder(input_dir)
         path = os.path.join(folder, FOLDER)
-        if not is_ours(path):
+        if not is_fastload_checkpoint(path):
             self._own_load(input_dir, *arguments, **keywords)
             return
         with fastload.open(path, options=self._load_options) as checkpoint:
-            self._require_one_save(folder, checkpoint.metadata.get(_BESIDE))
+            self._require_one_save(folder, checkpoint.metadata.get(_DIGEST_KEY))
             models, optimizers = self._load_rest(input_dir, *arguments, **keywords)
             into = {
                 "models": [live_state(model) for model in models],
@@ -154,20 +151,19 @@ class _States:
             checkpoint.load(into=into)
 
     def _require_one_save(self, folder: str, digest: str | None) -> None:
-        """Raises unless rank 0 finds that what is beside a checkpoint was saved with it."""
+        """Raises unless accelerate's files were saved together with the checkpoint."""
 
-        def look() -> None:
-            if self._accelerator.is_main_process and digest not in (None, _digest_of(folder)):
+        def check() -> None:
+            if digest not in (None, _digest_of(folder)):
                 raise IncompleteCheckpoint(
                     f"{folder}: the files of accelerate and {FOLDER}/ are not of the same save: a later one "
                     f"was cut off, or made without fastload (to load that one, remove {FOLDER}/)"
                 )
 
-        options = self._load_options or LoadOptions()
-        world.agree(None, f"looking at {folder}", look, timeout_s=options.timeout_s)
+        on_rank_0(f"looking at {folder}", check, self._load_options)
 
     def _load_rest(self, *arguments: Any, **keywords: Any) -> tuple[list[Any], list[Any]]:
-        """Has accelerate load what is its own; returns the models and the optimizers, which are left."""
+        """Has accelerate load all but models and optimizers; returns these."""
         found: list[Any] = []
 
         def take(models: list[Any], folder: str) -> None:
@@ -184,7 +180,7 @@ class _States:
 
     @contextmanager
     def _hidden(self) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Hides optimizers from the Accelerator, and models if it would save them before any hook (FSDP)."""
+        """Hides optimizers from the Accelerator; with FSDP also models, which it saves before any hook."""
         accelerator = self._accelerator
         models, optimizers = accelerator._models, accelerator._optimizers
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
@@ -206,16 +202,11 @@ class _States:
         }
         return os.path.join(folder, numbers[max(numbers)]) if numbers else folder
 
-    def _settle(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.wait()
-
 
 def _digest_of(folder: str) -> str:
-    """xxh3-128 of the files that accelerate's rank 0 alone writes in the directory of a state."""
+    """Returns the xxh3-128 of the files in the directory of a state that only rank 0 of accelerate writes."""
     digest = xxhash.xxh3_128()
-    for path in sorted(path for pattern in _OF_RANK_0 for path in Path(folder).glob(pattern)):
+    for path in sorted(path for pattern in _RANK_0_FILES for path in Path(folder).glob(pattern)):
         content = path.read_bytes()
         digest.update(f"{path.name} {len(content)} ".encode())
         digest.update(content)

@@ -1,4 +1,4 @@
-"""What the loaders of inference engines have in common: where weights are, and how they come to a model."""
+"""What the loaders of inference engines share: paths of weights, and weights for a model."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _PATTERNS = ["*.safetensors"]
 
 @dataclass(frozen=True)
 class Start:
-    """What a model was first loaded from.
+    """The checkpoint that a model was first loaded from.
 
     Attributes:
-        model: What the engine called it.
-        names: The weights that the checkpoint had.
+        model: The engine's name for it.
+        names: Names of its weights.
     """
 
     model: str
@@ -50,16 +50,16 @@ class Start:
 
 
 started_from: WeakKeyDictionary[nn.Module, Start] = WeakKeyDictionary()
-"""What the models of this process were first loaded from."""
+"""The first checkpoint of each model of this process."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where weights are.
+    """A checkpoint with weights of a model.
 
     Attributes:
         path: A directory, a file or a URL.
-        prefix: Put before each name.
+        prefix: Added in front of each name.
     """
 
     path: str
@@ -72,7 +72,7 @@ class Extra:
 
     Attributes:
         options: How to load.
-        weights: Path or URL of the weights, where they are not with the config; empty if they are.
+        weights: Path or URL of the weights; empty if they are with the config.
     """
 
     options: LoadOptions
@@ -80,14 +80,14 @@ class Extra:
 
 
 def extra_of(extra: Any) -> Extra:
-    """Reads what an engine calls the extra config of its loader.
+    """Parses the extra config of an engine's loader.
 
     Args:
-        extra: A dict with fields of `LoadOptions`, such as ``{"staging_bytes": "1GiB"}``, and ``weights``;
-            None for none.
+        extra: A dict with fields of `LoadOptions`, such as ``{"staging_bytes": "1GiB"}``, and ``weights``; or
+            None.
 
     Raises:
-        OptionError: It has something else.
+        OptionError: It has other keys, or bad values.
     """
     given = dict(extra or {}) if isinstance(extra or {}, Mapping) else {str(extra): None}
     known = {field.name for field in fields(LoadOptions)} - {"on_report", "progress"} | {"weights"}
@@ -102,12 +102,12 @@ def extra_of(extra: Any) -> Extra:
 
 
 def path_of(model: str, revision: str | None, load_config: Any, download: Callable[..., str]) -> str:
-    """Returns where a model is: its name, if that is a path or a URL, else where it was downloaded.
+    """Returns the path or URL of a model, downloaded if need be.
 
     Args:
-        model: Its name.
-        revision: Of a model that has to be downloaded.
-        load_config: The engine's, which says where to.
+        model: Its name, path or URL.
+        revision: The revision to download.
+        load_config: The engine's, with the download directory.
         download: The engine's ``download_weights_from_hf``.
     """
     if "://" in model or os.path.exists(model):
@@ -117,12 +117,12 @@ def path_of(model: str, revision: str | None, load_config: Any, download: Callab
 
 
 def sources_of(model: nn.Module, path: Callable[[str, str | None], str], first: str) -> list[Source]:
-    """Returns where the weights of a model are, those that it names besides its own included.
+    """Returns the sources of a model's weights, its ``secondary_weights`` included.
 
     Args:
-        model: Its ``secondary_weights`` have a ``model_or_path``, a ``revision`` and a ``prefix`` each.
-        path: Finds what is of a name and a revision.
-        first: Where its own are.
+        model: Each of its ``secondary_weights`` has a ``model_or_path``, a ``revision`` and a ``prefix``.
+        path: Returns the path of a name and a revision.
+        first: Path of its own weights.
     """
     sources = [Source(first)]
     for one in getattr(model, "secondary_weights", ()):
@@ -132,18 +132,18 @@ def sources_of(model: nn.Module, path: Callable[[str, str | None], str], first: 
 
 
 def require_loaded(model: nn.Module, loaded: Any, model_config: Any) -> None:
-    """Raises if the checkpoint lacks a parameter of a model; as vLLM's default loader has it.
+    """Raises if the checkpoint lacks a parameter of a model, by the rule of vLLM's default loader.
 
-    So it is checked where the model says what it has loaded, and is not quantized: a quantized one has
-    parameters that no checkpoint has, and so may layers with a ``process_weights_after_loading``.
+    Models that do not report what they loaded are not checked, nor quantized ones: those have parameters
+    that no checkpoint has, as layers with a ``process_weights_after_loading`` may.
 
     Args:
         model: The model.
-        loaded: What its ``load_weights`` returned: the names of its parameters that were in the checkpoint.
+        loaded: Names of the loaded parameters, as its ``load_weights`` returned them.
         model_config: The engine's, which says whether the model is quantized.
 
     Raises:
-        MismatchError: It lacks some.
+        MismatchError: It lacks some; names them.
     """
     if not isinstance(loaded, Set) or getattr(model_config, "quantization", None) is not None:
         return
@@ -159,7 +159,7 @@ def require_loaded(model: nn.Module, loaded: Any, model_config: Any) -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Returns where weights for a model are to live: host memory, if its parameters do, or have no memory."""
+    """Returns the device of a model's parameters; that of meta tensors is the CPU."""
     devices = {parameter.device for parameter in model.parameters()}
     return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
 
@@ -167,17 +167,17 @@ def device_of(model: nn.Module) -> torch.device:
 class Weights(Iterator[tuple[str, Tensor]]):
     """The weights of all sources, on all ranks of a group; each byte is read once.
 
-    As a context manager it takes what ends it on one rank to the others.
+    Its context manager ends the load on all ranks if one fails.
 
     Args:
-        sources: Where they are; opened one after the other.
-        device: Where they are to live.
-        group: Its ``cpu_group`` and ``device_group`` have the ranks that call, this one as ``rank_in_group``.
+        sources: The checkpoints, opened one after the other.
+        device: Device of the tensors.
+        group: The engine's group of ranks, with ``cpu_group``, ``device_group`` and ``rank_in_group``.
         options: How to load.
-        log: Where its first rank says what it took.
+        log: Receives a summary on the first rank.
 
     Attributes:
-        names: Those of the weights that it has handed out.
+        names: Names of the weights returned so far.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Weights(Iterator[tuple[str, Tensor]]):
             try:
                 name, tensor = next(self._tensors)
             except StopIteration:
-                self._say()
+                self._log_report()
                 if not self._sources:
                     self._open.close()
                     raise
@@ -226,7 +226,7 @@ class Weights(Iterator[tuple[str, Tensor]]):
         self._open.__exit__(kind, error, trace)
 
     def open_next(self) -> None:
-        """Opens the next source: before anybody asks for its tensors, to find out whether it is there."""
+        """Opens the next source. Call it first to find out whether the first source exists."""
         self._open.close()
         self._began = time.perf_counter()
         source = self._sources.popleft()
@@ -236,8 +236,17 @@ class Weights(Iterator[tuple[str, Tensor]]):
         self._prefix = source.prefix
         self._tensors = self._open.enter_context(self._checkpoint.tensors(device=self._device, borrow=True))
 
-    def _say(self) -> None:
-        """Logs what was loaded, on the first rank."""
+    def within(self) -> Iterator[tuple[str, Tensor]]:
+        """Returns an iterator that holds the context while it runs. The first source is open by then."""
+        self.open_next()
+
+        def iterate() -> Iterator[tuple[str, Tensor]]:
+            with self:
+                yield from self
+
+        return iterate()
+
+    def _log_report(self) -> None:
         report = self._checkpoint.report if self._checkpoint is not None else None
         self._checkpoint = None
         if report is None or not self._is_first:

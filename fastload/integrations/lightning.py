@@ -13,15 +13,15 @@ import torch
 from fastload import LoadOptions, OptionError, SaveOptions, load
 from fastload import open as open_checkpoint
 from fastload.formats.encoder import encode_state
-from fastload.integrations.background import BackgroundSave
-from fastload.integrations.host import (
-    is_ours,
+from fastload.integrations.frameworks import (
+    BackgroundSave,
+    is_fastload_checkpoint,
     live_state,
-    odd_tensors,
     refuse,
-    require_layout,
+    require_signatures,
     state_to_save,
-    unknown,
+    unknown_version,
+    unsupported_tensors,
 )
 
 TESTED = "2.6"
@@ -38,11 +38,11 @@ try:
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning_utilities.core.apply_func import apply_to_collection
 except ImportError as error:
-    raise unknown(lightning, TESTED, error) from None
+    raise unknown_version(lightning, TESTED, error) from None
 
 __all__ = ["DDPStrategy", "ModelParallelStrategy"]
 
-_SEAMS = {
+_SIGNATURES = {
     "Strategy.save_checkpoint": (Strategy, "self checkpoint filepath storage_options"),
     "Strategy.remove_checkpoint": (Strategy, "self filepath"),
     "Strategy.load_checkpoint": (Strategy, "self checkpoint_path weights_only"),
@@ -51,23 +51,23 @@ _SEAMS = {
     "Strategy.teardown": (Strategy, "self"),
     "ModelCheckpoint.file_exists": (ModelCheckpoint, "self filepath trainer"),
 }
-_BIG = ("state_dict", "optimizer_states")  # of which each rank has its part
+_SHARDED = ("state_dict", "optimizer_states")  # the keys whose values differ between ranks
 
 _Base: Any = object
 
 
-class _Together(_Base):  # type: ignore[misc]
-    """What the strategies have in common; goes before one of Lightning's.
+class _CollectiveStrategy(_Base):  # type: ignore[misc]
+    """Base class in front of a strategy of Lightning: all ranks save and load its checkpoints together.
 
     Args:
         in_background: Whether a save returns as soon as each rank has copied its share; else it returns once
-            the checkpoint is durable. What is removed for a new checkpoint is removed once that is durable.
+            the checkpoint is durable. Old checkpoints are removed once the new one is durable.
         save_options: How to save; None for the defaults.
         load_options: How to load; None for the defaults.
         arguments: Those of Lightning's strategy.
 
     Raises:
-        OptionError: This Lightning is laid out in another way.
+        OptionError: fastload does not know this version of Lightning.
     """
 
     def __init__(
@@ -78,60 +78,62 @@ class _Together(_Base):  # type: ignore[misc]
         load_options: LoadOptions | None = None,
         **keywords: Any,
     ) -> None:
-        require_layout(lightning, TESTED, _SEAMS)
+        require_signatures(lightning, TESTED, _SIGNATURES)
         if keywords.pop("save_distributed_checkpoint", True) is not True:
-            raise OptionError("save_distributed_checkpoint: what fastload saves is split and whole, always")
+            raise OptionError(
+                "save_distributed_checkpoint=False: fastload always writes one sharded checkpoint; leave the "
+                "option out"
+            )
         super().__init__(*arguments, **keywords)
         self._in_background = in_background
         self._load_options = load_options
-        self._saves = BackgroundSave(save_options or SaveOptions())
+        self._saves = BackgroundSave(save_options)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Does as Lightning's strategy, and refuses what could not be saved later."""
-        _require_plain(self, trainer)
+        """Does as Lightning's strategy; refuses a training that could not be saved later."""
+        _require_supported_model(self, trainer)
         super().setup(trainer)
-        _require_known(self, trainer)
+        _require_supported_state(self, trainer)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 callback.file_exists = partial(self._is_taken, callback)
 
     def _is_taken(self, callback: ModelCheckpoint, filepath: Any, trainer: pl.Trainer) -> bool:
-        """Whether a checkpoint is there, or about to be: two callbacks may think of the same name."""
-        is_there = type(callback).file_exists(callback, filepath, trainer)
-        return bool(self.broadcast(is_there or os.fspath(filepath) == self._saves.path))
+        """Whether a checkpoint exists, or is being saved: two callbacks may choose the same name."""
+        exists = type(callback).file_exists(callback, filepath, trainer)
+        return bool(self.broadcast(exists or os.fspath(filepath) == self._saves.path))
 
     # Saving
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the state dict of the module; its buffers are those of rank 0."""
+        """Returns the state dict of the module, with rank 0's buffers."""
         assert self.lightning_module is not None
         return state_to_save(self.lightning_module)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Returns the state of an optimizer; what is sharded stays so."""
+        """Returns the state of an optimizer, sharded as it is."""
         return _bare(optimizer).state_dict()  # type: ignore[no-any-return]
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Saves what Lightning has put together; what is neither model nor optimizer as rank 0 has it."""
-        big = {key: checkpoint[key] for key in _BIG if key in checkpoint}
-        rest = {key: value for key, value in checkpoint.items() if key not in _BIG}
-        # Copies, for what shares memory on rank 0 would not where it is broadcast to.
+        """Saves a checkpoint of Lightning; all but models and optimizers has rank 0's values."""
+        sharded = {key: checkpoint[key] for key in _SHARDED if key in checkpoint}
+        rest = {key: value for key, value in checkpoint.items() if key not in _SHARDED}
+        # Copies: tensors that share memory on rank 0 would not on the ranks that they are broadcast to.
         rest = apply_to_collection(rest, torch.Tensor, lambda tensor: tensor.detach().cpu().clone())
         path, rest = self.broadcast((os.fspath(filepath), rest))
-        state = {key: (big if key in big else rest)[key] for key in checkpoint}
-        self._saves.begin(state, path, storage_options=storage_options)
-        # A job that Slurm requeues may be gone soon.
-        if not self._in_background or os.path.basename(path).startswith("hpc_ckpt_"):
-            self._saves.wait()
+        state = {key: (sharded if key in sharded else rest)[key] for key in checkpoint}
+        ends_soon = os.path.basename(path).startswith("hpc_ckpt_")  # Slurm requeues the job
+        in_background = self._in_background and not ends_soon
+        self._saves.save(state, path, in_background=in_background, storage_options=storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint, once what is being saved is durable."""
-        self._saves.afterwards(lambda: _remove(os.fspath(filepath)))
+        """Removes a checkpoint, once the save under way is durable."""
+        self._saves.once_durable(lambda: _remove(os.fspath(filepath)))
 
     def teardown(self) -> None:
-        """Waits until what was saved is durable."""
+        """Waits until the last save is durable."""
         try:
             self._saves.wait()
         finally:
@@ -140,10 +142,10 @@ class _Together(_Base):  # type: ignore[misc]
     # Loading
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint on all ranks; one that fastload did not save is loaded as Lightning does."""
+        """Loads a checkpoint on all ranks; leaves those that fastload did not save to Lightning."""
         path = os.fspath(self.broadcast(checkpoint_path))
         self._saves.wait()
-        if not is_ours(path):
+        if not is_fastload_checkpoint(path):
             return super().load_checkpoint(path, weights_only)  # type: ignore[no-any-return]
         return self._load(path)
 
@@ -151,22 +153,22 @@ class _Together(_Base):  # type: ignore[misc]
         return load(path, options=self._load_options)  # type: ignore[no-any-return]
 
 
-class DDPStrategy(_Together, _DDPStrategy):  # type: ignore[misc]
+class DDPStrategy(_CollectiveStrategy, _DDPStrategy):  # type: ignore[misc]
     """Lightning's ``DDPStrategy``, with checkpoints that all ranks save and load together.
 
-    To be used as it is::
+    Use it as in::
 
         Trainer(strategy=DDPStrategy(in_background=True), callbacks=[ModelCheckpoint(save_last=True)])
 
-    A checkpoint is a directory of safetensors, by the name that ``ModelCheckpoint`` gives it; ``.ckpt`` files
-    of Lightning are loaded, too. See `_Together` for arguments of its own.
+    A checkpoint is a directory of safetensors, under the name that ``ModelCheckpoint`` gives it. Lightning's
+    ``.ckpt`` files are loaded, too. See `_CollectiveStrategy` for its own arguments.
     """
 
 
-class ModelParallelStrategy(_Together, _ModelParallelStrategy):  # type: ignore[misc]
+class ModelParallelStrategy(_CollectiveStrategy, _ModelParallelStrategy):  # type: ignore[misc]
     """Lightning's ``ModelParallelStrategy`` (FSDP2, tensor parallelism), likewise.
 
-    What is sharded is saved as it is, by the ranks that hold it, and loaded on any other mesh, in place.
+    The ranks that hold a shard save it; any other mesh loads it in place.
     """
 
     def _load(self, path: str) -> dict[str, Any]:
@@ -175,13 +177,13 @@ class ModelParallelStrategy(_Together, _ModelParallelStrategy):  # type: ignore[
         with open_checkpoint(path, options=self._load_options) as checkpoint:
             structure: Any = checkpoint.manifest.structure
             keys = structure["dict"][::2]
-            into: dict[str, Any] = {key: None for key in keys if key not in _BIG}
+            into: dict[str, Any] = {key: None for key in keys if key not in _SHARDED}
             into["state_dict"] = live_state(self.lightning_module)
-            has_all = bool(optimizers) and "optimizer_states" in keys
-            if has_all:
+            has_optimizers = bool(optimizers) and "optimizer_states" in keys
+            if has_optimizers:
                 into["optimizer_states"] = optimizers
-            checkpoint.load(into=into, strict=has_all and self.lightning_module.strict_loading)
-        return {key: into[key] for key in keys if key not in _BIG}
+            checkpoint.load(into=into, strict=has_optimizers and self.lightning_module.strict_loading)
+        return {key: into[key] for key in keys if key not in _SHARDED}
 
 
 def _bare(optimizer: Any) -> Any:
@@ -194,31 +196,31 @@ def _remove(path: str) -> None:
         files.rm(path, recursive=True)
 
 
-def _require_plain(strategy: Any, trainer: pl.Trainer) -> None:
-    """Refuses what is known before the model is wrapped and the optimizers are made."""
+def _require_supported_model(strategy: Any, trainer: pl.Trainer) -> None:
+    """Raises for models and plugins that cannot be saved, before the model is wrapped."""
     io = strategy._checkpoint_io
-    odd = odd_tensors(strategy.lightning_module)
+    classes = unsupported_tensors(strategy.lightning_module)
     reasons = {
         f"{type(io).__name__}: fastload takes the place of a CheckpointIO": type(io)
         not in (type(None), TorchCheckpointIO),
-        f"weights of {odd}": bool(odd),
+        f"weights of {classes}": bool(classes),
         "quantized weights": "Bitsandbytes" in type(trainer.precision_plugin).__name__,
     }
     refuse("save a training", reasons)
 
 
-def _require_known(strategy: Any, trainer: pl.Trainer) -> None:
+def _require_supported_state(strategy: Any, trainer: pl.Trainer) -> None:
     shards = any(hasattr(_bare(optimizer), "consolidate_state_dict") for optimizer in strategy.optimizers)
     refuse("save a training", {"optimizers that shard their states themselves": shards})
     if trainer.state.fn == TrainerFn.FITTING:
-        _describe_rest(trainer)
+        _require_storable_rest(trainer)
 
 
-def _describe_rest(trainer: pl.Trainer) -> None:
-    """Finds before the training what could not be saved of hyperparameters and of callbacks.
+def _require_storable_rest(trainer: pl.Trainer) -> None:
+    """Raises for hyperparameters and states of callbacks that cannot be stored.
 
     Raises:
-        OptionError: Some cannot; it names them.
+        OptionError: It names them.
     """
     parts: dict[str, Mapping[str, Any]] = {"callbacks": call._call_callbacks_state_dict(trainer)}
     for part in (trainer.lightning_module, trainer.datamodule):

@@ -1,4 +1,4 @@
-"""SGLang: a model loader that has all ranks of an engine read a model once, together.
+"""SGLang: a model loader with which all ranks of an engine read a model once, together.
 
 ``sgl.Engine(model_path=…, load_format=FastloadModelLoader)``. Written against the interfaces that SGLang
 publishes (a class as ``load_format``, `DefaultModelLoader`).
@@ -40,25 +40,25 @@ _log = logging.getLogger(__name__)
 class FastloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """Loads weights with fastload.
 
-    ``model_loader_extra_config`` has fields of `fastload.LoadOptions`, and ``weights``: where they are, if
-    that is not where the config is.
+    ``model_loader_extra_config`` takes fields of `fastload.LoadOptions`, and ``weights``: path or URL of the
+    weights, if they are not with the config.
 
     Args:
-        load_config: As SGLang passes it to a class that is its ``load_format``.
+        load_config: As SGLang passes it to the class given as ``load_format``.
     """
 
     def __init__(self, load_config: Any) -> None:
-        BaseModelLoader.__init__(self, load_config)  # the default one knows no options but its own
+        BaseModelLoader.__init__(self, load_config)  # the default loader refuses other options
         self._extra = extra_of(load_config.model_loader_extra_config)
         self._weights: Weights | None = None
 
     def download_model(self, model_config: Any) -> None:
-        """Downloads what is neither a directory nor a URL."""
+        """Downloads the model, unless it is a directory or a URL."""
         if not self._extra.weights:
             self._path(model_config.model_path, model_config.revision)
 
     def load_model(self, *, model_config: Any, device_config: Any) -> nn.Module:
-        """Makes the model and has it take its weights, as the default loader does.
+        """Makes the model and loads its weights, as the default loader does.
 
         Raises:
             MismatchError: The checkpoint lacks some.
@@ -77,25 +77,18 @@ class FastloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
         first = weights or self._path(model_config.model_path, model_config.revision)
         sources = sources_of(model, self._path, first)
         self._weights = Weights(sources, device_of(model), self._group, self._extra.options, _log)
-        if not is_draft:  # which gets some of the target model's
+        if not is_draft:  # a draft gets some weights of the target model
             _check_loaded(model, model_config)
         return self._weights
 
     def _get_weights_iterator(self, source: Any, **_: Any) -> Iterator[tuple[str, Tensor]]:
-        """Returns the weights of an engine that runs and takes others, in host memory."""
+        """Returns new weights for a running engine, in host memory."""
         found = Source(self._path(source.model_or_path, source.revision), source.prefix)
-        weights = Weights([found], torch.device("cpu"), self._group, self._extra.options, _log)
-        weights.open_next()
-
-        def within() -> Iterator[tuple[str, Tensor]]:
-            with weights:
-                yield from weights
-
-        return within()
+        return Weights([found], torch.device("cpu"), self._group, self._extra.options, _log).within()
 
     @property
     def _group(self) -> Any:
-        """The group that SGLang gives this load: a stage of a pipeline, if stages load by themselves."""
+        """SGLang's group for this load: one pipeline stage, if stages load on their own."""
         group = getattr(self.load_config, "load_group", None)
         return group if hasattr(group, "cpu_group") else get_world_group()
 
@@ -109,10 +102,10 @@ class FastloadModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
 
 def _check_loaded(model: Any, model_config: Any) -> None:
-    """Has a model's next `load_weights` check what it loaded; the default loader drops what it returns."""
+    """Wraps the next `load_weights` of a model in a check, since the default loader drops its result."""
 
     def load_weights(weights: Any) -> Any:
-        del model.load_weights  # this one, which hides the model's own
+        del model.load_weights  # this wrapper
         loaded = model.load_weights(weights)
         require_loaded(model, loaded, model_config)
         return loaded

@@ -14,11 +14,11 @@ import torchtitan
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from fastload import LoadOptions, OptionError, SaveHandle, SaveOptions, SaveReport, async_save, save, world
+from fastload import OptionError, SaveHandle, SaveOptions, SaveReport, async_save, save, world
 from fastload.formats.encoder import encode_state
 from fastload.formats.names import RECORD_NAME
 from fastload.integrations.dcp import Reader
-from fastload.integrations.host import require_layout, unknown
+from fastload.integrations.frameworks import on_rank_0, require_signatures, unknown_version
 
 TESTED = "0.3"
 try:
@@ -27,11 +27,11 @@ try:
     from torchtitan.tools import filesystem
     from torchtitan.tools.utils import GarbageCollection
 except ImportError as error:
-    raise unknown(torchtitan, TESTED, error) from None
+    raise unknown_version(torchtitan, TESTED, error) from None
 
 __all__ = ["CheckpointManager"]
 
-_SEAMS = {
+_SIGNATURES = {
     "CheckpointManager.dcp_save": (
         _CheckpointManager,
         "self state_dict checkpoint_id async_mode enable_garbage_collection to_hf",
@@ -44,40 +44,38 @@ _SEAMS = {
     "CheckpointManager._create_checkpoint_id": (_CheckpointManager, "self step folder"),
 }
 
-
-_EACH_ITS_OWN = (MODEL, OPTIMIZER, DATALOADER)
+_PER_RANK = (MODEL, OPTIMIZER, DATALOADER)  # the states of which each rank has its own part
 
 
 class CheckpointManager(_CheckpointManager):  # type: ignore[misc]
     """torchtitan's ``CheckpointManager``, with checkpoints that all ranks save and load together.
 
-    Its ``Config`` takes the place of torchtitan's in the config of a training::
+    Its ``Config`` replaces torchtitan's in the config of a training::
 
         config.checkpoint = CheckpointManager.Config(enable=True, interval=500, async_mode="async")
 
-    Fields, folders, retention and what is saved when are torchtitan's. A checkpoint is a directory of
-    safetensors; those that torchtitan wrote are loaded, too.
+    Fields, folders, retention and schedule are torchtitan's. A checkpoint is a directory of safetensors;
+    checkpoints that torchtitan wrote are loaded, too.
 
     Args:
         config: As for torchtitan's.
         parts: As for torchtitan's.
 
     Raises:
-        OptionError: This torchtitan is laid out in another way, the config asks for what fastload does in
-            another one, or the state holds what fastload cannot keep.
+        OptionError: fastload does not know this version of torchtitan, or cannot do what the config asks for,
+            or cannot store something in the state.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(_CheckpointManager.Config):  # type: ignore[misc]
-        """That of torchtitan's, by which this manager is made."""
+        """torchtitan's config, which makes this manager."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
         if config.enable:
-            _require_known(config)
+            _require_supported(config)
         super().__init__(config, **parts)
-        if config.enable:  # before the training, not in the middle of it
-            own = {name: _state(self.states[name]) for name in self.states.keys() - set(_EACH_ITS_OWN)}
-            encode_state(own)
+        if config.enable:  # what cannot be stored fails before the training
+            encode_state({name: _state(self.states[name]) for name in self.states.keys() - set(_PER_RANK)})
 
     @torch.no_grad()
     def dcp_save(
@@ -88,14 +86,14 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Future[Any] | None:
-        """Saves a state on all ranks; returns what tells of its end, if that is in the background."""
-        state = _part(self.sd_adapter.to_hf(state_dict) if to_hf else state_dict)
+        """Saves a state on all ranks; returns the future of a save in the background."""
+        state = _own_part(self.sd_adapter.to_hf(state_dict) if to_hf else state_dict)
         options = SaveOptions(overwrite=True, parts=True)
         future = None
         if async_mode == AsyncMode.DISABLED:
             save(state, checkpoint_id, options=options)
         else:
-            future = _Saved(async_save(state, checkpoint_id, options=options))
+            future = _SaveFuture(async_save(state, checkpoint_id, options=options))
         if enable_garbage_collection:
             GarbageCollection.collect("after a checkpoint")
         return future
@@ -103,7 +101,7 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Loads into a state on all ranks; quantized weights are for torchtitan itself."""
+        """Loads into a state on all ranks; leaves quantized weights to torchtitan."""
         if from_quantized:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
@@ -113,20 +111,18 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]
             self.states[MODEL].load_state_dict(self.sd_adapter.from_hf(state) if from_hf else state)
 
     def _find_load_step(self, folder: str = "") -> int:
-        """Returns the highest step of which there is a checkpoint, as rank 0 sees it; -1 if there is none."""
-        whole = folder or self.folder
+        """Returns the highest step that has a checkpoint, as rank 0 sees it; -1 if none has."""
+        path = folder or self.folder
 
         def newest() -> int:
             theirs: int = super(CheckpointManager, self)._find_load_step(folder)
-            return max([theirs, *_steps(whole)])
+            return max([theirs, *_steps(path)])
 
-        what = f"looking for checkpoints in {whole}"
-        steps = world.agree(None, what, newest, timeout_s=LoadOptions().timeout_s)
-        return int(steps[0])
+        return int(on_rank_0(f"looking for checkpoints in {path}", newest))
 
 
-class _Saved(Future[Any]):
-    """What torchtitan waits for: the end of a save in the background."""
+class _SaveFuture(Future[Any]):
+    """A save in the background, as torchtitan waits for it."""
 
     def __init__(self, handle: SaveHandle) -> None:
         super().__init__()
@@ -145,8 +141,8 @@ class _Saved(Future[Any]):
         return self._handle.wait(timeout)
 
 
-def _require_known(config: Any) -> None:
-    require_layout(torchtitan, TESTED, _SEAMS)
+def _require_supported(config: Any) -> None:
+    require_signatures(torchtitan, TESTED, _SIGNATURES)
     if config.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
         raise OptionError(
             "async_mode='async_with_pinned_mem': fastload makes the copy itself, in pinned memory where the "
@@ -154,16 +150,16 @@ def _require_known(config: Any) -> None:
         )
 
 
-def _part(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what this rank contributes to a state; the ranks' parts are merged by key.
+def _own_part(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns this rank's part of a state: models, optimizers and data loaders, on rank 0 all else as well.
 
-    Of models, optimizers and data loaders each rank has its own part; all else is as rank 0 has it.
+    fastload merges the parts by key.
     """
     is_first = world.rank_in(None) == 0
     return {
         name: _state(value)
         for name, value in states.items()
-        if is_first or isinstance(value, Tensor) or name in _EACH_ITS_OWN
+        if is_first or isinstance(value, Tensor) or name in _PER_RANK
     }
 
 
@@ -172,7 +168,7 @@ def _state(value: Any) -> Any:
 
 
 def _steps(folder: str) -> list[int]:
-    """Returns the steps of which a directory has a checkpoint that fastload saved."""
+    """Returns the steps of the checkpoints in a directory that fastload saved."""
     if not filesystem.isdir(folder):
         return []
     found = [(re.fullmatch(r"step-(\d+)", name), name) for name in filesystem.listdir(folder)]

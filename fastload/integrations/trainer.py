@@ -1,4 +1,4 @@
-"""The Trainer of transformers, with checkpoints that all ranks save and load together."""
+"""The `Trainer` of transformers, with checkpoints that all ranks save and load together."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ import torch
 import transformers
 from torch import Tensor
 
-from fastload import LoadOptions, PerRank, SaveOptions, load, world
+from fastload import LoadOptions, PerRank, SaveOptions, load
 from fastload import open as open_checkpoint
-from fastload.integrations.assembled import Assembly, clear_pending
-from fastload.integrations.host import (
-    is_ours,
+from fastload.integrations.directory_save import DirectorySave, clear_pending
+from fastload.integrations.frameworks import (
+    is_fastload_checkpoint,
     live_state,
-    odd_tensors,
+    on_rank_0,
     refuse,
-    require_layout,
+    require_signatures,
     state_to_save,
-    unknown,
+    unknown_version,
+    unsupported_tensors,
 )
 
 TESTED = "5.23"
@@ -36,16 +37,16 @@ try:
     from transformers.trainer_callback import ExportableState
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 except ImportError as error:
-    raise unknown(transformers, TESTED, error) from None
+    raise unknown_version(transformers, TESTED, error) from None
 
 __all__ = ["TrainerMixin", "named_weights"]
 
 _log = logging.getLogger(__name__)
 
 TRAINING_STATE = "training_state"
-"""The checkpoint, below that of the weights, of all else that a training needs to go on."""
+"""Directory, within the checkpoint of the weights, with all else that a training needs to resume."""
 
-_SEAMS = {
+_SIGNATURES = {
     "Trainer._save_checkpoint": (Trainer, "self model trial"),
     "Trainer._load_from_checkpoint": (Trainer, "self resume_from_checkpoint model"),
     "Trainer._load_best_model": (Trainer, "self"),
@@ -61,18 +62,19 @@ _Base: Any = object
 
 
 class TrainerMixin(_Base):  # type: ignore[misc]
-    """Goes before a ``Trainer``: its checkpoints are saved and loaded by all ranks together.
+    """A base class in front of ``Trainer``: all ranks save and load its checkpoints together.
 
-    As in::
+    Use it as in::
 
         class MyTrainer(TrainerMixin, Trainer):
             pass
 
-    A checkpoint is what ``Trainer`` makes: a directory for ``from_pretrained``, with ``trainer_state.json``.
-    What else is needed to go on is in the directory ``training_state`` in it. It appears as a whole, once it
-    is durable; with `saves_in_background` training goes on meanwhile, and ``on_save`` may come before.
-    ``resume_from_checkpoint``, ``save_total_limit``, ``load_best_model_at_end`` and ``save_only_model`` do
-    what they do; checkpoints of a plain ``Trainer`` are resumed as it does.
+    A checkpoint is the directory that ``Trainer`` makes: for ``from_pretrained``, with
+    ``trainer_state.json``. Its directory ``training_state`` has all else that a training needs to resume. The
+    checkpoint appears as a whole, once it is durable. With `saves_in_background` training goes on meanwhile,
+    and ``on_save`` may be called before. ``resume_from_checkpoint``, ``save_total_limit``,
+    ``load_best_model_at_end`` and ``save_only_model`` work as in ``Trainer``, and checkpoints of a plain
+    ``Trainer`` can be resumed.
 
     Attributes:
         saves_in_background: Whether training goes on as soon as each rank has copied its share.
@@ -80,8 +82,8 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         load_options: How to load; None for the defaults.
 
     Raises:
-        OptionError: The Trainer is one that it does not know, or uses what it cannot save: FSDP 1, DeepSpeed,
-            adapters, quantized models, TPUs and other accelerators, ``save_on_each_node``.
+        OptionError: fastload does not know this version of the Trainer, or cannot save what it uses: FSDP 1,
+            DeepSpeed, adapters, quantized models, TPUs and other accelerators, ``save_on_each_node``.
     """
 
     saves_in_background: bool = False
@@ -90,10 +92,10 @@ class TrainerMixin(_Base):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._assembly: Assembly | None = None
+        self._pending: DirectorySave | None = None
         self._own_random_states: Any = None
         self._cleared: set[str] = set()
-        _require_known(self)
+        _require_supported(self)
 
     # Saving
 
@@ -101,10 +103,12 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         folder = self._get_output_dir(trial=trial)
-        if self._assembly is not None and self._assembly.goes_on and self.args.should_save:
-            _log.warning("%s is not saved yet, and the next one is due: waiting", self._assembly.path)
+        if self._pending is not None and self._pending.is_running and self.args.should_save:
+            _log.warning("%s is not saved yet, and the next one is due: waiting", self._pending.path)
         self._end_save()
-        self._clear(folder)
+        if folder not in self._cleared:
+            self._cleared.add(folder)
+            on_rank_0(f"clearing {folder}", partial(clear_pending, folder, PREFIX_CHECKPOINT_DIR))
         self._note_best(folder)
         model = self._bare_model()
         states: dict[str, Any] = {"": named_weights(model, state_to_save(model))}
@@ -112,11 +116,11 @@ class TrainerMixin(_Base):  # type: ignore[misc]
             states[TRAINING_STATE] = self._training_state(_random_states())
         options = replace(self.save_options or SaveOptions(), overwrite=True)
         path = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        self._assembly = Assembly(
+        self._pending = DirectorySave(
             path,
             states,
             add_files=partial(self._add_files, self._state_to_save()),
-            published=partial(self._rotate, folder, self.state.best_model_checkpoint),
+            on_publish=partial(self._rotate, folder, self.state.best_model_checkpoint),
             process_group=None,
             options=options,
         )
@@ -126,21 +130,10 @@ class TrainerMixin(_Base):  # type: ignore[misc]
             self._push_from_checkpoint(path)
 
     def _end_save(self) -> None:
-        """Waits until the save before is durable; raises on all ranks what it met."""
-        assembly, self._assembly = self._assembly, None
-        if assembly is not None:
-            assembly.wait()
-
-    def _clear(self, folder: str) -> None:
-        """Deletes, once in the life of this process, what saves have left that were cut off."""
-        if folder not in self._cleared:
-            self._cleared.add(folder)
-            work = (
-                partial(clear_pending, folder, PREFIX_CHECKPOINT_DIR)
-                if world.rank_in(None) == 0
-                else lambda: None
-            )
-            world.agree(None, f"clearing {folder}", work, timeout_s=SaveOptions().timeout_s)
+        """Waits until the last save is durable; raises its error on all ranks."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
 
     def _note_best(self, folder: str) -> None:
         step = self.state.best_global_step
@@ -150,16 +143,16 @@ class TrainerMixin(_Base):  # type: ignore[misc]
                 self.state.best_model_checkpoint = best
 
     def _state_to_save(self) -> Any:
-        """Returns the state of the Trainer as it is now, those of callbacks included."""
+        """Returns a copy of the state of the Trainer and its callbacks."""
         if self.args.should_save:
             for callback in [*self.callback_handler.callbacks, self.control]:
                 if isinstance(callback, ExportableState):
-                    kept = self.state.stateful_callbacks
+                    states = self.state.stateful_callbacks
                     name = type(callback).__name__
-                    if isinstance(kept[name], list):
-                        kept[name].append(callback.state())
+                    if isinstance(states[name], list):
+                        states[name].append(callback.state())
                     else:
-                        kept[name] = callback.state()
+                        states[name] = callback.state()
         return deepcopy(self.state)
 
     def _add_files(self, state: Any, folder: str) -> None:
@@ -203,24 +196,24 @@ class TrainerMixin(_Base):  # type: ignore[misc]
     # Loading
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not is_ours(resume_from_checkpoint):
+        if not is_fastload_checkpoint(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         self._load_weights(resume_from_checkpoint, self._bare_model(model))
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        if best is None or not is_ours(best):
+        if best is None or not is_fastload_checkpoint(best):
             super()._load_best_model()
             return
         self._load_weights(best, self._bare_model())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not is_ours(checkpoint):
+        if checkpoint is None or not is_fastload_checkpoint(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         folder = os.path.join(checkpoint, TRAINING_STATE)
-        if not is_ours(folder):
+        if not is_fastload_checkpoint(folder):
             return  # save_only_model
         scaler = getattr(self.accelerator, "scaler", None)
         parts = {
@@ -229,26 +222,26 @@ class TrainerMixin(_Base):  # type: ignore[misc]
             "random_states": PerRank(None),
             **({} if scaler is None else {"scaler": scaler}),
         }
-        # As the Trainer does, one on another number of ranks goes on without their random states.
+        # Like the Trainer, on another number of ranks go on without the random states.
         self._load(folder, parts, strict=False)
         self._own_random_states = parts["random_states"].value
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not is_ours(checkpoint):
+        if checkpoint is None or not is_fastload_checkpoint(checkpoint):
             super()._load_scaler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not is_ours(checkpoint):
+        if checkpoint is None or not is_fastload_checkpoint(checkpoint):
             super()._load_rng_state(checkpoint)
         elif self._own_random_states is not None:
             _set_random_states(self._own_random_states)
 
     def _load_weights(self, path: str, model: Any) -> None:
-        weights = _once(model, live_state(model))
+        weights = _untied(model, live_state(model))
         with open_checkpoint(path, options=self.load_options) as checkpoint:
-            # transformers takes a second to make its table of names; it is of no use where they are the same.
-            is_alike = weights.keys() <= checkpoint.manifest.by_name.keys()
-            checkpoint.load(into=weights if is_alike else _renamed(model, weights))
+            # transformers takes a second to make its table of names, which the same names do not need.
+            has_names = weights.keys() <= checkpoint.manifest.by_name.keys()
+            checkpoint.load(into=weights if has_names else _renamed(model, weights))
 
     def _load(self, path: str, into: Any, *, strict: bool = True) -> None:
         load(path, into=into, strict=strict, options=self.load_options)
@@ -259,16 +252,16 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         )
 
 
-def _require_known(trainer: Any) -> None:
-    require_layout(transformers, TESTED, _SEAMS)
+def _require_supported(trainer: Any) -> None:
+    require_signatures(transformers, TESTED, _SIGNATURES)
     model, plugin = trainer.model, getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    odd, kind = odd_tensors(model), trainer.args.device.type
+    classes, kind = unsupported_tensors(model), trainer.args.device.type
     reasons = {
         "FSDP 1 (set fsdp_version: 2)": plugin is not None and plugin.fsdp_version != 2,
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "adapters (PEFT)": hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False),
         "quantized models": getattr(model, "is_quantized", False),
-        f"weights of {odd}": bool(odd),
+        f"weights of {classes}": bool(classes),
         "save_on_each_node": trainer.args.save_on_each_node,
         f"devices of type {kind}": kind not in {"cpu", *_accelerator()},
     }
@@ -276,16 +269,16 @@ def _require_known(trainer: Any) -> None:
 
 
 def named_weights(model: Any, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the weights in a state of a model, by the names that ``save_pretrained`` would give them.
+    """Returns the weights in the state of a model, under the names that ``save_pretrained`` gives them.
 
-    Where it would not only rename but split or merge them, they have the names that they have in the model,
-    which ``from_pretrained`` knows as well. Of tied ones there is one.
+    If it would split or merge weights, all have their names in the model, which ``from_pretrained`` knows as
+    well. Of tied weights there is one.
     """
-    return _renamed(model, _once(model, state))
+    return _renamed(model, _untied(model, state))
 
 
-def _once(model: Any, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the weights that are saved, of tied ones one, by the names that they have in the model."""
+def _untied(model: Any, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the weights to save, of tied ones the first, under their names in the model."""
     weights = dict(state)
     if isinstance(model, PreTrainedModel):
         for name in model._keys_to_ignore_on_save or ():
@@ -331,8 +324,8 @@ def _set_random_states(states: Mapping[str, Any]) -> None:
 
 
 def _accelerator() -> dict[str, Any]:
-    """Returns torch's module for the devices of this process, by their type; none without devices."""
-    served = torch.accelerator.current_accelerator()
-    if served is None or not torch.accelerator.is_available():
+    """Returns type → torch module of the accelerator of this process; empty without one."""
+    device = torch.accelerator.current_accelerator()
+    if device is None or not torch.accelerator.is_available():
         return {}
-    return {served.type: torch.get_device_module(served)}
+    return {device.type: torch.get_device_module(device)}

@@ -1,8 +1,7 @@
 """transformers: `from_pretrained` on all ranks, which together read every byte once.
 
-transformers makes the model, shards it, renames, converts, casts and ties its weights, all by itself. Only
-where it would read a tensor, or a slice of one, it gets what the ranks have read together. Which slices those
-are it says beforehand, in a rehearsal without data.
+transformers makes and shards the model, and renames, converts, casts and ties its weights. fastload replaces
+only its reads of tensors and slices. A dry run without data tells which slices each rank will read.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from fastload import (
 )
 from fastload import open as open_checkpoint
 from fastload.formats.dtypes import torch_spec
-from fastload.integrations.host import refuse, require_layout, unknown
+from fastload.integrations.frameworks import refuse, require_signatures, unknown_version
 
 TESTED = "5.23"
 try:
@@ -42,15 +41,15 @@ try:
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.utils import logging as bars
 except ImportError as error:
-    raise unknown(transformers, TESTED, error) from None
+    raise unknown_version(transformers, TESTED, error) from None
 
 __all__ = ["from_pretrained"]
 
 _ADVICE = "use transformers' own from_pretrained"
-_BY_NAME = ("safetensors", "fastload")  # formats in which tensors have the names that transformers looks for
+_BY_NAME = ("safetensors", "fastload")  # formats whose tensors have the names that transformers expects
 
 _PreTrained = modeling_utils.PreTrainedModel
-_SEAMS = {
+_SIGNATURES = {
     "PreTrainedModel._load_pretrained_model": (
         _PreTrained,
         "model state_dict checkpoint_files load_config expected_keys",
@@ -78,15 +77,15 @@ def from_pretrained(
     options: LoadOptions | None = None,
     **keywords: Any,
 ) -> Any:
-    """Does as ``model_class.from_pretrained`` on all ranks of a group; they read every byte of weights once.
+    """Does as ``model_class.from_pretrained`` on all ranks of a group, which read every byte of weights once.
 
-    Every rank of the group has to call it, with the same arguments (devices may differ). Names, conversions,
-    dtypes, tied weights and what is missing are as transformers has them. Of a model that is sharded
-    (``distributed_config=``: tensor parallelism, FSDP2 and all that go with them) each rank gets its shards.
+    Every rank of the group calls it with the same arguments (devices may differ). transformers handles names,
+    conversions, dtypes, tied and missing weights as usual. Each rank gets its shards of a sharded model
+    (``distributed_config=``: tensor parallelism, FSDP2 and combinations).
 
     Args:
         model_class: ``AutoModel``, ``AutoModelForCausalLM``, or the class of a model.
-        path: A directory that all ranks see, or what is in the cache of the hub; safetensors, or files of
+        path: A directory that all ranks see, or a model in the cache of the hub; safetensors, or files of
             ``torch.save``.
         arguments: Further ones of ``from_pretrained``.
         process_group: As for `fastload.load`.
@@ -97,10 +96,10 @@ def from_pretrained(
         What ``from_pretrained`` returns.
 
     Raises:
-        OptionError: This transformers is laid out in another way; or the model is one that it cannot load:
-            quantized, with DeepSpeed's ZeRO 3, spread over several devices or to disk, from GGUF, or from a
-            directory with shards of its ranks. No data have moved.
-        PeerError: Some ranks failed, before data moved or while they did; with every cause.
+        OptionError: fastload does not know this version of transformers, or cannot load such a model:
+            quantized, with DeepSpeed's ZeRO 3, offloaded to several devices or to disk, from GGUF, or from a
+            directory with the shards of each rank. No data has moved.
+        PeerError: Some ranks failed; has every cause.
         FastloadError: As for `fastload.load`.
     """
     call = _Call(os.fspath(path), process_group, options)
@@ -126,22 +125,18 @@ class _Call:
     options: LoadOptions | None
 
     def agree(self, step: str, work: Callable[[], Any]) -> None:
-        """Does some work on all ranks; raises on all if it fails on one.
-
-        Raises:
-            FastloadError: It failed on some rank.
-        """
+        """Does some work on all ranks; raises on all if it fails on one."""
         what = f"from_pretrained({self.path!r}): {step}"
         timeout_s = self.options.timeout_s if self.options is not None else LoadOptions().timeout_s
         world.agree(self.process_group, what, work, timeout_s=timeout_s)
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Brings what only this rank raises to the next meeting of all, whichever that is."""
+        """Reports an error of this rank to the others in their next agreement, whichever that is."""
         try:
             yield
         except FastloadError:
-            raise  # on all ranks
+            raise  # raised on all ranks
         except Exception as error:
             problem = error
 
@@ -165,7 +160,7 @@ def _reading_for(call: _Call) -> Iterator[None]:
 
 
 def _require_loadable(path: str, keywords: Mapping[str, Any]) -> None:
-    require_layout(transformers, TESTED, _SEAMS)
+    require_signatures(transformers, TESTED, _SIGNATURES)
     if "://" in path:
         raise OptionError(f"{path}: transformers reads configurations from file systems; see fastload.stage")
     reasons = {
@@ -184,7 +179,7 @@ def _require_loadable(path: str, keywords: Mapping[str, Any]) -> None:
 
 @cache
 def _divert() -> None:
-    """Has transformers ask here for the weights of a model; of calls that are not from here it reads them."""
+    """Replaces the function of transformers that reads weights; other calls to it work as before."""
     own = _PreTrained._load_pretrained_model
 
     def load(
@@ -204,31 +199,31 @@ def _divert() -> None:
 
 
 def _load(call: _Call, model: Any, files: Sequence[str], load_config: Any) -> dict[str, Any]:
-    """Returns what stands for the weights in some files: this rank's slices of them, read by all ranks."""
+    """Returns this rank's slices of the weights in some files, which all ranks read together."""
     call.agree(f"{len(files)} files of weights", lambda: _require_plain(load_config))
     weights: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         checkpoints = _open(call, files, stack)
         for checkpoint in checkpoints:
             if checkpoint.manifest.format in _BY_NAME:
-                weights |= {entry.name: _Asked(entry) for entry in checkpoint.manifest.tensors}
+                weights |= {entry.name: _RecordingTensor(entry) for entry in checkpoint.manifest.tensors}
             else:
                 weights |= checkpoint.load()
 
         def prepare() -> None:
-            if any(isinstance(tensor, _Asked) for tensor in weights.values()):
-                _rehearse(model, weights, load_config)
-            for name, tensor in weights.items():
-                weights[name] = _Delivered(tensor) if isinstance(tensor, _Asked) else tensor
+            recording = {name: each for name, each in weights.items() if isinstance(each, _RecordingTensor)}
+            if recording:
+                _dry_run(model, weights, load_config)
+            weights.update({name: _LoadedSlices(each) for name, each in recording.items()})
 
-        call.agree("rehearsal", prepare)
+        call.agree("dry run", prepare)
         for checkpoint in checkpoints:
             if checkpoint.manifest.format in _BY_NAME:
                 lazy = {entry.name: weights[entry.name] for entry in checkpoint.manifest.tensors}
                 boxes = {name: tensor.boxes for name, tensor in lazy.items() if tensor.boxes}
                 checkpoint.read(boxes, cast=True)
                 for tensor in lazy.values():
-                    tensor.boxes.clear()  # what has been handed on is not to be kept
+                    tensor.boxes.clear()  # frees slices as soon as transformers drops them
     return weights
 
 
@@ -240,7 +235,7 @@ def _require_plain(load_config: Any) -> None:
 
 
 def _open(call: _Call, files: Sequence[str], stack: contextlib.ExitStack) -> list[Checkpoint]:
-    """Opens some files: by their folder, where it has no others and perhaps checksums, or one by one."""
+    """Opens some files: their directory, which may have checksums, if it has no others; else one by one."""
 
     def opened(path: str) -> Checkpoint:
         given: dict[str, Any] = {"process_group": call.process_group, "options": call.options}
@@ -248,21 +243,21 @@ def _open(call: _Call, files: Sequence[str], stack: contextlib.ExitStack) -> lis
 
     folder = os.path.dirname(files[0])
     with contextlib.suppress(CheckpointError):
-        whole = opened(folder)
-        if {os.path.join(folder, file.name) for file in whole.manifest.files} == set(files):
-            return [whole]
+        checkpoint = opened(folder)
+        if {os.path.join(folder, file.name) for file in checkpoint.manifest.files} == set(files):
+            return [checkpoint]
     return [opened(file) for file in files]
 
 
-def _rehearse(model: Any, weights: Mapping[str, Any], load_config: Any) -> None:
-    """Has transformers ask for its slices, on the meta device and without anything coming of it."""
+def _dry_run(model: Any, weights: Mapping[str, Any], load_config: Any) -> None:
+    """Records the slices that transformers requests, on the meta device, without changing the model."""
     had_bars = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
         core_model_loading.convert_and_load_state_dict_in_model(
-            model=_Onlooker(model),
+            model=_DryRunModel(model),
             state_dict=weights,
-            # Renamings remember what they have met.
+            # Renamings have state.
             load_config=replace(load_config, weight_mapping=deepcopy(load_config.weight_mapping)),
             disk_offload_index=None,
         )
@@ -271,8 +266,8 @@ def _rehearse(model: Any, weights: Mapping[str, Any], load_config: Any) -> None:
             bars.enable_progress_bar()
 
 
-class _Sink:
-    """What a rehearsal takes for a module: it has nothing, so nothing is put there."""
+class _DryRunModule:
+    """A module without parameters: a dry run sets none."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -281,8 +276,8 @@ class _Sink:
         """Does nothing."""
 
 
-class _Onlooker(_Sink):
-    """What a rehearsal takes for the model: it knows what the model knows, and nothing happens to it."""
+class _DryRunModel(_DryRunModule):
+    """A model with the attributes of another one, which a dry run cannot change."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -290,19 +285,19 @@ class _Onlooker(_Sink):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def get_submodule(self, path: str) -> _Sink:
-        """Returns where parameters of any module go."""
-        return _Sink()
+    def get_submodule(self, path: str) -> _DryRunModule:
+        """Returns a module without parameters."""
+        return _DryRunModule()
 
 
 @dataclass
-class _Want:
-    """A slice of a tensor that transformers asks for, and where it puts it.
+class _SliceRequest:
+    """A slice of a tensor that transformers requests.
 
     Attributes:
-        box: Which, in elements.
-        dtype: Of what it puts there.
-        device: Where.
+        box: The slice, in elements.
+        dtype: The dtype that it is cast to.
+        device: The device that it goes to.
     """
 
     box: Box
@@ -310,8 +305,8 @@ class _Want:
     device: torch.device | str | int = "cpu"
 
 
-class _Lazy:
-    """What stands for a tensor of the checkpoint, as a slice of safetensors does."""
+class _LazyTensor:
+    """A tensor of the checkpoint, with the interface of a lazy slice of safetensors."""
 
     def __init__(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
         self.dtype = dtype
@@ -329,51 +324,46 @@ class _Lazy:
         return Box(tuple(span.start for span in spans), tuple(map(len, spans)))
 
 
-class _Asked(_Lazy):
-    """A tensor that notes what is asked of it."""
+class _RecordingTensor(_LazyTensor):
+    """A tensor that records the requested slices."""
 
     def __init__(self, entry: TensorEntry) -> None:
         super().__init__(*torch_spec(entry))
-        self.wants: list[_Want] = []
+        self.requests: list[_SliceRequest] = []
 
     def __getitem__(self, index: Any) -> Tensor:
-        want = _Want(self._box(index), self.dtype)
-        self.wants.append(want)
-        return _Promise.of(want)
+        request = _SliceRequest(self._box(index), self.dtype)
+        self.requests.append(request)
+        data = torch.empty(request.box.sizes, dtype=request.dtype, device="meta").as_subclass(_RecordingSlice)
+        data.request = request
+        return data
 
 
-class _Promise(Tensor):
-    """A slice on the meta device that notes where it is to go."""
+class _RecordingSlice(Tensor):
+    """A slice on the meta device that records the dtype and the device it goes to."""
 
-    want: _Want
+    request: _SliceRequest
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    @classmethod
-    def of(cls, want: _Want) -> _Promise:
-        """Returns one of such a slice."""
-        promise = torch.empty(want.box.sizes, dtype=want.dtype, device="meta").as_subclass(cls)
-        promise.want = want
-        return promise
-
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
-        """Notes where it goes; returns a tensor without values."""
-        self.want.device = self.want.device if device is None else device
-        self.want.dtype = dtype or self.want.dtype
-        return torch.empty(self.want.box.sizes, dtype=self.want.dtype, device="meta")
+        """Records device and dtype; returns a tensor without values."""
+        self.request.device = self.request.device if device is None else device
+        self.request.dtype = dtype or self.request.dtype
+        return torch.empty(self.request.box.sizes, dtype=self.request.dtype, device="meta")
 
 
-class _Delivered(_Lazy):
-    """A tensor of which those slices are here that were asked for.
+class _LoadedSlices(_LazyTensor):
+    """A tensor of which the recorded slices are loaded.
 
     Attributes:
         boxes: The slices, and memory for them.
     """
 
-    def __init__(self, asked: _Asked) -> None:
-        super().__init__(asked.dtype, asked.shape)
+    def __init__(self, recorded: _RecordingTensor) -> None:
+        super().__init__(recorded.dtype, recorded.shape)
         self.boxes = [
-            (want.box, torch.empty(want.box.sizes, dtype=want.dtype, device=want.device))
-            for want in asked.wants
+            (request.box, torch.empty(request.box.sizes, dtype=request.dtype, device=request.device))
+            for request in recorded.requests
         ]
         self._left: dict[Box, deque[Tensor]] = defaultdict(deque)
         for box, tensor in self.boxes:
@@ -382,5 +372,5 @@ class _Delivered(_Lazy):
     def __getitem__(self, index: Any) -> Tensor:
         box = self._box(index)
         if not self._left[box]:
-            raise AssertionError(f"transformers asks for {box}, as it did not when it rehearsed")
+            raise AssertionError(f"transformers requests {box}, unlike in the dry run")
         return self._left[box].popleft()

@@ -1,7 +1,7 @@
-"""vLLM: ``load_format="fastload"`` has all workers of an engine read a model once, together.
+"""vLLM: with ``load_format="fastload"`` all workers of an engine read a model once, together.
 
-vLLM finds this by itself where fastload is installed, through the entry point group ``vllm.general_plugins``.
-It also registers a backend of vLLM's weight transfer API; see `fastload.integrations.vllm_refresh`.
+vLLM finds this module through the entry point group ``vllm.general_plugins``. It also registers a backend of
+vLLM's weight transfer API; see `fastload.integrations.vllm_refresh`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from fastload.integrations.engines import (
 __all__ = ["load_group", "register"]
 
 _log = logging.getLogger(__name__)
-_vllm_log = logging.getLogger("vllm.fastload")  # vLLM prints what is logged below its own name
+_vllm_log = logging.getLogger("vllm.fastload")  # vLLM prints its own loggers
 _REFRESH = "fastload.integrations.vllm_refresh"
 
 
 def register() -> None:
-    """Makes ``load_format="fastload"`` known to vLLM; to be called once in each process, as plugins are.
+    """Registers ``load_format="fastload"`` with vLLM, which calls this once in each process.
 
-    vLLM calls it at every start, whatever the load format is. So a vLLM with another interface gets a warning
-    here, and an error only where this load format is asked for.
+    vLLM calls it at every start, whatever the load format. So a vLLM with another interface gets a warning
+    here, and an error only if this load format is requested.
     """
     for what, make in (
         ("load_format='fastload'", _register_loader),
@@ -44,7 +44,7 @@ def register() -> None:
     ):
         try:
             make()
-        except Exception as error:  # vLLM lets none of them pass
+        except Exception as error:  # which would keep vLLM from starting
             _log.warning("%s is not there: this vLLM has another interface: %s", what, error)
 
 
@@ -56,8 +56,8 @@ def _register_loader() -> None:
     class FastloadModelLoader(BaseModelLoader):  # type: ignore[misc]
         """Loads weights with fastload.
 
-        ``model_loader_extra_config`` has fields of `fastload.LoadOptions`, and ``weights``: where they are,
-        if that is not where the config is.
+        ``model_loader_extra_config`` takes fields of `fastload.LoadOptions`, and ``weights``: path or URL of
+        the weights, if they are not with the config.
         """
 
         def __init__(self, load_config: Any) -> None:
@@ -67,12 +67,12 @@ def _register_loader() -> None:
             _of_vllm("distributed.parallel_state", "get_world_group")
 
         def download_model(self, model_config: Any) -> None:
-            """Downloads what is neither a directory nor a URL."""
+            """Downloads the model, unless it is a directory or a URL."""
             if not self._extra.weights:
                 self._path(_model(model_config), model_config.revision)
 
         def load_weights(self, model: nn.Module, model_config: Any) -> None:
-            """Has the model take its weights.
+            """Loads the weights into the model.
 
             Raises:
                 MismatchError: The checkpoint lacks some.
@@ -85,17 +85,15 @@ def _register_loader() -> None:
             started_from[model] = Start(_model(model_config), frozenset(weights.names))
 
         def get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-            """Returns the weights that vLLM's ``reload_weights`` takes; the checkpoint is open by then."""
+            """Returns the weights for vLLM's ``reload_weights``, with the checkpoint open."""
             start = started_from.get(model)
             at_start = start is not None and start.model == _model(model_config)
             sources = self._sources(model, model_config, at_start=at_start)
             group = load_group(model_config)
-            weights = Weights(sources, device_of(model), group, self._extra.options, _vllm_log)
-            weights.open_next()
-            return _within(weights)
+            return Weights(sources, device_of(model), group, self._extra.options, _vllm_log).within()
 
         def _sources(self, model: nn.Module, model_config: Any, *, at_start: bool) -> list[Source]:
-            """Returns where weights are: the extra config says it of the model that the engine began with."""
+            """Returns the sources of a model; the extra config names that of the engine's first model."""
             if at_start and self._extra.weights:
                 first = self._extra.weights
             else:
@@ -110,8 +108,8 @@ def _register_backend() -> None:
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
     except ImportError:
-        return  # an older vLLM has none of them
-    if "fastload" not in Factory._registry:  # which has no other way to ask
+        return  # an older vLLM
+    if "fastload" not in Factory._registry:  # there is no public way to ask
         Factory.register_engine("fastload", _REFRESH, "FastloadWeightTransferEngine")
 
 
@@ -119,11 +117,11 @@ def load_group(model_config: Any, *, together: bool = False) -> Any:
     """Returns the group of workers that load a model at the same time.
 
     Args:
-        model_config: The engine's, of this model.
-        together: Whether all engines that share a world load it, as at their start.
+        model_config: The engine's config of this model.
+        together: Whether all engines that share a world load it, as when they start.
     """
     state = import_module("vllm.distributed.parallel_state")
-    if _is_draft(model_config):  # which only the last stage of a pipeline loads
+    if _is_draft(model_config):  # only the last pipeline stage loads it
         return state.get_tp_group()
     world = state.get_world_group()
     if together or world.world_size == _num_workers():
@@ -144,16 +142,11 @@ def _is_draft(model_config: Any) -> bool:
     return "draft" in (getattr(model_config, "runner", ""), getattr(model_config, "runner_type", ""))
 
 
-def _within(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    with weights:
-        yield from weights
-
-
 def _of_vllm(module: str, name: str) -> Any:
-    """Imports something of vLLM's.
+    """Imports a name of vLLM.
 
     Raises:
-        ImportError: This vLLM has not got it.
+        ImportError: This vLLM does not have it.
     """
     try:
         return getattr(import_module(f"vllm.{module}"), name)
@@ -162,5 +155,5 @@ def _of_vllm(module: str, name: str) -> Any:
 
 
 def _model(model_config: Any) -> str:
-    """Returns where the weights are: not with the config, if that was copied out of an object store."""
+    """Returns the location of the weights; vLLM copies only the config out of an object store."""
     return getattr(model_config, "model_weights", "") or model_config.model

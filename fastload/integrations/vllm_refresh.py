@@ -1,8 +1,8 @@
-"""vLLM: new weights for a running engine, all or none; the old ones are kept until the new ones are verified.
+"""vLLM: new weights for a running engine, all or none; the old ones stay until the new ones are verified.
 
-In two ways: ``collective_rpc("refresh_weights", args=(path,))``, with `WorkerExtension` as the engine's
-``worker_extension_cls``, and vLLM's weight transfer API, with ``{"backend": "fastload"}`` as the engine's
-``weight_transfer_config``.
+There are two ways: ``collective_rpc("refresh_weights", args=(path,))``, with `WorkerExtension` as the
+engine's ``worker_extension_cls``, and vLLM's weight transfer API, with ``{"backend": "fastload"}`` as the
+engine's ``weight_transfer_config``.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class WorkerExtension:
     model_runner: Any
 
     def refresh_weights(self, path: str, options: Mapping[str, Any] | None = None) -> None:
-        """Replaces the weights of the model by those of another checkpoint, on all workers or on none.
+        """Replaces the weights of the model by those of a checkpoint; on all workers, or on none.
 
         Args:
             path: A path or a URL, the same on all workers.
             options: Fields of `fastload.LoadOptions`; those of the engine's loader if None.
 
         Raises:
-            FastloadError: The weights are as they were.
+            FastloadError: It failed; the weights are unchanged.
         """
         from vllm.config import set_current_vllm_config
 
@@ -70,7 +70,7 @@ class WorkerExtension:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """What ``init_weight_transfer_engine`` takes.
+    """The arguments of ``init_weight_transfer_engine``.
 
     Attributes:
         options: Fields of `fastload.LoadOptions`, for all updates; those of the engine's loader if empty.
@@ -81,7 +81,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What ``update_weights`` takes.
+    """The arguments of ``update_weights``.
 
     Attributes:
         path: Path or URL of a checkpoint.
@@ -91,25 +91,25 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class FastloadWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """A backend of vLLM's weight transfer API: each update is a checkpoint, taken wholly or not at all."""
+    """A backend of vLLM's weight transfer API; each update loads one checkpoint, or nothing."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     _options: Mapping[str, Any] | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Takes the options."""
+        """Stores the options."""
         extra_of(init_info.options)
         self._options = init_info.options or None
 
     def start_weight_update(self) -> None:
-        """Does nothing: the model serves until an update has all its weights."""
+        """Does nothing: the model serves until an update is complete."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Replaces the weights of the model by those of a checkpoint, on all workers or on none.
+        """Replaces the weights of the model by those of a checkpoint; on all workers, or on none.
 
         Raises:
-            FastloadError: The weights are as they were.
+            FastloadError: It failed; the weights are unchanged.
         """
         _refresh(self.model, self.vllm_config, self.model_config, update_info.path, self._options)
 
@@ -117,7 +117,7 @@ class FastloadWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         """Does nothing: an update that returned is complete."""
 
     def shutdown(self) -> None:
-        """Does nothing: no update leaves anything open."""
+        """Does nothing: updates leave nothing open."""
 
 
 def _nothing() -> None:
@@ -127,13 +127,13 @@ def _nothing() -> None:
 def _refresh(
     model: nn.Module, config: Any, model_config: Any, path: str, options: Mapping[str, Any] | None
 ) -> bool:
-    """Returns whether all workers have replaced their weights; if not, raises on one of them or on all."""
+    """Replaces the weights on all workers; returns whether it succeeded, unless this worker is to raise."""
     errors: list[BaseException] = []
     backups: list[_Backup] = []
     group = load_group(model_config)
 
     def attempt(step: Callable[[], None]) -> bool:
-        """Does something on all workers; returns whether it failed on none."""
+        """Does a step on all workers; returns whether it succeeded on all."""
         try:
             step()
         except Exception as error:
@@ -156,7 +156,7 @@ def _refresh(
             initialize_layerwise_reload(model)
             loaded = model.load_weights(weights)  # type: ignore[operator]
             for _ in weights:
-                pass  # what the model has left is to be verified, too
+                pass  # weights that the model does not use are verified, too
             _require_complete(model, weights.names)
             require_loaded(model, loaded, model_config)
         finalize_layerwise_reload(model, model_config)
@@ -174,16 +174,16 @@ def _refresh(
         _log.error("fastload: %s: the weights are as they were: %s", path, errors[0])
         parallel = config.parallel_config
         if parallel.distributed_executor_backend == "mp" and parallel.rank < parallel.world_size - 1:
-            # This executor reads no more answers after the first error, and would take them for those to the
-            # next call. So the last worker raises for all.
+            # This executor stops reading responses after the first error, and would take the others for
+            # responses to the next call. So the last worker raises for all.
             return False
         raise errors[0]
     finally:
-        errors.clear()  # else error → traceback → frame → error would keep what they hold
+        errors.clear()  # else error → traceback → frame → error would keep their memory alive
 
 
 def _have_experts_packed(model: nn.Module) -> None:
-    """Has vLLM pack the weights of experts on CPUs again, which it does for the first ones it gets only."""
+    """Makes vLLM pack the weights of experts on CPUs again, which it does for the first ones only."""
     if device_of(model).type == "cpu":
         for layer in model.modules():
             method: Any = getattr(layer, "quant_method", None)
@@ -192,13 +192,13 @@ def _have_experts_packed(model: nn.Module) -> None:
 
 
 def _require_complete(model: nn.Module, names: set[str]) -> None:
-    """Raises if the model gets less than it was started with.
+    """Raises if the checkpoint lacks weights that the model was started with.
 
-    A fused parameter counts as loaded once any of its parts was. So the checkpoint is compared with the first
-    one, where a layer has not got all its elements; padding alone, which nothing is loaded to, is no error.
+    vLLM counts a fused parameter as loaded once any of its parts is. So if a layer lacks elements, the names
+    are compared with those of the first checkpoint. Padding alone, which is never loaded, is no error.
 
     Raises:
-        MismatchError: It does.
+        MismatchError: It lacks some; names them.
     """
     start = started_from.get(model)
     missing = sorted(start.names - names) if start is not None else []
@@ -216,11 +216,7 @@ def _is_incomplete(layer: nn.Module) -> bool:
 
 
 class _Backup:
-    """The weights of a model as they are, in host memory, and what its layers made of them.
-
-    Args:
-        model: The model.
-    """
+    """A copy of a model's weights in host memory, and of what its layers derived from them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = list(model.modules())
@@ -238,7 +234,7 @@ class _Backup:
         ]
 
     def restore(self) -> None:
-        """Puts everything back where it was; tensors keep their addresses."""
+        """Restores everything in place; tensors keep their addresses."""
         for layer, state in zip(self._layers, self._states, strict=True):
             get_layerwise_info(layer).reset()
             _put_back(vars(layer), state)
@@ -253,7 +249,7 @@ class _Backup:
 
 
 def _state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies the state of a layer: its dicts and sets, not what they hold."""
+    """Copies the attributes of a layer, its dicts and sets, but not their members."""
     copied = dict(state)
     for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         copied[name] = copied[name].copy()
@@ -266,6 +262,6 @@ def _put_back(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _method(layer: nn.Module) -> Any:
-    """Returns what processes the weights of a layer, and may keep some; None if nothing does."""
+    """Returns the method that processes the weights of a layer, and may hold some; None without one."""
     method = getattr(layer, "quant_method", None)
     return method if hasattr(method, "__dict__") and not isinstance(method, nn.Module) else None

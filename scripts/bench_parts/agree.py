@@ -170,9 +170,9 @@ def _measure_told(num_ranks: int) -> tuple[float, float]:
 
 
 def _connected() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        near = socket.create_connection(door.getsockname())
-        return near, door.accept()[0]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        return near, listener.accept()[0]
 
 
 def _median_s(call: Callable[[int], object], repeats: int) -> float:

@@ -45,20 +45,22 @@ class Layout:
         ranks: In the order of its coordinates.
         placements: By name; None of a plain tensor.
         coordinates: Whether shards are cut by coordinates, as torch's factories do, and not by groups.
-        door: Whether through dcp.
+        through_dcp: Whether dcp saves and loads it.
     """
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
     placements: Mapping[str, Sequence[Any] | None]
     coordinates: bool
-    door: bool
+    through_dcp: bool
 
     @property
     def kind(self) -> str:
         """What is counted together."""
         order = "ascending" if list(self.ranks) == sorted(self.ranks) else "permuted"
-        return f"{len(self.shape)}-d {order}{', by coordinates' * self.coordinates}{', dcp' * self.door}"
+        return (
+            f"{len(self.shape)}-d {order}{', by coordinates' * self.coordinates}{', dcp' * self.through_dcp}"
+        )
 
     def numbers(self) -> list[Tensor]:
         """Returns for each dimension the number in its group of the rank at each coordinate."""
@@ -99,7 +101,7 @@ def _draw_layout(rng: random.Random, state: Mapping[str, Tensor], world: int) ->
         tuple(ranks.flatten().tolist()),
         {name: _draw_placements(rng, tensor, shape) for name, tensor in state.items()},
         coordinates=rng.random() < 0.1,
-        door=rng.random() < 0.3,
+        through_dcp=rng.random() < 0.3,
     )
 
 
@@ -192,7 +194,7 @@ def _save(rng: random.Random, state: dict[str, Any], path: Path, layout: Layout)
         check_replicas=rng.choice(["small", "full"]),
     )
     nested = {"model": state, "step": 3}
-    if layout.door:
+    if layout.through_dcp:
         dcp.save(nested, storage_writer=Writer(path, options=options))
     elif rng.random() < 0.3:
         fastload.async_save(nested, path, options=options).wait()
@@ -203,7 +205,7 @@ def _save(rng: random.Random, state: dict[str, Any], path: Path, layout: Layout)
 def _load(into: dict[str, Any], path: Path, layout: Layout) -> None:
     options = fastload.LoadOptions(timeout_s=_TIMEOUT_S)
     nested = {"model": into, "step": 0}
-    if layout.door:
+    if layout.through_dcp:
         dcp.load(nested, storage_reader=Reader(path, options=options))
     else:
         fastload.load(path, into=nested, options=options)

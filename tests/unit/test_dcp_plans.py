@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import LoadPlan, ReadItem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from fastload.integrations.dcp_plans import PackedPlan, packed
+from fastload.integrations.dcp.reader import PackedPlan, packed
 
 sizes = st.lists(st.integers(0, 2**40), max_size=4).map(torch.Size)
 indices = st.builds(MetadataIndex, st.text(), st.none() | sizes, st.none() | st.integers(0, 9))
@@ -39,7 +39,7 @@ def test_arrive_as_they_were(plan: LoadPlan) -> None:
     at_coordinator = sent(packed(plan))
     back = sent(at_coordinator)
     assert isinstance(at_coordinator, PackedPlan)
-    assert at_coordinator.unseen is not None, "it was taken apart though nobody looked"
+    assert at_coordinator.packed_items is not None, "it was taken apart though nobody looked"
     assert same(back, plan)
 
 

@@ -17,10 +17,10 @@ DISTRIBUTED = {
     "cli/convert.py",
     "cli/load.py",
     "doctor/facts.py",
-    "integrations/dcp.py",
-    "integrations/dcp_planners.py",
-    "integrations/dcp_plans.py",
-    "integrations/host.py",
+    "integrations/dcp/common.py",
+    "integrations/dcp/reader.py",
+    "integrations/dcp/writer.py",
+    "integrations/frameworks.py",
     "integrations/torchtitan.py",
     "integrations/vllm_refresh.py",
     "comm/group.py",
@@ -43,9 +43,9 @@ FILES = {
     "base/memory.py",  # what the kernel says of memory
     "doctor/facts.py",  # what it says of limits, networks and paths
     "integrations/accelerate.py",  # where others save
-    "integrations/assembled.py",
+    "integrations/directory_save.py",
     "integrations/engines.py",  # what is a path, and not a name
-    "integrations/host.py",
+    "integrations/frameworks.py",
     "integrations/trainer.py",
     "comm/hosts.py",  # what it says of itself, and of ports
     "storage/destination.py",

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fastload
 from tests.dist.harness import ranks
-from tests.doors.pages import run_program
+from tests.integrations.pages import run_program
 
 MIB = 1 << 20
 NUM_REFRESHES = 30

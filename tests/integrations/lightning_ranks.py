@@ -24,7 +24,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import fastload
 from fastload.integrations.lightning import DDPStrategy, ModelParallelStrategy
 from fastload.storage.local_target import LocalFiles
-from tests.doors.pages import run_program
+from tests.integrations.pages import run_program
 
 # Of a launcher; the ranks have met already.
 ENVIRONMENT = {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -1,4 +1,4 @@
-"""Versions of libraries that are laid out in another way than those that the doors are made for."""
+"""Versions of libraries that are laid out in another way than those that the integrations are made for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import fastload
 from tests.dist.harness import ranks
 
-DOORS = {
+INTEGRATIONS = {
     "accelerate": "accelerate",
     "lightning": "lightning",
     "torchtitan": "torchtitan",
@@ -22,7 +22,7 @@ DOORS = {
 
 @ranks(1)
 def test_one_clear_error_says_which_version_there_is(rank: int, world: int, tmp_path: Path) -> None:
-    libraries = set(DOORS.values())
+    libraries = set(INTEGRATIONS.values())
     for name in [*sys.modules]:  # another test may have had the ranks import them
         if name.partition(".")[0] in libraries or name.startswith("fastload.integrations."):
             del sys.modules[name]
@@ -30,8 +30,8 @@ def test_one_clear_error_says_which_version_there_is(rank: int, world: int, tmp_
         (tmp_path / library).mkdir()
         (tmp_path / library / "__init__.py").write_text("__version__ = '0.1'")
     sys.path.insert(0, str(tmp_path))
-    for door, library in DOORS.items():
+    for integration, library in INTEGRATIONS.items():
         with pytest.raises(
             fastload.OptionError, match=rf"does not know {library} 0\.1: .+; it is tested with \d"
         ):
-            importlib.import_module(f"fastload.integrations.{door}")
+            importlib.import_module(f"fastload.integrations.{integration}")

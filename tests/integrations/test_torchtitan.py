@@ -31,7 +31,7 @@ def _titan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def body(name: str) -> Any:
-    return there("tests.doors.torchtitan_ranks", name)
+    return there("tests.integrations.torchtitan_ranks", name)
 
 
 def test_the_program_on_the_page_killed_and_started_again() -> None:

@@ -20,7 +20,7 @@ from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 import fastload
 from fastload.integrations.torchtitan import CheckpointManager
-from tests.doors.pages import run_program
+from tests.integrations.pages import run_program
 
 
 def is_killed_on_the_page(rank: int, world: int) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from fastload.integrations import assembled, host
+from fastload import OptionError
+from fastload.integrations import directory_save
+from fastload.integrations.frameworks import require_signatures
 from fastload.storage import folders
 from tests.dist.harness import run_ranks, there
 
@@ -28,7 +30,7 @@ pytestmark = [
 
 
 def body(name: str) -> Any:
-    return there("tests.doors.transformers_ranks", name)
+    return there("tests.integrations.transformers_ranks", name)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -86,11 +88,11 @@ def test_a_directory_that_is_replaced_is_there_whenever_that_is_killed(
         with monkeypatch.context() as patch:
             patch.setattr(folders, "exchange", dying(folders.exchange) if can_exchange else cannot)
             patch.setattr(os, "replace", dying(os.replace))
-            patch.setattr(assembled.shutil, "rmtree", dying(shutil.rmtree))
+            patch.setattr(directory_save.shutil, "rmtree", dying(shutil.rmtree))
             with contextlib.suppress(KeyboardInterrupt):
-                assembled._replace(str(new), str(there))
+                directory_save._replace(str(new), str(there))
                 is_over = True
-        assembled.clear_pending(str(tmp_path), "checkpoint")
+        directory_save.clear_pending(str(tmp_path), "checkpoint")
         assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-5"]
         assert (there / "content").read_text() in (["new"] if is_over else ["new", "old"])
         shutil.rmtree(there)
@@ -113,15 +115,13 @@ def test_a_library_that_is_laid_out_in_another_way() -> None:
     import json
 
     known = {"JSONEncoder.default": (json.JSONEncoder, "self o")}
-    host.require_layout(json, "1", known)
-    for seams in (
+    require_signatures(json, "1", known)
+    for signatures in (
         {"JSONEncoder.default": (json.JSONEncoder, "self")},
         {"JSONEncoder.gone": (json.JSONEncoder, "")},
     ):
-        with pytest.raises(
-            host.OptionError, match=r"does not know json [\d.]+: JSONEncoder\.\w+ (takes|is not)"
-        ):
-            host.require_layout(json, "1", seams)
+        with pytest.raises(OptionError, match=r"does not know json [\d.]+: JSONEncoder\.\w+ (takes|is not)"):
+            require_signatures(json, "1", signatures)
 
 
 def test_the_program_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A directory of checkpoints and small files that is made in the background, and appears as a whole."""
+"""A directory of checkpoints and small files, made in the background and published in one step."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from fastload import FastloadError, SaveHandle, SaveOptions, world
 from fastload.saving.save import save_all_in_background
 from fastload.storage import folders
 
-__all__ = ["Assembly", "clear_pending"]
-
-_PENDING = "pending-"  # no program takes what begins so for a checkpoint of its own
+_PENDING = "pending-"  # a prefix that other programs do not use for checkpoints
 _REPLACED = "replaced"
 
 
-class Assembly:
-    """A directory that is being made by all ranks of a group; rank 0 makes it appear.
+class DirectorySave:
+    """A save of several checkpoints into one directory by all ranks of a group; rank 0 publishes it.
 
     Args:
-        path: The directory, on a file system that all ranks see; what is there will be replaced.
-        states: Name → state: each becomes a checkpoint below the directory, ``""`` its own one.
-        add_files: Called on rank 0, in the background, with a directory: writes small files into it.
-        published: Called on rank 0, in the background, once the directory is there.
+        path: The directory, on a file system that all ranks see. An existing one is replaced.
+        states: Name below the directory → state of a checkpoint; ``""`` for the directory itself.
+        add_files: Called on rank 0 in the background, with a directory; writes small files into it.
+        on_publish: Called on rank 0 in the background, once the directory exists.
         process_group: As for `fastload.save`.
         options: How to save.
 
@@ -40,7 +38,7 @@ class Assembly:
         states: Mapping[str, Any],
         *,
         add_files: Callable[[str], object],
-        published: Callable[[], object],
+        on_publish: Callable[[], object],
         process_group: Any,
         options: SaveOptions,
     ) -> None:
@@ -55,15 +53,15 @@ class Assembly:
         )
         self._thread: threading.Thread | None = None
         if world.rank_in(process_group) == 0:
-            work = (add_files, published)
-            self._thread = threading.Thread(target=self._publish, args=work, name="fastload-publish")
+            arguments = (add_files, on_publish)
+            self._thread = threading.Thread(target=self._publish, args=arguments, name="fastload-publish")
             self._thread.start()
 
     def wait(self) -> None:
-        """Waits, on all ranks, until the directory is there.
+        """Waits on all ranks until the directory exists.
 
         Raises:
-            FastloadError: A save failed, or rank 0 could not make the directory appear.
+            FastloadError: A save failed, or rank 0 could not publish the directory.
         """
         failures = [error for handle in self._handles if (error := _failure(handle)) is not None]
         if failures:
@@ -79,41 +77,41 @@ class Assembly:
         world.agree(self._group, f"publishing {self.path}", publish, timeout_s=timeout_s)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether some of it is still to be done, as far as this rank knows."""
+    def is_running(self) -> bool:
+        """Whether it has not ended, as far as this rank knows."""
         is_publishing = self._thread is not None and self._thread.is_alive()
         return is_publishing or not all(handle.done() for handle in self._handles)
 
-    def _publish(self, add_files: Callable[[str], object], published: Callable[[], object]) -> None:
+    def _publish(self, add_files: Callable[[str], object], on_publish: Callable[[], object]) -> None:
         for handle in self._handles:
             handle.settle()
         if any(handle.failed() for handle in self._handles):
-            return  # which all ranks hear of
+            return  # all ranks learn of it
         try:
-            whole = _pending(self.path, "")
-            add_files(whole)
+            pending = _pending(self.path, "")
+            add_files(pending)
             for name in self._names:
-                os.replace(_pending(self.path, name), os.path.join(whole, name))
-            _sync(whole)
-            _replace(whole, self.path)
-            published()
+                os.replace(_pending(self.path, name), os.path.join(pending, name))
+            _sync(pending)
+            _replace(pending, self.path)
+            on_publish()
         except BaseException as error:
             self._error = error
 
 
 def clear_pending(folder: str, prefix: str) -> None:
-    """Deletes what saves that were cut off have left below a directory; puts back what they were to replace.
+    """Deletes what interrupted saves left in a directory, and restores directories that they moved away.
 
     Args:
-        folder: The directory.
-        prefix: How what is assembled there is called: this, a hyphen and a number.
+        folder: The parent directory.
+        prefix: Names of the saved directories begin with it, followed by a hyphen and a number.
     """
     pending = re.compile(rf"{_PENDING}({re.escape(prefix)}-\d+)(-\w+)?")
     for name in os.listdir(folder) if os.path.isdir(folder) else ():
         if match := pending.fullmatch(name):
-            whole = os.path.join(folder, match[1])
-            if match[2] == f"-{_REPLACED}" and not os.path.lexists(whole):
-                os.replace(os.path.join(folder, name), whole)
+            path = os.path.join(folder, match[1])
+            if match[2] == f"-{_REPLACED}" and not os.path.lexists(path):
+                os.replace(os.path.join(folder, name), path)
             else:
                 shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
@@ -132,7 +130,7 @@ def _failure(handle: SaveHandle) -> FastloadError | None:
 
 
 def _replace(source: str, target: str) -> None:
-    """Gives a directory the name of another one, which goes: in one step, where the file system can do it."""
+    """Replaces a directory by another one; in one step where the file system can exchange names."""
     old = _pending(target, _REPLACED)
     if not os.path.lexists(target):
         os.replace(source, target)
@@ -147,7 +145,7 @@ def _replace(source: str, target: str) -> None:
 
 
 def _exchange(source: str, target: str) -> bool:
-    """Exchanges two names in one directory; returns whether that can be done there."""
+    """Exchanges two names in one directory; returns False where the file system cannot."""
     parent = os.open(os.path.dirname(source), os.O_RDONLY | os.O_DIRECTORY)
     try:
         folders.exchange(os.path.basename(source), parent, os.path.basename(target), parent)

@@ -30,10 +30,10 @@ from transformers import (
 )
 
 import fastload
-from fastload.integrations import accelerate as accelerate_door
+from fastload.integrations import accelerate as accelerate_integration
 from fastload.integrations.trainer import TrainerMixin
 from fastload.integrations.transformers import from_pretrained
-from tests.doors.pages import run_program
+from tests.integrations.pages import run_program
 
 SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -262,7 +262,7 @@ def refuses_trainings(rank: int, world: int, tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare_model(model, evaluation_mode=True)
     with pytest.raises(fastload.OptionError, match=r"an Accelerator with weights of .*TwoTensor$"):
-        accelerate_door.attach(accelerator)
+        accelerate_integration.attach(accelerator)
     AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(fastload.OptionError, match=r"cannot save a training with DeepSpeed$"):
         WithDeepSpeed(model=llama(tied=True), args=arguments_of(tmp_path, fsdp=0), eval_dataset=[])  # type: ignore[arg-type]
@@ -271,7 +271,7 @@ def refuses_trainings(rank: int, world: int, tmp_path: Path) -> None:
     for kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
         accelerator.state.distributed_type = kind  # which it takes where their libraries are
         with pytest.raises(fastload.OptionError, match=f"an Accelerator with {kind.value}$"):
-            accelerate_door.attach(accelerator)
+            accelerate_integration.attach(accelerator)
     AcceleratorState._reset_state(reset_partial_state=True)
     for version, each_node, what in ((1, False, r"FSDP 1 \(set"), (2, True, "save_on_each_node")):
         configuration = ProjectConfiguration(str(tmp_path), save_on_each_node=each_node)
@@ -281,7 +281,7 @@ def refuses_trainings(rank: int, world: int, tmp_path: Path) -> None:
         with pytest.raises(
             fastload.OptionError, match=f"cannot save the state of an Accelerator with {what}"
         ):
-            accelerate_door.attach(accelerator)
+            accelerate_integration.attach(accelerator)
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
@@ -330,7 +330,7 @@ def saves_states(rank: int, world: int, tmp_path: Path, fsdp: bool) -> None:
         accelerator.save_state()  # its own, before
         expected = train(2)
     plain_save = accelerator.save_state
-    accelerate_door.attach(accelerator, in_background=not fsdp)
+    accelerate_integration.attach(accelerator, in_background=not fsdp)
     if not fsdp:
         accelerator.load_state()
         assert all(map(torch.equal, train(2), expected))

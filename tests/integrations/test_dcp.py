@@ -39,7 +39,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import fastload
 from fastload.integrations.dcp import Reader, Writer
 from tests.dist.harness import ranks
-from tests.doors.pages import run_program
+from tests.integrations.pages import run_program
 
 OVERWRITE = fastload.SaveOptions(overwrite=True)
 

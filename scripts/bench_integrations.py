@@ -1,7 +1,7 @@
 """What checkpoints cost a training with the Trainer of transformers, or Lightning: theirs, and fastload's.
 
-    python scripts/bench_doors.py trainer --model minilm
-    python scripts/bench_doors.py lightning --model 400MB
+    python scripts/bench_integrations.py trainer --model minilm
+    python scripts/bench_integrations.py lightning --model 400MB
 
 Each arm is a training with DDP on one machine, of a job of its own: some steps, a save after each, and a long
 step after each save, so that a save in the background has ended before the next. Then another training
@@ -38,13 +38,13 @@ NUM_SAVES = 4
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("door", type=click.Choice(["trainer", "lightning"]))
+@click.argument("library", type=click.Choice(["trainer", "lightning"]))
 @click.option("--model", type=click.Choice(list(MODELS)), default="minilm", show_default=True)
 @click.option("--ranks", default=4, show_default=True, help="Processes that train together.")
 @click.option("--loads", default=3, show_default=True, help="How often each arm resumes.")
 @click.option("--folder", type=click.Path(file_okay=False), help="On the file system to save to.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write all numbers there.")
-def main(door: str, model: str, ranks: int, loads: int, folder: str | None, json_path: str | None) -> None:
+def main(library: str, model: str, ranks: int, loads: int, folder: str | None, json_path: str | None) -> None:
     """Trains and saves with each arm, resumes with each in turn, and prints a table."""
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=folder) as whole:
@@ -52,7 +52,7 @@ def main(door: str, model: str, ranks: int, loads: int, folder: str | None, json
         def measured(arm: str, **given: Any) -> Any:
             below = Path(whole, str(ARMS.index(arm)))
             below.mkdir(exist_ok=True)
-            return run_on_ranks(__file__, ranks, str(below), door=door, model=model, arm=arm, **given)
+            return run_on_ranks(__file__, ranks, str(below), library=library, model=model, arm=arm, **given)
 
         for arm in ARMS:
             rows[arm] = measured(arm, resumes=False) | {"loads_s": []}
@@ -60,7 +60,7 @@ def main(door: str, model: str, ranks: int, loads: int, folder: str | None, json
             for arm in ARMS:
                 rows[arm]["loads_s"].append(measured(arm, resumes=True)["load_s"])
     nbytes = rows["theirs"]["nbytes"]
-    print(f"{door}, {model}, {ranks} ranks, {nbytes / 1e6:.0f} MB a checkpoint; medians, in seconds")
+    print(f"{library}, {model}, {ranks} ranks, {nbytes / 1e6:.0f} MB a checkpoint; medians, in seconds")
     print("| | the first save | each later save | load | min\u2013max |\n|---|---|---|---|---|")
     for arm, row in rows.items():
         (first, *later), loaded = row["stalls_s"], row["loads_s"]
@@ -94,7 +94,7 @@ class Clock:
 
 def rank(settings: dict[str, Any]) -> None:
     """Is one rank of a training; the first writes what it measured."""
-    run: Callable[..., Any] = {"trainer": with_trainer, "lightning": with_lightning}[settings["door"]]
+    run: Callable[..., Any] = {"trainer": with_trainer, "lightning": with_lightning}[settings["library"]]
     folder = Path(settings["folder"])
     if settings["resumes"]:
         os.sync()

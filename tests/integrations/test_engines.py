@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 from fastload.errors import ManifestError, MismatchError, OptionError, PeerError
 from tests.dist.harness import ranks
-from tests.doors import engine_stand_ins as stand_ins
-from tests.doors.engine_stand_ins import LoadConfig, Model
-from tests.doors.pages import run_program
+from tests.integrations import engine_stand_ins as stand_ins
+from tests.integrations.engine_stand_ins import LoadConfig, Model
+from tests.integrations.pages import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 UP, NORM = torch.arange(48.0).reshape(6, 8), torch.arange(6.0)

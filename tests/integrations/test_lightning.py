@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def body(name: str) -> Any:
-    return there("tests.doors.lightning_ranks", name)
+    return there("tests.integrations.lightning_ranks", name)
 
 
 @pytest.mark.parametrize(("world", "kind"), [(4, "ddp"), (2, "fsdp2")])

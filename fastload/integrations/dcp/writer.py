@@ -1,0 +1,282 @@
+"""The storage that `dcp.save` writes to."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan, SavePlanner, StorageWriter
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+import fastload
+from fastload.errors import OptionError
+from fastload.formats.names import DCP_NAMES
+from fastload.geometry.dtensors import is_dtensor, with_local
+from fastload.integrations.dcp.common import BYTES_IO, Cut, DcpStorage, Path, done, overrides, pickled
+from fastload.options import SaveOptions
+from fastload.saving import save as saving
+from fastload.saving.call import make_call
+from fastload.saving.handle import SaveHandle
+
+
+class Writer(DcpStorage, StorageWriter):
+    """A storage for `dcp.save` and `dcp.async_save`: makes the checkpoint that `fastload.save` would make.
+
+    The ranks that hold the same bytes share the writing. The files are plain safetensors, with checksums and
+    a commit record. The checkpoint appears as a whole once all ranks have written. As with dcp, it replaces
+    an older one of fastload or dcp at the same path.
+
+    Args:
+        path: The directory to make, a local path or a URL; None if dcp is given a ``checkpoint_id=``.
+        process_group: The one that dcp is given.
+        no_dist: Whether dcp is given ``no_dist=True``.
+        metadata: As for `fastload.save`.
+        storage_options: As for `fastload.save`.
+        options: How to save; None for the defaults. An existing checkpoint is replaced, unless they have
+            ``overwrite=False``.
+
+    Attributes:
+        report: What the last save did; None before it.
+    """
+
+    _call = "dcp.save"
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        process_group: Any = None,
+        no_dist: bool = False,
+        metadata: Mapping[str, str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        options: SaveOptions | None = None,
+    ) -> None:
+        super().__init__(path, process_group, no_dist=no_dist, storage_options=storage_options)
+        self._metadata = metadata
+        self._options = options if options is not None else SaveOptions()
+        self._local_plan = SavePlan([])
+        self._has_collectives = True
+        self.report: fastload.SaveReport | None = None
+
+    def storage_meta(self) -> StorageMeta:
+        """Returns the path of the checkpoint."""
+        return StorageMeta(checkpoint_id=self._path)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Checks what can be checked before dcp plans.
+
+        Raises:
+            OptionError: There is no path.
+        """
+        self._required_path()
+        self._has_collectives = kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Returns the plan unchanged; remembers it, since the final one may leave out what others write."""
+        self._local_plan = plan
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Returns the plans unchanged.
+
+        Raises:
+            WorldError: dcp plans for another number of ranks than this storage was given.
+        """
+        if self._has_collectives:
+            self._require_size(len(plans))
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Saves, on all ranks.
+
+        Raises:
+            OptionError: fastload cannot store something in the state, or cannot follow the planner.
+            FastloadError: As for `fastload.save`.
+        """
+        group, path, options = self._group(), self._required_path(), self._options
+        planned: list[_PlannedState] = []
+
+        def collect() -> tuple[str, list[str] | None]:
+            planned.append(own := _planned_state(planner, self._local_plan, plan))
+            return xxhash.xxh3_128_hexdigest(json.dumps(own.names).encode()), own.written
+
+        responses = fastload.world.agree(
+            group, f"saving to {path}: the state", collect, timeout_s=options.timeout_s
+        )
+        has_parts = not self._has_collectives or len({names for names, _ in responses}) > 1
+        call = make_call(
+            path,
+            group,
+            self._metadata,
+            self._storage_options,
+            replace(options, parts=options.parts or has_parts, overwrite=options.overwrite is not False),
+            raise_earlier=SaveHandle.raise_unseen,
+            names=DCP_NAMES,
+        )
+        self.report = saving.save(call, planned.pop().state([written for _, written in responses]))
+        call.tell(self.report)
+        return done([_result(item) for item in plan.items])
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Does nothing: the checkpoint exists."""
+
+
+def _result(item: WriteItem) -> WriteResult:
+    return WriteResult(index=item.index, size_in_bytes=item.tensor_storage_size() or 0, storage_data=None)
+
+
+class _PlannedState:
+    """The state that a planner saves of this rank.
+
+    Args:
+        planner: The planner.
+        items: Its plan for this rank.
+        flat: Flattened name → value, as the planner resolves it.
+        written: The names in the final plan; None if this class of planner leaves out none.
+    """
+
+    def __init__(
+        self,
+        planner: DefaultSavePlanner,
+        items: Sequence[WriteItem],
+        flat: dict[str, Any],
+        written: list[str] | None,
+    ) -> None:
+        self._planner = planner
+        self._flat = flat
+        self.names = [item.index.fqn for item in items]
+        self.written = written
+
+    def state(self, written: Sequence[Sequence[str] | None]) -> Any:
+        """Returns the state to save, nested as it was.
+
+        Args:
+            written: `written` of each rank.
+        """
+        flat, mappings = self._flat, self._planner.mappings
+        lists = [names for names in written if names is not None]
+        if len(lists) == len(written):
+            final = {name for names in lists for name in names}
+            flat = {name: value for name, value in flat.items() if name in final}
+        if not mappings:
+            return flat
+        nested = unflatten_state_dict(flat, {name: mappings.get(name, (name,)) for name in flat})
+        has_less = len(flat) < len(self._planner.state_dict)
+        if has_less and flatten_state_dict(nested)[0].keys() != flat.keys():
+            return flat  # an element left out of a list would become None
+        return nested
+
+
+_CENTRAL_PLANNING = tuple(
+    name
+    for name in ("create_global_plan", "_create_global_plan", "_dedup_save_plans", "finish_plan")
+    if hasattr(DefaultSavePlanner, name)
+)
+
+
+def _planned_state(planner: SavePlanner, local: SavePlan, final: SavePlan) -> _PlannedState:
+    """Returns the state that a planner saves of this rank.
+
+    Args:
+        planner: The planner.
+        local: Its plan for this rank.
+        final: The plan that came back from the coordinator.
+
+    Raises:
+        OptionError: The planner does not expose the state, or plans something that cannot be stored.
+    """
+    kind = type(planner).__name__
+    if not isinstance(planner, DefaultSavePlanner):
+        raise OptionError(f"planner={kind}: Writer needs a DefaultSavePlanner, or one derived from it")
+    items = _local_items(planner, local)
+    flat = {name: _storable(value) for name, value in planner.state_dict.items()}
+    if overrides(planner, DefaultSavePlanner, "create_local_plan"):
+        planned = {item.index.fqn for item in items}
+        flat = {name: value for name, value in flat.items() if name in planned}
+        _require_uncut(planner, items)
+    resolves = overrides(planner, DefaultSavePlanner, "resolve_data", "lookup_object", "transform_object")
+    for item in items:
+        if resolves or item.index.fqn not in flat:
+            flat[item.index.fqn] = _resolved(planner, item, planner.state_dict.get(item.index.fqn))
+    if not overrides(planner, DefaultSavePlanner, *_CENTRAL_PLANNING):
+        return _PlannedState(planner, items, flat, None)
+    known = {(item.index.fqn, *_write_cut(item)) for item in items}
+    for item in final.items:
+        if (item.index.fqn, *_write_cut(item)) not in known:
+            raise OptionError(
+                f"{item.index.fqn}: planner={kind} has in the plan of all what it did not plan for this "
+                "rank: plan it in create_local_plan"
+            )
+    return _PlannedState(planner, items, flat, sorted({item.index.fqn for item in final.items}))
+
+
+def _local_items(planner: DefaultSavePlanner, local: SavePlan) -> Sequence[WriteItem]:
+    """Returns the items planned for this rank; with ``enable_plan_caching``, perhaps by an earlier save."""
+    if getattr(local, "usable", True):
+        return local.items
+    return planner._cached_save_plan[planner._cached_plans_key].items
+
+
+def _require_uncut(planner: DefaultSavePlanner, items: Sequence[WriteItem]) -> None:
+    """Raises if a plan cuts something in another way than the state does."""
+    cuts: dict[str, set[Cut]] = defaultdict(set)
+    for item in items:
+        cuts[item.index.fqn].add(_write_cut(item))
+    for name, planned in cuts.items():
+        if name in planner.state_dict:
+            default = create_default_local_save_plan({name: planner.state_dict[name]}, False).items
+            is_uncut = planned == set(map(_write_cut, default))
+        else:
+            is_uncut = all(kind != WriteItemType.SHARD and sizes == full for kind, _, sizes, full in planned)
+        if not is_uncut:
+            raise OptionError(
+                f"{name}: planner={type(planner).__name__} cuts it otherwise than the state does, and Writer "
+                "saves what each rank holds: make it a DTensor, or save it whole"
+            )
+
+
+def _write_cut(item: WriteItem) -> Cut:
+    """Returns the part that an item covers: its type, offsets and sizes, and the full size."""
+    data = item.tensor_data
+    if data is None or data.chunk is None:
+        return item.type, (), (), ()
+    return item.type, tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size)
+
+
+def _resolved(planner: SavePlanner, item: WriteItem, value: Any) -> Any:
+    """Returns what a planner saves in place of a value of the state."""
+    name, data = item.index.fqn, planner.resolve_data(item)
+    if item.type == WriteItemType.BYTE_IO:
+        assert isinstance(data, io.BytesIO), "the planner's interface requires it"
+        if data.getvalue() == pickled(value).getvalue():
+            return _storable(value)
+        try:
+            return _storable(torch.load(io.BytesIO(data.getvalue()), weights_only=True))
+        except pickle.UnpicklingError as error:
+            kind = type(planner).__name__
+            raise OptionError(f"{name}: planner={kind} makes of it what cannot be kept: {error}") from None
+    assert isinstance(data, Tensor), "the planner's interface requires it"
+    if isinstance(value, Tensor) and is_dtensor(value):
+        return with_local(value, data, value.shape)
+    if item.type == WriteItemType.SHARD:
+        kind = type(value).__name__
+        raise OptionError(f"{name} is a {kind}: of sharded tensors DTensor only is known")
+    return data
+
+
+def _storable(value: Any) -> Any:
+    """Returns a value that fastload can store: of a `BytesIO`, which trainings often have, its bytes."""
+    return (BYTES_IO, value.getvalue()) if isinstance(value, io.BytesIO) else value

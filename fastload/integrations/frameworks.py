@@ -1,0 +1,201 @@
+"""What integrations share: checks of a library and its models, their state dicts, saves in the background."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.nn.parameter import is_lazy
+
+from fastload import FastloadError, LoadOptions, OptionError, SaveHandle, SaveOptions, async_save, save, world
+from fastload.formats.names import RECORD_NAME
+from fastload.geometry.dtensors import is_dtensor
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def unknown_version(library: ModuleType, tested: str, reason: object) -> OptionError:
+    """Returns the error for a library whose version an integration does not know.
+
+    Args:
+        library: What is installed.
+        tested: The version that the integration is tested with.
+        reason: How the installed one differs.
+    """
+    version = getattr(library, "__version__", "of no version")
+    return OptionError(
+        f"fastload does not know {library.__name__} {version}: {reason}; it is tested with {tested}"
+    )
+
+
+def require_signatures(library: ModuleType, tested: str, signatures: Mapping[str, tuple[Any, str]]) -> None:
+    """Raises unless the functions that an integration replaces or calls have the expected parameters.
+
+    Args:
+        library: What is installed.
+        tested: The version that the integration is tested with.
+        signatures: Name of a function for messages → its class or module, and its parameters separated by
+            blanks.
+
+    Raises:
+        OptionError: A function is missing, or has other parameters.
+    """
+    for name, (owner, parameters) in signatures.items():
+        found = getattr(owner, name.rpartition(".")[2], None)
+        names = list(inspect.signature(found).parameters) if callable(found) else None
+        if names != parameters.split():
+            problem = "is not there" if names is None else f"takes ({', '.join(names)})"
+            raise unknown_version(library, tested, f"{name} {problem}")
+
+
+def refuse(what: str, reasons: Mapping[str, bool], advice: str = "") -> None:
+    """Raises if any of the reasons holds.
+
+    Args:
+        what: What fastload cannot do then, such as ``save a training``.
+        reasons: What it would have to do that with → whether it is in use.
+        advice: What to do instead.
+
+    Raises:
+        OptionError: Some reasons hold; it names them.
+    """
+    if found := [name for name, is_in_use in reasons.items() if is_in_use]:
+        problem = f"fastload cannot {what} with {', '.join(found)}"
+        raise OptionError(f"{problem}: {advice}" if advice else problem)
+
+
+def unsupported_tensors(model: nn.Module) -> str:
+    """Names the classes of a model's tensors that cannot be saved, such as quantized weights.
+
+    Returns:
+        The names, joined by commas. Lazy tensors do not count: they may become plain ones.
+    """
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not is_lazy(tensor)]
+    kinds = {type(tensor) for tensor in tensors if type(tensor) not in _PLAIN and not is_dtensor(tensor)}
+    return ", ".join(sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds))
+
+
+def on_rank_0(what: str, work: Callable[[], Any], options: LoadOptions | None = None) -> Any:
+    """Does some work on rank 0; returns its result on all ranks.
+
+    Args:
+        what: Name of the work, for messages.
+        work: Returns JSON values.
+        options: Give the timeout; None for the defaults.
+
+    Raises:
+        FastloadError: It failed.
+    """
+    own = work if world.rank_in(None) == 0 else lambda: None
+    return world.agree(None, what, own, timeout_s=(options or LoadOptions()).timeout_s)[0]
+
+
+def is_fastload_checkpoint(folder: str) -> bool:
+    """Whether fastload saved the checkpoint in a directory, as rank 0 sees it. A call of all ranks."""
+    path = os.path.join(folder, RECORD_NAME)
+    return bool(on_rank_0(f"looking at {folder}", lambda: os.path.isfile(path)))
+
+
+def live_state(model: nn.Module) -> dict[str, Any]:
+    """Returns the state dict of a model, without the names of wrappers; its tensors are the model's own."""
+    return get_model_state_dict(model)
+
+
+def state_to_save(model: nn.Module) -> dict[str, Any]:
+    """Returns the state dict of a model, with rank 0's buffers, such as running statistics.
+
+    Buffers may differ between ranks, and frameworks save those of rank 0.
+    """
+    state = live_state(model)
+    names = {_bare(name) for name, _ in model.named_buffers()}
+    buffers = [name for name in state if _bare(name) in names and type(state[name]) is Tensor]
+    if dist.is_initialized():
+        for device in sorted({state[name].device for name in buffers}, key=str):
+            state |= _broadcast({name: state[name] for name in buffers if state[name].device == device})
+    return state
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("module.").replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _broadcast(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns copies of tensors of one device, with rank 0's values."""
+    packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()])
+    dist.broadcast(packed, 0)
+    parts = packed.split([tensor.nbytes for tensor in tensors.values()])
+    return {
+        name: part.clone().view(tensor.dtype).view(tensor.shape)
+        for (name, tensor), part in zip(tensors.items(), parts, strict=True)
+    }
+
+
+class BackgroundSave:
+    """The saves of a training: at most one in the background, and work that follows once it is durable.
+
+    Args:
+        options: How to save; None for the defaults. An existing checkpoint is replaced in any case.
+
+    Attributes:
+        path: Destination of the save that is under way; else empty.
+    """
+
+    def __init__(self, options: SaveOptions | None) -> None:
+        self.path = ""
+        self._options = replace(options or SaveOptions(), overwrite=True)
+        self._handle: SaveHandle | None = None
+        self._deferred: list[Callable[[], None]] = []
+
+    def save(self, state: Any, path: str, *, in_background: bool, **arguments: Any) -> None:
+        """Saves a state, once the last save is durable.
+
+        Args:
+            state: As for `fastload.save`.
+            path: Likewise.
+            in_background: Whether to return as soon as each rank has copied its share.
+            arguments: Further ones of `fastload.save`.
+
+        Raises:
+            FastloadError: As for `fastload.save`; or the last save has failed.
+        """
+        self.wait()
+        if in_background:
+            self._handle = async_save(state, path, options=self._options, **arguments)
+            self.path = path
+        else:
+            save(state, path, options=self._options, **arguments)
+
+    def once_durable(self, work: Callable[[], None]) -> None:
+        """Does some work on rank 0: in the next `wait` if a save is under way, else now."""
+        if world.rank_in(None) == 0:
+            self._deferred.append(work)
+            if self._handle is None:
+                self._do_deferred()
+
+    def wait(self) -> None:
+        """Waits until the last save is durable.
+
+        Raises:
+            FastloadError: It failed; work that was to follow is dropped.
+        """
+        handle, self._handle, self.path = self._handle, None, ""
+        try:
+            if handle is not None:
+                handle.wait()
+        except FastloadError:
+            self._deferred.clear()
+            raise
+        self._do_deferred()
+
+    def _do_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, []
+        for work in deferred:
+            work()
