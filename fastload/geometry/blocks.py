@@ -65,6 +65,20 @@ class Blocks:
     def __getitem__(self, number: int) -> Block:
         return self._block(self.owner(number), number)
 
+    def at(self, file: int, offset: int) -> Block | None:
+        """Returns the block with a byte of a file; None if no range has it.
+
+        The ranges have to be in the order of their bytes.
+        """
+        index = self.space.find(file, offset)
+        if index < 0:
+            return None
+        found = self.space.ranges[index]
+        skipped = offset - found.offset
+        if found.file != file or skipped >= found.nbytes:
+            return None
+        return self._block(index, self.firsts[index] + skipped // self.block_bytes)
+
     def between(self, file: int, begin: int, end: int) -> Iterator[tuple[int, Block]]:
         """Yields the blocks that begin in a part of a file, in order, each with the index of its range.
 

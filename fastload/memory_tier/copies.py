@@ -1,4 +1,4 @@
-"""Sends each rank's share to the hosts that keep copies of it, while training goes on."""
+"""Copies of each rank's share on other hosts, sent while training goes on."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fastload.storage.memory_target import MemoryTarget
 from fastload.transfer.links import Wire, accept_offers
 
 _PLACE = "copied"  # where in the store
-_NUM_OUTGOING = 2  # messages on their way at once, to all who get them
-_NUM_AHEAD = 2  # parts of each source for which there is memory
+_NUM_OUTGOING = 2  # messages in flight, to all targets
+_NUM_AHEAD = 2  # parts received ahead from each source
 
 
 class _Copy(NamedTuple):
@@ -46,34 +46,34 @@ def send_copies(
     parts: Sequence[FileRange],
     names: Sequence[str],
 ) -> int:
-    """Sends this rank's share to other hosts, and keeps what others send to this one.
+    """Sends this rank's share to other hosts, and writes the shares that it receives.
 
-    What it has written is read once more: it is in memory, and the training's state may have changed.
+    The share is read back from the memory tier, since the training's state may have changed.
 
     Args:
         world: The ranks.
         what: Name of the save, for messages.
         target: This host's part of the checkpoint.
-        copies: Whom this rank sends to and receives from.
+        copies: Which ranks this one sends to and receives from.
         parts: What this rank has written.
-        names: Of the files.
+        names: Names of the files.
 
     Returns:
-        How many bytes have come.
+        Number of bytes received.
 
     Raises:
-        FastloadError: Some rank has not sent or kept its part.
+        FastloadError: Some rank failed.
     """
     what = f"{what}: sending copies"
     wire = Wire(world, range(world.size), {*copies.targets, *copies.sources})
     try:
 
-        def tell() -> object:
+        def offer() -> object:
             if copies.targets:
                 world.show_bytes(what, _PLACE, zlib.compress(json.dumps(parts).encode(), level=1))
             return wire.offer()
 
-        accept_offers(world, what, wire, world.agree(what, tell))
+        accept_offers(world, what, wire, world.agree(what, offer))
     except BaseException:
         wire.close(keep=False)
         raise
@@ -82,21 +82,21 @@ def send_copies(
         for file, begin, end in parts
         for writer in copies.targets
     ]
-    sending = _Sending(world, wire, target, own)
+    exchange = _CopyExchange(world, wire, target, own)
     try:
-        return world.settle(what, lambda: sending.run(what, copies.sources, names))[world.rank]
+        return world.settle(what, lambda: exchange.run(what, copies.sources, names))[world.rank]
     finally:
-        sending.close()
+        exchange.close()
 
 
-class _Sending:
+class _CopyExchange:
     """One rank's copies, outgoing and incoming.
 
     Args:
         world: The ranks.
-        wire: To the other ranks; closed in the end.
+        wire: Connections to the other ranks; closed in the end.
         target: This host's part of the checkpoint.
-        outgoing: Copies for others, in order.
+        outgoing: Copies for other ranks, in order.
     """
 
     def __init__(self, world: World, wire: Wire, target: MemoryTarget, outgoing: Sequence[_Copy]) -> None:
@@ -106,7 +106,7 @@ class _Sending:
         self._exchange = MessageExchange(world, wire, outgoing, self._read, num_buffers=_NUM_OUTGOING)
 
     def run(self, what: str, sources: Sequence[int], names: Sequence[str]) -> int:
-        """Sends and receives all; returns how many bytes have come."""
+        """Sends and receives all; returns the number of bytes received."""
         incoming = [self._copies_of(what, source, names) for source in sources]
         for copies in incoming:
             self._target.reserve((copy.name, copy.begin, copy.end) for copy in copies)
@@ -124,7 +124,7 @@ class _Sending:
         return sum(lengths)
 
     def close(self) -> None:
-        """Ends it."""
+        """Closes the connections."""
         self._exchange.close()
 
     def _copies_of(self, what: str, source: int, names: Sequence[str]) -> list[_Copy]:

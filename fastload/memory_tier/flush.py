@@ -1,4 +1,4 @@
-"""Writes the newest in-memory checkpoint to storage, at the end of a job or after a signal."""
+"""Writes of the newest in-memory checkpoint to storage, after a signal or when a job ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum, auto
 from itertools import pairwise
 from typing import Any
@@ -21,7 +21,7 @@ from fastload.formats.names import RECORD_NAME
 from fastload.formats.open import read_manifest
 from fastload.formats.record import CHECKSUM_BYTES
 from fastload.memory_tier.manifest import ShareTable
-from fastload.memory_tier.restore import InMemoryCheckpoint, connect, read_table
+from fastload.memory_tier.restore import InMemoryCheckpoint, connect, read_file, read_table
 from fastload.options import LoadOptions, SaveOptions
 from fastload.saving.layout import FileRange, Layout, LayoutFile
 from fastload.saving.split import WriterShare
@@ -31,7 +31,7 @@ from fastload.storage.memory_folder import JobFolder
 
 _log = logging.getLogger(__name__)
 AFTER_S = 5.0
-"""Seconds after a signal in which a training that is well comes to save; what that writes is newer."""
+"""Seconds that a training has after a signal to save by itself; what it saves is newer."""
 
 
 class _State(Enum):
@@ -42,14 +42,14 @@ class _State(Enum):
 
 
 class EmergencyFlush:
-    """Writes what is in memory to storage some time after a signal, unless the training comes to save before.
+    """Writes the memory tier to storage a while after a signal, unless the training saves before.
 
-    Each rank that has got the signal waits for itself. The ranks do it together or not at all: one that comes
-    to save tells the others, and goes on once what had begun has ended.
+    Each rank that gets the signal has its own timer. All ranks write together, or none does: a rank whose
+    training saves tells the others. If they have begun to write, it waits for the end.
 
     Args:
         world: The ranks, which met for this when the training began.
-        write: Writes it, given the ranks.
+        write: Writes the newest in-memory checkpoint.
     """
 
     def __init__(self, world: World, write: Callable[[World], object]) -> None:
@@ -57,29 +57,29 @@ class EmergencyFlush:
         self._write = write
         self._lock = threading.Lock()
         self._state = _State.IDLE
-        self._comes = threading.Event()
+        self._disarmed = threading.Event()
         self._has_ended = threading.Event()
 
-    def expect(self) -> None:
-        """Notes that there was a signal; from any thread."""
+    def arm(self) -> None:
+        """Starts the timer, after a signal; from any thread."""
         if self._becomes(_State.WAITING, _State.IDLE):
             Task(self._wait, "fastload-flush").start()
 
-    def come_to_save(self) -> None:
-        """Notes that the training has come to save by itself, or to its end; waits for what has begun."""
-        self.cancel()
+    def yield_to_training(self) -> None:
+        """Gives up the flush, since the training saves or ends; if it has begun, waits for its end."""
+        self.disarm()
         if self._becomes(_State.OVER, _State.IDLE, _State.WAITING):
-            self._world.leave(Interrupted("the training has come to save, or to its end"))
+            self._world.leave(Interrupted("the training saves, or has ended"))
         elif self._state is _State.WRITING:
             self._has_ended.wait()
 
-    def cancel(self) -> None:
-        """Has nothing begin any more after some time."""
-        self._comes.set()
+    def disarm(self) -> None:
+        """Stops the timer."""
+        self._disarmed.set()
 
     def write_now(self) -> None:
-        """Writes it, unless that is done or left; all ranks together."""
-        self.cancel()
+        """Writes now, unless it is done or given up; on all ranks."""
+        self.disarm()
         if self._becomes(_State.WRITING, _State.IDLE, _State.WAITING):
             self._run()
         elif self._state is _State.WRITING:
@@ -87,13 +87,13 @@ class EmergencyFlush:
 
     def _becomes(self, state: _State, *before: _State) -> bool:
         with self._lock:
-            is_so = self._state in before
-            if is_so:
+            may_change = self._state in before
+            if may_change:
                 self._state = state
-            return is_so
+            return may_change
 
     def _wait(self) -> None:
-        if not self._comes.wait(AFTER_S) and self._becomes(_State.WRITING, _State.WAITING):
+        if not self._disarmed.wait(AFTER_S) and self._becomes(_State.WRITING, _State.WAITING):
             self._run()
 
     def _run(self) -> None:
@@ -103,13 +103,13 @@ class EmergencyFlush:
             self._world.acknowledge()
         except FastloadError as error:
             level = logging.WARNING if self._world.rank == 0 else logging.DEBUG
-            _log.log(level, "what is in memory is not written to storage: %s", error)
+            _log.log(level, "the memory tier is not flushed to storage: %s", error)
         finally:
             self._state = _State.OVER
             self._has_ended.set()
 
 
-_PIECE_BYTES = 4 << 20
+_PART_BYTES = 4 << 20
 
 
 def flush(
@@ -119,34 +119,33 @@ def flush(
     open_target: Callable[[], Target],
     options: SaveOptions,
 ) -> None:
-    """Writes an in-memory checkpoint to storage, on all ranks: each byte by one that has it.
+    """Writes an in-memory checkpoint to storage, on all ranks; a rank that holds a byte writes it.
 
-    What is written is checked on the way, and is not published if it is not as it was.
+    Checksums are verified on the way; a damaged checkpoint is not published.
 
     Args:
         world: The ranks.
-        folder: What the job has on this host.
+        folder: The job's folder on this host.
         found: The checkpoint; it is complete.
-        open_target: Opens write access to where it belongs.
+        open_target: Opens write access to the checkpoint on storage.
         options: How to write.
 
     Raises:
-        FastloadError: It is not on storage; the same on all ranks.
+        FastloadError: It failed; the same error on all ranks.
     """
     what = f"writing step {found.step} from memory to storage"
     source = min(found.holders)
     target = open_target()
     try:
-        plan = _plan(world, what, folder, found, source)
-        ranges = _deal(plan, found, target, world.size)[world.rank]
-        files = [(name, nbytes) for name, nbytes in plan.files]
+        files, table = _share_tables(world, what, folder, found, source)
+        ranges = _deal(files, table, found, target, world.size)[world.rank]
+        names = [name for name, _ in files]
 
         def prepare() -> Any:
             return target.prepare(files, overwrite=True) if world.rank == source else None
 
         ticket = world.agree(f"{what}: preparing", prepare)[source]
         world.agree(f"{what}: joining", lambda: target.join(ticket) if world.rank != source else None)
-        names = [name for name, _ in plan.files]
         writer = PartWriter(world, target, names, num_threads=options.write_threads, progress=None)
 
         def write() -> Mapping[str, Any] | None:
@@ -163,7 +162,7 @@ def flush(
         def publish() -> None:
             if world.rank == source:
                 with closing(_storage(world, folder, found)) as storage:
-                    small = [(name, _read_all(storage, name)) for name in (*plan.table.whole, RECORD_NAME)]
+                    small = [(name, read_file(storage, name)) for name in (*table.whole, RECORD_NAME)]
                 target.publish([each for each in receipts if each is not None], small, overwrite=True)
 
         world.agree(f"{what}: publishing", publish)
@@ -174,25 +173,14 @@ def flush(
         target.close()
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What there is to write.
-
-    Attributes:
-        files: Name and size of each file that is written in ranges.
-        table: What each share has of them.
-    """
-
-    files: Sequence[tuple[str, int]]
-    table: ShareTable
-
-
 def _storage(world: World, folder: JobFolder, found: InMemoryCheckpoint) -> PatientStorage:
     return connect(folder.place(found.name), world, LoadOptions(io="buffered", timeout_s=world.timeout_s))
 
 
-def _plan(world: World, what: str, folder: JobFolder, found: InMemoryCheckpoint, source: int) -> _Plan:
-    """Reads on one rank, for all, what there is to write."""
+def _share_tables(
+    world: World, what: str, folder: JobFolder, found: InMemoryCheckpoint, source: int
+) -> tuple[list[tuple[str, int]], ShareTable]:
+    """Reads on one rank, for all, names and sizes of the files in shares, and the table of shares."""
 
     def read() -> bytes:
         with closing(_storage(world, folder, found)) as storage:
@@ -200,29 +188,35 @@ def _plan(world: World, what: str, folder: JobFolder, found: InMemoryCheckpoint,
         files = [(file.name, file.nbytes) for file in manifest.files if file.name not in table.whole]
         return b"\n".join([json.dumps(files).encode(), text])
 
-    files, _, text = world.share(what, source, read).partition(b"\n")
-    table = ShareTable.parse(text, found.table, what)
-    return _Plan([(name, nbytes) for name, nbytes in json.loads(files)], table)
+    packed, _, text = world.share(what, source, read).partition(b"\n")
+    files = [(name, nbytes) for name, nbytes in json.loads(packed)]
+    return files, ShareTable.parse(text, found.table, what)
 
 
-def _deal(plan: _Plan, found: InMemoryCheckpoint, target: Target, num_ranks: int) -> list[list[FileRange]]:
-    """Says which ranges each rank writes: each byte once, by one whose host has it.
+def _deal(
+    files: Sequence[tuple[str, int]],
+    table: ShareTable,
+    found: InMemoryCheckpoint,
+    target: Target,
+    num_ranks: int,
+) -> list[list[FileRange]]:
+    """Returns the ranges that each rank writes: each byte once, by a rank whose host has it.
 
     Raises:
-        StorageError: Storage takes files only as they are not cut in memory.
+        StorageError: Storage takes files only in parts that no host has completely.
     """
-    unit = target.align_bytes(max((nbytes for _, nbytes in plan.files), default=1))
+    unit = target.align_bytes(max((nbytes for _, nbytes in files), default=1))
     dealt: list[list[FileRange]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    for file, (name, nbytes) in enumerate(plan.files):
+    for file, (name, nbytes) in enumerate(files):
         ranges = [
-            (*each, share) for share, files in plan.table.shares.items() for each in files.get(name, ())
+            (*each, share) for share, of_share in table.shares.items() for each in of_share.get(name, ())
         ]
         for begin, end, shares in _parts(sorted(ranges), nbytes, unit):
             holders = [rank for rank, held in found.holders.items() if shares & set(held)]
             if not holders:
                 raise StorageError(
-                    "it takes files in other parts than memory has", url=f"{target.url}/{name}"
+                    "it takes files in other parts than the hosts have in memory", url=f"{target.url}/{name}"
                 )
             writer = min(holders, key=lambda rank: (loads[rank], rank not in shares, rank))
             loads[writer] += end - begin
@@ -233,12 +227,12 @@ def _deal(plan: _Plan, found: InMemoryCheckpoint, target: Target, num_ranks: int
 def _parts(
     ranges: Sequence[tuple[int, int, int]], nbytes: int, unit: int | None
 ) -> Iterable[tuple[int, int, set[int]]]:
-    """Cuts a file where storage allows; yields (begin, end) and the shares that have all of it.
+    """Cuts a file where storage allows; yields (begin, end) and the shares that have all of that.
 
     Args:
-        ranges: (begin, end, share), sorted; a share may have a part of what is behind its own.
+        ranges: (begin, end, share), sorted; they may overlap, by the rest of a block.
         nbytes: Length of the file.
-        unit: Where it may be cut; None: nowhere.
+        unit: The file may be cut at its multiples; None: nowhere.
     """
     bounds = {0, nbytes}
     if unit is not None:
@@ -254,63 +248,60 @@ def _parts(
 def _write(
     storage: PatientStorage, names: Sequence[str], ranges: Sequence[FileRange], writer: PartWriter
 ) -> Mapping[str, Any]:
-    """Writes ranges, and checks the blocks that begin in them; returns the receipt.
+    """Writes ranges, and verifies the blocks that begin in them; returns the receipt.
 
     Raises:
-        ChecksumError: A block is not as it was written.
+        ChecksumError: A block is damaged.
         FastloadError: As for `PartWriter.write`.
     """
     manifest = read_manifest(storage)
     layout = _layout(manifest, names)
-    share = WriterShare.of(layout, ranges, _PIECE_BYTES)
+    share = WriterShare.of(layout, ranges, _PART_BYTES)
     hasher = BlockHasher(layout.blocks_of(ranges))
-    receipt = writer.write(share, _Pieces(storage, manifest, names, share.parts), hasher)
-    recorded = {file.name: file.checksums for file in manifest.files}
-    for file, first, text in hasher.checksums():
-        digests, begin = bytes.fromhex(text), first * CHECKSUM_BYTES
-        if recorded[names[file]][begin : begin + len(digests)] != digests:
-            raise ChecksumError(f"{storage.url}/{names[file]}: damaged in memory")
+    receipt = writer.write(share, _HostParts(storage, manifest, names, share.parts), hasher)
+    of_file = {file.name: file.checksums for file in manifest.files}
+    recorded = b"".join(of_file[name] for name in names)
+    for first, text in hasher.checksums():
+        digests = bytes.fromhex(text)
+        for number in range(first, first + len(digests) // CHECKSUM_BYTES):
+            begin = (number - first) * CHECKSUM_BYTES
+            at = number * CHECKSUM_BYTES
+            if recorded[at : at + CHECKSUM_BYTES] != digests[begin : begin + CHECKSUM_BYTES]:
+                damaged = names[layout.blocks[number].file]
+                raise ChecksumError(f"{storage.url}/{damaged}: damaged in memory")
     return receipt
 
 
 def _layout(manifest: Manifest, names: Sequence[str]) -> Layout:
-    """Returns the files that are written in ranges as a save lays them out."""
+    """Returns the layout of the files that are written in ranges."""
     numbers = {file.name: number for number, file in enumerate(manifest.files)}
     files = []
-    for at, name in enumerate(names):
-        number = numbers[name]
-        entries = [entry for entry in manifest.tensors if entry.file == number]
+    for index, name in enumerate(names):
+        entries = [entry for entry in manifest.tensors if entry.file == numbers[name]]
         ordered = sorted(entries, key=lambda entry: entry.offset)
-        tensors = tuple(replace(entry, file=at) for entry in ordered)
-        files.append(LayoutFile(name, b"", tensors, manifest.files[number].nbytes))
+        tensors = tuple(replace(entry, file=index) for entry in ordered)
+        files.append(LayoutFile(name, b"", tensors, manifest.files[numbers[name]].nbytes))
     return Layout(tuple(files), manifest.block_bytes, None)
 
 
-class _Pieces:
-    """Pieces out of the memory of this host; see `saving.write.PartSource`."""
+class _HostParts:
+    """Parts of files, read from this host; see `saving.write.PartSource`."""
 
     depth = 4
 
     def __init__(
-        self, storage: PatientStorage, manifest: Manifest, names: Sequence[str], pieces: Sequence[FileRange]
+        self, storage: PatientStorage, manifest: Manifest, names: Sequence[str], parts: Sequence[FileRange]
     ) -> None:
         self._storage = storage
         self._versions = {file.name: file.version for file in manifest.files}
         self._names = names
-        self._pieces = pieces
-        longest = max((piece.nbytes for piece in pieces), default=0)
+        self._parts = parts
+        longest = max((part.nbytes for part in parts), default=0)
         self._buffers = [allocate_staging(longest, pinned=False) for _ in range(self.depth)]
 
     def part(self, index: int) -> memoryview:
-        file, begin, end = self._pieces[index]
+        file, begin, end = self._parts[index]
         data = host_view(self._buffers[index % self.depth][: end - begin])
         name = self._names[file]
         self._storage.read_into(name, begin, [data], self._versions[name])
         return data
-
-
-def _read_all(storage: PatientStorage, name: str) -> bytes:
-    stat = storage.stat(name)
-    if stat is None:
-        raise StorageError("it is gone", url=f"{storage.url}/{name}")
-    return storage.read_all(name, stat)

@@ -1,8 +1,8 @@
-"""Which hosts keep which shares. Pure: the same on every rank.
+"""Placement of the copies of shares on hosts. Pure: the same on every rank.
 
-As in Gemini (Wang et al., SOSP 2023): groups of as many hosts as there are to be copies, each of which keeps
-what all of its group have; if the hosts do not divide into such groups, the rest are one ring, in which each
-keeps what those before it have.
+As in Gemini (Wang et al., SOSP 2023): the hosts form groups of as many hosts as copies, and each host of a
+group has the shares of all of them. Hosts that are left over form one ring with the last group, in which each
+host has the shares of the hosts before it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-def hosts_keeping(num_hosts: int, num_copies: int) -> list[tuple[int, ...]]:
-    """Returns for each host which hosts keep its share, itself first.
+def hosts_with_copies(num_hosts: int, num_copies: int) -> list[tuple[int, ...]]:
+    """Returns for each host the hosts that have a copy of its share, itself first.
 
     Args:
-        num_hosts: How many hosts there are.
-        num_copies: How many are to keep each share; all hosts, if there are fewer.
+        num_hosts: Number of hosts.
+        num_copies: Copies of each share; with fewer hosts, one on each.
     """
     copies = min(num_copies, num_hosts)
     num_groups = num_hosts // copies
@@ -32,14 +32,14 @@ def hosts_keeping(num_hosts: int, num_copies: int) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """The copies that one rank sends, receives and keeps.
+    """The copies that one rank sends and receives.
 
     Attributes:
-        targets: The ranks on other hosts that get its share.
-        sources: The ranks on other hosts of which it gets the share, ascending.
-        held: The ranks of which its host keeps the shares, ascending.
+        targets: Ranks on other hosts that it sends its share to.
+        sources: Ranks on other hosts that it receives the shares of, ascending.
+        held: Ranks whose shares its host has, ascending.
         leads: Whether it is the first rank of its host.
-        num_hosts: Hosts that there are.
+        num_hosts: Number of hosts.
     """
 
     targets: tuple[int, ...]
@@ -50,28 +50,28 @@ class CopyPlan:
 
 
 def plan_copies(homes: Sequence[tuple[str, str]], rank: int, num_copies: int) -> CopyPlan:
-    """Says what a rank has to do with copies: each rank gives its share to one of each host that keeps it.
+    """Returns the copies of a rank: it sends its share to one rank of each host that is to have a copy.
 
-    A host is whoever keeps things in one place. Those of one machine, such as containers with memory of their
-    own, are lost together, so they are not next to each other as long as there are other machines.
+    A host is a directory in memory. Several hosts on one machine, such as containers with their own memory,
+    are lost together. So they are not neighbours as long as there are other machines.
 
     Args:
-        homes: Of each rank, its machine, and the place there.
+        homes: Machine and directory of each rank.
         rank: The rank.
-        num_copies: As for `keepers`.
+        num_copies: As for `hosts_with_copies`.
     """
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for member, home in enumerate(homes):
         ranks_of.setdefault(home, []).append(member)
-    hosts = _apart(list(ranks_of))
-    kept_by = hosts_keeping(len(hosts), num_copies)
+    hosts = _spread(list(ranks_of))
+    copies = hosts_with_copies(len(hosts), num_copies)
     sends: dict[int, tuple[int, ...]] = {}
     held: list[int] = []
     for number, host in enumerate(hosts):
-        others = [ranks_of[hosts[keeper]] for keeper in kept_by[number][1:]]
+        others = [ranks_of[hosts[other]] for other in copies[number][1:]]
         for local, member in enumerate(ranks_of[host]):
             sends[member] = tuple(ranks[local % len(ranks)] for ranks in others)
-        if hosts.index(homes[rank]) in kept_by[number]:
+        if hosts.index(homes[rank]) in copies[number]:
             held += ranks_of[host]
     return CopyPlan(
         targets=sends[rank],
@@ -82,11 +82,11 @@ def plan_copies(homes: Sequence[tuple[str, str]], rank: int, num_copies: int) ->
     )
 
 
-def _apart(hosts: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Orders hosts so that those that follow each other are on different machines, as far as possible."""
-    on_machine: dict[str, int] = {}
-    turns = []
+def _spread(hosts: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Orders hosts so that neighbours are on different machines, as far as possible."""
+    num_on_machine: dict[str, int] = {}
+    order = []
     for number, (machine, _) in enumerate(hosts):
-        turns.append((on_machine.setdefault(machine, 0), number))
-        on_machine[machine] += 1
-    return [hosts[number] for _, number in sorted(turns)]
+        order.append((num_on_machine.setdefault(machine, 0), number))
+        num_on_machine[machine] += 1
+    return [hosts[number] for _, number in sorted(order)]

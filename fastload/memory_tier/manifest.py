@@ -1,4 +1,4 @@
-"""The host manifest: which shares of an in-memory checkpoint one host has."""
+"""Manifests of in-memory checkpoints: the shares on one host, and the byte ranges of all shares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastload.errors import ChecksumError, ManifestError, UnsupportedVersion
 from fastload.formats.untrusted import is_plain_path, is_size
 
 TABLE_NAME = "shares.json"
-"""Which ranges of the files each share has; the same on all hosts."""
+"""The `ShareTable`; the same on all hosts."""
 _VERSION = 1
 
 
@@ -22,11 +22,11 @@ class HostManifest:
     """The part of an in-memory checkpoint that one host has.
 
     Attributes:
-        branch: With `step` its place in the history of the run, see `training.retention.Point`.
+        branch: With `step`, its place in the history of the run; see `training.retention.Point`.
         step: Its step.
         nbytes: Length of all files.
-        shares: Numbers of the shares that it consists of, ascending.
-        held: Those of them that are on this host, ascending.
+        shares: Numbers of all shares, ascending.
+        held: Numbers of the shares on this host, ascending.
         table: xxh3-128 of the `ShareTable`.
     """
 
@@ -38,13 +38,13 @@ class HostManifest:
     table: str
 
     def to_bytes(self) -> bytes:
-        """Returns it as JSON, behind a line with the checksum of that."""
+        """Returns JSON, after a line with its checksum."""
         text = json.dumps({"version": _VERSION, **asdict(self)}).encode()
         return b"\n".join([xxhash.xxh3_128_hexdigest(text).encode(), text])
 
     @classmethod
     def parse(cls, text: bytes) -> HostManifest | None:
-        """Reads what `to_bytes` wrote; None for what is no such text, or is damaged.
+        """Parses the result of `to_bytes`; returns None if it is damaged, or something else.
 
         Raises:
             UnsupportedVersion: A newer version wrote it.
@@ -56,8 +56,8 @@ class HostManifest:
             found = json.loads(body)
             if (version := found.pop("version")) != _VERSION:
                 raise UnsupportedVersion(
-                    f"a step in memory is of version {version}, this fastload reads {_VERSION}: update "
-                    "fastload, or remove what is in memory: fastload prune --memory"
+                    f"an in-memory checkpoint has version {version}, this fastload reads {_VERSION}: update "
+                    "fastload, or remove in-memory checkpoints with fastload prune --memory"
                 )
             made = cls(**{**found, "shares": tuple(found["shares"]), "held": tuple(found["held"])})
         except UnsupportedVersion:
@@ -74,8 +74,8 @@ class ShareTable:
     """The byte ranges of the shares of a checkpoint.
 
     Attributes:
-        shares: By number: name of a file → ranges [begin, end) of it.
-        whole: Names of files that every host has.
+        shares: Number → name of a file → its byte ranges [begin, end).
+        whole: Names of the files that every host has completely.
     """
 
     shares: Mapping[int, Mapping[str, Sequence[tuple[int, int]]]]
@@ -88,15 +88,15 @@ class ShareTable:
 
     @classmethod
     def parse(cls, text: bytes, digest: str, where: str) -> ShareTable:
-        """Reads what `to_bytes` wrote.
+        """Parses the result of `to_bytes`.
 
         Args:
-            text: That.
+            text: The JSON.
             digest: Its xxh3-128.
-            where: It is from, for messages.
+            where: Its origin, for messages.
 
         Raises:
-            ChecksumError: It is not as it was written.
+            ChecksumError: It is damaged.
             ManifestError: It is something else.
         """
         if xxhash.xxh3_128_hexdigest(text) != digest:

@@ -1,4 +1,4 @@
-"""One save to memory: each host keeps what its ranks write, and copies of what others write."""
+"""A save to memory: each host keeps what its ranks write, and copies from other hosts."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from fastload.storage.memory_target import MemoryTarget, Published, Room
 
 @dataclass(frozen=True)
 class TierSaveReport:
-    """What one rank has done for a save to memory.
+    """What one rank did in a save to memory.
 
     Attributes:
         step: Its step.
         nbytes: Length of all files.
-        share_bytes: What this rank has written of them.
-        copied_bytes: What has come from other hosts.
-        num_hosts: Hosts that keep it.
-        stall_s: Seconds that training stood still.
-        total_s: Seconds from the call until it counted.
+        share_bytes: Length of this rank's share.
+        copied_bytes: Bytes received from other hosts.
+        num_hosts: Number of hosts.
+        stall_s: Seconds that training was blocked.
+        total_s: Seconds from the call until the checkpoint existed.
     """
 
     step: int
@@ -48,7 +48,7 @@ class TierSaveReport:
 
     @property
     def background_s(self) -> float:
-        """Seconds until it counted, once training went on."""
+        """Seconds from the end of the stall until the checkpoint existed."""
         return max(0.0, self.total_s - self.stall_s)
 
 
@@ -57,12 +57,12 @@ class TierSaveCall(SaveCall):
     """A call to save to memory.
 
     Attributes:
-        name: Of the checkpoint, the same on all hosts.
-        branch: With `step` its place in the history of the run.
+        name: Name of the checkpoint, the same on all hosts.
+        branch: With `step`, its place in the history of the run.
         step: Its step.
-        num_copies: How many hosts are to keep each share.
-        homes: Of each rank, where it keeps what it has.
-        job: What the job has on this host.
+        num_copies: Number of hosts that have each share.
+        homes: The host directory of each rank.
+        job: The job's folder on this host.
         target: This host's part of the checkpoint.
     """
 
@@ -77,7 +77,7 @@ class TierSaveCall(SaveCall):
     @property
     def what(self) -> str:
         """Name of the save, for messages."""
-        return f"keeping step {self.step} in memory"
+        return f"saving step {self.step} to memory"
 
     def open_target(self) -> Target:
         """Returns write access to this host's part."""
@@ -85,22 +85,22 @@ class TierSaveCall(SaveCall):
 
 
 def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
-    """Does all that training need not wait for.
+    """Writes, copies and commits in the background.
 
     Raises:
-        FastloadError: The checkpoint does not count on any host; the same error on all ranks.
+        FastloadError: The checkpoint exists on no host; the same error on all ranks.
     """
     world, target, agreed = call.world, call.target, begun.agreed
     try:
         with world.together():
             if agreed is None:
                 _, agreed = agree(call, lambda: begun.plan.state, went_on=True)
-            # The rest of a block that this rank has begun is written, too: whoever reads it can verify it.
+            # Blocks that begin in the share are written completely, so that they can be verified.
             share = replace(begun.plan.share, tails=frozenset())
             plan = replace(begun.plan, share=share)
             copies = plan_copies(call.homes, world.rank, call.num_copies)
             names = [file.name for file in plan.state.layout.files]
-            target.expect(_room(call, plan, copies, names))
+            target.expect(_required_room(call, plan, copies, names))
             written = write(call, plan, begun.snapshot, open_pending(call, plan))
             copied_bytes = 0
             if copies.num_hosts > 1 and call.num_copies > 1:
@@ -113,11 +113,13 @@ def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
 
             published = _unpack(world.share(f"{call.what}: recording", plan.group.leader, publish))
             nbytes = plan.state.layout.nbytes
-            record = _record(call, nbytes, published, copies)
-            keep = (published.small_files, record.to_bytes()) if copies.leads else None
-            world.agree(
-                f"{call.what}: recording", lambda: call.job.record(call.name, *keep) if keep else None
-            )
+            manifest = _host_manifest(call, nbytes, published, copies).to_bytes()
+
+            def record() -> None:
+                if copies.leads:
+                    call.job.record(call.name, published.small_files, manifest)
+
+            world.agree(f"{call.what}: recording", record)
             world.acknowledge()
     except BaseException:
         target.abort()
@@ -138,8 +140,8 @@ def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
     )
 
 
-def _room(call: TierSaveCall, plan: SavePlan, copies: CopyPlan, names: Sequence[str]) -> Room:
-    """Says what is to be on this host: what its ranks write, and as much for each further copy."""
+def _required_room(call: TierSaveCall, plan: SavePlan, copies: CopyPlan, names: Sequence[str]) -> Room:
+    """Returns what this host has to store: the shares of its ranks, and as much for each further copy."""
     layout, parts = plan.state.layout, plan.share.parts
     own_bytes = sum(part.nbytes for part in parts)
     facts = [plan.state.content.layout, call.homes, call.num_copies, own_bytes, len(parts)]
@@ -151,7 +153,7 @@ def _room(call: TierSaveCall, plan: SavePlan, copies: CopyPlan, names: Sequence[
     )
 
 
-def _record(call: TierSaveCall, nbytes: int, published: Published, copies: CopyPlan) -> HostManifest:
+def _host_manifest(call: TierSaveCall, nbytes: int, published: Published, copies: CopyPlan) -> HostManifest:
     shares = tuple(number for number, files in enumerate(published.written) if files)
     held = tuple(number for number in copies.held if number in shares)
     [table] = [content for name, content in published.small_files if name == TABLE_NAME]
@@ -159,7 +161,7 @@ def _record(call: TierSaveCall, nbytes: int, published: Published, copies: CopyP
 
 
 def _pack(published: Published) -> bytes:
-    """Packs what all hosts are to have: the commit record, other small files, and what each share has."""
+    """Packs what every host has: the commit record, other small files, and the table of shares."""
     shares = {
         number: {name: [(begin, end) for begin, end in ranges] for name, ranges in files.items()}
         for number, files in enumerate(published.written)

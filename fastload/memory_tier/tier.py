@@ -1,4 +1,4 @@
-"""The memory tier of one training: saves to host memory, restores, flushes to storage."""
+"""The memory tier of a training: saves to host memory, restores, flushes to storage."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from fastload.storage.memory_target import MemoryTarget
 _log = logging.getLogger(__name__)
 
 LEFT_S = 24 * 3600.0
-"""Seconds after which another job removes what a dead job has left on a host."""
+"""Seconds after which the next job removes the remains of a dead job from a host."""
 
-_ELEMENT_BYTES = 16  # blocks of shares end between elements
+_ELEMENT_BYTES = 16  # blocks of shares must end between elements
 
 
 class CheckpointStore(Protocol):
@@ -44,7 +44,7 @@ class CheckpointStore(Protocol):
         ...
 
     def newest(self) -> tuple[int, int] | None:
-        """Returns branch and step of the newest complete one, or None."""
+        """Returns branch and step of the newest complete checkpoint, or None."""
         ...
 
 
@@ -53,13 +53,13 @@ class TierJob:
     """The job that a memory tier belongs to.
 
     Attributes:
-        world: The ranks, as long as the training lasts.
-        group: The same, as for `fastload.load`.
-        root: Of the checkpoints.
+        world: The ranks of the training.
+        group: Their process group, as for `fastload.load`.
+        root: Root of the checkpoints.
         memory: A directory on each host, or ``auto``.
-        num_copies: How many hosts are to keep each share.
-        options: How the checkpoints are saved.
-        incarnation: A name that rank 0 has drawn for this start of the job.
+        num_copies: Number of hosts that have each share.
+        options: How to save to storage.
+        incarnation: A random name of this start of the job.
         run: The random name of the run, 16 hex digits.
         store: The checkpoints on storage.
     """
@@ -79,24 +79,22 @@ class TierSave:
     """A save to memory, in the background.
 
     Attributes:
-        step: Its step.
-        report: What was done, once it counts; else None.
-        error: Why it does not count, if it failed; as text.
+        report: What it did, once it has succeeded; else None.
+        error: Why it failed, as text; else empty.
     """
 
-    def __init__(self, step: int, work: Callable[[], TierSaveReport]) -> None:
-        self.step = step
+    def __init__(self, work: Callable[[], TierSaveReport]) -> None:
         self.report: TierSaveReport | None = None
         self.error = ""
         self._ended = threading.Event()
         Task(lambda: self._run(work), "fastload-memory").start()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         return self._ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until it has ended, well or not, which it does by itself; returns whether it has."""
+        """Waits until it has ended; returns whether it has."""
         return self._ended.wait(timeout_s)
 
     def _run(self, work: Callable[[], TierSaveReport]) -> None:
@@ -113,7 +111,7 @@ def open_tier(job: TierJob) -> MemoryTier:
     """Opens the memory tier of a job on all ranks.
 
     Raises:
-        FastloadError: There is no place for it on some host, or an option cannot be used with it.
+        FastloadError: Some host has no place for it, or an option cannot be used with it.
     """
     opened: list[JobFolder] = []
 
@@ -124,8 +122,8 @@ def open_tier(job: TierJob) -> MemoryTier:
                 f"block_bytes={block_bytes!r}: must be a multiple of {_ELEMENT_BYTES} with memory="
             )
         memory = find_memory() if job.memory == "auto" else job.memory
-        for left in remove_dead(memory, older_s=LEFT_S, but=job.run):
-            _log.info("removed %s, which a job that died left behind: %d bytes", left.path, left.nbytes)
+        for dead in remove_dead(memory, older_s=LEFT_S, but=job.run):
+            _log.info("removed %s, which a dead job left behind: %d bytes", dead.path, dead.nbytes)
         opened.append(folder := JobFolder(memory, job.run, job.root.url))
         return folder.home
 
@@ -143,7 +141,7 @@ def _close(folder: JobFolder, *, remove: bool) -> None:
     try:
         folder.close(remove=remove)
     except FastloadError as error:
-        _log.warning("what is in memory stays there: %s", error)
+        _log.warning("cannot remove the memory tier of this job: %s", error)
 
 
 class MemoryTier:
@@ -151,13 +149,13 @@ class MemoryTier:
 
     Args:
         job: The job.
-        folder: The folder of the job on this host.
+        folder: The job's folder on this host.
         homes: The host directory of each rank.
 
     Attributes:
-        last: The save that was begun last, or None.
-        flushed: Branch and step of the checkpoint that was written from memory to storage, or None.
-        emergency: Writes what is in memory to storage after a signal.
+        last: The last save, or None.
+        flushed: Branch and step of the checkpoint that was flushed to storage, or None.
+        emergency: The flush to storage after a signal.
     """
 
     def __init__(self, job: TierJob, folder: JobFolder, homes: Sequence[Home]) -> None:
@@ -168,38 +166,35 @@ class MemoryTier:
         self._homes = homes
         self._options = _tier_options(job.options)
         self._num_begun = 0
-        self._has_failed = False  # which is said once
+        self._has_failed = False  # the last save; the first failure is a warning
         self._buffers = BufferPool(1)
         self._units: dict[int, int | None] = {}
         self._admissions = _Admissions(job.world)
-        self.emergency = EmergencyFlush(self._join("writing what is in memory to storage"), self._flush)
+        self.emergency = EmergencyFlush(self._join("flushing the memory tier to storage"), self._flush)
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts keep something, as far as one can be lost without another."""
+        """Number of machines, which can be lost one by one."""
         return len({home.machine for home in self._homes})
 
     def admits(self, step: int) -> bool:
-        """Whether a save can begin at a step: the one before has ended on rank 0. Same on all ranks.
+        """Whether a save can begin at a step: the last one has ended on rank 0. Same on all ranks.
 
-        To be called at the same steps on all ranks; to ask again for the same step changes nothing.
+        All ranks call it at the same steps. A repeated call for a step returns the same.
         """
-        return self._admissions.ask(step, is_idle=self.last is None or self.last.done())
+        return self._admissions.admits(step, is_idle=self.last is None or self.last.done())
 
     def _join(self, what: str) -> World:
         return join(self._job.group, call=what, timeout_s=self._options.timeout_s)
 
     def save(self, step: int, branch: int, state: Any, metadata: Mapping[str, str]) -> TierSave:
-        """Copies this rank's share of a state; after that the state may change. The rest goes on meanwhile.
+        """Copies this rank's share of a state, which may change afterwards; saves it in the background.
 
         Args:
-            step: Of the training.
-            branch: With `step` its place in the history of the run.
+            step: Step of the training.
+            branch: With `step`, its place in the history of the run.
             state: As for `fastload.save`.
-            metadata: Text to keep with it.
-
-        Returns:
-            What goes on in the background.
+            metadata: Text to store with it.
 
         Raises:
             FastloadError: The state cannot be saved.
@@ -209,7 +204,7 @@ class MemoryTier:
         self._admissions.save_begins()
         self._num_begun += 1
         name = xxhash.xxh3_64_hexdigest(f"{self._job.incarnation} {self._num_begun}".encode())
-        world = self._join(f"keeping step {step} in memory")
+        world = self._join(f"saving step {step} to memory")
         call = TierSaveCall(
             world,
             self._job.root / f"step_{step:08d}",
@@ -231,9 +226,9 @@ class MemoryTier:
         begun: BegunSave | MemoryError
         try:
             begun = begin(call, state)
-        except MemoryError as error:  # of which the others have heard: no reason for a training to end
+        except MemoryError as error:  # `begin` has told the other ranks; the training goes on
             begun = error
-        self.last = TierSave(step, lambda: self._finish(call, begun))
+        self.last = TierSave(lambda: self._finish(call, begun))
         return self.last
 
     def _finish(self, call: TierSaveCall, begun: BegunSave | MemoryError) -> TierSaveReport:
@@ -242,26 +237,26 @@ class MemoryTier:
                 raise begun
             report = finish(call, begun)
         except Exception as error:
-            is_news, self._has_failed = not self._has_failed, True
-            level = logging.WARNING if self._job.world.rank == 0 and is_news else logging.DEBUG
-            _log.log(level, "step %d is not kept in memory: %s", call.step, error)
+            is_first, self._has_failed = not self._has_failed, True
+            level = logging.WARNING if self._job.world.rank == 0 and is_first else logging.DEBUG
+            _log.log(level, "step %d is not saved to memory: %s", call.step, error)
             raise
         self._has_failed = False
         return report
 
     def settle(self) -> None:
-        """Waits until the last save counts, or has failed."""
+        """Waits until the last save has ended."""
         if self.last is not None:
             self.last.wait()
 
     def survey(self) -> list[InMemoryCheckpoint]:
-        """Returns the checkpoints that the hosts have together, the oldest first; on all ranks.
+        """Returns the in-memory checkpoints, complete or not, oldest first. A call of all ranks.
 
         Raises:
-            FastloadError: Some rank could not look.
+            FastloadError: Some rank could not read its host's manifests.
         """
         self.settle()
-        what = f"looking what is in memory of {self._job.root}"
+        what = f"looking for in-memory checkpoints of {self._job.root}"
         world = self._join(what)
         with world.together():
             found = survey(world, what, self._folder)
@@ -269,21 +264,21 @@ class MemoryTier:
         return found
 
     def load(self, found: InMemoryCheckpoint, arguments: Mapping[str, Any]) -> Any:
-        """Loads a checkpoint, given the arguments of `fastload.load`; errors are those of `restore.load`."""
+        """Loads a checkpoint, with arguments of `fastload.load`; raises as `restore.load`."""
         given = dict(arguments)
         group, options = given.pop("process_group"), given.pop("options")
         given.pop("storage_options")
         return load(group, self._folder, found, options, given)
 
     def keep_only(self, name: str) -> None:
-        """Retires all other checkpoints on this host; with an empty name all."""
+        """Retires all other checkpoints on this host; all if the name is empty."""
         try:
             self._folder.retire(name)
         except FastloadError as error:
-            _log.warning("what is in memory and old stays there: %s", error)
+            _log.warning("cannot remove old in-memory checkpoints: %s", error)
 
     def _unit(self, largest_bytes: int) -> int | None:
-        """Returns where storage may cut files; None if it cannot be asked."""
+        """Returns the unit in which storage cuts files; None if storage does not answer."""
         if largest_bytes not in self._units:
             self._units[largest_bytes] = None
             with suppress(FastloadError), closing(self._job.store.target(0)) as target:
@@ -291,64 +286,65 @@ class MemoryTier:
         return self._units[largest_bytes]
 
     def _flush(self, world: World) -> None:
-        """Writes the newest checkpoint to storage, if it is newer than what is there; on all ranks.
+        """Writes the newest checkpoint to storage, if storage has none as new; on all ranks.
 
         Raises:
-            FastloadError: It could not be written.
+            FastloadError: It failed.
         """
         self.settle()
-        store, what = self._job.store, "writing what is in memory to storage"
+        store, what = self._job.store, "flushing the memory tier to storage"
         complete = [found for found in survey(world, what, self._folder) if found.is_complete]
         [newest, *_] = world.agree(what, lambda: store.newest() if world.rank == 0 else None)
         if not complete or (newest is not None and tuple(newest) >= complete[-1].point):
             return
         found = complete[-1]
         if self._job.options.shared is False:
-            raise StorageError("each host has a copy of its own there", url=self._job.root.url)
+            raise StorageError("with shared=False each host has its own copy there", url=self._job.root.url)
         flush(world, self._folder, found, lambda: store.target(found.step), self._job.options)
         self.flushed = found.point
         level = logging.WARNING if world.rank == 0 else logging.DEBUG
-        _log.log(level, "step %d was written from memory to storage", found.step)
+        _log.log(level, "step %d was flushed from memory to storage", found.step)
 
     def close(self, *, remove: bool, wait_s: float | None = None) -> None:
-        """Ends it.
+        """Closes the tier.
 
         Args:
-            remove: Removes all that the job has on this host; else it stays for the next start of the job.
-            wait_s: How long to wait for the last save; None waits until it has ended.
+            remove: Whether to remove the job's checkpoints from this host; else the next start finds them.
+            wait_s: Longest wait for the last save; None waits until it has ended.
         """
-        if self.last is None or self.last.wait(wait_s):  # else it ends with the process
+        if self.last is None or self.last.wait(wait_s):  # else the folder closes with the process
             _close(self._folder, remove=remove)
 
 
 class _Admissions:
-    """Rank 0's answers whether a save can begin.
-
-    Args:
-        world: The ranks.
-    """
+    """Rank 0's decisions whether a save can begin."""
 
     def __init__(self, world: World) -> None:
-        self._decisions = Decisions(world, "memory", "asking whether the last save to memory has ended")
+        self._decisions = Decisions(world, "memory", "waiting for rank 0: has the last save to memory ended?")
         self._step = -1
-        self._answer = False
-        self._num_before = 0  # answers before the last save
+        self._is_admitted = False
+        self._num_read = 0  # decisions before the last save
 
-    def ask(self, step: int, *, is_idle: bool) -> bool:
-        """Returns rank 0's answer for a step, given whether the last save has ended here."""
+    def admits(self, step: int, *, is_idle: bool) -> bool:
+        """Returns rank 0's decision for a step.
+
+        Args:
+            step: The step.
+            is_idle: Whether the last save has ended on this rank.
+        """
         if step != self._step:
-            # All ranks have made the last save, so they have read the answers before it.
-            num_read = self._num_before if is_idle else 0
-            self._step, self._answer = step, self._decisions.share(lambda: is_idle, num_read=num_read)
-        return self._answer
+            # Once the last save has ended, all ranks have read the decisions before it.
+            num_read = self._num_read if is_idle else 0
+            self._step, self._is_admitted = step, self._decisions.share(lambda: is_idle, num_read=num_read)
+        return self._is_admitted
 
     def save_begins(self) -> None:
         """Notes that all ranks begin a save."""
-        self._num_before = self._decisions.num_made
+        self._num_read = self._decisions.num_made
 
 
 def _tier_options(options: SaveOptions) -> SaveOptions:
-    """Returns how to save to memory: as to storage, but that all ranks write, and training goes on."""
+    """Returns the options of a save to memory: all ranks write, nothing is reported."""
     return replace(
         options,
         writers="all",

@@ -1,4 +1,4 @@
-"""The ranks agree that they save the same, and learn which rank holds what, on which host."""
+"""Agreement of the ranks on what they save, which rank holds which bytes, and on which host."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from fastload.saving.merge import MergedState, boxes_by_rank, pack_boxes, refuse
 from fastload.saving.shard_map import ShardMap
 
 _MIN_SHARE_BYTES = 32 << 20  # below, one more writer costs more than it saves
-_MIN_SHARDED_BYTES = 1 << 20  # where its bytes would have to get to another rank
+_MIN_SHARDED_BYTES = 1 << 20  # likewise, if the bytes have to be sent to the writer
 
 
 @dataclass(frozen=True)
 class SaveAgreement:
-    """What all ranks know of each other.
+    """The agreement of all ranks.
 
     Attributes:
         hosts: Host of each rank; see `comm.hosts.node`.
-        num_writers: How many ranks write, where the options leave it open.
-        metadata: Text to keep with the checkpoint.
+        num_writers: Number of writers, unless the options give it.
+        metadata: Text to store with the checkpoint.
         shard_map: Which ranks hold which bytes.
     """
 
@@ -46,11 +46,11 @@ class SaveAgreement:
 
 
 def has_to_meet(call: SaveCall, state: RankState) -> bool:
-    """Whether the ranks have to agree before they know who writes what.
+    """Whether the ranks have to meet before they know which rank writes which bytes.
 
-    That follows from state and options alone, unless it matters which hosts the ranks are on, their tensors
-    are to be compared, or placements do not tell what each of them holds. An error that only some ranks
-    have seen is to be raised by all, too.
+    State and options alone tell that, unless the hosts of the ranks matter, tensors are to be compared, or
+    placements do not tell what each rank holds. The ranks also meet to raise an error that only some have
+    seen.
     """
     options = call.options
     by_options = options.writers == "host" or options.shared is False
@@ -58,8 +58,8 @@ def has_to_meet(call: SaveCall, state: RankState) -> bool:
     return by_options or state.shard_map is None or call.raise_earlier is not None
 
 
-def foresee(call: SaveCall, state: RankState) -> SaveAgreement:
-    """Returns what the ranks will agree on, as far as who writes what follows from it."""
+def predict(call: SaveCall, state: RankState) -> SaveAgreement:
+    """Predicts the agreement, as far as the plan depends on it."""
     assert state.shard_map is not None
     return _agreement(call, state, state.shard_map, [call.world.node] * call.world.size, call.metadata)
 
@@ -67,18 +67,18 @@ def foresee(call: SaveCall, state: RankState) -> SaveAgreement:
 def agree(
     call: SaveCall, describe: Callable[[], RankState], *, went_on: bool = False
 ) -> tuple[RankState, SaveAgreement]:
-    """Compares what the ranks are about to save, and learns on which hosts they are.
+    """Compares the states that the ranks are about to save, and gathers their hosts.
 
     Args:
         call: This rank's call.
-        describe: Returns what this rank is about to save.
-        went_on: Whether this rank has copied what it contributes by what it has foreseen.
+        describe: Returns this rank's state.
+        went_on: Whether this rank has copied its bytes by its prediction.
 
     Returns:
-        What the ranks save together, and what they know of each other.
+        The state that the ranks save together, and their agreement.
 
     Raises:
-        FastloadError: Some rank cannot save, or what the ranks save does not go together.
+        FastloadError: Some rank cannot save, or the states do not fit together.
     """
     world, how = call.world, call.options.check_replicas
     made: list[RankState] = []
@@ -104,13 +104,13 @@ def agree(
     [state] = made
     require_same([each["same"] for each in ranks])
     what = f"{call.what}: comparing replicas"
-    shard_map = state.shard_map if _have_foreseen_the_same(ranks) else None
+    shard_map = state.shard_map if _predicted_the_same(ranks) else None
     if shard_map is not None:
         require_same_content(world, what, state.content, [each["content"] for each in ranks])
         if how == "small" and differing_groups([each["small"] for each in ranks]):
             compare_shards(world, state.layout, shard_map, lambda: state.small, what=what)
     else:
-        _refuse_foresight(ranks)
+        _require_no_prediction(ranks)
         state, shard_map = _merge_states(call, state)
         if how == "small":
             _compare(call, state, shard_map, what)
@@ -134,37 +134,37 @@ def _agreement(
 
 
 def _compare(call: SaveCall, state: RankState, shard_map: ShardMap, what: str) -> None:
-    """Compares the shards that several ranks hold."""
+    """Compares shards that several ranks hold."""
     world, layout, how = call.world, state.layout, call.options.check_replicas
     digest = partial(digest_shards, layout, shard_map, state.reader, world.rank, how=how)
     compare_shards(world, layout, shard_map, digest, what=what)
 
 
-def _have_foreseen_the_same(ranks: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the ranks have told alike who holds what; of replicas even where the states differ."""
+def _predicted_the_same(ranks: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all ranks predicted the same shard map; replicated ones match even if the states differ."""
     maps = {each["shards"] for each in ranks}
     forms = {each["content"][0] for each in ranks}
     return maps == {"replicated"} or (len(maps) == len(forms) == 1 and "" not in maps)
 
 
-def _refuse_foresight(ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Raises if a rank has copied what it contributes, though only the others could tell what that is."""
-    by_themselves = [rank for rank, each in enumerate(ranks) if each["went_on"]]
-    if by_themselves:
+def _require_no_prediction(ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Raises if a rank has copied its bytes by a wrong prediction."""
+    predicted = [rank for rank, each in enumerate(ranks) if each["went_on"]]
+    if predicted:
         raise PlanMismatch(
-            f"the ranks hold different parts of the state, which rank {by_themselves[0]} could not foresee: "
+            f"the ranks hold different parts of the state, which rank {predicted[0]} could not foresee: "
             "with SaveOptions(parts=True) they meet before they copy it"
         )
 
 
 def _merge_states(call: SaveCall, state: RankState) -> tuple[RankState, ShardMap]:
-    """Tells the other ranks what this one has, and merges what all have.
+    """Gathers and merges the parts of the state that the ranks hold.
 
     Raises:
-        PlanMismatch: The parts do not go together, or some tensor is not whole; the same on all ranks.
-        FastloadError: Some rank could not tell.
+        PlanMismatch: The parts do not fit together, or a tensor is incomplete; the same on all ranks.
+        FastloadError: Some rank failed.
     """
-    world, what = call.world, f"{call.what}: telling what each rank has"
+    world, what = call.world, f"{call.what}: gathering the parts of the state"
     content, reader = state.content, state.reader
     form = zlib.compress(json.dumps([content.structure, content.specs]).encode(), level=1)
     forms = world.gather_bytes(what, lambda: form)

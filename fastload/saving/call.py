@@ -1,4 +1,4 @@
-"""One call to `save`: its arguments, its ranks and its place in the queue."""
+"""A call to `save`: its arguments, its ranks and its place in the queue."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from fastload.comm.group import meet
 from fastload.comm.traces import Tracing
@@ -14,46 +14,12 @@ from fastload.comm.world import World
 from fastload.formats.names import NAMES
 from fastload.options import SAVE_SETTINGS, SaveOptions
 from fastload.report import SaveReport
+from fastload.saving.queue import QueuedSave
 from fastload.saving.snapshot import BufferPool, buffer_pool
 from fastload.storage import Location, Target, locate, name_of, open_target
 from fastload.storage.base import Names
 
-_MAX_ATTEMPT_S = 30.0  # for one request: what takes longer has stalled
-
-
-class QueuedSave(Protocol):
-    """One of several saves that are written one after the other, on all ranks in the same order.
-
-    All ranks hear from rank 0 whether it is written, when its turn has come there.
-
-    Attributes:
-        pool: Lends the memory of its snapshot.
-    """
-
-    @property
-    def pool(self) -> BufferPool:
-        """See above."""
-        ...
-
-    def hold(self, release: Callable[[], None]) -> None:
-        """Takes a callback that frees the snapshot, should the save never be written."""
-        ...
-
-    def run(self, work: Callable[[], SaveReport | None]) -> SaveReport | None:
-        """Does all that is left to do of the save."""
-        ...
-
-    def await_turn(self) -> bool:
-        """Waits until it is to be written or not, as far as this rank can tell; returns which."""
-        ...
-
-    def give_up(self) -> None:
-        """Notes that it is not written."""
-        ...
-
-    def came_instead_of(self) -> tuple[str, ...]:
-        """Returns the URLs of the earlier saves that were not written, in favour of this one; once."""
-        ...
+_MAX_ATTEMPT_S = 30.0  # a request that takes longer has stalled
 
 
 @dataclass(frozen=True)
@@ -62,16 +28,16 @@ class SaveCall:
 
     Attributes:
         world: The ranks.
-        location: Where to.
-        metadata: Text of the user's; that of rank 0 counts.
-        storage_options: For the target.
-        options: How.
-        raise_earlier: Raises what is left to raise of an earlier save; None if no rank can have anything.
+        location: The destination.
+        metadata: The user's text; rank 0's is stored.
+        storage_options: Options of the target.
+        options: How to save.
+        raise_earlier: Raises the error of an earlier save, if any; None if no rank can have one.
         tracing: Records the save.
         began: `time.perf_counter` of the call.
         pool: Lends the memory of its snapshot.
         queued: Its place among the saves of a training; None to write at once.
-        names: What files are called, and what may be replaced.
+        names: The names of files, and which ones may be replaced.
     """
 
     world: World
@@ -88,7 +54,7 @@ class SaveCall:
 
     @property
     def url(self) -> str:
-        """Where to, as it may be shown."""
+        """The destination, without credentials."""
         return self.location.url
 
     @property
@@ -97,7 +63,7 @@ class SaveCall:
         return f"saving to {self.location}"
 
     def open_target(self) -> Target:
-        """Opens write access; nothing is asked of the storage yet.
+        """Opens write access, without a request to storage.
 
         Raises:
             OptionError: The URL cannot be written to, or what it needs is not installed.
@@ -130,10 +96,10 @@ def make_call(
     queued: QueuedSave | None = None,
     names: Names = NAMES,
 ) -> SaveCall:
-    """Has all ranks meet for a save; args are those of `fastload.save`, or attributes of the call.
+    """Meets the other ranks for a save. Arguments are those of `fastload.save`, or attributes of the call.
 
     Raises:
-        FastloadError: An argument cannot be used, on some rank, or a rank did not come.
+        FastloadError: Some rank has a bad argument, or did not come.
     """
     began = time.perf_counter()
 
@@ -156,7 +122,7 @@ def make_call(
         raise_earlier=raise_earlier,
         tracing=Tracing(world, chosen.trace),
         began=began,
-        pool=queued.pool if queued is not None else buffer_pool,
+        pool=queued.queue.pool if queued is not None else buffer_pool,
         queued=queued,
         names=names,
     )

@@ -1,4 +1,4 @@
-"""The single step that makes a checkpoint exist, once every byte of it is known to be durable."""
+"""The commit: one step that makes a checkpoint exist, once all its bytes are durable."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from fastload.saving.write import WriteReceipt, WriteResult, collect_receipts
 
 
 def commit(call: SaveCall, plan: SavePlan, result: WriteResult, metadata: Mapping[str, str]) -> PerRankFiles:
-    """Writes index, the ranks' own values and commit record, and makes the checkpoint exist.
+    """Writes the index, the ranks' own values and the commit record, and publishes the checkpoint.
 
     Args:
-        call: The leader's call; all ranks have written.
+        call: The leader's call.
         plan: Its plan.
-        result: What they have written.
-        metadata: Text of the user's.
+        result: What the ranks have written.
+        metadata: The user's text.
 
     Returns:
         The files with the ranks' own values.
 
     Raises:
         StorageError: Bytes or checksums are missing, or storage failed.
-        CheckpointExists: Another save was faster.
+        CheckpointExists: Another save has made this checkpoint.
     """
     state, layout, target = plan.state, plan.state.layout, plan.target
     structure, own = state.own.gather(state.content.structure, block_bytes=layout.block_bytes)
@@ -60,17 +60,16 @@ def _record_own(block_bytes: int, file: LayoutFile, content: bytes) -> RecordedF
 
 
 def _recorded(layout: Layout, receipts: Sequence[WriteReceipt], url: str) -> tuple[RecordedFile, ...]:
-    found = [bytearray() for _ in layout.files]
-    for index, first, digests in sorted(row for receipt in receipts for row in receipt.checksums):
-        if first * CHECKSUM_BYTES == len(found[index]):
-            found[index] += bytes.fromhex(digests)
+    found = bytearray()
+    for first, digests in sorted(row for receipt in receipts for row in receipt.checksums):
+        if first * CHECKSUM_BYTES == len(found):
+            found += bytes.fromhex(digests)
     files = []
-    for index, (file, sums) in enumerate(zip(layout.files, found, strict=True)):
-        wanted = layout.first_block(index + 1) - layout.first_block(index)
-        if len(sums) != wanted * CHECKSUM_BYTES:
+    for index, file in enumerate(layout.files):
+        first, end = layout.first_block(index), layout.first_block(index + 1)
+        sums = bytes(found[first * CHECKSUM_BYTES : end * CHECKSUM_BYTES])
+        if len(sums) != (end - first) * CHECKSUM_BYTES:
             missing = len(sums) // CHECKSUM_BYTES
-            raise StorageError(f"nobody hashed block {missing} of {wanted}", url=f"{url}/{file.name}")
-        files.append(
-            RecordedFile(file.name, file.nbytes, len(file.header), checksum(file.header), bytes(sums))
-        )
+            raise StorageError(f"no rank hashed block {missing} of {end - first}", url=f"{url}/{file.name}")
+        files.append(RecordedFile(file.name, file.nbytes, len(file.header), checksum(file.header), sums))
     return tuple(files)

@@ -1,7 +1,7 @@
-"""Whether the ranks are about to save the same, and if not, where they differ.
+"""Comparison of the states that the ranks are about to save.
 
-What is compared goes with the agreement that a save has anyway: digests of the structure, of the layout, and
-of small tensors that lie in host memory. Only if they differ do the ranks look for the places.
+The agreement before a save has digests of structure, layout, and small tensors in host memory. Only if these
+differ, the ranks look for the places.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from fastload.saving.messages import ShardRange
 from fastload.saving.shard_map import MappedShard, ShardMap
 from fastload.saving.snapshot import StateReader
 
-_PIECE_BYTES = 8 << 20  # copied and hashed at once
+_BUFFER_BYTES = 8 << 20  # copied and hashed at once
 _DIGEST_BYTES = 8
-_UNKNOWN = bytes(_DIGEST_BYTES)  # of a shard that was not looked at
+_UNKNOWN = bytes(_DIGEST_BYTES)  # of a shard that was not hashed
 _Replica = tuple[int, MappedShard]  # number of the tensor, and the shard
 _MAX_NUM = 1024  # a few milliseconds
 _MAX_BYTES = 64 << 10  # of one tensor
@@ -48,15 +48,15 @@ _HOW_NOT_TO = "With check_replicas='off' tensors are not compared, and any rank'
 def small_tensors(
     specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor], starts: Sequence[int]
 ) -> dict[str, bytes]:
-    """Returns the bytes of very small tensors in host memory, and digests of other small ones, by name.
+    """Returns the bytes of tiny tensors in host memory, and digests of other small ones, by name.
 
-    So many that it takes a few milliseconds, however many there are: from the beginning and the end of each
-    entry of the state, since what differs is seldom in the midst of a model.
+    It takes a few milliseconds, whatever the number of tensors: only some at the beginning and the end of
+    each entry of the state are chosen, since differences within a model are rare.
 
     Args:
         specs: All tensors.
-        tensors: The same, by name.
-        starts: With which of them each entry of the state begins.
+        tensors: The same tensors, by name.
+        starts: The number of the first tensor of each entry.
     """
     found, left = {}, _MAX_BYTES_OF_ALL
     for number in _evenly_chosen(starts, len(specs)):
@@ -70,7 +70,7 @@ def small_tensors(
 
 
 def _evenly_chosen(starts: Sequence[int], num: int) -> Iterator[int]:
-    """Yields which tensors to look at, given with which of all of them each entry begins."""
+    """Yields numbers of tensors from the beginning and the end of each entry."""
     bounds = sorted({0, *starts, num}) if len(starts) < _MAX_NUM else [0, num]
     most = _MAX_NUM // max(1, len(bounds) - 1)
     for begin, end in pairwise(bounds):
@@ -83,13 +83,13 @@ def _evenly_chosen(starts: Sequence[int], num: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class StateContent:
-    """What one rank is about to save, as far as the ranks compare it.
+    """The parts of a rank's state that the ranks compare.
 
     Attributes:
-        structure: The state but for its tensors.
-        layout: A digest of how its tensors lie in files.
+        structure: The state without its tensors.
+        layout: Digest of the layout.
         specs: Its tensors.
-        small: Of some of them, the bytes or a digest.
+        small: Bytes or digests of some small tensors, by name.
     """
 
     structure: Any
@@ -104,14 +104,14 @@ class StateContent:
         return [xxhash.xxh3_128_hexdigest(form), xxhash.xxh3_128_hexdigest(small)]
 
     def to_bytes(self) -> bytes:
-        """Packs it for the other ranks."""
+        """Packs it for other ranks."""
         small = {name: data.hex() for name, data in self.small.items()}
         text = json.dumps([self.structure, self.layout, self.specs, small])
         return zlib.compress(text.encode(), level=1)
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> StateContent:
-        """Unpacks what `to_bytes` packed."""
+        """Unpacks the result of `to_bytes`."""
         structure, layout, specs, small = json.loads(zlib.decompress(packed))
         data = {name: bytes.fromhex(text) for name, text in small.items()}
         return cls(structure, layout, [TensorSpec(*spec) for spec in specs], data)
@@ -125,13 +125,13 @@ def require_same_content(
     Args:
         world: The ranks.
         what: Name of the step, for messages.
-        content: What this rank is about to save.
+        content: This rank's content.
         digests: The `StateContent.digests` of each rank.
 
     Raises:
         PlanMismatch: Plain values, names, dtypes or shapes differ; names the places and the values.
-        ReplicaMismatch: Only what is in tensors differs.
-        PeerError: Some rank could not say.
+        ReplicaMismatch: Only values of tensors differ.
+        PeerError: Some rank failed.
     """
     if all(each == digests[0] for each in digests):
         return
@@ -143,7 +143,7 @@ def require_same_content(
         for place, there, here in few:
             places.setdefault(place, [f"rank 0 {there}"]).append(f"rank {rank} {here}")
     if has_one_form and not places:
-        return  # the same tensors are in host memory on some ranks only
+        return  # on some ranks the tensors are not in host memory
     lines = [f"  {place}: {_first_few(texts)}" for place, texts in islice(places.items(), _NUM_SHOWN)]
     more = max(len(places), *(count for count, _ in found)) - len(lines)
     lines += [f"  and at least {more} more"] if more > 0 else []
@@ -159,7 +159,7 @@ def _first_few(texts: Sequence[str]) -> str:
 
 
 def _found(first: StateContent, own: StateContent) -> tuple[int, list[tuple[str, str, str]]]:
-    """Returns how many places differ, and the first few of them, of each list too, with what is there."""
+    """Returns the number of different places, and the first ones, also of each list, with their values."""
     num, num_in = 0, Counter[Any]()
     few: list[tuple[str, str, str]] = []
     for path, there, here in _Comparison(first, own).places():
@@ -175,14 +175,14 @@ _Place = tuple[tuple[Any, ...], str, str]
 
 
 class _Comparison:
-    """One walk through the states of two ranks at once."""
+    """A walk through the states of two ranks at once."""
 
     def __init__(self, one: StateContent, other: StateContent) -> None:
         self._contents = contents = (one, other)
         self._specs = [{spec.name: spec for spec in content.specs} for content in contents]
 
     def places(self) -> Iterator[_Place]:
-        """Yields each place that differs, and what either has there."""
+        """Yields each different place, and the values of both ranks."""
         one, other = self._contents
         return self._walk(one.structure, other.structure, "", ())
 
@@ -234,7 +234,7 @@ class _Comparison:
 
 
 def _kind(node: Any) -> Any:
-    """Returns what a node is, but for its members."""
+    """Returns the kind of a node."""
     if type(node) is not dict:
         return type(node).__name__
     tag, payload = next(iter(node.items()), ("tensor", []))
@@ -261,14 +261,14 @@ def digest_shards(
     how: str,
     skip: Callable[[str], bool] = lambda _: False,
 ) -> bytes:
-    """Returns one xxh3-64 for each shard that this rank and others hold, in order; 0 if it was not looked at.
+    """Returns the xxh3-64 of each shard that this rank shares with others, in order; 0 for shards left out.
 
     Args:
         layout: The files.
-        shard_map: Which ranks hold which of their bytes.
-        reader: Reads what this rank holds.
+        shard_map: Which ranks hold which bytes.
+        reader: Reads this rank's tensors.
         rank: This rank.
-        how: ``small``: of small shards in host memory, as many as take a few milliseconds; or ``full``.
+        how: ``small``: only small shards in host memory, for a few milliseconds; or ``full``.
         skip: Whether to leave out a tensor, by its name.
     """
     digests, memory = bytearray(), None
@@ -283,10 +283,10 @@ def digest_shards(
             continue
         nums[shard.holders] += 1
         sizes[shard.holders] += nbytes
-        memory = memory if memory is not None else allocate_staging(_PIECE_BYTES, pinned=reader.on_device)
+        memory = memory if memory is not None else allocate_staging(_BUFFER_BYTES, pinned=reader.on_device)
         hasher = xxhash.xxh3_64()
-        for begin in range(0, nbytes, _PIECE_BYTES):
-            end = min(begin + _PIECE_BYTES, nbytes)
+        for begin in range(0, nbytes, _BUFFER_BYTES):
+            end = min(begin + _BUFFER_BYTES, nbytes)
             reader.copy([ShardRange(number, shard, begin, end)], memory[: end - begin])
             reader.settle()
             hasher.update(host_view(memory[: end - begin]))
@@ -295,7 +295,7 @@ def digest_shards(
 
 
 def digest_by_holders(shard_map: ShardMap, rank: int, digests: bytes) -> dict[str, str]:
-    """Returns one digest for all shards that the same ranks hold, by these ranks.
+    """Returns one digest for each group of holders, of all their shards.
 
     Args:
         shard_map: Which ranks hold which shards.
@@ -315,18 +315,18 @@ def digest_by_holders(shard_map: ShardMap, rank: int, digests: bytes) -> dict[st
 def compare_shards(
     world: World, layout: Layout, shard_map: ShardMap, digest: Callable[[], bytes], *, what: str
 ) -> None:
-    """Compares what ranks hold of the same shards.
+    """Compares the shards that several ranks hold.
 
     Args:
         world: The ranks.
         layout: The files.
-        shard_map: Which ranks hold which of their bytes.
-        digest: Returns what `digest_shards` does.
+        shard_map: Which ranks hold which bytes.
+        digest: Returns the result of `digest_shards`.
         what: Name of the step, for messages.
 
     Raises:
         ReplicaMismatch: They differ; names ranks and tensors. The same on all ranks.
-        PeerError: Some rank could not say.
+        PeerError: Some rank failed.
     """
     own: dict[_Replica, bytes] = {}
 
@@ -338,13 +338,13 @@ def compare_shards(
     unlike = differing_groups(world.agree(what, summarize))
     if not unlike:
         return
-    # Rare: only then do the first holders tell their digests, and the others where theirs differ.
-    told = world.gather_bytes(
+    # Rare: the first holders send all their digests, and the others reply where theirs differ.
+    sent = world.gather_bytes(
         what,
         lambda: b"".join(own[shard] for shard in _first_held(shard_map, world.rank, unlike)),
     )
     first: dict[_Replica, bytes] = {}
-    for rank, digests in enumerate(told):
+    for rank, digests in enumerate(sent):
         first.update(zip(_first_held(shard_map, rank, unlike), _cut(digests), strict=True))
     differing = world.agree(what, lambda: _differing(first, own))
     odd: dict[_Replica, dict[int, str]] = defaultdict(dict)
@@ -353,7 +353,7 @@ def compare_shards(
         for at, digest_here in few:
             odd[replicated[at]][rank] = digest_here
     if not odd:
-        return  # the same shards were looked at on some ranks only
+        return  # the ranks hashed different shards
     lines = [
         f"  {layout.space.ranges[number].name}: {_odd_ranks(shard.holders, ranks, world.size)}"
         for (number, shard), ranks in islice(sorted(odd.items(), key=lambda item: item[0][0]), _NUM_SHOWN)
@@ -366,7 +366,7 @@ def compare_shards(
 def _differing(
     first: Mapping[_Replica, bytes], own: Mapping[_Replica, bytes]
 ) -> tuple[int, list[tuple[int, str]]]:
-    """Returns how many of this rank's digests differ from the first holders', and the first few."""
+    """Returns how many of this rank's digests differ from those of the first holders, and the first ones."""
     unlike = [
         (at, digest.hex())
         for at, (shard, digest) in enumerate(own.items())
@@ -376,7 +376,7 @@ def _differing(
 
 
 def _odd_ranks(holders: Sequence[int], digests: Mapping[int, str], num_ranks: int) -> str:
-    """Names the holders of a shard that differ from most, given the digests that differ from the first."""
+    """Names the holders in the minority, given the digests that differ from that of the first holder."""
     variants: dict[str, list[int]] = defaultdict(list)
     for rank in holders:
         variants[digests.get(rank, "as the first")].append(rank)
@@ -395,7 +395,7 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 def differing_groups(digests: Sequence[Mapping[str, str]]) -> set[str]:
-    """Returns the groups of holders of which some ranks have different digests; see `digest_by_holders`."""
+    """Returns the groups of holders with different digests on some ranks; see `digest_by_holders`."""
     known: dict[str, str] = {}
     return {
         group
@@ -418,7 +418,7 @@ def _by_shard(shard_map: ShardMap, rank: int, digests: bytes) -> Iterator[tuple[
 
 
 def _first_held(shard_map: ShardMap, rank: int, groups: Collection[str]) -> list[_Replica]:
-    """Returns the shards that some groups hold, of which a rank is the first holder."""
+    """Returns the shards of some groups of which a rank is the first holder."""
     is_wanted: dict[Sequence[int], bool] = {}
     found = []
     for number, shard in shard_map.replicated(rank):

@@ -1,4 +1,4 @@
-"""The state of one rank → its tensors, laid out in files, and everything else as plain values."""
+"""The state of one rank as tensors in a layout of files, and everything else as plain values."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class RankState:
     """The state that one rank is about to save.
 
     Attributes:
-        content: The structure of the state, and what else the ranks compare of it.
+        content: The structure of the state, and what else the ranks compare.
         layout: The files.
         reader: Reads this rank's tensors.
         own: This rank's own values.
-        shard_map: Which rank holds what, as far as this one can tell: by placements on meshes of all ranks,
-            if all have the same state. None if only the other ranks can tell.
-        small: Digests of small shards that others hold, too; see `compare.digest_shards`.
+        shard_map: Which ranks hold which bytes, by placements on meshes of all ranks, assuming that all have
+            the same state; None if placements do not tell.
+        small: Digests of small shards that other ranks hold, too; see `compare.digest_shards`.
     """
 
     content: StateContent
@@ -51,24 +51,24 @@ class RankState:
 
 
 @uncollected
-@torch.no_grad()  # else each look at a DTensor turns it off and on
+@torch.no_grad()  # else each access to a DTensor switches gradients off and on
 def describe(call: SaveCall, state: Any) -> RankState:
-    """Takes the state apart, and lays its tensors out.
+    """Separates tensors from structure, and lays the tensors out in files.
 
     Raises:
-        OptionError: Something in the state, or the metadata, cannot be kept.
+        OptionError: Something in the state or the metadata cannot be stored.
     """
     options, world = call.options, call.world
     if not all(isinstance(text, str) for pair in call.metadata.items() for text in pair):
         raise OptionError(f"metadata={call.metadata!r}: must be text by text")
-    if state is None:  # seldom meant: what some method returned that changes things in place
+    if state is None:  # the result of some method, by mistake
         raise OptionError("the state is None: there is nothing to save")
     description = encode_state(state, world.rank)
     tensors = description.tensors
     specs = [TensorSpec(name, *safetensors_spec(tensor), tensor.nbytes) for name, tensor in tensors.items()]
     layout = lay_out_files(specs, options)
     reader = StateReader(layout, tensors)
-    shard_map, small = _foresee_shards(world, tensors, layout, reader, options)
+    shard_map, small = _predict_shards(world, tensors, layout, reader, options)
     call.tracing.follow({"snapshot": reader.watch})
     compared = {}
     if options.check_replicas == "small":
@@ -78,7 +78,7 @@ def describe(call: SaveCall, state: Any) -> RankState:
 
 
 def lay_out_files(specs: Sequence[TensorSpec], options: SaveOptions) -> Layout:
-    """Lays tensors out in files as options say; errors are those of `lay_out`."""
+    """Lays tensors out in files by the options; raises as `lay_out`."""
     return lay_out(
         specs,
         max_shard_bytes=options.max_shard_bytes,
@@ -87,13 +87,13 @@ def lay_out_files(specs: Sequence[TensorSpec], options: SaveOptions) -> Layout:
     )
 
 
-def _foresee_shards(
+def _predict_shards(
     world: World, tensors: Mapping[str, Tensor], layout: Layout, reader: StateReader, options: SaveOptions
 ) -> tuple[ShardMap | None, bytes]:
-    """Returns the shard map, as far as this rank can tell, and digests of small shards.
+    """Returns the shard map if placements tell it, and digests of small shards.
 
     Raises:
-        OptionError: A DTensor is not what its placements say.
+        OptionError: A DTensor does not match its placements.
     """
     sharded = {name: tensor for name, tensor in tensors.items() if is_dtensor(tensor)}
     if not sharded and not options.parts:
@@ -108,17 +108,17 @@ def _foresee_shards(
         return None, b""
     everyone = tuple(range(world.size))
     boxes: dict[str, BoxesByRank] = {}
-    whole: dict[tuple[Box, ...], BoxesByRank] = {}  # one object for what is equal
+    replicated: dict[tuple[Box, ...], BoxesByRank] = {}  # equal boxes share one object
     for name, tensor in tensors.items():
         if name not in sharded:
             held = reader.boxes(name)
-            boxes[name] = whole.setdefault(held, ((held, everyone),))
+            boxes[name] = replicated.setdefault(held, ((held, everyone),))
         elif (of_all := group.boxes_of_all(tensor)) is not None:
             boxes[name] = of_all
         else:
             return None, b""
     shard_map, small = ShardMap(layout, world.size, boxes), b""
     if options.check_replicas == "small":
-        skip = lambda name: name not in sharded  # noqa: E731  (what is plain is compared with the content)
+        skip = lambda name: name not in sharded  # noqa: E731  (plain tensors are compared with the content)
         small = digest_shards(layout, shard_map, reader, world.rank, how="small", skip=skip)
     return shard_map, small

@@ -1,4 +1,4 @@
-"""Parts of files, filled with this rank's bytes and with messages from the ranks that hold the others."""
+"""Assembly of parts of files from this rank's bytes and from messages of other ranks."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from fastload.saving.snapshot import Snapshot
 from fastload.transfer.links import Wire
 from fastload.transfer.transport import TICK_S, wait_for
 
-_TAG = 0  # messages for a rank come in the order of its parts at both ends
-_FOR_EVER = timedelta(days=1)  # a message waits for its writer, who may write for hours before
+_TAG = 0  # both ends order the messages for a rank by its parts
+_FOR_EVER = timedelta(days=1)  # a message waits for its writer, which may write for hours before
 
 
 class BufferRing:
-    """Some buffers of the same length, used in turn; allocated on first use.
+    """Buffers of the same length, used in turn and allocated on first use.
 
     Args:
         count: Number of buffers.
-        lengths: Of what goes into them, one at a time, in bytes; the longest one fits.
-        pinned: Page-locks them, for copies from an accelerator.
+        lengths: Lengths of their contents in bytes; the longest one fits.
+        pinned: Whether to page-lock them, for copies from an accelerator.
 
     Attributes:
-        kind: Equal for rings that may replace each other.
+        kind: Equal for rings that can replace each other.
     """
 
     def __init__(self, count: int, lengths: Sequence[int], *, pinned: bool) -> None:
@@ -45,11 +45,11 @@ class BufferRing:
 
     @property
     def nbytes(self) -> int:
-        """Length of the allocated ones, in bytes."""
+        """Bytes of the allocated buffers."""
         return len(self._buffers) * self.kind[1]
 
     def get(self, index: int) -> Tensor:
-        """Returns the buffer whose turn it is; its last user has to be done with it."""
+        """Returns the buffer for an index. Its last user must have finished."""
         count, largest, pinned = self.kind
         turn = index % count
         if turn not in self._buffers:
@@ -67,12 +67,12 @@ class Sendable(Protocol):
 
     @property
     def sender(self) -> int:
-        """The rank that it comes from."""
+        """The sending rank."""
         ...
 
     @property
     def writer(self) -> int:
-        """The rank that it goes to."""
+        """The receiving rank."""
         ...
 
 
@@ -80,18 +80,18 @@ MessageT = TypeVar("MessageT", bound=Sendable)
 
 
 class MessageExchange(Generic[MessageT]):
-    """Sends what others need as they come to need it, and receives what this rank needs.
+    """Sends and receives the messages of one rank.
 
-    Both in threads of their own: a wait inside of Gloo cannot look for failures of other ranks. Messages
-    leave in the order of the parts that they are for, and every writer has receives open for its next parts.
-    So the message for the first incomplete part of all is never behind one that waits.
+    Each direction has its own thread, since a wait inside Gloo cannot look for failures of other ranks.
+    Messages leave in the order of their parts, and every writer has receives open for its next parts. So the
+    message for the first incomplete part is never behind one that waits.
 
     Args:
         world: The ranks.
-        wire: To those that this rank sends to or receives from; closed in the end.
-        outgoing: Messages to others, in order.
-        pack: Returns the bytes of a message, flat uint8, given which of `num_buffers` it may use.
-        num_buffers: Messages on their way at once.
+        wire: Connections to the ranks that this one sends to or receives from; closed in the end.
+        outgoing: Messages to other ranks, in order.
+        pack: Returns the bytes of a message, flat uint8, given the number of a buffer that it may use.
+        num_buffers: Most outgoing messages at once.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class MessageExchange(Generic[MessageT]):
         self._threads: list[Task] = []
 
     def open(self) -> None:
-        """Meets the other ranks, and begins to send.
+        """Connects to the other ranks, and begins to send.
 
         Raises:
-            Interrupted: Some rank did not come.
+            Interrupted: Some rank did not connect.
         """
         self._wire.connect(give_up=self._world.peer_failed)
         self._threads = [
@@ -131,16 +131,16 @@ class MessageExchange(Generic[MessageT]):
     def receive(
         self, batches: Sequence[Sequence[MessageT]], buffers: BufferRing, *, num_ahead: int
     ) -> Iterator[tuple[threading.Event, list[Tensor]]]:
-        """Receives batches of messages, in order, some ahead of the one that is asked for.
+        """Receives batches of messages in order, some of them ahead.
 
         Args:
-            batches: The messages of each.
-            buffers: Of `num_ahead`, for a batch each.
-            num_ahead: Batches that are expected at once.
+            batches: The messages of each batch.
+            buffers: `num_ahead` buffers, each for one batch.
+            num_ahead: Batches received at once.
 
         Yields:
             For each batch an event to `wait` for, and the bytes of its messages, which are valid until the
-            next batch is asked for.
+            next iteration.
 
         Raises:
             Interrupted: A connection broke.
@@ -152,7 +152,7 @@ class MessageExchange(Generic[MessageT]):
             yield posted.popleft()
 
     def _expect(self, messages: Sequence[MessageT], buffer: Tensor) -> tuple[threading.Event, list[Tensor]]:
-        """Posts receives of messages; returns what is set once all have arrived, and their bytes."""
+        """Posts receives of messages; returns the event of their arrival, and their bytes."""
         arrived, position = threading.Event(), 0
         data, receives = [], []
         for message in messages:
@@ -171,10 +171,10 @@ class MessageExchange(Generic[MessageT]):
 
         Args:
             event: From `receive`.
-            what: They are, for error messages.
+            what: Their description, for error messages.
 
         Raises:
-            Interrupted: Another rank failed, or the connection did, or they did not come in time.
+            Interrupted: Another rank or a connection failed, or they did not come in time.
         """
         pulse = None
         while True:
@@ -182,7 +182,7 @@ class MessageExchange(Generic[MessageT]):
                 self._wait(event, what, self._world.patience_s / 2)
                 break
             except DeadlineExceeded as late:
-                # Whoever is to send or to take them may write what it has by itself for as long as it likes.
+                # The other end may be writing its own parts, which can take any time.
                 before, pulse = pulse, self._world.rendezvous.progress(limit_s=self._world.grace_s)
                 if pulse == before:
                     raise Interrupted(str(late)) from None
@@ -195,11 +195,11 @@ class MessageExchange(Generic[MessageT]):
             self._check()
 
     def finish(self) -> None:
-        """Waits until all has been sent; errors are those of `wait`."""
+        """Waits until everything is sent; raises as `wait`."""
         self.wait(self._all_sent, "sending to the ranks that write")
 
     def close(self) -> None:
-        """Ends the exchange; messages on their way are abandoned."""
+        """Ends the exchange, and abandons its messages."""
         self._closed = True
         self._expected.put(None)
         ended = not self._is_alive(TICK_S)
@@ -271,12 +271,12 @@ def _wait(work: Any) -> None:
 
 
 class _Batch(NamedTuple):
-    """A batch of messages of others.
+    """A batch of incoming messages.
 
     Attributes:
-        end: The part behind its last one.
-        arrived: Set once all of them are here.
-        left: By sender, the bytes that were not taken yet.
+        end: The part after its last one.
+        arrived: Set once all have arrived.
+        left: Sender → the bytes that no part has taken yet.
     """
 
     end: int
@@ -285,26 +285,24 @@ class _Batch(NamedTuple):
 
 
 class PartAssembler:
-    """Fills the parts of this rank, and sends its bytes for those of others.
-
-    This rank's own bytes are copied to their place in a part. Messages of others come for some parts at once.
+    """Assembles the parts that this rank writes, and sends its bytes for the parts of other writers.
 
     Args:
         world: The ranks.
         plan: This rank's plan.
-        snapshot: All bytes that this rank contributes; None takes them from the state.
-        wire: To other ranks; None if no rank needs anything from another one.
+        snapshot: The bytes that this rank contributes; None reads them from the state.
+        wire: Connections to other ranks; None if no rank needs bytes from another one.
 
     Attributes:
-        depth: Parts that stay valid: part i until part i + depth is asked for.
+        depth: Number of parts that are valid at once: part i until part i + depth is requested.
     """
 
     def __init__(self, world: World, plan: SavePlan, snapshot: Snapshot | None, wire: Wire | None) -> None:
         self.depth = plan.depths.parts
         self._plan = plan
         self._snapshot = snapshot
-        # Kept with the connections, which only a save that ended well leaves to the next one: the first touch
-        # of memory takes four times as long as to hash it.
+        # Cached with the connections of successful saves: the first touch of memory takes four times as long
+        # as to hash it.
         self._buffers: dict[str, BufferRing] = wire.along("buffers", dict) if wire is not None else {}
         messages = plan.messages
         self._reuse("parts", self.depth, [part.nbytes for part in plan.share.parts])
@@ -321,19 +319,19 @@ class PartAssembler:
 
     @property
     def nbytes(self) -> int:
-        """Host memory that it takes, in bytes."""
+        """Bytes of host memory."""
         return sum(ring.nbytes for ring in self._buffers.values())
 
     def open(self) -> None:
-        """Meets the other ranks, if any of them needs something from another; errors are those of `part`."""
+        """Connects to the other ranks, if any rank needs bytes from another; raises as `part`."""
         if self._exchange is not None:
             self._exchange.open()
 
     def part(self, index: int) -> memoryview:
-        """Fills a part, and returns its bytes; parts are asked for in order.
+        """Assembles a part, and returns its bytes. Parts are requested in order.
 
         Raises:
-            Interrupted: Another rank failed, or a connection, or messages did not come in time.
+            Interrupted: Another rank or a connection failed, or messages did not come in time.
         """
         layout, part = self._plan.state.layout, self._plan.share.parts[index]
         messages = self._plan.messages.parts[index]
@@ -359,13 +357,13 @@ class PartAssembler:
         return host_view(buffer)
 
     def finish(self) -> None:
-        """Returns once others have what they need from this rank; errors are those of `part`."""
+        """Waits until all outgoing messages are sent; raises as `part`."""
         if self._exchange is not None:
             self._exchange.finish()
 
     def close(self) -> None:
         """Ends the exchange, and frees all memory."""
-        exchange, self._exchange = self._exchange, None  # which refers to this
+        exchange, self._exchange = self._exchange, None  # breaks a reference cycle
         if exchange is not None:
             exchange.close()
         self._incoming, self._batch = iter(()), None
@@ -373,7 +371,7 @@ class PartAssembler:
         self._buffers = {}
 
     def _receive(self, exchange: MessageExchange[ShardMessage]) -> Iterator[_Batch]:
-        """Receives the messages of others, batch by batch."""
+        """Receives the incoming messages, batch by batch."""
         messages, num_ahead = self._plan.messages, self._plan.depths.incoming
         batches = [messages.incoming(number) for number in range(len(messages.batches))]
         lengths = [sum(message.nbytes for message in of_batch) for of_batch in batches]
@@ -383,18 +381,18 @@ class PartAssembler:
             yield _Batch(parts.stop, arrived, dict(zip(senders, data, strict=True)))
 
     def _take(self, message: ShardMessage) -> Tensor:
-        """Waits for a message for the part that was reached; those of one rank are taken in order."""
+        """Waits for a message for the current part. The messages of a rank are taken in order."""
         batch = self._batch
         assert batch is not None
         assert self._exchange is not None
         if not batch.arrived.is_set():
-            self._exchange.wait(batch.arrived, f"piece {message.number} of this rank")
+            self._exchange.wait(batch.arrived, f"part {message.number} of this rank")
         data = batch.left[message.sender]
         batch.left[message.sender] = data[message.nbytes :]
         return data[: message.nbytes]
 
     def _reuse(self, name: str, count: int, lengths: Sequence[int]) -> BufferRing:
-        """Returns the buffers of the last save if they will do, else new ones."""
+        """Returns the buffers of the last save if they fit, else new ones."""
         ring = BufferRing(count, lengths, pinned=self._plan.state.reader.on_device)
         if name not in self._buffers or self._buffers[name].kind != ring.kind:
             self._buffers[name] = ring

@@ -1,4 +1,4 @@
-"""Saves that go on in the background, none of whose failures is lost."""
+"""Handles of saves in the background. No failure is lost."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _log = logging.getLogger(__name__)
 
 
 class SaveHandle:
-    """A save that goes on in the background. Made by `fastload.async_save`.
+    """A save in the background, from `fastload.async_save`.
 
-    A program that ends waits for its saves. An error that nobody has waited for is raised by the next
-    save; if there is none, it is told on stderr when the program ends, whose exit status Python lets
-    nothing change by then. So `wait` for the last one. A forked child has nothing to do with any of it.
+    A program waits for its saves before it exits. If you do not call `wait`, the next save raises the error
+    of a failed one. Without a next save, the error is printed to stderr at exit, when Python cannot change
+    the exit status any more; so call `wait` for the last save. Forked children do not inherit saves.
 
     Args:
-        url: Where to.
-        save: Does what is left to do. What it returns is None if the save was not written, for a newer one.
-        tell: Hands the report to whoever wants it.
-        apart: Whether its errors are the business of whoever made it, and of no other save.
+        url: The destination.
+        save: Finishes the save. Returns None if it was dropped for a newer one.
+        tell: Calls `on_report`.
+        caller_raises: Whether the caller raises its error on all ranks, so that the next save does not.
 
     Attributes:
         report: What it did, once it has succeeded; else None.
@@ -44,40 +44,40 @@ class SaveHandle:
         save: Callable[[], SaveReport | None],
         tell: Callable[[SaveReport], None],
         *,
-        apart: bool = False,
+        caller_raises: bool = False,
     ) -> None:
         self.report: SaveReport | None = None
         self._url = url
-        self._apart = apart
+        self._caller_raises = caller_raises
         self._error: BaseException | None = None
         self._ended = threading.Event()
-        if not apart:
-            SaveHandle._in_doubt = False  # whoever was has met the others
+        if not caller_raises:
+            SaveHandle._in_doubt = False  # the ranks have met since
         self._running.append(self)
         Task(lambda: self._run(save, tell), "fastload-save").start()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         return self._ended.is_set()
 
     def failed(self) -> bool:
-        """Whether it has ended, and the checkpoint does not exist."""
+        """Whether it has ended with an error, without a checkpoint."""
         return self.done() and self.report is None and self._error is not None
 
     def settle(self) -> None:
-        """Waits until it has ended, well or not; an error is left for `wait` or the next save."""
+        """Waits until it has ended; leaves an error to `wait` or the next save."""
         self._ended.wait()
 
     def wait(self, timeout: float | None = None) -> SaveReport:
         """Waits until the checkpoint exists.
 
         Args:
-            timeout: Longest wait in seconds; None waits until the save ends, which it does by itself.
+            timeout: Longest wait in seconds; None waits until the save ends, which has its own deadlines.
 
         Raises:
-            DeadlineExceeded: It has not ended by then, and goes on.
-            FastloadError: It failed; the same error at every call.
-            WorldError: It is that of a process of which this one is a child.
+            DeadlineExceeded: It has not ended within the timeout, and continues.
+            FastloadError: It failed; every call raises the same error.
+            WorldError: It belongs to a parent process.
         """
         if not self._ended.wait(timeout):
             raise DeadlineExceeded(f"the save to {self._url} has not ended within {timeout} s")
@@ -93,9 +93,9 @@ class SaveHandle:
 
     @classmethod
     def raise_unseen(cls) -> None:
-        """Raises the error of a save that nobody has waited for."""
+        """Raises the error of a failed save for which `wait` was not called."""
         for handle in cls._unseen:
-            if handle.report is None and not handle._apart:
+            if handle.report is None and not handle._caller_raises:
                 try:
                     handle.wait()
                 finally:
@@ -103,18 +103,18 @@ class SaveHandle:
 
     @classmethod
     def in_doubt(cls) -> bool:
-        """Whether some rank may have an error that nobody there has waited for, as far as this one can tell.
+        """Whether some rank may have an error to raise, as far as this rank can tell.
 
-        All ranks hear of a save that fails, but not which of them have waited for it.
+        All ranks know which saves fail, but not on which ranks `wait` was called.
         """
-        return cls._in_doubt or any(not handle._apart for handle in list(cls._running))
+        return cls._in_doubt or any(not handle._caller_raises for handle in list(cls._running))
 
     @classmethod
     def _forget_all(cls) -> None:
-        """Lets go of the parent's saves, in a child: the threads that would end them are not here."""
+        """Ends the parent's saves in a forked child, which does not have their threads."""
         for handle in cls._running:
-            handle._error = WorldError(f"the save to {handle._url} is not that of this process")
-            handle._ended = threading.Event()  # the lock of the one before may be held for ever
+            handle._error = WorldError(f"the save to {handle._url} belongs to the parent process")
+            handle._ended = threading.Event()  # the lock of the old one may be held
             handle._ended.set()
         cls._running.clear()
         cls._unseen.clear()
@@ -132,7 +132,7 @@ class SaveHandle:
         except BaseException as error:
             self._error = _without_frames(error)
             _log.error("%s", self._complaint())
-            if self.report is None and not self._apart:
+            if self.report is None and not self._caller_raises:
                 SaveHandle._in_doubt = True
             self._unseen.append(self)
         finally:
@@ -142,7 +142,7 @@ class SaveHandle:
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """Returns an error that can be kept: its frames would keep the memory of the save alive."""
+    """Removes the frames from an error, since they would keep the memory of the save alive."""
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None
@@ -155,8 +155,8 @@ def _await_saves() -> None:
     for handle in list(SaveHandle._running):
         handle._ended.wait()
     for handle in SaveHandle._unseen:
-        # Its log may go anywhere, or nowhere any more.
-        print(f"fastload: {handle._complaint()} (nobody waited for it)", file=sys.stderr)
+        # The log may not be open any more.
+        print(f"fastload: {handle._complaint()} (wait() was not called)", file=sys.stderr)
 
 
 os.register_at_fork(after_in_child=SaveHandle._forget_all)

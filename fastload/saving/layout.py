@@ -1,15 +1,15 @@
-"""The files of a checkpoint: their headers, and the place of every tensor. Pure: the same on every rank.
+"""Layout of a checkpoint: headers of the files, and positions of tensors. Pure: the same on every rank.
 
 The files are plain safetensors (https://github.com/huggingface/safetensors#format): the length of the
 header as a little-endian u64, the header as JSON, blanks up to a multiple of 8, then the tensors
-without a gap. Several files come with an index as Hugging Face writes it.
+without gaps. Several files have an index in Hugging Face's format.
 
-The tensors keep the order they are given in, that of the state, from file to file. So what belongs
-together lies together, and reading a part of the model is one contiguous read. Within a file the
-tensors whose length is no multiple of 8 bytes (step counters, odd biases) come last, those of a multiple of
-4 bytes first among them, then of 2: since the length of a tensor is a multiple of its element's, every
-tensor then begins at a multiple of its element's size, as whoever maps the file expects. The reference writer
-gets there by sorting everything by dtype, which scatters the layers of a model of mixed dtypes.
+Tensors keep the order of the state, from file to file. So the tensors of a layer are contiguous, and a part
+of a model is one contiguous read. Only tensors whose length is not a multiple of 8 bytes (step counters, odd
+biases) are at the end of their file: first multiples of 4 bytes, then of 2. Since the length of a tensor is a
+multiple of its element size, every tensor is then aligned to its element size, as programs that map the file
+expect. The reference writer instead sorts all tensors by dtype, which scatters the layers of models of mixed
+dtypes.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from fastload.geometry.blocks import Block, Blocks
 from fastload.geometry.ranges import Space
 
 HEADER_METADATA = {"format": "pt"}
-"""The ``__metadata__`` of the files of a checkpoint, which transformers asks for."""
+"""The ``__metadata__`` of the files of a checkpoint, which transformers requires."""
 _MIN_BLOCK_BYTES = 256 << 10
 _MAX_BLOCK_BYTES = 4 << 20
 _GOOD_NUM_BLOCKS = 1 << 18  # 4 MiB of checksums in the commit record
 
 
 class TensorSpec(NamedTuple):
-    """A tensor to be stored.
+    """A tensor to save.
 
     Attributes:
         name: Its name; unique, valid Unicode.
-        dtype: safetensors name of its dtype, such as ``BF16``.
+        dtype: Its dtype in safetensors, such as ``BF16``.
         shape: Shape in elements of that dtype.
         nbytes: Length in bytes.
     """
@@ -61,7 +61,7 @@ class TensorSpec(NamedTuple):
 
 
 class FileRange(NamedTuple):
-    """Bytes of one file, from `begin` up to but not including `end`; never empty."""
+    """The bytes [begin, end) of a file; never empty."""
 
     file: int
     begin: int
@@ -75,13 +75,13 @@ class FileRange(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutFile:
-    """One file of a checkpoint to be written.
+    """A file of a checkpoint.
 
     Attributes:
-        name: Name below the checkpoint's root.
+        name: Name below the root of the checkpoint.
         header: The bytes before the first tensor.
-        tensors: In the order of their bytes, without a gap, up to the end of the file.
-        nbytes: Size of the whole file in bytes.
+        tensors: Its tensors in the order of their bytes, without gaps, up to the end of the file.
+        nbytes: Size of the file in bytes.
     """
 
     name: str
@@ -92,11 +92,11 @@ class LayoutFile:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the files of a checkpoint consist of.
+    """The files of a checkpoint.
 
     Attributes:
-        files: In name order; at least one.
-        block_bytes: Longest range with a checksum of its own.
+        files: In the order of their names; at least one.
+        block_bytes: Most bytes of a checksum block.
         index: ``model.safetensors.index.json``, or None for a single file.
     """
 
@@ -106,12 +106,12 @@ class Layout:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all files together, headers included, without the index."""
+        """Bytes of all files, headers included, without the index."""
         return sum(file.nbytes for file in self.files)
 
     @cached_property
     def space(self) -> Space[TensorEntry]:
-        """The tensors that have bytes, in the order of them."""
+        """The tensors that are not empty, in the order of their bytes."""
         return Space([entry for file in self.files for entry in file.tensors if entry.nbytes])
 
     @cached_property
@@ -120,29 +120,28 @@ class Layout:
         return Blocks(self.space, self.block_bytes)
 
     def first_block(self, file: int) -> int:
-        """Returns the number of the first block of a file, or of the next one if it has none."""
+        """Returns the number of the first block of a file, or of the next file if it has none."""
         return self.blocks.firsts[self.space.find(file, -1) + 1]
 
     def blocks_of(self, ranges: Sequence[FileRange]) -> Iterator[Block]:
-        """Yields the checksum blocks that the writer of some ranges hashes: those whose first byte it writes.
+        """Yields the checksum blocks that begin in some ranges, which their writer hashes.
 
-        So each block is hashed once, whoever writes. The last one may end beyond the ranges. They are
-        numbered within their file.
+        So each block has one writer that hashes it. The last block may end beyond the ranges.
         """
         for file, begin, end in ranges:
-            first = self.first_block(file)
             for _, block in self.blocks.between(file, begin, end):
-                yield Block(block.number - first, *block[1:])
+                yield block
 
     def tail_of(self, written: FileRange) -> FileRange | None:
-        """Returns the bytes behind a range that belong to a block which begins in it; None if none do."""
+        """Returns the bytes after a range that belong to a block which begins in it; None without any."""
         file, begin, end = written
-        blocks = self.blocks.between(file, max(begin, end - self.block_bytes), end)
-        stop = max((block.offset + block.nbytes for _, block in blocks), default=end)
-        return FileRange(file, end, stop) if stop > end else None
+        block = self.blocks.at(file, end - 1)
+        if block is None or block.offset < begin or block.offset + block.nbytes == end:
+            return None
+        return FileRange(file, end, block.offset + block.nbytes)
 
     def tensors_in(self, wanted: FileRange) -> Iterator[int]:
-        """Yields the numbers in `space` of the tensors that have bytes in a range of a file, in order."""
+        """Yields the numbers in `space` of the tensors in a range of a file, in order."""
         tensors = self.space.ranges
         for number in range(max(0, self.space.find(wanted.file, wanted.begin)), len(tensors)):
             entry = tensors[number]
@@ -152,7 +151,7 @@ class Layout:
                 yield number
 
     def digest(self) -> str:
-        """xxh3-128 of the layout, for comparison between ranks."""
+        """Returns the xxh3-128 of the layout, for comparison between ranks."""
         sizes = json.dumps([self.block_bytes, [[file.name, file.nbytes] for file in self.files]])
         hasher = xxhash.xxh3_128(sizes.encode())
         for file in self.files:
@@ -171,11 +170,11 @@ def lay_out(
     """Lays tensors out in files.
 
     Args:
-        specs: Tensors in the order of the state.
-        max_shard_bytes: Most bytes of a file, header included; a single tensor may make it longer.
-        block_bytes: Longest range with a checksum of its own; None chooses.
+        specs: The tensors in the order of the state.
+        max_shard_bytes: Most bytes of a file, header included, unless a single tensor is larger.
+        block_bytes: Most bytes of a checksum block; None chooses.
         metadata: The ``__metadata__`` of each file.
-        stem: What the names of the files begin with.
+        stem: Prefix of the file names.
 
     Raises:
         OptionError: A name does not fit into a header.
@@ -191,7 +190,7 @@ def lay_out(
 
 
 class _Row(NamedTuple):
-    """A tensor, and its entry in the header up to the offsets."""
+    """A tensor, and its header entry up to the offsets."""
 
     spec: TensorSpec
     text: str
@@ -200,10 +199,10 @@ class _Row(NamedTuple):
 def _split(
     specs: Sequence[TensorSpec], max_shard_bytes: int, empty_header_bytes: int
 ) -> Iterator[list[_Row]]:
-    """Fills one file after the other; at least one, if need be without tensors.
+    """Distributes tensors over files; yields at least one file, perhaps without tensors.
 
-    The length of a header is known only with its offsets; each is taken to have as many digits as the
-    largest, so a file may end up a few bytes per tensor below its limit.
+    The length of a header depends on its offsets. Each is assumed to have as many digits as the largest, so a
+    file may be a few bytes per tensor below its limit.
     """
     num_digits = len(offsets_text(max_shard_bytes, max_shard_bytes)) + 1  # and a comma
     shard: list[_Row] = []
@@ -224,7 +223,7 @@ def _split(
 
 
 def _lay_out_file(name: str, number: int, rows: list[_Row], metadata: Mapping[str, str]) -> LayoutFile:
-    rows.sort(key=_by_alignment)  # stable: all that is a multiple of 8 bytes long stays in order
+    rows.sort(key=_by_alignment)  # stable: multiples of 8 bytes keep their order
     ends = list(accumulate((row.spec.nbytes for row in rows), initial=0))
     header = build_header(
         [row.text + offsets_text(*span) for row, span in zip(rows, pairwise(ends), strict=True)], metadata
@@ -237,12 +236,12 @@ def _lay_out_file(name: str, number: int, rows: list[_Row], metadata: Mapping[st
 
 
 def _by_alignment(row: _Row) -> int:
-    """Orders by the largest power of two that divides the length, largest first; none exceeds an element."""
+    """Sort key: the largest power of two, up to 8, that divides the length; largest first."""
     nbytes = row.spec.nbytes | ALIGN_BYTES
     return -(nbytes & -nbytes)
 
 
 def _good_block_bytes(total_bytes: int) -> int:
-    """Chooses blocks small enough to be verified one by one, few enough for the commit record."""
+    """Chooses blocks small enough to be verified one by one, and few enough for the commit record."""
     least = -(-total_bytes // _GOOD_NUM_BLOCKS)
     return max(_MIN_BLOCK_BYTES, min(1 << (least - 1).bit_length(), _MAX_BLOCK_BYTES))

@@ -1,7 +1,7 @@
-"""The structures of states of which each rank has a part → that of the whole. Pure.
+"""Merge of the structures of partial states, one of each rank. Pure.
 
-Dicts are merged by key. A key that only some ranks have comes where it is on them: before the next one that
-is known. So the stages of a pipeline, in the order of their ranks, make the model in its order.
+Dicts are merged by key. A key that only some ranks have keeps its position: before the next known key. So the
+stages of a pipeline, in the order of their ranks, form the model in its order.
 """
 
 from __future__ import annotations
@@ -25,66 +25,66 @@ if TYPE_CHECKING:
     from fastload.geometry.dtensors import BoxesByRank
 
 _DICTS = ("dict", "OrderedDict", "Counter")
-_Told = Sequence[tuple[Any, Sequence[int]]]
-"""Nodes, each with the ranks that have it."""
+_Variants = Sequence[tuple[Any, Sequence[int]]]
+"""Different nodes at one place, each with its ranks."""
 
 
-def merge(told: _Told) -> tuple[Any, list[str]]:
+def merge(variants: _Variants) -> tuple[Any, list[str]]:
     """Merges structures.
 
     Args:
-        told: Those that differ, each with the ranks that have it, in the order of the first of these.
+        variants: The different ones, each with its ranks, in the order of their first ranks.
 
     Returns:
-        The structure of the whole, and a line for each place where the ranks have what cannot be merged.
+        The merged structure, and a line for each place that cannot be merged.
     """
     problems: list[str] = []
-    return _merge(told, (), problems), problems
+    return _merge(variants, (), problems), problems
 
 
-def _merge(told: _Told, path: tuple[Any, ...], problems: list[str]) -> Any:
-    told = _distinct(told)
-    first = told[0][0]
-    if len(told) == 1:
+def _merge(variants: _Variants, path: tuple[Any, ...], problems: list[str]) -> Any:
+    variants = _distinct(variants)
+    first = variants[0][0]
+    if len(variants) == 1:
         return first
-    kinds = {_kind(node) for node, _ in told}
+    kinds = {_kind(node) for node, _ in variants}
     if len(kinds) == 1:
         [kind] = kinds
         if kind in _DICTS:
-            return {kind: _merge_items([(node[kind], ranks) for node, ranks in told], path, problems)}
+            return {kind: _merge_items([(node[kind], ranks) for node, ranks in variants], path, problems)}
         if kind == "state_dict":
-            items, metadata = ([(node[kind][part], ranks) for node, ranks in told] for part in range(2))
+            items, metadata = ([(node[kind][part], ranks) for node, ranks in variants] for part in range(2))
             return {
                 kind: [
                     _merge_items(items, path, problems),
                     _merge(metadata, (*path, Attribute("_metadata")), problems),
                 ]
             }
-        if kind == "defaultdict" and len({json.dumps(node[kind][0]) for node, _ in told}) == 1:
-            items = [(node[kind][1], ranks) for node, ranks in told]
+        if kind == "defaultdict" and len({json.dumps(node[kind][0]) for node, _ in variants}) == 1:
+            items = [(node[kind][1], ranks) for node, ranks in variants]
             return {kind: [first[kind][0], _merge_items(items, path, problems)]}
-        if kind == "tuple" and len({len(node[kind]) for node, _ in told}) == 1:
-            elements = [(node[kind], ranks) for node, ranks in told]
+        if kind == "tuple" and len({len(node[kind]) for node, _ in variants}) == 1:
+            elements = [(node[kind], ranks) for node, ranks in variants]
             return {kind: _merge_elements(elements, path, problems)}
-        if kind == "list" and len({len(node) for node, _ in told}) == 1:
-            return _merge_elements(told, path, problems)
-    texts = (f"{_ranks(ranks)} {_shown(node)}" for node, ranks in told)
+        if kind == "list" and len({len(node) for node, _ in variants}) == 1:
+            return _merge_elements(variants, path, problems)
+    texts = (f"{_ranks(ranks)} {_shown(node)}" for node, ranks in variants)
     problems.append(f"{show_path(path)}: {', '.join(texts)}")
     return first
 
 
-def _merge_elements(told: _Told, path: tuple[Any, ...], problems: list[str]) -> list[Any]:
+def _merge_elements(variants: _Variants, path: tuple[Any, ...], problems: list[str]) -> list[Any]:
     return [
-        _merge([(nodes[index], ranks) for nodes, ranks in told], (*path, index), problems)
-        for index in range(len(told[0][0]))
+        _merge([(nodes[index], ranks) for nodes, ranks in variants], (*path, index), problems)
+        for index in range(len(variants[0][0]))
     ]
 
 
-def _merge_items(told: _Told, path: tuple[Any, ...], problems: list[str]) -> list[Any]:
+def _merge_items(variants: _Variants, path: tuple[Any, ...], problems: list[str]) -> list[Any]:
     of_key: dict[str, list[tuple[Any, Sequence[int]]]] = {}
     nodes: dict[str, Any] = {}
     order: list[str] = []
-    for items, ranks in told:
+    for items, ranks in variants:
         keys = [json.dumps(node) for node in items[::2]]
         for key, node, child in zip(keys, items[::2], items[1::2], strict=True):
             nodes.setdefault(key, node)
@@ -98,7 +98,7 @@ def _merge_items(told: _Told, path: tuple[Any, ...], problems: list[str]) -> lis
 
 
 def _merge_order(known: Sequence[str], keys: Sequence[str]) -> list[str]:
-    """Returns all keys: the known ones in their order, and each new one before the next that is known."""
+    """Returns the known keys in their order, and each new one before the next known one."""
     is_known, before = set(known), dict[str | None, list[str]]()
     waiting: list[str] = []
     for key in keys:
@@ -110,9 +110,9 @@ def _merge_order(known: Sequence[str], keys: Sequence[str]) -> list[str]:
     return [*merged, *waiting]
 
 
-def _distinct(told: _Told) -> list[tuple[Any, Sequence[int]]]:
+def _distinct(variants: _Variants) -> list[tuple[Any, Sequence[int]]]:
     found: dict[str, tuple[Any, list[int]]] = {}
-    for node, ranks in told:
+    for node, ranks in variants:
         found.setdefault(json.dumps(node), (node, []))[1].extend(ranks)
     return list(found.values())
 
@@ -146,8 +146,8 @@ class MergedState:
     """The merged state.
 
     Attributes:
-        structure: All but its tensors.
-        specs: These, in its order.
+        structure: The state without its tensors.
+        specs: Its tensors, in its order.
     """
 
     structure: Any
@@ -155,18 +155,18 @@ class MergedState:
 
     @classmethod
     def of(cls, forms: Sequence[bytes]) -> MergedState:
-        """Merges what the ranks have told.
+        """Merges the packed structures and tensors of all ranks.
 
         Raises:
-            PlanMismatch: It does not go together.
+            PlanMismatch: They do not fit together.
         """
         ranks_of: dict[bytes, list[int]] = {}
         for rank, form in enumerate(forms):
             ranks_of.setdefault(form, []).append(rank)
-        told = [(json.loads(zlib.decompress(form)), ranks) for form, ranks in ranks_of.items()]
-        structure, problems = merge([(structure, ranks) for (structure, _), ranks in told])
-        problems += _other_places([(structure, ranks) for (structure, _), ranks in told])
-        specs = _same_specs([(specs, ranks) for (_, specs), ranks in told], problems)
+        variants = [(json.loads(zlib.decompress(form)), ranks) for form, ranks in ranks_of.items()]
+        structure, problems = merge([(structure, ranks) for (structure, _), ranks in variants])
+        problems += _unequal_own_values([(structure, ranks) for (structure, _), ranks in variants])
+        specs = _same_specs([(specs, ranks) for (_, specs), ranks in variants], problems)
         stored: dict[str, TensorSpec] = {}
         own_names = set()
         for saved in leaves(structure) if not problems else ():
@@ -179,10 +179,10 @@ class MergedState:
         return cls(structure, list(stored.values()))
 
 
-def _other_places(told: Sequence[tuple[Any, Sequence[int]]]) -> list[str]:
-    """Says which ranks have values of their own at fewer places than others: all have one there, or none."""
+def _unequal_own_values(variants: Sequence[tuple[Any, Sequence[int]]]) -> list[str]:
+    """Describes ranks with fewer `PerRank` values than others."""
     ranks_of: dict[int, list[int]] = defaultdict(list)
-    for structure, ranks in told:
+    for structure, ranks in variants:
         ranks_of[_num_places(structure)] += ranks
     if len(ranks_of) == 1:
         return []
@@ -200,19 +200,19 @@ def _num_places(node: Any) -> int:
 
 
 def _same_specs(
-    told: Sequence[tuple[Sequence[Any], Sequence[int]]], problems: list[str]
+    variants: Sequence[tuple[Sequence[Any], Sequence[int]]], problems: list[str]
 ) -> dict[str, TensorSpec]:
-    """Returns the tensors of all ranks, by name; notes those that are not the same on all that have them."""
+    """Returns the tensors of all ranks by name; adds a problem for each that differs between ranks."""
     found: dict[str, dict[TensorSpec, list[int]]] = defaultdict(dict)
-    for specs, ranks in told:
+    for specs, ranks in variants:
         for name, dtype, shape, nbytes in specs:
             spec = TensorSpec(name, dtype, tuple(shape), nbytes)
             found[name].setdefault(spec, []).extend(ranks)
-    for name, variants in found.items():
-        if len(variants) > 1:
-            texts = (f"rank {min(ranks)} {spec.dtype} {list(spec.shape)}" for spec, ranks in variants.items())
+    for name, ranks_of in found.items():
+        if len(ranks_of) > 1:
+            texts = (f"rank {min(ranks)} {spec.dtype} {list(spec.shape)}" for spec, ranks in ranks_of.items())
             problems.append(f"{name}: {', '.join(texts)}")
-    return {name: next(iter(variants)) for name, variants in found.items()}
+    return {name: next(iter(ranks_of)) for name, ranks_of in found.items()}
 
 
 def refuse_merge(head: str, problems: Sequence[str]) -> NoReturn:
@@ -224,21 +224,21 @@ def refuse_merge(head: str, problems: Sequence[str]) -> NoReturn:
 
 
 def pack_boxes(boxes: Mapping[str, tuple[Box, ...]]) -> bytes:
-    """Packs what a rank holds: layers that are alike compress well."""
+    """Packs the boxes that a rank holds; equal ones are stored once."""
     numbers: dict[tuple[Box, ...], int] = {}
     columns = [[name, numbers.setdefault(held, len(numbers))] for name, held in boxes.items()]
     return zlib.compress(json.dumps([list(numbers), columns]).encode(), level=1)
 
 
 def unpack_boxes(packed: bytes) -> Iterator[tuple[str, tuple[Box, ...]]]:
-    """Yields name and boxes of each tensor that another rank has packed."""
+    """Yields name and boxes of each tensor from the result of `pack_boxes`."""
     boxes, columns = json.loads(zlib.decompress(packed))
     kinds = [tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in held) for held in boxes]
     return ((name, kinds[number]) for name, number in columns)
 
 
 def boxes_by_rank(boxes: Sequence[Iterator[tuple[str, tuple[Box, ...]]]]) -> dict[str, BoxesByRank]:
-    """Returns for each tensor which boxes which ranks have; the same object where that is the same."""
+    """Returns for each tensor the boxes of each rank; equal ones share one object."""
     numbers: dict[tuple[Box, ...], int] = {}
     columns: dict[str, array[int]] = defaultdict(partial(array, "I"))
     for rank, of_rank in enumerate(boxes):

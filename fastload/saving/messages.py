@@ -1,9 +1,9 @@
 """The messages of a save: which bytes each rank contributes to which part of which writer. Pure.
 
-A writer that holds a shard takes it from itself. Else the holders take turns, and send it. Where rows are
-sharded, most messages would be short: blocks that cross from one rank's rows to the next one's. So what a
-writer needs from one rank for several parts, a *batch*, is one message. Both ends build a message of the same
-ranges in the same order.
+A writer copies the shards that it holds. The holders of other shards send them in turn. With sharded rows
+most messages would be short, since they are blocks across the boundary of two ranks' rows. So one message has
+all bytes that a writer needs from a rank for several parts, a *batch*. Both ends build a message from the
+same ranges in the same order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ShardRange(NamedTuple):
         tensor: Number of the tensor in `Layout.space`.
         shard: The shard.
         begin: First byte in the shard.
-        end: The byte after the last one in the shard.
+        end: The byte after the last one.
     """
 
     tensor: int
@@ -38,7 +38,7 @@ class ShardRange(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardMessage:
-    """The bytes that one rank contributes to a part of a writer's, or to a batch of parts.
+    """The bytes that one rank contributes to a writer's part, or to a batch of parts.
 
     Attributes:
         sender: The rank that holds them.
@@ -68,9 +68,9 @@ class MessagePlan:
     """The messages of one rank.
 
     Attributes:
-        parts: For each of its parts, the messages that fill it but for headers; its own one, if any, first.
-        batches: Its parts, a few at a time.
-        outgoing: Messages to other writers, one for each batch of theirs, in the order of sending.
+        parts: The messages that fill each of its parts but for headers; its own one, if any, first.
+        batches: Its parts in batches.
+        outgoing: Messages to other writers, one for each of their batches, in the order of sending.
     """
 
     parts: Sequence[Sequence[ShardMessage]]
@@ -78,7 +78,7 @@ class MessagePlan:
     outgoing: Sequence[ShardMessage]
 
     def incoming(self, batch: int) -> list[ShardMessage]:
-        """Returns the messages of other ranks for a batch, as these have them among their `outgoing`."""
+        """Returns the messages of other ranks for a batch, equal to those in their `outgoing`."""
         found: dict[int, list[ShardMessage]] = {}
         for part in self.batches[batch]:
             for message in self.parts[part]:
@@ -88,18 +88,18 @@ class MessagePlan:
 
     @property
     def partners(self) -> set[int]:
-        """The ranks that it receives from, or sends to."""
+        """The ranks that it receives from or sends to."""
         senders = {message.sender for of_part in self.parts for message in of_part if not message.is_local}
         return senders | {message.writer for message in self.outgoing}
 
     @property
     def contributed(self) -> list[ShardMessage]:
-        """All messages that the rank fills: for its own parts, and for other writers."""
+        """All messages that the rank contributes, to its own parts and to other writers."""
         return [*self.local, *self.outgoing]
 
     @property
     def local(self) -> list[ShardMessage]:
-        """The messages that the rank fills for its own parts."""
+        """The messages that the rank contributes to its own parts."""
         return [message for of_part in self.parts for message in of_part if message.is_local]
 
 
@@ -116,10 +116,10 @@ def plan_messages(
     Args:
         layout: The files.
         shard_map: Which ranks hold which of their bytes.
-        parts: For each group, the parts that its writers write or hash. Other writers than this rank may be
-            left out if it has nothing for them.
+        parts: For each group, the parts that its writers write or hash. Writers that need nothing from this
+            rank may be left out.
         rank: The rank.
-        groups: The ranks of each group, who send to each other before others do.
+        groups: The ranks of each group. A shard comes from a rank of the same group, if one holds it.
         batch_bytes: Most bytes of a batch of several parts.
     """
     own: list[list[ShardMessage]] = []
@@ -136,7 +136,7 @@ def plan_messages(
         if others:
             outgoing += _outgoing(layout, shard_map, others, rank, members, batch_bytes)
     num_ranks = 1 + max(rank, *(message.writer for message in outgoing)) if outgoing else 1
-    # Not all to the same writer at once.
+    # Ranks begin with different writers.
     outgoing.sort(key=lambda message: (message.number, (message.writer - rank) % num_ranks))
     return MessagePlan(own, batches, outgoing)
 
@@ -144,7 +144,7 @@ def plan_messages(
 def positions_in(layout: Layout, part: FileRange, message: ShardMessage) -> list[Runs]:
     """Returns the positions in a part of the bytes of a message, in the order of the message."""
     positions: list[Runs] = []
-    first, last = 0, 0  # of a single run that goes on, as most do
+    first, last = 0, 0  # of a contiguous run, as most are
     for number, shard, begin, end in message.ranges:
         offset = layout.space.ranges[number].offset - part.begin
         for start, length, steps in shard.runs.cut(begin, end):
@@ -165,6 +165,8 @@ def _messages_for(
     layout: Layout, shard_map: ShardMap, part: FileRange, writer: int, index: int, members: Collection[int]
 ) -> list[ShardMessage]:
     """Returns the messages that fill a part."""
+    if shard_map.is_replicated:
+        return _own_message(layout, shard_map, part, writer, index)
     found: dict[int, list[ShardRange]] = {writer: []}
     for number in layout.tensors_in(part):
         offset = layout.space.ranges[number].offset
@@ -173,6 +175,19 @@ def _messages_for(
             sender = _sender(shard.holders, writer, index, members)
             found.setdefault(sender, []).append(ShardRange(number, shard, begin, end))
     return [ShardMessage(sender, writer, index, tuple(of)) for sender, of in found.items() if of]
+
+
+def _own_message(
+    layout: Layout, shard_map: ShardMap, part: FileRange, writer: int, index: int
+) -> list[ShardMessage]:
+    """Returns the message that fills a part of a writer that holds all tensors."""
+    ranges = []
+    for number in layout.tensors_in(part):
+        entry = layout.space.ranges[number]
+        [shard] = shard_map.tensor(number).shards
+        begin, end = max(0, part.begin - entry.offset), min(entry.nbytes, part.end - entry.offset)
+        ranges.append(ShardRange(number, shard, begin, end))
+    return [ShardMessage(writer, writer, index, tuple(ranges))] if ranges else []
 
 
 def _outgoing(
@@ -221,14 +236,14 @@ def _batches(parts: Sequence[FileRange], batch_bytes: int) -> list[range]:
 
 
 def _batched(messages: Sequence[ShardMessage], batches: Sequence[range]) -> Iterator[ShardMessage]:
-    """Yields messages for parts of one writer, in order, as messages for its batches."""
+    """Yields messages for parts of one writer, joined into messages for its batches."""
     ends = [batch.stop for batch in batches]
     for number, of_batch in groupby(messages, lambda message: bisect_right(ends, message.number)):
         yield _joined(list(of_batch), number)
 
 
 def _joined(messages: Sequence[ShardMessage], batch: int) -> ShardMessage:
-    """Returns messages between the same two ranks, in order, as one; ranges that meet become one."""
+    """Joins messages between the same two ranks; adjacent ranges become one."""
     ranges: list[ShardRange] = []
     for each in chain.from_iterable(message.ranges for message in messages):
         last = ranges[-1] if ranges else None
@@ -240,7 +255,7 @@ def _joined(messages: Sequence[ShardMessage], batch: int) -> ShardMessage:
 
 
 class _Parts:
-    """The parts of several writers, found by byte range. Parts that are only hashed overlap others."""
+    """The parts of several writers, by byte range. Parts that are only hashed overlap others."""
 
     def __init__(self, parts: Mapping[int, Sequence[FileRange]]) -> None:
         self._sorted = sorted(
@@ -249,7 +264,7 @@ class _Parts:
         self._ends = list(accumulate(((part.file, part.end) for part, _, _ in self._sorted), max))
 
     def overlapping(self, file: int, begin: int, end: int) -> Iterator[tuple[FileRange, int, int]]:
-        """Yields the parts that have bytes of a range, each with its writer and its number."""
+        """Yields the parts that overlap a range, each with its writer and its number."""
         for at in range(bisect_right(self._ends, (file, begin)), len(self._sorted)):
             part, writer, index = self._sorted[at]
             if (part.file, part.begin) >= (file, end):
@@ -259,7 +274,7 @@ class _Parts:
 
 
 def _sender(holders: Sequence[int], writer: int, part: int, members: Collection[int]) -> int:
-    """Returns the holder of a shard that contributes it to a part of a writer."""
+    """Returns the holder that contributes a shard to a part of a writer."""
     if writer in holders:
         return writer
     near = [rank for rank in holders if rank in members] or holders

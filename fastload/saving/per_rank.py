@@ -1,6 +1,6 @@
-"""What each rank has of its own: from the ranks to whoever publishes, and into files of its own.
+"""Values that each rank has of its own (`PerRank`): gathered by the leaders, and stored in their own files.
 
-It is small, so the ranks leave it in the store of their rendezvous, and it is written with the commit record.
+They are small, so they go through the rendezvous store, and are written together with the commit record.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from fastload.saving.layout import HEADER_METADATA, LayoutFile, TensorSpec, lay_
 
 _PLACE = "own"  # where in the store
 _MAX_BYTES = 1 << 20  # of a rank
-_MAX_BYTES_OF_ALL = 256 << 20  # what one value of the store, and one rank's memory, have to take
+_MAX_BYTES_OF_ALL = 256 << 20  # for the memory of the store, and of one rank
 
 
 def pack_own(values: Sequence[Any], tensors: Mapping[str, Tensor], rank: int, size: int) -> bytes:
     """Packs a rank's own values; copies them.
 
     Args:
-        values: A node for each place.
-        tensors: Those of them, by name.
+        values: A node for each `PerRank`.
+        tensors: Their tensors, by name.
         rank: This rank.
         size: Number of ranks.
 
@@ -59,15 +59,15 @@ class PerRankFiles:
     """The files with the own values of all ranks.
 
     Attributes:
-        files: What they consist of.
-        contents: The bytes of each of them.
+        files: Their layout.
+        contents: The bytes of each file.
     """
 
     files: tuple[LayoutFile, ...] = ()
     contents: tuple[bytes, ...] = ()
 
     def sizes(self) -> dict[str, int]:
-        """Returns what a report counts."""
+        """Returns their sizes, for the report."""
         return {
             "nbytes": sum(map(len, self.contents)),
             "num_tensors": sum(len(file.tensors) for file in self.files),
@@ -76,15 +76,15 @@ class PerRankFiles:
 
 
 class PerRankValues:
-    """What a rank has of its own, on its way to the ranks that publish. Copied when it is made.
+    """The own values of a rank, copied on construction.
 
     Args:
         world: The ranks.
         what: Name of the save, for messages.
-        description: The state; all ranks have something of their own in it, or none has.
+        description: The state. Either all ranks have own values in it, or none has.
 
     Raises:
-        OptionError: It is too large.
+        OptionError: They are too large.
     """
 
     def __init__(self, world: World, what: str, description: StateEncoding) -> None:
@@ -96,12 +96,12 @@ class PerRankValues:
             self._packed = pack_own(values, tensors, world.rank, world.size)
 
     def show(self) -> None:
-        """Leaves them where the others find them."""
+        """Puts them into the store for the other ranks."""
         if self._packed:
             self._world.show_bytes(f"{self._what}: leaving this rank's own values", _PLACE, self._packed)
 
     def gather(self, structure: Any, *, block_bytes: int) -> tuple[Any, PerRankFiles]:
-        """Puts together what all ranks have shown; see `gather_own`."""
+        """Merges the values of all ranks; see `gather_own`."""
         if not self._packed:
             return structure, PerRankFiles()
         what = f"{self._what}: collecting the ranks' own values"
@@ -114,12 +114,12 @@ class PerRankValues:
 def gather_own(
     structure: Any, packed: Sequence[bytes], *, block_bytes: int, metadata: Mapping[str, str]
 ) -> tuple[Any, PerRankFiles]:
-    """Puts together what the ranks have of their own.
+    """Merges the own values of all ranks.
 
     Args:
-        structure: Of the state, as each rank has described it.
-        packed: What each rank packed.
-        block_bytes: Longest range with a checksum of its own.
+        structure: Structure of the state.
+        packed: The result of `pack_own` on each rank.
+        block_bytes: Most bytes of a checksum block.
         metadata: The ``__metadata__`` of each file.
 
     Returns:

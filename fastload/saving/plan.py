@@ -1,4 +1,4 @@
-"""One rank's plan of a save: whom it writes with, what, where to, and from whose bytes."""
+"""The plan of one rank for a save: its group of writers, its share, its messages and its buffers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fastload.saving.shard_map import ShardMap
 from fastload.saving.split import WriterGroup, WriterShare, choose_writers, round_to_units, split
 from fastload.storage import Target
 
-_GOOD_PART_BYTES = 4 << 20  # more would leave the cache before it is hashed, and touch more new memory
-_GOOD_BATCH_BYTES = 32 << 20  # of parts whose messages come together: several parts, a fraction of a share
+_GOOD_PART_BYTES = 4 << 20  # larger parts leave the cache before they are hashed, and touch more new memory
+_GOOD_BATCH_BYTES = 32 << 20  # several parts, and a fraction of a share
 
-# The last plan, by all that it follows from: a training saves the same again and again.
+# The last plan, by its inputs: a training saves states of the same layout.
 _last: dict[tuple[Any, ...], tuple[WriterShare, MessagePlan]] = {}
 
 
@@ -28,9 +28,9 @@ class StagingDepths(NamedTuple):
     """The number of buffers of a save.
 
     Attributes:
-        parts: Parts that are filled, or written, at once.
-        incoming: Batches that come in.
-        outgoing: Messages on their way.
+        parts: Parts that are filled or written at once.
+        incoming: Incoming batches at once.
+        outgoing: Outgoing messages at once.
     """
 
     parts: int
@@ -39,38 +39,38 @@ class StagingDepths(NamedTuple):
 
     @property
     def num_buffers(self) -> int:
-        """All of them, with one for a message on its way into a part."""
+        """All buffers, and one for a message on its way into a part."""
         return self.parts + 1 + self.incoming + self.outgoing
 
     @property
     def exchanges(self) -> bool:
-        """Whether ranks may need bytes from others."""
+        """Whether ranks may need bytes from other ranks."""
         return self.incoming > 0
 
     @classmethod
     def within(cls, staging_bytes: int, unit_bytes: int, *, num_writes: int) -> StagingDepths:
-        """Chooses them for parts of at least so many bytes, of which others hold some.
+        """Chooses the numbers for parts of which other ranks hold some bytes.
 
         Args:
-            staging_bytes: Most memory of all.
-            unit_bytes: The shortest part that may be written by itself.
+            staging_bytes: Most bytes of all buffers.
+            unit_bytes: The shortest part that storage takes.
             num_writes: Parts that may be written at once.
 
         Raises:
-            OptionError: There is no room for the fewest.
+            OptionError: `staging_bytes` is too small for the fewest buffers.
         """
         least = cls(1, 1, 1)
         for depths in (cls(num_writes + 1, 2, 4), cls(2, 2, 2), least):
             if depths.num_buffers * unit_bytes <= staging_bytes:
                 return depths
         raise OptionError(
-            f"staging_bytes={staging_bytes}: to save shards there takes at least "
-            f"{least.num_buffers * unit_bytes}: {least.num_buffers} pieces of {unit_bytes} bytes, the "
-            "shortest that this storage takes"
+            f"staging_bytes={staging_bytes}: a save of shards to this storage needs at least "
+            f"{least.num_buffers * unit_bytes}: {least.num_buffers} buffers of {unit_bytes} bytes, the "
+            "shortest part that it takes"
         )
 
     def batch_bytes(self, staging_bytes: int, part_bytes: int) -> int:
-        """Returns the most bytes of the parts of a batch."""
+        """Returns the most bytes of a batch of parts."""
         if not self.exchanges:
             return part_bytes
         left = staging_bytes - (self.parts + 1) * part_bytes
@@ -79,15 +79,15 @@ class StagingDepths(NamedTuple):
 
 @dataclass(frozen=True)
 class SavePlan:
-    """One rank's plan of a save.
+    """The plan of one rank for a save.
 
     Attributes:
-        state: What is saved.
-        group: Whom the rank writes with.
-        share: What it writes.
-        messages: Its bytes for all writers, and all ranks' bytes for its parts.
-        depths: Its buffers.
-        target: Where to.
+        state: The state.
+        group: The ranks that write one copy together.
+        share: The bytes that it writes.
+        messages: The messages that it sends and receives.
+        depths: The numbers of its buffers.
+        target: Write access to the destination.
     """
 
     state: RankState
@@ -99,11 +99,11 @@ class SavePlan:
 
 
 def make_plan(call: SaveCall, state: RankState, agreed: SaveAgreement) -> SavePlan:
-    """Makes this rank's plan, without asking anyone.
+    """Makes this rank's plan, without communication.
 
     Raises:
-        OptionError: The URL cannot be written to, what it needs is not installed, or the parts that the
-            storage takes are too long for `staging_bytes`.
+        OptionError: The URL cannot be written to, a package for it is not installed, or `staging_bytes` is
+            too small for the parts that storage takes.
     """
     options, layout, rank = call.options, state.layout, call.world.rank
     groups = _groups(call, agreed)
@@ -128,7 +128,7 @@ def make_plan(call: SaveCall, state: RankState, agreed: SaveAgreement) -> SavePl
 
 
 def _groups(call: SaveCall, agreed: SaveAgreement) -> list[WriterGroup]:
-    """Returns the groups of writers; each writes one copy, made of what all ranks hold."""
+    """Returns the groups of writers; each group writes one complete copy."""
     options = call.options
     writers = options.writers if options.writers != "auto" else agreed.num_writers
     shared = options.shared is not False

@@ -1,7 +1,7 @@
-"""One save, on all ranks of a group: describe → agree → plan → snapshot → write → commit.
+"""A save on all ranks of a group: describe → agree → plan → snapshot → write → commit.
 
-`save` does all of it. `begin` does what the caller of an asynchronous save has to wait for, and `finish`, in
-the background, the rest. What one step finds out goes on to the next as a value.
+`save` does all steps. An asynchronous save does the blocking ones in `begin`, and the others in the
+background in `finish`. Each step hands a frozen value on to the next.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from fastload.comm.responses import Each, Reports
 from fastload.errors import FastloadError
 from fastload.options import SaveOptions
 from fastload.report import SaveRankReport, SaveReport
-from fastload.saving.agree import SaveAgreement, agree, foresee, has_to_meet
-from fastload.saving.call import QueuedSave, SaveCall, make_call
+from fastload.saving.agree import SaveAgreement, agree, has_to_meet, predict
+from fastload.saving.call import SaveCall, make_call
 from fastload.saving.commit import commit
 from fastload.saving.describe import describe
 from fastload.saving.handle import SaveHandle
 from fastload.saving.per_rank import PerRankFiles
 from fastload.saving.plan import SavePlan, make_plan
+from fastload.saving.queue import QueuedSave
 from fastload.saving.snapshot import Snapshot
 from fastload.saving.write import WriteResult, open_pending, write
 from fastload.storage import Target
@@ -36,9 +37,9 @@ class BegunSave:
 
     Attributes:
         plan: This rank's plan.
-        agreed: What the ranks have agreed on; None if they have not met.
-        snapshot: The bytes that this rank contributes; None if it takes them from the state.
-        stall_s: How long the caller has waited; None if it waits for the end.
+        agreed: The agreement of the ranks; None if they have not met.
+        snapshot: A copy of the bytes that this rank contributes; None if it reads them from the state.
+        stall_s: Seconds that the caller was blocked; None for a synchronous save.
     """
 
     plan: SavePlan
@@ -51,7 +52,7 @@ def save(call: SaveCall, state: Any) -> SaveReport:
     """Saves a state; returns when the checkpoint exists.
 
     Raises:
-        FastloadError: It does not, and what is pending is gone; the same error on all ranks.
+        FastloadError: It failed, and pending files were removed; the same error on all ranks.
     """
     world = call.world
     with world.together():
@@ -63,12 +64,12 @@ def save(call: SaveCall, state: Any) -> SaveReport:
 
 
 def begin(call: SaveCall, state: Any) -> BegunSave:
-    """Copies what this rank contributes; after that the state may change.
+    """Copies the bytes that this rank contributes; the state may change afterwards.
 
     The ranks meet only if they have to; see `agree.has_to_meet`.
 
     Raises:
-        FastloadError: This rank cannot save, which the others learn, or they have met and one cannot.
+        FastloadError: This rank cannot save, and has told the others; or they have met, and one cannot.
     """
     agreed = None
     with call.world.together():
@@ -77,20 +78,20 @@ def begin(call: SaveCall, state: Any) -> BegunSave:
         if has_to_meet(call, encoded):
             encoded, agreed = agree(call, lambda: encoded)
         with _or_leave(call, met=agreed is not None):
-            plan = make_plan(call, encoded, agreed if agreed is not None else foresee(call, encoded))
+            plan = make_plan(call, encoded, agreed if agreed is not None else predict(call, encoded))
             snapshot = Snapshot(encoded.reader, plan.messages.contributed, call.pool)
             encoded.reader.forget()
     return BegunSave(plan, agreed, snapshot, time.perf_counter() - call.began)
 
 
 def finish(call: SaveCall, begun: BegunSave) -> SaveReport | None:
-    """Does whatever is left of an asynchronous save, until the checkpoint exists.
+    """Finishes an asynchronous save; returns when the checkpoint exists.
 
     Returns:
-        What was done; None if it was not written, since a newer one is there.
+        The report; None if the save was dropped for a newer one.
 
     Raises:
-        FastloadError: It does not, and what is pending is gone; the same error on all ranks.
+        FastloadError: It failed, and pending files were removed; the same error on all ranks.
     """
     plan, agreed, waited_s = begun.plan, begun.agreed, 0.0
     with _open_until_the_end(plan.target), call.world.together():
@@ -114,10 +115,10 @@ def save_in_background(
     options: SaveOptions | None,
     queued: QueuedSave | None = None,
 ) -> SaveHandle:
-    """Copies what this rank contributes, and goes on in the background.
+    """Copies the bytes that this rank contributes, and saves them in the background.
 
-    Args are those of `fastload.save`, and `queued`: its place among other saves; None to write at once.
-    Whoever gives one tells all ranks of the errors of such saves.
+    Arguments are those of `fastload.save`, and `queued`: its place in a queue; None writes at once. The owner
+    of the queue raises the errors of its saves on all ranks.
 
     Raises:
         FastloadError: As for `fastload.async_save`.
@@ -128,7 +129,7 @@ def save_in_background(
         metadata,
         storage_options,
         options,
-        # An error that only some ranks have seen is raised by all, and in this call, not in the background.
+        # All ranks raise an error that only some have seen, and in this call, not in the background.
         raise_earlier=SaveHandle.raise_unseen if SaveHandle.in_doubt() else None,
         queued=queued,
     )
@@ -137,17 +138,17 @@ def save_in_background(
     if queued is None:
         return SaveHandle(call.url, work, call.tell)
     assert begun.snapshot is not None
-    queued.hold(begun.snapshot.release)
-    return SaveHandle(call.url, partial(queued.run, work), call.tell, apart=True)
+    queued.on_drop(begun.snapshot.release)
+    return SaveHandle(call.url, partial(queued.run, work), call.tell, caller_raises=True)
 
 
 def save_all_in_background(
     states: Mapping[str, Any], *, process_group: Any, options: SaveOptions
 ) -> list[SaveHandle]:
-    """Copies what this rank contributes to several saves, and goes on in the background.
+    """Copies the bytes that this rank contributes to several saves, and saves them in the background.
 
-    None is written before all are copied: writing would hold up the copies. The ranks do not meet for one
-    save because another one goes on, so whoever calls has to wait for all of them, on all ranks.
+    All are copied before the first is written, since writes would slow down the copies. The caller waits for
+    all of them, on all ranks.
 
     Args:
         states: Path → state.
@@ -167,27 +168,27 @@ def save_all_in_background(
         for path, state in states.items():
             call = make_call(path, process_group, None, None, options, raise_earlier=raise_earlier)
             begun.append((call, begin(call, state)))
-    finally:  # also if one cannot be saved here, for the other ranks may go on with those before it
+    finally:  # also after an error: the other ranks may write the saves before it
         for call, each in begun:
-            handles.append(SaveHandle(call.url, partial(finish, call, each), call.tell, apart=True))
+            handles.append(SaveHandle(call.url, partial(finish, call, each), call.tell, caller_raises=True))
     return handles
 
 
 def _await_turn(call: SaveCall, queued: QueuedSave) -> bool:
-    """Waits for the turn of a save; returns whether it is written, which rank 0 decides.
+    """Waits for the turn of a save; returns rank 0's decision whether to write it.
 
-    They have met before that, so that a rank which failed to begin need not wait for what is written now.
+    The ranks have met before, so that a rank that failed to begin does not wait for earlier saves.
     """
     is_written = call.world.agree(f"{call.what}: waiting for its turn", queued.await_turn)[0]
     if not is_written:
-        queued.give_up()
+        queued.drop()
         call.world.acknowledge()
     return is_written
 
 
 @contextmanager
 def _or_leave(call: SaveCall, *, met: bool) -> Iterator[None]:
-    """Tells the others, who may be in the background already, if this rank cannot go on."""
+    """Tells the other ranks, perhaps in the background already, if this rank fails."""
     try:
         yield
     except BaseException as error:
@@ -201,7 +202,7 @@ def _or_leave(call: SaveCall, *, met: bool) -> Iterator[None]:
 
 @contextmanager
 def _open_until_the_end(target: Target) -> Iterator[None]:
-    """Closes a target in the end; removes what is pending if there is no checkpoint."""
+    """Closes a target in the end; removes pending files after an error."""
     try:
         yield
     except BaseException:
@@ -212,7 +213,7 @@ def _open_until_the_end(target: Target) -> Iterator[None]:
 
 
 def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: float) -> SaveReport:
-    """Writes and publishes."""
+    """Writes the files, and publishes the checkpoint."""
     world, plan = call.world, begun.plan
     call.tracing.synchronize(agreed.hosts)
     written = write(call, plan, begun.snapshot, open_pending(call, plan))
@@ -226,7 +227,7 @@ def _write(call: SaveCall, begun: BegunSave, agreed: SaveAgreement, waited_s: fl
 def _publish(
     call: SaveCall, begun: BegunSave, written: WriteResult, metadata: Mapping[str, str], waited_s: float
 ) -> dict[str, Any]:
-    """Makes the checkpoint exist, if that is this rank's to do; returns what it reports."""
+    """Commits the checkpoint if this rank is a leader; returns the rank's report."""
     world, plan = call.world, begun.plan
     began = time.perf_counter()
     own = PerRankFiles()
@@ -253,8 +254,8 @@ def _publish(
 
 
 def _report(call: SaveCall, plan: SavePlan, published: Sequence[dict[str, Any]]) -> SaveReport:
-    """Puts together what all ranks report."""
-    layout, own = plan.state.layout, published[0]["own"]  # the same from each leader
+    """Merges the reports of all ranks."""
+    layout, own = plan.state.layout, published[0]["own"]  # the same on each leader
     return SaveReport(
         url=call.url,
         nbytes=layout.nbytes + own["nbytes"],
@@ -263,6 +264,6 @@ def _report(call: SaveCall, plan: SavePlan, published: Sequence[dict[str, Any]])
         block_bytes=layout.block_bytes,
         num_writers=len(plan.group.writers),
         num_copies=plan.group.num_copies,
-        came_instead_of=call.queued.came_instead_of() if call.queued is not None else (),
+        came_instead_of=call.queued.replaced_urls() if call.queued is not None else (),
         ranks=Reports(SaveRankReport, published[0]["rank"]),
     )

@@ -1,7 +1,7 @@
 """The shard map: which ranks hold which bytes of the tensors of a save. Pure.
 
-A tensor is cut where the box of any rank ends. Each part of it, a *shard*, is held as a whole by the same
-ranks, its *holders*. A holder contributes the bytes of a shard in row-major order.
+Tensors are cut at the boundaries of all ranks' boxes. The same ranks, the *holders*, hold all of such a part,
+a *shard*. A holder contributes the bytes of a shard in row-major order.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _NUM_SHOWN = 20
 
 
 class MappedShard(NamedTuple):
-    """A part of a tensor that some ranks hold as a whole.
+    """A part of a tensor that the same ranks hold completely.
 
     Attributes:
-        box: The part.
+        box: The part, in elements.
         runs: Its bytes in the tensor.
         holders: The ranks that hold it, ascending.
     """
@@ -40,14 +40,14 @@ class MappedShard(NamedTuple):
 
 
 class TensorShards:
-    """The shards of a tensor, and of all others that are cut alike.
+    """The shards of a tensor. Tensors with identical shards share one object.
 
     Args:
-        shards: All of them.
+        shards: All shards.
         missing: Boxes that no rank holds.
 
     Attributes:
-        shards: In the order of their first bytes.
+        shards: All shards, in the order of their first bytes.
         missing: As given.
     """
 
@@ -57,7 +57,7 @@ class TensorShards:
         self._ends = list(accumulate((shard.runs.end for shard in self.shards), max))
 
     def within(self, begin: int, end: int) -> Iterator[tuple[MappedShard, int, int]]:
-        """Yields the shards that have bytes in a range of the tensor, each with its own range of them."""
+        """Yields the shards in a byte range of the tensor, each with the range of its own bytes."""
         for at in range(bisect_right(self._ends, begin), len(self.shards)):
             runs = self.shards[at].runs
             if runs.start >= end:
@@ -72,9 +72,9 @@ class ShardMap:
 
     Args:
         layout: The files.
-        num_ranks: Ranks that save.
-        boxes: By name of the tensor, the boxes that each rank holds; one object for what is equal. None if
-            every rank holds every tensor.
+        num_ranks: Number of ranks.
+        boxes: Name of a tensor → the boxes that each rank holds; equal ones share one object. None if every
+            rank holds every tensor.
 
     Attributes:
         is_replicated: Whether every rank holds every tensor.
@@ -90,11 +90,11 @@ class ShardMap:
         self._known: dict[tuple[tuple[int, ...], int, int], TensorShards] = {}
 
     def tensor(self, number: int) -> TensorShards:
-        """Returns the shards of a tensor that has bytes, by its number in `Layout.space`."""
+        """Returns the shards of a tensor, by its number in `Layout.space`."""
         entry = self._entries[number]
         dtype, shape = torch_spec(entry)
         held = None if self._boxes is None else self._boxes[entry.name]
-        key = (shape, dtype.itemsize, id(held))  # the same for layers that are alike
+        key = (shape, dtype.itemsize, id(held))  # the same for identical layers
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._cut(shape, dtype.itemsize, held)
@@ -102,11 +102,11 @@ class ShardMap:
 
     @cached_property
     def tensors(self) -> list[TensorShards]:
-        """The shards of every tensor that has bytes; the same object for those that are cut alike."""
+        """The shards of every tensor that is not empty."""
         return [self.tensor(number) for number in range(len(self._entries))]
 
     def replicated(self, rank: int) -> list[tuple[int, MappedShard]]:
-        """Returns the shards that a rank and others hold, each with the number of its tensor, in order."""
+        """Returns the shards that a rank shares with others, each with the number of its tensor, in order."""
         held = {
             kind: [shard for shard in kind.shards if len(shard.holders) > 1 and rank in shard.holders]
             for kind in set(self.tensors)
@@ -114,17 +114,17 @@ class ShardMap:
         return [(number, shard) for number, kind in enumerate(self.tensors) for shard in held[kind]]
 
     def missing(self) -> list[str]:
-        """Describes the first boxes that no rank holds."""
+        """Describes boxes that no rank holds; the first ones."""
         found: list[str] = []
         for entry, kind in zip(self._entries, self.tensors, strict=True):
-            found += [_lack(box, torch_spec(entry)[1], entry.name) for box in kind.missing]
+            found += [_describe_missing(box, torch_spec(entry)[1], entry.name) for box in kind.missing]
             if len(found) >= _NUM_SHOWN:
                 break
         return found
 
     @cached_property
     def digest(self) -> str:
-        """Identifies the map among those of the same layout."""
+        """Identifies the map among maps of the same layout."""
         if self.is_replicated:
             return "replicated"
         numbers: dict[TensorShards, int] = {}
@@ -134,8 +134,8 @@ class ShardMap:
 
     def _cut(self, shape: tuple[int, ...], itemsize: int, held: BoxesByRank | None) -> TensorShards:
         if held is None:
-            whole = Box.whole(shape)
-            return TensorShards([MappedShard(whole, runs_of(whole, shape).scaled(itemsize), self._everyone)])
+            box = Box.whole(shape)
+            return TensorShards([MappedShard(box, runs_of(box, shape).scaled(itemsize), self._everyone)])
         parts = list(_cut(shape, held))
         shards = [
             MappedShard(box, runs_of(box, shape).scaled(itemsize), holders)
@@ -146,7 +146,7 @@ class ShardMap:
 
 
 def _cut(shape: Sequence[int], held: BoxesByRank) -> Iterator[tuple[Box, tuple[int, ...]]]:
-    """Yields the parts of a tensor that no box of any rank cuts, with the ranks that have them, or none."""
+    """Yields the parts of a tensor between all boundaries of boxes, each with its holders, perhaps none."""
     boxes = [(box, ranks) for of_ranks, ranks in held for box in of_ranks if box.is_within(shape)]
     bounds = [
         sorted(
@@ -171,7 +171,7 @@ def _cut(shape: Sequence[int], held: BoxesByRank) -> Iterator[tuple[Box, tuple[i
 
 
 def _joined(boxes: Sequence[Box]) -> list[Box]:
-    """Joins neighbours, as far as they make boxes."""
+    """Joins neighbours that form boxes."""
     joined = list(boxes)
     for dim in reversed(range(len(boxes[0].sizes) if boxes else 0)):
         parts, joined = joined, []
@@ -187,11 +187,11 @@ def _joined(boxes: Sequence[Box]) -> list[Box]:
 
 
 def _without(box: Box, dim: int) -> tuple[int, ...]:
-    """Returns a box but for one dimension."""
+    """Returns offsets and sizes of a box without one dimension."""
     return (*box.offsets[:dim], *box.offsets[dim + 1 :], *box.sizes[:dim], *box.sizes[dim + 1 :])
 
 
-def _lack(box: Box, shape: Sequence[int], name: str) -> str:
+def _describe_missing(box: Box, shape: Sequence[int], name: str) -> str:
     if box == Box.whole(shape):
         return f"{name} is on no rank"
     if box.sizes[1:] == tuple(shape[1:]):

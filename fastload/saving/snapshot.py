@@ -1,7 +1,8 @@
-"""Copies of this rank's tensors in host memory: all that an asynchronous save keeps training waiting for."""
+"""Copies of this rank's tensors in host memory, which an asynchronous save makes while training waits."""
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -17,7 +18,8 @@ from fastload.geometry.dtensors import is_dtensor, local_parts, narrowed
 from fastload.saving.layout import Layout
 from fastload.saving.messages import ShardMessage, ShardRange
 
-_BUFFER_BYTES = 64 << 20  # a power of two, and a small part of a share that is worth counting
+_SMALL_BYTES = 64 << 10
+_BUFFER_BYTES = 64 << 20  # a power of two, and a small part of a large share
 
 _Kind = tuple[tuple[int, ...], bool]  # lengths of the buffers in bytes, and whether they are pinned
 
@@ -25,13 +27,13 @@ _lock = ProcessLock()
 
 
 class BufferPool:
-    """Memory of snapshots, kept for the next ones: its first touch costs several times as much as the copy.
+    """A pool of buffers for snapshots: the first touch of memory takes several times as long as the copy.
 
-    May be used by several threads.
+    Thread-safe.
 
     Args:
-        num_snapshots: Snapshots at once. The first one takes the memory of all.
-        num_kinds: States that are saved in turn, such as a model and what else a training needs.
+        num_snapshots: Most snapshots at once. The first one allocates the memory of all.
+        num_kinds: Number of different states that are saved in turn, such as a model and a training state.
     """
 
     def __init__(self, num_snapshots: int, *, num_kinds: int = 1) -> None:
@@ -54,38 +56,38 @@ class BufferPool:
         if buffers is None:
             buffers = [allocate_staging(nbytes, pinned=pinned) for nbytes in lengths]
         for _ in range(self._num_snapshots - 1 if is_first else 0):
-            # Touched, so that memory that is not there is missed now and not in the middle of a training.
+            # Touched, so that a lack of memory shows now and not in the middle of a training.
             self.give_back([allocate_staging(nbytes, pinned=pinned).zero_() for nbytes in lengths])
         return buffers
 
     def give_back(self, buffers: list[Tensor]) -> None:
-        """Keeps buffers for the next snapshot, if they are of a kind that was taken last."""
+        """Keeps buffers for the next snapshot, if one of the last snapshots had the same lengths."""
         kind = (tuple(buffer.numel() for buffer in buffers), buffers[0].is_pinned())
         with _lock:
             if kind in self._last and len(self._free[kind]) < self._num_snapshots:
                 self._free[kind].append(buffers)
 
     def clear(self) -> None:
-        """Frees the buffers that are kept."""
+        """Frees the free buffers."""
         with _lock:
             self._last.clear()
             self._free.clear()
 
 
 buffer_pool = BufferPool(1, num_kinds=2)
-"""The pool of a process, for saves without a manager."""
+"""The pool of the process, for saves without a manager."""
 
 
 class StateReader:
-    """Reads the bytes of this rank's tensors. May be used by several threads.
+    """Reads the bytes of this rank's tensors. Thread-safe.
 
     Args:
         layout: The files.
-        tensors: By name; any strides, any device.
-        watch: Counts the time; None makes one.
+        tensors: Name → tensor; any strides, any device.
+        watch: Measures the time of copies; None makes one.
 
     Attributes:
-        watch: Time spent copying.
+        watch: Time of copies.
     """
 
     def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], watch: Stopwatch | None = None) -> None:
@@ -96,28 +98,34 @@ class StateReader:
         self._streams = CallerStreams(accelerators_of(tensors.values()))
 
     def with_layout(self, layout: Layout) -> StateReader:
-        """Returns a reader of the same tensors as parts of other files."""
+        """Returns a reader of the same tensors in another layout."""
         return StateReader(layout, self._tensors, self.watch)
 
     @property
     def on_device(self) -> bool:
-        """Whether some of the state is on an accelerator."""
+        """Whether some tensors are on an accelerator."""
         return bool(self._streams)
 
     def is_in_host_memory(self, name: str) -> bool:
-        """Whether a tensor is there."""
+        """Whether a tensor is in host memory."""
         return self._tensors[name].is_cpu
 
     def copy(self, ranges: Iterable[ShardRange], out: Tensor) -> None:
         """Starts to copy ranges of shards into the beginning of a flat uint8 host tensor; see `settle`."""
-        position = 0
+        position, address = 0, out.data_ptr()
         with self.watch.span(nbytes=out.numel()), self._streams.current():
             for number, shard, begin, end in ranges:
-                _copy_bytes(self._view(number, shard.box), begin, end, out[position : position + end - begin])
-                position += end - begin
+                nbytes = end - begin
+                tensor = self._view(number, shard.box)
+                if nbytes <= _SMALL_BYTES and tensor.is_cpu and tensor.is_contiguous():
+                    # Without views, which take longer to make than a small tensor to copy.
+                    ctypes.memmove(address + position, tensor.data_ptr() + begin, nbytes)
+                else:
+                    _copy_bytes(tensor, begin, end, out[position : position + nbytes])
+                position += nbytes
 
     def settle(self) -> None:
-        """Returns once all copies that were started are done."""
+        """Waits for all copies that were started."""
         with self.watch:
             self._streams.synchronize()
 
@@ -131,7 +139,7 @@ class StateReader:
         self._parts.clear()
 
     def _parts_of(self, name: str) -> list[tuple[Box, Tensor]]:
-        """Returns the local parts of a tensor, detached. Cached: a DTensor takes long to ask."""
+        """Returns the local parts of a tensor, detached; cached, since a DTensor takes long to answer."""
         if name not in self._parts:
             self._parts[name] = [(box, view.detach()) for box, view in local_parts(self._tensors[name])]
         return self._parts[name]
@@ -141,7 +149,7 @@ class StateReader:
         name = self._layout.space.ranges[number].name
         tensor = self._tensors[name]
         if not is_dtensor(tensor) and box.sizes == tensor.shape:
-            return tensor.detach()
+            return tensor
         for held, view in self._parts_of(name):
             if held == box:
                 return view
@@ -152,6 +160,7 @@ class StateReader:
 
 def _copy_bytes(tensor: Tensor, begin: int, end: int, out: Tensor) -> None:
     """Starts to copy a range of the bytes of a tensor, of any strides, on any device, in row-major order."""
+    tensor = tensor.detach()
     if tensor.is_contiguous():
         copy_flat(byte_view(tensor)[begin:end], out)
         return
@@ -166,22 +175,22 @@ def _copy_bytes(tensor: Tensor, begin: int, end: int, out: Tensor) -> None:
 
 
 class Snapshot:
-    """The bytes that this rank contributes to a save: once they are copied, the state may change.
+    """A copy of the bytes that this rank contributes to a save; the state may change afterwards.
 
-    It has several buffers: torch rounds page-locked memory up to a power of two.
+    It has several buffers, since torch rounds page-locked memory up to a power of two.
 
     Args:
-        reader: The state.
+        reader: Reads the state.
         messages: The bytes to copy.
         pool: Lends the memory.
     """
 
     def __init__(self, reader: StateReader, messages: Sequence[ShardMessage], pool: BufferPool) -> None:
-        places, lengths = _pack([round_up(message.nbytes, PAGE_BYTES) for message in messages])
+        offsets, lengths = _pack([round_up(message.nbytes, PAGE_BYTES) for message in messages])
         self._pool = pool
         self._buffers = pool.take(lengths, pinned=reader.on_device)
         self._copied: dict[tuple[int, int], Tensor] = {}
-        for message, (buffer, start) in zip(messages, places, strict=True):
+        for message, (buffer, start) in zip(messages, offsets, strict=True):
             copied = self._buffers[buffer][start : start + message.nbytes]
             reader.copy(message.ranges, copied)
             self._copied[message.writer, message.number] = copied
@@ -189,7 +198,7 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Host memory that it takes."""
+        """Bytes of host memory."""
         return sum(buffer.numel() for buffer in self._buffers)
 
     def get(self, message: ShardMessage) -> Tensor:
@@ -197,18 +206,18 @@ class Snapshot:
         return self._copied[message.writer, message.number]
 
     def release(self) -> None:
-        """Gives the memory back; the snapshot cannot be used any more."""
+        """Returns the memory to the pool; the snapshot cannot be used any more."""
         buffers, self._buffers = self._buffers, []
         self._copied.clear()
         self._pool.give_back(buffers)
 
 
 def _pack(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Returns each message's buffer and place in it, and the lengths of the buffers: at least one."""
-    places, lengths = [], [0]
+    """Returns the buffer and offset of each message, and the lengths of the buffers, at least one."""
+    offsets, lengths = [], [0]
     for size in sizes:
         if lengths[-1] and lengths[-1] + size > _BUFFER_BYTES:
             lengths.append(0)
-        places.append((len(lengths) - 1, lengths[-1]))
+        offsets.append((len(lengths) - 1, lengths[-1]))
         lengths[-1] += size
-    return places, [max(length, PAGE_BYTES) for length in lengths]
+    return offsets, [max(length, PAGE_BYTES) for length in lengths]

@@ -1,4 +1,4 @@
-"""Which writer writes which ranges of the files. Pure: the same on every rank."""
+"""The split of the files among writers. Pure: the same on every rank."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fastload.saving.layout import FileRange, Layout
 from fastload.saving.shard_map import MappedShard, ShardMap, TensorShards
 from fastload.transfer.shares import deal
 
-_MAX_HOLDERS = 8  # of a unit that several hold parts of: with more of them it matters little who writes it
-_MOST_UNEVEN = 1 / 32, 1 << 20  # a writer with more than the mean and the larger of these hands units on
+_MAX_HOLDERS = 8  # of a unit: with more holders of parts of it, it matters little which rank writes it
+_MOST_UNEVEN = 1 / 32, 1 << 20  # the most that a writer may have above the mean: a part of it, or bytes
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class WriterGroup:
     """The ranks that write one copy of a checkpoint together.
 
     Attributes:
-        members: All ranks of the group, ascending; the first one prepares and publishes.
+        members: All ranks of the group, ascending. The first one, the leader, prepares and publishes.
         writers: The members that write.
-        leaders: The first members of all groups.
+        leaders: The leaders of all groups.
     """
 
     members: tuple[int, ...]
@@ -40,7 +40,7 @@ class WriterGroup:
 
     @property
     def leader(self) -> int:
-        """The member that prepares and publishes."""
+        """The first member, which prepares and publishes."""
         return self.members[0]
 
 
@@ -50,7 +50,7 @@ def choose_writers(rank: int, hosts: Sequence[str], *, writers: int | str, share
     Args:
         rank: The rank.
         hosts: Host of each rank.
-        writers: ``all``, ``host`` or the number of writers of one copy.
+        writers: ``all``, ``host`` or the number of writers of a copy.
         shared: Whether all hosts write one copy together; else each host writes its own.
     """
     everyone = range(len(hosts))
@@ -74,9 +74,9 @@ class WriterShare:
     """The bytes that one writer hashes and writes.
 
     Attributes:
-        ranges: All that it writes, in file order.
-        parts: The same in parts that are hashed and written at once, with the tails.
-        tails: The numbers of those parts that it only hashes: the rest of blocks that begin in a range.
+        ranges: The ranges that it writes, in file order.
+        parts: The same ranges cut into parts, and the tails.
+        tails: Numbers of the parts that it only hashes: the rest of blocks that begin in a range.
     """
 
     ranges: Sequence[FileRange] = ()
@@ -85,7 +85,7 @@ class WriterShare:
 
     @classmethod
     def of(cls, layout: Layout, ranges: Sequence[FileRange], part_bytes: int) -> WriterShare:
-        """Returns the share of a writer with these ranges, given the most bytes of a part."""
+        """Returns the share of a writer with these ranges, in parts of at most so many bytes."""
         parts: list[FileRange] = []
         tails = set()
         for written in ranges:
@@ -98,12 +98,12 @@ class WriterShare:
 
     @property
     def nbytes(self) -> int:
-        """Length of all that it writes."""
+        """Bytes that it writes."""
         return sum(written.nbytes for written in self.ranges)
 
 
 def round_to_units(part_bytes: int, align_bytes: int | None) -> int:
-    """Returns the length of a part: the most that it may have, in units that a file may be cut into."""
+    """Rounds the length of a part down to the units into which a file may be cut; at least one."""
     unit = align_bytes or 1
     return max(1, part_bytes // unit) * unit
 
@@ -113,18 +113,18 @@ def split(
 ) -> dict[int, Sequence[FileRange]]:
     """Splits the bytes of the files, headers included, among the writers; each byte once.
 
-    Where every rank holds everything, each writer gets one contiguous range. Else a file is cut into units
-    of `align_bytes`, and units with the same holders, over all files, are split evenly among these. Units
-    with no holder among the writers, or with too many, go to the writers with the fewest bytes.
+    If every rank holds everything, each writer gets one contiguous range. Else files are cut into units of
+    `align_bytes`, and all units with the same holders are split evenly among these. Units with no holder
+    among the writers, or with too many, go to the writers with the fewest bytes.
 
     Args:
         layout: The files.
-        shard_map: Which ranks hold which of their bytes.
-        writers: The ranks that share the writing.
-        align_bytes: Where a file may be cut, such as the part size of an upload; None: nowhere.
+        shard_map: Which ranks hold which bytes.
+        writers: The ranks that write.
+        align_bytes: Files are cut at its multiples, such as the part size of an upload; None: nowhere.
 
     Returns:
-        For each writer its ranges in file order; none if there is nothing left for it.
+        The ranges of each writer in file order, perhaps none.
 
     Raises:
         OptionError: `align_bytes` is below 1, or there are no writers.
@@ -154,17 +154,17 @@ def split_evenly(
 ) -> tuple[tuple[FileRange, ...], ...]:
     """Splits the bytes of the files, headers included, evenly; each byte once.
 
-    Each writer gets one contiguous range of all files one after the other, cut only between files and
-    at multiples of `align_bytes` in a file, and at most the mean and `align_bytes` more. With whole
-    files, the longest first, each goes to the writer with the fewest bytes.
+    Each writer gets one contiguous range of the concatenated files, cut between files and at multiples of
+    `align_bytes` in a file: at most `align_bytes` more than the mean. If files must not be cut, each file,
+    the longest first, goes to the writer with the fewest bytes.
 
     Args:
         layout: The files.
         num_writers: Number of writers.
-        align_bytes: Where a file may be cut, such as the part size of an upload; None: nowhere.
+        align_bytes: Files are cut at its multiples, such as the part size of an upload; None: nowhere.
 
     Returns:
-        For each writer its ranges in file order; none if there is nothing left for it.
+        The ranges of each writer in file order, perhaps none.
 
     Raises:
         OptionError: A number is below 1.
@@ -181,7 +181,7 @@ def split_evenly(
 
 
 def _ranges(files: Space[ByteRange], begin: int, end: int) -> Iterator[FileRange]:
-    """Yields a range of all files one after the other as ranges of the files."""
+    """Yields a range of the concatenated files as ranges of files."""
     for file, first, stop in files.cut(begin, end - begin):
         yield FileRange(file, first, stop)
 
@@ -197,7 +197,7 @@ def _split_files(sizes: Sequence[int], num_writers: int) -> tuple[tuple[FileRang
 
 
 _Holders = tuple[int, ...] | None
-"""Writers that hold something of a range; none if there are too many, None if nobody has to."""
+"""Writers that hold bytes of a range; empty if there are too many, None if any writer has them."""
 
 
 class _HeldRange(NamedTuple):
@@ -207,7 +207,7 @@ class _HeldRange(NamedTuple):
 
 
 def _even_out(found: dict[int, list[FileRange]], align_bytes: int) -> None:
-    """Moves units from who has most to who has least: each cut was up to a unit off."""
+    """Moves units from the writer with the most bytes to the one with the fewest."""
     loads = {writer: sum(end - begin for _, begin, end in ranges) for writer, ranges in found.items()}
     mean, (part, few_bytes) = sum(loads.values()) / len(loads), _MOST_UNEVEN
     bound = mean + max(mean * part, few_bytes)
@@ -228,7 +228,7 @@ def _even_out(found: dict[int, list[FileRange]], align_bytes: int) -> None:
 
 
 def _floor(space: Space[ByteRange], position: int, align_bytes: int) -> int:
-    """Returns the last position, up to a given one, where a file may be cut."""
+    """Rounds a position down to one where a file may be cut."""
     if position == space.nbytes:
         return position
     index = space.at(position)
@@ -249,7 +249,7 @@ def _joined(ranges: Sequence[FileRange]) -> list[FileRange]:
 def _held_ranges(
     layout: Layout, shard_map: ShardMap, writers: Collection[int], align_bytes: int
 ) -> Iterator[Iterator[_HeldRange]]:
-    """Yields for each file its byte ranges, from the first to the last, with their holders."""
+    """Yields the byte ranges of each file, in order, with their holders."""
     known: dict[TensorShards, list[_HeldRange]] = {}
     tensors = layout.space.ranges
 
@@ -270,7 +270,7 @@ def _held_ranges(
 
 
 def _of_shards(shards: Sequence[MappedShard], writers: Collection[int], align_bytes: int) -> list[_HeldRange]:
-    """Joins the shards of a tensor whose bytes alternate, and short ones: only long ranges matter."""
+    """Joins shards whose bytes alternate, and short ones, since only long ranges matter."""
     found: list[_HeldRange] = []
     for shard in shards:
         able = tuple(rank for rank in shard.holders if rank in writers)
@@ -286,7 +286,7 @@ def _of_shards(shards: Sequence[MappedShard], writers: Collection[int], align_by
 
 
 def _ranges_in_units(ranges: Iterator[_HeldRange], nbytes: int, align_bytes: int) -> Iterator[_HeldRange]:
-    """Yields a file in whole units, each with the holders of some of its bytes."""
+    """Yields a file in units, joined by the holders of some of their bytes."""
     position = 0
     holders: _Holders = None
     for begin, end, here in ranges:

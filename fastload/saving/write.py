@@ -1,4 +1,4 @@
-"""Parts → pending files: prepared by the leaders, then hashed, written and made durable by all writers."""
+"""Writes of parts to pending files: leaders prepare the files, all writers hash, write and flush."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from fastload.transfer.links import Wire, accept_offers
 
 T = TypeVar("T")
 
-Checksums = list[tuple[int, int, str]]
-"""File, number of its first block, and checksums of it and those that follow, in hexadecimal."""
+Checksums = list[tuple[int, str]]
+"""Number of a block in the layout, and the checksums of it and of the following blocks, in hexadecimal."""
 
-_PLACE = "checksums"  # where in the store
-_SHORT_BYTES = 64 << 10  # of all receipts, which go to all ranks
+_PLACE = "checksums"  # key in the store
+_SHORT_BYTES = 64 << 10  # of all receipts, if they go to all ranks
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class PendingFiles:
     """The files of a save before its commit.
 
     Attributes:
-        wire: Connects this rank to others, if any rank needs something from another one.
-        join: To be called before this rank writes.
+        wire: Connections to other ranks; None if no rank needs bytes from another one.
+        join: Called before this rank writes.
     """
 
     wire: Wire | None
@@ -51,13 +51,14 @@ class PendingFiles:
 
 
 def open_pending(call: SaveCall, plan: SavePlan) -> PendingFiles:
-    """Has the leaders prepare the files, while the ranks tell each other their addresses.
+    """Prepares the files on the leaders, while the ranks exchange their addresses.
 
-    Each joins its leader once it writes; where each host has a copy of its own, before any rank does.
+    A rank joins its leader's files when it writes. If each host has its own copy, all ranks join before any
+    of them writes.
 
     Raises:
-        OptionError: The hosts see one place although each was to have its own.
-        PeerError: Some rank cannot write there, with its cause.
+        OptionError: The hosts share the path, although each was to have its own copy.
+        PeerError: Some rank cannot write there; has its cause.
         CheckpointExists: There is a checkpoint already.
     """
     world, group, target = call.world, plan.group, plan.target
@@ -98,7 +99,7 @@ def _nothing() -> None:
 
 
 def _join_all(call: SaveCall, url: str, join: Callable[[], object], others: Sequence[Any]) -> None:
-    """Has every rank join its leader before any of them writes, and look for other groups' files."""
+    """Joins the leader on all ranks before any of them writes; checks that groups do not share files."""
 
     def meet() -> None:
         join()
@@ -125,7 +126,7 @@ def _join(call: SaveCall, target: Target, ticket: Any, leader: int) -> None:
 
 
 def _look_for_others(another: Callable[[], Target], tickets: Sequence[Any]) -> None:
-    """Checks that the files of other groups cannot be seen from here."""
+    """Checks that this rank does not see the files of other groups."""
     for ticket in tickets:
         target = another()
         try:
@@ -141,34 +142,34 @@ def _look_for_others(another: Callable[[], Target], tickets: Sequence[Any]) -> N
 
 @dataclass(frozen=True)
 class WriteResult:
-    """What one rank has written, once all of them have.
+    """What one rank has written.
 
     Attributes:
-        receipt: Of this rank.
-        handed_in: What each rank has told of its own; see `_hand_in`.
+        receipt: Its receipt.
+        receipts: Receipts of all ranks, as text; None for those in the store. See `_hand_in`.
         write_s: Seconds with at least one write under way.
-        flush_s: Seconds until what was written was durable.
-        staging_bytes: Memory that the bytes went through.
+        flush_s: Seconds of the flush.
+        staging_bytes: Bytes of its buffers.
     """
 
     receipt: WriteReceipt
-    handed_in: tuple[str | None, ...]
+    receipts: tuple[str | None, ...]
     write_s: float
     flush_s: float
     staging_bytes: int
 
 
 def write(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, pending: PendingFiles) -> WriteResult:
-    """Writes this rank's share, and settles on all ranks whether all of them have.
+    """Writes this rank's share; returns once all ranks have written.
 
     Args:
         call: This rank's call.
         plan: Its plan.
-        snapshot: The bytes that it contributes; None takes them from the state. Its memory is given back.
-        pending: The files; the wire is closed in the end.
+        snapshot: The bytes that it contributes; None reads them from the state. Its memory is released.
+        pending: The files. Their connections are closed in the end.
 
     Raises:
-        FastloadError: Some rank has not written.
+        FastloadError: Some rank failed.
     """
     world, options, layout = call.world, call.options, plan.state.layout
     writer = PartWriter(
@@ -189,26 +190,26 @@ def write(call: SaveCall, plan: SavePlan, snapshot: Snapshot | None, pending: Pe
         written = writer.write(plan.share, assembler, hasher)
         receipt = WriteReceipt(written, hasher.checksums())
         assembler.finish()
-        to_tell = _hand_in(world, plan.group, receipt, what=call.what)
+        packed = _hand_in(world, plan.group, receipt, what=call.what)
         plan.state.own.show()
         nbytes = assembler.nbytes + (snapshot.nbytes if snapshot is not None else 0)
         found.append(WriteResult(receipt, (), writer.watch.seconds, writer.flush_s, nbytes))
-        return to_tell
+        return packed
 
     try:
-        handed_in = world.settle(call.what, work)
+        receipts = world.settle(call.what, work)
     finally:
         assembler.close()
         if writer.close() and snapshot is not None:
             snapshot.release()
-    return replace(found[0], handed_in=tuple(handed_in))
+    return replace(found[0], receipts=tuple(receipts))
 
 
 class PartSource(Protocol):
-    """The bytes of parts, asked for in order.
+    """The bytes of parts, requested in order.
 
     Attributes:
-        depth: Parts that stay valid: part i until part i + depth is asked for.
+        depth: Number of parts that are valid at once: part i until part i + depth is requested.
     """
 
     @property
@@ -222,18 +223,18 @@ class PartSource(Protocol):
 
 
 class PartWriter:
-    """Writes parts of files in several threads, as long as no other rank fails.
+    """Writes parts of files in several threads, until another rank fails.
 
     Args:
-        world: The ranks; a failure of another one ends this.
-        target: Where to.
-        names: Of the files.
-        num_threads: Writes at once.
+        world: The ranks.
+        target: Write access to the checkpoint.
+        names: Names of the files.
+        num_threads: Most writes at once.
         progress: Called with (bytes written, bytes to write).
 
     Attributes:
         watch: Time with at least one write under way.
-        flush_s: Seconds until what was written was durable.
+        flush_s: Seconds of the flush.
     """
 
     def __init__(
@@ -254,12 +255,12 @@ class PartWriter:
         self.flush_s = 0.0
 
     def write(self, share: WriterShare, source: PartSource, hasher: BlockHasher) -> dict[str, Any]:
-        """Writes all parts and makes them durable.
+        """Writes all parts, and flushes them.
 
         Args:
-            share: What to write, and what to hash.
-            source: The bytes of both.
-            hasher: Fed with them on the way.
+            share: The parts to write and to hash.
+            source: Their bytes.
+            hasher: Hashes them.
 
         Returns:
             The receipt for `Target.publish`.
@@ -295,7 +296,7 @@ class PartWriter:
         return receipt
 
     def close(self) -> bool:
-        """Ends the threads; returns whether no write is under way any more."""
+        """Ends the threads; returns whether all writes have ended."""
         return self._workers.close(wait_s=min(1.0, self._world.grace_s))
 
     def _write(self, part: FileRange, data: memoryview) -> None:
@@ -303,7 +304,7 @@ class PartWriter:
             self._target.write(self._names[part.file], part.begin, data)
 
     def _await(self, part: FileRange | None, work: Future[T]) -> T:
-        """Waits for a write, or for all of it to be durable, no longer than the other ranks go on."""
+        """Waits for the write of a part, or for the flush (None), unless another rank fails."""
         try:
             return self._world.await_work(work, partial(self._overdue, part))
         finally:
@@ -312,16 +313,16 @@ class PartWriter:
     def _overdue(self, part: FileRange | None) -> StorageError:
         text = f"storage did not answer within {self._world.patience_s:.1f} s"
         if part is None:
-            return StorageError(f"{text} that the data is durable", url=self._target.url)
+            return StorageError(f"{text} to the flush", url=self._target.url)
         url = f"{self._target.url}/{self._names[part.file]}"
         return StorageError(text, url=url, offset=part.begin, nbytes=part.nbytes)
 
 
 class BlockHasher:
-    """Hashes blocks whose bytes come in parts, in order.
+    """Hashes blocks whose bytes come in parts.
 
     Args:
-        blocks: The blocks, in order.
+        blocks: The blocks, in the order of the parts.
     """
 
     def __init__(self, blocks: Iterable[Block]) -> None:
@@ -329,10 +330,10 @@ class BlockHasher:
         self._block = next(self._blocks, None)
         self._begun = xxhash.xxh3_64()
         self._num_begun_bytes = 0
-        self._found: list[tuple[int, int, bytearray]] = []
+        self._found: list[tuple[int, bytearray]] = []
 
     def feed(self, part: FileRange, data: memoryview) -> None:
-        """Takes the next part; bytes of blocks that belong to other ranks are skipped."""
+        """Hashes the next part, without the blocks of other writers."""
         while (block := self._block) is not None and block.file == part.file and block.offset < part.end:
             begin = block.offset + self._num_begun_bytes - part.begin
             end = block.offset + block.nbytes - part.begin
@@ -350,47 +351,44 @@ class BlockHasher:
             self._block = next(self._blocks, None)
 
     def checksums(self) -> Checksums:
-        """Returns the checksums, once everything has been fed."""
+        """Returns the checksums, after the last part."""
         assert self._block is None
-        return [(file, first, sums.hex()) for file, first, sums in self._found]
+        return [(first, sums.hex()) for first, sums in self._found]
 
     def _add(self, block: Block, digest: bytes) -> None:
         if self._found:
-            file, first, sums = self._found[-1]
-            if file == block.file and first + len(sums) // CHECKSUM_BYTES == block.number:
+            first, sums = self._found[-1]
+            if first + len(sums) // CHECKSUM_BYTES == block.number:
                 sums.extend(digest)
                 return
-        self._found.append((block.file, block.number, bytearray(digest)))
+        self._found.append((block.number, bytearray(digest)))
 
 
 @dataclass(frozen=True)
 class WriteReceipt:
-    """What a rank has written, for its leader.
+    """What a rank tells its leader.
 
     Attributes:
         written: The receipt of its target.
-        checksums: Of the blocks that it has hashed.
+        checksums: Checksums of the blocks that it has hashed.
     """
 
     written: Mapping[str, Any]
     checksums: Checksums
 
     def to_text(self) -> str:
-        """Packs it."""
+        """Returns JSON."""
         return json.dumps([self.written, self.checksums])
 
     @classmethod
     def parse(cls, packed: bytes | str) -> WriteReceipt:
-        """Reads what `to_text` returned."""
+        """Parses the result of `to_text`."""
         written, checksums = json.loads(packed)
-        return cls(written, [(file, first, sums) for file, first, sums in checksums])
+        return cls(written, [(first, sums) for first, sums in checksums])
 
 
 def _hand_in(world: World, group: WriterGroup, receipt: WriteReceipt, *, what: str) -> str | None:
-    """Returns what this rank tells the others once it has written: its receipt, if it is short.
-
-    A long one is left in the store for the leader, before this rank says that it has written.
-    """
+    """Returns the receipt for all ranks if it is short; else puts it into the store for the leader."""
     if world.rank == group.leader:
         return None
     packed = receipt.to_text()
@@ -406,14 +404,14 @@ def collect_receipts(
     """Returns the receipts of all members, on their leader.
 
     Args:
-        world: The ranks; all members have handed in theirs.
-        group: This rank's.
-        result: The leader's.
+        world: The ranks.
+        group: The leader's group.
+        result: The leader's result.
         what: Name of the save, for messages.
     """
     receipts = [result.receipt]
     for rank in group.members[1:]:
-        packed: str | bytes | None = result.handed_in[rank]
+        packed: str | bytes | None = result.receipts[rank]
         if packed is None:
             packed = world.take_bytes(f"{what}: collecting checksums", _PLACE, rank)
         assert packed is not None

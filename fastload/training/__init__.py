@@ -1,1 +1,1 @@
-"""Checkpoints of a training: when, how many, which one to go on with."""
+"""Checkpoints of a training: schedule, retention, restore."""

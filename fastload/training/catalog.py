@@ -1,4 +1,4 @@
-"""The checkpoints of one run: directories of one root, each named after its step."""
+"""The checkpoints below a root: their listing, the name of their run, and the removal of old ones."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the commit record says of one checkpoint.
+    """The contents of a commit record.
 
     Attributes:
         files: Name → size in bytes.
-        metadata: Text that was attached.
+        metadata: The user's text, with step, metrics and branch.
     """
 
     files: Mapping[str, int]
@@ -55,22 +55,22 @@ class Summary:
 
     @property
     def nbytes(self) -> int:
-        """Size of its files in bytes, without the record."""
+        """Bytes of all files, without the record."""
         return sum(self.files.values())
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What was measured at that step; what is no number is left out."""
+        """Metrics of the step; values that are not numbers are left out."""
         return metrics_of(self.metadata)
 
     @property
     def branch(self) -> int:
-        """Its branch; 0 for what does not say."""
+        """Its branch; 0 if the record has none."""
         text = self.metadata.get(_BRANCH, "")
         return int(text) if _NUMBER.fullmatch(text) else 0
 
     def problem_with(self, files: Mapping[str, FileStat]) -> str:
-        """Says what differs between these files and those that the record names; empty if nothing does."""
+        """Describes how these files differ from those in the record; empty if they do not."""
         found = {name: files[name].nbytes if name in files else None for name in self.files}
         wrong = [name for name, nbytes in self.files.items() if found[name] != nbytes]
         parts = [
@@ -85,18 +85,18 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known of one checkpoint without reading its data.
+    """A listed checkpoint.
 
     Attributes:
         step: Its step.
-        state: ``complete``; ``incomplete`` if it has no commit record; ``damaged`` if that, or a file that it
-            names, is not as it was written; ``unsupported`` if this fastload cannot read the record;
-            ``unreadable`` if storage does not let us look.
-        problem: What is the matter, unless it is complete.
-        saved_s: When the record was written, in seconds since 1970; 0 if there is none.
-        place: Where it really is, links followed; empty where storage knows no links.
-        is_link: Whether its name is a link, which others have made.
-        summary: What the record says, if there is one that can be used.
+        state: ``complete``; ``incomplete`` if it has no commit record; ``damaged`` if the record is, or if a
+            file in it is missing or has another size; ``unsupported`` if this fastload cannot read the
+            record; ``unreadable`` if storage refuses access.
+        problem: The reason, unless it is complete.
+        saved_s: Time of the record, in seconds since 1970; 0 without one.
+        place: Its path with links resolved; empty where storage has no links.
+        is_link: Whether its name is a link.
+        summary: Contents of the record, if it can be read.
     """
 
     step: int
@@ -109,24 +109,24 @@ class Entry:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all files are there that its commit record names, in their sizes."""
+        """Whether all files in its commit record exist, in their sizes."""
         return self.state == "complete"
 
     @property
     def saved(self) -> SavedCheckpoint:
-        """The same as `Retention` wants it."""
+        """The checkpoint for `Retention`."""
         if self.summary is None:
             return SavedCheckpoint(self.step, self.saved_s)
         return SavedCheckpoint(self.step, self.saved_s, self.summary.metrics, self.summary.branch)
 
     @property
     def point(self) -> Point:
-        """Where it stands in the history of the run."""
-        return Point(self.summary.branch if self.summary is not None else 0, self.step)
+        """Position in the history of the run."""
+        return self.saved.point
 
 
 class Catalog:
-    """Finds and removes the checkpoints below a root; what is named in another way is no business of it.
+    """Lists and removes the checkpoints below a root; ignores all other names.
 
     Args:
         root: A local directory or a URL; it need not exist yet.
@@ -135,7 +135,7 @@ class Catalog:
         retries: Further attempts after a transient error.
 
     Attributes:
-        damaged: Steps of checkpoints that seem to be complete, and turned out not to be when loaded.
+        damaged: Steps of checkpoints that are listed as complete, and failed to load.
     """
 
     def __init__(
@@ -151,25 +151,24 @@ class Catalog:
         self._timeout_s = timeout_s
         self._retries = retries
         self.damaged: set[int] = set()
-        self._known: dict[int, _Reading] = {}
-        self._bad: dict[int, Folder] = {}
-        self._large = threading.Lock()  # one record at a time that is so large
+        self._records: dict[int, _RecordRead] = {}
+        self._incomplete: dict[int, Folder] = {}
+        self._large = threading.Lock()  # reads large records one at a time
 
     def path(self, step: int) -> Location:
-        """Returns where the checkpoint of a step is, or would be."""
+        """Returns the path of the checkpoint of a step, whether it exists or not."""
         return self.root / _name_of(step)
 
     @property
     def shared(self) -> bool:
-        """Whether all hosts see the same below the root, as far as storage can tell."""
+        """Whether all hosts see the same files below the root, as far as storage can tell."""
         with closing(self.open_storage(self.root)) as storage:
             return storage.shared
 
     def entries(self) -> list[Entry]:
         """Lists the checkpoints, complete or not, in the order in which they were saved.
 
-        One listing tells names and sizes of all files; the commit records that are not known yet are read,
-        several at once.
+        One request lists names and sizes of all files. New commit records are read, several at once.
 
         Raises:
             StorageError: The root cannot be listed, or storage does not answer.
@@ -177,13 +176,13 @@ class Catalog:
         entries, folders = self._look()
         if self._in_doubt(entries, folders):
             entries, folders = self._look()
-        self._bad = {one.step: folders[one.step] for one in entries if not one.is_complete}
+        self._incomplete = {one.step: folders[one.step] for one in entries if not one.is_complete}
         return sorted(entries, key=lambda one: one.point)
 
     def _in_doubt(self, entries: Sequence[Entry], folders: Mapping[int, Folder]) -> bool:
-        """Whether something seems to be broken that did not before: it may just be deleted or replaced."""
+        """Whether a checkpoint is newly damaged; perhaps it is just being deleted or replaced."""
         return any(
-            one.state in ("damaged", "unreadable") and self._bad.get(one.step) != folders[one.step]
+            one.state in ("damaged", "unreadable") and self._incomplete.get(one.step) != folders[one.step]
             for one in entries
         )
 
@@ -196,42 +195,39 @@ class Catalog:
                 for step, name in named.items()
                 if name == _name_of(step) and step <= MAX_STEP
             }
-            known = self._known
-            records = {
+            stats = {
                 step: folder.files[RECORD_NAME]
                 for step, folder in folders.items()
                 if RECORD_NAME in folder.files
             }
-            readings = {
-                step: known[step]
-                for step in records.keys() & known.keys()
-                if known[step].is_known_of(records[step])
+            records = {
+                step: known for step, known in self._records.items() if known.is_current(stats.get(step))
             }
-            unknown = {_name_of(step): step for step in records.keys() - readings.keys()}
+            unknown = {_name_of(step): step for step in stats.keys() - records.keys()}
 
             def read(name: str) -> None:
                 step = unknown[name]
-                readings[step] = self._read(storage, f"{name}/{RECORD_NAME}", records[step])
+                records[step] = self._read(storage, f"{name}/{RECORD_NAME}", stats[step])
 
             each(unknown, read, num_threads=_READS_AT_ONCE)
-        self._known = readings
-        return [_entry(step, folder, readings.get(step)) for step, folder in folders.items()], folders
+        self._records = records
+        return [_entry(step, folder, records.get(step)) for step, folder in folders.items()], folders
 
-    def _read(self, storage: PatientStorage, name: str, record: FileStat) -> _Reading:
+    def _read(self, storage: PatientStorage, name: str, record: FileStat) -> _RecordRead:
         url = f"{storage.url}/{name}"
         if record.nbytes > MAX_RECORD_BYTES:
-            return _Reading(record, "unsupported", f"a {RECORD_NAME} of {record.nbytes} bytes")
+            return _RecordRead(record, "unsupported", f"a {RECORD_NAME} of {record.nbytes} bytes")
         try:
             with self._large if record.nbytes > _LARGE_BYTES else nullcontext():
                 found = parse(storage.read_all(name, record), url)
         except CheckpointError as error:
             state = "damaged" if proves_damage(error) else "unsupported"
-            return _Reading(record, state, str(error).removeprefix(f"{url}: "))
+            return _RecordRead(record, state, str(error).removeprefix(f"{url}: "))
         except StorageError as error:
             if error.transient:
                 raise
-            return _Reading(record, "unreadable", str(error.args[0]))
-        return _Reading(record, summary=Summary({f.name: f.nbytes for f in found.files}, found.metadata))
+            return _RecordRead(record, "unreadable", str(error.args[0]))
+        return _RecordRead(record, summary=Summary({f.name: f.nbytes for f in found.files}, found.metadata))
 
     def newest(self) -> tuple[int, int] | None:
         """Returns branch and step of the newest complete checkpoint, or None.
@@ -246,10 +242,10 @@ class Catalog:
         return max(((one.point.branch, one.step) for one in complete), default=None)
 
     def require_supported(self, unsupported: Mapping[int, str]) -> None:
-        """Refuses to say which checkpoint is the newest where some cannot be read: it may be one of them.
+        """Raises if this fastload cannot read some checkpoints, since one of them may be the newest.
 
         Args:
-            unsupported: Why not, by step.
+            unsupported: Step → reason.
 
         Raises:
             UnsupportedVersion: There are some.
@@ -272,14 +268,13 @@ class Catalog:
     ) -> list[int]:
         """Returns the steps to delete, oldest first.
 
-        What is not complete counts for nothing and stays. So do links, which others have made, and what they
-        lead to.
+        Incomplete checkpoints, links and the targets of links are ignored, and stay.
 
         Args:
-            entries: All that there is.
-            retention: What is kept.
-            needed: Steps that are kept whatever the rules say.
-            damaged: Steps that are not complete either, although their files seem to be.
+            entries: All checkpoints.
+            retention: The rules.
+            needed: Steps that are kept in any case.
+            damaged: Steps that are listed as complete, and are not.
         """
         links = [one.place for one in entries if one.is_link]
         targets = {one.step for one in entries if any(_is_in(link, one.place) for link in links)}
@@ -289,12 +284,12 @@ class Catalog:
         return retention.expendable(saved, needed={*needed, *targets})
 
     def remove(self, step: int) -> None:
-        """Deletes a checkpoint; no reader takes half of it for a complete one."""
+        """Deletes a checkpoint; no reader finds half of it complete."""
         with closing(self.target(step)) as target:
             target.remove()
 
     def clean_abandoned(self) -> list[str]:
-        """Removes what dead saves left below the root, never what living ones need; returns it."""
+        """Removes the remains of dead saves below the root; returns their paths."""
         with closing(self.target(0)) as target:
             return target.clean_abandoned()
 
@@ -303,52 +298,53 @@ class Catalog:
         return self.open_target(self.path(step))
 
     def open_target(self, path: Location) -> Target:
-        """Opens write access to a checkpoint, with the patience and the options of this catalog."""
+        """Opens write access to a checkpoint, with the timeouts and options of this catalog."""
         return open_target(
             path, NAMES, self._storage_options, timeout_s=self._timeout_s, retries=self._retries
         )
 
     def open_storage(self, path: Location) -> PatientStorage:
-        """Opens read access to what is at a path, likewise."""
+        """Opens read access to a path, likewise."""
         storage = open_storage(path, NAMES, self._storage_options, attempt_s=min(30.0, self._timeout_s))
         return PatientStorage(storage, retries=self._retries, timeout_s=self._timeout_s)
 
     def is_at(self, step: int, urls: set[str]) -> bool:
-        """Whether the checkpoint of a step is one of those."""
+        """Whether the checkpoint of a step is at one of these URLs."""
         return _normal(self.path(step).url) in map(_normal, urls)
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
-    """What came of reading a commit record, or why nothing did."""
+class _RecordRead:
+    """The result of reading a commit record."""
 
     record: FileStat
     state: str = "complete"
     problem: str = ""
     summary: Summary | None = None
 
-    def is_known_of(self, record: FileStat) -> bool:
-        """Whether that very record was read, so that there is no need to read it again."""
-        return bool(record.version) and self.record == record and self.state != "unreadable"
+    def is_current(self, record: FileStat | None) -> bool:
+        """Whether it is the result for this record, which need not be read again."""
+        is_same = record is not None and bool(record.version) and self.record == record
+        return is_same and self.state != "unreadable"
 
 
-def _entry(step: int, folder: Folder, reading: _Reading | None) -> Entry:
+def _entry(step: int, folder: Folder, record: _RecordRead | None) -> Entry:
     where: dict[str, Any] = {"place": folder.place, "is_link": folder.is_link}
     if folder.problem:
         return Entry(step, "unreadable", folder.problem, **where)
-    if reading is None:
+    if record is None:
         return Entry(step, "incomplete", f"it has no {RECORD_NAME}", **where)
-    state, problem = reading.state, reading.problem
-    if reading.summary is not None and (problem := reading.summary.problem_with(folder.files)):
+    state, problem = record.state, record.problem
+    if record.summary is not None and (problem := record.summary.problem_with(folder.files)):
         state = "damaged"
-    return Entry(step, state, problem, reading.record.modified_s, summary=reading.summary, **where)
+    return Entry(step, state, problem, record.record.modified_s, summary=record.summary, **where)
 
 
 def metadata_of(step: int, metrics: Mapping[str, Any] | None, branch: int = 0) -> dict[str, str]:
-    """Returns what the record of a checkpoint is to say of its step.
+    """Returns the metadata of a checkpoint: step, metrics and branch.
 
     Raises:
-        ValueError: A metric is no number.
+        ValueError: A metric is not a number.
         TypeError: Likewise.
     """
     numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
@@ -357,7 +353,7 @@ def metadata_of(step: int, metrics: Mapping[str, Any] | None, branch: int = 0) -
 
 
 def metrics_of(metadata: Mapping[str, str]) -> dict[str, float]:
-    """Returns the metrics in what a record says; what is no number is left out."""
+    """Returns the metrics in metadata; values that are not numbers are left out."""
     try:
         found = json.loads(metadata.get(_METRICS, "{}"))
     except (ValueError, RecursionError):
@@ -372,7 +368,7 @@ def _name_of(step: int) -> str:
 
 
 def _is_in(path: str, folder: str) -> bool:
-    """Whether a local place is a directory, or in it."""
+    """Whether a local path is a directory, or in it."""
     return path == folder or path.startswith(folder + "/")
 
 
@@ -380,42 +376,42 @@ def _normal(url: str) -> str:
     return os.path.abspath(url) if os.path.isabs(url) else url
 
 
-_FOLDER = "fastload-run"  # a checkpoint without files, which every storage can hold
-_RUN_PREFIX = "fastload-"  # shorter: some stores do not list what follows a whole name
+_FOLDER = "fastload-run"  # a checkpoint without files, which works on every storage
+_RUN_PREFIX = "fastload-"  # shorter than the name, which some stores do not list
 _RUN, _ROOT = "run", "root"
 
 
 class RunName:
-    """The name of a run, as one rank reads and writes it.
+    """The name of a run, stored in its root.
 
-    It says where the root was, too: what says so of another place that is still there is a copy, and gets a
-    name of its own.
+    The path of the root is stored with it. If that is another root, which still has the name, this one is a
+    copy, and gets its own name.
 
     Args:
-        catalog: The root.
+        catalog: The catalog of the root.
     """
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._there: _There | None = None
+        self._stored: _StoredName | None = None
 
     def read(self) -> str:
-        """Returns the name; empty if there is none yet.
+        """Returns the name; empty without one.
 
         Raises:
             StorageError: Storage does not answer.
         """
-        there = self._there = self._read(self._catalog.root)
-        return there.run if there is not None and not self._is_copy(there) else ""
+        stored = self._stored = self._read(self._catalog.root)
+        return stored.run if stored is not None and not self._is_copy(stored) else ""
 
     def write(self, run: str) -> None:
-        """Has the root bear a name, unless it does.
+        """Stores a name in the root, unless it has it.
 
         Raises:
             FastloadError: It cannot be written.
         """
         root = self._catalog.root
-        if self._there is not None and self._there[:2] == (run, root.url):
+        if self._stored is not None and self._stored[:2] == (run, root.url):
             return
         record = Record(1, (), metadata={_RUN: run, _ROOT: root.url})
         with closing(self._catalog.open_target(root / _FOLDER)) as target:
@@ -426,40 +422,40 @@ class RunName:
                 target.abort()
                 raise
 
-    def _is_copy(self, there: _There) -> bool:
-        """Whether a root that has this name is still where this one says that it was."""
+    def _is_copy(self, stored: _StoredName) -> bool:
+        """Whether the root that the name was stored for still exists, at another path."""
         root = self._catalog.root
-        if there.root == root.url:
+        if stored.root == root.url:
             return False
         try:
-            other = locate(there.root)
-            found = self._read(other) if other.scheme == root.scheme else there
+            other = locate(stored.root)
+            found = self._read(other) if other.scheme == root.scheme else stored
         except FastloadError:
-            return True  # nobody knows
-        by_another_path = found is not None and bool(found.place) and found.place == there.place
-        return found is not None and found.run == there.run and not by_another_path
+            return True  # perhaps
+        is_same_folder = found is not None and bool(found.place) and found.place == stored.place
+        return found is not None and found.run == stored.run and not is_same_folder
 
-    def _read(self, root: Location) -> _There | None:
+    def _read(self, root: Location) -> _StoredName | None:
         with closing(self._catalog.open_storage(root)) as storage:
             folder = storage.folders(_RUN_PREFIX).get(_FOLDER)
-            about = folder.files.get(RECORD_NAME) if folder is not None else None
-            if folder is None or about is None or about.nbytes > MAX_RECORD_BYTES:
+            stat = folder.files.get(RECORD_NAME) if folder is not None else None
+            if folder is None or stat is None or stat.nbytes > MAX_RECORD_BYTES:
                 return None
             try:
-                metadata = parse(storage.read_all(f"{_FOLDER}/{RECORD_NAME}", about)).metadata
+                metadata = parse(storage.read_all(f"{_FOLDER}/{RECORD_NAME}", stat)).metadata
             except CheckpointError:
                 return None
         run = metadata.get(_RUN, "")
-        return _There(run, metadata.get(_ROOT, ""), folder.place) if RUN_NAME.fullmatch(run) else None
+        return _StoredName(run, metadata.get(_ROOT, ""), folder.place) if RUN_NAME.fullmatch(run) else None
 
 
-class _There(NamedTuple):
-    """What is in a root.
+class _StoredName(NamedTuple):
+    """The name of a run, as stored in a root.
 
     Attributes:
-        run: The name of its run.
-        root: Where it says that it is.
-        place: Where that really is, links followed; empty where storage knows no links.
+        run: The name.
+        root: URL of the root that it was stored for.
+        place: Its path with links resolved; empty where storage has no links.
     """
 
     run: str
@@ -470,13 +466,13 @@ class _There(NamedTuple):
 _log = logging.getLogger(__name__)
 
 
-class Housekeeper:
-    """Keeps one root in order, in the background. What cannot be deleted is no reason for a training to fail.
+class Cleaner:
+    """Deletes old checkpoints and the remains of dead saves, in the background. Its errors are only logged.
 
     Args:
         catalog: The checkpoints.
-        retention: Which of them are kept.
-        in_use: Returns where the checkpoints are that must be left alone.
+        retention: Which ones to keep.
+        in_use: Returns the URLs of checkpoints that are open.
     """
 
     def __init__(self, catalog: Catalog, retention: Retention, in_use: Callable[[], set[str]]) -> None:
@@ -486,22 +482,22 @@ class Housekeeper:
         self._last: Task | None = None
 
     def clean(self) -> None:
-        """Begins to remove what dead saves left behind."""
+        """Begins to remove the remains of dead saves."""
         self._begin(self._clean)
 
     def prune(self, is_committed: Callable[[], bool], step: int, *, damaged: set[int]) -> None:
-        """Begins to delete old checkpoints, once a new one is there.
+        """Deletes old checkpoints once a new one exists.
 
         Args:
-            is_committed: Waits until the new one exists, or returns False if it never will.
-            step: That of the new one.
-            damaged: Steps of checkpoints that do not count, and that nothing is done to.
+            is_committed: Waits until the save has ended, and returns whether the new checkpoint exists.
+            step: Step of the new one.
+            damaged: Steps of damaged checkpoints, which are ignored.
         """
         if self._retention.keep_last is not None:
             self._begin(lambda: self._prune(step, damaged) if is_committed() else None)
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until all that was begun has ended, for so long at most."""
+        """Waits until all deletions have ended, at most this long."""
         if self._last is not None:
             self._last.join(timeout_s)
 
@@ -513,7 +509,7 @@ class Housekeeper:
                 before.join()
             try:
                 work()
-            except Exception as error:  # a defect, too, costs no more than disk space
+            except Exception as error:  # even a defect costs only disk space
                 defect = not isinstance(error, FastloadError)
                 _log.warning("%s: cannot clean up: %s", self._catalog.root, error, exc_info=defect)
 
@@ -522,7 +518,7 @@ class Housekeeper:
 
     def _clean(self) -> None:
         for path in self._catalog.clean_abandoned():
-            _log.info("removed %s, which a save that died left behind", path)
+            _log.info("removed %s, which a dead save left behind", path)
 
     def _prune(self, step: int, damaged: set[int]) -> None:
         entries = self._catalog.entries()

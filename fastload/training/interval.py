@@ -1,4 +1,4 @@
-"""How often to save: as given, or worked out by rank 0 while training runs."""
+"""How often to save: as given, or as rank 0 computes while training runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fastload.estimate.cadence import AdaptiveInterval, MeasuredSave, loss_proba
 
 _log = logging.getLogger(__name__)
 
-_FIRST_STEPS = 10  # between the first saves, which are made to be measured
-_NUM_STEPS = 101  # whose median is the time of a step
+_FIRST_STEPS = 10  # between the first saves, which are measured
+_NUM_STEPS = 101  # last steps, whose median is the time of a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +29,12 @@ class IntervalPolicy:
         mtbf_s: Mean time between failures of the job, for ``auto``.
         restart_s: Seconds from a failure until training goes on, for ``auto``.
         budget: Largest part of the time that training may stand still to save, for ``auto``.
-        memory_copies: Hosts that keep each share of an in-memory checkpoint; None without a memory tier.
+        memory_copies: Hosts that have each share of an in-memory checkpoint; None without a memory tier.
         memory_every_steps: Steps between saves to memory.
         memory_every_seconds: Seconds between them.
 
     Raises:
-        OptionError: One cannot be used.
+        OptionError: A value is invalid.
     """
 
     every: str | None = None
@@ -85,11 +85,11 @@ class IntervalPolicy:
 
 
 class SavedReport(Protocol):
-    """The part of a report that says how long a save took."""
+    """The duration in the report of a save."""
 
     @property
     def background_s(self) -> float:
-        """Seconds until it counted, once training went on."""
+        """Seconds from the end of the stall until the checkpoint existed."""
         ...
 
 
@@ -98,11 +98,11 @@ class RunningSave(Protocol):
 
     @property
     def report(self) -> SavedReport | None:
-        """What was done, once it has succeeded; else None."""
+        """What it did, once it has succeeded; else None."""
         ...
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         ...
 
 
@@ -110,15 +110,15 @@ SaveT = TypeVar("SaveT", bound=RunningSave | None)
 
 
 class IntervalController:
-    """The seconds between saves to each tier, given or from what steps and saves take.
+    """The seconds between saves to each tier, as given, or computed from the times of steps and saves.
 
-    Worked out as in `fastload.estimate.cadence.AdaptiveInterval`. With memory each tier has the interval for
-    the failures that it survives. Storage gets at most half of the budget, and memory what that leaves, as in
-    `fastload.estimate.cadence.recommend_tiers`.
+    The computation is that of `fastload.estimate.cadence.AdaptiveInterval`. With a memory tier, each tier has
+    the interval for the failures that it survives. Storage gets at most half of the budget and memory the
+    rest, as in `fastload.estimate.cadence.recommend_tiers`.
 
     Args:
-        policy: What was asked for.
-        num_hosts: Hosts that keep in-memory checkpoints.
+        policy: The requested intervals.
+        num_hosts: Hosts with in-memory checkpoints.
     """
 
     def __init__(self, policy: IntervalPolicy, num_hosts: int = 1) -> None:
@@ -134,16 +134,16 @@ class IntervalController:
             mtbf_s=policy.mtbf_s,
             restart_s=policy.restart_s,
             budget=policy.budget,
-            saves_in_flight=1,  # they are written one after the other
+            saves_in_flight=1,  # saves are written one after the other
             interval_steps=_FIRST_STEPS,
         )
         self._storage = _TierInterval(cadence, "saving")
         if policy.memory_copies is not None:
-            self._memory = _TierInterval(cadence, "" if policy.has_memory_interval else "keeping in memory")
+            self._memory = _TierInterval(cadence, "" if policy.has_memory_interval else "saving to memory")
 
     @property
     def storage_s(self) -> float | None:
-        """Seconds between saves to storage; None while too little is known, or for none by time."""
+        """Seconds between saves to storage; None before the first measurement, or if there is none."""
         return self._policy.every_seconds if self._storage is None else self._seconds(self._storage)
 
     @property
@@ -159,7 +159,7 @@ class IntervalController:
         return tier.cadence.interval_steps * median(self._steps_s)
 
     def step_done(self) -> None:
-        """Notes that a step is over, and learns from saves that have ended."""
+        """Measures a step, and saves that have ended."""
         if self._storage is None:
             return
         now = time.monotonic()
@@ -171,11 +171,11 @@ class IntervalController:
                 self._learn(tier, stall_s, background_s)
 
     def save_to_storage(self, save: Callable[[], SaveT]) -> SaveT:
-        """Calls `save`, and measures for how long training stands still."""
+        """Calls `save`, and measures the stall of the training."""
         return self._measure(self._storage, save)
 
     def save_to_memory(self, save: Callable[[], SaveT]) -> SaveT:
-        """Calls `save`, and measures for how long training stands still."""
+        """Calls `save`, and measures the stall of the training."""
         return self._measure(self._memory, save)
 
     def _measure(self, tier: _TierInterval | None, save: Callable[[], SaveT]) -> SaveT:
@@ -204,14 +204,14 @@ class IntervalController:
             tier.measured(save, mtbf_s=of_memory_s, budget=left)
 
     def _mtbf_by_tier(self, copy_s: float) -> tuple[float, float]:
-        """Returns the mean times in seconds between failures that memory survives, and that need storage.
+        """Returns the mean seconds between failures that memory survives, and between the others.
 
-        Failures are as in `fastload.estimate.cadence.loss_probability`: each takes a host. With one copy
-        memory survives processes that die, and nobody knows how many failures are of that kind: then each
-        tier is there for all of them.
+        A failure takes one host, as in `fastload.estimate.cadence.loss_probability`. With one copy memory
+        survives only failures of processes. Their part is not known, so each tier has the interval for all
+        failures.
 
         Args:
-            copy_s: Seconds until all copies are there again, once training goes on after a failure.
+            copy_s: Seconds to restore all copies after a failure, once training goes on.
         """
         policy = self._policy
         assert policy.mtbf_s is not None
@@ -224,15 +224,15 @@ class IntervalController:
 
 
 class _TierInterval:
-    """The saves to one tier: what they take, and the interval that follows.
+    """Measured saves to one tier, and the interval that follows.
 
     Args:
-        cadence: To begin with.
-        doing: What is done so often, for the log; empty to say nothing.
+        cadence: The first one.
+        doing: Description of the saves for the log; empty logs nothing.
 
     Attributes:
-        cadence: As of now.
-        running: Saves that go on, and for how long training stood still for them.
+        cadence: The current one.
+        running: Saves under way, each with the seconds that it stalled the training.
     """
 
     def __init__(self, cadence: AdaptiveInterval, doing: str) -> None:
@@ -242,30 +242,30 @@ class _TierInterval:
 
     @property
     def is_first_running(self) -> bool:
-        """Whether a save goes on, and none has been measured: nobody knows how long it takes."""
+        """Whether the first save is under way, so that none has been measured."""
         return bool(self.running) and not self.cadence.saves
 
     @property
     def background_s(self) -> float:
-        """Time that a save takes after training goes on; 0 while it is not known."""
+        """Seconds of a save after the stall; 0 before the first measurement."""
         return median([save.background_s for save in self.cadence.saves] or [0.0])
 
     @property
     def overhead(self) -> float:
-        """Stall ÷ interval; 0 while it is not known."""
+        """Stall ÷ interval; 0 before the first measurement."""
         saves, num_steps = self.cadence.saves, self.cadence.interval_steps
         return median([save.stall_s / (num_steps * save.step_s) for save in saves] or [0.0])
 
     def ended(self) -> list[tuple[float, float]]:
-        """Returns stall and background of those that have ended since the last time, in seconds."""
+        """Returns stall and background seconds of the saves that have ended since the last call."""
         ended = [(save, stall_s) for save, stall_s in self.running if save.done()]
         self.running = [pair for pair in self.running if pair not in ended]
-        # One without a report has failed, which is told elsewhere, or was given up.
+        # A save without a report has failed, or was dropped.
         reports = [(save.report, stall_s) for save, stall_s in ended]
         return [(stall_s, report.background_s) for report, stall_s in reports if report is not None]
 
     def measured(self, save: MeasuredSave, **terms: float) -> None:
-        """Works the interval out anew, from one more save and for other terms of the `AdaptiveInterval`."""
+        """Updates the interval by one more save, and by other terms of the `AdaptiveInterval`."""
         before = self.cadence.interval_steps
         self.cadence = replace(self.cadence, **terms).measured(save)  # type: ignore[arg-type]
         if self.cadence.interval_steps != before and self._doing:

@@ -15,12 +15,12 @@ from fastload.comm.group import agree, meet
 from fastload.errors import FastloadError, OptionError, WorldError
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import SAVE_SETTINGS, LoadOptions, SaveOptions
-from fastload.saving.call import QueuedSave
 from fastload.saving.handle import SaveHandle
+from fastload.saving.queue import QueuedSave
 from fastload.saving.save import save_in_background
 from fastload.storage import locate, name_of
 from fastload.storage.base import new_token
-from fastload.training.catalog import MAX_STEP, Catalog, Housekeeper, RunName, metadata_of, metrics_of
+from fastload.training.catalog import MAX_STEP, Catalog, Cleaner, RunName, metadata_of, metrics_of
 from fastload.training.interval import IntervalPolicy
 from fastload.training.pending import PendingSaves, SaveRequest
 from fastload.training.policy import Policy, memory_directory
@@ -158,16 +158,16 @@ class CheckpointManager:
             "options": LoadOptions(timeout_s=timeout_s, retries=retries),
         }
         self._catalog = Catalog(policy.root, storage_options, timeout_s=world.patience_s / 2, retries=retries)
-        lists, keeps_house, incarnation, run = self._meet()
+        lists, cleans, incarnation, run = self._meet()
         self._history = History(world, self._catalog, lists=lists, process_group=process_group)
         self._tier = self._open_tier(incarnation, run)
         self._restorer = CheckpointRestorer(world, self._defaults, self._catalog, self._history, self._tier)
         self._pending = PendingSaves(world, policy.in_flight, policy.retention)
         self._schedule = SaveSchedule(world, policy.root, policy.interval, self._pending, self._tier)
-        self._housekeeper: Housekeeper | None = None
-        if keeps_house:
-            self._housekeeper = Housekeeper(self._catalog, policy.retention, Checkpoint.urls_in_use)
-            self._housekeeper.clean()
+        self._cleaner: Cleaner | None = None
+        if cleans:
+            self._cleaner = Cleaner(self._catalog, policy.retention, Checkpoint.urls_in_use)
+            self._cleaner.clean()
 
     def _open_tier(self, incarnation: str, run: str) -> MemoryTier | None:
         """Opens the memory tier, if there is to be one."""
@@ -213,14 +213,14 @@ class CheckpointManager:
         require_same([each["same"] for each in views])
         hosts = [each["host"] for each in views]
         first = hosts.index(world.node) if policy.options.shared is False else 0
-        lists, keeps_house = world.rank == 0 or not views[world.rank]["shared"], world.rank == first
+        lists, cleans = world.rank == 0 or not views[world.rank]["shared"], world.rank == first
         incarnation = views[0]["incarnation"]
         run = next((each["run"] for each in views if each["run"]), incarnation)
         if policy.memory is not None:
             with world.together():
-                world.agree(what, lambda: name.write(run) if keeps_house else None)
+                world.agree(what, lambda: name.write(run) if cleans else None)
             world.acknowledge()
-        return lists, keeps_house, incarnation, run
+        return lists, cleans, incarnation, run
 
     # When
 
@@ -281,11 +281,11 @@ class CheckpointManager:
         metadata = metadata_of(step, metrics, branch)
         if self._tier is not None and self._goes_to_memory(answer, step):
             self._schedule.save_to_memory(partial(self._tier.save, step, branch, state, metadata))
-            self._history.note(Point(branch, step))
+            self._history.note_memory(Point(branch, step))
             if not answer.save:
                 return
         if self._tier is not None and self._schedule.stop_requested:
-            self._tier.emergency.come_to_save()
+            self._tier.emergency.yield_to_training()
         saved = SavedCheckpoint(step, 0.0, metrics_of(metadata), branch)
         request = SaveRequest(saved, path, self._schedule.stop_requested)
         if failed := self._pending.make_room(request):
@@ -295,8 +295,8 @@ class CheckpointManager:
             request, lambda queued: self._schedule.save_to_storage(partial(save, queued))
         )
         self._catalog.damaged.discard(step)
-        if self._housekeeper is not None:
-            self._housekeeper.prune(has_succeeded, step, damaged=set(self._catalog.damaged))
+        if self._cleaner is not None:
+            self._cleaner.prune(has_succeeded, step, damaged=set(self._catalog.damaged))
             if not self._policy.async_:
                 self._finish()
 
@@ -425,12 +425,12 @@ class CheckpointManager:
     def _end_tier(self, tier: MemoryTier, *, goes_well: bool) -> None:
         """Removes all that is in memory once it is on storage; it stays if it is not."""
         if not goes_well:
-            tier.emergency.cancel()
+            tier.emergency.disarm()
             return tier.close(remove=False, wait_s=self._world.grace_s)
         saved, has_memory = self._pending.newest, self._history.has_memory
         if (self.stop_requested or has_memory) and not self._history.is_durable(saved, tier.flushed):
             tier.emergency.write_now()
-        tier.emergency.come_to_save()
+        tier.emergency.yield_to_training()
         tier.close(remove=self._history.is_durable(saved, tier.flushed))
 
     def _require_open(self) -> None:
@@ -456,5 +456,5 @@ class CheckpointManager:
         try:
             self._pending.wait()
         finally:
-            if self._housekeeper is not None:
-                self._housekeeper.wait(self._world.patience_s / 2)
+            if self._cleaner is not None:
+                self._cleaner.wait(self._world.patience_s / 2)

@@ -1,4 +1,4 @@
-"""How a training is to be saved: where, when, what is kept, and the same on all ranks."""
+"""The checked arguments of a `CheckpointManager`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Policy:
     """The arguments of a `CheckpointManager`, checked.
 
     Attributes:
-        root: Where the checkpoints are.
+        root: Root of the checkpoints.
         interval: When to save.
-        retention: What is kept.
-        async_: Whether saves go on in the background.
+        retention: Which checkpoints to keep.
+        async_: Whether to save in the background.
         options: How to save.
-        in_flight: Copies of the state, to be written or being written, that there may be at once.
+        in_flight: Most copies of the state at once.
         memory: Directory of the memory tier on each host, or ``auto``; None without a tier.
 
     Raises:
-        OptionError: One cannot be used.
+        OptionError: A value is invalid.
     """
 
     root: Location
@@ -43,11 +43,11 @@ class Policy:
             raise OptionError(f"in_flight={self.in_flight!r}: must be a number of at least 1")
         if self.in_flight > 1 and not self.async_:
             raise OptionError(
-                f"in_flight={self.in_flight}: saves with async_=False are over when they return"
+                f"in_flight={self.in_flight}: needs async_=True, since other saves end before they return"
             )
 
     def shared_values(self) -> dict[str, Any]:
-        """Returns the values that must be the same on every rank."""
+        """Returns the values that must be the same on all ranks."""
         best = self.retention.best
         return {
             "call": "CheckpointManager",
@@ -65,7 +65,7 @@ def memory_directory(memory: str | os.PathLike[str] | None) -> str | None:
     """Returns the directory of a memory tier, absolute, or ``auto``; None without one.
 
     Raises:
-        OptionError: It is no path.
+        OptionError: It is not a path.
     """
     if memory is None:
         return None

@@ -1,4 +1,4 @@
-"""Where a training goes on: at the newest complete checkpoint, on storage or in memory."""
+"""Restores of the newest complete checkpoint, from storage or memory, and the history of a run."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from fastload.memory_tier.tier import MemoryTier
 
 _log = logging.getLogger(__name__)
-_RECORDED = ("complete", "damaged")  # what a load can be tried of
+_RECORDED = ("complete", "damaged")  # states of checkpoints with a commit record
 _UNSUPPORTED = "unsupported"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What there was at one time; the same on all ranks.
+    """The checkpoints at one time; the same on all ranks.
 
     Attributes:
-        complete: The complete checkpoints, as far as a listing tells, oldest first; where hosts have
-            disks of their own, on any of them.
-        recorded: Those with a commit record, complete or not.
-        links: Steps of which the name is a symbolic link.
-        unsupported: Why this fastload cannot read a checkpoint, by step.
+        complete: The checkpoints that are complete by their listing, oldest first; on any host, if each has
+            its own disk.
+        recorded: The checkpoints with a commit record, complete or not.
+        links: Steps whose names are symbolic links.
+        unsupported: Step → why this fastload cannot read it.
     """
 
     complete: tuple[Point, ...]
@@ -52,13 +52,13 @@ class Listing:
 
 
 class History:
-    """Lists the checkpoints of a run for all ranks together, and says where the next one stands among them.
+    """The history of a run: lists checkpoints on all ranks, and gives the position of the next one.
 
     Args:
         world: The ranks.
-        catalog: Where the checkpoints are.
-        lists: Whether this rank asks storage; at least one does.
-        process_group: That of the ranks, as for `fastload.load`.
+        catalog: The checkpoints.
+        lists: Whether this rank lists storage; at least one rank does.
+        process_group: Their group, as for `fastload.load`.
     """
 
     def __init__(self, world: World, catalog: Catalog, *, lists: bool, process_group: Any) -> None:
@@ -69,18 +69,18 @@ class History:
         self._newest: Point | None = None  # see `newest`
         self._in_memory: Point | None = None
         self._memory_is_void = False
-        self._given_up: Point | None = None
-        self._listed: Listing | None = None  # the last listing
+        self._abandoned: Point | None = None
+        self._listing: Listing | None = None  # the last one
         self._warned: set[int] = set()
 
     def look(self, *before: Callable[[], object]) -> Listing:
-        """Lists what there is, on all ranks together.
+        """Lists the checkpoints, on all ranks.
 
         Args:
-            before: What all ranks have to do before any of them lists.
+            before: Called first; all ranks finish it before any of them lists.
 
         Raises:
-            FastloadError: A rank could not ask storage.
+            FastloadError: A rank could not list storage.
         """
 
         def look() -> list[tuple[int, int, str, bool, str]]:
@@ -109,16 +109,16 @@ class History:
         self._newest = max(listing.recorded, default=None)
         if self._in_memory is not None:
             self._newest = max(self._newest or self._in_memory, self._in_memory)
-        self._listed = listing
+        self._listing = listing
         return listing
 
     @property
     def newest(self) -> Point | None:
-        """The newest of all that was listed, noted, or about to be saved."""
+        """The newest point that was listed, noted, or is about to be saved."""
         return self._newest
 
     def is_durable(self, *written: tuple[int, int] | None) -> bool:
-        """Whether nothing in memory is newer than the newest of what was written to storage."""
+        """Whether nothing in memory is newer than these checkpoints on storage."""
         if self._memory_is_void:
             return True
         points = [point for point in written if point is not None]
@@ -126,48 +126,46 @@ class History:
 
     @property
     def has_memory(self) -> bool:
-        """Whether this start of the job has saved to memory, or gone on from there."""
+        """Whether this start of the job has saved to memory, or restored from it."""
         return self._in_memory is not None
 
-    def note(self, point: Point, *, given_up: bool = False) -> None:
-        """Notes what is in memory, which is none of the checkpoints that can be listed.
+    def note_memory(self, point: Point, *, is_abandoned: bool = False) -> None:
+        """Notes the newest in-memory checkpoint, which storage does not list.
 
         Args:
-            point: The newest of it.
-            given_up: Whether the run goes on from something older.
+            point: Its position.
+            is_abandoned: Whether the run goes on from an older checkpoint.
         """
         self._in_memory, self._memory_is_void = point, False
-        self._given_up = point if given_up else None
+        self._abandoned = point if is_abandoned else None
         self._newest = point if self._newest is None else max(self._newest, point)
 
-    def note_void(self) -> None:
-        """Notes that nothing in memory is of use: what is on storage is newer, or complete."""
-        self._in_memory, self._given_up, self._memory_is_void = None, None, True
+    def note_void_memory(self) -> None:
+        """Notes that in-memory checkpoints are useless: older than those on storage, or incomplete."""
+        self._in_memory, self._abandoned, self._memory_is_void = None, None, True
 
     def branch_for(self, step: int) -> int:
-        """Returns the branch of a checkpoint that is about to be saved; on all ranks together.
+        """Returns the branch of the next checkpoint. A call of all ranks.
 
         Raises:
-            OptionError: There is a link in its place.
-            UnsupportedVersion: There is a checkpoint that this fastload cannot read, and that may be newer.
-            FastloadError: A rank could not ask storage, which the first save of a manager does.
+            OptionError: Its path is a link.
+            UnsupportedVersion: This fastload cannot read a checkpoint that may be newer.
+            FastloadError: A rank could not list storage, which the first save of a manager does.
         """
-        listing = self._listed
+        listing = self._listing
         if listing is None or listing.unsupported:
             listing = self.look()
         self._catalog.require_supported(listing.unsupported)
         if step in listing.links:
-            raise OptionError(
-                f"{self._catalog.path(step)} is a link: a save does not replace what it leads to"
-            )
+            raise OptionError(f"{self._catalog.path(step)} is a link: a save does not replace its target")
         branch, newest = branch_for(step, self._newest), self._newest
-        if Point(branch, step) == self._given_up:  # of two that compare as equal, that in memory is taken
+        if Point(branch, step) == self._abandoned:  # of equal points, a restore prefers memory
             branch += 1
         if newest is not None and branch > newest.branch and self._world.rank == 0:
             _log.warning(
-                "step %d is saved after step %d: the run went back, or another one begins in %s. What is "
-                "saved from here on counts as newer than all that was there before, whatever the steps: "
-                "`latest` and `restore` prefer it, and what was there before is the first to be deleted",
+                "step %d is saved after step %d: the run went back, or another one begins in %s. Checkpoints "
+                "saved from here on count as newer than all earlier ones, whatever their steps: `latest` and "
+                "`restore` prefer them, and the earlier ones are deleted first",
                 step, newest.step, self._catalog.root,
             )  # fmt: skip
         self._newest = Point(branch, step)
@@ -177,13 +175,11 @@ class History:
         for one in entries:
             if one.state in ("unreadable", _UNSUPPORTED) and one.step not in self._warned:
                 self._warned.add(one.step)
-                _log.warning(
-                    "%s cannot be read, and is left out: %s", self._catalog.path(one.step), one.problem
-                )
+                _log.warning("%s cannot be read; ignored: %s", self._catalog.path(one.step), one.problem)
 
 
 def _points(found: Iterable[tuple[int, int]]) -> tuple[Point, ...]:
-    """Returns points in their order; of those of one step, as hosts may have, the newest."""
+    """Returns sorted points; the newest of each step, of which hosts may have different ones."""
     branches: dict[int, int] = {}
     for branch, step in found:
         branches[step] = max(branch, branches.get(step, 0))
@@ -192,12 +188,12 @@ def _points(found: Iterable[tuple[int, int]]) -> tuple[Point, ...]:
 
 @dataclass(frozen=True)
 class RestoredCheckpoint:
-    """A checkpoint that was restored.
+    """A restored checkpoint.
 
     Attributes:
         step: Its step.
         source: ``memory`` or ``storage``.
-        why: Why not from the other.
+        why: The reason for the source.
     """
 
     step: int
@@ -210,7 +206,7 @@ class _Candidate:
     """A checkpoint that may be restored.
 
     Attributes:
-        point: Where it stands in the history of the run.
+        point: Position in the history of the run.
         found: The in-memory checkpoint; None if it is on storage.
     """
 
@@ -223,7 +219,7 @@ class _Candidate:
         return self.point.step
 
     def is_to_blame(self, error: BaseException) -> bool:
-        """Whether an error of its load says that it is bad: then the next candidate is tried."""
+        """Whether an error of its load shows damage, so that the next candidate is tried."""
         if self.found is None:
             return proves_damage(error)
         if isinstance(error, PeerError):
@@ -232,17 +228,17 @@ class _Candidate:
 
 
 class CheckpointRestorer:
-    """Restores checkpoints for all ranks together.
+    """Restores checkpoints, on all ranks.
 
     Args:
         world: The ranks.
-        defaults: Arguments of `fastload.load` that are not given with a restore.
+        defaults: Default arguments of `fastload.load`.
         catalog: The checkpoints on storage.
-        history: Lists them, and hears of those in memory.
+        history: The history of the run.
         tier: The memory tier, or None.
 
     Attributes:
-        restored: What was restored last, or None.
+        restored: The last restored checkpoint, or None.
     """
 
     def __init__(
@@ -262,7 +258,7 @@ class CheckpointRestorer:
         self._has_noted = False
 
     def note_memory(self) -> None:
-        """Notes what is in memory, unless that was done: what is saved from here on is newer than all of it.
+        """Notes the in-memory checkpoints, once: those saved from here on are newer.
 
         A call of all ranks, if there is a tier.
         """
@@ -270,29 +266,28 @@ class CheckpointRestorer:
             try:
                 self._note(self._tier.survey())
             except FastloadError as error:
-                self._warn(f"what is in memory is not known: {error}")
+                self._warn(f"cannot list in-memory checkpoints: {error}")
 
     def _note(self, found: Sequence[InMemoryCheckpoint], restored: InMemoryCheckpoint | None = None) -> None:
-        """Notes the newest of some in-memory checkpoints, which is given up unless it was restored."""
+        """Notes the newest in-memory checkpoint, which is abandoned unless it was restored."""
         self._has_noted = True
         if found:
-            self._history.note(Point(*found[-1].point), given_up=found[-1] is not restored)
+            self._history.note_memory(Point(*found[-1].point), is_abandoned=found[-1] is not restored)
 
     def in_memory(self) -> list[InMemoryCheckpoint]:
-        """Returns what is complete in memory, the oldest first; a call of all ranks, if there is a tier."""
+        """Returns the complete in-memory checkpoints, oldest first. With a tier, a call of all ranks."""
         found = self._tier.survey() if self._tier is not None else []
         return [each for each in found if each.is_complete]
 
     def restore(self, step: int | None, arguments: Mapping[str, Any], finish: Callable[[], object]) -> Any:
         """Loads a checkpoint; see `CheckpointManager.restore`.
 
-        The newest of all that are on storage or in memory comes first; only what proves to be damaged is left
-        for the next one.
+        Tries the newest on storage or in memory first, and the next one only after damage.
 
         Args:
-            step: Which; None for the newest.
-            arguments: For `fastload.load`, less the path.
-            finish: What all ranks have to do before any of them lists what there is.
+            step: The step; None for the newest.
+            arguments: Arguments of `fastload.load` but for the path.
+            finish: Called first; all ranks finish it before any of them lists.
 
         Raises:
             FastloadError: As for `CheckpointManager.restore`.
@@ -304,38 +299,34 @@ class CheckpointRestorer:
             reason = _why_not_from_memory(in_memory)
         tried: list[_Candidate] = []
         while True:
-            left = self._candidates(step, listing, in_memory, tried)
-            if not left:
+            candidates = self._candidates(step, listing, in_memory, tried)
+            if not candidates:
                 also = f", and {reason}" if reason else ""
                 raise CheckpointNotFound(f"{self._catalog.root}: no checkpoint to restore{also}")
-            chosen = left[-1]
+            chosen = candidates[-1]
             try:
-                state = self._load(chosen, left, arguments, reason)
+                state = self._load(chosen, candidates, arguments, reason)
             except FastloadError as error:
                 if not chosen.is_to_blame(error):
                     raise
                 tried.append(chosen)
                 if chosen.found is None:
                     listing = self._look_again(chosen.step)
-                left = self._candidates(step, listing, in_memory, tried)
-                if not left or (step is not None and chosen.found is None):
+                candidates = self._candidates(step, listing, in_memory, tried)
+                if not candidates or (step is not None and chosen.found is None):
                     raise
                 if chosen.found is not None:
                     reason = f"step {chosen.step} in memory cannot be restored: {error}"
                     self._warn(reason)
                 else:
-                    self._warn(
-                        f"step {chosen.step} cannot be restored, falling back to {left[-1].step}: {error}"
-                    )
+                    older = candidates[-1].step
+                    self._warn(f"step {chosen.step} cannot be restored, falling back to {older}: {error}")
             else:
                 self._settle(step, chosen, in_memory, reason)
                 return state
 
     def _look_again(self, step: int) -> Listing:
-        """Lists anew, and notes that a step is damaged, if it is still there.
-
-        It may have been deleted meanwhile, for newer ones that another process saved.
-        """
+        """Lists again, and notes that a step is damaged, unless another process has deleted it meanwhile."""
         listing = self._history.look()
         if any(point.step == step for point in listing.recorded):
             self._catalog.damaged.add(step)
@@ -348,16 +339,16 @@ class CheckpointRestorer:
         in_memory: Sequence[InMemoryCheckpoint],
         tried: Collection[_Candidate],
     ) -> list[_Candidate]:
-        """Returns the checkpoints to try, the first one last; of equals that is the one in memory.
+        """Returns the checkpoints to try, the best one last; of equals, memory comes before storage.
 
         Raises:
-            UnsupportedVersion: There is one that this fastload cannot read, and that may be the newest.
+            UnsupportedVersion: This fastload cannot read a checkpoint that may be the newest.
         """
         unsupported = listing.unsupported
         found = [_Candidate(point) for point in listing.recorded]
         if step is not None:
             unsupported = {step: unsupported[step]} if step in unsupported else {}
-            # One that is not listed is tried, too: the load says what is the matter.
+            # A step that is not listed is tried, too: its load raises the right error.
             found = [one for one in found if one.step == step] or [_Candidate(Point(-1, step))]
         self._catalog.require_supported(unsupported)
         found += [
@@ -365,27 +356,28 @@ class CheckpointRestorer:
             for each in in_memory
             if each.is_complete and step in (None, each.step)
         ]
-        left = [one for one in found if one not in tried]
-        return sorted(left, key=lambda one: (one.point, one.found is not None))
+        untried = [one for one in found if one not in tried]
+        return sorted(untried, key=lambda one: (one.point, one.found is not None))
 
     def _load(
-        self, chosen: _Candidate, left: Sequence[_Candidate], arguments: Mapping[str, Any], reason: str
+        self, chosen: _Candidate, others: Sequence[_Candidate], arguments: Mapping[str, Any], reason: str
     ) -> Any:
         given = {**self._defaults, **arguments}
         given["options"] = options = given["options"] or self._defaults["options"]
         if chosen.found is None:
-            made = RestoredCheckpoint(chosen.step, "storage", reason)
+            restored = RestoredCheckpoint(chosen.step, "storage", reason)
         else:
-            stored = [other.step for other in left if other.found is None]
+            stored = [other.step for other in others if other.found is None]
             why = f"the newest on storage is step {stored[-1]}" if stored else "storage has none"
-            made = RestoredCheckpoint(chosen.step, "memory", why)
+            restored = RestoredCheckpoint(chosen.step, "memory", why)
         if options.on_report is not None:
-            given["options"] = replace(options, on_report=partial(_report_source, options.on_report, made))
+            on_report = partial(_report_source, options.on_report, restored)
+            given["options"] = replace(options, on_report=on_report)
         if chosen.found is None or self._tier is None:
             state = api.load(os.fspath(self._catalog.path(chosen.step)), **given)
         else:
             state = self._tier.load(chosen.found, given)
-        self.restored = made
+        self.restored = restored
         return state
 
     def _settle(
@@ -395,19 +387,19 @@ class CheckpointRestorer:
         in_memory: Sequence[InMemoryCheckpoint],
         reason: str,
     ) -> None:
-        """Has memory keep what is of use once something was restored."""
+        """Drops in-memory checkpoints that are useless after a restore."""
         if chosen.found is None and reason:
             self._warn(f"step {chosen.step} is restored from storage: {reason}")
         if self._tier is None:
             return
-        if step is not None:  # what is newer stays
+        if step is not None:  # newer ones stay
             self._note(in_memory, chosen.found)
         elif chosen.found is not None:
             self._tier.keep_only(chosen.found.name)
             self._note([chosen.found], chosen.found)
         else:
-            self._tier.keep_only("")  # all of it is older than what was restored, or not complete
-            self._history.note_void()
+            self._tier.keep_only("")  # all are older than the restored one, or incomplete
+            self._history.note_void_memory()
             self._has_noted = True
 
     def _warn(self, text: str) -> None:
@@ -416,10 +408,10 @@ class CheckpointRestorer:
 
 
 def _why_not_from_memory(found: Sequence[InMemoryCheckpoint]) -> str:
-    """Says why nothing newer is restored from memory."""
+    """Returns why nothing newer is restored from memory."""
     if not found:
         return "nothing is in memory"
-    return found[-1].lack or f"memory has step {found[-1].step} only"
+    return found[-1].problem or f"memory has step {found[-1].step} only"
 
 
 def _report_source(

@@ -1,8 +1,8 @@
-"""In which order the checkpoints of a run were saved; which are kept, which make room for newer ones.
+"""Order of the checkpoints of a run, and rules of retention.
 
-Steps alone do not tell the order: a run may go back to an earlier step and go on from there, or another one
-may begin in its place. So each time that a save is not above the newest step, a new *branch* begins, and
-all of a branch is newer than all of those before it. No clock is asked.
+Steps alone do not give the order: a run may go back to an earlier step, or another run may begin in its
+place. So a save below the newest step begins a new *branch*. All checkpoints of a branch are newer than those
+of earlier branches. Clocks are not used.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from fastload.errors import OptionError
 
 
 class Point(NamedTuple):
-    """Where a checkpoint stands in the history of its run: what was saved later compares as greater.
+    """Position of a checkpoint in the history of its run; later ones compare as greater.
 
     Attributes:
-        branch: How often the run had gone back before it was saved.
+        branch: Number of times that the run had gone back before.
         step: Its step.
     """
 
@@ -28,7 +28,7 @@ class Point(NamedTuple):
 
 
 def branch_for(step: int, newest: Point | None) -> int:
-    """Returns the branch of a checkpoint that is to be newer than the newest there is, or to replace it."""
+    """Returns the branch of a new checkpoint, given the newest one there is."""
     if newest is None:
         return 0
     return newest.branch + 1 if step < newest.step else newest.branch
@@ -41,8 +41,8 @@ class SavedCheckpoint:
     Attributes:
         step: Its step.
         saved_s: When it was saved, in seconds since 1970.
-        metrics: What was measured at that step.
-        branch: Its branch, see `Point`.
+        metrics: Metrics of that step.
+        branch: Its branch; see `Point`.
     """
 
     step: int
@@ -52,20 +52,20 @@ class SavedCheckpoint:
 
     @property
     def point(self) -> Point:
-        """Where it stands in the history of the run."""
+        """Position in the history of the run."""
         return Point(self.branch, self.step)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """What to keep. Without `keep_last` everything is; with it, that and what another rule names.
+    """Rules of retention. Without `keep_last` all checkpoints are kept; with it, those that any rule names.
 
     Attributes:
-        keep_last: Number of the newest checkpoints.
-        keep_every: Those whose step is a multiple of this.
-        keep_every_seconds: The first one, and after each that this rule keeps the next one that is so much
-            younger.
-        best: A metric, and whether ``min`` or ``max`` is best: that checkpoint; of equals the newest.
+        keep_last: Keeps this number of the newest checkpoints.
+        keep_every: Keeps those whose step is a multiple of this.
+        keep_every_seconds: Keeps the first one, and then each that is this much younger than the last one
+            that this rule keeps.
+        best: A metric, and ``min`` or ``max``: keeps the best checkpoint; of equals the newest.
 
     Raises:
         OptionError: A value cannot be used.
@@ -87,19 +87,19 @@ class Retention:
         good = self.best is None or _is_best(self.best)
         _require(good, "best", self.best, 'a metric and "min" or "max"')
 
-    def insists_on(self, one: SavedCheckpoint, others: Sequence[SavedCheckpoint]) -> bool:
-        """Whether a rule names a checkpoint that could be left out, since a newer one is there.
+    def requires(self, one: SavedCheckpoint, others: Sequence[SavedCheckpoint]) -> bool:
+        """Whether `keep_every` or `best` names a checkpoint, so that a newer one does not replace it.
 
         Args:
             one: The checkpoint.
-            others: Those that are there, or are to be.
+            others: The checkpoints that exist or are being saved.
         """
         if self.keep_every is not None and one.step % self.keep_every == 0:
             return True
         return self.best is not None and one.step in _best([*others, one], *self.best)
 
     def best_of(self, one: SavedCheckpoint, other: SavedCheckpoint | None) -> SavedCheckpoint | None:
-        """Returns the better one of two, as far as there is a rule."""
+        """Returns the better one of two by the rule `best`; None without that rule."""
         if self.best is None:
             return None
         known = [one] if other is None else [other, one]
@@ -107,13 +107,11 @@ class Retention:
         return next((each for each in reversed(known) if each.step in best), None)
 
     def expendable(self, saved: Sequence[SavedCheckpoint], *, needed: Collection[int]) -> list[int]:
-        """Returns the steps to delete, oldest first.
-
-        To delete them changes nothing of what the rules say of the others.
+        """Returns the steps to delete, oldest first; the same rules keep the others after that.
 
         Args:
             saved: All complete checkpoints.
-            needed: Steps that are kept whatever the rules say; the newest checkpoint is as well.
+            needed: Steps that are kept in any case. The newest checkpoint is, too.
         """
         if self.keep_last is None or not saved:
             return []

@@ -1,12 +1,12 @@
-"""When to save: the same answer on all ranks, although clocks differ and a signal may hit one rank only.
+"""When to save: the same answer on all ranks, although clocks differ and only some ranks may get a signal.
 
-Rank 0 decides, for a *window* of calls at a time, and leaves the decision in the rendezvous store before
-the window begins; at its first call of a window a rank reads it. So nobody can miss a decision or see it
-late, the ranks need not keep step, and most calls ask nobody. Windows last about half a second.
+Rank 0 decides for a *window* of calls at a time. It posts the decision in the rendezvous store before the
+window begins, and each rank reads it at its first call of the window. So no rank misses a decision or acts on
+it late, ranks need not be in step, and most calls need no communication. A window lasts about half a second.
 
-Steps of less than a millisecond fill the longest window in less time than other ranks take to read its
-decision. Rank 0 then waits a moment: it would get ever further ahead of them, and with it the call at which
-all hear of a signal.
+With steps of less than a millisecond, rank 0 gets through the longest window before the other ranks have read
+its decision. It then waits a moment. Else it would get further and further ahead, and so would the call at
+which all ranks learn of a signal.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _log = logging.getLogger(__name__)
 
 _WINDOW_S = 0.5
 _MAX_WINDOW = 32  # calls; steps may become slow while a window lasts
-_SHORTEST_S = 0.02  # of a longest window: each rank reads its decision in less
-_BLOCK = 64  # decisions that are forgotten together
-_FORGOTTEN_AT_ONCE = 2
+_SHORTEST_S = 0.02  # of the longest window: ranks read a decision in less
+_BLOCK = 64  # decisions that are deleted together
+_DELETED_AT_ONCE = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleAnswer:
-    """What holds for one call, on all ranks.
+    """The answer to one call; the same on all ranks.
 
     Attributes:
-        save: Whether to save.
-        stop: Whether a signal has asked the job to stop; from then on permanently.
-        failed: Number of a save in the background that has failed; 0 if there is none.
+        save: Whether to save to storage.
+        stop: Whether a signal has asked the job to stop; it stays true.
+        failed: Number of a failed save in the background; 0 if there is none.
         memory: Whether to save to memory.
     """
 
@@ -54,7 +54,7 @@ class ScheduleAnswer:
 
 
 class SaveSchedule:
-    """Answers whether to save, to which tier. All ranks ask at the same steps.
+    """Decides at which steps to save, and to which tier. All ranks ask at the same steps.
 
     Args:
         world: The ranks.
@@ -84,7 +84,7 @@ class SaveSchedule:
         self._warns_of = root if world.rank == 0 and not policy.has_interval else None
 
     def ask(self, step: int) -> ScheduleAnswer:
-        """Returns the answer for a step; to ask again for the same step changes nothing."""
+        """Returns the answer for a step; a repeated call for a step returns the same."""
         if self._warns_of is not None:
             _log.warning(
                 "should_save answers yes only after a signal: the manager of %s was given no every_steps=, "
@@ -108,7 +108,7 @@ class SaveSchedule:
         return self._answer
 
     def answer_for(self, step: int) -> ScheduleAnswer:
-        """Returns the answer that was given for a step; that it is to be saved, if nobody has asked."""
+        """Returns the answer for the last step that was asked about; for other steps, to save to storage."""
         return self._answer if step == self._step else ScheduleAnswer(save=True)
 
     @property
@@ -117,7 +117,7 @@ class SaveSchedule:
         return self._answer.stop
 
     def save_to_storage(self, save: Callable[[], SaveT]) -> SaveT:
-        """Calls `save`; from now on the interval counts anew."""
+        """Calls `save`; the interval to the next save begins now."""
         self._decider.save_begins()
         return self._intervals.save_to_storage(save)
 
@@ -130,9 +130,9 @@ class SaveSchedule:
         self._signals.close()
 
     def _on_signal(self) -> None:
-        """Tells rank 0 that a signal has come; from any thread, never raises."""
+        """Tells rank 0 of a signal; from any thread, never raises."""
         if self._tier is not None:
-            self._tier.emergency.expect()
+            self._tier.emergency.arm()
         self._world.rendezvous.tell({_key("stop"): ""}, limit_s=self._world.patience_s)
 
 
@@ -141,7 +141,7 @@ def _is_due(step: int, every_steps: int | None) -> bool:
 
 
 class _Decider:
-    """Decides, on rank 0, by its clock, its own signals and those that the others tell it of."""
+    """Makes rank 0's decisions: by its clock, and by the signals of all ranks."""
 
     def __init__(
         self, world: World, intervals: IntervalController, signals: StopSignals, pending: PendingSaves
@@ -151,14 +151,14 @@ class _Decider:
         self._signals = signals
         self._pending = pending
         self._since = self._memory_since = time.monotonic()
-        self._stopping = False  # decided, though the window may not have begun
+        self._stopping = False  # decided, perhaps for a window that has not begun
 
     def save_begins(self) -> None:
         """Notes that a save to storage begins."""
         self._since = time.monotonic()
 
     def decide(self) -> ScheduleAnswer:
-        """Returns the decision for a window that is to begin."""
+        """Returns the decision for the next window."""
         now = time.monotonic()
         stop = not self._stopping and self._is_signalled()
         self._stopping = self._stopping or stop
@@ -179,25 +179,25 @@ class _Decider:
 
 
 class _Windows:
-    """The calls of one rank, window by window.
+    """The calls of one rank, in windows.
 
     Args:
         world: The ranks.
-        decider: Asked on rank 0.
+        decider: Makes the decisions on rank 0.
     """
 
     def __init__(self, world: World, decider: _Decider) -> None:
         self._world = world
         self._leader = _Leader(world, decider) if world.rank == 0 else None
         self._num_calls = 0
-        self._until = 0  # the first call that no known decision is for
+        self._until = 0  # the first call after the windows that were decided
         self._num_read = 0
 
     def next_call(self) -> ScheduleAnswer:
-        """Counts a call; returns the decision of a window if it begins here."""
+        """Returns the decision of a window at its first call; at others, not to save."""
         call, self._num_calls = self._num_calls, self._num_calls + 1
         if self._leader is not None:
-            self._leader.move_on(call)
+            self._leader.advance(call)
         if call < self._until:
             return ScheduleAnswer()
         number, self._num_read = self._num_read, self._num_read + 1
@@ -216,7 +216,7 @@ class _Windows:
 
 
 class _Leader:
-    """What rank 0 does: decides ahead, and tells the others."""
+    """Decides on rank 0 for the windows ahead, and posts the decisions."""
 
     def __init__(self, world: World, decider: _Decider) -> None:
         self._world = world
@@ -227,15 +227,15 @@ class _Leader:
         self._next_call = 0
         self._last = (0, time.monotonic())
         self._decided: list[tuple[int, ScheduleAnswer]] = []
-        self._num_forgotten = 0
+        self._num_deleted = 0
         self._stale: list[str] = []
 
     def take(self) -> tuple[int, ScheduleAnswer]:
-        """Returns where the next window ends, and its decision."""
+        """Returns the end of the next window, and its decision."""
         return self._decided.pop(0)
 
-    def move_on(self, call: int) -> None:
-        """Decides for the next window, halfway through the one that is."""
+    def advance(self, call: int) -> None:
+        """Decides for the next window, halfway through the current one."""
         if call < self._next_call:
             return
         self._window = self._next_window(call)
@@ -257,14 +257,14 @@ class _Leader:
 
     def _post(self, text: str) -> None:
         world, rendezvous = self._world, self._world.rendezvous
-        what, limit_s = "telling when to save", world.patience_s
-        if self._number % _BLOCK == 0 and self._num_forgotten < self._number // _BLOCK:
-            block = self._num_forgotten
+        what, limit_s = "posting when to save", world.patience_s
+        if self._number % _BLOCK == 0 and self._num_deleted < self._number // _BLOCK:
+            block = self._num_deleted
             if rendezvous.count(what, _key(f"seen/{block}"), 0, limit_s=limit_s) == world.size - 1:
-                self._num_forgotten += 1
+                self._num_deleted += 1
                 self._stale += [_key(number) for number in range(block * _BLOCK, (block + 1) * _BLOCK)]
                 self._stale.append(_key(f"seen/{block}"))
-        forget, self._stale = self._stale[:_FORGOTTEN_AT_ONCE], self._stale[_FORGOTTEN_AT_ONCE:]
+        forget, self._stale = self._stale[:_DELETED_AT_ONCE], self._stale[_DELETED_AT_ONCE:]
         rendezvous.post(what, _key(self._number), text, forget=forget, limit_s=limit_s)
         self._number += 1
 

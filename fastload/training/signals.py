@@ -1,4 +1,4 @@
-"""Signals that ask a job to stop, and worker processes that outlive them."""
+"""Signals that ask a job to stop, and worker processes that survive them."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignals:
-    """Notes signals instead of dying of them, and passes them on to the handlers that were there before.
+    """Handlers of stop signals, which record them and call the previous handlers.
 
-    Only the main thread may have handlers; made in another one, this does nothing. A handler of C code
-    cannot be passed on to, so it is left in place. A forked child has what was there before.
+    Only the main thread can set handlers; in another thread this does nothing. A handler in C cannot be
+    called from Python, so it stays in place. A forked child has the previous handlers.
 
     Args:
-        tell: Called soon after the first signal, in a thread: a handler may interrupt anything, and so
-            must not take a lock.
+        on_signal: Called in a thread soon after the first signal. A handler itself can interrupt any code,
+            so it must not take locks.
 
     Attributes:
-        received: Whether there was one.
-        handlers: What calls `note`.
+        received: Whether a signal has come.
+        handlers: The handlers that call `note`.
     """
 
-    def __init__(self, tell: Callable[[], None]) -> None:
+    def __init__(self, on_signal: Callable[[], None]) -> None:
         self.received = False
         self.handlers: list[_Handler] = []
         self._queue: SimpleQueue[int | None] = SimpleQueue()
         if threading.current_thread() is not threading.main_thread():
             return
-        Task(lambda: self._serve(tell), "fastload-signals").start()
+        Task(lambda: self._serve(on_signal), "fastload-signals").start()
         _open.append(self)
         for number in STOP_SIGNALS:
             _listen(self, number)
 
     def close(self) -> None:
-        """Puts back the handlers that were there before, once nobody else needs this one.
+        """Restores the previous handlers, once no other object uses these.
 
-        Not where somebody has put another handler on top since.
+        A handler that was set on top stays.
         """
         if self in _open:
             _open.remove(self)
@@ -58,17 +58,17 @@ class StopSignals:
         self._queue.put(None)
 
     def note(self, number: int) -> None:
-        """Takes a signal; a handler may call it at any time."""
+        """Records a signal; safe in a signal handler."""
         self.received = True
-        self._queue.put(number)  # which may be called in the middle of another call of it
+        self._queue.put(number)  # reentrant
 
-    def _serve(self, tell: Callable[[], None]) -> None:
+    def _serve(self, on_signal: Callable[[], None]) -> None:
         warned = False
         while (number := self._queue.get()) is not None:
             if not warned:
                 warned = True
                 _log.warning("%s: asking all ranks to save and stop", signal.Signals(number).name)
-                tell()
+                on_signal()
 
 
 _open: list[StopSignals] = []  # of this process
@@ -76,10 +76,10 @@ _forking = threading.local()
 
 
 class _Handler:
-    """Handles one signal for all that listen while it is on top, so they may end in any order.
+    """Handler of one signal for all listeners, which may close in any order.
 
-    Whoever has put another handler on top may go on to call this one when nobody listens any more, or in a
-    child: it then does what would have been done without it.
+    A handler on top may call this one when it has no listeners any more, or in a child. It then does what
+    the previous handler would have done.
     """
 
     def __init__(self, before: Any) -> None:
@@ -117,7 +117,7 @@ def _put_back() -> None:
 
 
 def _before_fork() -> None:
-    """Holds signals back: Python forgets those that reach a child before it runs."""
+    """Blocks signals: Python loses those that reach a child before it runs."""
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS) if _open else None
 
 
@@ -136,16 +136,16 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_c
 
 
 def worker_context(method: str | None = None) -> context.BaseContext:
-    """Returns a multiprocessing context whose processes end neither of SIGTERM nor of SIGUSR1.
+    """Returns a multiprocessing context whose processes survive SIGTERM and SIGUSR1.
 
-    Their parent's SIGTERM excepted, with which a DataLoader ends what does not end by itself::
+    Only SIGTERM from their parent ends them; a DataLoader ends workers in this way::
 
         loader = DataLoader(data, num_workers=8, multiprocessing_context=fastload.worker_context())
 
-    What they start in turn has the two signals blocked: ``kill`` ends it, ``terminate`` does not.
+    Processes that they start have both signals blocked: ``kill`` ends them, ``terminate`` does not.
 
     Args:
-        method: ``fork``, ``spawn`` or ``forkserver``; None for what is the default here.
+        method: ``fork``, ``spawn`` or ``forkserver``; None for the default of the system.
 
     Raises:
         OptionError: There is no such method.
@@ -153,15 +153,15 @@ def worker_context(method: str | None = None) -> context.BaseContext:
     name = method if method is not None else multiprocessing.get_start_method()
     if name not in _CONTEXTS:
         raise OptionError(f"method={method!r}: must be one of {', '.join(_CONTEXTS)}")
-    if name != "fork":  # else there is none
-        with _held_back():
+    if name != "fork":  # which has no resource tracker
+        with _blocked_signals():
             resource_tracker.ensure_running()
     return _CONTEXTS[name]
 
 
 @contextmanager
-def _held_back() -> Iterator[None]:
-    """Lets what is started meanwhile begin with the signals blocked: a process that still starts is deaf."""
+def _blocked_signals() -> Iterator[None]:
+    """Blocks the signals in processes that are started meanwhile, until they can handle them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -170,7 +170,7 @@ def _held_back() -> Iterator[None]:
 
 
 def _heed_parent(parent_pid: int | None) -> None:
-    """Takes the blocked signals, for ever: a handler would not learn who has sent them."""
+    """Receives the blocked signals in a loop; a handler would not learn the sender."""
     while True:
         came = signal.sigwaitinfo(STOP_SIGNALS)
         if came.si_signo == signal.SIGTERM and came.si_pid == parent_pid:
@@ -181,7 +181,7 @@ class _Sheltered:
     """What the processes of all three methods have in common."""
 
     def start(self) -> None:
-        with _held_back():
+        with _blocked_signals():
             super().start()  # type: ignore[misc]
 
     def run(self) -> None:

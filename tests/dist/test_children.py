@@ -175,7 +175,7 @@ def wait():
     try:
         handle.wait()
     except fastload.WorldError as error:
-        assert "not that of this process" in str(error)
+        assert "belongs to the parent process" in str(error)
         sys.exit(5)
 
 
@@ -224,6 +224,6 @@ def test_children_have_nothing_to_do_with_the_saves_of_their_parent(tmp_path: Pa
         "goes on 1 False",
         "file own run slow",
     ]
-    told = [line for line in done.stderr.splitlines() if "nobody waited" in line]
+    told = [line for line in done.stderr.splitlines() if "wait() was not called" in line]
     assert len(told) == 1, done.stderr
     assert f"the save to {tmp_path}/file failed" in told[0]

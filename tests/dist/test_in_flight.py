@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from fastload import CheckpointManager, SaveOptions, SaveReport
 from fastload.errors import FastloadError, OptionError
 from fastload.saving import save as saver
+from fastload.saving.queue import QueuedSave
 from fastload.storage.local_target import LocalTarget
-from fastload.training.pending import PendingSave
 from tests.dist.faults import fastload_threads
 from tests.dist.harness import ranks, run_ranks
 from tests.dist.patience import patient
@@ -112,7 +112,7 @@ def require_whole(manager: CheckpointManager, *steps: int) -> None:
 def addresses(manager: CheckpointManager) -> list[int]:
     """Where the memory is that waits for the next save."""
     free = manager._pending._queue.pool._free
-    return [slab.data_ptr() for snapshots in free.values() for slabs in snapshots for slab in slabs]
+    return [buffer.data_ptr() for snapshots in free.values() for buffers in snapshots for buffer in buffers]
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
@@ -183,7 +183,7 @@ def test_what_a_rule_names_is_written_and_training_waits_for_it(
 
 @ranks(1)
 def test_that_saves_wait_is_said_once(rank: int, world: int, tmp_path: Path) -> None:
-    for num_slots, says in ((1, "the save before still goes on"), (2, "2 saves are in flight")):
+    for num_slots, says in ((1, "the last save has not ended"), (2, "2 saves are pending")):
         training, storage, root = Training(sharded=False), Storage(), tmp_path / str(num_slots)
         with (
             storage.in_place(),
@@ -394,7 +394,7 @@ def strike(stage: str, die: Callable[[], None]) -> None:
     if stage == "copying":
         saver.Snapshot = instead
     elif stage == "giving up":
-        PendingSave.give_up = instead  # type: ignore[method-assign]
+        QueuedSave.drop = instead  # type: ignore[method-assign]
     elif stage == "its turn":
         saver._write = instead
     elif stage == "writing":

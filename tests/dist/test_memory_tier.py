@@ -140,7 +140,7 @@ def other_bytes_of_both_copies_are_damaged(memory: Path) -> tuple[int, str, str]
 def a_byte_of_both_copies_is_damaged(memory: Path) -> tuple[int, str, str]:
     for host in (0, 1):
         flip(generation_in(memory, host, MODEL), place_of(memory, host, 0.3))
-    return 1, "storage", "65536 bytes of step 3 are on no host"
+    return 1, "storage", "65536 bytes of step 3 are missing or damaged on all hosts"
 
 
 def a_header_is_damaged(memory: Path) -> tuple[int, str, str]:
@@ -168,7 +168,7 @@ def what_a_host_says_of_shares_is_damaged(memory: Path) -> tuple[int, str, str]:
 def what_all_hosts_say_of_shares_is_damaged(memory: Path) -> tuple[int, str, str]:
     for host in range(4):
         flip(generation_in(memory, host, SHARES), 20)
-    return 1, "storage", "cannot be restored: no host has anything of step 3 as it was written"
+    return 1, "storage", "cannot be restored: all copies of step 3 in memory are damaged"
 
 
 def what_hosts_say_they_have_is_damaged(memory: Path) -> tuple[int, str, str]:
@@ -290,7 +290,7 @@ def test_what_comes_back(rank: int, world: int, tmp_path: Path) -> None:
 
 STAGES = {
     "copying": (MemoryTarget, "write"),
-    "sending": (copies._Sending, "_read"),
+    "sending": (copies._CopyExchange, "_read"),
     "before recording": (JobFolder, "record"),
     "after recording": (JobFolder, "touch"),
 }
@@ -511,7 +511,7 @@ def test_a_tier_that_is_full(rank: int, world: int, tmp_path: Path) -> None:
             manager._tier.settle()
         assert why in manager._tier.last.error
         assert len(lines) == (is_news and rank == 0)
-        assert all(f"step {step} is not kept in memory" in line for line in lines)
+        assert all(f"step {step} is not saved to memory" in line for line in lines)
 
     def large(step: int) -> dict[str, Any]:
         return {**state_of(step), "more": torch.ones(5_000_000)}

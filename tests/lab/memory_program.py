@@ -27,11 +27,11 @@ def main() -> None:
     own.mkdir(parents=True, exist_ok=True)
     options = fastload.SaveOptions(timeout_s=6)
     manager = fastload.CheckpointManager(folder / "root", memory=own, memory_every_steps=1, options=options)
-    keeper = manager._tier
-    assert keeper is not None
+    tier = manager._tier
+    assert tier is not None
     with (folder / f"{dist.get_rank()}.lines").open("w", buffering=1) as lines:
         for step in itertools.count(1):
-            last = keeper.last
+            last = tier.last
             if last is not None and last.done():
                 counted = last.report.step if last.report is not None else 0
                 lines.write(json.dumps({"step": step, "counted": counted, "error": last.error}) + "\n")

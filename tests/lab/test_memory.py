@@ -71,4 +71,4 @@ def test_partners_that_are_cut_off_from_each_other(tmp_path: Path) -> None:
     finally:
         job.terminate()
         out, err = job.communicate(timeout=60)
-    assert "is not kept in memory" in out + err
+    assert "is not saved to memory" in out + err

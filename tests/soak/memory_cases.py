@@ -126,9 +126,9 @@ def train(rank: int, world: int, folder: Path, case: Case) -> None:
         with contextlib.suppress(Exception):  # another one is killed
             if manager.should_save(step):
                 manager.save(step, state_of(step, case, case.sharded))
-            keeper = manager._tier
-            if keeper is not None and keeper.last is not None and keeper.last.report is not None:
-                counted.with_suffix(".new").write_text(str(keeper.last.report.step))
+            tier = manager._tier
+            if tier is not None and tier.last is not None and tier.last.report is not None:
+                counted.with_suffix(".new").write_text(str(tier.last.report.step))
                 counted.with_suffix(".new").rename(counted)
         time.sleep(0.01)
 

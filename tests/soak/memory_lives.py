@@ -237,13 +237,13 @@ def _live(life: Life, note: Any) -> None:
             if kind == "s":
                 manager.wait()
             else:
-                keeper = manager._tier
-                assert keeper is not None
-                assert keeper.last is not None
-                keeper.settle()
-                if keeper.last.error:
-                    note("failed", keeper.last.error[:200])
-                    assert life.end == "killed", keeper.last.error
+                tier = manager._tier
+                assert tier is not None
+                assert tier.last is not None
+                tier.settle()
+                if tier.last.error:
+                    note("failed", tier.last.error[:200])
+                    assert life.end == "killed", tier.last.error
                     continue
             note("done", kind, save.number, save.step)
         if life.end == "raised":

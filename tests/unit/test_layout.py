@@ -281,11 +281,11 @@ def test_each_block_is_hashed_once_by_who_writes_its_first_byte(
     for share in split_evenly(layout, num_writers=num_writers, align_bytes=align_bytes):
         for number, file, offset, nbytes in layout.blocks_of(share):
             assert any(r.file == file and r.begin <= offset < r.end for r in share)
-            assert (file, number) not in hashed
-            hashed[file, number] = (offset, nbytes)
-    for number, file in enumerate(layout.files):
-        blocks = [block[2:] for block in layout.blocks_of([FileRange(number, 0, file.nbytes)])]
-        assert [hashed.pop((number, index)) for index in range(len(blocks))] == blocks
+            assert number not in hashed
+            hashed[number] = (file, offset, nbytes)
+    everything = [FileRange(number, 0, file.nbytes) for number, file in enumerate(layout.files)]
+    blocks = [block[1:] for block in layout.blocks_of(everything)]
+    assert [hashed.pop(number) for number in range(len(blocks))] == blocks
     assert not hashed
 
 

@@ -8,26 +8,26 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastload.memory_tier.groups import hosts_keeping, plan_copies
+from fastload.memory_tier.groups import hosts_with_copies, plan_copies
 
 
 @given(st.integers(1, 12), st.integers(1, 5))
 def test_each_host_keeps_as_much_and_any_few_may_be_lost(num_hosts: int, num_copies: int) -> None:
-    kept_by = hosts_keeping(num_hosts, num_copies)
+    hosts_of = hosts_with_copies(num_hosts, num_copies)
     copies = min(num_hosts, num_copies)
-    for host, hosts in enumerate(kept_by):
+    for host, hosts in enumerate(hosts_of):
         assert hosts[0] == host
         assert len(set(hosts)) == copies
-    loads = Counter(keeper for hosts in kept_by for keeper in hosts)
+    loads = Counter(host for hosts in hosts_of for host in hosts)
     assert set(loads.values()) == {copies}
     for lost in combinations(range(num_hosts), copies - 1):
-        assert all(set(hosts) - set(lost) for hosts in kept_by)
+        assert all(set(hosts) - set(lost) for hosts in hosts_of)
 
 
 def test_groups_where_copies_divide_the_hosts_and_one_ring_for_the_rest() -> None:
-    assert hosts_keeping(4, 2) == [(0, 1), (1, 0), (2, 3), (3, 2)]
-    assert hosts_keeping(5, 2) == [(0, 1), (1, 0), (2, 3), (3, 4), (4, 2)]
-    assert hosts_keeping(1, 2) == [(0,)]
+    assert hosts_with_copies(4, 2) == [(0, 1), (1, 0), (2, 3), (3, 2)]
+    assert hosts_with_copies(5, 2) == [(0, 1), (1, 0), (2, 3), (3, 4), (4, 2)]
+    assert hosts_with_copies(1, 2) == [(0,)]
 
 
 @given(

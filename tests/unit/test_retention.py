@@ -122,9 +122,9 @@ def test_what_is_to_be_written_in_any_case_is_what_would_be_kept(retention: Rete
     kept = steps_after(replace(retention, keep_last=1, keep_every_seconds=None), saved)
     best = None
     for number, one in enumerate(saved[:-1]):
-        assert retention.insists_on(one, saved[:number] + saved[number + 1 :]) == (one in kept)
+        assert retention.requires(one, saved[:number] + saved[number + 1 :]) == (one in kept)
         known = [best] if best is not None else []
-        assert retention.insists_on(one, known) == retention.insists_on(one, saved[:number])
+        assert retention.requires(one, known) == retention.requires(one, saved[:number])
         best = retention.best_of(one, best)
 
 

@@ -136,7 +136,7 @@ def test_every_byte_is_written_once_and_every_block_hashed_once(
             check_batches(share.parts, messages[writer], batch_bytes)
     for of_team in shares:
         written = [bytearray(b"?" * len(content)) for content in files]
-        sums: dict[tuple[int, int], bytes] = {}
+        sums: dict[int, bytes] = {}
         for writer, share in of_team.items():
             hasher = BlockHasher(layout.blocks_of(share.ranges))
             for index, part in enumerate(share.parts):
@@ -146,11 +146,11 @@ def test_every_byte_is_written_once_and_every_block_hashed_once(
                 if index not in share.tails:
                     assert set(written[part.file][part.begin : part.end]) <= {ord("?")}
                     written[part.file][part.begin : part.end] = found
-            for file, first, text in hasher.checksums():
+            for first, text in hasher.checksums():
                 digests = bytes.fromhex(text)
                 for number in range(len(digests) // 8):
-                    assert (file, first + number) not in sums
-                    sums[file, first + number] = digests[8 * number : 8 * number + 8]
+                    assert first + number not in sums
+                    sums[first + number] = digests[8 * number : 8 * number + 8]
         assert [bytes(content) for content in written] == files
         assert sums == all_sums(layout, files)
 
@@ -195,14 +195,13 @@ def bytewise(message: ShardMessage) -> list[tuple[int, Box, int]]:
     return [(s.tensor, s.shard.box, at) for s in message.ranges for at in range(s.begin, s.end)]
 
 
-def all_sums(layout: Layout, files: Sequence[bytes]) -> dict[tuple[int, int], bytes]:
-    sums, counts = {}, [0] * len(files)
+def all_sums(layout: Layout, files: Sequence[bytes]) -> dict[int, bytes]:
+    sums: dict[int, bytes] = {}
     for entry in layout.space.ranges:
         for at in range(num_blocks(entry.nbytes, layout.block_bytes)):
             begin = entry.offset + at * layout.block_bytes
             end = min(begin + layout.block_bytes, entry.offset + entry.nbytes)
-            sums[entry.file, counts[entry.file]] = checksum(files[entry.file][begin:end])
-            counts[entry.file] += 1
+            sums[len(sums)] = checksum(files[entry.file][begin:end])
     return sums
 
 
