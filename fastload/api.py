@@ -42,57 +42,56 @@ def load(
 ) -> Any:
     """Loads a checkpoint on all ranks of a group; together they read every byte once.
 
-    Every rank of the group has to call it, with the same arguments (`device` and `into` may differ).
-    Either all ranks return, with what each of them wants, or all ranks raise.
+    A call of all ranks, with the same arguments; `device` and `into` may differ. Either all ranks return with
+    their tensors, or all ranks raise.
 
     Args:
-        path: A ``.safetensors`` file or one of ``torch.save``, or a directory with an index or with several
-            such files; a local path or a URL.
-        into: A module or nested dicts, lists and tuples of tensors and modules, to be loaded in place. Each
-            rank may have its own; of a DTensor it gets what it holds. Meta tensors are replaced by real ones
-            on `device`, but buffers there that no checkpoint holds (``persistent=False``) are an error; tied
-            tensors stay tied. Modules get what their
-            ``load_state_dict`` would have given them, extra state and hooks included (those that run before
-            are called twice, first without data). From what has a state as it was saved, objects with
-            ``load_state_dict``, such as optimizers, get their state (an optimizer of parameters that are on
-            the meta device is an error: make it after the load), and plain values, NumPy arrays and
-            containers with nothing to be loaded in place are replaced as a whole. If the load fails while
-            data moves, the contents of its tensors are undefined; if storage has not answered a read by
-            then (the error and a warning say so), that read may still write to them.
-        device: Where new tensors live; the CPU if None.
-        dtype: Casts floating point tensors to this dtype, or the one of this name, neither complex ones nor
-            NumPy arrays nor what objects with ``load_state_dict`` get; None keeps what is stored.
-        process_group: A group this rank is a member of, or a one-dimensional ``DeviceMesh``; None for
+        path: A ``.safetensors`` file, a file of ``torch.save``, or a directory with an index or several such
+            files; a local path or a URL.
+        into: A module, or nested dicts, lists and tuples of tensors and modules, to load in place. Each rank
+            may have its own, and of each DTensor gets its shards. Tied tensors stay tied. Meta tensors are
+            replaced by real ones on `device`; buffers on the meta device that no checkpoint holds
+            (``persistent=False``) are an error. Modules are loaded as by their ``load_state_dict``, with
+            extra state and hooks (hooks before it are called twice, first without data). If the checkpoint
+            has the structure of its state, other objects with ``load_state_dict``, such as optimizers, get
+            their state, and plain values, NumPy arrays and containers of nothing else are replaced. An
+            optimizer of parameters on the meta device is an error: make it after the load. If the load fails
+            while data move, the contents of the tensors are undefined. A read that storage has not answered
+            by then, which the error and a warning report, may still write to them.
+        device: Device of new tensors; the CPU if None.
+        dtype: The dtype, or its name, that floating point tensors are cast to; None for no cast. Complex
+            tensors, NumPy arrays and the states of objects with ``load_state_dict`` are not cast.
+        process_group: A group of which this rank is a member, or a one-dimensional ``DeviceMesh``; None for
             the default group, or for this process alone if torch.distributed is not initialized.
-        names: Names or glob patterns of the tensors to load; only their bytes are read. Tied tensors have
-            all of their names. With `into`, plain values stay as they are.
-        strict: With `into`, whether its names, those of all ranks together, and the checkpoint's have to be
-            the same. If not, what only one of them has is left alone; what is of another kind, shape or
-            dtype is an error all the same,
-            and so is a checkpoint that has no tensor of `into`, or has it under names that differ by the
-            ``module.`` or ``_orig_mod.`` of a wrapper. Also, whether `PerRank` values have to be of as many
-            ranks as load them; if not, they stay as they are in `into`, or are None, and a warning says so.
-        storage_options: Passed on to obstore (object stores, HTTP) or fsspec (other URLs), in addition
-            to what the environment says of credentials and endpoints.
+        names: Names or glob patterns of the tensors to load; only their bytes are read. A tied tensor has
+            several names. With `into`, plain values are left as they are.
+        strict: With `into`, whether its names, over all ranks, and those of the checkpoint have to be the
+            same. If not, names that only one side has are ignored. Another kind, shape or dtype remains an
+            error, and so does a checkpoint without any tensor of `into`, or with names that differ by the
+            ``module.`` or ``_orig_mod.`` of a wrapper. Also, whether the number of ranks has to be that of
+            `PerRank` values. If not, other `PerRank` values stay as they are in `into`, or are None, and a
+            warning lists them.
+        storage_options: Passed on to obstore (object stores, HTTP) or fsspec (other URLs), in addition to
+            credentials and endpoints from the environment.
         options: How to load; None for the defaults.
 
     Returns:
-        The state as it was saved, if `fastload.save` or ``torch.save`` wrote the checkpoint and neither
-        `names` nor `into` is given; in place of a `PerRank`, the value of this rank. Else tensors by name,
-        each with a storage of its own; with `into`, those of its tensors that were loaded.
+        Without `names` and `into`, the state as `fastload.save` or ``torch.save`` saved it, with this rank's
+        value for each `PerRank`. Else tensors by name, each with its own storage; with `into`, its tensors
+        that were loaded.
 
     Raises:
         CheckpointNotFound: No rank sees a checkpoint there.
-        IncompleteCheckpoint: Its save never finished, or files that it should have are not there.
+        IncompleteCheckpoint: Its save never finished, or files are missing.
         ManifestError: It is malformed.
-        ChecksumError: Bytes of it are not as they were written.
+        ChecksumError: Bytes differ from those that were written.
         MismatchError: Names, shapes or dtypes do not fit, an optimizer has other parameter groups, or buffers
-            of a module would stay on the meta device. Nothing was loaded; but what a hook or a
-            ``load_state_dict`` of their own refuse, or leave on the meta device, is found only after the
-            tensors were loaded: then the message says so, and the contents of `into` are undefined.
-        PlanMismatch: The ranks did not ask for the same.
-        PeerError: Some ranks failed, or were killed, or did not answer in time; with every cause.
-        StorageError: With one rank only: storage did not deliver.
+            of a module would stay on the meta device. Nothing was loaded, with one exception: if a hook or a
+            custom ``load_state_dict`` refuses the state, or leaves a buffer on the meta device, the tensors
+            have been loaded. The message then says so, and the contents of `into` are undefined.
+        PlanMismatch: The arguments of the ranks differ.
+        PeerError: Ranks failed, were killed, or did not respond in time; with every cause.
+        StorageError: Storage failed, in a group of one rank.
         OptionError: An option or argument cannot be used.
     """
     with _open(path, process_group, storage_options, options) as checkpoint:
@@ -108,7 +107,7 @@ def open(
 ) -> Checkpoint:
     """Opens a checkpoint on all ranks of a group; use it as a context manager.
 
-    Args and errors are those of `load`, as far as they go.
+    Args and errors are those of `load`.
     """
     return _open(path, process_group, storage_options, options, ends_call=True)
 
@@ -147,28 +146,28 @@ def stage(
 ) -> StageReport:
     """Copies a checkpoint to a disk of each host, byte for byte; together the hosts read every byte once.
 
-    Every rank of the group has to call it; one of each host writes. All files directly below `src` are
-    copied, and checked on every host: against the commit record where there is one, and against what the
-    other hosts received. On each host the copy appears whole, in one step.
+    A call of all ranks; one rank of each host writes. All files directly below `src` are copied, and compared
+    on every host with the commit record, if there is one, and with the other hosts' copies. On each host the
+    copy appears in one step.
 
-    What is there already is not read again. A whole copy is left as it is, and feeds the hosts that have
-    none. After a failure, or a kill, the next call goes on where the last one ended.
+    A complete copy is left as it is, and supplies the hosts without one. After a failure, or a kill, the next
+    call resumes.
 
     Args:
-        src: A directory, or one file, such as one of torch.save; a local path or a URL.
-        dst: The directory to make, on a file system that each host has for itself; ``/dev/shm`` will do.
+        src: A directory, or a single file, such as one of torch.save; a local path or a URL.
+        dst: The directory to make, on a file system of each host's own; ``/dev/shm`` is possible.
         process_group: As for `load`.
         storage_options: As for `load`; for `src`.
         options: How to stage; None for the defaults.
 
     Raises:
         CheckpointNotFound: No rank sees a checkpoint at `src`.
-        IncompleteCheckpoint: Its save never finished, or files that it should have are not there.
+        IncompleteCheckpoint: Its save never finished, or files are missing.
         ManifestError: It is malformed.
-        ChecksumError: Bytes of it are not as they were written.
-        PeerError: Some ranks failed, such as one whose disk is full or has something else at `dst`
+        ChecksumError: Bytes differ from those that were written.
+        PeerError: Ranks failed, for example because a disk is full or has something else at `dst`
             (`CheckpointExists`); with every cause.
-        StorageError: With one rank only: storage failed.
+        StorageError: Storage failed, in a group of one rank.
         OptionError: An option or argument cannot be used.
     """
     from fastload.staging.stage import Stage
@@ -209,14 +208,14 @@ def verify(
 ) -> VerifyReport:
     """Checks every byte of a checkpoint that fastload saved; the ranks of a group share the work.
 
-    The data go no further than the rank that reads them, and into no more memory than `staging_bytes`.
-    Where hosts have disks of their own, the ranks of each host check that host's copy.
+    Data move to no other rank, and take no more memory than `staging_bytes`. If hosts have their own disks,
+    the ranks of each host check its copy.
 
     Args are those of `load`.
 
     Raises:
-        ChecksumError: On all ranks, with a line for each bad block (the first 20 in the message, all that
-            were noted in its `blocks`).
+        ChecksumError: Blocks are damaged; on all ranks. It has a line for each damaged block, the first 20 of
+            them in the message.
         IncompleteCheckpoint: It has no commit record, and so no checksums.
         PeerError: A rank could not read its part.
     """
@@ -233,32 +232,30 @@ def save(
     storage_options: Mapping[str, Any] | None = None,
     options: SaveOptions | None = None,
 ) -> SaveReport:
-    """Saves a state that all ranks of a group hold alike, or parts of; together they write every byte once.
+    """Saves the replicated or sharded state of all ranks of a group; together they write every byte once.
 
-    Every rank of the group has to call it, with an equal state, or, of DTensors, with its shards. Where some
-    rank has DTensors, or with `SaveOptions.parts`, ranks may have different parts of the state, which are
-    merged by key. When it returns the checkpoint exists and is durable. When it raises, it does so on all
-    ranks, and whatever was at `path` is still there; only if a rank dies in the very last step, after
-    publishing, may the new checkpoint be there all the same.
+    A call of all ranks, with equal states and each rank's shards of DTensors. If any rank has DTensors, or
+    with `SaveOptions.parts`, ranks may have different parts of the state, which are merged by key. When it
+    returns, the checkpoint exists and is durable. When it raises, it raises on all ranks, and `path` is
+    unchanged; only if a rank dies in the last step, after publishing, the new checkpoint may exist.
 
     Args:
-        state: Nested dicts, lists, tuples and sets of tensors, NumPy arrays and plain values, such as
-            state dicts of models, optimizers and schedulers, random states and counters. Tied tensors are
-            stored once and come back tied. What each rank has of its own is in a `PerRank`.
+        state: Nested dicts, lists, tuples and sets of tensors, NumPy arrays and plain values, such as state
+            dicts of models, optimizers and schedulers, random states and counters. Tied tensors are stored
+            once and come back tied. Values that differ between the ranks are in a `PerRank`.
         path: The directory to make; a local path or a URL.
         process_group: As for `load`.
-        metadata: Text to keep with it, that of rank 0; see `Checkpoint.metadata`.
+        metadata: Text to attach, of rank 0; see `Checkpoint.metadata`.
         storage_options: As for `load`.
         options: How to save; None for the defaults.
 
     Raises:
-        OptionError: Something in the state cannot be kept (it names the keys), or an argument cannot be used.
-        PlanMismatch: The ranks hold different plain values or shapes, or did not ask for the same; or some
-            part of a tensor is on no rank.
-        ReplicaMismatch: They hold different tensors, as far as `SaveOptions.check_replicas` looks.
-        CheckpointExists: There is something at `path`, and `SaveOptions.overwrite` is off.
-        PeerError: Some ranks failed, or were killed, or did not answer in time; with every cause.
-        StorageError: With one rank only: storage failed.
+        OptionError: Something in the state cannot be saved (lists the keys), or an argument cannot be used.
+        PlanMismatch: The arguments, plain values or shapes of the ranks differ, or no rank has some shard.
+        ReplicaMismatch: Tensors of the ranks differ, as far as `SaveOptions.check_replicas` compares them.
+        CheckpointExists: Something is at `path`, and `SaveOptions.overwrite` is off.
+        PeerError: Ranks failed, were killed, or did not respond in time; with every cause.
+        StorageError: Storage failed, in a group of one rank.
     """
     from fastload.saving import save as saving
     from fastload.saving.call import make_call
@@ -288,10 +285,10 @@ def async_save(
 ) -> SaveHandle:
     """Saves in the background: returns as soon as each rank has copied its share of the state.
 
-    Args and errors are those of `save`. What cannot be saved is an error here; what goes wrong later is
-    raised by `SaveHandle.wait`, or by the next save if nobody waits; wait for the last one, since the exit
-    status of a program that has come to its end tells nothing of it. The memory of the copy, a rank's share
-    of the state, is kept for the next time.
+    Args and errors are those of `save`. A state that cannot be saved is an error here. Later errors are
+    raised by `SaveHandle.wait`, or else by the next save. Wait for the last save: the exit status of the
+    program does not report it. The memory of the copy, a rank's share of the state, is reused by the next
+    save.
     """
     from fastload.saving.save import save_in_background
 
@@ -306,7 +303,7 @@ def async_save(
 
 
 def inspect(path: Path, *, storage_options: Mapping[str, Any] | None = None) -> Manifest:
-    """Reads what is in a checkpoint, without its data and without a process group.
+    """Reads the manifest of a checkpoint, without its data and without a process group.
 
     Args:
         path: As for `load`.
@@ -314,9 +311,9 @@ def inspect(path: Path, *, storage_options: Mapping[str, Any] | None = None) -> 
 
     Raises:
         CheckpointNotFound: There is none.
-        IncompleteCheckpoint: Its save never finished, or files that it should have are not there.
+        IncompleteCheckpoint: Its save never finished, or files are missing.
         ManifestError: It is malformed.
-        StorageError: Storage did not deliver the headers.
+        StorageError: The headers could not be read.
     """
     options = LoadOptions()
     connected = open_storage(path, NAMES, storage_options)

@@ -1,4 +1,4 @@
-"""Every error fastload raises, and how an error travels to the other ranks."""
+"""All errors that fastload raises, and how they are sent to other ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _WIRE_BYTES = 1 << 20
 
 
 class FastloadError(Exception):
-    """Base class of everything fastload raises on purpose."""
+    """Base class of all errors that fastload raises."""
 
 
 class OptionError(FastloadError, ValueError):
@@ -45,7 +45,7 @@ class OptionError(FastloadError, ValueError):
 
 
 class CheckpointError(FastloadError):
-    """What is on storage is not a good checkpoint for this call."""
+    """The checkpoint on storage cannot be used for this call."""
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
@@ -53,19 +53,19 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
 
 
 class CheckpointExists(CheckpointError, FileExistsError):
-    """There is something at the path already, and to replace it was not asked for."""
+    """Something exists at the path, and the call may not replace it."""
 
 
 class IncompleteCheckpoint(CheckpointError):
-    """Some of the checkpoint is not there: its commit record, as its save never finished, or its files."""
+    """Parts of the checkpoint are missing: its commit record, as its save never finished, or files."""
 
 
 class ManifestError(CheckpointError, ValueError):
     """A header, index or size is malformed; nothing of the claimed size was allocated.
 
     Attributes:
-        is_damage: Whether this proves that something is not as it was written, such as a file that is shorter
-            than recorded. Else it may have been written so, by a program that knows more than this one.
+        is_damage: Whether it proves damage after the save, such as a file that is shorter than recorded. If
+            not, a newer program may have written it so.
     """
 
     def __init__(self, message: str, *, is_damage: bool = False) -> None:
@@ -74,14 +74,14 @@ class ManifestError(CheckpointError, ValueError):
 
 
 class UnsupportedVersion(ManifestError):
-    """A newer fastload wrote it, or it needs a newer torch: nothing is wrong with it."""
+    """A newer fastload wrote the checkpoint, or it needs a newer torch. It is not damaged."""
 
 
 class ChecksumError(CheckpointError):
-    """Bytes read do not have the checksum that was recorded when they were written.
+    """Bytes do not have the checksum that was recorded when they were written.
 
     Attributes:
-        blocks: One line for each bad block of data: file, block, byte range and tensor.
+        blocks: A line for each damaged block: file, block, byte range and tensor.
     """
 
     def __init__(self, message: str, blocks: tuple[str, ...] = ()) -> None:
@@ -93,9 +93,9 @@ class MismatchError(CheckpointError):
     """The checkpoint does not fit the destination.
 
     Attributes:
-        missing: Names the destination wants and the checkpoint lacks.
-        unexpected: Names the checkpoint has and the destination does not want.
-        mismatched: One line for each tensor whose shape or dtype differs.
+        missing: Names that the checkpoint lacks.
+        unexpected: Names that the destination lacks.
+        mismatched: A line for each tensor whose shape or dtype differs.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class MismatchError(CheckpointError):
 
 
 class StorageError(FastloadError, OSError):
-    """Storage did not deliver a byte range.
+    """Storage failed to read or write.
 
     Attributes:
-        url: File the bytes were wanted from.
+        url: The file.
         offset: First byte of the range, or None for a whole-file operation.
         nbytes: Length of the range in bytes, or None.
-        attempts: How often it was tried.
-        transient: Whether another try could succeed.
+        attempts: Number of attempts.
+        transient: Whether another attempt may succeed.
     """
 
     def __init__(
@@ -147,22 +147,22 @@ class StorageError(FastloadError, OSError):
 
 
 class WorldError(FastloadError):
-    """Something between the ranks went wrong."""
+    """The ranks could not work together."""
 
 
 class PlanMismatch(WorldError):
-    """The ranks of the group did not ask for the same thing."""
+    """The ranks of the group made different calls."""
 
 
 class ReplicaMismatch(WorldError):
-    """Ranks that are to hold identical tensors do not; nothing was saved."""
+    """Replicated tensors differ between ranks; nothing was saved."""
 
 
 class PeerError(WorldError):
-    """At least one rank failed; every living rank raises this, with every cause.
+    """At least one rank failed; all living ranks raise this error with every cause.
 
     Attributes:
-        failures: Rank in the group → the exception that stopped it.
+        failures: By rank, the exception that stopped it.
     """
 
     def __init__(self, message: str, failures: dict[int, BaseException] | None = None) -> None:
@@ -175,27 +175,27 @@ class DeadlineExceeded(WorldError, TimeoutError):
 
 
 class Interrupted(WorldError):
-    """This rank stopped because of what happened on another; never the cause itself."""
+    """This rank stopped because another one failed; never the cause."""
 
 
 def proves_damage(error: BaseException) -> bool:
-    """Whether an error proves that what is on storage is not what was written, or is not there any more."""
+    """Whether an error proves that the files on storage are damaged or missing."""
     if isinstance(error, ManifestError):
         return error.is_damage
     return isinstance(error, ChecksumError | IncompleteCheckpoint | CheckpointNotFound)
 
 
 def blames_checkpoint(error: BaseException) -> bool:
-    """Whether an error is about what is on storage, whichever rank happens to read it."""
+    """Whether the checkpoint causes an error, whichever rank reads it."""
     return isinstance(error, CheckpointError) and not isinstance(error, MismatchError)
 
 
 def to_wire(error: BaseException, limit: int = _WIRE_BYTES) -> dict[str, Any]:
-    """Describes an error in JSON types, so that it can be raised on another rank.
+    """Encodes an error in JSON types, to be raised on another rank.
 
     Args:
-        error: Any exception, however odd.
-        limit: Most characters of the description; longer texts and lists are cut.
+        error: Any exception.
+        limit: Most characters; longer texts and lists are cut.
     """
     fields, left = {}, limit // 2
     for name, value in vars(error).items():
@@ -211,7 +211,7 @@ def to_wire(error: BaseException, limit: int = _WIRE_BYTES) -> dict[str, Any]:
 
 
 def _text(error: BaseException) -> str:
-    """The message that makes an equal error; for fastload's own, what they were constructed with."""
+    """Returns the message that makes an equal error."""
     try:
         own = isinstance(error, FastloadError) or len(error.args) == 1
         if own and error.args and not (isinstance(error, OSError) and not isinstance(error, FastloadError)):
@@ -234,10 +234,10 @@ def _is_json(value: object) -> bool:
 
 
 def from_wire(wire: dict[str, Any]) -> BaseException:
-    """Rebuilds what `to_wire` described.
+    """Decodes an error that `to_wire` encoded.
 
-    fastload's own errors and Python's builtin ones come back as their own type; any other becomes a
-    `FastloadError` whose text starts with the name of the original type.
+    Errors of fastload and of Python keep their type. Any other becomes a `FastloadError` whose text starts
+    with the name of its type.
     """
     name, message, fields = wire["type"], wire["message"], wire["fields"]
     kind = globals().get(name)

@@ -48,7 +48,7 @@ def parse_bytes(text: str) -> int:
 
 
 def environment(prefix: str) -> dict[str, str]:
-    """Returns the environment variables whose names begin so, for a library that reads only some of them."""
+    """Returns the environment variables with a prefix."""
     return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
 
 
@@ -70,9 +70,9 @@ class Setting:
     """One row of the table of options.
 
     Attributes:
-        default: Value where neither an argument nor the environment says otherwise.
-        parse: Turns the environment variable's text into a value; `ValueError` if it cannot.
-        help: What it does, in one line.
+        default: Value without an argument and without an environment variable.
+        parse: Parses the text of the environment variable; raises `ValueError`.
+        help: Its effect, in one line.
     """
 
     default: Any
@@ -169,7 +169,7 @@ _LEAST = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Options:
-    """What the options of all calls have in common: fields of the same name mean the same."""
+    """Base class of options; fields of the same name mean the same."""
 
     def __post_init__(self) -> None:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -195,7 +195,7 @@ class _Options:
                 _require(is_path, name, value, "the path of a file")
 
     def shared_values(self) -> dict[str, Any]:
-        """Returns the values that must be the same on every rank."""
+        """Returns the values that have to be the same on all ranks."""
         return {
             f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("on_report", "progress")
         }
@@ -205,7 +205,7 @@ _O = TypeVar("_O", bound=type[_Options])
 
 
 def _with_defaults_shown(options: _O) -> _O:
-    """Has the signature show what applies without environment variables, not ``<factory>``."""
+    """Shows the defaults in the signature, not ``<factory>``."""
     init: Any = options.__init__
     signature = inspect.signature(init)
     settings = {**SETTINGS, **SAVE_SETTINGS}
@@ -226,21 +226,21 @@ class LoadOptions(_Options):
     All ranks of a group must use the same values, except for `on_report` and `progress`.
 
     Attributes:
-        strategy: ``auto``, ``allgather`` (each rank reads 1/N), ``broadcast`` (one rank reads) or
-            ``direct`` (each rank reads all; no network).
+        strategy: ``auto``, ``allgather`` (each rank reads 1/N), ``broadcast`` (one rank reads) or ``direct``
+            (each rank reads everything, without the network).
         chunk_bytes: Unit of reading and of exchange in bytes; None chooses.
         staging_bytes: Most memory in bytes that a rank uses beyond the state.
         timeout_s: Seconds without progress after which a step fails on all ranks.
         io: ``auto``, ``buffered`` or ``direct`` reads of local files.
         read_threads: Reads in flight on each rank; None chooses.
         retries: Further attempts at a chunk after a transient storage error.
-        verify: Whether each rank checks what it reads against the checksums of the commit record, where
-            the checkpoint has one.
-        trace: A local file to which rank 0 writes when each rank read, exchanged and placed what, for
-            Chrome, Perfetto or ``fastload timeline``; also of a load that fails.
-        on_report: Called on each rank with the `LoadReport` once it has what it wants; what one raises fails
-            the load on all ranks.
-        progress: Called on each rank with (bytes placed, bytes wanted) as the load goes on.
+        verify: Whether each rank compares what it reads with the checksums of the commit record, if the
+            checkpoint has one.
+        trace: A local file to which rank 0 writes a trace of the reads, exchanges and writes of all ranks,
+            for Chrome, Perfetto or ``fastload timeline``; also of a load that fails.
+        on_report: Called on each rank with the `LoadReport` after the load. An exception fails the load on
+            all ranks.
+        progress: Called on each rank with (bytes placed, bytes wanted) during the load.
 
     Raises:
         OptionError: A value cannot be used.
@@ -268,29 +268,27 @@ class SaveOptions(_Options):
 
     Attributes:
         max_shard_bytes: Largest file in bytes; a tensor that is larger gets a file of its own.
-        block_bytes: Bytes of a tensor that have one checksum; None chooses.
+        block_bytes: Length of a checksum block; None chooses.
         writers: Who writes: ``all`` ranks, one per ``host``, a number of ranks, or ``auto``.
-        staging_bytes: Most memory in bytes that a rank uses beyond the state and, in the background,
-            its share of it. Where ranks that hold shards send some to each other, what of it was used is
-            kept for the group's next save.
+        staging_bytes: Most memory in bytes that a rank uses beyond the state and, in the background, its
+            share of it. In a sharded save with an exchange, its buffers are reused by the group's next save.
         io: ``auto``, ``buffered`` or ``direct`` writes of local files.
         write_threads: Writes in flight on each rank.
-        overwrite: Whether a checkpoint that is there is replaced. None is False; with what replaces by its
-            nature, such as `fastload.integrations.dcp.Writer`, True.
-        shared: Whether all hosts write to one place together (True), or each writes a copy of its own
-            (False). ``auto`` is True, and an error where the hosts do not see the same.
-        check_replicas: How the ranks compare the tensors that they are to hold alike: ``small`` (small ones
-            in host memory, at no cost), ``full`` (in a step of its own) or ``off``. Plain values, names,
-            dtypes and shapes are always compared.
-        parts: Whether each rank has its own part of the state (the stages of a pipeline, experts), and all
-            of them together are saved, merged by key. Needed only where no rank has a DTensor: with one,
-            they may.
+        overwrite: Whether an existing checkpoint is replaced. None is False; for writers that always replace,
+            such as `fastload.integrations.dcp.Writer`, it is True.
+        shared: Whether all hosts write to one place (True), or each writes its own copy (False). ``auto`` is
+            True, and an error if the hosts do not see the same files.
+        check_replicas: How the ranks compare replicated tensors: ``small`` (small ones in host memory, at no
+            cost), ``full`` (all, in a separate step) or ``off``. Plain values, names, dtypes and shapes are
+            always compared.
+        parts: Whether each rank has its own part of the state (pipeline stages, experts), and the parts are
+            merged by key. Needed only if no rank has a DTensor.
         timeout_s: Seconds without progress after which a step fails on all ranks.
         retries: Further attempts after a transient storage error.
         trace: As in `LoadOptions`, for copying, writing and publishing; of a save that succeeds.
-        on_report: Called on each rank with the `SaveReport` of a save that succeeded, in the background
-            if that is where it ran.
-        progress: Called on each rank with (bytes written, bytes to write) by this rank, likewise.
+        on_report: Called on each rank with the `SaveReport` after a successful save; by a thread, if the save
+            ran in the background.
+        progress: Called on each rank with its own (bytes written, bytes to write), likewise.
 
     Raises:
         OptionError: A value cannot be used.
@@ -327,14 +325,14 @@ class StageOptions(_Options):
     All ranks of a group must use the same values, except for `on_report` and `progress`.
 
     Attributes:
-        overwrite: Whether another checkpoint that is there is replaced.
-        verify: Whether bytes that are there already are read and checked, not only their sizes, and what
-            comes is compared with the commit record, where the checkpoint has one.
+        overwrite: Whether another checkpoint at the path is replaced.
+        verify: Whether the bytes of an existing copy are read and checked, not only the sizes of its files,
+            and new bytes are compared with the commit record, if the checkpoint has one.
         chunk_bytes, staging_bytes, timeout_s, retries, read_threads: As in `LoadOptions`.
         write_threads: Writes in flight on each host.
         io: ``auto``, ``buffered`` or ``direct`` reads and writes of local files.
-        on_report: Called on each rank with the `StageReport` of a success.
-        progress: Called on one rank of each host with (bytes here, bytes to come).
+        on_report: Called on each rank with the `StageReport` after success.
+        progress: Called on one rank of each host with (bytes received, bytes to receive).
 
     Raises:
         OptionError: A value cannot be used.

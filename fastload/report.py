@@ -1,4 +1,4 @@
-"""What a load, a save or a verification did: bytes, seconds, and why it went that way."""
+"""Reports of loads, saves, verifications and staging: bytes, seconds, and the reasons of decisions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ R = TypeVar("R", bound="_RankReport")
 
 
 class _Report:
-    """What all reports over all ranks have."""
+    """Base class of the reports over all ranks."""
 
     ranks: Sequence[Any]
 
@@ -31,7 +31,7 @@ class _Report:
         return max((rank.total_s for rank in self.ranks), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything in JSON types, the totals over all ranks too."""
+        """Returns all values in JSON types, with the totals over all ranks."""
         own = {name: value for name, value in vars(self).items() if name != "ranks"}
         kind = type(self)
         totals = {
@@ -41,20 +41,20 @@ class _Report:
 
 
 class _RankReport:
-    """What the reports of a rank have: the ranks tell them each other, and of thousands every byte counts."""
+    """Base class of the reports of one rank, which the ranks exchange in a compact form."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
-    _follows: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}  # what follows from the rest, and how
+    _follows: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}  # values that follow from the others
 
     def pack(self) -> list[Any]:
-        """Returns its values but for the rank, in order; of seconds four digits."""
+        """Returns its values but for the rank, in order; seconds with four digits."""
         values = [value for name, value in vars(self).items() if name not in ("rank", *self._follows)]
         return [float(f"{value:.4g}") if isinstance(value, float) else value for value in values]
 
     @classmethod
     def unpack(cls: type[R], rank: int, values: Sequence[Any]) -> R:
-        """Returns what a rank has packed."""
-        report = cls.__new__(cls)  # a frozen one is made one attribute after the other, in ten times as long
+        """Returns the report that a rank has packed."""
+        report = cls.__new__(cls)  # ten times as fast as __init__ of a frozen dataclass
         names = [name for name in cls.__dataclass_fields__ if name not in cls._follows]
         vars(report).update(zip(names, (rank, *values), strict=True))
         vars(report).update({name: follow(report) for name, follow in cls._follows.items()})
@@ -63,28 +63,28 @@ class _RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport(_RankReport):
-    """What one rank did.
+    """The report of one rank.
 
     Attributes:
         rank: Rank in the group.
         host: Name of its host.
         reader: Whether it read data from storage.
-        note: Why it did not read, where it could not.
+        note: Why it could not read; else empty.
         bytes_read: Data bytes it read from storage.
-        direct_bytes_read: Those of them that did not go through the page cache (O_DIRECT).
+        direct_bytes_read: Data bytes it read without the page cache (O_DIRECT).
         bytes_verified: Data bytes it checked against the commit record; 0 for checkpoints without one.
         header_bytes_read: Bytes of headers and indexes it read.
-        bytes_received: Data bytes it got from the other ranks.
-        bytes_in: Bytes that came in to it over the network, from ranks that share no memory with it: for
-            itself, and for the ranks of its host. 0 with NCCL, where nobody counts them.
+        bytes_received: Data bytes it received from other ranks.
+        bytes_in: Bytes it received from ranks that share no memory with it, for itself and for other ranks of
+            its host. 0 with NCCL, which does not count them.
         read_s: Seconds in which at least one read was under way.
         exchange_s: Seconds in which at least one exchange was under way.
         place_s: Seconds spent moving bytes from buffers into tensors.
-        exposed_s: Seconds of `total_s` in which it read nothing: what reading did not hide.
-        total_s: Seconds from the agreement on the plan to the last tensor in place.
-        overlapped_s: Work done at the same time as other work: read + exchange + place - total, at least 0.
+        exposed_s: Seconds of `total_s` without a read under way.
+        total_s: Seconds from the beginning of the load to the last tensor in place.
+        overlapped_s: Seconds of work that overlapped other work: read + exchange + place - total, at least 0.
         peak_staging_bytes: Bytes of its staging buffers.
-        retries: Attempts at reads beyond the first, those after a checksum that did not fit included.
+        retries: Attempts at reads beyond the first, including those after a wrong checksum.
     """
 
     rank: int
@@ -118,23 +118,23 @@ class RankReport(_RankReport):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport(_Report):
-    """What a load did, over all ranks; the same on every rank.
+    """The report of a load over all ranks; the same on every rank.
 
     Attributes:
         url: The checkpoint.
-        strategy: What was done: ``allgather``, ``broadcast`` or ``direct``.
+        strategy: The strategy: ``allgather``, ``broadcast`` or ``direct``.
         why: Why that strategy.
-        transport: What carried the bytes between ranks.
+        transport: The transport of bytes between ranks.
         why_transport: Why that transport.
-        bytes_wanted: Bytes of the tensors asked for, once.
-        num_tensors: Tensors asked for.
+        bytes_wanted: Bytes of the requested tensors, each counted once.
+        num_tensors: Number of requested tensors.
         chunk_bytes: Unit of reading and of exchange.
         num_rounds: Rounds of exchange.
         depth: Rounds in flight at once.
-        left_out: What was not loaded, with ``strict=False``: what was saved for another number of ranks, and
-            what is not read.
-        source: ``storage``, or ``memory`` if a `CheckpointManager` restored it from there.
-        source_why: Of a manager with a memory tier, why not from the other.
+        left_out: With ``strict=False``, the values that were saved for another number of ranks, or that
+            fastload cannot load.
+        source: ``storage``, or ``memory`` if a `CheckpointManager` restored it from its memory tier.
+        source_why: Why a manager with a memory tier used this source.
         ranks: One entry per rank.
     """
 
@@ -165,18 +165,18 @@ class LoadReport(_Report):
 
     @property
     def read_amplification(self) -> float:
-        """Bytes read over bytes wanted: 1.0 is the least possible."""
+        """Bytes read over bytes wanted; 1.0 is the minimum."""
         return self.bytes_read / self.bytes_wanted if self.bytes_wanted else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport(_Report):
-    """What a verification that found no damage did, over all ranks; the same on every rank.
+    """The report of a verification without damage over all ranks; the same on every rank.
 
     Attributes:
         url: The checkpoint.
-        num_files: Its files.
-        num_blocks: Its checksum blocks; where hosts have disks of their own, of one copy.
+        num_files: Number of files.
+        num_blocks: Number of checksum blocks; of one copy, if hosts have their own disks.
         nbytes: Bytes of its tensors.
         ranks: One entry per rank.
     """
@@ -189,27 +189,27 @@ class VerifyReport(_Report):
 
     @property
     def bytes_verified(self) -> int:
-        """Data bytes checked, over all ranks: more than `nbytes` where hosts have copies of their own."""
+        """Data bytes checked, over all ranks; more than `nbytes` if hosts have their own copies."""
         return sum(rank.bytes_verified for rank in self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRankReport(_RankReport):
-    """What one rank did in a save.
+    """The report of one rank on a save.
 
     Attributes:
         rank: Rank in the group.
         host: Name of its host.
-        bytes_written: Bytes of the files that this rank wrote.
-        bytes_sent: Bytes that this rank holds and others wrote, or hashed; of sharded states.
-        stall_s: Seconds until the caller went on: until the snapshot was taken, or the save over.
+        bytes_written: Bytes of files that it wrote.
+        bytes_sent: Bytes of its shards that other ranks wrote or hashed.
+        stall_s: Seconds until the caller continued: until the end of the snapshot, or of the save.
         snapshot_s: Seconds copying from the state.
-        waited_s: Seconds until earlier saves were written, and it was the turn of this one.
+        waited_s: Seconds until earlier saves were written.
         write_s: Seconds with at least one write under way.
-        flush_s: Seconds until what it wrote was durable, after the last write.
-        commit_s: Seconds from then until the checkpoint existed: waiting for the others, and publishing.
+        flush_s: Seconds from the last write until its bytes were durable.
+        commit_s: Seconds from then until the checkpoint existed: waiting for other ranks, and publishing.
         total_s: Seconds from the call until the checkpoint existed.
-        peak_staging_bytes: Most host memory used for it.
+        peak_staging_bytes: Peak of the host memory used for it.
     """
 
     rank: int
@@ -228,18 +228,18 @@ class SaveRankReport(_RankReport):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport(_Report):
-    """What a save did, over all ranks; the same on every rank.
+    """The report of a save over all ranks; the same on every rank.
 
     Attributes:
         url: The checkpoint.
         nbytes: Bytes of its files, without index and record.
-        num_tensors: Its tensors.
-        num_files: Its safetensors files.
-        block_bytes: Bytes with one checksum.
-        num_writers: Ranks that wrote; of each copy, where hosts wrote copies of their own.
-        num_copies: Copies: 1, or one for each host.
-        came_instead_of: Where the earlier saves would be that were not written, since this one was newer
-            when storage was free; see `CheckpointManager`.
+        num_tensors: Number of tensors.
+        num_files: Number of safetensors files.
+        block_bytes: Length of a checksum block.
+        num_writers: Number of ranks that wrote; of each copy, if hosts wrote their own copies.
+        num_copies: Number of copies: 1, or one for each host.
+        came_instead_of: URLs of earlier saves that were skipped, since this one was newer when storage was
+            free; see `CheckpointManager`.
         ranks: One entry per rank.
     """
 
@@ -260,7 +260,7 @@ class SaveReport(_Report):
 
     @property
     def waited_s(self) -> float:
-        """Seconds until it was its turn on all ranks, after earlier saves."""
+        """Seconds until earlier saves were written on all ranks."""
         return max((rank.waited_s for rank in self.ranks), default=0.0)
 
     @property
@@ -270,29 +270,29 @@ class SaveReport(_Report):
 
     @property
     def background_s(self) -> float:
-        """Seconds that it took to write it once the callers went on, without waiting for its turn."""
+        """Seconds of the save after the callers continued, without the wait for earlier saves."""
         return max(0.0, self.total_s - self.stall_s - self.waited_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageRankReport:
-    """What one rank did to stage a checkpoint.
+    """The report of one rank on staging a checkpoint.
 
     Attributes:
         rank: Rank in the group.
         host: Name of its host.
-        leads: Whether it works for its host; the other ranks of a host only wait.
-        note: Why it did not read, where it could not.
-        bytes_read: Bytes it read from where the checkpoint comes from.
-        bytes_fed: Bytes it read from its host's own copy for hosts that have none.
-        bytes_received: Bytes it got from other hosts.
+        leads: Whether it makes the copy of its host; the other ranks of the host wait.
+        note: Why it could not read; else empty.
+        bytes_read: Bytes it read from the source.
+        bytes_fed: Bytes it read from its host's copy for hosts without one.
+        bytes_received: Bytes it received from other hosts.
         bytes_written: Bytes it wrote to its host's copy.
-        bytes_kept: Bytes that were there already.
-        bytes_verified: Bytes it compared with the commit record as they came.
+        bytes_kept: Bytes of earlier attempts.
+        bytes_verified: Bytes it compared with the commit record on arrival.
         read_s: Seconds with at least one read under way.
         exchange_s: Seconds with at least one exchange under way.
         write_s: Seconds with at least one write under way.
-        flush_s: Seconds until what it wrote was durable, after the last write.
+        flush_s: Seconds from the last write until its bytes were durable.
         total_s: Seconds from the call until its host had the copy.
         peak_staging_bytes: Bytes of its staging buffers.
         retries: Attempts at reads beyond the first.
@@ -319,15 +319,15 @@ class StageRankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class StageReport(_Report):
-    """What staging a checkpoint did, over all ranks; the same on every rank.
+    """The report of staging a checkpoint over all ranks; the same on every rank.
 
     Attributes:
-        url: Where the checkpoint comes from.
-        path: Where each host has its copy: what to load. Of one file, it is in the directory that was made.
-        nbytes: Bytes of its files.
-        num_files: Its files.
-        num_hosts: Hosts, each with a copy.
-        digest: One digest of all bytes, which all hosts found the same.
+        url: The source.
+        path: The path of each host's copy, to load. A single file is in the directory that was made.
+        nbytes: Bytes of the files.
+        num_files: Number of files.
+        num_hosts: Number of hosts, each with a copy.
+        digest: A digest of all bytes, the same on all hosts.
         ranks: One entry per rank.
     """
 
@@ -341,7 +341,7 @@ class StageReport(_Report):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read from where the checkpoint comes from, over all ranks; headers, read first, are extra."""
+        """Bytes read from the source, over all ranks, without the headers."""
         return sum(rank.bytes_read for rank in self.ranks)
 
     @property
@@ -351,5 +351,5 @@ class StageReport(_Report):
 
     @property
     def read_amplification(self) -> float:
-        """Bytes read over bytes of the checkpoint: at most 1.0 unless reads were repeated."""
+        """Bytes read over bytes of the checkpoint; at most 1.0, unless reads were repeated."""
         return self.bytes_read / self.nbytes if self.nbytes else 0.0
