@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastload.base.memory import host_view, uncollected
-from fastload.formats.state import NO_VALUE, SavedTensor, leaf_of, list_of, read_keys, structure_error
+from fastload.formats.state import NO_VALUE, SavedTensor, leaf_of, read_keys, structure_error
 from fastload.formats.untrusted import parse_value
 from fastload.formats.values import (
     FACTORIES,
@@ -23,6 +23,7 @@ from fastload.formats.values import (
     Unknown,
     decode_value,
     import_numpy,
+    list_of,
     show_key,
     tensor_name,
 )

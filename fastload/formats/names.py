@@ -1,4 +1,4 @@
-"""Names of the files of checkpoints; storage gets them as `NAMES`."""
+"""Names of the files of checkpoints, and how files of torch.save begin. Storage gets names as `NAMES`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,29 @@ from fastload.storage.base import Names
 RECORD_NAME = "fastload.json"
 """The commit record, the last file of a checkpoint to be written: without it there is no checkpoint."""
 SAVING_NAME = "fastload.saving.json"
-"""On object stores, the owner file next to the files while they are published; without a record, what is
-there is the rest of a save that has not ended, or never will."""
+"""The owner file next to the files on object stores while they are published. Without a record, the files
+belong to a save that has not ended."""
 STAGED_NAME = ".fastload-stage.json"
-"""What a staged copy holds next to its files: which checkpoint it is a copy of, and how its files were."""
+"""The receipt of a staged copy: the checkpoint it is a copy of, and its files."""
 
 METADATA_NAME = ".metadata"
-"""What torch.distributed.checkpoint writes last: which tensors lie where."""
+"""The index of torch.distributed.checkpoint, which it writes last."""
 
 SUFFIX = ".safetensors"
 BIN_NAME, BIN_INDEX_NAME = "pytorch_model.bin", "pytorch_model.bin.index.json"
-"""As transformers once called what it saved with torch.save."""
+"""The names of transformers for files of torch.save."""
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME = "model.safetensors.index.json"
 OWN_STEM = "ranks"
-"""What the files with the ranks' own tensors are called, in place of ``model``."""
+"""The first part of the names of files with the ranks' own tensors, instead of ``model``."""
 TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+
+ZIP_STARTS = (b"PK\3\4", b"PK\5\6")
+"""The first bytes of zip archives; the second ones of an empty archive."""
+LEGACY_STARTS = (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",)  # 0x1950a86a20f9469cfc6c
+"""The first bytes of files of torch.save from before torch 1.6."""
+START_BYTES = 16
+"""Bytes to read of a file to compare with these."""
 
 _METADATA_OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 _FILE_OF_DCP = re.compile(r"(__\d{1,9})?\.metadata(\.tmp)?|__\d{1,9}_\d{1,9}\.distcp")
@@ -43,7 +50,7 @@ def file_name(number: int, num_files: int, stem: str = "model") -> str:
 
 
 def metadata_names(listing: Sequence[str]) -> list[str]:
-    """Returns the name of DCP's metadata, or the names of those of each rank, in the order of ranks."""
+    """Returns the names of DCP's metadata: one for all ranks, or one for each, in the order of ranks."""
     if METADATA_NAME in listing:
         return [METADATA_NAME]
     found = {int(match[1]): match[0] for match in map(_METADATA_OF_RANK.fullmatch, listing) if match}
@@ -51,15 +58,14 @@ def metadata_names(listing: Sequence[str]) -> list[str]:
 
 
 def own_names(there: Iterable[str], lists: Sequence[bytes]) -> set[str]:
-    """Returns which of the files at a place are fastload's own.
+    """Returns the files of a directory that fastload has written.
 
     Args:
         there: The names of all files.
-        lists: The commit record, the receipt of a staged copy: what says which files there are. It comes
-            from storage, and is only ever compared with what is there.
+        lists: The texts of the commit record and the receipt, which name files. They are untrusted.
 
     Returns:
-        Those that a list names. If none can be read, those that have the names that a save gives.
+        The files that a list names. If no list can be read, the files whose names a save gives.
     """
     names = [_listed(text) for text in lists]
     known = [each for each in names if each is not None]
@@ -67,7 +73,7 @@ def own_names(there: Iterable[str], lists: Sequence[bytes]) -> set[str]:
     if not known:
         own = {name for name in there if _FILE_OF_A_SAVE.fullmatch(name)}
     if any((match := _FILE_OF_A_SAVE.fullmatch(name)) and match["shard"] for name in own):
-        own.add(INDEX_NAME)  # which a save writes beside several files
+        own.add(INDEX_NAME)  # which a save writes next to several files
     return (own | _ALWAYS_OWN) & set(there)
 
 
@@ -95,4 +101,4 @@ def _own_names_or_dcp(there: Iterable[str], lists: Sequence[bytes]) -> set[str]:
 
 
 DCP_NAMES = replace(NAMES, others=(METADATA_NAME, "__0.metadata", "__0_0.distcp"), own=_own_names_or_dcp)
-"""For saves that replace what torch.distributed.checkpoint saved, too."""
+"""For saves that replace checkpoints of torch.distributed.checkpoint, too."""

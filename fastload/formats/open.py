@@ -1,7 +1,12 @@
-"""Finds out which format a path has, and reads its manifest.
+"""Finds the format of a path, and reads its manifest.
 
-A format is a module or package next to this one. It tells by the names of files whether a directory is of its
-kind, and reads it.
+A format is a module or package in this one. The names of the files tell the format of a directory, the first
+bytes that of a single file. Modules of formats are imported when they are needed. They have some of::
+
+    read_folder(storage, names, exact=…)      the manifest of a directory
+    read_file(storage, name, stat, exact=…)   the manifest of a single file
+    header_digest(storage, name, nbytes)      the `FileEntry.header_digest` of a file
+    record_digest(storage)                    the `Manifest.record_digest` of a directory
 """
 
 from __future__ import annotations
@@ -9,17 +14,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
-from fastload.errors import CheckpointNotFound
+from fastload.errors import CheckpointNotFound, ManifestError
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import (
     BIN_INDEX_NAME,
     BIN_NAME,
+    LEGACY_STARTS,
     RECORD_NAME,
     SAVING_NAME,
+    START_BYTES,
     SUFFIX,
     TORCH_ENDINGS,
+    ZIP_STARTS,
     metadata_names,
 )
 from fastload.formats.reading import read_bytes
@@ -28,48 +36,17 @@ from fastload.formats.safetensors import reader as safetensors
 from fastload.formats.untrusted import show
 from fastload.storage.base import Storage
 
-
-class FolderFormat(NamedTuple):
-    """One kind of directories.
-
-    Attributes:
-        is_in: Whether a directory with files of these names is one.
-        module: In this package; its ``read_folder(storage, names, exact=…)`` reads what is in it.
-    """
-
-    is_in: Callable[[Sequence[str]], bool]
-    module: str
-
-
-class FileFormat(NamedTuple):
-    """One kind of single files.
-
-    Attributes:
-        starts: How they begin.
-        module: In this package; its ``read_file(storage, name, stat, exact=…)`` reads what is in one, and its
-            ``header_digest(storage, name, nbytes)`` returns its `FileEntry.header_digest`.
-    """
-
-    starts: tuple[bytes, ...]
-    module: str
-
-
-_FOLDER_FORMATS = (  # the first that knows a directory reads it
-    FolderFormat(is_recorded, "record"),
-    FolderFormat(lambda names: bool(metadata_names(names)), "dcp.reader"),
-    FolderFormat(safetensors.has_files, "safetensors.reader"),
-    FolderFormat(lambda names: BIN_NAME in names or BIN_INDEX_NAME in names, "torch_save.folder"),
+_FOLDER_FORMATS: tuple[tuple[Callable[[Sequence[str]], bool], str], ...] = (  # the first that fits is used
+    (is_recorded, "record"),
+    (lambda names: bool(metadata_names(names)), "dcp.reader"),
+    (safetensors.has_files, "safetensors.reader"),
+    (lambda names: BIN_NAME in names or BIN_INDEX_NAME in names, "torch_save.folder"),
 )
-_FILE_FORMATS = (
-    FileFormat((b"PK\3\4", b"PK\5\6"), "torch_save.zip_file"),
-    FileFormat((b"\x80\x02\x8a\nl\xfc\x9cF",), "torch_save.legacy_file"),
-    FileFormat((b"",), "safetensors.reader"),
-)
-_HEAD_BYTES = 8
+_FILE_FORMATS = ((ZIP_STARTS, "torch_save.zip_file"), (LEGACY_STARTS, "torch_save.legacy_file"))
 
 
 class Sight(IntEnum):
-    """What a listing of a path shows; more is better."""
+    """What a listing of a path shows. Higher values are better."""
 
     NOTHING = 0
     DIRECTORY = 1
@@ -78,51 +55,49 @@ class Sight(IntEnum):
 
 
 def look(storage: Storage) -> Sight:
-    """Looks at what is at the root of a storage."""
+    """Lists the root of a storage."""
     names = storage.list()
     if names is None:
         return Sight.NOTHING if storage.stat("") is None else Sight.CHECKPOINT
     if SAVING_NAME in names and RECORD_NAME not in names:
         return Sight.UNFINISHED
-    return Sight.CHECKPOINT if any(kind.is_in(names) for kind in _FOLDER_FORMATS) else Sight.DIRECTORY
+    return Sight.CHECKPOINT if any(fits(names) for fits, _ in _FOLDER_FORMATS) else Sight.DIRECTORY
 
 
 def read_manifest(storage: Storage, *, exact: bool = False) -> Manifest:
-    """Finds and reads the checkpoint at the root of a storage.
+    """Reads the manifest of the checkpoint at the root of a storage.
 
-    A directory with a commit record holds the files that the record names, and no others: neither an
-    index nor any other file is looked at, the headers have to match their checksums, and the metadata
-    is that of the record. Else the root is one file, of safetensors or of torch.save, or a directory of
-    such files.
+    A directory with a commit record holds the files that the record names: other files are ignored, headers
+    have to match their checksums, and the metadata are those of the record. Else the root is a single file,
+    or a directory of files of one format.
 
     Args:
-        storage: Where to look; its methods are called from several threads. Of each file the header is
-            read, nothing else.
+        storage: The storage; its methods are called from several threads. Only headers are read.
         exact: Whether to read every layout, instead of inferring some and adding guards.
 
     Raises:
-        CheckpointNotFound: There is nothing, or a directory without safetensors files.
-        IncompleteCheckpoint: It was never saved to the end, or lacks files that its record names.
-        ManifestError: A header, the index or the commit record is malformed, or they contradict each
-            other or the files.
-        ChecksumError: The record, or a header, is not as it was written.
+        CheckpointNotFound: There is nothing, or a directory without a checkpoint.
+        IncompleteCheckpoint: Its save never finished, or files that its record names are missing.
+        ManifestError: A header, the index or the commit record is malformed, or they contradict each other or
+            the files.
+        ChecksumError: The record or a header is damaged.
         StorageError: Storage failed.
     """
     names = storage.list()
     if names is not None:
-        for kind in _FOLDER_FORMATS:
-            if kind.is_in(names):
-                return _module(kind.module).read_folder(storage, names, exact=exact)  # type: ignore[no-any-return]
+        for fits, module in _FOLDER_FORMATS:
+            if fits(names):
+                return _module(module).read_folder(storage, names, exact=exact)  # type: ignore[no-any-return]
         raise CheckpointNotFound(_without_files(storage.url, names))
     stat = storage.stat("")
     if stat is None:
         raise CheckpointNotFound(f"{storage.url}: no such checkpoint")
-    single = _file_format(storage, "", stat.nbytes)
-    return _module(single.module).read_file(storage, "", stat, exact=exact)  # type: ignore[no-any-return]
+    file_format = _file_format(storage, "", stat.nbytes)
+    return file_format.read_file(storage, "", stat, exact=exact)  # type: ignore[no-any-return]
 
 
 def record_digest(storage: Storage, manifest: Manifest) -> str:
-    """Returns the `Manifest.record_digest` of a checkpoint as it is on this rank; empty if it has none.
+    """Returns the `Manifest.record_digest` of a checkpoint on this rank; empty if it has none.
 
     Raises:
         StorageError: Storage failed.
@@ -132,20 +107,24 @@ def record_digest(storage: Storage, manifest: Manifest) -> str:
 
 
 def header_digest(storage: Storage, name: str, nbytes: int) -> str:
-    """Returns the `FileEntry.header_digest` of a file as it is on this rank; empty if it has none.
+    """Returns the `FileEntry.header_digest` of a file on this rank; empty if it is malformed.
 
     Raises:
         StorageError: Storage failed.
     """
-    kind = _file_format(storage, name, nbytes)
-    return _module(kind.module).header_digest(storage, name, nbytes)  # type: ignore[no-any-return]
+    try:
+        return str(_file_format(storage, name, nbytes).header_digest(storage, name, nbytes))
+    except ManifestError:
+        return ""
 
 
-def _file_format(storage: Storage, name: str, nbytes: int) -> FileFormat:
-    if (name or storage.url).endswith(SUFFIX):  # nothing else is called so, and a request is saved
-        return _FILE_FORMATS[-1]
-    head = read_bytes(storage, name, 0, min(nbytes, _HEAD_BYTES))
-    return next(kind for kind in _FILE_FORMATS if head.startswith(kind.starts))
+def _file_format(storage: Storage, name: str, nbytes: int) -> Any:
+    if not (name or storage.url).endswith(SUFFIX):  # only safetensors files have this name: saves a request
+        head = read_bytes(storage, name, 0, min(nbytes, START_BYTES))
+        for starts, module in _FILE_FORMATS:
+            if head.startswith(starts):
+                return _module(module)
+    return safetensors
 
 
 def _module(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Small reads from storage, for the readers of all formats."""
+"""Small reads from storage, for all formats."""
 
 from __future__ import annotations
 
@@ -42,10 +42,30 @@ def stat_all(storage: Storage, names: Sequence[str]) -> dict[str, FileStat]:
     return {name: stat for name, stat in stats.items() if stat is not None}
 
 
+def read_limited(storage: Storage, name: str, what: str, max_bytes: int) -> bytes:
+    """Reads a complete file.
+
+    Args:
+        storage: The storage.
+        name: The file.
+        what: Its kind, such as ``index``, for messages.
+        max_bytes: Most bytes that such a file may have.
+
+    Raises:
+        ManifestError: It is missing or too long.
+    """
+    nbytes = stat_all(storage, [name])[name].nbytes
+    if nbytes > max_bytes:
+        raise ManifestError(
+            f"{url_of(storage, name)}: {what} of {nbytes} bytes is over the limit of {max_bytes}"
+        )
+    return read_bytes(storage, name, 0, nbytes)
+
+
 def in_threads(
     function: Callable[[_Item], _Result], items: Sequence[_Item], at_once: int = _NUM_READERS
 ) -> list[_Result]:
-    """Maps in order; of several failures the first in order is raised, so errors are deterministic.
+    """Maps items in threads. Raises the first failure in the order of the items, which is deterministic.
 
     Args:
         function: Called in threads.
@@ -55,7 +75,7 @@ def in_threads(
     places, results, errors = count(), dict[int, _Result](), dict[int, BaseException]()
 
     def work() -> None:
-        # Whatever fails, all items before it have been begun, and are ended.
+        # All items before one that fails have begun, and end.
         while not errors and (place := next(places)) < len(items):
             try:
                 results[place] = function(items[place])
@@ -65,11 +85,11 @@ def in_threads(
     num_threads = max(1, min(at_once, len(items)))
     workers = Workers(num_threads, "fastload-header")
     try:
-        # Not a future for each item: there may be thousands.
+        # Not a future for each of perhaps thousands of items.
         for serving in [workers.submit(work) for _ in range(num_threads)]:
             serving.result()
     finally:
-        workers.close(wait_s=0.0)  # a read that storage never answers must not hold up the exit
+        workers.close(wait_s=0.0)  # a read without an answer must not delay the exit
     if errors:
         try:
             raise errors[min(errors)]

@@ -20,7 +20,7 @@ from fastload.base.memory import uncollected
 from fastload.errors import ChecksumError, IncompleteCheckpoint, ManifestError, UnsupportedVersion
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import RECORD_NAME, SAVING_NAME
-from fastload.formats.reading import read_bytes, stat_all, url_of
+from fastload.formats.reading import read_bytes, read_limited, stat_all, url_of
 from fastload.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES
 from fastload.formats.safetensors.reader import assemble
 from fastload.formats.state import check_names
@@ -216,7 +216,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True)
         raise IncompleteCheckpoint(
             f"{storage.url}: a save to it has not ended: {SAVING_NAME} but no {RECORD_NAME}"
         )
-    text = _read_record(storage)
+    text = read_limited(storage, RECORD_NAME, "record", MAX_RECORD_BYTES)
     record = parse(text, url_of(storage, RECORD_NAME))
     check_names(record.state, url_of(storage, RECORD_NAME), len(text))
     names = [file.name for file in record.files]
@@ -258,14 +258,6 @@ def record_digest(storage: Storage) -> str:
     if stat is None or stat.nbytes > MAX_RECORD_BYTES:
         return ""
     return xxhash.xxh3_128_hexdigest(read_bytes(storage, RECORD_NAME, 0, stat.nbytes))
-
-
-def _read_record(storage: Storage) -> bytes:
-    url = url_of(storage, RECORD_NAME)
-    nbytes = stat_all(storage, [RECORD_NAME])[RECORD_NAME].nbytes
-    if nbytes > MAX_RECORD_BYTES:
-        raise ManifestError(f"{url}: record of {nbytes} bytes is over the limit of {MAX_RECORD_BYTES}")
-    return read_bytes(storage, RECORD_NAME, 0, nbytes)
 
 
 def _read_header(storage: Storage, file: RecordedFile) -> bytes:

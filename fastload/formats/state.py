@@ -47,7 +47,16 @@ from torch import Tensor
 from fastload.base.memory import byte_view, host_view
 from fastload.errors import FastloadError, ManifestError, UnsupportedVersion
 from fastload.formats.untrusted import MemoryBudget, show
-from fastload.formats.values import BARE_NAME, Unknown, crowded, decode_value, key_text, num_chars, show_path
+from fastload.formats.values import (
+    BARE_NAME,
+    Unknown,
+    crowded,
+    decode_value,
+    key_text,
+    list_of,
+    num_chars,
+    show_path,
+)
 
 OWN_PREFIX = "@rank"
 NO_VALUE: dict[str, Any] = {"PerRank": []}
@@ -244,13 +253,6 @@ def _key(node: Any) -> Any:
     if type(node) is dict and node.keys() == {"tuple"}:
         return tuple(map(_key, list_of(node["tuple"])))
     return decode_value(node)
-
-
-def list_of(payload: Any) -> list[Any]:
-    """Returns a payload that has to be a list."""
-    if type(payload) is not list:
-        raise ValueError("not a list")
-    return payload
 
 
 @checked

@@ -220,7 +220,8 @@ def _text(payload: Any, pattern: str) -> str:
     return payload
 
 
-def _parts(payload: Any) -> list[Any]:
+def list_of(payload: Any) -> list[Any]:
+    """Returns a payload that has to be a list."""
     if type(payload) is not list:
         raise ValueError("not a list")
     return payload
@@ -236,12 +237,12 @@ def _decode_float(payload: Any) -> float:
 
 
 def _decode_complex(payload: Any) -> complex:
-    real, imag = (_typed(part, float) for part in _parts(payload))
+    real, imag = (_typed(part, float) for part in list_of(payload))
     return complex(real, imag)
 
 
 def _decode_numpy(payload: Any) -> Any:
-    dtype, data = _parts(payload)
+    dtype, data = list_of(payload)
     if dtype not in NUMPY_DTYPES:
         raise ValueError("not a number of NumPy")
     (value,) = import_numpy().frombuffer(bytes.fromhex(_text(data, r"([0-9a-f]{2})+")), dtype)
@@ -253,12 +254,12 @@ def _decode_base64(payload: Any) -> bytes:
 
 
 def _decode_range(payload: Any) -> range:
-    start, stop, step = (_typed(part, int) for part in _parts(payload))
+    start, stop, step = (_typed(part, int) for part in list_of(payload))
     return range(start, stop, step)
 
 
 def _decode_slice(payload: Any) -> slice:
-    start, stop, step = map(decode_value, _parts(payload))
+    start, stop, step = map(decode_value, list_of(payload))
     return slice(start, stop, step)
 
 
@@ -293,7 +294,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "bytearray": lambda payload: bytearray(_decode_base64(payload)),
     "range": _decode_range,
     "slice": _decode_slice,
-    "Size": lambda payload: torch.Size([_typed(size, int) for size in _parts(payload)]),
+    "Size": lambda payload: torch.Size([_typed(size, int) for size in list_of(payload)]),
     "dtype": _decode_dtype,
     "device": _decode_device,
     "numpy": _decode_numpy,

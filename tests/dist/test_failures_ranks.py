@@ -26,7 +26,7 @@ from fastload.comm import shared_memory
 from fastload.errors import PeerError, StorageError
 from fastload.loading import targets
 from fastload.storage.local import LocalStorage
-from fastload.transfer import host_transport, transport
+from fastload.transfer import transport
 from tests.dist import faults
 from tests.dist.faults import (
     PATIENT_S,
@@ -379,7 +379,6 @@ def kept_after_failure(rank: int, world: int, path: Path, what: str) -> None:
     patch = pytest.MonkeyPatch()
     for owner, name in (
         (transport, "allocate_staging"),
-        (host_transport, "allocate_staging"),
         (shared_memory, "_map"),
         (targets, "allocate"),
     ):

@@ -27,7 +27,7 @@ from fastload.loading import verify as verification
 from fastload.staging.write_files import FileWriter
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_target import LocalCopy
-from fastload.transfer import host_transport, transport
+from fastload.transfer import transport
 from tests.checkpoints import flip, record_by_hand, write_sharded
 from tests.dist.faults import fastload_threads
 from tests.dist.harness import run_ranks
@@ -60,7 +60,7 @@ class Refusing(nn.Module):
 def noted_buffers(patch: pytest.MonkeyPatch) -> list[weakref.ref[torch.Tensor]]:
     made: list[weakref.ref[torch.Tensor]] = []
     for owner, name in (
-        (transport, "allocate_staging"), (host_transport, "allocate_staging"), (shared_memory, "_map"),
+        (transport, "allocate_staging"), (shared_memory, "_map"),
         (verification, "allocate_staging"), (targets, "allocate"),
     ):  # fmt: skip
         real = getattr(owner, name)

@@ -29,7 +29,7 @@ from fastload.comm import shared_memory
 from fastload.errors import PeerError, StorageError
 from fastload.loading import session
 from fastload.storage.local import LocalStorage
-from fastload.transfer import host_transport, transport
+from fastload.transfer import transport
 from fastload.transfer.host_transport import HostTransport
 from fastload.transfer.read import ChunkReader
 from tests.checkpoints import assert_same_bits
@@ -91,13 +91,13 @@ def break_reads(patch: pytest.MonkeyPatch, from_read: int | None, error: Any = N
 
 
 def before_reads(patch: pytest.MonkeyPatch, call: Any) -> None:
-    honest = ChunkReader._read_span
+    honest = ChunkReader._read_range
 
     def read(self: ChunkReader, span: Any, buffers: Any) -> None:
         call(span)
         honest(self, span, buffers)
 
-    patch.setattr(ChunkReader, "_read_span", read)
+    patch.setattr(ChunkReader, "_read_range", read)
 
 
 # Healing
@@ -368,7 +368,7 @@ def test_damage_is_the_same_error_on_all_ranks(rank: int, world: int, saved: Pat
 @ranks(3)
 def test_what_is_spoiled_on_the_way_heals(rank: int, world: int, saved: Path) -> None:
     mesh = init_device_mesh("cpu", (world,))
-    honest = ChunkReader._read_span
+    honest = ChunkReader._read_range
     for kind in KINDS:
         numbers = itertools.count()
 
@@ -378,7 +378,7 @@ def test_what_is_spoiled_on_the_way_heals(rank: int, world: int, saved: Path) ->
                 buffers[0][5] ^= 1
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ChunkReader, "_read_span", read)
+            patch.setattr(ChunkReader, "_read_range", read)
             report = load(saved, mesh, kind, timeout_s=20)
         assert [own.retries for own in report.ranks] == [1] * world
         assert all(own.bytes_verified == own.bytes_read - own.retries * 8192 for own in report.ranks)
@@ -430,7 +430,7 @@ def kept(rank: int, world: int, path: Path, what: str, kind: str) -> None:
     gc.disable()
     made: list[weakref.ref[Tensor]] = []
     patch = pytest.MonkeyPatch()
-    owners = (transport, "allocate_staging"), (host_transport, "allocate_staging"), (shared_memory, "_map")
+    owners = (transport, "allocate_staging"), (shared_memory, "_map")
     for owner, name in owners:
         real = getattr(owner, name)
 

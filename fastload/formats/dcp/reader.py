@@ -21,7 +21,7 @@ from fastload.formats.dcp.nesting import nested
 from fastload.formats.encoder import leaf_node
 from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.names import METADATA_NAME, metadata_names
-from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
+from fastload.formats.reading import in_threads, read_bytes, read_limited, stat_all, url_of
 from fastload.formats.torch_save import zip_file
 from fastload.formats.torch_save.folder import moved
 from fastload.formats.torch_save.state import encode_pickle
@@ -107,15 +107,7 @@ def record_digest(storage: Storage) -> str:
 
 
 def _read_metadata(storage: Storage, names: Sequence[str]) -> list[bytes]:
-    def read(name: str) -> bytes:
-        nbytes = stats[name].nbytes
-        if nbytes > _MAX_METADATA_BYTES:
-            limit = f"over the limit of {_MAX_METADATA_BYTES}"
-            raise ManifestError(f"{url_of(storage, name)}: metadata of {nbytes} bytes are {limit}")
-        return read_bytes(storage, name, 0, nbytes)
-
-    stats = stat_all(storage, names)
-    return in_threads(read, names)
+    return in_threads(lambda name: read_limited(storage, name, "metadata", _MAX_METADATA_BYTES), names)
 
 
 def _digest(texts: Sequence[bytes]) -> str:

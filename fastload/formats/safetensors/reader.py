@@ -11,7 +11,7 @@ import xxhash
 from fastload.errors import ManifestError
 from fastload.formats.manifest import FileEntry, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.names import INDEX_NAME, INDEX_SUFFIX, SUFFIX
-from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
+from fastload.formats.reading import in_threads, read_bytes, read_limited, stat_all, url_of
 from fastload.formats.safetensors.header import LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
 from fastload.formats.untrusted import are_sizes, is_plain_path, parse_json, show
 from fastload.geometry.box import Box
@@ -65,11 +65,12 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True)
 
 
 def header_digest(storage: Storage, name: str, nbytes: int) -> str:
-    """Returns the `FileEntry.header_digest` of a file as it is here; empty if it has no header."""
-    try:
-        return xxhash.xxh3_128_hexdigest(_read_header(storage, name, nbytes))
-    except ManifestError:
-        return ""
+    """Returns the `FileEntry.header_digest` of a file on this rank.
+
+    Raises:
+        ManifestError: It has no header.
+    """
+    return xxhash.xxh3_128_hexdigest(_read_header(storage, name, nbytes))
 
 
 def assemble(
@@ -200,10 +201,8 @@ def read_index(storage: Storage, index: str) -> dict[str, str]:
         ManifestError: It is malformed, or there is none.
     """
     url = url_of(storage, index)
-    stat = stat_all(storage, [index])[index]
-    if stat.nbytes > _MAX_INDEX_BYTES:
-        raise ManifestError(f"{url}: index of {stat.nbytes} bytes is over the limit of {_MAX_INDEX_BYTES}")
-    weight_map = parse_json(read_bytes(storage, index, 0, stat.nbytes), f"{url}: index").get("weight_map")
+    text = read_limited(storage, index, "index", _MAX_INDEX_BYTES)
+    weight_map = parse_json(text, f"{url}: index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ManifestError(f"{url}: weight_map is not an object that names files but {show(weight_map)}")
     for name, file in weight_map.items():

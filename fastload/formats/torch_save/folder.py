@@ -8,15 +8,13 @@ from typing import Any
 
 from fastload.errors import ManifestError
 from fastload.formats.manifest import Guard, Manifest, TensorEntry
-from fastload.formats.names import BIN_INDEX_NAME, BIN_NAME
+from fastload.formats.names import BIN_INDEX_NAME, BIN_NAME, LEGACY_STARTS, START_BYTES, ZIP_STARTS
 from fastload.formats.reading import in_threads, read_bytes, stat_all, url_of
 from fastload.formats.safetensors.reader import read_index
 from fastload.formats.state import children, leaves
 from fastload.formats.torch_save import legacy_file, zip_file
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.storage.base import FileStat, Storage
-
-_LONGEST_START = 32
 
 
 def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False) -> Manifest:
@@ -40,10 +38,10 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
 
 
 def _read(storage: Storage, name: str, stat: FileStat, budget: MemoryBudget, *, exact: bool) -> Manifest:
-    head = read_bytes(storage, name, 0, min(stat.nbytes, _LONGEST_START))
-    if zip_file.is_one(head):
+    head = read_bytes(storage, name, 0, min(stat.nbytes, START_BYTES))
+    if head.startswith(ZIP_STARTS):
         return zip_file.read_file(storage, name, stat, exact=exact, budget=budget)
-    if legacy_file.is_one(head):
+    if head.startswith(LEGACY_STARTS):
         return legacy_file.read_file(storage, name, stat, exact=exact, budget=budget)
     raise ManifestError(f"{url_of(storage, name)}: no file of torch.save: it starts with {head[:8]!r}")
 

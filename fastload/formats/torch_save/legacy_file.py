@@ -20,16 +20,10 @@ from fastload.formats.torch_save.zip_file import manifest_of
 from fastload.formats.untrusted import MemoryBudget, show
 from fastload.storage.base import FileStat, Storage
 
-_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # 0x1950a86a20f9469cfc6c
 _VERSION = 1001
 _NUM_PICKLES = 5
 _LENGTH_BYTES = 8
 _FIRST_BYTES, _MAX_BYTES = 1 << 20, 1 << 24
-
-
-def is_one(head: bytes) -> bool:
-    """Whether a file that begins like this is one."""
-    return head.startswith(_START)
 
 
 def read_file(
@@ -70,11 +64,12 @@ def read_file(
 
 
 def header_digest(storage: Storage, name: str, nbytes: int) -> str:
-    """Returns the `FileEntry.header_digest` of a file as it is here; empty if it is malformed."""
-    try:
-        return xxhash.xxh3_128_hexdigest(_read_pickles(storage, name, nbytes)[1])
-    except ManifestError:
-        return ""
+    """Returns the `FileEntry.header_digest` of a file on this rank.
+
+    Raises:
+        ManifestError: It is malformed.
+    """
+    return xxhash.xxh3_128_hexdigest(_read_pickles(storage, name, nbytes)[1])
 
 
 def _read_pickles(storage: Storage, name: str, nbytes: int) -> tuple[list[Any], bytes]:

@@ -15,7 +15,7 @@ import xxhash
 
 from fastload.errors import ManifestError
 from fastload.formats.dtypes import NAMES
-from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry
+from fastload.formats.manifest import FileEntry, Guard, Manifest, Piece, TensorEntry, in_order
 from fastload.formats.reading import read_bytes, url_of
 from fastload.formats.torch_save.archive import ReadRange, ZipDirectory, ZipRecord, read_directory
 from fastload.formats.torch_save.state import PickledState, StoredTensor, encode_pickle
@@ -41,11 +41,6 @@ class Archive(NamedTuple):
     pickle: bytes
     storages: Mapping[str, ZipRecord]
     digest: str
-
-
-def is_one(head: bytes) -> bool:
-    """Whether a file that begins like this is a zip archive."""
-    return head.startswith((b"PK\3\4", b"PK\5\6"))  # the latter if nothing is in it
 
 
 def read_file(
@@ -114,11 +109,12 @@ def manifest_of(
 
 
 def header_digest(storage: Storage, name: str, nbytes: int) -> str:
-    """Returns the `FileEntry.header_digest` of a file as it is here; empty if it is malformed."""
-    try:
-        return _open(storage, name, nbytes, exact=False).digest
-    except ManifestError:
-        return ""
+    """Returns the `FileEntry.header_digest` of a file on this rank.
+
+    Raises:
+        ManifestError: It is malformed.
+    """
+    return _open(storage, name, nbytes, exact=False).digest
 
 
 def _open(storage: Storage, name: str, nbytes: int, *, exact: bool) -> Archive:
@@ -226,7 +222,7 @@ def entries_of(
     total = sum(entry.nbytes for entry in entries)
     if total > max(_MOST_REPEATED * nbytes, _REPEATED_ANYWAY_BYTES):
         raise ManifestError(f"{where}: {total} bytes of tensors in {nbytes} bytes: they repeat each other")
-    return sorted(entries, key=lambda entry: (entry.file, entry.offset, entry.nbytes, entry.name))
+    return in_order(entries)
 
 
 def _entry(name: str, tensor: StoredTensor, file: int, storage: int) -> TensorEntry:
