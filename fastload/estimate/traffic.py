@@ -8,16 +8,14 @@ of a sharing group are taken to be spread evenly over it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
 from fastload.transfer.routed_plan import RoutedPlan
 from fastload.transfer.routing import choose_base, most_hops
 from fastload.transfer.shares import Share
-
-__all__ = ["Column", "columns_of"]
 
 _MOST_COLUMNS = 256
 
@@ -63,18 +61,32 @@ def columns_of(plan: RoutedPlan, ranks_per_host: int) -> list[Column]:
     read = grid.series()
     for share in plan.shares:
         read.add(grid.span(share), share.end - share.begin)
-    hosts = [_Host(ranks) for ranks in _hosts(plan, ranks_per_host)]
-    chosen = {rank: host for host in hosts for rank in host.ranks}
-    for rank, flows in _flows(plan, grid, chosen.keys(), ranks_per_host).items():
-        chosen[rank].flows.append(flows)
-    most = [read.totals(), *([0.0] * grid.num_columns for _ in range(7))]
-    for host in hosts:
-        for index, values in enumerate(host.values(grid), 1):
-            most[index] = list(map(max, most[index], values))
+    hosts = list(_hosts(plan, ranks_per_host))
+    traffic = _traffic(plan, grid, [rank for ranks in hosts for rank in ranks], ranks_per_host)
+    most = [[0.0] * grid.num_columns for _ in range(7)]
+    for ranks in hosts:
+        values = _host_values([traffic[rank] for rank in ranks])
+        most = [_each(max, both) for both in zip(most, values, strict=True)]
     return [
         Column(grid.num_rounds, *values)
-        for values in zip(*most, *_ways(plan, grid, ranks_per_host), strict=True)
+        for values in zip(read.totals(), *most, *_ways(plan, grid, ranks_per_host), strict=True)
     ]
+
+
+def _host_values(ranks: Sequence[_Traffic]) -> list[list[float]]:
+    """Returns what `Column` has of a host from `host_read` to `rank_messages`."""
+    of = {kind: [traffic[kind].totals() for traffic in ranks] for kind in _KINDS}
+    return [
+        _each(sum, of["read"]),
+        _each(sum, [*of["read"], *of["received"]]),
+        _each(sum, of["sent"]),
+        _each(max, [*of["received"], *of["sent"]]),
+        *(_each(max, of[kind]) for kind in ("packed", "placed", "messages")),
+    ]
+
+
+def _each(combine: Callable[[Iterable[float]], float], series: Sequence[list[float]]) -> list[float]:
+    return [combine(values) for values in zip(*series, strict=True)]
 
 
 def _hosts(plan: RoutedPlan, ranks_per_host: int) -> Iterator[range]:
@@ -150,138 +162,102 @@ class _Series(NamedTuple):
         return [single + level for single, level in zip(self.at, accumulate(self.steps), strict=False)]
 
 
-@dataclass(frozen=True)
-class _Flows:
-    """What one rank reads, receives and sends; from and to other hosts, too."""
-
-    read: _Series
-    received: _Series
-    received_far: _Series
-    sent: _Series
-    sent_far: _Series
-    packed: _Series
-    placed: _Series
-    messages: _Series
+_KINDS = ("read", "received", "sent", "packed", "placed", "messages")
+_Traffic = dict[str, _Series]
+"""By kind, what one rank reads, receives from other hosts, sends to them, packs and places."""
 
 
-@dataclass(frozen=True)
-class _Host:
-    """One host."""
-
-    ranks: range
-    flows: list[_Flows] = field(default_factory=list)
-
-    def values(self, grid: _Grid) -> list[list[float]]:
-        """Returns what `Column` has from `host_read` to `rank_messages`."""
-
-        def most(*names: str) -> list[float]:
-            of_ranks = [getattr(flows, name).totals() for flows in self.flows for name in names]
-            return [max(values) for values in zip(*of_ranks, strict=True)]
-
-        def total(name: str) -> list[float]:
-            of_ranks = [getattr(flows, name).totals() for flows in self.flows]
-            return [sum(values) for values in zip(*of_ranks, strict=True)]
-
-        read = total("read")
-        received = [sum(both) for both in zip(read, total("received_far"), strict=True)]
-        of_ranks = most("received", "sent"), most("packed"), most("placed"), most("messages")
-        return [read, received, total("sent_far"), *of_ranks]
-
-
-def _flows(plan: RoutedPlan, grid: _Grid, ranks: Iterable[int], ranks_per_host: int) -> dict[int, _Flows]:
-    """Returns what some ranks do."""
-    flows = {rank: _Flows(*(grid.series() for _ in range(8))) for rank in ranks}
+def _traffic(plan: RoutedPlan, grid: _Grid, ranks: Sequence[int], ranks_per_host: int) -> dict[int, _Traffic]:
+    """Returns what some ranks move."""
+    traffic = {rank: {kind: grid.series() for kind in _KINDS} for rank in ranks}
     shares = defaultdict(list)
     for share in plan.shares:
         shares[share.group].append((share, grid.span(share)))
-    sharing = plan.sharing
-    for group, wanted in enumerate(sharing.wanted_bytes):
-        parts = [(_Hosts.of(each, ranks_per_host), wanted[each] / sharing.nbytes[group]) for each in wanted]
-        for hosts, part in parts:
-            for rank in flows.keys() & set(hosts.group):
+    num_hosts = len(plan.order) // ranks_per_host
+    for group, wanted in enumerate(plan.sharing.wanted_bytes):
+        parts = [
+            (_Members.of(ranks, ranks_per_host, num_hosts), nbytes / plan.sharing.nbytes[group])
+            for ranks, nbytes in wanted.items()
+        ]
+        for members, part in parts:
+            for rank in traffic.keys() & set(members.ranks):
                 for share, span in shares[group]:
                     if share.reader != rank:
-                        _receive(flows[rank], rank, hosts, share, span, part, grid)
+                        _receive(traffic[rank], rank, members, share, span, part, grid)
         for share, span in shares[group]:
-            if share.reader in flows:
-                _begin(flows[share.reader], share, span, parts, grid)
-    return flows
+            if share.reader in traffic:
+                _send(traffic[share.reader], share, span, parts, grid)
+    return traffic
 
 
 @dataclass(frozen=True)
-class _Hosts:
-    """The hosts of a group, which its messages go around.
+class _Members:
+    """Ranks that want the same, and their hosts, which messages go around as a ring.
 
     Attributes:
-        group: The ranks.
-        order: Their hosts, ascending.
-        num_members: How many of the ranks each host has.
-        ranks_per_host: How many ranks, of the group or not, are on a host.
+        ranks: The ranks.
+        hosts: Their hosts, ascending, with how many of the ranks each has.
+        ranks_per_host: Ranks of each host, members or not.
+        num_hosts: Hosts of the job.
     """
 
-    group: tuple[int, ...]
-    order: Sequence[int]
-    num_members: Mapping[int, int]
+    ranks: tuple[int, ...]
+    hosts: Mapping[int, int]
     ranks_per_host: int
+    num_hosts: int
 
     @classmethod
-    def of(cls, group: tuple[int, ...], ranks_per_host: int) -> _Hosts:
-        counts = Counter(rank // ranks_per_host for rank in group)
-        return cls(group, sorted(counts), counts, ranks_per_host)
+    def of(cls, ranks: tuple[int, ...], ranks_per_host: int, num_hosts: int) -> _Members:
+        counts = Counter(rank // ranks_per_host for rank in ranks)
+        return cls(ranks, dict(sorted(counts.items())), ranks_per_host, num_hosts)
 
     def is_last(self, host: int, reader_host: int) -> bool:
-        """Whether messages of a host's ranks come to this one last."""
-        after = self.order[(self.order.index(host) + 1) % len(self.order)]
-        return reader_host == after or _is_between(host, reader_host, after)
+        """Whether messages from a host come to this one last, after the others in the ring."""
+        order = list(self.hosts)
+        after = order[(order.index(host) + 1) % len(order)]
+        return self._steps(host, reader_host) <= self._steps(host, after)
+
+    def _steps(self, host: int, other: int) -> int:
+        return (other - host) % self.num_hosts or self.num_hosts
 
 
 def _receive(
-    flows: _Flows, rank: int, hosts: _Hosts, share: Share, span: _Span, part: float, grid: _Grid
+    traffic: _Traffic, rank: int, members: _Members, share: Share, span: _Span, part: float, grid: _Grid
 ) -> None:
-    """Adds what comes to a rank of a share that another one reads, and what it sends on.
+    """Adds what a rank receives of a share that another one reads, and what it passes on.
 
-    A message enters a host once; the ranks of the group there take turns to receive, and share memory.
+    A message enters a host once: the members there take turns to receive, and share memory.
     """
     nbytes = part * (share.end - share.begin)
-    flows.placed.add(span, nbytes)
-    host, reader_host = rank // hosts.ranks_per_host, share.reader // hosts.ranks_per_host
+    traffic["placed"].add(span, nbytes)
+    host, reader_host = rank // members.ranks_per_host, share.reader // members.ranks_per_host
     if host == reader_host:
         return
-    nbytes /= hosts.num_members[host]
-    flows.received.add(span, nbytes)
-    flows.received_far.add(span, nbytes)
-    flows.messages.add(span, _num_chunks(share, grid) / hosts.num_members[host])
-    if not hosts.is_last(host, reader_host):
-        flows.sent.add(span, nbytes)
-        flows.sent_far.add(span, nbytes)
+    num_turns = members.hosts[host]
+    traffic["received"].add(span, nbytes / num_turns)
+    traffic["messages"].add(span, _num_chunks(share, grid) / num_turns)
+    if not members.is_last(host, reader_host):
+        traffic["sent"].add(span, nbytes / num_turns)
 
 
-def _begin(
-    flows: _Flows, share: Share, span: _Span, groups: Sequence[tuple[_Hosts, float]], grid: _Grid
+def _send(
+    traffic: _Traffic, share: Share, span: _Span, parts: Sequence[tuple[_Members, float]], grid: _Grid
 ) -> None:
-    """Adds what a rank reads itself, packs, and sends to the first host of each group."""
+    """Adds what a rank reads, packs, and sends to the first host of each group."""
     length = share.end - share.begin
-    flows.read.add(span, length)
-    for hosts, part in groups:
+    traffic["read"].add(span, length)
+    for members, part in parts:
         if part < 1:
-            flows.packed.add(span, part * length)
-            if share.reader in hosts.group:
-                flows.placed.add(span, part * length)
-        if any(host != share.reader // hosts.ranks_per_host for host in hosts.order):
-            flows.sent.add(span, part * length)
-            flows.sent_far.add(span, part * length)
-            flows.messages.add(span, _num_chunks(share, grid))
+            traffic["packed"].add(span, part * length)
+            if share.reader in members.ranks:
+                traffic["placed"].add(span, part * length)
+        if members.hosts.keys() - {share.reader // members.ranks_per_host}:
+            traffic["sent"].add(span, part * length)
+            traffic["messages"].add(span, _num_chunks(share, grid))
 
 
 def _num_chunks(share: Share, grid: _Grid) -> float:
     return max(1.0, (share.end - share.begin) / grid.chunk_bytes)
-
-
-def _is_between(before: int, rank: int, after: int) -> bool:
-    """Whether a rank comes after one and before another, in the order that goes around."""
-    if before < after:
-        return before < rank < after
-    return rank > before or rank < after
 
 
 def _ways(plan: RoutedPlan, grid: _Grid, ranks_per_host: int) -> tuple[list[float], list[float]]:
