@@ -74,7 +74,7 @@ class _Memory:
 _memory_options = option_group(
     "memory",
     _Memory,
-    click.option("--memory-copies", type=COUNT, help="Copies in the memory of hosts, beside storage."),
+    click.option("--memory-copies", type=COUNT, help="Copies in the memory of hosts, next to storage."),
     click.option("--memory-stall", type=TIME, help="Time training stands still for that; else --stall."),
     click.option("--memory-background", type=TIME, help="Time after that until all copies are there."),
     click.option("--host-link", type=RATE, help="Instead: bandwidth of a host's link, each way."),

@@ -33,7 +33,7 @@ from fastload.storage import PatientStorage, locate, open_storage, put_beside
 if TYPE_CHECKING:  # it takes long to import
     from torch.distributed.device_mesh import DeviceMesh
 
-_MIN_SHARDED_BYTES = 1 << 20  # smaller tensors are whole on all ranks
+_MIN_SHARDED_BYTES = 1 << 20  # all ranks hold all of smaller tensors
 _MAX_COPIED_BYTES = 256 << 20
 _WEIGHTS = (
     SUFFIX,
@@ -63,7 +63,7 @@ def convert(src: str, dst: str, to: str, overwrite: bool, no_strict: bool, as_js
     """Save what is at SRC as a checkpoint of fastload's at DST, with checksums, or as torch has them.
 
     SRC is whatever fastload loads: also a file that torch.save wrote, of which nothing is executed. The ranks
-    of a torchrun or srun job share the work: each of them holds its part, and none the whole. Files next to
+    of a torchrun or srun job share the work: each of them holds only its part. Files next to
     the weights, such as config.json and a tokenizer, are copied along, unless DST is one file.
 
     torchrun … -m fastload convert SRC DST
@@ -178,7 +178,7 @@ def write_dcp_folder(parts: Parts, dst: str, *, overwrite: bool, timeout_s: floa
     Args:
         parts: What this rank holds.
         dst: Where to; a path that all ranks share.
-        overwrite: Has to be False: DCP would leave what is there beside what it writes.
+        overwrite: Has to be False: DCP would leave old files next to those it writes.
         timeout_s: Longest wait for other ranks, in seconds.
 
     Returns:

@@ -27,8 +27,6 @@ from fastload.storage.single_file import write_text
 from fastload.transfer.plan import TransferPlan
 from fastload.transfer.routed_plan import RoutedPlan
 
-__all__ = ["plan"]
-
 _MOST_CHUNKS = 100_000  # of which the shares are added up one by one
 _MOST_TRACED = 64
 _HEADS = (

@@ -1,4 +1,4 @@
-"""All ranks look around, tell each other what they found, and measure what only several can."""
+"""Collects the facts of all ranks, and measures the rates between their hosts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from fastload.options import LoadOptions
 from fastload.storage import Location, PatientStorage, open_storage
 from fastload.transfer.links import Links
 from fastload.transfer.strategy import choose_strategy
-
-__all__ = ["Opening", "Site", "examine"]
 
 _LIMIT_S = 60.0  # without progress
 _LINK_LIMIT_S = 15.0  # for connecting, and for a message

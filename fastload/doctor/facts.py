@@ -28,8 +28,6 @@ from fastload.errors import DeadlineExceeded
 from fastload.storage import Location
 from fastload.storage.mounts import bucket_client, file_system_type
 
-__all__ = ["Facts", "NameLookup", "PathFacts", "look_around"]
-
 LOOKUP_LIMIT_S = 6.0
 """Longest wait for a name server, which resolvers ask again after 5 s."""
 _PATH_LIMIT_S = 10.0

@@ -146,7 +146,7 @@ def checkfreq_steps(*, checkpoint_s: float, stall_s: float, step_s: float) -> in
     At least 1. Mohan et al., "CheckFreq: Frequent, Fine-Grained DNN Checkpointing", FAST 2021.
 
     Args:
-        checkpoint_s: Time t_c of a whole save, the stall included.
+        checkpoint_s: Time t_c of a save, the stall included.
         stall_s: The part of it that training stands still for.
         step_s: Time of a training step.
     """
@@ -346,7 +346,7 @@ class Tiers:
     Attributes:
         memory: For memory.
         storage: For storage.
-        loss_probability: Share of the failures after which memory is not whole, and storage is needed.
+        loss_probability: Share of the failures after which memory is incomplete, and storage is needed.
         ettr: Expected share of the wall clock that makes progress, with both.
         ettr_storage: The same with storage alone, saved to as often as is best then.
     """
@@ -432,7 +432,7 @@ def recommend_tiers(
         memory: What a save to memory takes.
         storage: What one to storage takes.
         mtbf_s: Mean time between failures of the job.
-        loss_probability: Share of them after which memory is not whole; see `loss_probability`.
+        loss_probability: Share of them after which memory is incomplete; see `loss_probability`.
         budget: Largest share of the time trained that may go into stalls.
         step_s: Time of a training step; None if it is not known.
 

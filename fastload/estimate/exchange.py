@@ -41,12 +41,12 @@ class ExchangeCosts:
     """What the exchange of a full round takes, in seconds.
 
     Attributes:
-        link_s: A host's link, whichever way it is busier.
-        cores_s: The cores of a rank.
-        messages_s: The messages of a rank, or its calls.
-        phase_s: What of it rounds do one after the other.
+        link_s: On a host's link, in its busier direction.
+        cores_s: On the cores of a rank.
+        messages_s: For the messages of a rank, or its calls.
+        phase_s: In the longest phase, which rounds enter one after the other.
         transit_s: From its start to its end.
-        levels: What goes which way.
+        levels: What it moves between hosts and inside them.
     """
 
     link_s: float
@@ -166,7 +166,7 @@ def _most_sent_along_lines(plan: TransferPlan, num_locals: int, dims: Sequence[i
     num_hosts = math.prod(dims)
     sent = [0] * num_hosts
     for read in rails:
-        rail = Counter[int]()  # guests have their partners pass on what they have read
+        rail = Counter[int]()  # partners pass on what extra hosts have read
         for host, count in read.items():
             rail[host % num_hosts] += count
         unit = 1

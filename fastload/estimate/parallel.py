@@ -28,8 +28,6 @@ from fastload.formats.manifest import TensorEntry
 from fastload.geometry.box import Box, runs_of
 from fastload.transfer.demand import Part, RankRequest, RankRequests
 
-__all__ = ["Cut", "Model", "Parallel", "model_of_size", "model_of_tensors", "requests_of"]
-
 _ROW_PARALLEL = re.compile(
     r"(^|[._])(o_proj|down_proj|out_proj|c_proj|wo|w2|fc2|dense_4h_to_h|linear_fc2|linear_proj"
     r"|(self_attention|attention)\.dense|attention\.output\.dense|output\.dense)([._]|$)"

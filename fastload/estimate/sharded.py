@@ -1,15 +1,14 @@
-"""How long a load would take in which ranks want different bytes: the routed plan, run through the pipeline.
+"""Predicts loads in which ranks want different bytes: the routed plan, run through the model of `simulate`.
 
-What `simulate` says of the model holds here, but for this:
+Differences from the model of a replicated load:
 
-- Ranks differ, so each round takes as long as its busiest host or rank: as if all ranks kept step. They
-  need not, so a load may be faster where they are busy at different times.
-- A rank receives and sends at most `rank_bytes_per_s` each way, and packs what is strided, and places what
-  it receives, at `copy_bytes_per_s`. A parcel is passed on once it is there as a whole.
-- Parcels go over TCP through host memory, also where the tensors are on CUDA devices.
-- Of a mount, where each rank reads one range, more travels than is predicted here.
-- Telling each other what they want, and planning, is in `Cluster.before_s` only as for any load: with many
-  thousand ranks that want different bytes it takes seconds more.
+- Each round takes as long as its busiest host or rank. Real ranks need not advance in step, so a load may be
+  faster if they are busy at different times.
+- A rank receives and sends at most `rank_bytes_per_s` each way. It packs strided bytes, and places what it
+  receives, at `copy_bytes_per_s`. A message is passed on once it is complete.
+- Messages go over TCP through host memory, also to tensors on CUDA devices.
+- Through a mount, where each rank reads one range, more is exchanged than predicted here.
+- Exchanging requests and planning takes seconds with many thousand ranks; `Cluster.before_s` leaves that out.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ from fastload.geometry.ranges import ByteRange
 from fastload.transfer.demand import Part, RankRequest, RankRequests, SharingGroups
 from fastload.transfer.routed_plan import RoutedPlan, plan_routes
 from fastload.transfer.strategy import StrategyChoice
-
-__all__ = ["ShardedLoad"]
 
 _NUM_COLUMNS_ALONE = 256
 _PACKING = "packing"

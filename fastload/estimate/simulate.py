@@ -1,37 +1,45 @@
-"""How long a load would take in a world that need not exist. Pure arithmetic on the real plan.
+"""Predicts how long a load takes on any cluster: the real plan, run through a model of the pipeline.
 
-The model is the pipeline of `transfer/pipeline.py`, seen from one rank that stands for all of its kind:
+The model is `transfer/pipeline.py`, seen from one rank that represents all ranks with the same work.
 
-- Every reader posts `depth` rounds, has `depth // 2` of their chunks read at once, hands over what is
-  read in order, and posts the next round into the slab that a placed round frees. Where readers take
-  turns, the chunks of `TransferPlan.ahead` rounds are read at once.
-- All readers are alike and keep step. Storage and its shares are divided evenly among them, and a
-  reader's part among its reads in flight. A request adds `request_s` in which nothing comes for it;
-  as a reader's requests keep step too, that is not hidden by its other reads.
-- Storage traffic and exchange arrive over the same link of a host, which works both ways at once. With
-  more than one host each byte of a round enters every host exactly once, read or received: a round
-  occupies the link for round_bytes ÷ link rate, or for longer if some host has more to send. Of the
-  rounds in flight that is taken to be even.
-- Over Gloo chunks go along the trees of `transfer/routing.py`, as many next to each other as hosts have
-  ranks. A host passes a chunk on once it is there as a whole, so a hop takes chunk ÷ rate of its rank,
-  and `message_s`. A rank handles one message for each reader at its place. The others of its host copy
-  from memory that they share.
-- NCCL goes along the lines of `transfer/grid.py`, dimension after dimension; each is busy with one round
-  at a time, and several rounds are on their way. Where all members of a line have something to pass on
-  a hop costs `message_s`; where one has, a piece of 512 KiB has to come first. A collective costs the rank
-  that calls it `call_s`. The last dimension are the devices of a host, which get `inner_bytes_per_s`.
-- A rank passes on at most `rank_bytes_per_s` (its cores), and one thread of it places `copy_bytes_per_s`,
-  as if no chunk came to where it belongs at once.
-- `opening_s` comes before the data: listing, headers, connecting. The ranks agree `_NUM_AGREEMENTS` times,
-  along the tree of `comm/tree.py`, in which each handles seven others on every level, one after the other.
-  What each rank tells of itself is told to all. The first load of a group makes the tree: for that each rank
-  asks the rendezvous store `_NUM_REQUESTS` times, which one thread answers while the first one reads headers.
-  What these take was measured on one machine (docs/benchmarks.md), but for the network between two ranks.
+Reading
+    A reader posts `depth` rounds, reads `depth // 2` of their chunks at once, and hands them over in order. A
+    placed round frees its staging buffer for the next one. Where readers take turns, the chunks of
+    `TransferPlan.ahead` rounds are read at once. All readers advance in step: storage, and each host's share
+    of it, are divided evenly among them, and a reader's part among its reads in flight. A request adds
+    `request_s` without data, which the other reads of that reader do not hide.
 
-What it leaves out: page caches, storage that slows down under load, stragglers, and switches between
-hosts with less than full bandwidth. Rates are goodput: TCP over Ethernet delivers some 95 % of the line.
+Links
+    A host's link carries storage traffic and the exchange, and works both ways at once. With several hosts
+    each byte of a round enters each host once, read or received: a round occupies the link for
+    round_bytes ÷ link rate, or longer if some host sends more. That is averaged over the rounds in flight.
 
-The cost is that of a few thousand rounds of one rank: what repeats is extrapolated.
+Exchange over Gloo
+    Chunks follow the trees of `transfer/routing.py`, one rail for each rank of a host. A host passes on
+    complete chunks, so a hop takes chunk ÷ rank rate + `message_s`. A rank handles one message for each
+    reader on its rail. The other ranks of its host copy from shared memory.
+
+Exchange over NCCL
+    Chunks follow the lines of `transfer/grid.py`, dimension by dimension. Each line is busy with one round at
+    a time; several rounds are in flight. A hop costs `message_s` where all members of a line have something
+    to pass on; otherwise a slice of 512 KiB comes first. Each collective costs its caller `call_s`. The last
+    dimension is the devices of a host, which receive `inner_bytes_per_s`.
+
+Ranks
+    A rank passes on at most `rank_bytes_per_s` (its cores). One thread of it places `copy_bytes_per_s`, as if
+    no chunk were received right where it belongs.
+
+Before the first read
+    `opening_s` is for listing, headers and connections. The ranks agree `_NUM_AGREEMENTS` times, along the
+    tree of `comm/tree.py`, in which each handles seven others on every level, one after the other. All ranks
+    get the report of each. The first load of a group builds the tree: each rank makes `_NUM_REQUESTS`
+    requests to the rendezvous store, which one thread serves while the first rank reads headers. These costs
+    were measured on one machine (docs/benchmarks.md), except for the network between two ranks.
+
+Left out: page caches, storage that slows down under load, stragglers, and oversubscribed switches. Rates are
+goodput: TCP over Ethernet delivers some 95 % of the line.
+
+A prediction costs a few thousand simulated rounds of one rank; longer loads are extrapolated.
 """
 
 from __future__ import annotations
@@ -60,11 +68,11 @@ _NCCL = {"rank_bytes_per_s": math.inf, "copy_bytes_per_s": math.inf, "message_s"
 
 # Of the first load of a group: counted, and measured with `scripts/bench_load.py agree` (docs/benchmarks.md).
 _NUM_AGREEMENTS = 3
-_BASE = 8  # of the tree
+_TREE_BASE = 8
 _HOP_S = 16e-6 + 50e-6  # from rank to rank; the network is an assumption
-_ANSWER_S = 8e-6  # to take the response of a rank below, or to send it the decision
-_VERDICT_S = 40e-6  # until the store has it
-_TOLD_S, _TOLD_BYTES = 1e-6, 35  # to pass on what a rank tells all others, and its bytes; in all agreements
+_RESPONSE_S = 8e-6  # to take the response of a rank below, or to send it the decision
+_DECISION_S = 40e-6  # until the store has it
+_REPORT_S, _REPORT_BYTES = 1e-6, 35  # of a rank, to all others; in all agreements together
 _NUM_REQUESTS = 1.125  # one of each rank, one more of one in eight
 _REQUEST_S = 5.6e-6
 
@@ -80,7 +88,7 @@ _NOTHING = 1e-9  # what rounding leaves of a read
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What the hosts and links of a world can do; rates are goodput in bytes per second.
+    """Hosts, and the rates of their links and storage: goodput in bytes per second.
 
     Attributes:
         num_hosts: Hosts.
@@ -92,16 +100,16 @@ class Cluster:
         rank_bytes_per_s: What a rank can receive and pass on; None for 1.6 GB/s, with NCCL no limit.
         copy_bytes_per_s: What a rank can place; None for 2 GB/s, with NCCL no limit.
         message_s: What a hop costs beyond its bytes; None for 80 µs, with NCCL 10 µs.
-        inner_bytes_per_s: What a device gets from the others of its host: an assumption, of what few
-            of its multiprocessors take of NVLink.
+        inner_bytes_per_s: What a device receives from the others of its host: an assumption, for NVLink
+            driven by few multiprocessors.
         call_s: What a collective costs the rank that calls it: an assumption.
         request_s: Time to the first byte of a read.
-        opening_s: Time before the first read, but for what more ranks take to agree.
-        agreeing_s: That; None for what it takes along a tree of them, in the first load of a group, whose
-            ranks look for each other while the first one reads the headers.
+        opening_s: Time before the first read, agreements excluded.
+        agreeing_s: Time of the agreements; None for that of the first load of a group, whose ranks build
+            their tree while the first one reads the headers.
 
     Raises:
-        OptionError: A number makes no sense.
+        OptionError: A number is out of range.
     """
 
     num_hosts: int
@@ -133,7 +141,7 @@ class Cluster:
             raise OptionError("give the rate of storage: of all of it, or of each host's share")
 
     def cost(self, name: str) -> float:
-        """Returns a number that has a default of its own for each kind of exchange."""
+        """Returns a rate or time, or its default for the kind of exchange."""
         given = getattr(self, name)
         return float(given if given is not None else (_NCCL if self.nccl else _GLOO)[name])
 
@@ -180,18 +188,18 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """How one strategy would do.
+    """The predicted load with one strategy.
 
     Attributes:
-        decision: The strategy; where there is nothing to exchange it is ``direct`` whatever was asked.
+        decision: The strategy; ``direct``, whatever was asked, if there is nothing to exchange.
         plan: The real plan; with ``direct`` that of one rank for itself.
         total_s: Until every rank has everything.
         storage_bytes: What leaves the storage.
         exchanged_bytes: What ranks receive from each other, all of them together.
-        levels: Which way that is; empty if there is nothing to exchange.
-        limits: What each part of the world needs for a round, in seconds.
-        bound_by: What holds the load up.
-        timeline: What one of the readers does; the other ranks do the same but for the reads.
+        levels: The same, by level; empty if there is nothing to exchange.
+        limits: Seconds that a round takes on each resource.
+        bound_by: The bottleneck.
+        timeline: What one of the readers does; other ranks do the same without the reads.
     """
 
     decision: StrategyChoice
@@ -292,8 +300,8 @@ class _Costs:
 
     Attributes:
         stages: Its stages.
-        limits: What it takes on each part of the world, by name.
-        levels: What goes which way in the whole load.
+        limits: Seconds on each resource, by name.
+        levels: The levels of the exchange.
     """
 
     stages: Stages
@@ -340,12 +348,12 @@ def _agreeing_s(num_ranks: int) -> float:
     """Returns what ranks take to agree in one load."""
     levels, least = 0, 1
     while least < num_ranks:
-        levels, least = levels + 1, least * _BASE
-    step_s = 2 * levels * (_HOP_S + (_BASE - 1) * _ANSWER_S) + _VERDICT_S
+        levels, least = levels + 1, least * _TREE_BASE
+    step_s = 2 * levels * (_HOP_S + (_TREE_BASE - 1) * _RESPONSE_S) + _DECISION_S
     # On its way up, to the store and back, and down.
-    told_bytes = num_ranks * _TOLD_BYTES * (1 + 2 + levels * (_BASE - 1))
-    telling_s = num_ranks * _TOLD_S + told_bytes / _GLOO["rank_bytes_per_s"]
-    return _NUM_AGREEMENTS * step_s + telling_s
+    report_bytes = num_ranks * _REPORT_BYTES * (1 + 2 + levels * (_TREE_BASE - 1))
+    reports_s = num_ranks * _REPORT_S + report_bytes / _GLOO["rank_bytes_per_s"]
+    return _NUM_AGREEMENTS * step_s + reports_s
 
 
 def num_reads(depth: int, *, alone: bool) -> int:

@@ -1,8 +1,8 @@
-"""What a routed load moves in the course of time, on one host of each kind. Pure arithmetic on the real plan.
+"""Traffic of a routed load over time, on one host of each kind. Pure arithmetic on the real plan.
 
-The rounds are taken together in columns of equal length. Hosts are of one kind if their ranks want the
-same; only the first of each kind is looked at, rank by rank and share by share. The bytes that ranks request
-of a sharing group are taken to be spread evenly over it.
+Rounds are aggregated into columns of equal length. Hosts are of one kind if their ranks want the same; only
+the first of each kind is evaluated, rank by rank and share by share. The bytes that ranks request of a
+sharing group are taken to be spread evenly over it.
 """
 
 from __future__ import annotations

@@ -13,23 +13,6 @@ from decimal import Decimal
 
 from fastload.errors import OptionError
 
-__all__ = [
-    "format_bytes",
-    "format_count",
-    "format_duration",
-    "format_rate",
-    "parse_bytes_per_s",
-    "parse_duration_s",
-    "parse_fraction",
-    "parse_number",
-    "parse_parameters",
-    "parse_size_bytes",
-    "parse_whole",
-    "require_not_negative",
-    "require_positive",
-    "require_whole",
-]
-
 _SIZES: Mapping[str, int] = {
     **{unit: 1000**power for power, unit in enumerate("B kB MB GB TB PB".split())},
     **{unit: 1024**power for power, unit in enumerate("KiB MiB GiB TiB PiB".split(), start=1)},
