@@ -40,4 +40,5 @@ exec torchrun \
     --rdzv-endpoint="$host:$port" \
     --rdzv-id="${RUN_ID:-train}" \
     ${LOCAL_ADDR:+--local-addr="$LOCAL_ADDR"} \
+    ${NUMA_BINDING:+--numa-binding="$NUMA_BINDING"} \
     "$@"

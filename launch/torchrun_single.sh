@@ -19,4 +19,5 @@ exec torchrun \
     --standalone \
     --nproc-per-node="${RANKS_PER_NODE:-auto}" \
     --max-restarts="${MAX_RESTARTS:-3}" \
+    ${NUMA_BINDING:+--numa-binding="$NUMA_BINDING"} \
     "$@"

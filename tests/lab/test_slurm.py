@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -103,11 +103,12 @@ class Job:
         nodes: int,
         ranks_per_node: int,
         folder: Path,
+        options: Sequence[str] = (),
         **environment: str,
     ) -> None:
         path = str(_ROOT / "launch" / f"slurm_{template}.sbatch")
         program = [str(_ROOT / word) if word.startswith("launch/") else word for word in program]
-        shape = [f"--nodes={nodes}", "--time=5"]
+        shape = [f"--nodes={nodes}", "--time=5", *options]
         site = {"INTERFACE": "eth0"}
         if template == "torchrun":
             site["RANKS_PER_NODE"] = str(ranks_per_node)
@@ -123,6 +124,13 @@ class Job:
     def fact(self, name: str) -> str:
         """A value that Slurm gives for the job, such as its JobState."""
         shown = slurm("scontrol", "--oneliner", "show", "job", self.id)
+        match = re.search(rf"\b{name}=(\S+)", shown)
+        assert match is not None, shown
+        return match[1]
+
+    def member(self, number: int, name: str) -> str:
+        """As `fact`, of one member of an array."""
+        shown = slurm("scontrol", "--oneliner", "show", "job", f"{self.id}_{number}")
         match = re.search(rf"\b{name}=(\S+)", shown)
         assert match is not None, shown
         return match[1]
@@ -255,7 +263,6 @@ def test_a_training_that_is_stopped_ends_with_the_same_weights(
     [
         ("torchrun", 64),  # of a node, for all its ranks: a task of Slurm's is the launcher
         ("srun", 8),  # of a rank
-        ("container", 8),
     ],
 )
 def test_slurm_would_take_the_template_as_it_is(template: str, num_cores: int) -> None:
@@ -270,6 +277,87 @@ def test_a_program_that_fails_ends_the_job(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="the job is FAILED"):
         job.until(job.is_over)
     assert job.fact("ExitCode") == "3:0"
+
+
+# It is stopped as soon as it runs, and ends with 1; in its fourth life with 0.
+_STOPPED = """
+import os, pathlib, signal, subprocess, sys
+folder = pathlib.Path(sys.argv[1])
+life = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+if life == 3:
+    sys.exit()
+(folder / ".pending" / "data").write_text(str(life))
+if sys.argv[2:]:
+    (folder / "step" / "data").write_text(str(life))
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(1))
+subprocess.run(["scancel", "--batch", "--signal=USR1", os.environ["SLURM_JOB_ID"]], check=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("template", ["srun", "torchrun"])
+def test_returns_without_a_save_are_limited(template: str, saves: bool, tmp_path: Path) -> None:
+    checkpoints, program = tmp_path / "checkpoints", tmp_path / "stopped.py"
+    for name in ("step", ".pending"):
+        (checkpoints / name).mkdir(parents=True)
+    program.write_text(_STOPPED)
+    words = [str(program), str(checkpoints), *(["saves"] if saves else [])]
+    given = {"MAX_RETURNS": "1", "CHECKPOINTS": str(checkpoints), "MAX_RESTARTS": "0"}
+    job = Job(template, words, nodes=1, ranks_per_node=1, folder=tmp_path, **given)
+    if saves:
+        job.until(job.is_over)
+        assert job.fact("Restarts") == "3"
+    else:
+        with pytest.raises(AssertionError, match="returned 2 times without a save: ends"):
+            job.until(job.is_over)
+        assert (job.fact("JobState"), job.fact("Restarts")) == ("FAILED", "2")
+    assert list(tmp_path.glob(".progress-*")) == []
+
+
+@pytest.mark.parametrize("template", ["srun", "torchrun"])
+def test_a_member_of_an_array_comes_back_alone(template: str, tmp_path: Path) -> None:
+    for member in "01":
+        (tmp_path / member).mkdir()
+    program = [str(_TRAPPER), str(tmp_path / "%a"), "60"]
+    array = Job(template, program, nodes=1, ranks_per_node=1, folder=tmp_path, options=["--array=0-1"])
+    logs = [tmp_path / member / "0.log" for member in "01"]
+    array.until(lambda: all(log.exists() and "\n5\n" in log.read_text() for log in logs))
+    stopped = next(n for n in range(2) if array.member(n, "JobId") == array.id)  # whose number is the array's
+    slurm("scancel", "--batch", "--signal=USR1", f"{array.id}_{stopped}")
+    array.until(lambda: all("ends at 60, told []" in log.read_text() for log in logs))
+    array.until(lambda: all(array.member(n, "JobState") == "COMPLETED" for n in range(2)))
+    assert [array.member(n, "Restarts") for n in range(2)] == [str(int(n == stopped)) for n in range(2)]
+    assert logs[1 - stopped].read_text().startswith("begins at 0\n1\n")
+    assert "begins" not in logs[1 - stopped].read_text()[1:]
+
+
+def test_a_binding_of_cores_is_sruns(tmp_path: Path) -> None:
+    job = Job("srun", ["-c", "0"], nodes=1, ranks_per_node=1, folder=tmp_path, CPU_BIND="rubbish")
+    with pytest.raises(AssertionError, match='unrecognized --cpu-bind argument "rubbish"'):
+        job.until(job.is_over)
+
+
+# Takes apptainer's options as the template gives them; Debian has no apptainer.
+_RUNTIME = """#!/bin/bash
+[[ "$1 $2 $3 $4 $6" == "exec --bind /a,/b:/c --pwd train.sif" ]] || exit 9
+cd "$5" && shift 6 && IN_CONTAINER=yes exec "$@"
+"""
+_ENVIRONMENT = """
+import os
+print(*(os.environ[name] for name in "IN_CONTAINER GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME NCCL_DEBUG".split()))
+"""
+
+
+def test_a_container_and_settings_of_the_network_reach_the_ranks(tmp_path: Path) -> None:
+    runtime, program = tmp_path / "apptainer", tmp_path / "environment.py"
+    runtime.write_text(_RUNTIME)
+    runtime.chmod(0o755)
+    program.write_text(_ENVIRONMENT)
+    given = {"IMAGE": "train.sif", "RUNTIME": str(runtime), "MOUNTS": "/a,/b:/c", "NCCL_DEBUG": "INFO"}
+    job = Job("srun", ["environment.py"], nodes=2, ranks_per_node=1, folder=tmp_path, **given)
+    job.until(job.is_over)
+    assert sorted(job.output().splitlines()) == [f"{rank}: yes eth0 eth0 INFO" for rank in range(2)]
 
 
 def test_ranks_that_fail_are_started_anew_as_often_as_was_asked(tmp_path: Path) -> None:
