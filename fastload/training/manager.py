@@ -1,4 +1,4 @@
-"""The checkpoints of one training: when to save, what to keep, where to go on."""
+"""`CheckpointManager`: the checkpoints of a training."""
 
 from __future__ import annotations
 
@@ -47,17 +47,16 @@ class CheckpointManager:
                 if manager.stop_requested:
                     break
 
-    While it is open, SIGTERM and SIGUSR1 (Slurm sends one before a time limit) do not end the process:
-    whichever rank gets one, soon after all ranks are told to save, and to stop. Handlers that were there
-    before are called as well, and put back by `close`.
+    While the manager is open, SIGTERM and SIGUSR1 (Slurm sends one before a time limit) do not end the
+    process. Soon after any rank gets one, `should_save` and `stop_requested` are true on all ranks. Previous
+    handlers are called as well, and restored by `close`.
 
-    A save in the background that failed is raised on all ranks by the next call that can say so.
+    The next call that all ranks make raises the error of a failed save in the background on all of them.
 
-    With `in_flight` above 1 a save need not wait until the one before is written: copies of the state wait in
-    memory, and are written one after the other. Where storage is slower than training saves, a copy that
-    waits gives its place to a newer one, and is never written; the log says so, and
-    `SaveReport.came_instead_of`. Never does one that `keep_every` or `best` names, or that was saved after a
-    signal: if only such are in flight, training waits.
+    With `in_flight` above 1 a save does not wait until the last one is written: copies of the state wait in
+    memory, and are written one after the other. If storage is slower than the training saves, a waiting copy
+    is dropped for a newer one; the log and `SaveReport.came_instead_of` name it. Copies that `keep_every` or
+    `best` name, and those saved after a signal, are never dropped: if only such copies wait, training waits.
 
     Args:
         root: A directory or URL; its checkpoints are ``step_00001234`` and so on.
@@ -68,28 +67,28 @@ class CheckpointManager:
             if it was given none. They are:
         mtbf_s: Mean time between failures of the job, in seconds; ``auto`` needs it.
         restart_s: Seconds from a failure until training goes on.
-        budget: Largest part of the time that training may stand still to save.
+        budget: Largest part of the time that training may wait for saves.
         keep_last: Number of newest checkpoints to keep; None keeps all. Older ones are deleted once a
-            newer one is committed; never one that this process has open.
-        keep_every: Keeps those whose step is a multiple of this, too.
-        keep_every_seconds: Keeps one in so many seconds, too.
-        best: A metric and ``min`` or ``max``, such as ``("loss", "min")``: keeps the best one, too.
+            newer one is committed, unless this process has them open.
+        keep_every: Also keeps checkpoints whose step is a multiple of this.
+        keep_every_seconds: Also keeps one checkpoint in so many seconds.
+        best: A metric and ``min`` or ``max``, such as ``("loss", "min")``; also keeps the best checkpoint.
         async_: Whether `save` returns as soon as each rank has copied its share of the state.
-        in_flight: Copies of the state that there may be at once, being written or waiting for it. The first
-            save takes the memory of all.
-        memory: Keeps recent checkpoints in the memory of the hosts, besides: a directory on each host, such
-            as one of a tmpfs or of a fast local disk, or ``auto`` for ``/dev/shm`` (or a larger tmpfs).
-        memory_every_steps: Steps between those.
-        memory_every_seconds: Seconds between those.
-        memory_copies: How many hosts keep each host's share of one: so many less one may be lost.
+        in_flight: Most copies of the state at once, written or waiting. The first save allocates the memory
+            of all.
+        memory: Also saves to the memory of the hosts: a directory on each host, such as one of a tmpfs or of
+            a fast local disk, or ``auto`` for ``/dev/shm`` (or a larger tmpfs).
+        memory_every_steps: Steps between saves to memory.
+        memory_every_seconds: Seconds between saves to memory.
+        memory_copies: Number of hosts that have each host's share; one host less may be lost.
         process_group: As for `fastload.load`.
         storage_options: As for `fastload.load`.
         options: How to save. A checkpoint of the same step is replaced, whatever `overwrite` says.
 
     Raises:
-        StorageError: There is no place for the memory tier on a host.
-        OptionError: An argument cannot be used.
-        PlanMismatch: The ranks did not give the same arguments.
+        StorageError: A host has no place for the memory tier.
+        OptionError: An argument is invalid.
+        PlanMismatch: The arguments of the ranks differ.
     """
 
     def __init__(
@@ -170,7 +169,7 @@ class CheckpointManager:
             self._cleaner.clean()
 
     def _open_tier(self, incarnation: str, run: str) -> MemoryTier | None:
-        """Opens the memory tier, if there is to be one."""
+        """Opens the memory tier, if there is one."""
         policy = self._policy
         if policy.memory is None or policy.interval.memory_copies is None:
             return None
@@ -191,10 +190,10 @@ class CheckpointManager:
         )
 
     def _meet(self) -> tuple[bool, bool, str, str]:
-        """Compares the arguments.
+        """Compares the arguments of the ranks.
 
         Returns:
-            Whether this rank lists, whether it deletes, and two names that are the same on all ranks: of this
+            Whether this rank lists, whether it deletes, and two names, the same on all ranks: of this
             incarnation of the job, and of its run.
         """
         policy = self._policy
@@ -225,7 +224,7 @@ class CheckpointManager:
     # When
 
     def should_save(self, step: int) -> bool:
-        """Whether to save at this step: the same answer on all ranks.
+        """Whether to save at this step; the same answer on all ranks.
 
         Costs next to nothing: the ranks ask the rendezvous store about twice a second. To be called once in
         each step, or at any rate at the same steps on all ranks. Of a manager without an interval it answers
@@ -248,25 +247,25 @@ class CheckpointManager:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a signal has asked the job to stop, as of the last `should_save`: the same on all ranks."""
+        """Whether a signal has asked the job to stop, as of the last `should_save`; the same on all ranks."""
         return self._schedule.stop_requested
 
     # Save
 
     def save(self, step: int, state: Any, metrics: Mapping[str, Any] | None = None) -> None:
-        """Saves a state as the checkpoint of a step: to storage, to memory or both.
+        """Saves a state as the checkpoint of a step: to storage, to memory or to both.
 
-        To where the last `should_save` has said that it is due; to storage, if that was not asked for this
-        step. If as many saves as may be are in flight, waits for one of them first. What goes wrong with
-        memory is a warning, and the next step that is due there is tried again.
+        The last `should_save` decided where; without one for this step it is storage. If `in_flight` copies
+        exist already, it first waits for one of them. Errors of the memory tier are warnings, and the next
+        save to memory tries again.
 
         Args:
-            step: Its number, from 0 on.
+            step: The step, from 0 on.
             state: As for `fastload.save`.
-            metrics: Name → number, to be kept with it; those of rank 0 count.
+            metrics: Name → number; rank 0's are stored with the checkpoint.
 
         Raises:
-            FastloadError: As for `fastload.save`; or an earlier one has failed, and this one was not begun.
+            FastloadError: As for `fastload.save`; or an earlier save has failed, and this one did not begin.
         """
         self._require_open()
         if type(step) is not int or not 0 <= step <= MAX_STEP:
@@ -301,7 +300,7 @@ class CheckpointManager:
                 self._finish()
 
     def _raise_failed(self, number: int) -> None:
-        """Raises the error of a save on all ranks, which all know to have failed."""
+        """Raises the error of a failed save on all ranks."""
         agree(
             self._defaults["process_group"],
             "saving in the background",
@@ -312,7 +311,7 @@ class CheckpointManager:
     def _save_to_storage(
         self, state: Any, path: str, metadata: Mapping[str, str], queued: QueuedSave | None
     ) -> SaveHandle | None:
-        """Saves; returns what goes on in the background, if anything does."""
+        """Saves; returns the handle of a save in the background."""
         given: dict[str, Any] = {**self._defaults, "metadata": metadata, "options": self._policy.options}
         if self._policy.async_:
             return save_in_background(state, path, **given, queued=queued)
@@ -322,27 +321,27 @@ class CheckpointManager:
     # What there is
 
     def path(self, step: int) -> str:
-        """Returns where the checkpoint of a step is, or would be: what to load, with the root's password."""
+        """Returns the path of the checkpoint of a step, with the credentials in the root's URL."""
         return os.fspath(self._catalog.path(step))
 
     def all_steps(self) -> list[int]:
-        """Returns the steps of which there is a complete checkpoint, ascending.
+        """Returns the steps of the complete checkpoints, ascending, on any host if each has its own disk.
 
-        Where hosts have disks of their own, on any of them. A save that goes on is waited for.
+        Waits for saves in the background.
 
         Raises:
-            FastloadError: A rank could not ask storage, or the save in the background has failed.
+            FastloadError: A rank could not list storage, or a save in the background has failed.
         """
         return sorted(point.step for point in self._look().complete)
 
     def latest(self) -> int | None:
         """Returns the step of the newest complete checkpoint, in memory or on storage, or None.
 
-        The newest is the one that was saved last. If the run has gone back to an earlier step, that is one of
-        those that it has saved since, although there may be higher steps.
+        The newest is the one that was saved last. After the run has gone back to an earlier step, there may
+        be higher steps that are older.
 
         Raises:
-            UnsupportedVersion: There is one that this fastload cannot read, and that may be newer.
+            UnsupportedVersion: This fastload cannot read a checkpoint that may be newer.
             FastloadError: As for `all_steps`.
         """
         points = [Point(*found.point) for found in self._restorer.in_memory()]
@@ -353,60 +352,59 @@ class CheckpointManager:
 
     def _look(self) -> Listing:
         self._require_open()
-        # All end first, so that no rank sees what another one is about to delete.
+        # All saves end first, so that no rank lists checkpoints that another one is about to delete.
         return self._history.look(self._finish)
 
     def restore(self, into: Any = None, step: int | None = None, **arguments: Any) -> Any:
-        """Loads the newest checkpoint that is whole; `restored_step` and `restored_from` say which.
+        """Loads the newest complete checkpoint; `restored_step` and `restored_from` tell which one.
 
-        It comes from the memory of the hosts, if what those that are here have of it is whole, else from
-        storage. One that turns out to be damaged or incomplete is left out, with a warning, for the newest of
-        the others. Nothing else is passed over: what only this process cannot read (a newer version, a dtype
-        of a newer torch, NumPy that is not installed) is an error. If another process deletes old checkpoints
-        meanwhile, what it has saved instead is found.
+        It comes from the memory of the hosts if these have all of it, else from storage. If it turns out to
+        be damaged or incomplete, there is a warning, and the next one is loaded. Other problems are errors,
+        such as a newer version, a dtype of a newer torch, or NumPy that is not installed. If another process
+        deletes old checkpoints meanwhile, its newer ones are found.
 
         Args:
             into: As for `fastload.load`.
-            step: Only this one.
+            step: Restores this step only; None the newest.
             arguments: Further ones of `fastload.load`.
 
         Returns:
-            What `fastload.load` returns.
+            The result of `fastload.load`.
 
         Raises:
-            CheckpointNotFound: There is none.
-            UnsupportedVersion: There is one that this fastload cannot read, and that may be the newest; one
-                that is named by its step can be restored.
-            FastloadError: As for `fastload.load`; if all are damaged, what is wrong with the oldest.
+            CheckpointNotFound: There is no checkpoint.
+            UnsupportedVersion: This fastload cannot read a checkpoint that may be the newest. Others can be
+                restored by their step.
+            FastloadError: As for `fastload.load`; if all are damaged, the error of the oldest.
         """
         self._require_open()
         return self._restorer.restore(step, {"into": into, **arguments}, self._finish)
 
     @property
     def restored_step(self) -> int | None:
-        """Step of the checkpoint that was last restored, or None."""
+        """Step of the last restored checkpoint, or None."""
         return self._restorer.restored.step if self._restorer.restored is not None else None
 
     @property
     def restored_from(self) -> str | None:
-        """Where that was: ``memory`` or ``storage``; None if nothing was restored."""
+        """Its source: ``memory`` or ``storage``; None if nothing was restored."""
         return self._restorer.restored.source if self._restorer.restored is not None else None
 
     # The end
 
     def wait(self) -> None:
-        """Waits until what was saved is durable, if not given up, and what it made superfluous is deleted.
+        """Waits until all saves are durable or dropped, and old checkpoints are deleted.
 
         Raises:
-            FastloadError: The save failed.
+            FastloadError: A save failed.
         """
         self._require_open()
         self._finish()
 
     def close(self) -> None:
-        """Waits as `wait` does, and puts back the signal handlers that were there before.
+        """Waits as `wait` does, and restores the previous signal handlers.
 
-        What is newer in memory than on storage is written there; then what is in memory is removed.
+        If the memory tier has a newer checkpoint than storage, writes it there; then removes the tier.
         """
         self._end(goes_well=True)
 
@@ -423,7 +421,7 @@ class CheckpointManager:
                 self._end_tier(self._tier, goes_well=goes_well)
 
     def _end_tier(self, tier: MemoryTier, *, goes_well: bool) -> None:
-        """Removes all that is in memory once it is on storage; it stays if it is not."""
+        """Removes the in-memory checkpoints, unless storage lacks the newest."""
         if not goes_well:
             tier.emergency.disarm()
             return tier.close(remove=False, wait_s=self._world.grace_s)
@@ -437,7 +435,7 @@ class CheckpointManager:
         if self._open_in is None:
             raise WorldError("this CheckpointManager is closed")
         if self._open_in != os.getpid():
-            raise WorldError("this CheckpointManager is that of another process, which has forked this one")
+            raise WorldError("this CheckpointManager belongs to the parent process")
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -450,7 +448,7 @@ class CheckpointManager:
             self._end(goes_well=goes_well)
         except FastloadError:
             if goes_well:
-                raise  # else it was logged when it happened, and must not hide what ended the training
+                raise  # else it was logged, and must not hide the error that ended the training
 
     def _finish(self) -> None:
         try:
