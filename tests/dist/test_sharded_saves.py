@@ -372,7 +372,7 @@ def test_what_does_not_go_together_is_one_error_on_all_ranks(
             match="w: the state has a DTensor on a mesh with ranks 2, 3, which take no",
         ):
             fastload.save(a_hole(0, mesh), tmp_path / "c", process_group=group, options=options())
-    with pytest.raises(FastloadError, match="takes at least 262144: 4 pieces of 65536 bytes"):
+    with pytest.raises(FastloadError, match="needs at least 262144: 4 buffers of 65536 bytes"):
         save(a_hole(0, mesh), tmp_path / "c", staging_bytes=1 << 16)
     save(a_hole(0, mesh), tmp_path / "c", staging_bytes=1 << 18)
     return texts
