@@ -1,4 +1,4 @@
-"""Storage systems behind one protocol."""
+"""Storage systems behind two protocols: `Storage` for reads, `Target` for writes of a checkpoint."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def open_storage(
     io: str = "auto",
     attempt_s: float = 30.0,
 ) -> Storage:
-    """Opens read access to what is at a path: a local one, or a URL of a scheme that obstore or fsspec knows.
+    """Opens read access to a local path, or a URL of a scheme that obstore or fsspec supports.
 
-    Nothing is asked of the storage yet.
+    Makes no request yet.
 
     Args:
-        path: Local path or URL, or what `locate` made of it.
-        names: What files of a checkpoint are called.
-        options: Passed on to obstore or fsspec; they add to what the environment says.
+        path: Path, URL or `Location`.
+        names: Names of files of a checkpoint.
+        options: Passed to obstore or fsspec, in addition to the environment.
         io: How to read local files: ``auto``, ``buffered`` or ``direct``.
         attempt_s: Longest time in seconds for one request to an object store.
 
     Raises:
-        OptionError: It is no path or URL, its scheme is unknown, or what it needs is not installed.
-        StorageError: The connection that some file systems begin with is not made.
+        OptionError: The path or URL is invalid, its scheme unknown, or a package is missing.
+        StorageError: The file system connects at once, and that failed.
     """
     location = locate(path)
     if not location.scheme:
@@ -88,21 +88,21 @@ def open_target(
     attempt_s: float = 30.0,
     retries: int = 4,
 ) -> Target:
-    """Opens write access to a checkpoint that is to be at a path: a local one, or a URL.
+    """Opens write access to a new checkpoint at a local path or a URL.
 
-    Nothing is asked of the storage yet.
+    Makes no request yet.
 
     Args:
-        path: Local path or URL, or what `locate` made of it.
-        names: What files of a checkpoint are called.
-        options: The same as for `open_storage`.
+        path: Path, URL or `Location`.
+        names: Names of files of a checkpoint.
+        options: As for `open_storage`.
         io: How to write local files: ``auto``, ``buffered`` or ``direct``.
         timeout_s: Longest time in seconds for one request to an object store, with its retries.
         attempt_s: Longest time in seconds for one attempt.
         retries: Further attempts.
 
     Raises:
-        OptionError: The URL cannot be written to, or what it needs is not installed.
+        OptionError: The URL cannot be written to, or a package is missing.
     """
     location = locate(path)
     scheme, url = location.scheme, location.address
@@ -131,12 +131,12 @@ def open_target(
 
 
 def put_beside(place: Location, name: str, content: bytes, *, timeout_s: float, retries: int) -> None:
-    """Writes a small file next to those of a checkpoint; replaces one of that name.
+    """Writes or replaces a small file next to those of a checkpoint.
 
     Args:
-        place: Where the checkpoint is.
-        name: Plain, without ``/``.
-        content: All of it.
+        place: Location of the checkpoint.
+        name: Name of the file, without ``/``.
+        content: All of its bytes.
         timeout_s: Longest time in seconds for a request to an object store, with its retries.
         retries: Further attempts.
 

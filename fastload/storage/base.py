@@ -1,4 +1,4 @@
-"""The contracts of storage: reading files, writing a checkpoint, what object stores have to offer."""
+"""Protocols of the package: `Storage`, `Target`, and the object store operations below a target."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fastload.errors import StorageError
 from fastload.storage.location import Secrets
 
 CHANGED = "it was changed after it was opened: load it again once nobody writes to it"
-"""What is said of a file of which some bytes may be older than others."""
+"""Error text for a file that was written to while it was read."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileStat:
-    """What storage says of one file.
+    """Metadata of one file.
 
     Attributes:
         nbytes: Size in bytes.
         version: Opaque text that changes when the file is replaced and is the same on every host
             that sees the same file (inode and modification time, an ETag); empty where storage has none.
-        modified_s: When it was written, in seconds since 1970; 0 where storage does not say.
+        modified_s: Modification time in seconds since 1970; 0 if unknown.
     """
 
     nbytes: int
@@ -35,12 +35,12 @@ class FileStat:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """What storage says of one directory.
+    """Listing of one directory.
 
     Attributes:
-        files: Name → what is known of it, for each file directly in it.
-        place: Where it really is, links followed; empty where storage knows no links.
-        is_link: Whether its name is a link.
+        files: Metadata of the files directly in it, by name.
+        place: Path with links resolved; empty where storage has no links.
+        is_link: Whether it is a symbolic link.
         problem: Why it cannot be listed; empty if it can.
     """
 
@@ -51,7 +51,7 @@ class Folder:
 
 
 def take(buffers: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
-    """Splits a list of buffers after so many bytes."""
+    """Splits a list of buffers at a number of bytes."""
     taken: list[memoryview] = []
     for index, buffer in enumerate(buffers):
         if nbytes < len(buffer):
@@ -63,7 +63,7 @@ def take(buffers: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], 
 
 
 def fill(buffers: Sequence[memoryview], data: memoryview) -> None:
-    """Copies bytes into buffers, one after the other; there are as many in both."""
+    """Copies bytes into buffers of the same total length, in order."""
     position = 0
     for buffer in buffers:
         buffer[:] = data[position : position + len(buffer)]
@@ -71,14 +71,14 @@ def fill(buffers: Sequence[memoryview], data: memoryview) -> None:
 
 
 class ByteCounter:
-    """Adds up bytes from several threads."""
+    """A thread-safe sum of bytes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.total = 0
 
     def add(self, nbytes: int) -> None:
-        """Counts some more bytes."""
+        """Adds to the sum."""
         with self._lock:
             self.total += nbytes
 
@@ -95,10 +95,10 @@ class Storage(Protocol):
             system) rather than from a disk of its own.
         probes: Whether each rank may look for the files itself; False where metadata requests cost
             and the first rank asks for all.
-        in_order: Whether requests are to come one by one, in the order of the bytes: what serves them reads
-            ahead, and begins anew where another one comes.
-        bytes_read: Bytes that came from storage so far, retries included.
-        direct_bytes_read: Those of them that did not go through the page cache.
+        in_order: Whether to send one request at a time, in file order: the server reads ahead, and a request
+            for another place throws that away.
+        bytes_read: Bytes read so far, retries included.
+        direct_bytes_read: The part of `bytes_read` that bypassed the page cache.
     """
 
     @property
@@ -121,24 +121,22 @@ class Storage(Protocol):
 
     def stat(self, name: str) -> FileStat | None:
         """Returns size and version of a file, or None if there is no such file or directory."""
-        ...
 
     def list(self) -> list[str] | None:
         """Returns the sorted names of the files directly below the root, or None if it is no directory."""
-        ...
 
     def folders(self, prefix: str = "") -> Mapping[str, Folder]:
-        """Returns the directories (common prefixes) directly below the root, by name, and what is in them.
+        """Lists the directories (common prefixes) directly below the root, by name.
 
-        One listing tells all, or one for each directory. One that cannot be listed hides no other.
+        This takes one request for all, or one for each directory. A directory that cannot be listed has a
+        `problem`; the others are listed all the same.
 
         Args:
-            prefix: How the names of those begin that are wanted.
+            prefix: Lists only directories whose names begin so.
 
         Raises:
-            StorageError: There is no asking for them (HTTP).
+            StorageError: The storage has no listings (HTTP).
         """
-        ...
 
     def read_into(
         self,
@@ -148,57 +146,52 @@ class Storage(Protocol):
         version: str = "",
         via_cache: bool = False,
     ) -> None:
-        """Fills the buffers, one after the other, with the bytes from offset on.
+        """Fills the buffers, in order, with the bytes from an offset on.
 
         Args:
             name: File below the root.
             offset: First byte.
-            buffers: What to fill.
-            version: What `stat` said of the file, maybe on another host; empty to take any.
-            via_cache: Whether others on this host read the same bytes now, such that a cache which they
-                have in common is the better way; for storage that has none it means nothing.
+            buffers: Buffers of any sizes.
+            version: `FileStat.version` of the file, from any host; empty to accept any version.
+            via_cache: Whether other processes of this host read the same bytes now, so that the page cache
+                saves reads. Ignored by storage without one.
 
         Raises:
-            StorageError: The file ends before the buffers are full, it is another one by now, or
-                reading failed.
+            StorageError: The file is too short, was replaced, or cannot be read.
         """
-        ...
 
     def read_all(self, name: str, about: FileStat) -> bytes:
-        """Returns all of a small file, and keeps nothing open for it.
+        """Returns all of a small file, and keeps no descriptor open.
 
         Args:
             name: File below the root.
-            about: What a listing said of it.
+            about: Its metadata from a listing.
 
         Raises:
-            StorageError: It is another one by now, or reading failed.
+            StorageError: The file was replaced, or cannot be read.
         """
-        ...
 
     def close(self) -> None:
         """Releases descriptors and connections; the storage cannot be used afterwards."""
-        ...
 
 
 @dataclass(frozen=True)
 class Names:
-    """The names that some storages and targets have to know.
+    """Names of files of a checkpoint; formats define them, storages and targets use them.
 
     Attributes:
-        record: The commit record, the last file of a checkpoint to be written: without it there is none.
-        owner: On object stores, the owner file next to the files while they are published; without a record,
-            what is there is the rest of a save that has not ended, or never will.
-        receipt: What a copy on a host holds next to its files; stands for the record if that has none.
-        likely: What to look for, in this order, where nothing can be listed; one of them is there if any
-            checkpoint is. The first may be refused, and counts as missing then.
-        file_endings: How the names of files end that a save writes tensors to.
-        single_endings: How those end that may be a checkpoint by themselves.
-        part_endings: How the names of all files end that may be read as a part of a checkpoint.
-        own: Returns which of the names of all files at a place are those of a checkpoint of fastload's,
-            given the contents of its record and its receipt, as far as there are any.
-        others: Names of files that tell a checkpoint of another program, where one may be replaced; `own`
-            returns its files where there is neither record nor receipt.
+        record: The commit record. It is written last: a directory without it is no checkpoint.
+        owner: The owner file next to the files while an object store publishes them.
+        receipt: The receipt of a staged copy. It replaces the record if there is none.
+        likely: Names to probe, in this order, where storage cannot list: any checkpoint has one of them. If
+            access to the first is denied, it counts as missing.
+        file_endings: Endings of the files that a save writes tensors to.
+        single_endings: Endings of files that may be a whole checkpoint.
+        part_endings: Endings of files that a reader takes for a part of a checkpoint.
+        own: Returns which of the names in a directory belong to fastload's checkpoint, given the contents of
+            its record and receipt.
+        others: Files by which to know a checkpoint of another program that may be replaced. `own` returns its
+            files if there is neither record nor receipt.
     """
 
     record: str
@@ -216,11 +209,11 @@ _PENDING = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.saving", re.DOTALL)
 
 
 class Target(Protocol):
-    """Write access to one checkpoint that does not exist yet, for all ranks that write it together.
+    """Write access to one new checkpoint, for all ranks that write it together.
 
     One rank (the coordinator) calls `prepare` and hands its ticket to the others, which `join`. All
     `write` and `flush`. The coordinator collects their receipts and calls `publish`: before it returns
-    there is no new checkpoint, afterwards there is. Anybody may `abort` at any time instead.
+    there is no new checkpoint, afterwards there is. Any rank may `abort` at any time instead.
 
     Names are plain, without ``/``. Errors of the storage are `StorageError`.
 
@@ -242,44 +235,40 @@ class Target(Protocol):
     def ordered(self) -> bool: ...
 
     def align_bytes(self, largest_bytes: int) -> int | None:
-        """Says where a file may be cut between writers, and one writer's file between writes.
+        """Returns the alignment of cuts between writers of a file, and between writes of one writer.
 
         Args:
-            largest_bytes: Size of the largest file, since a store may take so many parts of a file only.
+            largest_bytes: Size of the largest file, since stores limit the number of parts.
 
         Returns:
-            Bytes of which every cut must be a multiple; None if a file has one writer only.
+            Alignment in bytes; None if a file can have only one writer.
         """
-        ...
 
     def prepare(self, files: Sequence[tuple[str, int]], *, overwrite: bool) -> dict[str, Any]:
-        """Makes room for the files, on the coordinator, and removes what dead saves left next to them.
+        """Reserves space for the files, on the coordinator, and removes orphans of dead saves.
 
         Args:
             files: Name and size in bytes of each file that will be written in ranges.
-            overwrite: Whether a checkpoint that is there may be replaced.
+            overwrite: Whether to replace a checkpoint.
 
         Returns:
             The ticket for the other ranks, in JSON types.
 
         Raises:
             CheckpointExists: There is something at the path, and `overwrite` is off.
-            OptionError: What is there is no checkpoint of fastload's, so it is not replaced.
+            OptionError: The path holds something other than a checkpoint, which is never replaced.
             StorageError: There is no room, or no permission.
         """
-        ...
 
     def join(self, ticket: Mapping[str, Any]) -> None:
-        """Takes part in a save that the coordinator prepared.
+        """Joins a save that the coordinator prepared.
 
         Raises:
             StorageError: This rank does not see what the coordinator prepared.
         """
-        ...
 
     def write(self, name: str, offset: int, data: memoryview) -> None:
-        """Writes a range of one file; from any thread, several at once. Nobody may write it again."""
-        ...
+        """Writes a range of one file, once. Thread-safe."""
 
     def flush(self) -> dict[str, Any]:
         """Makes what this rank wrote durable, once all its writes have returned.
@@ -288,9 +277,8 @@ class Target(Protocol):
             The receipt for `publish`, in JSON types.
 
         Raises:
-            StorageError: Something was not written; the same again at every further call.
+            StorageError: A write failed. Every further call raises the same error.
         """
-        ...
 
     def publish(
         self,
@@ -302,52 +290,47 @@ class Target(Protocol):
         """Makes the checkpoint exist, on the coordinator.
 
         Args:
-            receipts: What `flush` returned on every rank.
+            receipts: The receipts of all ranks, from `flush`.
             small_files: Name and content of whole files; the last one is the commit record.
-            overwrite: Whether a checkpoint that is there may be replaced.
+            overwrite: Whether to replace a checkpoint.
 
         Raises:
             CheckpointExists: Another save was faster, and `overwrite` is off.
-            StorageError: Bytes are missing, or storage failed. What was there before is still there
+            StorageError: Bytes are missing, or storage failed. The old checkpoint, if any, is still there
                 (on object stores: unless it was being replaced).
         """
-        ...
 
     def abort(self) -> None:
-        """Gives up, and removes what is pending if this rank prepared it; never raises."""
-        ...
+        """Ends the save and, on the coordinator, removes its pending files; never raises."""
 
     def clean_abandoned(self) -> list[str]:
-        """Removes what dead saves left next to the checkpoint, never what living ones need; returns it."""
-        ...
+        """Removes orphans of dead saves next to the checkpoint; returns their paths or URLs."""
 
     def remove(self) -> None:
-        """Deletes the checkpoint that is at the path; no reader sees half of it as a whole one."""
-        ...
+        """Deletes the checkpoint at the path; no reader takes a part of it for complete."""
 
     def close(self) -> None:
         """Releases descriptors and connections; the target cannot be used afterwards."""
-        ...
 
 
 def new_token() -> str:
-    """Returns a name for one save that no other save has."""
+    """Returns a unique name for one save: 16 hex digits."""
     return secrets.token_hex(8)
 
 
 def pending_name(name: str, token: str) -> str:
-    """Returns the name of the directory, next to the checkpoint, where one save gathers its files."""
+    """Returns the name of the pending directory of a save, which is next to the checkpoint."""
     return f".{name}.{token}.saving"
 
 
 def saved_name(pending: str) -> str | None:
-    """Returns the name of the checkpoint that a pending directory is for; None if it is no such directory."""
+    """Returns the checkpoint's name from that of a pending directory; None if it is no pending directory."""
     match = _PENDING.fullmatch(pending)
     return match["name"] if match else None
 
 
 class Written:
-    """The ranges that one rank wrote, and the error that broke them; from several threads."""
+    """The ranges that one rank wrote, and its first error. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -355,25 +338,25 @@ class Written:
         self._failure: tuple[str, str, int | None, int | None] | None = None
 
     def add(self, name: str, begin: int, end: int) -> None:
-        """Notes that a range was written."""
+        """Adds a range that was written."""
         with self._lock:
             self._ranges.setdefault(name, []).append((begin, end))
 
     def fail(self, error: StorageError) -> StorageError:
-        """Notes an error, for good: after a failed write or fsync nobody knows what is on storage."""
+        """Keeps the first error: after a failed write or fsync, the content of storage is unknown."""
         with self._lock:
             if self._failure is None:  # its fields, since the error would keep its frames' memory alive
                 self._failure = (str(error.args[0]), error.url, error.offset, error.nbytes)
         return error
 
     def check(self) -> None:
-        """Raises the first error again, if there was one."""
+        """Raises the first error, if there was one."""
         if self._failure is not None:
             raise StorageError(*self._failure)
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Notes the error that what is done within ends with; raises the first again, if there was one."""
+        """Raises the first error, if there was one; keeps an error raised in the block."""
         self.check()
         try:
             yield
@@ -382,22 +365,22 @@ class Written:
             raise
 
     def require_all(self, files: Mapping[str, int], receipts: Sequence[Mapping[str, Any]], url: str) -> None:
-        """Checks that nothing went wrong here, and that every byte of every file was written by somebody.
+        """Checks that this rank had no error, and that the ranks together wrote every byte of every file.
 
         Raises:
-            StorageError: It was not.
+            StorageError: This rank had an error, or bytes are missing.
         """
         self.check()
         check_written(files, receipts, url)
 
     def to_json(self) -> dict[str, list[list[int]]]:
-        """Returns name → disjoint ranges."""
+        """Returns disjoint ranges by file name."""
         with self._lock:
             return {name: _merged(ranges) for name, ranges in sorted(self._ranges.items())}
 
 
 def check_written(files: Mapping[str, int], receipts: Sequence[Mapping[str, Any]], url: str) -> None:
-    """Checks that every byte of every file was written by somebody.
+    """Checks that the ranks together wrote every byte of every file.
 
     Raises:
         StorageError: Bytes are missing.
@@ -421,7 +404,7 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> list[list[int]]:
 
 
 class Writer(Protocol):
-    """An object that is being written from its first byte to its last; it is there once closed."""
+    """An object that is written sequentially, and exists once it is closed."""
 
     def write(self, data: memoryview, /) -> object: ...
 
@@ -430,11 +413,11 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of what one save has on a store, below the parent of the checkpoint.
+    """Keys of the objects of one save, relative to the parent of the checkpoint.
 
     Attributes:
-        name: The checkpoint's.
-        token: The save's.
+        name: Name of the checkpoint.
+        token: Unique name of the save.
     """
 
     name: str
@@ -442,128 +425,109 @@ class Keys:
 
     @property
     def folder(self) -> str:
-        """Prefix of what is pending."""
+        """Prefix of the pending objects."""
         return pending_name(self.name, self.token)
 
     @property
     def owner(self) -> str:
-        """Key of what says who saves: the first that is there, and the last."""
+        """Key of the owner file: written first, deleted last."""
         return self.pending("owner.json")
 
     def pending(self, name: str) -> str:
-        """Returns the key of a file as long as it is pending."""
+        """Returns the key of a pending file."""
         return f"{self.folder}/{name}"
 
     def published(self, name: str) -> str:
-        """Returns the key of a file of the checkpoint."""
+        """Returns the key of a published file."""
         return f"{self.name}/{name}"
 
 
 class Bucket(Protocol):
-    """The objects below a prefix; keys are relative to it. Errors are those of the library.
+    """The objects below a prefix, by keys relative to it. Raises the errors of its library.
 
     Attributes:
-        secrets: What must not be shown of those errors.
+        secrets: Redacts credentials from those errors.
     """
 
     secrets: Secrets
 
     def get(self, key: str) -> bytes | None:
         """Returns an object, or None if there is none."""
-        ...
 
     def put(self, key: str, content: bytes, *, fresh: bool = False) -> bool:
         """Writes an object.
 
         Args:
-            key: Its key.
-            content: All of it.
-            fresh: Only if there is none, where the store can do that; elsewhere it means nothing.
+            key: Key of the object.
+            content: All of its bytes.
+            fresh: Whether to fail if the object exists. Ignored by stores without conditional puts.
 
         Returns:
-            Whether it was written.
+            Whether the object was written.
         """
-        ...
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Deletes objects, in that order; those that are not there as well."""
-        ...
+        """Deletes objects in this order; missing ones are no error."""
 
     def delete_folder(self, folder: str) -> None:
         """Deletes all objects below a prefix."""
-        ...
 
     def files(self, folder: str) -> dict[str, int]:
-        """Returns name → bytes of the objects directly below a prefix."""
-        ...
+        """Returns the sizes in bytes of the objects directly below a prefix, by name."""
 
     def folders(self) -> list[str]:
         """Returns the names of the prefixes directly below the root."""
-        ...
 
     def modified_s(self, key: str) -> float:
-        """Returns when an object was written, in seconds since 1970; infinity if there is none."""
-        ...
+        """Returns the modification time in seconds since 1970; infinity if there is no object."""
 
     def move(self, key: str, to: str) -> None:
-        """Renames an object, without its bytes coming here."""
-        ...
+        """Renames an object on the server."""
 
     def writer(self, key: str) -> Writer:
-        """Begins to write an object."""
-        ...
+        """Opens an object for sequential writes."""
 
 
 NUM_REQUESTS = 8
-"""How many files are begun, published or given up at the same time."""
+"""Requests at once when files are begun, published or given up."""
 
 
 class Uploads(Protocol):
-    """The uploads of one save, on one rank. Errors are those of the library.
+    """The uploads of one save, on one rank. Raises the errors of its library.
 
     Attributes:
-        ordered: As of a target.
+        ordered: As `Target.ordered`.
     """
 
     @property
     def ordered(self) -> bool: ...
 
     def align_bytes(self, largest_bytes: int) -> int | None:
-        """Says where a file may be cut, as a target does; a write gets no more than that."""
-        ...
+        """Returns the alignment as `Target.align_bytes`; a write is at most that long."""
 
     def begin(self, keys: Keys, sizes: Mapping[str, int]) -> dict[str, str]:
-        """Begins them, on the coordinator; returns what names them, by file. If it fails, none is left."""
-        ...
+        """Begins all uploads, on the coordinator; returns their ids by file. On errors, leaves none."""
 
     def join(self, keys: Keys, sizes: Mapping[str, int], uploads: Mapping[str, str]) -> None:
-        """Takes part in what the coordinator began."""
-        ...
+        """Joins uploads that the coordinator began."""
 
     def write(self, name: str, offset: int, data: memoryview) -> None:
-        """Uploads a range of a file; from any thread, several at once."""
-        ...
+        """Uploads a range of a file. Thread-safe."""
 
     def end(self, name: str) -> None:
-        """Makes what this rank wrote of a file durable."""
-        ...
+        """Makes this rank's part of a file durable."""
 
     def receipt(self) -> dict[str, Any]:
-        """Returns what `publish` has to know of this rank, in JSON types."""
-        ...
+        """Returns this rank's part of the receipts for `publish`, in JSON types."""
 
     def publish(self, name: str, receipts: Sequence[Mapping[str, Any]]) -> None:
-        """Makes a file appear under its name, once all ranks have uploaded it."""
-        ...
+        """Publishes a file under its name, once all ranks have uploaded it."""
 
     def give_up(self, name: str, uploads: Mapping[str, str]) -> None:
-        """Ends uploads to the checkpoint of that name, which will not be finished."""
-        ...
+        """Aborts unfinished uploads to the checkpoint of that name."""
 
     def give_up_old(self, age_s: float) -> list[str]:
-        """Ends uploads next to the checkpoint that are that old and have no owner; returns their URLs."""
-        ...
+        """Aborts uploads below the same parent that are this old and have no owner; returns their URLs."""
 
     def close(self) -> None:
         """Releases connections."""
-        ...

@@ -1,4 +1,4 @@
-"""Open files, no more than a process may have: those that are longest unused are closed, and opened again."""
+"""Descriptors within the limit of the process: the least recently used are closed, and reopened on use."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from itertools import islice
 
 from fastload.base.threads import ProcessLock
 
-_PART = 8  # of the descriptors that the process may have: the others are for the program
+_PART = 8  # share of the descriptors of the process; the rest is for the program
 _FEWEST = 4
 
 
 class DescriptorPool:
-    """Counts the descriptors that are open. One that is in use stays so, even above the limit.
+    """Counts open descriptors. Those in use stay open, even above the limit.
 
     Args:
-        lock: What guards it; None for a lock of its own.
+        lock: Lock to use; None for a new one.
     """
 
     def __init__(self, lock: ProcessLock | None = None) -> None:
@@ -33,7 +33,7 @@ class DescriptorPool:
         self._idle: OrderedDict[_Open, None] = OrderedDict()  # the longest unused first
 
     def take(self, descriptor: Descriptor) -> _Open | None:
-        """Marks a descriptor as used once more, if it is open."""
+        """Adds a user to a descriptor, if it is open."""
         with self._lock:
             if (opened := descriptor.opened) is not None:
                 opened.num_users += 1
@@ -41,7 +41,7 @@ class DescriptorPool:
             return opened
 
     def add(self, opened: _Open) -> list[_Open]:
-        """Notes that a descriptor was opened, and is in use; returns those that have to be closed for it."""
+        """Adds a descriptor with one user; returns those to be closed for it."""
         self._sweep()
         with self._lock:
             opened.descriptor.opened = opened
@@ -52,7 +52,7 @@ class DescriptorPool:
             return unused
 
     def put_back(self, opened: _Open) -> None:
-        """Marks a descriptor as used once less; the last user closes what was dropped meanwhile."""
+        """Removes a user; the last one closes a descriptor that was dropped meanwhile."""
         with self._lock:
             opened.num_users -= 1
             unused = not opened.num_users
@@ -63,16 +63,16 @@ class DescriptorPool:
             os.close(opened.number)
 
     def drop(self, descriptor: Descriptor) -> _Open | None:
-        """Forgets an open descriptor; returns it if nobody uses it, so that it is to be closed now."""
+        """Forgets an open descriptor; returns it if it has no users, for the caller to close."""
         with self._lock:
             if (opened := descriptor.opened) is not None:
                 self._forget(opened)
             return opened if opened is not None and not opened.num_users else None
 
     def abandon(self, descriptor: Descriptor) -> None:
-        """Closes a descriptor whose owner was dropped.
+        """Closes a descriptor from a finalizer.
 
-        The garbage collector may call this in a thread that holds the lock. Then it is left for later.
+        If the lock is taken, perhaps by this very thread, the next call closes it.
         """
         self._abandoned.append(descriptor)
         self._sweep()
@@ -100,15 +100,15 @@ def _most() -> int:
 
 
 class Descriptor:
-    """A file that is opened when it is used, and stays open as long as there is room for it.
+    """A file that is opened on use, and stays open while the limit permits.
 
     Args:
-        pool: Where it counts.
-        open_: Opens it; called again after it was closed.
-        finish: Called before it is closed to make room, and by `finish`.
+        pool: The pool that counts it.
+        open_: Opens the file; called again after it was closed.
+        finish: Called before it is closed for another one, and by `finish`.
 
     Attributes:
-        opened: What is open, if anything; the pool's.
+        opened: The open descriptor, if any; owned by the pool.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Descriptor:
         self._closed = False
 
     def use(self) -> AbstractContextManager[int]:
-        """Opens it and lends its number, which nobody closes meanwhile; for a `with` and nothing else."""
+        """Opens the file and yields its number, which stays open in the `with` block."""
         with self._opening:
             unused: list[_Open] = []
             if (opened := self._pool.take(self)) is None:
@@ -149,23 +149,23 @@ class Descriptor:
             self._pool.put_back(opened)
 
     def finish(self) -> None:
-        """Closes it, if it is open, as it would be closed to make room: nobody may use it now."""
+        """Calls `finish` and closes it, if it is open. It must have no users."""
         if (opened := self._pool.drop(self)) is not None:
             self.end(opened.number)
 
     def close(self) -> None:
-        """Closes it for good, as soon as nobody uses it; nothing is finished."""
-        self._closed = True  # a use that comes too late may find another directory by the number it knows
+        """Closes it permanently, once it has no users, without calling `finish`."""
+        self._closed = True  # a late use could find another directory under the same number
         if (opened := self._pool.drop(self)) is not None:
             os.close(opened.number)
 
     def abandon(self) -> None:
-        """Closes it for good, from the finalizer of what it belongs to."""
+        """Closes it permanently, from the finalizer of its owner."""
         self._closed = True
         self._pool.abandon(self)
 
     def end(self, number: int) -> None:
-        """Finishes and closes what the pool has forgotten."""
+        """Calls `finish` and closes a descriptor that the pool has forgotten."""
         try:
             if self._finish is not None:
                 self._finish(number)
@@ -174,17 +174,17 @@ class Descriptor:
 
 
 class DirectFile:
-    """A file with one descriptor for the page cache and, once it is needed, one past it (O_DIRECT).
+    """A file with a descriptor for the page cache and, once needed, one for direct I/O (O_DIRECT).
 
     Args:
-        pool: Where both count.
-        open_: Opens the file with further flags.
+        pool: The pool that counts both.
+        open_: Opens the file with additional flags.
         finish: As for `Descriptor`.
-        directly: Whether to try to go past the page cache.
+        directly: Whether to try direct I/O.
 
     Attributes:
         cached: The descriptor for the page cache.
-        directly: Whether the file can be used past it, as far as is known.
+        directly: Whether direct I/O is tried, and has not failed yet.
     """
 
     def __init__(
@@ -200,37 +200,37 @@ class DirectFile:
         self._direct = Descriptor(pool, partial(open_, os.O_DIRECT), finish)
 
     def direct(self) -> AbstractContextManager[int | None]:
-        """Lends the descriptor past the page cache; None if there can be none."""
+        """Yields the descriptor for direct I/O; None if there is none."""
         if self.directly:
             try:
                 return self._direct.use()
-            except OSError:  # if the file itself is what is wrong, the page cache says so, too
+            except OSError:  # if the file itself is at fault, buffered I/O raises, too
                 self.directly = False
         return nullcontext()
 
     def finish(self) -> None:
-        """Finishes both, as `Descriptor.finish`."""
+        """Finishes both descriptors."""
         self.cached.finish()
         self._direct.finish()
 
     def close(self) -> None:
-        """Closes both as soon as nobody uses them."""
+        """Closes both descriptors."""
         self.cached.close()
         self._direct.close()
 
     def abandon(self) -> None:
-        """Closes both, from the finalizer of their owner."""
+        """Closes both descriptors, from the finalizer of their owner."""
         self.cached.abandon()
         self._direct.abandon()
 
 
 class _Open:
-    """A descriptor that is open.
+    """An open descriptor.
 
     Attributes:
-        descriptor: Whose it is.
+        descriptor: Its file.
         number: Its number.
-        num_users: How many use it now.
+        num_users: Users at the moment.
     """
 
     def __init__(self, descriptor: Descriptor, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Where a checkpoint goes: what may be replaced there, and the step that replaces it."""
+"""Destinations of checkpoints: what may be replaced there, and the rename that replaces it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from fastload.storage.pending import DATA, NOT_FREE, OLD, Pending
 _log = logging.getLogger(__name__)
 
 _NUM_TRIES = 10  # against others that publish at the same instant
-_MAX_LIST_BYTES = 1 << 30  # of a record or a receipt that is looked at
+_MAX_LIST_BYTES = 1 << 30  # largest record or receipt that is read
 
 
 class Destination:
-    """The place of a local checkpoint in its parent directory, which is opened once.
+    """The destination of a local checkpoint. Its parent directory is opened once.
 
     Args:
-        path: The place; links in it are followed.
-        names: What files of a checkpoint are called.
-        signs: Names of files that tell a checkpoint of fastload's from anything else, and that say which
-            files it has.
+        path: Path of the checkpoint; links are followed.
+        names: Names of files of a checkpoint.
+        signs: Names of files that prove that a directory is a checkpoint of fastload's, and list its files.
 
     Attributes:
-        path: The place, without links.
-        guard: Called with the descriptor of what is about to be replaced; raises to refuse that.
+        path: The path with links resolved.
+        guard: Called with the descriptor of the directory about to be replaced; raises to refuse.
     """
 
     def __init__(self, path: str, names: Names, signs: Sequence[str]) -> None:
@@ -46,7 +45,7 @@ class Destination:
 
     @property
     def parent(self) -> int:
-        """Descriptor of the parent, which is made if it is missing."""
+        """Descriptor of the parent directory, which is created if it is missing."""
         if self._parent is None:
             parent = os.path.dirname(self.path)
             folders.make_folders(parent)
@@ -60,17 +59,17 @@ class Destination:
             self._parent = None
 
     def check(self, written: Sequence[str], *, overwrite: bool) -> None:
-        """Refuses to take the place of what is there, unless it is a checkpoint that may be replaced.
+        """Checks that a new checkpoint can be published here.
 
         Args:
             written: Names of files of the new checkpoint.
-            overwrite: Whether a checkpoint may be replaced.
+            overwrite: Whether to replace a checkpoint.
 
         Raises:
-            CheckpointExists: There is something.
-            OptionError: It is no checkpoint, or holds what would be lost or mixed up with the new one; or it
-                would be in a bucket that is mounted.
-            PermissionError: The path leads there by way of a link that another user may have planted.
+            CheckpointExists: The path exists, and `overwrite` is off.
+            OptionError: The path holds something other than a checkpoint, or files that would be lost or
+                mixed up with the new one; or it is on a mounted bucket.
+            PermissionError: The path has a link that another user may have planted.
         """
         folders.require_trusted_links(self._given)
         if client := bucket_client(self.path):
@@ -84,21 +83,21 @@ class Destination:
                 self._kept(there, written, overwrite=overwrite)
 
     def take(self, held: Pending, data: int, written: Sequence[str], *, overwrite: bool) -> None:
-        """Renames a pending directory into its place: the step that makes the checkpoint exist.
+        """Publishes a checkpoint: renames the data of a pending directory to this path.
 
-        What is not the old checkpoint's own is in both directories before they change places. So at every
-        instant it is where it was, and what is changed in the meantime is brought after it.
+        Files that are not the old checkpoint's own are in both directories before the exchange, so they never
+        disappear. Changes to them in the meantime are carried over after it.
 
         Args:
             held: The pending directory.
-            data: The directory in it that is to stand here.
+            data: Descriptor of its data directory.
             written: Names of all files of the new checkpoint.
-            overwrite: Whether a checkpoint may be replaced.
+            overwrite: Whether to replace a checkpoint.
 
         Raises:
             CheckpointExists: As for `check`.
             OptionError: As for `check`.
-            OSError: It could not be done, or not durably; what was here is here again.
+            OSError: It failed, or is not durable; the old checkpoint is back in place.
         """
         old = self._rename_in(held, data, written, overwrite=overwrite)
         try:
@@ -109,7 +108,7 @@ class Destination:
             folders.sync(self.parent)
             folders.sync(held.folder)
         except (OSError, FastloadError):
-            # The caller is told that there is no new checkpoint, so the old one has to be there.
+            # The caller learns that there is no new checkpoint, so the old one has to be there.
             if old == DATA:
                 folders.exchange(DATA, held.folder, self._name, self.parent)
             else:
@@ -118,7 +117,7 @@ class Destination:
             raise
 
     def _rename_in(self, held: Pending, data: int, written: Sequence[str], *, overwrite: bool) -> str:
-        """Returns what the old one is called in the pending directory then; empty if there was none."""
+        """Returns the name of the old checkpoint in the pending directory; empty if there was none."""
         for _ in range(_NUM_TRIES):
             with self._open() as there:
                 occupied = there is not None and bool(folders.names(there))
@@ -157,10 +156,10 @@ class Destination:
         return ""
 
     def _keep(self, there: int, data: int, written: Sequence[str], *, overwrite: bool) -> bool:
-        """Gives the new directory what the old one holds beside the checkpoint, and its mode and group.
+        """Gives the new directory the other files of the old one, and its mode and group.
 
         Returns:
-            Whether anything was not as it should be.
+            Whether files were added or removed.
         """
         kept = self._kept(there, written, overwrite=overwrite)
         gone = set(folders.names(data)) - {*written, *kept}
@@ -173,7 +172,7 @@ class Destination:
         return folders.carry(kept, there, data) or bool(gone)
 
     def _kept(self, there: int, written: Sequence[str], *, overwrite: bool) -> list[str]:
-        """Returns the names of what is there beside the checkpoint, once it may be replaced."""
+        """Checks that the checkpoint may be replaced; returns the names of files that are not its own."""
         found = folders.kinds(there)
         if not found:
             return []
@@ -195,7 +194,7 @@ class Destination:
 
     @contextmanager
     def _open(self) -> Iterator[int | None]:
-        """Opens what stands here; None if nothing does."""
+        """Opens the directory at this path; None if there is none."""
         parent = self.parent  # which may be no directory, either
         try:
             there = folders.open_folder(self._name, parent)
@@ -211,11 +210,11 @@ class Destination:
 
 
 class _Changed(Exception):
-    """What stood there when it was looked at does so no more."""
+    """The destination changed after it was checked."""
 
 
 def read_list(name: str, folder: int) -> bytes:
-    """Reads a file that says which files a checkpoint has; empty if it is no such file."""
+    """Reads a record or a receipt; empty if it cannot be read."""
     with suppress(OSError):
         file = os.open(name, os.O_RDONLY | os.O_NONBLOCK, dir_fd=folder)
         with open(file, "rb") as opened:
@@ -231,14 +230,14 @@ def kept_names(
     """Returns the names of the files that are kept when a checkpoint is replaced.
 
     Args:
-        url: Where it is.
-        there: The names of all files there.
-        own: Those that are fastload's own.
-        written: The names of the files of the new checkpoint.
-        names: What files of a checkpoint are called.
+        url: Path or URL of the checkpoint, for messages.
+        there: Names of all files there.
+        own: Names of the checkpoint's own files.
+        written: Names of files of the new checkpoint.
+        names: Names of files of a checkpoint.
 
     Raises:
-        OptionError: One of them would be replaced by a new file, or read as a part of the new checkpoint.
+        OptionError: A new file would replace one of them, or a reader take one for a part of the checkpoint.
     """
     kept = sorted(set(there) - own)
     written = set(written)
@@ -260,20 +259,20 @@ def replaced_names(
     *,
     overwrite: bool,
 ) -> set[str]:
-    """Returns the names of what a new checkpoint on an object store takes the place of.
+    """Returns the names of the objects that a new checkpoint on an object store replaces.
 
     Args:
-        url: Where it will be.
-        there: The names of all that is there.
-        record: The commit record that is there, or None.
-        listed: What a dead save's owner file, if there is one, says may be there of that save.
-        written: The names of the files of the new checkpoint.
-        names: What files of a checkpoint are called.
-        overwrite: Whether a checkpoint may be replaced.
+        url: URL of the checkpoint, for messages.
+        there: Names of all objects there.
+        record: The commit record there, or None.
+        listed: The files that the owner file of a dead save lists.
+        written: Names of files of the new checkpoint.
+        names: Names of files of a checkpoint.
+        overwrite: Whether to replace a checkpoint.
 
     Raises:
-        CheckpointExists: There is something, and `overwrite` is off.
-        OptionError: It is no checkpoint, or as for `kept_names`.
+        CheckpointExists: The URL exists, and `overwrite` is off.
+        OptionError: The URL holds something other than a checkpoint, or as for `kept_names`.
     """
     if names.record in there and not overwrite:
         raise CheckpointExists(f"{url} exists already: to replace it, ask for overwrite=True (--overwrite)")

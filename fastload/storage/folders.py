@@ -1,7 +1,7 @@
-"""Directories by descriptor: what is done in one is done there, whatever its path leads to by then.
+"""Files and directories by descriptor, whatever their paths lead to meanwhile.
 
-Nothing here follows a symbolic link. So where others may write to the same directory, they can neither
-have fastload write nor delete anywhere else.
+No function follows a symbolic link. So other users of the same directory cannot make fastload write or delete
+elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from fastload.errors import FastloadError, StorageError
 
 UNABLE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-"""How `exchange` fails where the file system or the system cannot do that."""
+"""Errors of `exchange` where the kernel or the file system does not support it."""
 
 _RENAME_EXCHANGE = 2
 _NOT_LINKED = (errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK, *UNABLE)
@@ -30,7 +30,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @contextmanager
 def os_errors(path: str, offset: int | None = None, nbytes: int | None = None) -> Iterator[None]:
-    """Turns errors of the operating system into fastload's."""
+    """Turns errors of the operating system into `StorageError`."""
     try:
         yield
     except OSError as error:
@@ -42,23 +42,23 @@ def os_errors(path: str, offset: int | None = None, nbytes: int | None = None) -
 def to_storage_error(
     error: OSError, path: str, offset: int | None = None, nbytes: int | None = None
 ) -> StorageError:
-    """Returns an error of the operating system as fastload's."""
+    """Returns an error of the operating system as a `StorageError`."""
     message = f"{error.strerror} ({errno.errorcode.get(error.errno or 0, 'unknown')})"
     return StorageError(message, path, offset, nbytes, transient=error.errno in _TRANSIENT)
 
 
 def open_folder(name: str, parent: int | None = None) -> int:
-    """Opens a directory, and no link to one.
+    """Opens a directory.
 
     Raises:
-        OSError: ``ENOTDIR`` or ``ELOOP`` if it is something else.
+        OSError: ``ENOTDIR`` or ``ELOOP`` if it is a link or no directory.
     """
     return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
 
 
 @contextmanager
 def opened_folder(name: str, parent: int | None = None) -> Iterator[int]:
-    """Opens a directory, as `open_folder` does, and closes it in the end."""
+    """Opens a directory as `open_folder` does, and closes it at the end of the block."""
     folder = open_folder(name, parent)
     try:
         yield folder
@@ -67,11 +67,11 @@ def opened_folder(name: str, parent: int | None = None) -> Iterator[int]:
 
 
 def require_trusted_links(path: str) -> None:
-    """Refuses a path through a link that anybody could have put there, as Linux does where it is told to.
+    """Refuses a path through a link that another user may have planted, as ``fs.protected_symlinks`` does.
 
     Raises:
-        PermissionError: A link on the way is in a sticky directory that everybody may write to, and
-            belongs neither to this user nor to the owner of that directory.
+        PermissionError: A link on the way is in a sticky, world-writable directory, and belongs neither to
+            this user nor to the owner of that directory.
     """
     place = os.path.abspath(path)
     while place != os.path.dirname(place):
@@ -87,7 +87,7 @@ def require_trusted_links(path: str) -> None:
 
 
 def open_file(name: str, folder: int, flags: int, mode: int = 0o666) -> int:
-    """Opens or makes a regular file that has this one name only; opening anything else does not block.
+    """Opens or creates a regular file without other hard links; never blocks on pipes.
 
     Raises:
         OSError: ``ELOOP``, ``EISDIR``, ``ENXIO`` or ``EINVAL`` if it is something else.
@@ -102,7 +102,7 @@ def open_file(name: str, folder: int, flags: int, mode: int = 0o666) -> int:
 
 
 def lock(file: int) -> bool | None:
-    """Locks a file until its descriptor closes; False if another holds it, None if there are no locks."""
+    """Locks a file until its descriptor closes; False if it is locked, None if locks are not supported."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -113,7 +113,7 @@ def lock(file: int) -> bool | None:
 
 
 def find(name: str, folder: int) -> os.stat_result | None:
-    """Looks up what has a name below a directory; None if nothing has."""
+    """Returns the status of a name below a directory; None if there is nothing."""
     try:
         return os.stat(name, dir_fd=folder, follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError):
@@ -121,27 +121,27 @@ def find(name: str, folder: int) -> os.stat_result | None:
 
 
 def names(folder: int) -> list[str]:
-    """Returns the names of all that is in a directory now, sorted."""
+    """Returns the sorted names of all entries of a directory."""
     return sorted(kinds(folder))
 
 
 def kinds(folder: int) -> dict[str, bool]:
-    """Returns the names of all that is in a directory now, and which are directories."""
-    # btrfs lists what was there when the descriptor was opened, or last at its beginning.
+    """Returns the names of all entries of a directory, and whether each is a directory."""
+    # btrfs lists the entries as of when the descriptor was opened or rewound.
     os.lseek(folder, 0, os.SEEK_SET)
     with os.scandir(folder) as entries:
         return {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
 
 
 def empty(folder: int, *, last: str = "") -> None:
-    """Deletes all that is in a directory; that others delete some of it meanwhile is as good.
+    """Deletes all entries of a directory, which others may delete at the same time.
 
     Args:
         folder: The directory.
-        last: What is to go after all the rest, and only if all the rest could be deleted.
+        last: Entry to delete last, and only if all others could be deleted.
 
     Raises:
-        OSError: The first thing that could not be deleted; what could be is gone.
+        OSError: The first error. All entries that could be deleted are gone.
     """
     failures: list[OSError] = []
     for name, is_folder in sorted(kinds(folder).items(), key=lambda one: one[0] == last):
@@ -158,17 +158,17 @@ def empty(folder: int, *, last: str = "") -> None:
 
 
 def delete(name: str, parent: int, *, last: str = "") -> None:
-    """Deletes a directory with all that is in it; `last` is as for `empty`."""
+    """Deletes a directory and its entries; `last` as for `empty`."""
     with opened_folder(name, parent) as folder:
         empty(folder, last=last)
     os.rmdir(name, dir_fd=parent)
 
 
 def exchange(one: str, folder: int, other: str, parent: int) -> None:
-    """Exchanges two names, each in its own directory, in one step.
+    """Exchanges two names, each in its own directory, atomically.
 
     Raises:
-        OSError: One of `UNABLE` where the file system or the system cannot do that.
+        OSError: One of `UNABLE` where that is not supported.
     """
     if not hasattr(_libc, "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -178,7 +178,7 @@ def exchange(one: str, folder: int, other: str, parent: int) -> None:
 
 
 def reserve(name: str, nbytes: int, folder: int) -> None:
-    """Makes a file of that size, with its blocks: a full disk shows before anything is written."""
+    """Creates a file of a size with its blocks, so that a full disk shows before data is written."""
     file = open_file(name, folder, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         os.ftruncate(file, nbytes)
@@ -188,10 +188,10 @@ def reserve(name: str, nbytes: int, folder: int) -> None:
 
 
 def reserve_range(file: int, offset: int, nbytes: int) -> None:
-    """Asks for the blocks of a range of an open file, where the file system can tell.
+    """Allocates the blocks of a range of an open file, where the file system supports that.
 
     Raises:
-        OSError: ``ENOSPC`` if there is no room.
+        OSError: ``ENOSPC`` if there is no space.
     """
     end, step = offset + nbytes, nbytes
     while offset < end:
@@ -208,7 +208,7 @@ def reserve_range(file: int, offset: int, nbytes: int) -> None:
 
 
 def write_all(file: int, offset: int, data: memoryview | bytes) -> None:
-    """Writes all bytes at an offset of an open file."""
+    """Writes all bytes at an offset."""
     left = memoryview(data)
     while left:
         count = os.pwrite(file, left, offset)
@@ -216,7 +216,7 @@ def write_all(file: int, offset: int, data: memoryview | bytes) -> None:
 
 
 def put(name: str, content: bytes, folder: int, *, mode: int = 0o666, durable: bool = True) -> None:
-    """Writes a small file, which has all of its content from its first instant."""
+    """Writes a small file atomically: it never has a part of its content."""
     new = f"{name}.new"
     file = open_file(new, folder, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
@@ -241,7 +241,7 @@ def read_small(name: str, folder: int) -> bytes:
 
 
 def make_folders(path: str) -> None:
-    """Makes a directory and its parents, durably, where they are missing."""
+    """Creates a directory and its missing parents, durably."""
     missing = []
     while not os.path.isdir(path):
         missing.append(path)
@@ -262,7 +262,7 @@ def sync(folder: int) -> None:
 
 
 def last_change(folder: int) -> float:
-    """Returns when something in a directory last changed, however deep, in seconds since 1970."""
+    """Returns the latest modification time in a directory tree, in seconds since 1970."""
     last = os.fstat(folder).st_mtime
     for _, _, files, inside in os.fwalk(".", dir_fd=folder):
         last = max(last, os.fstat(inside).st_mtime)
@@ -273,10 +273,10 @@ def last_change(folder: int) -> float:
 
 
 def look_like(old: int, new: int) -> None:
-    """Gives a directory the mode of another, and its group and owner as far as this process may.
+    """Copies the mode of a directory, and its group and owner as far as permitted.
 
     Raises:
-        PermissionError: It may not give it the group; the mode is as it should be.
+        PermissionError: The group could not be set; the mode is set.
     """
     wanted, found = os.fstat(old), os.fstat(new)
     refused: PermissionError | None = None
@@ -293,18 +293,18 @@ def look_like(old: int, new: int) -> None:
 
 
 def carry(names: Iterable[str], source: int, target: int) -> bool:
-    """Gives a directory the very files that another has under these names; both have them then.
+    """Links files of a directory into another, so that both have them.
 
-    They are hard links, so what is written to a file that is open meanwhile is in both. Where there can be
-    none they are copies, with mode and times. Links stay links.
+    Hard links share later writes to open files. Where they are not supported, files are copied, with mode and
+    times. Symbolic links stay links.
 
     Args:
-        names: Of files, links and the like, not of directories; one that is gone by now is passed over.
-        source: The directory that has them.
-        target: The one that gets them; whatever has such a name there is replaced in one step.
+        names: Names of files and links, not of directories; missing ones are skipped.
+        source: Descriptor of the directory that has them.
+        target: Descriptor of the directory that gets them; entries of these names are replaced atomically.
 
     Returns:
-        Whether the target had not all of them before.
+        Whether the target changed.
     """
     changed = False
     for name in names:

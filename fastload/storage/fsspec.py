@@ -1,4 +1,4 @@
-"""Everything that fsspec reaches: sftp, hdfs, memory; object stores where obstore is not installed."""
+"""Storage through fsspec: sftp, hdfs, memory; object stores for reads, where obstore is not installed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FsspecStorage:
     """Read access through an fsspec file system.
 
     Args:
-        url: Root, with its scheme.
+        url: URL of the root.
         options: Arguments of the fsspec file system.
 
     Raises:
@@ -60,7 +60,7 @@ class FsspecStorage:
         return _stat(info)
 
     def _ask_for_version(self, name: str) -> str:
-        """Returns the version that a file has by now, not by an earlier listing; empty if there is none."""
+        """Returns the current version of a file, not that of an earlier listing; empty if unknown."""
         self._files.invalidate_cache(self._path(name).rpartition("/")[0])
         found = self.stat(name)
         return found.version if found is not None else ""
@@ -128,7 +128,7 @@ class FsspecStorage:
         pass  # fsspec shares its connections between file systems of the same arguments
 
     def _path(self, name: str) -> str:
-        if self._location.scheme in HTTP:  # whose paths are URLs, with a query maybe
+        if self._location.scheme in HTTP:  # its paths are URLs
             return (self._location / name).address
         return f"{self._root}/{name}" if name else self._root
 
@@ -143,11 +143,11 @@ class FsspecStorage:
 
 
 def open_file_system(url: str | PathLike[str], options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Returns fsspec's file system for a URL, and the path in it.
+    """Opens the fsspec file system of a URL; returns it with the path in it.
 
     Raises:
         OptionError: The scheme or an option is unknown, or what it needs is not installed.
-        StorageError: The connection that some begin with is not made.
+        StorageError: The file system connects at once, and that failed.
     """
     location = locate(url)
     secrets = Secrets(location, options)
@@ -168,7 +168,7 @@ def _is_transient(error: Exception) -> bool:
 
 
 def _of_type(kind: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Returns name → what is known of it, for the files or directories of a listing."""
+    """Returns the files, or the directories, of a listing, by name."""
     return {info["name"].rstrip("/").rsplit("/", 1)[-1]: info for info in found if info["type"] == kind}
 
 
@@ -179,17 +179,17 @@ def _stat(info: Mapping[str, Any]) -> FileStat:
 
 
 def _seconds(when: Any) -> float:
-    """Returns the time that a file system tells, in seconds since 1970: each does it in its own way."""
+    """Returns a time in seconds since 1970; file systems differ in its type."""
     if isinstance(when, datetime):
         return when.timestamp()
     return float(when) if isinstance(when, int | float) else 0.0
 
 
 class FsspecBucket:
-    """Access through an fsspec file system.
+    """A `Bucket` through an fsspec file system.
 
     Args:
-        url: Root, with its scheme.
+        url: URL of the root.
         options: Arguments of the fsspec file system.
     """
 

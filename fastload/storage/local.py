@@ -30,24 +30,25 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # not shared with a forked chi
 
 
 class LocalStorage:
-    """Read access to a file or directory through the operating system.
+    """Read access to a file or directory of a file system.
 
-    Symbolic links are followed (the Hugging Face cache is made of them). Descriptors are opened once
-    and kept, that of the directory too, so that what is replaced during a load is still read as it was,
-    and never mixed with what took its place. Of more files than the process may have open, some are closed
-    and opened again; one that has become another one meanwhile is an error. So is one that somebody writes
-    to: each read ends with a look at its size and modification time.
+    Symbolic links are followed (the Hugging Face cache consists of them). Descriptors stay open, that of the
+    directory too, so a file that is replaced during a load is still read as it was. Beyond the limit of
+    descriptors some are closed and reopened; if the file is another one by then, that is an error. Each read
+    ends with a check of size and modification time, so concurrent writes are an error, too.
 
-    Each request is direct or buffered, whichever is faster. Direct (past the page cache) pays for large
-    reads that are not cached, on disks; they read whole pages, of which what is not wanted is dropped.
-    What is buffered beside them is not read ahead of: each rank reads a part, and what comes behind that
-    is for others. On the file systems of networks the kernel may read ahead, since it reads less at a time.
+    Each request uses direct or buffered I/O, whichever is faster. Direct I/O pays for large uncached reads on
+    disks; it reads whole pages. Small reads next to them disable the kernel's read-ahead, since other ranks
+    read what follows. On network file systems the kernel may read ahead.
 
-    Who drops it without a `close` leaves no descriptors behind, either.
+    A storage that is dropped without `close` closes its descriptors.
 
     Args:
-        root: A file or a directory.
-        io: How to read: ``auto``, ``buffered`` or ``direct``.
+        root: Path of a file or a directory.
+        io: ``auto``, ``buffered`` or ``direct``.
+
+    Attributes:
+        url: The path.
     """
 
     probes = True
@@ -76,7 +77,7 @@ class LocalStorage:
 
     @property
     def _numbered(self) -> bool:
-        """Whether a file has the same inode number wherever, and for as long as, it is there."""
+        """Whether inode numbers identify files, on all hosts."""
         return not is_fuse(self._kind)
 
     def _about(self, status: os.stat_result) -> FileStat:
@@ -118,7 +119,7 @@ class LocalStorage:
         return {name: folder for name, folder in found.items() if folder is not None}
 
     def _look_into(self, entry: os.DirEntry[str], parent: str) -> Folder | None:
-        """Lists a directory; None if it is none, or is gone."""
+        """Lists a directory; None if it is no directory, or is gone."""
         place = os.path.join(parent, entry.name)
         is_link = False
         try:
@@ -168,7 +169,7 @@ class LocalStorage:
     def read_all(self, name: str, about: FileStat) -> bytes:
         path = self._path(name)
         with os_errors(path, 0, about.nbytes):
-            # Not to wait for a pipe that has taken its place.
+            # O_NONBLOCK, since a pipe may have taken its place.
             file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             with open(file, "rb") as opened:
                 if self._about(os.fstat(file)) != about:
@@ -194,10 +195,10 @@ class LocalStorage:
             _, wanted = take(wanted, count)
 
     def _read_direct(self, file: _File, offset: int, wanted: Sequence[memoryview]) -> int:
-        """Reads past the page cache, whole pages at a time, by way of an aligned buffer.
+        """Reads with direct I/O, in whole pages, through an aligned buffer.
 
         Returns:
-            How many bytes are in place, if this file cannot be read so to the end.
+            The number of bytes read: all, unless this file does not support direct I/O.
         """
         done = 0
         with file.direct() as direct:
@@ -231,10 +232,10 @@ class LocalStorage:
         return block
 
     def map(self, name: str) -> Mapped | None:
-        """Maps a file that the page cache has, for somebody who writes to no byte of it that others see.
+        """Maps a cached file, copy-on-write.
 
         Returns:
-            The file; None if reading is the better way: it is empty or not cached, or others read it, too.
+            The mapped file; None if reads are faster: it is empty or not cached, or on shared storage.
         """
         if self.shared or self.in_order or self._io == "direct":
             return None
@@ -262,7 +263,7 @@ class LocalStorage:
             os.close(self._folder)
 
     def _place(self, name: str) -> tuple[str, int | None]:
-        """Says where a file is: its path, and the directory in which that begins, if not the current one."""
+        """Returns the path of a file, and the descriptor of the directory that it is relative to, if any."""
         with self._lock:
             if name and self._folder is None:
                 with _unless_absent():
@@ -284,10 +285,10 @@ class LocalStorage:
 
 
 class Mapped:
-    """A file that is mapped, as it was when it was opened.
+    """A mapped file.
 
     Attributes:
-        data: Its bytes; what is written to them stays in this process.
+        data: Its bytes. Writes to them are private to this process.
     """
 
     def __init__(self, file: _File, data: mmap.mmap) -> None:
@@ -295,10 +296,10 @@ class Mapped:
         self.data = data
 
     def check(self) -> None:
-        """Raises if somebody else has written to the file.
+        """Checks that the file has not changed since it was opened.
 
         Raises:
-            StorageError: What was taken from it may be older in some places than in others.
+            StorageError: The file changed, so the bytes taken from it may be inconsistent.
         """
         with os_errors(self._file.path), self._file.cached.use() as cached:
             if change := self._file.change(cached):
@@ -306,10 +307,10 @@ class Mapped:
 
 
 class _File(DirectFile):
-    """A file as it was when it was first opened.
+    """A file that may be reopened, but not replaced or changed.
 
     Attributes:
-        path: Where it is, for messages.
+        path: Its path, for messages.
     """
 
     def __init__(self, url: str, path: str, folder: int | None, *, directly: bool, numbered: bool) -> None:
@@ -339,7 +340,7 @@ class _File(DirectFile):
         return number
 
     def change(self, number: int) -> str:
-        """Says what has become of the open file since it was first opened; empty if nothing has."""
+        """Describes the change of the file since it was first opened; empty if there is none."""
         assert self._first is not None
         found = os.fstat(number)
         if self._identity(found) == self._identity(self._first):
@@ -362,7 +363,7 @@ def _ends_at(size: int) -> str:
 
 @contextmanager
 def _unless_absent() -> Iterator[None]:
-    """Passes over what is not there, or is no longer."""
+    """Ignores errors about missing files."""
     try:
         yield
     except OSError as error:
@@ -371,7 +372,7 @@ def _unless_absent() -> Iterator[None]:
 
 
 def _may_be_file(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a file, or a link whose end this user may not see: who opens that hears why."""
+    """Whether an entry is a file, or a link to a place that this user may not see; opening that says why."""
     try:
         return entry.is_file()
     except OSError as error:
@@ -381,14 +382,14 @@ def _may_be_file(entry: os.DirEntry[str]) -> bool:
 
 
 def _reads_directly(io: str, file: _File, cached: int, offset: int, nbytes: int) -> bool:
-    """Decides between the page cache and direct reads, for one request."""
+    """Whether to use direct I/O for one request."""
     if io == "auto":
         return file.directly and nbytes >= _MIN_DIRECT_BYTES and _is_cold(cached, offset, nbytes)
     return file.directly and nbytes >= 2 * PAGE_BYTES and io == "direct"
 
 
 def _is_warm(opened: int, nbytes: int) -> bool:
-    """Asks the page cache for a byte of each part of a file; it is warm if almost all of them are there."""
+    """Probes bytes of a file in the page cache; it is warm if almost all of them are cached."""
     positions = range(0, nbytes, max(_WARM_STEP_BYTES, nbytes // _MAX_WARM_PROBES))
     num_cold = 0
     for position in positions:
@@ -402,9 +403,9 @@ def _is_warm(opened: int, nbytes: int) -> bool:
 
 
 def _is_cold(opened: int, offset: int, nbytes: int) -> bool:
-    """Asks the page cache for three bytes of a range; it is cold if none of them is there.
+    """Probes three bytes of a range in the page cache; it is cold if none of them is cached.
 
-    None at its ends: the first page of the data may be the last one of the header, which was read before.
+    None at its ends, since the first page may hold the end of the header, which was read before.
     """
     for position in (offset + nbytes * part // 4 for part in (1, 2, 3)):
         try:

@@ -33,17 +33,17 @@ _JOURNAL = "journal"
 
 
 class LocalTarget:
-    """Write access through the operating system.
+    """Write access to a checkpoint on a file system.
 
     Args:
-        path: Where the checkpoint will be; symbolic links in it are followed.
-        names: What files of a checkpoint are called.
+        path: Path of the checkpoint; symbolic links are followed.
+        names: Names of files of a checkpoint.
         io: ``auto``, ``buffered`` or ``direct``.
-        signs: Names of files that tell what may be replaced from anything else; by default the record.
+        signs: Names of files that prove that a directory may be replaced; by default the record.
 
     Attributes:
-        destination: That place.
-        written: The account of what this rank wrote.
+        destination: The path and its parent directory.
+        written: The ranges that this rank wrote.
     """
 
     ordered = False
@@ -88,7 +88,7 @@ class LocalTarget:
         return {"pending": held.path, "files": self._sizes}
 
     def _hold(self, held: Pending, files: Sequence[tuple[str, int]]) -> LocalFiles:
-        """Gathers the files in a pending directory of this process's, which is this target's from now on."""
+        """Takes ownership of a pending directory, and opens its files for writes."""
         self._pending = held
         return self._gather(held.open_data(), held.path, dict(files))
 
@@ -141,10 +141,10 @@ class LocalTarget:
         self.close()
 
     def _release(self, *, restore: bool = False) -> None:
-        """Removes the pending directory, if this rank made it, and only then lets go of its lock."""
+        """Removes the pending directory, if this rank created it, and only then releases its lock."""
         held, self._pending = self._pending, None
         if held is not None:
-            with suppress(OSError):  # who cleans next gets another chance
+            with suppress(OSError):  # the next save cleans it
                 if restore:  # the old checkpoint may still be in there
                     held.restore()
                 held.discard()
@@ -172,16 +172,15 @@ class LocalTarget:
 class LocalFiles:
     """The files of one save, as one rank writes them.
 
-    Large writes go past the page cache (O_DIRECT) on the file systems that do it, which is several times
-    faster than filling the cache and waiting until it is empty again; what fills no page is buffered. A
-    page is never written both ways: the ranges of different ranks meet at multiples of a page, and within
-    one range a page that two writes share is buffered in both.
+    Large writes use direct I/O (O_DIRECT) where the file system supports it: several times faster than to
+    fill the page cache and flush it. Partial pages are buffered. No page is written both ways: ranges of
+    different ranks meet at multiples of a page, and a page that two writes of one range share is buffered.
 
     Args:
-        folder: Descriptor of the directory that they are in; closed with them.
-        path: Where that is, for messages.
-        written: Where errors are noted.
-        directly: Whether to try to write past the page cache.
+        folder: Descriptor of their directory; closed with them.
+        path: Path of that directory, for messages.
+        written: Collects ranges and errors.
+        directly: Whether to try direct I/O.
 
     Attributes:
         folder: Descriptor of the directory.
@@ -199,14 +198,14 @@ class LocalFiles:
         self._own = threading.local()
 
     def place(self, name: str) -> str:
-        """Returns where a file is, for messages."""
+        """Returns the path of a file, for messages."""
         return os.path.join(self._path, name)
 
     def write(self, name: str, offset: int, data: memoryview) -> None:
-        """Writes a range of a file that is there; from any thread, several at once.
+        """Writes a range of an existing file. Thread-safe.
 
         Raises:
-            StorageError: It failed, or something before it did.
+            StorageError: This write or an earlier one failed.
         """
         nbytes = len(data)
         begin, end = round_up(offset, PAGE_BYTES), (offset + nbytes) // PAGE_BYTES * PAGE_BYTES
@@ -222,7 +221,7 @@ class LocalFiles:
         self._written.add(name, offset, offset + nbytes)
 
     def _write_direct(self, file: DirectFile, offset: int, data: memoryview) -> int:
-        """Writes whole pages past the page cache; returns how many bytes of them, if it cannot do all."""
+        """Writes whole pages with direct I/O; returns the number of bytes written."""
         done = 0
         if not len(data):
             return done
@@ -268,31 +267,31 @@ class LocalFiles:
         return os.open(name, os.O_WRONLY | os.O_NOFOLLOW | flags, dir_fd=self.folder)
 
     def _sync(self, path: str, descriptor: int) -> None:
-        """Makes the writes of a descriptor durable before it is closed: only it hears of their errors."""
+        """Makes the writes of a descriptor durable before it is closed: only it reports their errors."""
         with self._written.noted(), os_errors(path):
             os.fsync(descriptor)
 
     def finish(self) -> None:
-        """Makes all that was written durable.
+        """Makes all writes durable.
 
         Raises:
-            StorageError: Something was not.
+            StorageError: A write failed.
         """
         for file in list(self._files.values()):
             file.finish()
         self._written.check()
 
     def put(self, name: str, content: bytes) -> None:
-        """Writes a small file that has all of its content, durably, from its first instant.
+        """Writes a small file atomically and durably.
 
         Raises:
-            StorageError: It failed.
+            StorageError: Storage failed.
         """
         with os_errors(self.place(name), 0, len(content)):
             folders.put(name, content, self.folder)
 
     def close(self) -> None:
-        """Closes all of them, as soon as no write uses them, and the directory."""
+        """Closes all files, once no write uses them, and the directory."""
         with self._lock:
             for file in self._files.values():
                 file.close()
@@ -309,14 +308,14 @@ def _is_aligned(data: memoryview) -> bool:
 
 
 class LocalCopy(LocalTarget):
-    """A copy that outlives its process: the next one that makes the same copy goes on with it.
+    """A resumable copy of a checkpoint: another process can continue it.
 
-    The name of its pending directory follows from what is copied, and a journal in it says what is done. As
-    long as nobody goes on with it, it is an orphan like any other, which the next save cleans away.
+    The name of the pending directory follows from the source, and a journal in it records progress. Until
+    another process continues it, it is an orphan like any other, which the next save removes.
 
     Args:
-        path: Where the copy will be; symbolic links in it are followed.
-        names: What files of a checkpoint are called.
+        path: Path of the copy; symbolic links are followed.
+        names: Names of files of a checkpoint.
         io: ``auto``, ``buffered`` or ``direct``.
     """
 
@@ -327,27 +326,27 @@ class LocalCopy(LocalTarget):
 
     @property
     def data_path(self) -> str:
-        """Where the files are gathered."""
+        """Path of the pending data directory."""
         return self._gathered.place("")
 
     def resume(
         self, files: Sequence[tuple[str, int]], identity: str, *, overwrite: bool, damaged: bool = False
     ) -> bytes:
-        """Makes room for the files, or finds them as a predecessor left them; removes what others left.
+        """Continues a copy that a dead process left, or begins one; removes other orphans.
 
         Args:
             files: Name and size in bytes of each.
-            identity: 16 hex digits, the same for the same copy only.
-            overwrite: Whether a checkpoint that is there may be replaced.
-            damaged: Whether a copy that is there may be, if all that is wrong with it is damage.
+            identity: 16 hex digits that identify the source.
+            overwrite: Whether to replace a checkpoint.
+            damaged: Whether to replace a copy whose bytes are damaged, but that nobody changed.
 
         Returns:
-            What was noted in the journal so far. That the bytes are there has still to be proven.
+            The journal so far. The caller verifies the bytes that it lists.
 
         Raises:
-            CheckpointExists: There is something at the path, and `overwrite` is off; or somebody changed it.
-            OptionError: What is there is nobody's checkpoint, so it is not replaced.
-            StorageError: There is no room, or no permission, or somebody makes the same copy just now.
+            CheckpointExists: The path exists, and `overwrite` is off; or a user changed the copy.
+            OptionError: The path holds something other than a checkpoint.
+            StorageError: There is no space, or no permission, or another process makes the same copy.
         """
         if not overwrite:
             self.destination.guard = self._require_unchanged
@@ -371,7 +370,7 @@ class LocalCopy(LocalTarget):
             raise
 
     def note(self, entries: bytes) -> None:
-        """Adds to the journal."""
+        """Appends to the journal."""
         assert self._journal is not None
         assert self._pending is not None
         with self.written.noted(), os_errors(os.path.join(self._pending.path, _JOURNAL)):
@@ -379,7 +378,7 @@ class LocalCopy(LocalTarget):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def state_of_files(self) -> list[dict[str, Any]]:
-        """Returns how the files are now, for the receipt: so they stay unless somebody changes them."""
+        """Returns size and modification time of the files, for the receipt."""
         found = {name: os.stat(name, dir_fd=self._gathered.folder) for name in self._sizes}
         return [
             {"name": name, "nbytes": each.st_size, "mtime_ns": each.st_mtime_ns}
@@ -387,9 +386,9 @@ class LocalCopy(LocalTarget):
         ]
 
     def _require_unchanged(self, there: int) -> None:
-        """Refuses to replace a copy that is not as it was left, but for what happens to bytes by themselves.
+        """Refuses to replace a copy that a user changed.
 
-        A file that was written to has another time or size than its receipt says; one that rotted has not.
+        A file that was written to differs from its receipt in time or size; one with silent damage does not.
         """
         try:
             files = json.loads(read_list(self._receipt_name, there))["files"]
@@ -403,7 +402,7 @@ class LocalCopy(LocalTarget):
             )
 
     def close(self) -> None:
-        """Lets go of what is pending, for the next one that makes the same copy."""
+        """Releases the pending directory, for another process to continue."""
         if self._journal is not None:
             os.close(self._journal)
             self._journal = None

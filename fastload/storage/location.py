@@ -1,4 +1,4 @@
-"""Paths and URLs, with one form to open and one to print, and their credentials, which are never printed."""
+"""Paths and URLs: one form to open, one to print, and the credentials that are never printed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastload.errors import FastloadError, OptionError, StorageError
 
 HTTP = frozenset("http https".split())
 OBJECT_STORES = frozenset("s3 s3a gs az adl azure abfs abfss".split())
-"""Whose URLs are a bucket and keys."""
+"""Schemes of URLs that consist of a bucket and a key."""
 
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.\-]*"
 _URL = re.compile(rf"((?:{_SCHEME}::)*{_SCHEME})://(.*)", re.DOTALL)  # fsspec chains them: simplecache::s3://
@@ -24,17 +24,17 @@ _ONE_SLASH = re.compile(rf"({_SCHEME}):/(?!/)(.*)", re.DOTALL)
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
 _ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
 
-# A password with a slash in it, which no library takes for one.
+# A password with a slash in it, which libraries do not recognize.
 _BROKEN_USER = re.compile(
     rf"({_SCHEME})(://)([^\s/?#:@\[]+:[^\s/?#@]*[^\s/?#@\d][^\s/?#@]*[/?#](?!/)[^\s@]*)@"
 )
 
 
 class _Patterns:
-    """What is not to be shown of URLs.
+    """Patterns of credentials in URLs.
 
     Args:
-        ends: The characters that end a URL.
+        ends: Characters that end a URL.
     """
 
     def __init__(self, ends: str) -> None:
@@ -58,14 +58,14 @@ _ALONE = _Patterns(r"\0")
 
 @dataclass(frozen=True)
 class Location:
-    """A path or URL as a user named it; its text is the form to show. Made by `locate`.
+    """A resolved path or URL, made by `locate`. Its text is the form to print.
 
     Attributes:
-        scheme: That of the URL, in lower case; empty for what is on a file system of this host.
-        url: An absolute path or a URL, without its secrets: for reports, messages and logs.
-        given: What the user named, without its secrets: the same on ranks that named the same, whatever
+        scheme: Scheme of the URL in lower case; empty for a path of this host.
+        url: Absolute path, or URL without credentials, for reports, messages and logs.
+        given: The argument of the user without credentials: equal on ranks that name the same, whatever
             their working directories and passwords are.
-        address: The same as `url` with all secrets: to open it, and never to be shown.
+        address: Absolute path, or URL with credentials, to open; never printed.
     """
 
     scheme: str
@@ -80,7 +80,7 @@ class Location:
         return self.address
 
     def __truediv__(self, name: str) -> Location:
-        """Returns what has a name below it, with ``/`` between parts; of an empty name, itself."""
+        """Returns the location of a name below this one, with ``/`` between parts."""
         if not name:
             return self
         path, mark, query = self._parts()
@@ -92,7 +92,7 @@ class Location:
 
     @property
     def query(self) -> str:
-        """What follows the question mark of an HTTP URL."""
+        """The query of an HTTP URL."""
         return self._parts()[2]
 
     def _parts(self) -> tuple[str, str, str]:
@@ -100,15 +100,15 @@ class Location:
 
 
 def locate(path: object) -> Location:
-    """Finds out where a path or URL leads: from the working directory and the home as they are now.
+    """Resolves a path or URL, relative to the current working directory.
 
-    A URL's scheme may be in capitals. Of object stores, slashes that follow each other count as one.
+    Schemes are case-insensitive. In URLs of object stores, consecutive slashes count as one.
 
     Args:
-        path: Text, a path object, or what this function returned.
+        path: Text, a path object, or a `Location`.
 
     Raises:
-        OptionError: It cannot be a path or URL, or is not clear; the message has no secrets.
+        OptionError: It is no path or URL, or is ambiguous.
     """
     if isinstance(path, Location):
         return path
@@ -132,7 +132,7 @@ def locate(path: object) -> Location:
 
 
 def _require_path(text: str, shown: str) -> None:
-    """Refuses a URL that has lost a slash: as a path it would be a directory by the name of ``s3:``."""
+    """Refuses a URL that has lost a slash, which would be a path below a directory ``s3:``."""
     found = _ONE_SLASH.fullmatch(text)
     if found is None:
         return
@@ -147,7 +147,7 @@ def _require_path(text: str, shown: str) -> None:
 
 
 def _path_of(rest: str, shown: str) -> str:
-    """Returns the path in a file:// URL."""
+    """Returns the path of a file:// URL."""
     host, slash, path = rest.partition("/")
     if host not in ("", "localhost") or not slash:
         raise OptionError(
@@ -168,7 +168,7 @@ def _local(text: str, shown: str) -> Location:
         except FileNotFoundError:
             message = f"path={shown!r}: the working directory does not exist any more: name an absolute path"
             raise OptionError(message) from None
-    # Where a symbolic link leads, ".." is not what it seems: that is for the system to say.
+    # Behind a symbolic link ".." leads elsewhere: only the kernel can resolve it.
     path = path if ".." in path.split("/") else "/" + os.path.normpath(path).lstrip("/")
     return Location("", path, shown, path)
 
@@ -224,7 +224,7 @@ _KINDS: dict[str, Callable[[str, str, str], Location]] = {
 
 
 def name_of(path: object) -> str:
-    """Returns what a path or URL is called in messages, and compared by, even if it cannot be one."""
+    """Returns a path or URL as messages print it, even if it is invalid."""
     try:
         return locate(path).given
     except OptionError:
@@ -232,15 +232,15 @@ def name_of(path: object) -> str:
 
 
 def redact(text: str) -> str:
-    """Returns a text without the passwords and signatures in the URLs that it holds.
+    """Redacts the passwords and signatures of URLs in a text.
 
-    Of a URL alone, `locate` hides more: a quote may be part of a password, but in a text it ends the URL.
+    `locate` hides more: within a text, a quote ends a URL, but it may be part of a password.
     """
     return _IN_TEXT.hide(text)
 
 
 def _shown(given: str) -> str:
-    """Returns what to show of what a user named."""
+    """Returns the argument of a user without credentials."""
     is_url = _URL.fullmatch(given) or _ONE_SLASH.fullmatch(given)
     return _ALONE.hide(given) if is_url else redact(given)
 
@@ -266,11 +266,11 @@ _STAND_INS = (FileNotFoundError, NotADirectoryError, PermissionError, OSError, V
 
 
 class Secrets:
-    """The passwords, signatures and tokens in a location and in the options that open it.
+    """Redacts the credentials of a location and its options from messages and library errors.
 
     Args:
-        location: What is opened.
-        options: With what.
+        location: The location to open.
+        options: The options to open it with.
     """
 
     def __init__(self, location: Location, options: Mapping[str, Any]) -> None:
@@ -278,13 +278,13 @@ class Secrets:
         self._texts = sorted((text for text in found if len(text) >= _LEAST_CHARS), key=len, reverse=True)
 
     def hide(self, text: str) -> str:
-        """Returns a text without them."""
+        """Returns a text without the credentials."""
         for secret in self._texts:
             text = text.replace(secret, "***")
         return redact(text)
 
     def first_line(self, error: BaseException) -> str:
-        """Returns what to say of a library's error."""
+        """Returns the first line of a library error, without credentials."""
         return self.hide(_first_line(f"{type(error).__name__}: {error}"))
 
     @contextmanager
@@ -297,14 +297,14 @@ class Secrets:
         is_transient: Callable[[Exception], bool] = lambda error: False,
         advice: Callable[[Exception], str] = lambda error: "",
     ) -> Iterator[None]:
-        """Turns errors of a library into `StorageError` without secrets; fastload's own pass.
+        """Turns errors of a library into `StorageError` without credentials; fastload's own pass.
 
         Args:
-            url: What was asked for, to be printed.
-            offset: First byte of it.
-            nbytes: How many bytes of it.
-            is_transient: Whether another try could succeed after an error.
-            advice: What to say behind the text of an error.
+            url: URL of the object, to print.
+            offset: First byte of the request.
+            nbytes: Length of the request in bytes.
+            is_transient: Whether another attempt could succeed after an error.
+            advice: Text to add to the message of an error.
         """
         try:
             yield
@@ -315,7 +315,7 @@ class Secrets:
             raise StorageError(message, url, offset, nbytes, transient=transient) from self.clean(error)
 
     def clean(self, error: Exception) -> Exception:
-        """Takes them out of a library's error, and of those that it comes from, which a traceback shows."""
+        """Removes the credentials from a library error and its causes, which tracebacks print."""
         cleaned = self._clean(error)
         links = [(cleaned, "__cause__"), (cleaned, "__context__")]
         seen = {id(cleaned)}
@@ -341,7 +341,7 @@ class Secrets:
 
 
 def basic_auth(location: Location) -> str | None:
-    """Returns the Authorization header for the name and the password in an HTTP URL; None without any."""
+    """Returns the Authorization header for the user and password of an HTTP URL; None without them."""
     parts = urlsplit(location.address)
     if location.scheme not in HTTP or parts.username is None:
         return None
@@ -350,7 +350,7 @@ def basic_auth(location: Location) -> str | None:
 
 
 def _first_line(text: str) -> str:
-    """Returns the first line; of an answer in XML or HTML in it what an object store says with it, if any."""
+    """Returns the first line of a message, or code and message of an XML response in it."""
     line, *markup = _MARKUP.split(text.split("\n", 1)[0])
     if not markup:
         return line
@@ -387,7 +387,7 @@ def _in_options(value: Any, *, is_secret: bool = False) -> Iterator[str]:
 
 
 def _forms(secret: str) -> Iterator[str]:
-    """Returns a secret as it is, and what of it may be shown alone."""
+    """Yields a credential, and the parts of it that a message could show alone."""
     yield from (secret, secret.rpartition(" ")[2])  # of "Bearer …" what follows
     for name, _, value in (pair.partition("=") for pair in secret.split(";")):  # a connection string
         if _NAMES.search(name):

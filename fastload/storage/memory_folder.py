@@ -1,11 +1,11 @@
-"""Recent checkpoints in the memory of this host, or on a disk of its own: where they are, and whose.
+"""Folders of in-memory checkpoints on this host, in tmpfs or on a local disk.
 
-Below a place such as ``/dev/shm`` each user has one folder, ``fastload-UID``, that nobody else may enter, and
-in it one folder for each job. Whoever works with that holds a lock on the file ``job`` in it, which the
-system lets go of when the process ends, however it ends: so what dead jobs left can be told from the rest.
+Below a directory such as ``/dev/shm`` each user has a private folder ``fastload-UID``, with one folder for
+each job. Every process of a job holds a shared lock on the file ``job`` in it. The kernel releases the lock
+when the process ends, which tells the folders of dead jobs from the others.
 
-A generation is a folder with the files of a checkpoint. They have holes where this host has no share; once
-it counts there is a file ``generation.json``, written last.
+A generation is a folder with the files of one checkpoint. The files have holes where this host has no share.
+A generation is complete once it has a file ``generation.json``, which is written last.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, memory_mo
 from fastload.storage.process import Owner
 
 RECORD_NAME = "generation.json"
-"""What this host has of a generation: without it, the generation does not count here."""
+"""The host manifest of a generation: without it, the generation is not complete here."""
 JOB_NAME = "job"
-"""Of which root the checkpoints are; locked by the ranks of the job."""
+"""Holds the root of the checkpoints; locked by the ranks of the job."""
 GENERATION = re.compile(r"[0-9a-f]{16}")
 _JOB = re.compile(r"[0-9a-f]{16}")
-_PLAN_NAME = "plan"  # which ranges of the files are to be here: a folder with equal ones can be used again
+_PLAN_NAME = "plan"  # identifies the ranges on this host: a folder with equal ones is reused
 _MAKING_NAME = "making"
-_SPARE_PART = 20  # one part of what is free stays free
+_SPARE_PART = 20  # share of free memory to leave free
 
 
 def find_memory() -> str:
-    """Returns where there is most room in memory: ``/dev/shm``, unless another tmpfs is larger.
+    """Returns the largest tmpfs that this user may write to; ``/dev/shm`` if several are equal.
 
     Raises:
-        StorageError: There is none that this user may write to.
+        StorageError: There is none.
     """
     sizes: dict[str, int] = {}
     for place in ["/dev/shm", *memory_mounts()]:
@@ -58,11 +58,11 @@ def find_memory() -> str:
 
 
 def _open_place(memory: str) -> int:
-    """Opens a directory in which nobody else can put something in the place of what is this user's.
+    """Opens a directory where no other user can replace files of this one.
 
     Raises:
-        StorageError: Others could.
-        OSError: There is none.
+        StorageError: Other users could.
+        OSError: There is no such directory.
     """
     folders.require_trusted_links(memory)
     place = os.open(memory, os.O_RDONLY | os.O_DIRECTORY)
@@ -75,7 +75,7 @@ def _open_place(memory: str) -> int:
 
 
 def _open_own(memory: str, *, make: bool) -> int:
-    """Opens this user's folder there, which no other user may enter; arguments as for `_open_place`."""
+    """Opens the private folder of this user in such a directory."""
     name = f"fastload-{os.geteuid()}"
     place = _open_place(memory)
     try:
@@ -94,7 +94,7 @@ def _open_own(memory: str, *, make: bool) -> int:
 
 
 def _remove_job(name: str, own: int) -> bool:
-    """Removes the folder of a job, if no process of it lives."""
+    """Removes the folder of a job, if no process of it runs."""
     with opened_folder(name, own) as folder:
         held = _lock(folder)
         if held is None:
@@ -111,10 +111,10 @@ def _remove_job(name: str, own: int) -> bool:
 
 
 def _lock(folder: int) -> int | None:
-    """Keeps processes from taking part in a job; None if one that does lives.
+    """Locks the folder of a dead job; None if a process of the job runs.
 
     Raises:
-        FileNotFoundError: It is being removed.
+        FileNotFoundError: The folder is being removed.
     """
     job = open_file(JOB_NAME, folder, os.O_RDWR)
     if folders.lock(job):
@@ -124,7 +124,7 @@ def _lock(folder: int) -> int | None:
 
 
 def _unlock(file: int) -> None:
-    """Lets go of a lock, and of the file: a child that was forked meanwhile has the same lock."""
+    """Unlocks and closes a file: to close it is not enough if a forked child has it open, too."""
     try:
         fcntl.flock(file, fcntl.LOCK_UN)
     finally:
@@ -132,17 +132,17 @@ def _unlock(file: int) -> None:
 
 
 def _records(folder: int) -> Iterator[tuple[str, bytes]]:
-    """Yields the name of each generation, and what this host has of it; nothing if it does not count."""
+    """Yields name and manifest of each generation; the manifest is empty if it is not complete."""
     for name in filter(GENERATION.fullmatch, folders.names(folder)):
         yield name, folders.read_small(f"{name}/{RECORD_NAME}", folder)
 
 
 class Home(NamedTuple):
-    """Where what a rank keeps is, whatever the host is called.
+    """Identity of the folder of a job, whatever the name of the host.
 
     Attributes:
-        machine: What is lost together: all that has the same kernel.
-        folder: A folder there.
+        machine: Boot id of the kernel: ranks with the same one fail together.
+        folder: Device and inode of the folder.
     """
 
     machine: str
@@ -150,15 +150,15 @@ class Home(NamedTuple):
 
 
 class JobFolder:
-    """What one job has on this host, open for one of its ranks.
+    """The folder of a job on this host, open in one of its ranks.
 
     Args:
-        memory: The place.
-        name: Of its run: 16 hex digits.
-        root: Where that has its checkpoints.
+        memory: Directory of the user's folder, such as ``/dev/shm``.
+        name: Name of the run: 16 hex digits.
+        root: Root of the run's checkpoints.
 
     Raises:
-        StorageError: It cannot be made, or another user could reach it.
+        StorageError: It cannot be created, or another user could reach it.
     """
 
     def __init__(self, memory: str, name: str, root: str) -> None:
@@ -177,7 +177,7 @@ class JobFolder:
             raise
 
     def _open(self, root: str) -> None:
-        """Takes part in the job; to be tried again if somebody has just removed what it left."""
+        """Creates or joins the folder; leaves it unopened if another process just removed it."""
         with suppress(FileExistsError):
             os.mkdir(self._name, 0o700, dir_fd=self._own)
         with suppress(FileNotFoundError):
@@ -198,16 +198,16 @@ class JobFolder:
 
     @property
     def home(self) -> Home:
-        """Where it is: the same for all ranks that see this very folder."""
+        """Identity of the folder: equal on all ranks that see it."""
         found = os.fstat(self._folder)
         return Home(Owner.here().kernel, f"{found.st_dev}:{found.st_ino}")
 
     def touch(self) -> None:
-        """Notes that the job still uses it."""
+        """Sets the time of last use."""
         os.utime(self._job)
 
     def records(self) -> dict[str, bytes]:
-        """Returns the record of each generation that counts here, by the generation's name."""
+        """Returns the manifests of complete generations, by name."""
         with os_errors(self.path):
             return {name: text for name, text in _records(self._folder) if text}
 
@@ -216,19 +216,18 @@ class JobFolder:
         return os.path.join(self.path, name)
 
     def make(self, name: str, plan: str, files: Sequence[tuple[str, int, bytes]], needed_bytes: int) -> None:
-        """Makes the folder of a new generation, if no rank of this host has; removes what does not count.
+        """Creates the folder of a new generation, unless a rank of this host has; removes incomplete ones.
 
-        One of those is used again if the same ranges of the same files are to be in it: its memory need not
-        be asked of the system once more.
+        An incomplete generation with the same plan is renamed instead, which reuses its memory.
 
         Args:
-            name: Of the generation.
-            plan: Says which ranges of which files are to be here.
-            files: Name, size and first bytes of each.
-            needed_bytes: Memory that all ranks of this host need for it.
+            name: Name of the generation.
+            plan: Text that identifies the ranges on this host.
+            files: Name, size in bytes and first bytes of each file.
+            needed_bytes: Memory that all ranks of this host need.
 
         Raises:
-            StorageError: There is no room.
+            StorageError: There is not enough memory.
         """
         with os_errors(self.path), self._making():
             if folders.find(name, self._folder) is not None:
@@ -248,7 +247,7 @@ class JobFolder:
             self._fill(name, plan, files)
 
     def _fill(self, name: str, plan: str, files: Sequence[tuple[str, int, bytes]]) -> None:
-        """Makes the folder of a generation, with files that are holes but for their headers."""
+        """Creates the folder of a generation, with sparse files that have only their headers."""
         os.mkdir(name, 0o700, dir_fd=self._folder)
         try:
             with opened_folder(name, self._folder) as folder:
@@ -276,7 +275,7 @@ class JobFolder:
             )
 
     def _room(self) -> tuple[int, str]:
-        """Returns how many bytes may be taken, and of what."""
+        """Returns the number of bytes available, and a description of their kind."""
         found = os.fstatvfs(self._folder)
         free, what = found.f_bavail * found.f_frsize, f"free in {self.memory}"
         available = available_bytes()
@@ -285,15 +284,15 @@ class JobFolder:
         return free - free // _SPARE_PART, what
 
     def record(self, name: str, small_files: Sequence[tuple[str, bytes]], record: bytes) -> None:
-        """Has a generation count on this host.
+        """Completes a generation on this host.
 
         Args:
-            name: Of the generation.
-            small_files: Name and content of further files of it.
-            record: What the host has of it.
+            name: Name of the generation.
+            small_files: Name and content of its small files.
+            record: The host manifest.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: Storage failed.
         """
         with os_errors(self.place(name)):
             with opened_folder(name, self._folder) as folder:
@@ -302,7 +301,7 @@ class JobFolder:
             self.touch()
 
     def retire(self, keep: str) -> None:
-        """Has no other generation count on this host; see `make` for what comes of them."""
+        """Makes all other generations incomplete; `make` reuses or removes them."""
         with os_errors(self.path), self._making():
             for name in folders.names(self._folder):
                 if GENERATION.fullmatch(name) and name != keep:
@@ -310,7 +309,7 @@ class JobFolder:
                         os.unlink(f"{name}/{RECORD_NAME}", dir_fd=self._folder)
 
     def discard(self, name: str) -> None:
-        """Removes a generation, if it is there."""
+        """Removes a generation, if it exists."""
         with os_errors(self.path), self._making(), suppress(FileNotFoundError):
             folders.delete(name, self._folder)
 
@@ -320,10 +319,10 @@ class JobFolder:
             return open_folder(name, self._folder)
 
     def close(self, *, remove: bool = False) -> None:
-        """Lets go of it.
+        """Closes the folder.
 
         Args:
-            remove: Removes all of it, if this is the last rank of the host to close it.
+            remove: Whether to remove it, on the last rank of the host that closes it.
         """
         if self._job >= 0:
             _unlock(self._job)
@@ -339,7 +338,7 @@ class JobFolder:
 
     @contextmanager
     def _making(self) -> Iterator[None]:
-        """Keeps the other ranks of this host from changing what there is."""
+        """Locks the folder against changes by other ranks of this host."""
         making = open_file(_MAKING_NAME, self._folder, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(making, fcntl.LOCK_EX)
@@ -350,15 +349,15 @@ class JobFolder:
 
 @dataclass(frozen=True)
 class JobUsage:
-    """What a job has on this host.
+    """The memory use of a job on this host.
 
     Attributes:
-        path: Its folder.
-        root: Of which checkpoints.
+        path: Path of its folder.
+        root: Root of its checkpoints.
         is_alive: Whether a process of the job runs on this host.
-        used_s: When it was last used, in seconds since 1970.
-        nbytes: Memory that it takes.
-        records: Name of each generation, and what its record says; empty while it does not count.
+        used_s: Time of last use, in seconds since 1970.
+        nbytes: Allocated memory in bytes.
+        records: Name and manifest of each generation; the manifest is empty if it is not complete.
     """
 
     path: str
@@ -370,10 +369,10 @@ class JobUsage:
 
 
 def find_jobs(memory: str) -> list[JobUsage]:
-    """Returns what jobs of this user have there.
+    """Returns the jobs of this user in a directory such as ``/dev/shm``.
 
     Raises:
-        StorageError: It cannot be looked at, or is not this user's alone.
+        StorageError: The folder cannot be read, or other users could write to it.
     """
     try:
         with os_errors(memory):
@@ -408,13 +407,13 @@ def _look(name: str, own: int, path: str) -> JobUsage:
 
 
 def remove_dead(memory: str, *, older_s: float, but: str = "", root: str | None = None) -> list[JobUsage]:
-    """Removes what jobs have left of which no process lives on this host any more; returns what it was.
+    """Removes the folders of dead jobs of this user; returns what they were.
 
     Args:
-        memory: The place.
-        older_s: Only what was last used so many seconds ago, or more.
-        but: Name of a job that is left alone.
-        root: Only what had its checkpoints there.
+        memory: Directory of the user's folder, such as ``/dev/shm``.
+        older_s: Removes only folders last used at least this many seconds ago.
+        but: Name of a job to keep.
+        root: Removes only folders of this root, if given.
 
     Raises:
         StorageError: As for `find_jobs`.

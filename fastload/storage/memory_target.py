@@ -1,4 +1,4 @@
-"""One generation of a checkpoint in the memory of several hosts, as one rank writes its host's part of it."""
+"""In-memory checkpoints: one host's part of a generation, as one of its ranks writes it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ ALIGN_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Room:
-    """What is to be on a host.
+    """The part of a generation that a host keeps.
 
     Attributes:
-        plan: Says which ranges of which files; see `JobFolder.make`.
-        heads: First bytes of each file, by its name.
-        nbytes: Memory for all ranks of the host together.
-        ranges: What this rank writes: (name, begin, end).
+        plan: Text that identifies the ranges; see `JobFolder.make`.
+        heads: First bytes of each file, by name.
+        nbytes: Memory in bytes for all ranks of the host.
+        ranges: The ranges that this rank writes: (name, begin, end).
     """
 
     plan: str
@@ -40,10 +40,10 @@ class Room:
 
 @dataclass(frozen=True)
 class Published:
-    """What the leader has to tell all hosts.
+    """What the leader sends to all hosts.
 
     Attributes:
-        written: For each rank, name of a file → ranges of it.
+        written: Ranges by file, for each rank.
         small_files: Name and content of whole files; the last one is the commit record.
     """
 
@@ -54,16 +54,16 @@ class Published:
 class MemoryTarget:
     """Write access to this host's part of a generation; see `Target`.
 
-    Every rank prepares its own host. What the leader publishes is only kept: each host has to have it.
+    Every rank prepares its own host. `publish` only keeps the small files, since every host has to get them.
 
     Args:
-        folder: What the job has on this host.
-        name: Of the generation.
-        url: What it is a generation of, for messages.
-        unit: Where storage may cut files as large as the largest, so that what is here can go there.
+        folder: The folder of the job on this host.
+        name: Name of the generation.
+        url: URL of the checkpoint, for messages.
+        unit: `Target.align_bytes` of storage, so that shares can be flushed to it.
 
     Attributes:
-        published: What the leader has published.
+        published: Published on the leader.
     """
 
     ordered = False
@@ -86,7 +86,7 @@ class MemoryTarget:
         self._folder = -1
 
     def expect(self, room: Room) -> None:
-        """Says what is to be here, before it is prepared or joined."""
+        """Sets what this host keeps; call it before `prepare` or `join`."""
         self._room = room
 
     def align_bytes(self, largest_bytes: int) -> int | None:
@@ -105,7 +105,7 @@ class MemoryTarget:
         self.reserve(self._room.ranges)
 
     def reserve(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Takes the memory for ranges of files.
+        """Allocates the memory for ranges of files.
 
         Raises:
             StorageError: There is no room.
@@ -125,10 +125,10 @@ class MemoryTarget:
         self._written.add(name, offset, offset + len(data))
 
     def read(self, name: str, offset: int, data: memoryview) -> None:
-        """Reads a range of one file that this host has.
+        """Reads a range of a file on this host.
 
         Raises:
-            StorageError: It failed.
+            StorageError: The read failed.
         """
         with os_errors(self._place(name), offset, len(data)), self._file(name).use() as file:
             position, left = offset, data

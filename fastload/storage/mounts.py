@@ -1,17 +1,8 @@
-"""Which file system a path is on, and what such file systems are like."""
+"""File system types of paths, and their properties."""
 
 from __future__ import annotations
 
 import re
-
-__all__ = [
-    "IN_MEMORY_TYPES",
-    "bucket_client",
-    "file_system_type",
-    "is_fuse",
-    "is_network",
-    "memory_mounts",
-]
 
 IN_MEMORY_TYPES = frozenset("tmpfs ramfs hugetlbfs".split())
 _NETWORK_TYPES = frozenset(
@@ -24,29 +15,29 @@ _BUCKET_CLIENTS = frozenset(
 
 
 def is_network(kind: str) -> bool:
-    """Tells whether a file system of this type is, or may be, the same one on several hosts."""
+    """Whether several hosts may share a file system of this type."""
     return kind in _NETWORK_TYPES or kind.startswith("fuse")
 
 
 def is_fuse(kind: str) -> bool:
-    """Tells whether a program serves a file system of this type; it may number files as it likes."""
+    """Whether a file system of this type is FUSE, whose inode numbers may be unstable."""
     return kind == "fuse" or kind.startswith("fuse.")
 
 
 def file_system_type(path: str) -> str:
-    """Looks up the type of the file system that holds a path; empty where the system does not say."""
+    """Returns the file system type of a path; empty if unknown."""
     return _mount_of(path)[0]
 
 
 def bucket_client(path: str) -> str:
-    """Returns the name of the program if a path is on a bucket that is mounted; empty if it is not."""
+    """Returns the name of the mounting program if a path is on a mounted bucket; else empty."""
     kind, source = _mount_of(path)
     name = source if kind == "fuse" else kind.removeprefix("fuse.")
     return name if is_fuse(kind) and name in _BUCKET_CLIENTS else ""
 
 
 def memory_mounts() -> list[str]:
-    """Returns where file systems in memory are mounted, but for those of the system itself."""
+    """Returns the mount points of tmpfs, without those of the operating system itself."""
     return [
         point
         for point, kind, _ in _mounts()
@@ -55,7 +46,7 @@ def memory_mounts() -> list[str]:
 
 
 def _mount_of(path: str) -> tuple[str, str]:
-    """Returns type and source of the file system that holds a path."""
+    """Returns type and source of the mount that holds a path."""
     best, found = "", ("", "")
     for point, kind, source in _mounts():
         inside = path == point or path.startswith(point.rstrip("/") + "/")
@@ -65,7 +56,7 @@ def _mount_of(path: str) -> tuple[str, str]:
 
 
 def _mounts() -> list[tuple[str, str, str]]:
-    """Returns mount point, type and source of each mount; nothing where the system does not say."""
+    """Returns mount point, type and source of each mount; empty if unknown."""
     found = []
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
@@ -79,5 +70,5 @@ def _mounts() -> list[tuple[str, str, str]]:
 
 
 def _unescape(field: str) -> str:
-    """Undoes what the kernel does to blanks, line ends and backslashes in a path."""
+    """Decodes the octal escapes of the kernel in a path."""
     return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)

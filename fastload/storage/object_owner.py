@@ -1,9 +1,9 @@
-"""Owner files on object stores: which save goes on, which one publishes, and the orphans of dead ones.
+"""Owner files on object stores, which tell running saves from orphans.
 
-While a save lives, the parent of the checkpoint holds ``.<name>.<token>.saving/owner.json``, which says
-which process saves and what it has begun. To publish takes several steps on an object store, so another
-owner file (`Names.owner`) is next to the files from before the first of them until after the commit record.
-It keeps other saves out, and names all files that may be there without a record if the save dies.
+While a save runs, the parent of the checkpoint holds ``.<name>.<token>.saving/owner.json``, which names the
+saving process and its uploads. To publish takes several requests, so from before the first of them until
+after the commit record another owner file (`Names.owner`) is next to the published files. It keeps other
+saves out, and lists the files to remove if the save dies.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from fastload.storage.destination import replaced_names
 from fastload.storage.process import Owner, living_saves
 
 _REFRESH_S = 60.0
-_PUBLISHING_S = 600.0  # one this old was left behind: a living save refreshes its own
-_SETTLE_S = 0.5  # longer than one request takes; see `OwnerFile.acquire`
-_ABANDONED_S = 24 * 3600.0  # a save of another machine that is this old is dead
+_PUBLISHING_S = 600.0  # an owner file this old is of a dead save, since running ones refresh theirs
+_SETTLE_S = 0.5  # longer than a request; see `OwnerFile.acquire`
+_ABANDONED_S = 24 * 3600.0  # a save of another host that began this long ago is dead
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What an owner file says.
+    """The content of an owner file.
 
     Attributes:
-        token: The save's; empty if it is not known.
-        owner: The process that saves, or None.
-        files: What may be there of it without a record; only those next to published files say that.
-        uploads: What it has begun, by file; only those of pending files say that.
+        token: Token of the save; empty if unknown.
+        owner: The saving process, or None.
+        files: Files to remove if there is no record; only next to published files.
+        uploads: Upload ids by file; only of pending files.
     """
 
     token: str
@@ -44,11 +44,11 @@ class Lease:
 
     @classmethod
     def parse(cls, text: bytes | None, token: str = "") -> Lease:
-        """Reads an owner file; whatever else is there says nothing, since it comes from storage.
+        """Parses an owner file, leniently, since it comes from storage.
 
         Args:
-            text: What is there.
-            token: The save's, where the file does not say it.
+            text: Content of the file, if any.
+            token: Token of the save, if the file does not have it.
         """
         try:
             found = json.loads(text or b"{}")
@@ -65,26 +65,26 @@ class Lease:
 
     @property
     def has_ended(self) -> bool | None:
-        """Whether the save has ended, in whichever way; None if that cannot be known from here."""
+        """Whether the save has ended, with or without success; None if it is unknown on this host."""
         if self.owner is None:
             return None
         return (self.owner == Owner.here() and self.token not in living_saves) or self.owner.is_gone
 
 
 def put_owner(bucket: Bucket, keys: Keys, uploads: Mapping[str, str]) -> None:
-    """Says that this process saves, and which uploads are to be ended if it does not live to do so."""
+    """Writes the owner file of pending files: this process, and the uploads to abort if it dies."""
     owner = {"owner": Owner.here().to_bytes().decode(), "uploads": dict(uploads)}
     bucket.put(keys.owner, json.dumps(owner).encode())
 
 
 class OwnerFile:
-    """The owner file of one save, next to the files that it publishes.
+    """The owner file next to the files that a save publishes.
 
     Args:
-        url: Where the checkpoint will be, for messages.
-        bucket: The store, at the parent of that place.
-        keys: Of the save's objects.
-        names: What files of a checkpoint are called.
+        url: URL of the checkpoint, for messages.
+        bucket: The objects below its parent.
+        keys: Keys of the save.
+        names: Names of files of a checkpoint.
     """
 
     def __init__(self, url: str, bucket: Bucket, keys: Keys, names: Names) -> None:
@@ -93,24 +93,25 @@ class OwnerFile:
         self._url = url
         self._bucket = bucket
         self._key = keys.published(names.owner)
-        self._files: list[str] = []  # what it names; empty if this save has put none
+        self._files: list[str] = []  # the files that it lists; empty before it is written
         self._put_at = 0.0
         self._cleared = False
         self._lock = threading.Lock()
 
     def check_free(self, written: Iterable[str], *, overwrite: bool) -> tuple[set[str], bool]:
-        """Refuses to take the place of what is there, unless it may be replaced or a dead save left it.
+        """Checks that a new checkpoint can be published here.
 
         Args:
-            written: The names of the files of the new checkpoint.
-            overwrite: Whether a checkpoint may be replaced.
+            written: Names of files of the new checkpoint.
+            overwrite: Whether to replace a checkpoint.
 
         Returns:
-            The names of what is to go, and whether there is no owner file.
+            The names of files to remove, and whether there is no owner file.
 
         Raises:
-            CheckpointExists: There is something, or another save is being published there.
-            OptionError: It is no checkpoint, or holds what would be lost or mixed up with the new one.
+            CheckpointExists: The URL exists, or another save publishes there.
+            OptionError: The URL holds something other than a checkpoint, or files that would be lost or mixed
+                up with the new one.
         """
         there = {*self._bucket.files(self.keys.name)}
         is_owned = self._names.owner in there
@@ -122,14 +123,14 @@ class OwnerFile:
         return self._own(there, written, lease.files, overwrite=overwrite), not is_owned
 
     def acquire(self, names: Sequence[str], *, overwrite: bool) -> None:
-        """Puts the owner file, keeps out all other saves by it, and clears the place.
+        """Writes the owner file, which keeps other saves out, and removes old files.
 
-        The store decides between two saves that do so at once, if it honours a condition on a put: of
-        which it is asked by a second such put, which has to fail. If it does not, or if that of a dead save
-        is replaced, the last one to put it wins, and each looks who that was after a while.
+        Between two saves at once the store decides, if it supports conditional puts; a second put, which must
+        fail, proves that it does. Otherwise, or if the owner file of a dead save is replaced, the last put
+        wins, and both saves read the file again after a while.
 
         Args:
-            names: Of all files of the new checkpoint.
+            names: Names of all files of the new checkpoint.
             overwrite: As for `check_free`.
 
         Raises:
@@ -141,7 +142,7 @@ class OwnerFile:
         decided = not self._put(fresh=is_fresh) or (is_fresh and not self._put(fresh=True))
         if not decided:
             time.sleep(_SETTLE_S)
-        if not self._is_ours:  # which no answer says: one may be lost, and the next attempt is refused then
+        if not self._is_ours:  # read it: the response to a put may be lost, and its retry refused
             raise CheckpointExists(f"{self._url}: another save is being published there")
         there = {*self._bucket.files(self.keys.name)}
         own = self._own(there, names, self._files, overwrite=overwrite)
@@ -152,30 +153,30 @@ class OwnerFile:
         self._clear(own - {self._names.owner})
 
     def acquire_all(self) -> None:
-        """Puts the owner file whatever is there, and clears the place: the checkpoint is to be removed."""
+        """Writes the owner file unconditionally, and removes all files: the checkpoint is being deleted."""
         self._files = sorted({*self._bucket.files(self.keys.name)} - {self._names.owner})
         self._put()
         self._clear(self._files)
 
     def refresh(self) -> None:
-        """Puts it once more, from time to time, so that nobody takes the save for dead; from any thread."""
+        """Writes it again from time to time, so that the save does not count as dead. Thread-safe."""
         with self._lock:
             if time.monotonic() > self._put_at + _REFRESH_S:
                 self._require()
                 self._put()
 
     def commit(self, record: str, content: bytes) -> None:
-        """Writes the commit record, which makes the checkpoint exist: what is there is not the save's alone.
+        """Writes the commit record, which makes the checkpoint exist.
 
         Raises:
-            StorageError: Another save took this one for dead; or as anything that fails.
+            StorageError: Another save took this one for dead.
         """
         self._require()
         self._bucket.put(self.keys.published(record), content)
         self._files = []
 
     def take_back(self) -> None:
-        """Deletes what was published; else what stands there was there before, or is another save's."""
+        """Deletes the published files, unless they are older or of another save."""
         files, self._files = self._files, []
         if files and self._is_ours:
             if self._cleared:
@@ -194,7 +195,7 @@ class OwnerFile:
         return replaced_names(self._url, there, record, listed, written, self._names, overwrite=overwrite)
 
     def _clear(self, names: Iterable[str]) -> None:
-        """Deletes files of the checkpoint, the record first."""
+        """Deletes published files, the record first."""
         ordered = sorted(names, key=lambda name: (name != self._names.record, name))
         self._bucket.delete([self.keys.published(name) for name in ordered])
 
@@ -209,23 +210,23 @@ class OwnerFile:
 
     @property
     def _is_ours(self) -> bool:
-        """Whether the owner file next to the files is that of this save."""
+        """Whether the owner file is that of this save."""
         return self._read().token == self.keys.token
 
     def _require(self) -> None:
-        """Goes no further once another save has put its own owner file there."""
+        """Raises if another save has replaced the owner file."""
         if not self._is_ours:
             raise StorageError("another save took this one for dead and took its place")
 
 
 def clean_abandoned(bucket: Bucket, uploads: Uploads, names: Names, parent: str) -> list[str]:
-    """Removes what dead saves left below the root of a store, and returns the URLs of what is gone.
+    """Removes the orphans below the root of a bucket; returns their URLs.
 
     Args:
-        bucket: The store.
-        uploads: How saves upload to it.
-        names: What files of a checkpoint are called.
-        parent: URL of its root.
+        bucket: The bucket.
+        uploads: Uploads to it.
+        names: Names of files of a checkpoint.
+        parent: URL of the root.
     """
     removed, failures = [], []
     for folder in bucket.folders():
@@ -237,7 +238,7 @@ def clean_abandoned(bucket: Bucket, uploads: Uploads, names: Names, parent: str)
                 _clear_published(bucket, keys, names)
                 discard(bucket, uploads, keys)
                 removed.append(f"{parent}/{folder}")
-        except Exception as error:  # it keeps no other one from being removed
+        except Exception as error:  # the others are removed all the same
             failures.append(error)
     removed += uploads.give_up_old(_ABANDONED_S)
     if failures:
@@ -251,7 +252,7 @@ def _is_abandoned(bucket: Bucket, keys: Keys) -> bool:
 
 
 def _written_s(bucket: Bucket, keys: Keys) -> float:
-    """Returns when a save wrote its owner; the last of its files, if a rank wrote on after that was gone."""
+    """Returns the time of the owner file; without one, after an abort, that of the last pending file."""
     written_s = bucket.modified_s(keys.owner)
     if written_s < math.inf:
         return written_s
@@ -260,7 +261,7 @@ def _written_s(bucket: Bucket, keys: Keys) -> float:
 
 
 def _clear_published(bucket: Bucket, keys: Keys, names: Names) -> None:
-    """Deletes what a dead save had published when it died, unless that was all."""
+    """Deletes the published files of a dead save, unless they are complete."""
     owner = keys.published(names.owner)
     lease = Lease.parse(bucket.get(owner))
     if lease.token != keys.token:
@@ -272,7 +273,7 @@ def _clear_published(bucket: Bucket, keys: Keys, names: Names) -> None:
 
 
 def discard(bucket: Bucket, uploads: Uploads, keys: Keys) -> None:
-    """Removes what a save has pending; its owner goes last, so that what is left after a failure is found."""
+    """Removes the pending files of a save; the owner file goes last, so that failures leave an orphan."""
     uploads.give_up(keys.name, Lease.parse(bucket.get(keys.owner), keys.token).uploads)
     files = [keys.pending(name) for name in bucket.files(keys.folder)]
     bucket.delete([*(file for file in files if file != keys.owner), keys.owner])

@@ -1,4 +1,4 @@
-"""Checkpoints written to object stores: files are uploaded out of sight, the commit record comes last."""
+"""Checkpoints written to object stores: hidden uploads, published one by one, the commit record last."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _log = logging.getLogger(__name__)
 
 
 class ObjectTarget:
-    """Write access to an object store.
+    """Write access to a checkpoint on an object store.
 
     Args:
-        url: Where the checkpoint will be.
-        bucket: The store, at the parent of that place.
-        name: Last part of the URL.
-        names: What files of a checkpoint are called.
-        uploads: How the large files get there.
+        url: URL of the checkpoint.
+        bucket: The objects below its parent.
+        name: Name of the checkpoint: the last part of the URL.
+        names: Names of files of a checkpoint.
+        uploads: The uploads of large files.
     """
 
     shared = True
@@ -38,7 +38,7 @@ class ObjectTarget:
         self._uploads = uploads
         self._written = Written()
         self._sizes: dict[str, int] = {}
-        self._owner: OwnerFile | None = None  # of the save that this rank has prepared, until it ends
+        self._owner: OwnerFile | None = None  # of the save that this rank prepared, until it ends
 
     @property
     def ordered(self) -> bool:
@@ -69,7 +69,7 @@ class ObjectTarget:
     def _clean(self) -> None:
         try:
             self.clean_abandoned()
-        except StorageError as error:  # a lack of rights to do that is no reason not to save
+        except StorageError as error:  # missing permissions for that do not prevent a save
             _log.warning("cannot remove what dead saves left behind: %s", error)
 
     def join(self, ticket: Mapping[str, Any]) -> None:
@@ -88,7 +88,7 @@ class ObjectTarget:
             self._written.add(name, begin, begin + len(part))
 
     def _parts(self, offset: int, data: memoryview) -> list[tuple[int, memoryview]]:
-        """Cuts a write where a file may be cut, each piece with its offset."""
+        """Cuts a write at the alignment; returns each part with its offset."""
         align_bytes = self.align_bytes(max(self._sizes.values()))
         if align_bytes is None:
             return [(offset, data)]
@@ -129,7 +129,7 @@ class ObjectTarget:
                 self._bucket.put(owner.keys.published(name), small)
         with self._errors(record, 0, len(content)):
             owner.commit(record, content)
-        with self._tolerated("what the save needed"):  # the checkpoint is there; the rest harms nobody
+        with self._tolerated("what the save needed"):  # the checkpoint exists; the rest is orphans
             owner.delete()
             discard(self._bucket, self._uploads, owner.keys)
         self._owner = None
@@ -175,7 +175,7 @@ class ObjectTarget:
 
     @contextmanager
     def _errors(self, name: str, offset: int | None = None, nbytes: int | None = None) -> Iterator[None]:
-        """Turns errors of libraries into fastload's, and says where they were."""
+        """Turns errors of libraries into `StorageError` with URL and range."""
         url = f"{self.url}/{name}" if name else self.url
         try:
             with self._bucket.secrets.errors(url, offset, nbytes):
@@ -189,7 +189,7 @@ class ObjectTarget:
 
     @contextmanager
     def _tolerated(self, what: str) -> Iterator[None]:
-        """Only warns of what cannot be removed."""
+        """Logs errors of deletions as warnings."""
         try:
             yield
         except Exception as error:
@@ -197,12 +197,10 @@ class ObjectTarget:
 
 
 class Streams:
-    """Each file is one object that one rank writes from its first byte to its last, and that is renamed.
-
-    To rename is the store's business: no byte comes here.
+    """Sequential uploads: one rank writes each file as a pending object, which the store renames.
 
     Args:
-        bucket: The store.
+        bucket: The objects below the parent of the checkpoint.
         timeout_s: Longest time in seconds that a write waits for those before it.
     """
 
@@ -243,7 +241,7 @@ class Streams:
         self._bucket.move(self._keys.pending(name), self._keys.published(name))
 
     def give_up(self, name: str, uploads: Mapping[str, str]) -> None:
-        pass  # what is not closed is nowhere, and the rest is pending
+        pass  # objects that are not closed do not exist; the others are pending
 
     def give_up_old(self, age_s: float) -> list[str]:
         return []
@@ -253,7 +251,7 @@ class Streams:
 
 
 class _Stream:
-    """Puts the writes of one object, which come from several threads, in order."""
+    """Orders the writes of one object, which come from several threads."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -262,7 +260,7 @@ class _Stream:
         self._turn = threading.Condition()
 
     def write(self, offset: int, data: memoryview, timeout_s: float) -> None:
-        """Writes what begins there, once what comes before it is written."""
+        """Writes the bytes at an offset, once all bytes before it are written."""
         with self._turn:
             if not self._turn.wait_for(lambda: self._is_broken or self._position >= offset, timeout_s):
                 raise StorageError(f"the bytes before it did not come within {timeout_s:.0f} s")
@@ -278,5 +276,5 @@ class _Stream:
                 self._turn.notify_all()
 
     def close(self) -> None:
-        """Ends the object, which is there then."""
+        """Completes the object."""
         self._writer.close()

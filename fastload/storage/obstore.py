@@ -83,17 +83,17 @@ _WRITER_REQUESTS = 4
 def make_store(
     url: str | PathLike[str], options: Mapping[str, Any], *, attempt_s: float, retry: Mapping[str, Any]
 ) -> Any:
-    """Makes obstore's store for a URL.
+    """Creates an obstore store for a URL.
 
     Args:
-        url: Its root, with its scheme. A name and a password in one of HTTP are sent to the server.
-        options: Configuration of the store, as obstore takes it, beyond what the environment says; options
-            of the HTTP client may stand among those of the store.
+        url: URL of the root. User and password of an HTTP URL are sent to the server.
+        options: Configuration of the store, in addition to the environment. May include options of the HTTP
+            client.
         attempt_s: Longest time in seconds for one request.
-        retry: What obstore is to do about failures by itself.
+        retry: obstore's own retries.
 
     Raises:
-        OptionError: The URL or an option is not one that the store takes.
+        OptionError: The store does not accept the URL or an option.
     """
     location = locate(url)
     secrets = Secrets(location, options)
@@ -136,7 +136,7 @@ def make_store(
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether another try could succeed after an error of obstore's."""
+    """Whether another attempt could succeed after an error of obstore."""
     if not isinstance(error, GenericError):
         return not isinstance(error, _PERMANENT)
     answer = _STATUS.search(str(error))
@@ -145,7 +145,7 @@ def is_transient(error: Exception) -> bool:
 
 
 def advice(error: Exception) -> str:
-    """Returns what helps with an error of obstore's, to be put behind its text; empty if nothing is known."""
+    """Returns advice to add to the message of an error of obstore; empty if there is none."""
     if _lacks_ranges(error):
         return " (it answers ranges with status 200, not 206: " + (
             "`rclone serve http` does it right)"
@@ -158,14 +158,14 @@ def advice(error: Exception) -> str:
 
 
 def _lacks_ranges(error: Exception) -> bool:
-    """Whether the server sent all of an object when asked for a range, which has a type over HTTP only."""
+    """Whether the server does not support range requests. Only over HTTP that error has a type."""
     if isinstance(error, GenericError):
         return _NO_RANGES.match(str(error)) is not None
     return isinstance(error, NotSupportedError)
 
 
 def _with_header(headers: Any, name: str, value: str) -> Any:
-    """Adds a header, unless the user gives another one of that name."""
+    """Adds a header, unless the user gives one of that name."""
     given = dict(headers or {})
     return given if name.lower() in map(str.lower, given) else {**given, name: value}
 
@@ -177,16 +177,16 @@ def _without_user(url: str) -> str:
 
 
 def _quoted(url: str) -> str:
-    """Returns the URL of an object store as obstore reads it: those given say the keys as they are."""
+    """Quotes the key in a URL, as obstore expects."""
     scheme, _, rest = url.partition("://")
     host, _, path = rest.partition("/")
     return f"{scheme}://{host}/{quote(path)}"
 
 
 def _profile_for(store: S3Store) -> Any:
-    """Returns what asks boto3 for the credentials of a profile in ~/.aws, for a store that has no others.
+    """Returns a credential provider for the profile in ~/.aws, if the store has no other credentials.
 
-    obstore knows no profiles: roles, single sign-on, and processes that print keys.
+    obstore does not support profiles: roles, single sign-on, and credential processes.
     """
     if _OTHER_CREDENTIALS & {name for name, value in s3_settings(store).items() if value}:
         return None
@@ -202,7 +202,7 @@ def _profile_for(store: S3Store) -> Any:
 
 
 def s3_settings(store: S3Store) -> dict[str, Any]:
-    """Returns what an S3 store goes by: its options, and the environment for what they do not say."""
+    """Returns the settings of an S3 store: its options, and the environment for the rest."""
     known: dict[str, Any] = {
         name.removeprefix("AWS_").lower(): value for name, value in environment("AWS_").items()
     }
@@ -211,18 +211,21 @@ def s3_settings(store: S3Store) -> dict[str, Any]:
 
 
 class ObjectStorage:
-    """Read access through obstore, which does the network in threads of its own.
+    """Read access through obstore, which has its own network threads.
 
-    A whole checkpoint costs one list request, and one range request for each header and each chunk.
+    A checkpoint costs one list request, and one range request for each header and each chunk.
 
     Args:
-        location: Root.
-        names: What files of a checkpoint are called.
-        options: Configuration of the store, as obstore takes it, beyond what the environment says.
-        attempt_s: Longest time in seconds for one request; one that stalls is abandoned then.
+        location: Location of the root.
+        names: Names of files of a checkpoint.
+        options: Configuration of the store, in addition to the environment.
+        attempt_s: Longest time in seconds for one request.
+
+    Attributes:
+        url: URL of the root, for messages.
 
     Raises:
-        OptionError: The URL or an option is not one that the store takes.
+        OptionError: The store does not accept the URL or an option.
     """
 
     shared = True
@@ -240,11 +243,11 @@ class ObjectStorage:
         self._is_http = location.scheme in HTTP
         self._is_signed = _is_signed(location, names)
         self._is_file = self._is_signed or _is_file(location, names)
-        # HTTP's is opened where it is, with its query; of the others only the bucket is a URL.
+        # The root of an HTTP store is the URL itself, with its query; that of others is above the last name.
         root, self._root = (location, "") if self._is_http else _split(location)
-        # No retries in there: fastload's own know the deadline and are counted.
+        # Without retries of obstore: those of fastload know the deadline and are counted.
         self._store = make_store(root, options, attempt_s=attempt_s, retry={"max_retries": 0})
-        # As buckets list their objects, but for directory buckets of S3.
+        # Buckets list objects in order, except directory buckets of S3.
         self._is_sorted = not (
             isinstance(self._store, S3Store) and s3_settings(self._store).get("s3_express")
         )
@@ -258,7 +261,7 @@ class ObjectStorage:
         if name in self._known:
             return self._known[name]
         if not self._is_http and not self._key(name):
-            return None  # a bucket is no object, whatever some stores say
+            return None  # a bucket is no object, but some stores answer otherwise
         try:
             found = _stat(self._call(name, self._ask_for_stat))
         except StorageError as error:
@@ -269,7 +272,7 @@ class ObjectStorage:
         return found
 
     def _ask_for_stat(self, key: str) -> Any:
-        """Asks for size and version: where a signature is for reading, by reading the first byte."""
+        """Requests size and version; with a signature for GET, by a read of the first byte."""
         if not self._is_signed:
             return obstore.head(self._store, key)
         return obstore.get(self._store, key, options={"range": (0, 1)}).meta
@@ -277,13 +280,13 @@ class ObjectStorage:
     def list(self) -> list[str] | None:
         if self._is_file:
             return None
-        if self._is_http:  # which has no listing: look for what a listing would be searched for
+        if self._is_http:  # which has no listing: probe the names that matter
             first, *others = self._names.likely
             if self._has(first):
                 return [first]
             return next(([name] for name in others if self.stat(name) is not None), None)
         found = self._call("", lambda key: obstore.list_with_delimiter(self._store, key or None))
-        # Some stores and tools keep an empty object by the name of the folder itself.
+        # Some stores and tools keep an empty object with the name of the folder itself.
         files = [meta for meta in found["objects"] if meta["path"] != self._root]
         names = {meta["path"].rsplit("/", 1)[-1]: _stat(meta) for meta in files}
         self._known.update(names)
@@ -301,7 +304,7 @@ class ObjectStorage:
         return {name: Folder(files) for name, files in sorted(found.items())}
 
     def _below(self, key: str, prefix: str) -> Sequence[tuple[str, FileStat]]:
-        """Lists what is in folders of such names, page by page, whatever its depth."""
+        """Lists all objects below folders with this prefix, page by page."""
         root = f"{key}/" if key else ""
         found = []
         for page in obstore.list(self._store, key or None, offset=root + prefix or None, chunk_size=_PAGE):
@@ -312,7 +315,7 @@ class ObjectStorage:
         return found
 
     def _has(self, name: str) -> bool:
-        """Whether there is a file; a server that refuses to say has none."""
+        """Whether there is a file; a server that denies access counts as none."""
         try:
             return self.stat(name) is not None
         except StorageError as error:
@@ -342,7 +345,7 @@ class ObjectStorage:
         if version and found.version != version:
             raise StorageError(_REPLACED, self._label(name), offset, nbytes)
         if len(data) != nbytes:
-            # Only an object that is too short is refused for good: a cut answer may come whole next time.
+            # Only an object that is too short is a permanent error: a truncated response is not.
             message = f"got {len(data)} of {nbytes} bytes; the object has {found.nbytes}"
             transient = found.nbytes >= offset + nbytes
             raise StorageError(message, self._label(name), offset, nbytes, transient=transient)
@@ -350,7 +353,7 @@ class ObjectStorage:
 
     def read_all(self, name: str, about: FileStat) -> bytes:
         def get(key: str) -> bytes | None:
-            # Without a range: some servers answer one that is the whole object as if there were none.
+            # Without a range: some servers ignore one that covers the whole object.
             result = obstore.get(self._store, key)
             found = _stat(result.meta)
             if (found.nbytes, found.version) != (about.nbytes, about.version):
@@ -382,27 +385,27 @@ class ObjectStorage:
 
 
 def _split(location: Location) -> tuple[Location, str]:
-    """Returns what is above a place on an object store, or its bucket, and the name below that."""
+    """Returns the parent of a location on an object store, and the name below it."""
     parent, _, name = location.address.removeprefix(f"{location.scheme}://").rpartition("/")
     return (locate(f"{location.scheme}://{parent}"), name) if parent else (location, "")
 
 
 def _is_file(location: Location, names: Names) -> bool:
-    """Whether a URL names one file, by its path or, as of a download, in its query."""
+    """Whether a URL names one file, by its path or in its query."""
     path = location.url if location.scheme not in HTTP else unquote(location.url)
-    is_blob = "sr=b" in location.query.split("&")  # what Azure's signature is for
+    is_blob = "sr=b" in location.query.split("&")  # an Azure signature for one blob
     query = unquote(location.query)
     return path.endswith(names.single_endings) or any(end in query for end in names.single_endings) or is_blob
 
 
 def _is_signed(location: Location, names: Names) -> bool:
-    """Whether a URL is signed for reading one object, by S3, Google or what does as they do.
+    """Whether a URL is signed for reads of one object, as S3 and Google do.
 
     Raises:
-        OptionError: That object is one that names others, which the signature is not for.
+        OptionError: The object names other objects, which the signature does not cover.
     """
     keys = {pair.partition("=")[0].lower() for pair in location.query.split("&")}
-    if not keys & _SIGNATURES or "policy" in keys:  # which may be for many, and for more than reading
+    if not keys & _SIGNATURES or "policy" in keys:  # which may cover several objects, and writes
         return False
     if location.url.endswith(".json"):
         raise OptionError(
@@ -419,19 +422,19 @@ def _stat(meta: Mapping[str, Any]) -> FileStat:
 
 
 class ObstoreBucket:
-    """Access through obstore.
+    """A `Bucket` through obstore.
 
     Args:
-        url: Root, with its scheme.
-        options: Configuration of the store, as obstore takes it, beyond what the environment says.
+        url: URL of the root.
+        options: Configuration of the store, in addition to the environment.
         timeout_s: Longest time in seconds for one request with its retries.
         attempt_s: Longest time in seconds for one attempt.
         retries: Further attempts.
 
     Attributes:
-        secrets: As of a `Bucket`.
-        store: obstore's.
-        patience: Retries and time for one request, as `patiently` takes them.
+        secrets: Redacts credentials.
+        store: The obstore store.
+        patience: Arguments of `patiently`: retries and time for one request.
     """
 
     def __init__(
@@ -447,12 +450,12 @@ class ObstoreBucket:
         self.patience: dict[str, Any] = {"retries": retries, "timeout_s": timeout_s}
         self._is_remote = locate(url).scheme in OBJECT_STORES
         self._make = partial(make_store, url, options, attempt_s=attempt_s)
-        # No retries in there: its own are over too soon, and not after every error that may pass.
+        # Without retries of obstore, which end too soon and do not cover all transient errors.
         self.store: Any = self._make(retry={"max_retries": 0})
 
     @cached_property
     def _store_for_writers(self) -> Any:
-        """The same with retries, since a writer sends by itself; its pauses outlast an outage of 5 s, too."""
+        """A store with retries, for writers, which send by themselves; its pauses outlast 5 s."""
         if not self._is_remote:
             return self.store
         init, most = timedelta(seconds=2 * FIRST_BACKOFF_S), timedelta(seconds=MAX_BACKOFF_S)
@@ -478,7 +481,7 @@ class ObstoreBucket:
                 obstore.put(self.store, key, content, mode="create" if fresh else "overwrite")
             except AlreadyExistsError:
                 return False
-            except NotImplementedError:  # the user turned conditions off, for a store that refuses them
+            except NotImplementedError:  # the user disabled conditional puts, for a store without them
                 obstore.put(self.store, key, content)
             return True
 
@@ -494,7 +497,7 @@ class ObstoreBucket:
 
     def files(self, folder: str) -> dict[str, int]:
         found = self._ask(lambda: obstore.list_with_delimiter(self.store, folder))["objects"]
-        # Some stores and tools keep an empty object by the name of the folder itself.
+        # Some stores and tools keep an empty object with the name of the folder itself.
         return {meta["path"].rsplit("/", 1)[-1]: meta["size"] for meta in found if meta["path"] != folder}
 
     def folders(self) -> list[str]:
@@ -509,7 +512,7 @@ class ObstoreBucket:
         return modified.timestamp()
 
     def move(self, key: str, to: str) -> None:
-        # One after the other, since after a deletion whose answer was lost there is nothing to be copied.
+        # Two separate retries: if the response to a deletion is lost, there is nothing left to copy.
         self._ask(lambda: obstore.copy(self.store, key, to))
         self.delete([key])
 

@@ -1,19 +1,19 @@
 """Pending directories of local saves, and the orphans that dead saves leave.
 
-While a save lives, the parent of the checkpoint holds::
+While a save runs, the parent of the checkpoint holds::
 
     .<name>.<token>.saving/
-        owner.json      says which process saves, which holds a lock (flock) on it until it ends
-        data/           what becomes the checkpoint by one rename
-        old/            what was there before, on file systems that cannot exchange two names
-        name            the name of the checkpoint, if it is too long to be a part of another one
+        owner.json      the owner file: names the saving process, which holds a lock (flock) on it
+        data/           becomes the checkpoint by one rename
+        old/            the old checkpoint, on file systems that cannot exchange two names
+        name            the name of the checkpoint, if it is too long to be part of another name
 
-`owner.json` is the first to come and the last to go. So whatever instant a process is killed at, the
-kernel releases the lock, and the next save in the same parent finds the orphan and removes it. What is
-to be deleted is renamed to ``.<name>.<token>.removed``, which anybody may finish.
+`owner.json` is created first and deleted last. Whenever a process is killed, the kernel releases the lock,
+and the next save in the same parent finds the orphan and removes it. A directory that is to be deleted is
+renamed to ``.<name>.<token>.removed`` first; any process may finish that.
 
-Others may be able to write to the same parent (``/dev/shm``). So a directory of another user's is left
-alone, everything is done by descriptors, and no link is followed.
+Other users may be able to write to the same parent (``/dev/shm``). So directories of other users are left
+alone, all operations use descriptors, and no link is followed.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from fastload.storage.process import Owner, warn_once
 _log = logging.getLogger(__name__)
 
 NOT_FREE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-"""How a rename of a directory fails where something stands in its place."""
+"""Errors of a rename onto a directory that is not empty."""
 OWNER = "owner.json"
-"""The file in a pending directory that says whose it is."""
+"""The owner file in a pending directory."""
 DATA = "data"
-"""The directory in it that becomes the checkpoint."""
+"""The directory in a pending directory that becomes the checkpoint."""
 OLD = "old"
-"""The directory in it with the checkpoint that was there before, where two names cannot be exchanged."""
+"""The old checkpoint in a pending directory, where two names cannot be exchanged."""
 
 _NAME = "name"
 _SAVING, _REMOVED = "saving", "removed"
@@ -62,10 +62,10 @@ class Pending:
     """A pending directory that this process holds.
 
     Attributes:
-        path: Where it is.
-        parent: Descriptor of the directory that it is in, which is the caller's.
+        path: Its path.
+        parent: Descriptor of the parent directory, owned by the caller.
         folder: Descriptor of the directory itself.
-        owner: Descriptor that holds the lock on its owner file.
+        owner: Descriptor of the owner file; holds the lock.
     """
 
     path: str
@@ -79,7 +79,7 @@ class Pending:
         return os.path.basename(self.path)
 
     def move_in(self) -> bool:
-        """Signs its owner file; returns whether that is still there, and the directory not being removed."""
+        """Writes its owner file; returns False if another process is removing the directory."""
         os.pwrite(self.owner, Owner.here().to_bytes().ljust(os.fstat(self.owner).st_size), 0)
         if not os.fstat(self.owner).st_nlink:
             return False
@@ -88,11 +88,11 @@ class Pending:
         return True
 
     def open_data(self) -> int:
-        """Opens the directory in it that becomes the checkpoint; the descriptor is the caller's."""
+        """Opens the data directory; the caller closes the descriptor."""
         return open_folder(DATA, self.folder)
 
     def restore(self) -> None:
-        """Puts back what was moved aside for a new checkpoint that never came."""
+        """Puts the old checkpoint back, if it was moved aside and no new one took its place."""
         long_name = os.path.basename(os.fsdecode(folders.read_small(_NAME, self.folder)))
         name = long_name or saved_name(self.name) or ""
         try:
@@ -102,35 +102,35 @@ class Pending:
             pass  # nothing was moved
         except OSError as error:
             if error.errno not in NOT_FREE:
-                raise  # a new one that is in place is fine; anything else must not cost the old one
+                raise  # a new checkpoint in place is fine; anything else must not cost the old one
 
     def discard(self) -> None:
-        """Removes it; what cannot be removed now stays for the next one that cleans."""
+        """Deletes the directory; the owner file goes last, so what cannot be deleted is an orphan."""
         folders.empty(self.folder, last=OWNER)
         with _beside_others():
             os.rmdir(self.name, dir_fd=self.parent)
 
     def close(self) -> None:
-        """Lets go of it."""
+        """Closes its descriptors, which releases the lock."""
         os.close(self.folder)
         os.close(self.owner)
 
 
 def begin(path: str, parent: int) -> Pending:
-    """Makes a pending directory for a checkpoint.
+    """Creates a pending directory for a checkpoint.
 
     Args:
-        path: Where the checkpoint will be.
-        parent: Descriptor of the directory that it will be in.
+        path: Path of the checkpoint.
+        parent: Descriptor of its parent directory.
     """
     return insist(lambda: make(hidden_path(path, new_token(), parent), path, parent), path)
 
 
 def insist(attempt: Callable[[], Pending | None], path: str) -> Pending:
-    """Makes attempts at a pending directory, with pauses in which others get on.
+    """Tries to get a pending directory several times, with pauses.
 
     Raises:
-        OSError: ``EBUSY`` if none of them got one.
+        OSError: ``EBUSY`` if every attempt failed.
     """
     for number in range(_NUM_TRIES):
         if (pending := attempt()) is not None:
@@ -140,7 +140,7 @@ def insist(attempt: Callable[[], Pending | None], path: str) -> Pending:
 
 
 def hidden_path(path: str, token: str, parent: int, kind: str = _SAVING) -> str:
-    """Returns the path of a directory beside a checkpoint, which tells its name if there is room."""
+    """Returns the path of a hidden directory next to a checkpoint; it has the name, if that fits."""
     folder, name = os.path.split(path)
     end, whole = f".{token}.{kind}", os.fsencode(name)
     room = os.fpathconf(parent, "PC_NAME_MAX") - 1 - len(end)
@@ -151,19 +151,21 @@ def hidden_path(path: str, token: str, parent: int, kind: str = _SAVING) -> str:
 
 
 def make(place: str, path: str, parent: int) -> Pending | None:
-    """Makes a pending directory, which no other user can enter; returns None if others took it.
+    """Creates a pending directory with mode 0700; returns None if another process cleaned it away meanwhile.
 
     Args:
-        place: Its path.
-        path: Where the checkpoint will be.
-        parent: Descriptor of the directory that both are in.
+        place: Path of the pending directory.
+        path: Path of the checkpoint.
+        parent: Descriptor of the parent of both.
 
     Raises:
-        FileExistsError: There is one.
+        FileExistsError: The pending directory exists.
     """
     name, saved = os.path.basename(place), os.path.basename(path)
     os.mkdir(name, 0o700, dir_fd=parent)
-    with ExitStack() as opened:  # else the lock would keep everybody from cleaning for as long as we live
+    with (
+        ExitStack() as opened
+    ):  # else the lock would keep all others from cleaning as long as this process runs
         try:
             opened.callback(os.close, folder := open_folder(name, parent))
             opened.callback(os.close, owner := open_file(OWNER, folder, os.O_RDWR | os.O_CREAT | os.O_EXCL))
@@ -174,7 +176,7 @@ def make(place: str, path: str, parent: int) -> Pending | None:
                 opened.pop_all()
                 return pending
         except (FileNotFoundError, FileExistsError):
-            pass  # one that cleans came between two steps: it takes what has no owner for dead
+            pass  # a cleaning process came between two steps: it removes directories without an owner
         except BaseException:
             with suppress(OSError):
                 folders.delete(name, parent, last=OWNER)
@@ -183,16 +185,13 @@ def make(place: str, path: str, parent: int) -> Pending | None:
 
 
 def open_data(path: str) -> int:
-    """Opens the directory that becomes the checkpoint in a pending one that another process holds."""
+    """Opens the data directory of a pending directory that another process holds."""
     with opened_folder(path) as folder:
         return open_folder(DATA, folder)
 
 
 def remove(path: str, parent: int) -> None:
-    """Deletes a directory, out of sight from the first step on; that needs no room, which may be why.
-
-    What this process cannot finish, any other one may.
-    """
+    """Deletes a directory. A rename hides it first, so any process can finish the deletion."""
     name = os.path.basename(hidden_path(path, new_token(), parent, _REMOVED))
     os.rename(os.path.basename(path), name, src_dir_fd=parent, dst_dir_fd=parent)
     folders.sync(parent)
@@ -200,14 +199,14 @@ def remove(path: str, parent: int) -> None:
 
 
 def delete_with_others(name: str, parent: int) -> None:
-    """Deletes a directory that others may be deleting, too."""
+    """Deletes a directory that other processes may delete at the same time."""
     with _beside_others():
         folders.delete(name, parent)
 
 
 @contextmanager
 def _beside_others() -> Iterator[None]:
-    """Passes over how a deletion fails where somebody else deletes the same, or goes on with it."""
+    """Ignores errors of a deletion that come from other processes at the same directory."""
     try:
         yield
     except FileNotFoundError:
@@ -218,9 +217,9 @@ def _beside_others() -> Iterator[None]:
 
 
 def clean_abandoned(path: str) -> list[str]:
-    """Removes the pending directories of dead saves, and what was to be removed; returns their paths.
+    """Removes the orphans in a directory, and unfinished deletions; returns their paths.
 
-    What such a save had moved aside but not replaced is put back first.
+    An old checkpoint that a dead save had moved aside is put back first.
 
     Args:
         path: The directory that they are in.
@@ -265,20 +264,20 @@ def _clean(place: str, parent: int, network: bool) -> bool:
 
 
 def resume(path: str, parent: int, token: str) -> Pending:
-    """Makes a pending directory with a token of the caller's, or takes over that of a dead process.
+    """Creates a pending directory with a given token, or takes over that of a dead process.
 
-    Anybody can guess its name. Where another user was faster, another name is used, which nobody can.
+    The name can be guessed: if another user has it, the directory gets a random name.
 
     Args:
-        path: Where the checkpoint will be.
-        parent: Descriptor of the directory that it will be in.
+        path: Path of the checkpoint.
+        parent: Descriptor of its parent directory.
         token: 16 hex digits.
 
     Returns:
-        As `begin`. What is in its `data` is what the predecessor left.
+        The directory, with the data that the dead process left.
 
     Raises:
-        OSError: ``EBUSY`` if a living process has it.
+        OSError: ``EBUSY`` if a running process holds it.
     """
     place = hidden_path(path, token, parent)
     network = _is_on_network(os.path.dirname(path))
@@ -323,10 +322,10 @@ def _leave_alone(place: str, why: str) -> None:
 
 
 def _open_own(name: str, parent: int, network: bool) -> int:
-    """Opens a directory of this user's.
+    """Opens a directory of this user.
 
     Raises:
-        PermissionError: It is another user's.
+        PermissionError: It belongs to another user.
     """
     folder = open_folder(name, parent)
     uid = os.fstat(folder).st_uid
@@ -338,21 +337,21 @@ def _open_own(name: str, parent: int, network: bool) -> int:
 
 
 def _take_over(place: str, parent: int, network: bool) -> Pending | None:
-    """Locks the owner file of a save that is dead; returns its directory, or None if it may live.
+    """Takes over the pending directory of a dead save; returns None if the save may still run.
 
-    On one machine the lock is proof: the kernel holds it until the last descriptor of its owner closes.
-    Across hosts it may not be: some network file systems carry locks to other hosts and some only seem
-    to. So a save of another host is dead only once its lock is free and nothing has been written for
-    `_SILENT_S`, which no step of a living one takes.
+    On one machine a free lock is proof: the kernel holds it until the last descriptor of its owner closes.
+    Across hosts it is not, since some network file systems do not carry locks to other hosts. So a save of
+    another host counts as dead once its lock is free and nothing has been written for `_SILENT_S`, longer
+    than any step of a running save takes.
 
     Raises:
-        FileNotFoundError: It is gone.
-        OSError: It is not what fastload makes, or another user's.
+        FileNotFoundError: The directory is gone.
+        OSError: It was not created by fastload, or belongs to another user.
     """
     with ExitStack() as opened:
         opened.callback(os.close, folder := _open_own(os.path.basename(place), parent, network))
         silent = time.time() - folders.last_change(folder) > _SILENT_S
-        # Made if it is missing: nobody dares to use the directory then, see `make`.
+        # Created if it is missing: then its owner gives the directory up, see `make`.
         opened.callback(os.close, owner := open_file(OWNER, folder, os.O_RDWR | os.O_CREAT))
         locked = folders.lock(owner)
         gone = not os.fstat(owner).st_nlink  # whoever held the lock has just removed it all

@@ -1,4 +1,4 @@
-"""This process: who it is for others, and what of storage it has once, however much it opens."""
+"""The identity of this process, and the process-wide state of storage."""
 
 from __future__ import annotations
 
@@ -14,39 +14,40 @@ from fastload.base.threads import ProcessLock
 from fastload.storage.descriptors import DescriptorPool
 
 read_descriptors = DescriptorPool(ProcessLock())
-"""Of all files that are read: how many a process may have open is one number for all of them."""
+"""Descriptors of all files that are read: the limit is one for the whole process."""
 
 living_saves: set[str] = set()
-"""Tokens of this process's own saves to object stores, until they end. One whose owner is this process and
-that is not here has ended, and what it could not remove is for anybody to remove."""
+"""Tokens of this process's running saves to object stores. A save of this process that is missing here has
+ended, and its objects are orphans."""
+
 making_client = ProcessLock()
-"""Held while a client is made of the session, which makes one at a time."""
+"""Held while the boto3 session creates a client, which is not thread-safe."""
 
 
 @cache
 def boto3_session() -> Any:
-    """Returns the one session: it reads a description of S3 that takes most of a second."""
+    """Returns the one session. Its description of S3 takes most of a second to read."""
     import boto3
 
     return boto3.session.Session()
 
 
-@lru_cache(256)  # texts, the latest of which are not said again
+@lru_cache(256)  # messages
 def warn_once(log: Logger, message: str, *args: object) -> None:
-    """Says something that each further save would find, and say, again."""
+    """Logs a warning once, where every further save would repeat it."""
     log.warning(message, *args)
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process, as what it left behind names it.
+    """A process, as owner files name it.
 
     Attributes:
         host: Host name, for messages only: containers share names, and one name may be many machines.
-        kernel: Boot id of the running kernel: the same text means the same machine since the same boot.
+        kernel: Boot id of the running kernel: identifies a machine since its last boot.
         pids: Pid namespace; a pid means something only within it.
         pid: Process id.
-        started: When the process started, in clock ticks since boot: pids are used again.
+        started: Start time of the process in clock ticks since boot, since pids are reused.
     """
 
     host: str
@@ -64,7 +65,7 @@ class Owner:
 
     @classmethod
     def parse(cls, text: bytes) -> Owner | None:
-        """Reads what `to_bytes` wrote, or returns None for what is no such text: it comes from storage."""
+        """Parses the text of `to_bytes`; None if it is anything else, since it comes from storage."""
         try:
             fields = json.loads(text)
             owner = cls(**fields)
@@ -78,13 +79,13 @@ class Owner:
 
     @property
     def is_of_this_kernel(self) -> bool:
-        """Whether it runs, or ran, on this machine since it booted."""
+        """Whether the process belongs to this machine and boot."""
         here = Owner.here()
         return bool(self.kernel) and self.kernel == here.kernel
 
     @property
     def is_gone(self) -> bool | None:
-        """Whether the process has ended; None if that cannot be known from here."""
+        """Whether the process has ended; None if it is unknown on this host."""
         here = Owner.here()
         if not self.kernel or (self.kernel, self.pids) != (here.kernel, here.pids):
             return None
@@ -95,7 +96,7 @@ class Owner:
 
 
 def _started(pid: int) -> str:
-    """Looks up when a process started; empty if there is none, or only its corpse."""
+    """Returns the start time of a process; empty if there is none, or it is a zombie."""
     # The command's name stands in parentheses and may hold anything; the state follows it.
     fields = _line(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""

@@ -1,4 +1,4 @@
-"""Another try for what may pass: transient errors of any storage."""
+"""Retries after transient errors, for loads and saves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_BACKOFF_S = 8.0
 
 
 def _backoff_s(attempt: int) -> float:
-    """Returns how long to wait after an attempt, the first being 1.
+    """Returns the pause after an attempt, counted from 1.
 
     Jitter, since ranks that failed together must not come back together; over the upper half only, so
     that four attempts more outlast an outage of 5 s.
@@ -36,14 +36,14 @@ def patiently(
     timeout_s: float,
     wait: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Makes a request, and makes it again after errors that may pass.
+    """Makes a request, and repeats it after transient errors.
 
     Args:
-        ask: Makes it.
-        is_transient: Whether another try could succeed after an error.
+        ask: Makes the request.
+        is_transient: Whether another attempt could succeed after an error.
         retries: Further attempts.
-        timeout_s: Longest time in seconds, all attempts and pauses included; an attempt has to end by itself.
-        wait: Waits for so many seconds before another attempt, or raises to make none.
+        timeout_s: Longest time in seconds for attempts and pauses. An attempt must have its own limit.
+        wait: Waits a number of seconds before another attempt, or raises to stop.
     """
     deadline, attempt = time.monotonic() + timeout_s, 0
     while True:
@@ -60,11 +60,11 @@ def patiently(
 
 
 class PatientStorage:
-    """A storage that tries again after transient errors, with jitter, until a deadline.
+    """A storage that retries after transient errors, with jitter, until a deadline.
 
     Args:
         storage: The storage.
-        retries: Further attempts at one request.
+        retries: Further attempts for one request.
         timeout_s: Longest time in seconds for one request, all attempts and pauses included.
     """
 
@@ -104,7 +104,7 @@ class PatientStorage:
 
     @property
     def num_retries(self) -> int:
-        """Attempts beyond the first so far."""
+        """Retries so far."""
         return self._num_retries
 
     def stat(self, name: str) -> FileStat | None:
@@ -116,9 +116,9 @@ class PatientStorage:
         return found
 
     def agrees_with(self, fresh: Storage) -> bool:
-        """Whether another storage at the same place, opened just now, sees what this one has told so far.
+        """Whether another storage, opened just now, returns the same listing and metadata as this one did.
 
-        What has no version may have been replaced without a trace: it does not agree.
+        Files without a version never agree: they may have been replaced.
         """
         if fresh.list() != self._listing:
             return False
@@ -144,12 +144,12 @@ class PatientStorage:
         return self._patiently(lambda: self._storage.read_all(name, about))
 
     def map(self, name: str) -> Mapped | None:
-        """Maps a file; None if this is no storage of files, or reading is the better way."""
+        """Maps a file; None if it is not local, or reads are faster."""
         storage = self._storage
         return self._patiently(lambda: storage.map(name)) if isinstance(storage, LocalStorage) else None
 
     def stop(self) -> None:
-        """Lets what has not begun, and what waits for another try, end at once with `Interrupted`."""
+        """Ends pauses and refuses new requests, with `Interrupted`."""
         self._stopped.set()
 
     def close(self) -> None:

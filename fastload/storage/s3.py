@@ -1,4 +1,4 @@
-"""S3 through boto3, for what obstore cannot ask: multipart uploads from several ranks."""
+"""S3 through boto3, for requests that obstore lacks: multipart uploads from several ranks."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _MAX_PARTS = 10_000
 
 
 class S3Bucket(ObstoreBucket):
-    """Access through obstore, and through boto3 where that is needed.
+    """A `Bucket` on S3: an `ObstoreBucket` with a boto3 client.
 
     Args:
-        root: Where keys begin.
-        options: As for `ObstoreBucket`, and so are the other ones.
-        url: What is opened, for messages.
+        root: Location of the root.
+        options: As for `ObstoreBucket`, like the further arguments.
+        url: URL of the checkpoint, for messages.
 
     Attributes:
-        url: What is opened.
-        client: boto3's.
+        url: URL of the checkpoint.
+        client: The boto3 client.
         bucket: Name of the bucket.
     """
 
@@ -62,45 +62,45 @@ class S3Bucket(ObstoreBucket):
         self.bucket, _, self._prefix = root.address.removeprefix(f"{root.scheme}://").partition("/")
 
     def key(self, key: str) -> str:
-        """Returns a key as the bucket knows it."""
+        """Returns the full key of a key relative to the root."""
         return f"{self._prefix}/{key}" if self._prefix else key
 
     def named(self, key: str) -> dict[str, str]:
-        """Returns the arguments that name an object to the client."""
+        """Returns the arguments of the client that name an object."""
         return {"Bucket": self.bucket, "Key": self.key(key)}
 
     def ask_s3(self, call: Callable[[], T]) -> T:
-        """Makes a request through boto3, and makes it again as loads do: boto3's pauses may all be short.
+        """Makes a request through boto3, with retries as of loads: those of boto3 may have short pauses.
 
         Raises:
-            DeadlineExceeded: It did not end in time.
+            DeadlineExceeded: The request did not end in time.
         """
         ask = partial(patiently, call, _is_transient, **self.patience)
         return within(self.patience["timeout_s"], f"a request to {self.url}", ask)
 
     def delete_folder(self, folder: str) -> None:
         super().delete_folder(folder)
-        # The object that some stores keep for a folder, with files or without.
+        # Some stores keep an object for the folder itself.
         self.ask_s3(partial(self.client.delete_object, **self.named(f"{folder}/")))
 
 
 def make_client(url: str, store: Any, *, attempt_s: float) -> Any:
-    """Makes boto3's client for an S3 store of obstore's, so that a URL that loads also saves.
+    """Creates a boto3 client with the settings of an obstore store, so that a URL that loads also saves.
 
     Args:
-        url: What is opened, for messages.
-        store: The store, which knows the options under their canonical names.
-        attempt_s: Longest time in seconds without an answer to one request.
+        url: URL of the checkpoint, for messages.
+        store: The obstore store.
+        attempt_s: Longest time in seconds without a response.
 
     Raises:
-        OptionError: boto3 is not installed, or does not take an option.
+        OptionError: boto3 is not installed, or does not accept an option.
     """
     try:
         import boto3  # noqa: F401
         import botocore.config
     except ImportError as error:
         raise OptionError("saving to S3 needs boto3: pip install 'fastload-torch[remote]'") from error
-    # What obstore reads from the environment and boto3 does not, or by other names.
+    # Settings that boto3 does not read from the environment, or under other names.
     known = s3_settings(store)
     is_on = {"1", "true", "yes", "on", "y"}
     virtual = str(known.get("virtual_hosted_style_request", "")).lower() in is_on
@@ -108,11 +108,11 @@ def make_client(url: str, store: Any, *, attempt_s: float) -> Any:
     config = botocore.config.Config(
         signature_version=botocore.UNSIGNED if unsigned else None,
         s3={"addressing_style": "virtual" if virtual else "path"},
-        connect_timeout=attempt_s,  # which urllib3 goes by while it sends a part, too
+        connect_timeout=attempt_s,  # also the limit of urllib3 while it sends a part
         read_timeout=attempt_s,
         retries={"total_max_attempts": 1},
         max_pool_connections=_MAX_CONNECTIONS,
-        # Without: not every store that speaks S3 knows them, and a signature covers the body as well.
+        # Not all S3-compatible stores support checksums, and the signature covers the body.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
@@ -127,12 +127,12 @@ def make_client(url: str, store: Any, *, attempt_s: float) -> Any:
                 aws_secret_access_key=known.get("secret_access_key"),
                 aws_session_token=known.get("token") or known.get("session_token"),
             )
-    except ValueError as error:  # some of botocore's are
+    except ValueError as error:  # the base of some errors of botocore
         raise OptionError(f"cannot open {url}: {error}") from error
 
 
 def _is_transient(error: Exception) -> bool:
-    """Whether another try could succeed after an error of boto3's."""
+    """Whether another attempt could succeed after an error of boto3."""
     from botocore.exceptions import ClientError, ConnectionError, HTTPClientError
 
     if isinstance(error, ClientError):
@@ -142,20 +142,20 @@ def _is_transient(error: Exception) -> bool:
 
 
 def error_code(error: BaseException) -> str:
-    """Returns what S3 calls an error; empty for one that did not come from there."""
+    """Returns the S3 error code; empty for an error that is not from S3."""
     response = getattr(error, "response", {})
     return str(response.get("Error", {}).get("Code", ""))
 
 
 class Multipart:
-    """Multipart uploads to S3 and what speaks its protocol.
+    """Multipart uploads: each file is one upload, with parts from all ranks.
 
-    Nothing is seen of one until it is completed, which publishing does. The coordinator begins them, their
-    ids travel in the ticket, and the receipts bring the parts back.
+    An object exists once its upload is completed, which is how it is published. The coordinator begins the
+    uploads and sends their ids in the ticket; the receipts return the parts.
 
     Args:
-        bucket: The store.
-        names: What files of a checkpoint are called.
+        bucket: The bucket.
+        names: Names of files of a checkpoint.
     """
 
     ordered = False
@@ -188,7 +188,7 @@ class Multipart:
         try:
             each((name for name, nbytes in sizes.items() if nbytes), begin, num_threads=NUM_REQUESTS)
         except BaseException:
-            with suppress(Exception):  # which tells less than what ended the others
+            with suppress(Exception):  # the first error says more
                 self.give_up(keys.name, uploads)  # no owner names them yet
             raise
         self.join(keys, sizes, uploads)
@@ -208,19 +208,19 @@ class Multipart:
             self._parts.setdefault(name, []).append((number + 1, tag))
 
     def _put_part(self, name: str, number: int, data: memoryview) -> str:
-        """Uploads a part; returns its tag."""
+        """Uploads a part; returns its ETag."""
         which = {**self._upload(name), "PartNumber": number}
-        # A body for each attempt, from its first byte.
+        # Each attempt needs a new body.
         answer = self._bucket.ask_s3(lambda: self._client.upload_part(**which, Body=_Body(data)))
         tag: str = answer["ETag"]
         return tag
 
     def _upload(self, name: str) -> dict[str, str]:
-        """Returns the arguments that name the upload of a file to the client."""
+        """Returns the arguments of the client that name an upload."""
         return {**self._bucket.named(self._keys.published(name)), "UploadId": self._uploads[name]}
 
     def end(self, name: str) -> None:
-        pass  # a part is there once it is answered
+        pass  # parts are durable once they are acknowledged
 
     def receipt(self) -> dict[str, Any]:
         return {"parts": {name: sorted(parts) for name, parts in self._parts.items()}}
@@ -232,7 +232,7 @@ class Multipart:
         tags = {number: tag for receipt in receipts for number, tag in receipt["parts"].get(name, ())}
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in sorted(tags.items())]
         which = {**self._upload(name), "MultipartUpload": {"Parts": parts}}
-        # Gone: the answer to the attempt that completed it was lost, or it will be missed in a moment.
+        # Gone: an earlier attempt completed it, or the check of sizes that follows fails.
         self._unless_gone(partial(self._client.complete_multipart_upload, **which))
 
     def give_up(self, name: str, uploads: Mapping[str, str]) -> None:
@@ -242,12 +242,12 @@ class Multipart:
         each(uploads, end, num_threads=NUM_REQUESTS)
 
     def _end(self, key: str, upload: str) -> None:
-        """Ends an upload; once it is completed it is gone, too."""
+        """Aborts an upload, unless it is completed or aborted already."""
         which = {"Bucket": self._bucket.bucket, "Key": key, "UploadId": upload}
         self._unless_gone(partial(self._client.abort_multipart_upload, **which))
 
     def _unless_gone(self, call: Callable[[], Any]) -> None:
-        """Makes a request about an upload, which may be gone."""
+        """Makes a request about an upload that may be gone."""
         try:
             self._bucket.ask_s3(call)
         except Exception as error:
@@ -255,12 +255,12 @@ class Multipart:
                 raise
 
     def _may_be_of_a_save(self, key: str) -> bool:
-        """Whether a key below the parent, where others write, too, is that of a file of a checkpoint."""
+        """Whether a key is like that of a checkpoint's file; other programs write below the parent, too."""
         folder, slash, name = key.partition("/")
         return bool(folder and slash) and "/" not in name and name.endswith(self._file_endings)
 
     def give_up_old(self, age_s: float) -> list[str]:
-        """Ends uploads that were begun by saves that died before they could say so."""
+        """Aborts uploads of saves that died before they wrote their owner file."""
         bucket, old = self._bucket, list[str]()
         parent = bucket.key("")
         pages = self._client.get_paginator("list_multipart_uploads")
@@ -272,7 +272,7 @@ class Multipart:
                         self._end(upload["Key"], upload["UploadId"])
                         old.append(f"s3://{bucket.bucket}/{upload['Key']}")
         except self._client.exceptions.ClientError as error:
-            if error_code(error) not in _GONE:  # which some stores say where there are none at all
+            if error_code(error) not in _GONE:  # the response of some stores without any uploads
                 _log.warning("%s: cannot look for uploads of dead saves: %s", bucket.url, error)
         return old
 
@@ -281,7 +281,7 @@ class Multipart:
 
 
 class _Body(io.RawIOBase):
-    """A part as boto3 takes it: something to read from, since it takes no memoryview, without a copy."""
+    """The body of a part as a file: boto3 takes no memoryview, and copies bytes."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data

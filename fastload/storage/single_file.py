@@ -1,4 +1,4 @@
-"""Single local files: one that several ranks write and then publish, and small ones such as traces."""
+"""Single local files, written by several ranks and then published, and small files such as traces."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fastload.storage.folders import os_errors, write_all
 
 
 def make_pending(path: str, *, overwrite: bool) -> str:
-    """Makes the file that is to be at `path`, under another name; returns that.
+    """Creates the file under a temporary name, which it returns.
 
     Raises:
-        CheckpointExists: There is something at `path`, and it is not to be replaced, or is no file.
-        StorageError: It cannot be made.
+        CheckpointExists: The path exists, and `overwrite` is off or it is no file.
+        StorageError: The file cannot be created.
     """
     _require_free(path, overwrite=overwrite)
     pending = f"{path}.fastload-{secrets.token_hex(4)}"
@@ -28,10 +28,10 @@ def make_pending(path: str, *, overwrite: bool) -> str:
 
 @contextmanager
 def opened(pending: str) -> Iterator[int]:
-    """Gives a descriptor to write with; what was written is durable after that.
+    """Yields a descriptor for writes, which are durable after the block.
 
     Raises:
-        StorageError: It cannot be.
+        StorageError: Storage failed.
     """
     with os_errors(pending):
         descriptor = os.open(pending, os.O_WRONLY)
@@ -43,11 +43,11 @@ def opened(pending: str) -> Iterator[int]:
 
 
 def publish(pending: str, path: str, *, overwrite: bool) -> None:
-    """Gives the file its name, in one step.
+    """Renames the file to its path, atomically.
 
     Raises:
-        CheckpointExists: There is something by now.
-        StorageError: It cannot be.
+        CheckpointExists: The path exists by now.
+        StorageError: Storage failed.
     """
     with os_errors(path):
         if overwrite:
@@ -67,11 +67,11 @@ def publish(pending: str, path: str, *, overwrite: bool) -> None:
 
 
 def replace(path: str, content: bytes) -> None:
-    """Writes all of a small file, which may be there, in one step.
+    """Writes or replaces a small file, atomically.
 
     Raises:
-        CheckpointExists: There is something else at `path`.
-        StorageError: It cannot be written.
+        CheckpointExists: The path is no file.
+        StorageError: The file cannot be written.
     """
     pending = make_pending(path, overwrite=True)
     try:
@@ -83,7 +83,7 @@ def replace(path: str, content: bytes) -> None:
 
 
 def remove(pending: str) -> None:
-    """Removes what will not be published."""
+    """Deletes a file that will not be published."""
     with suppress(OSError):
         os.remove(pending)
 
@@ -94,26 +94,26 @@ def _require_free(path: str, *, overwrite: bool) -> None:
 
 
 def require_writable(path: str) -> None:
-    """Finds out whether a file of a user's own could be written, and leaves everything as it is.
+    """Checks that a file can be written, without a trace.
 
     Raises:
-        StorageError: It could not.
+        StorageError: The file cannot be written.
     """
     try:
         try:
             os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
         except FileNotFoundError:
-            # Under no name: another process may make a file of this one meanwhile.
+            # Without a name, since another process may create the file meanwhile.
             tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))).close()
     except OSError as error:
         raise StorageError(f"it cannot be written: {error.strerror}", url=path) from error
 
 
 def write_text(path: str, pieces: Iterable[str]) -> None:
-    """Writes a small file of a user's own: text, piece by piece.
+    """Writes a text file, piece by piece.
 
     Raises:
-        StorageError: It cannot be written.
+        StorageError: The file cannot be written.
     """
     try:
         with open(path, "w", encoding="utf-8") as file:
