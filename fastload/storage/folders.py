@@ -19,9 +19,10 @@ from fastload.errors import FastloadError, StorageError
 
 UNABLE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of `exchange` where the kernel or the file system does not support it."""
+NOT_LINKED = (errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK, *UNABLE)
+"""Errors of a hard link where the file system does not support it."""
 
 _RENAME_EXCHANGE = 2
-_NOT_LINKED = (errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK, *UNABLE)
 _TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO)
 _MAX_SMALL_BYTES = 1 << 20
 _MIN_RESERVE_BYTES = 1 << 20
@@ -315,7 +316,7 @@ def carry(names: Iterable[str], source: int, target: int) -> bool:
         try:
             os.link(name, to, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
         except OSError as error:
-            if error.errno not in _NOT_LINKED:
+            if error.errno not in NOT_LINKED:
                 raise
             to = f".{os.urandom(8).hex()}"
             _copy(name, to, source, target)

@@ -21,6 +21,7 @@ from fastload.storage.process import read_descriptors
 
 _MAX_BUFFERS = 1024  # IOV_MAX on Linux
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_UNMAPPABLE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _MIN_DIRECT_BYTES = 1 << 20
 _DIRECT_BLOCK_BYTES = 4 << 20
 _WARM_STEP_BYTES = 1 << 20
@@ -93,7 +94,7 @@ class LocalStorage:
         return self._direct_count.total
 
     def stat(self, name: str) -> FileStat | None:
-        with os_errors(self._path(name)), _unless_absent():
+        with os_errors(self._path(name)), _unless(*_ABSENT):
             path, folder = self._place(name)
             mode = os.stat(path, dir_fd=folder).st_mode
             if stat_flags.S_ISDIR(mode):
@@ -104,13 +105,13 @@ class LocalStorage:
         return None
 
     def list(self) -> list[str] | None:
-        with os_errors(self.url), _unless_absent(), os.scandir(self.url) as entries:
+        with os_errors(self.url), _unless(*_ABSENT), os.scandir(self.url) as entries:
             return sorted(entry.name for entry in entries if _may_be_file(entry))
         return None
 
     def folders(self, prefix: str = "") -> Mapping[str, Folder]:
         entries: Sequence[os.DirEntry[str]] = ()
-        with os_errors(self.url), _unless_absent(), os.scandir(self.url) as found_here:
+        with os_errors(self.url), _unless(*_ABSENT), os.scandir(self.url) as found_here:
             entries = [entry for entry in found_here if entry.name.startswith(prefix)]
         place = os.path.realpath(self.url)
         found = {
@@ -139,7 +140,7 @@ class LocalStorage:
         found = {}
         with os.scandir(path) as entries:
             for entry in entries:
-                with _unless_absent():  # deleted meanwhile, or a link that leads nowhere
+                with _unless(*_ABSENT):  # deleted meanwhile, or a link that leads nowhere
                     status = entry.stat()
                     if stat_flags.S_ISREG(status.st_mode):
                         found[entry.name] = self._about(status)
@@ -235,17 +236,18 @@ class LocalStorage:
         """Maps a cached file, copy-on-write.
 
         Returns:
-            The mapped file; None if reads are faster: it is empty or not cached, or on shared storage.
+            The mapped file; None if it is empty, not cached, on shared storage, or beyond the limits of the
+            process: each mapping takes a descriptor.
         """
         if self.shared or self.in_order or self._io == "direct":
             return None
-        with os_errors(self._path(name)):
+        with os_errors(self._path(name)), _unless(*_UNMAPPABLE):
             file = self._file(name)
             with file.cached.use() as cached:
                 nbytes = os.fstat(cached).st_size
-                if not nbytes or not (self._kind in IN_MEMORY_TYPES or _is_warm(cached, nbytes)):
-                    return None
-                return Mapped(file, mmap.mmap(cached, nbytes, access=mmap.ACCESS_COPY))
+                if nbytes and (self._kind in IN_MEMORY_TYPES or _is_warm(cached, nbytes)):
+                    return Mapped(file, mmap.mmap(cached, nbytes, access=mmap.ACCESS_COPY))
+        return None
 
     def close(self) -> None:
         with self._lock:
@@ -266,7 +268,7 @@ class LocalStorage:
         """Returns the path of a file, and the descriptor of the directory that it is relative to, if any."""
         with self._lock:
             if name and self._folder is None:
-                with _unless_absent():
+                with _unless(*_ABSENT):
                     self._folder = os.open(self.url, os.O_PATH | os.O_DIRECTORY)
             return (name, self._folder) if name and self._folder is not None else (self._path(name), None)
 
@@ -362,12 +364,12 @@ def _ends_at(size: int) -> str:
 
 
 @contextmanager
-def _unless_absent() -> Iterator[None]:
-    """Ignores errors about missing files."""
+def _unless(*numbers: int) -> Iterator[None]:
+    """Ignores errors of the operating system with these numbers."""
     try:
         yield
     except OSError as error:
-        if error.errno not in _ABSENT:
+        if error.errno not in numbers:
             raise
 
 

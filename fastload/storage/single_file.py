@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from fastload.errors import CheckpointExists, StorageError
-from fastload.storage.folders import os_errors, write_all
+from fastload.storage.folders import NOT_LINKED, os_errors, write_all
 
 
 def make_pending(path: str, *, overwrite: bool) -> str:
@@ -58,7 +58,13 @@ def publish(pending: str, path: str, *, overwrite: bool) -> None:
                 os.link(pending, path)  # which, unlike a rename, replaces nothing
             except FileExistsError:
                 raise CheckpointExists(f"{path} exists") from None
-            os.remove(pending)
+            except OSError as error:
+                if error.errno not in NOT_LINKED:
+                    raise
+                _require_free(path, overwrite=False)
+                os.rename(pending, path)
+            else:
+                os.remove(pending)
         folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
         try:
             os.fsync(folder)

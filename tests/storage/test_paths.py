@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import os
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import fastload
 from fastload.base.threads import ProcessLock
 from fastload.errors import (
+    CheckpointExists,
     CheckpointNotFound,
     FastloadError,
     OptionError,
@@ -25,6 +27,7 @@ from fastload.errors import (
     StorageError,
     WorldError,
 )
+from fastload.storage import single_file
 from fastload.storage.descriptors import Descriptor, DescriptorPool
 from fastload.storage.single_file import require_writable
 from tests.checkpoints import write_file
@@ -134,6 +137,25 @@ def test_asking_whether_a_file_could_be_written_leaves_nothing_behind(here: Path
             require_writable(str(here / name))
     assert sorted(os.listdir(here)) == before
     assert (here / "old").read_bytes() == b"old"
+
+
+def test_a_single_file_where_there_are_no_hard_links(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    path = here / "new.pt"
+    for content in (b"first", b"second"):
+        pending = single_file.make_pending(str(path), overwrite=content == b"second")
+        with single_file.opened(pending) as descriptor:
+            os.write(descriptor, content)
+        single_file.publish(pending, str(path), overwrite=content == b"second")
+        assert path.read_bytes() == content
+    late = f"{path}.pending"
+    Path(late).write_bytes(b"third")
+    with pytest.raises(CheckpointExists):
+        single_file.publish(late, str(path), overwrite=False)
+    assert path.read_bytes() == b"second"
 
 
 def test_what_another_process_makes_is_not_unlinked(here: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import socket
 import uuid
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -439,3 +440,25 @@ def test_a_mapped_file_whose_storage_is_closed_says_so(tmp_path: Path) -> None:
     storage.close()
     with pytest.raises(StorageError, match="a: Bad file descriptor"):
         mapped.check()
+
+
+def test_what_cannot_be_mapped_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"content")
+    taken: list[int] = []
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with closing(LocalStorage(str(tmp_path))) as storage:
+        assert storage.stat("a") is not None
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, before[1])
+        )
+        try:
+            with suppress(OSError):  # too many open files
+                while True:
+                    taken.append(os.dup(0))
+            mapped = storage.map("a")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for number in taken:
+                os.close(number)
+        assert mapped is None
+        assert storage.map("a") is not None
