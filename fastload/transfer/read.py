@@ -203,7 +203,8 @@ class ChunkReader:
         self._lock = threading.Lock()
         self._num_unanswered = 0
         self._under_way: dict[int, tuple[float, ByteRange]] = {}  # by thread, with its beginning
-        self._verify = partial(self._verify_with, verifier, on_damage) if verifier is not None else None
+        # No method of its own: that would keep the reader, and its descriptors, until garbage is collected.
+        self._verify = partial(_verify, verifier, on_damage) if verifier is not None else None
         self.watch = Stopwatch()
         self.verified = ByteCounter()
         self.rereads = ByteCounter()
@@ -258,7 +259,8 @@ class ChunkReader:
                 self._read_guarded(group)
                 if self._verify is not None:
                     for byte_range, taken in group:
-                        self._verify(byte_range, taken)
+                        self._verify(byte_range, taken, self._read_again)
+                        self.verified.add(byte_range.nbytes)
         finally:
             with self._lock:
                 self._num_unanswered -= 1
@@ -290,17 +292,6 @@ class ChunkReader:
     def _read_again(self, byte_range: ByteRange, buffers: Sequence[memoryview]) -> None:
         self.rereads.add(1)
         self._read_range(byte_range, buffers)
-
-    def _verify_with(
-        self,
-        verifier: Verifier,
-        on_damage: Callable[[Damage], object],
-        byte_range: ByteRange,
-        buffers: Sequence[memoryview],
-    ) -> None:
-        for damage in verifier.damage(byte_range, buffers, self._read_again):
-            on_damage(damage)
-        self.verified.add(byte_range.nbytes)
 
     @contextlib.contextmanager
     def _reading(self, byte_range: ByteRange) -> Iterator[None]:
@@ -343,3 +334,14 @@ def _joined(group: Sequence[Part]) -> Part:
         buffers += taken
         at = byte_range.end
     return first._replace(nbytes=at - first.offset), buffers
+
+
+def _verify(
+    verifier: Verifier,
+    on_damage: Callable[[Damage], object],
+    byte_range: ByteRange,
+    buffers: Sequence[memoryview],
+    read: Callable[[ByteRange, Sequence[memoryview]], None],
+) -> None:
+    for damage in verifier.damage(byte_range, buffers, read):
+        on_damage(damage)
