@@ -48,16 +48,21 @@ def load(
     Args:
         path: A ``.safetensors`` file, a file of ``torch.save``, or a directory with an index or several such
             files; a local path or a URL.
-        into: A module, or nested dicts, lists and tuples of tensors and modules, to load in place. Each rank
-            may have its own, and of each DTensor gets its shards. Tied tensors stay tied. Meta tensors are
-            replaced by real ones on `device`; buffers on the meta device that no checkpoint holds
-            (``persistent=False``) are an error. Modules are loaded as by their ``load_state_dict``, with
-            extra state and hooks (hooks before it are called twice, first without data). If the checkpoint
-            has the structure of its state, other objects with ``load_state_dict``, such as optimizers, get
-            their state, and plain values, NumPy arrays and containers of nothing else are replaced. An
-            optimizer of parameters on the meta device is an error: make it after the load. If the load fails
-            while data move, the contents of the tensors are undefined. A read that storage has not answered
-            by then, which the error and a warning report, may still write to them.
+        into: The state to restore, such as the dict that `save` was given: nested dicts, lists and tuples of
+            tensors, modules, optimizers, other objects with ``load_state_dict``, and plain values. Each rank
+            may have its own.
+
+            Tensors, and those of modules, are filled in place as bytes arrive; a DTensor gets its shards, and
+            tied tensors stay tied. Meta tensors are replaced by real ones on `device`; buffers on the meta
+            device that no checkpoint holds (``persistent=False``) are an error. If the load fails while data
+            move, the contents of the tensors are undefined. A read that storage has not answered by then,
+            which the error and a warning report, may still write to them.
+
+            Everything else is untouched until all ranks have all bytes, verified. Then modules get extra
+            state and hooks as by their ``load_state_dict`` (hooks before it have run once already, without
+            data), other objects get their state by it, and plain values, NumPy arrays and containers of
+            nothing else are replaced in their dict or list, as by ``dcp.load``. An optimizer of parameters on
+            the meta device is an error: make it after the load.
         device: Device of new tensors; the CPU if None.
         dtype: The dtype, or its name, that floating point tensors are cast to; None for no cast. Complex
             tensors, NumPy arrays and the states of objects with ``load_state_dict`` are not cast.
@@ -240,9 +245,10 @@ def save(
     unchanged; only if a rank dies in the last step, after publishing, the new checkpoint may exist.
 
     Args:
-        state: Nested dicts, lists, tuples and sets of tensors, NumPy arrays and plain values, such as state
-            dicts of models, optimizers and schedulers, random states and counters. Tied tensors are stored
-            once and come back tied. Values that differ between the ranks are in a `PerRank`.
+        state: Nested dicts, lists, tuples and sets of tensors, NumPy arrays, plain values, and objects with
+            ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers, scalers, samplers), which
+            are saved as their ``state_dict()``; ``load(path, into=state)`` restores them. Tied tensors are
+            stored once and come back tied. Values that differ between the ranks are in a `PerRank`.
         path: The directory to make; a local path or a URL.
         process_group: As for `load`.
         metadata: Text to attach, of rank 0; see `Checkpoint.metadata`.

@@ -73,7 +73,11 @@ class Text(Dataset[Tensor]):
 
 
 class Training:
-    """All that a training consists of; everything a checkpoint has to hold is in `parts`."""
+    """All that a training consists of.
+
+    Attributes:
+        state: Everything that a checkpoint holds: the same dict is saved and restored.
+    """
 
     def __init__(self, args: argparse.Namespace, rank: int, device: str) -> None:
         self.args, self.rank, self.device = args, rank, device
@@ -88,26 +92,18 @@ class Training:
             self.optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / 1000))
         )
         self.text = Text(rank, size=args.batch, length=args.length)
-        self.step = 0
-        self.loss = math.inf
-
-    def parts(self) -> dict[str, Any]:
-        """What a checkpoint holds: on every rank the same, or its shards of it."""
-        return {
+        self.state: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
-            "step": self.step,
-            "loss": self.loss,
+            "step": 0,
+            "loss": math.inf,
         }
 
-    def state(self) -> dict[str, Any]:
-        return {name: getattr(part, "state_dict", lambda p=part: p)() for name, part in self.parts().items()}
-
-    def restore(self, manager: fastload.CheckpointManager) -> None:
-        parts = self.parts()
-        manager.restore(into=parts)
-        self.step, self.loss = parts["step"], parts["loss"]
+    @property
+    def step(self) -> int:
+        """Steps done so far."""
+        return self.state["step"]
 
     def run(self, manager: fastload.CheckpointManager) -> None:
         """Trains until all steps are done or somebody asks to stop."""
@@ -122,12 +118,11 @@ class Training:
             loss.backward()
             self.optimizer.step()
             self.scheduler.step()
-            self.step += 1
-            self.loss = agreed(loss.detach())
+            self.state |= {"step": self.step + 1, "loss": agreed(loss.detach())}
             if self.rank == 0 and self.step % args.log_every == 0:
-                print(f"step {self.step}: loss {self.loss:.4f}", flush=True)
+                print(f"step {self.step}: loss {self.state['loss']:.4f}", flush=True)
             if self.step == args.steps or manager.should_save(self.step):
-                manager.save(self.step, self.state(), metrics={"loss": self.loss})
+                manager.save(self.step, self.state, metrics={"loss": self.state["loss"]})
             time.sleep(args.pause)
 
     def loader(self) -> DataLoader[Tensor]:
@@ -231,14 +226,14 @@ def main() -> None:
     with fastload.CheckpointManager(args.root, keep_last=args.keep_last, **every) as manager:
         training = Training(args, rank, device)
         if manager.latest() is not None:
-            training.restore(manager)
+            manager.restore(into=training.state)
         if rank == 0:
             source = f", from {manager.restored_from}" if manager.restored_from else ""
             print(f"begins at step {training.step} of {args.steps}{source}", flush=True)
         training.run(manager)
     # Here the last save is committed, on all ranks.
     if rank == 0:
-        print(f"ends at step {training.step} of {args.steps}: loss {training.loss:.4f}", flush=True)
+        print(f"ends at step {training.step} of {args.steps}: loss {training.state['loss']:.4f}", flush=True)
     if args.digest:
         print(f"rank {rank}: weights {state_digest(weights(training.model))}", flush=True)
     if dist.is_initialized():

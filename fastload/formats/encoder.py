@@ -26,6 +26,7 @@ from fastload.formats.values import (
     NotPlain,
     crowded,
     encode_value,
+    is_stateful,
     show_path,
     tensor_name,
 )
@@ -61,7 +62,8 @@ def encode_state(state: Any, rank: int = 0) -> StateEncoding:
 
     Args:
         state: Dicts (also OrderedDict, defaultdict, Counter), lists, tuples and sets of tensors,
-            Parameters, NumPy arrays and scalars, and plain values; any of it in a `PerRank`.
+            Parameters, NumPy arrays and scalars, plain values, and objects with ``state_dict`` and
+            ``load_state_dict``; any of it in a `PerRank`.
         rank: Whose own values those are.
 
     Raises:
@@ -107,6 +109,7 @@ class StateEncoder:
         self._others: dict[tuple[Any, ...], str] = {}  # the names of further views of the same address
         self._converted: dict[int, Tensor] = {}  # by id: what was made of an array or a lazy tensor
         self._num_of: dict[str, int] = {}  # how often a name was wanted
+        self._state_dicts: list[Any] = []  # alive as long as what is known by address or id
         self._rank = rank
 
     def value(self, value: Any, prefix: str, key: Any) -> Any:
@@ -125,6 +128,9 @@ class StateEncoder:
                 return self._per_rank(value, prefix, key)
             if isinstance(value, Tensor) and is_dtensor(value):
                 return self._tensor(value, tensor_name(prefix, key))
+            if is_stateful(value):
+                self._state_dicts.append(value.state_dict())
+                return self.value(self._state_dicts[-1], prefix, key)
             return self._refuse(_name(value), _why_not_kept(value))
 
     def _refuse(self, what: str, why: str) -> None:
@@ -307,7 +313,7 @@ class PerRankEncoder(StateEncoder):
 
     def value(self, value: Any, prefix: str, key: Any) -> Any:
         """As for any state, but a long value without tensors becomes a tensor: its text."""
-        if self._is_in_text or _holds_tensors(value):
+        if self._is_in_text or _may_hold_tensors(value):
             return super().value(value, prefix, key)
         self._is_in_text = True
         node = super().value(value, prefix, key)
@@ -360,11 +366,13 @@ def _is_array(value: Any) -> bool:
     return numpy is not None and type(value) is numpy.ndarray
 
 
-def _holds_tensors(value: Any) -> bool:
+def _may_hold_tensors(value: Any) -> bool:
+    if is_stateful(value):
+        return True
     if isinstance(value, Mapping):
-        return any(map(_holds_tensors, value.values())) or _holds_tensors(getattr(value, "_metadata", None))
+        return any(map(_may_hold_tensors, (*value.values(), getattr(value, "_metadata", None))))
     if isinstance(value, list | tuple):
-        return any(map(_holds_tensors, value))
+        return any(map(_may_hold_tensors, value))
     return isinstance(value, Tensor) or _is_array(value)
 
 
@@ -408,6 +416,6 @@ def _why_not_kept(value: Any) -> str:
         return "of the tensors only torch.Tensor and torch.nn.Parameter themselves are kept"
     if isinstance(value, (dict, list, tuple, set, frozenset, str, int, float)):
         return "of a subclass nothing but its plain form can be kept: convert it"
-    if callable(getattr(value, "state_dict", None)):
-        return "save its state_dict()"
+    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+        return "it has no load_state_dict(): save its state_dict()"
     return "only tensors, NumPy arrays, containers and plain values are kept, nothing is pickled"

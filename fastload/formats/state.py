@@ -79,7 +79,7 @@ class PerRank(Generic[T]):
 
     Stands anywhere in a state that is saved, except in another one::
 
-        state = {"model": model.state_dict(), "rng": fastload.PerRank(torch.get_rng_state())}
+        state = {"model": model, "sampler": fastload.PerRank(sampler)}
 
     `fastload.save` keeps the value of each rank of the group: at most 1 MiB on a rank in all, and 256 MiB of
     all ranks. A load by as many ranks gives each of them its own back: the value itself, or, where ``into=``
@@ -87,8 +87,8 @@ class PerRank(Generic[T]):
     place; with ``strict=False`` it leaves the place out.
 
     Attributes:
-        value: What this rank has: tensors, NumPy arrays, plain values, and containers of them. Tensors that
-            the rest of the state has, too, or another `PerRank`, are stored once more, and not tied to those.
+        value: What this rank has: whatever a state may hold. Tensors that the rest of the state has, too, or
+            another `PerRank`, are stored once more, and not tied to those.
     """
 
     value: T

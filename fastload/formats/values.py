@@ -112,6 +112,12 @@ def crowded(keys: Collection[Hashable]) -> str:
     return f"more than {_MAX_SAME_HASH} of its keys have the same hash"
 
 
+def is_stateful(value: Any) -> bool:
+    """Whether a value saves and restores itself, as torch's ``Stateful`` does; a class does not."""
+    methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
+    return not isinstance(value, type) and all(map(callable, methods))
+
+
 class Attribute(str):
     """A step of a path that is an attribute and not a key."""
 

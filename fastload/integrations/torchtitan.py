@@ -12,7 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torchtitan
 from torch import Tensor
-from torch.distributed.checkpoint.stateful import Stateful
 
 from fastload import OptionError, SaveHandle, SaveOptions, SaveReport, async_save, save, world
 from fastload.formats.encoder import encode_state
@@ -75,7 +74,7 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]
             _require_supported(config)
         super().__init__(config, **parts)
         if config.enable:  # what cannot be stored fails before the training
-            encode_state({name: _state(self.states[name]) for name in self.states.keys() - set(_PER_RANK)})
+            encode_state({name: self.states[name] for name in self.states.keys() - set(_PER_RANK)})
 
     @torch.no_grad()
     def dcp_save(
@@ -157,14 +156,10 @@ def _own_part(states: Mapping[str, Any]) -> dict[str, Any]:
     """
     is_first = world.rank_in(None) == 0
     return {
-        name: _state(value)
+        name: value
         for name, value in states.items()
         if is_first or isinstance(value, Tensor) or name in _PER_RANK
     }
-
-
-def _state(value: Any) -> Any:
-    return value.state_dict() if isinstance(value, Stateful) else value
 
 
 def _steps(folder: str) -> list[int]:

@@ -195,11 +195,11 @@ class Pairs:
 
 
 def pair(into: Any, manifest: Manifest, *, has_gaps: bool = False) -> Pairs:
-    """Pairs a module, or a container, with what was saved.
+    """Pairs a container, or an object with ``load_state_dict``, with what was saved.
 
     Args:
-        into: The module, or the container.
-        manifest: The checkpoint, with the structure for this rank.
+        into: The container, or the object.
+        manifest: The checkpoint, as this rank sees it.
         has_gaps: Whether its structure has gaps.
 
     Raises:
@@ -209,8 +209,10 @@ def pair(into: Any, manifest: Manifest, *, has_gaps: bool = False) -> Pairs:
     """
     if isinstance(into, PerRank):
         into = into.value
-    if not isinstance(into, nn.Module | Mapping | list | tuple):
-        raise OptionError(f"into= is a {type(into).__name__}: pass a module, or a dict of tensors")
+    if not (isinstance(into, Mapping | list | tuple) or hasattr(into, "load_state_dict")):
+        raise OptionError(
+            f"into= is a {type(into).__name__}: pass a module, or a dict of tensors, modules, optimizers, …"
+        )
     walk = _Walk(manifest, has_gaps)
     if walk.is_named:
         walk.pairs.unexpected = [SavedTensor(entry.name, entry.name) for entry in manifest.tensors]
@@ -248,8 +250,8 @@ class _Walk:
     def root(self, into: Any, node: Any) -> None:
         """Pairs both sides from their roots."""
         node = self._unless_absent(node, "the state")
-        if isinstance(into, nn.Module):
-            self._module(into, node, "", "into")
+        if hasattr(into, "load_state_dict"):
+            self._slot(into, node, "", "into")
             return
         below = self._below(node)
         if below is None:
@@ -307,9 +309,8 @@ class _Walk:
                 self.pairs.absent.append(where)
             else:
                 known = () if node is _ABSENT else leaves(node, name)
-                self.pairs.stateful.append(
-                    StatefulRestore(name if self.is_named else where, value, SavedValue(node, name, known))
-                )
+                place = (self.is_named and name) or where
+                self.pairs.stateful.append(StatefulRestore(place, value, SavedValue(node, name, known)))
         elif isinstance(value, Mapping | list | tuple) and self._holds_some(value):
             below = self._below(node)
             if below is not None:

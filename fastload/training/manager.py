@@ -39,9 +39,12 @@ class CheckpointManager:
     the others that ask storage are not for rank 0 alone. Use it as a context manager, or `close` it::
 
         with fastload.CheckpointManager("runs/7", every_seconds=900, keep_last=3) as manager:
-            state = manager.restore() if manager.latest() is not None else None
-            for step in range(...):
+            state = {"model": model, "optimizer": optimizer, "step": 0}
+            if manager.latest() is not None:
+                manager.restore(into=state)
+            for step in range(state["step"] + 1, ...):
                 ...
+                state["step"] = step
                 if manager.should_save(step):
                     manager.save(step, state, metrics={"loss": loss})
                 if manager.stop_requested:

@@ -39,6 +39,11 @@ class Mapping(dict[str, int]):
     pass
 
 
+class OnlySaves:
+    def state_dict(self) -> int:
+        return 1
+
+
 Point = namedtuple("Point", "x y")
 
 
@@ -69,7 +74,8 @@ REFUSED = {
     "namedtuple": (Point(1, 2), "Point: of a subclass"),
     "np.str_": (np.str_("a"), "state['x'] is a numpy.str_: of a subclass"),
     "longdouble": (np.longdouble(1), "state['x'] is a numpy.longdouble: only"),
-    "module": (nn.Linear(1, 1), "state['x'] is a torch.nn.modules.linear.Linear: save its state_dict()"),
+    "module's class": (nn.Linear, "state['x'] is a type: only"),
+    "half of a Stateful": (OnlySaves(), "OnlySaves: it has no load_state_dict()"),
     "subclass": (torch.ones(1).as_subclass(Subclass), "only torch.Tensor and torch.nn.Parameter"),
     "sparse": (torch.eye(2).to_sparse(), "state['x'] is a torch.float32 tensor: only dense tensors"),
     "csr": (CSR, "only dense tensors"),
