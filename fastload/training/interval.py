@@ -14,6 +14,7 @@ from fastload.estimate.cadence import AdaptiveInterval, MeasuredSave, loss_proba
 
 _log = logging.getLogger(__name__)
 
+_DEFAULT_S = 1800.0  # between saves, if nothing is said
 _FIRST_STEPS = 10  # between the first saves, which are measured
 _NUM_STEPS = 101  # last steps, whose median is the time of a step
 
@@ -25,7 +26,8 @@ class IntervalPolicy:
     Attributes:
         every: ``auto`` or None.
         every_steps: Steps between saves to storage; None for none by steps.
-        every_seconds: Seconds between them; None for none by time.
+        every_seconds: Seconds between them, or infinity; None for none by time. 1800 if none of these three
+            is given.
         mtbf_s: Mean time between failures of the job, for ``auto``.
         restart_s: Seconds from a failure until training goes on, for ``auto``.
         budget: Largest part of the time that training may stand still to save, for ``auto``.
@@ -56,6 +58,8 @@ class IntervalPolicy:
             seconds = getattr(self, name)
             if seconds is not None and not (type(seconds) in (int, float) and seconds > 0):
                 raise OptionError(f"{name}={seconds!r}: must be a number of seconds above 0")
+        if (self.every, self.every_steps, self.every_seconds) == (None, None, None):
+            object.__setattr__(self, "every_seconds", _DEFAULT_S)
         if self.every not in (None, "auto"):
             raise OptionError(
                 f"every={self.every!r}: must be 'auto', or every_steps= or every_seconds= be used"
@@ -76,12 +80,6 @@ class IntervalPolicy:
     def has_memory_interval(self) -> bool:
         """Whether saves to memory have an interval of their own."""
         return (self.memory_every_steps, self.memory_every_seconds) != (None, None)
-
-    @property
-    def has_interval(self) -> bool:
-        """Whether anything but a signal can make a save due."""
-        intervals = (self.every, self.every_steps, self.every_seconds, self.memory_copies)
-        return intervals != (None, None, None, None)
 
 
 class SavedReport(Protocol):

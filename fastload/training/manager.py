@@ -38,7 +38,7 @@ class CheckpointManager:
     All ranks of the group make the same calls in the same order, with the same arguments; so `latest` and
     the others that ask storage are not for rank 0 alone. Use it as a context manager, or `close` it::
 
-        with fastload.CheckpointManager("runs/7", every_seconds=900, keep_last=3) as manager:
+        with fastload.CheckpointManager("runs/7", keep_last=3) as manager:  # saves every 30 minutes
             state = {"model": model, "optimizer": optimizer, "step": 0}
             if manager.latest() is not None:
                 manager.restore(into=state)
@@ -64,7 +64,8 @@ class CheckpointManager:
     Args:
         root: A directory or URL; its checkpoints are ``step_00001234`` and so on.
         every_steps: Steps between saves.
-        every_seconds: Seconds between saves.
+        every_seconds: Seconds between saves; 1800 if neither this nor `every_steps` nor `every` is given.
+            ``math.inf`` leaves saves to signals.
         every: ``auto`` works the interval out, from what steps and saves take and the three that follow. With
             `memory` storage's is for the failures that memory does not survive, and memory's for the others,
             if it was given none. They are:
@@ -165,7 +166,7 @@ class CheckpointManager:
         self._tier = self._open_tier(incarnation, run)
         self._restorer = CheckpointRestorer(world, self._defaults, self._catalog, self._history, self._tier)
         self._pending = PendingSaves(world, policy.in_flight, policy.retention)
-        self._schedule = SaveSchedule(world, policy.root, policy.interval, self._pending, self._tier)
+        self._schedule = SaveSchedule(world, policy.interval, self._pending, self._tier)
         self._cleaner: Cleaner | None = None
         if cleans:
             self._cleaner = Cleaner(self._catalog, policy.retention, Checkpoint.urls_in_use)
@@ -230,8 +231,7 @@ class CheckpointManager:
         """Whether to save at this step; the same answer on all ranks.
 
         Costs next to nothing: the ranks ask the rendezvous store about twice a second. To be called once in
-        each step, or at any rate at the same steps on all ranks. Of a manager without an interval it answers
-        yes only after a signal, and warns of that once.
+        each step, or at any rate at the same steps on all ranks.
 
         Args:
             step: Steps done so far; with `every_steps`, its multiples from 1 on are saved.

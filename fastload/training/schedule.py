@@ -12,22 +12,18 @@ which all ranks learn of a signal.
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from fastload.comm.world import World
-from fastload.storage import Location
 from fastload.training.interval import IntervalController, IntervalPolicy, SaveT
 from fastload.training.pending import PendingSaves
 from fastload.training.signals import StopSignals
 
 if TYPE_CHECKING:  # for those who have a tier
     from fastload.memory_tier.tier import MemoryTier
-
-_log = logging.getLogger(__name__)
 
 _WINDOW_S = 0.5
 _MAX_WINDOW = 32  # calls; steps may become slow while a window lasts
@@ -58,7 +54,6 @@ class SaveSchedule:
 
     Args:
         world: The ranks.
-        root: Of the checkpoints, for messages.
         policy: When to save.
         pending: This rank's saves.
         tier: The memory tier, or None.
@@ -67,7 +62,6 @@ class SaveSchedule:
     def __init__(
         self,
         world: World,
-        root: Location,
         policy: IntervalPolicy,
         pending: PendingSaves,
         tier: MemoryTier | None,
@@ -81,17 +75,9 @@ class SaveSchedule:
         self._windows = _Windows(world, self._decider)
         self._step: int | None = None
         self._answer = ScheduleAnswer()
-        self._warns_of = root if world.rank == 0 and not policy.has_interval else None
 
     def ask(self, step: int) -> ScheduleAnswer:
         """Returns the answer for a step; a repeated call for a step returns the same."""
-        if self._warns_of is not None:
-            _log.warning(
-                "should_save answers yes only after a signal: the manager of %s was given no every_steps=, "
-                "every_seconds= or every=",
-                self._warns_of,
-            )
-            self._warns_of = None
         self._intervals.step_done()
         if step == self._step:
             return self._answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import shutil
 import signal
@@ -265,16 +266,19 @@ def test_the_metrics_of_rank_0_are_kept(rank: int, world: int, tmp_path: Path) -
 
 
 @ranks(2)
-def test_a_manager_that_would_never_save_says_so(rank: int, world: int, tmp_path: Path) -> None:
-    with warned("fastload.training.schedule") as lines, manage(tmp_path) as manager:
-        assert manager.latest() is None  # which needs no interval
-        assert lines == []
-        assert not any(manager.should_save(step) for step in range(1, 4))
-        assert len(lines) == (rank == 0)
-        assert all("should_save answers yes only after a signal" in line for line in lines)
-    with warned("fastload.training.schedule") as lines, manage(tmp_path, every_seconds=1000) as manager:
-        manager.should_save(1)
-        assert lines == []
+def test_a_manager_saves_by_time_unless_told_otherwise(rank: int, world: int, tmp_path: Path) -> None:
+    pytest.MonkeyPatch().setattr("fastload.training.interval._DEFAULT_S", 0.3)
+    given: list[dict[str, Any]] = [{}, {"every_steps": 1000}, {"every_seconds": math.inf}]
+    saves = []
+    for number, arguments in enumerate(given):
+        with manage(tmp_path / str(number), **arguments) as manager:
+            for step in range(1, 61):
+                time.sleep(0.03)
+                if manager.should_save(step):
+                    break
+            assert not manager.stop_requested
+            saves.append(step < 60)
+    assert saves == [True, False, False]
 
 
 # What is deleted

@@ -173,6 +173,8 @@ def test_memory_with_one_copy_and_memory_with_an_interval_of_its_own(clock: Cloc
 
 
 def test_what_was_asked_for_is_checked() -> None:
+    assert IntervalController(IntervalPolicy()).storage_s == 1800
+    assert IntervalController(IntervalPolicy(every_steps=5)).storage_s is None
     given = IntervalController(IntervalPolicy(every_seconds=5.0))
     assert (given.storage_s, given.memory_s) == (5.0, None)
     for wrong in [
