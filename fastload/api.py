@@ -70,20 +70,18 @@ def load(
             the default group, or for this process alone if torch.distributed is not initialized.
         names: Names or glob patterns of the tensors to load; only their bytes are read. A tied tensor has
             several names. With `into`, plain values are left as they are.
-        strict: With `into`, whether its names, over all ranks, and those of the checkpoint have to be the
+        strict: With `into`, whether its keys, over all ranks, and those of the checkpoint have to be the
             same. If not, names that only one side has are ignored. Another kind, shape or dtype remains an
             error, and so does a checkpoint without any tensor of `into`, or with names that differ by the
-            ``module.`` or ``_orig_mod.`` of a wrapper. Also, whether the number of ranks has to be that of
-            `PerRank` values. If not, other `PerRank` values stay as they are in `into`, or are None, and a
-            warning lists them.
+            ``module.`` or ``_orig_mod.`` of a wrapper.
         storage_options: Passed on to obstore (object stores, HTTP) or fsspec (other URLs), in addition to
             credentials and endpoints from the environment.
         options: How to load; None for the defaults.
 
     Returns:
-        Without `names` and `into`, the state as `fastload.save` or ``torch.save`` saved it, with this rank's
-        value for each `PerRank`. Else tensors by name, each with its own storage; with `into`, its tensors
-        that were loaded.
+        The state as `fastload.save`, ``torch.save`` or ``dcp.save`` was given it, with this rank's value for
+        each `PerRank`; of other safetensors files, which have no structure, tensors by name. With `names` or
+        `into`, for every format, the tensors that were loaded, by name.
 
     Raises:
         CheckpointNotFound: No rank sees a checkpoint there.

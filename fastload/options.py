@@ -29,6 +29,7 @@ __all__ = [
 
 Strategy = Literal["auto", "allgather", "broadcast", "direct"]
 IoMode = Literal["auto", "buffered", "direct"]
+PerRankMismatch = Literal["error", "skip"]
 ReplicaCheck = Literal["off", "small", "full"]
 STRATEGIES = get_args(Strategy)
 
@@ -88,7 +89,7 @@ SETTINGS = {
         None, parse_bytes, "unit of reading and of exchange; chosen from size, readers and staging if not set"
     ),
     "staging_bytes": Setting(256 << 20, parse_bytes, "most memory a rank uses beyond the state itself"),
-    "timeout_s": Setting(300.0, float, "seconds without progress after which a step fails on all ranks"),
+    "timeout_s": Setting(300.0, float, "longest time without progress, in seconds; then all ranks fail"),
     "io": Setting("auto", str, "local files: auto, buffered, direct (O_DIRECT)"),
     "read_threads": Setting(
         None, int, "reads in flight on each rank; chosen from the cores of the host if not set"
@@ -96,6 +97,9 @@ SETTINGS = {
     "retries": Setting(4, int, "further attempts at a chunk after a transient storage error"),
     "verify": Setting(
         True, parse_bool, "check what is read against the checksums of a checkpoint that fastload saved"
+    ),
+    "per_rank_mismatch": Setting(
+        "error", str, "PerRank values that another number of ranks saved: error, or skip them"
     ),
     "trace": Setting(None, str, "file that rank 0 writes a Chrome/Perfetto trace of all ranks to"),
 }
@@ -154,6 +158,7 @@ def _setting(name: str) -> Any:
 _CHOICES = {
     "strategy": STRATEGIES,
     "io": get_args(IoMode),
+    "per_rank_mismatch": get_args(PerRankMismatch),
     "check_replicas": get_args(ReplicaCheck),
 }
 _LEAST = {
@@ -230,12 +235,16 @@ class LoadOptions(_Options):
             (each rank reads everything, without the network).
         chunk_bytes: Unit of reading and of exchange in bytes; None chooses.
         staging_bytes: Most memory in bytes that a rank uses beyond the state.
-        timeout_s: Seconds without progress after which a step fails on all ranks.
+        timeout_s: Longest time without progress, in seconds; not of the whole load. Then it fails on all
+            ranks.
         io: ``auto``, ``buffered`` or ``direct`` reads of local files.
         read_threads: Reads in flight on each rank; None chooses.
         retries: Further attempts at a chunk after a transient storage error.
         verify: Whether each rank compares what it reads with the checksums of the commit record, if the
             checkpoint has one.
+        per_rank_mismatch: What to do with a `PerRank` value that is wanted and that another number of ranks
+            saved: ``error``, or ``skip``, which leaves its place in ``into=`` as it is, or None, with a
+            warning and in `LoadReport.left_out`.
         trace: A local file to which rank 0 writes a trace of the reads, exchanges and writes of all ranks,
             for Chrome, Perfetto or ``fastload timeline``; also of a load that fails.
         on_report: Called on each rank with the `LoadReport` after the load. An exception fails the load on
@@ -254,6 +263,7 @@ class LoadOptions(_Options):
     read_threads: int | None = _setting("read_threads")
     retries: int = _setting("retries")
     verify: bool = _setting("verify")
+    per_rank_mismatch: PerRankMismatch = _setting("per_rank_mismatch")
     trace: str | os.PathLike[str] | None = _setting("trace")
     on_report: Callable[[LoadReport], None] | None = None
     progress: Callable[[int, int], None] | None = None
@@ -283,7 +293,8 @@ class SaveOptions(_Options):
             always compared.
         parts: Whether each rank has its own part of the state (pipeline stages, experts), and the parts are
             merged by key. Needed only if no rank has a DTensor.
-        timeout_s: Seconds without progress after which a step fails on all ranks.
+        timeout_s: Longest time without progress, in seconds; not of the whole save. Then it fails on all
+            ranks.
         retries: Further attempts after a transient storage error.
         trace: As in `LoadOptions`, for copying, writing and publishing; of a save that succeeds.
         on_report: Called on each rank with the `SaveReport` after a successful save; by a thread, if the save

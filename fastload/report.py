@@ -131,8 +131,8 @@ class LoadReport(_Report):
         chunk_bytes: Unit of reading and of exchange.
         num_rounds: Rounds of exchange.
         depth: Rounds in flight at once.
-        left_out: With ``strict=False``, the values that were saved for another number of ranks, or that
-            fastload cannot load.
+        left_out: Values that were wanted and not loaded: `PerRank` values of another number of ranks (see
+            `LoadOptions.per_rank_mismatch`), and, with ``strict=False``, values that fastload cannot load.
         source: ``storage``, or ``memory`` if a `CheckpointManager` restored it from its memory tier.
         source_why: Why a manager with a memory tier used this source.
         ranks: One entry per rank.

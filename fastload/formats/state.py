@@ -84,7 +84,7 @@ class PerRank(Generic[T]):
     `fastload.save` keeps the value of each rank of the group: at most 1 MiB on a rank in all, and 256 MiB of
     all ranks. A load by as many ranks gives each of them its own back: the value itself, or, where ``into=``
     has a `PerRank`, in that one's `value`. A load by another number of ranks is an error that names the
-    place; with ``strict=False`` it leaves the place out.
+    place, unless `LoadOptions.per_rank_mismatch` is ``skip``.
 
     Attributes:
         value: What this rank has: whatever a state may hold. Tensors that the rest of the state has, too, or

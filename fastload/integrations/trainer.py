@@ -223,7 +223,8 @@ class TrainerMixin(_Base):  # type: ignore[misc]
             **({} if scaler is None else {"scaler": scaler}),
         }
         # Like the Trainer, on another number of ranks go on without the random states.
-        self._load(folder, parts, strict=False)
+        options = replace(self.load_options or LoadOptions(), per_rank_mismatch="skip")
+        load(folder, into=parts, strict=False, options=options)
         self._own_random_states = parts["random_states"].value
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -242,9 +243,6 @@ class TrainerMixin(_Base):  # type: ignore[misc]
             # transformers takes a second to make its table of names, which the same names do not need.
             has_names = weights.keys() <= checkpoint.manifest.by_name.keys()
             checkpoint.load(into=weights if has_names else _renamed(model, weights))
-
-    def _load(self, path: str, into: Any, *, strict: bool = True) -> None:
-        load(path, into=into, strict=strict, options=self.load_options)
 
     def _bare_model(self, model: Any = None) -> Any:
         return self.accelerator.unwrap_model(

@@ -98,8 +98,10 @@ class Checkpoint:
     ) -> Any:
         """Loads on all ranks; see `fastload.load` for arguments, result and errors."""
         self._end_stream()
+        skip_per_rank = self._session.opened.options.per_rank_mismatch == "skip"
         with self._session.usable():
-            return self._session.load(LoadRequest(into, device, dtype, names, strict)).result
+            request = LoadRequest(into, device, dtype, names, strict, skip_per_rank)
+            return self._session.load(request).result
 
     def read(self, boxes: BoxesByName, *, cast: bool = False) -> LoadReport:
         """Reads boxes of tensors into this rank's memory, for plugins.

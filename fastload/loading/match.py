@@ -91,6 +91,7 @@ class LoadRequest:
     dtype: torch.dtype | str | None = None
     names: Sequence[str] | str | None = None
     strict: bool = True
+    skip_per_rank: bool = False
 
     @property
     def is_same(self) -> bool:
@@ -120,21 +121,27 @@ class LoadRequest:
         selection = None if self.names is None else view.select(self.names)
         if self.strict and selection is None:
             raise_refused(manifest.url, view.own.refused)
-            elsewhere = [_elsewhere(name, num_saved, size) for name, num_saved in view.own.elsewhere]
-            raise_mismatch(manifest.url, mismatched=elsewhere)
         targets = TargetBuilder(view.manifest, device, dtype)
         if self.into is not None:
-            return _match_into(self, targets, view, selection, dtype, DTensorRanks(group))
+            return _match_into(self, targets, view, selection, dtype, DTensorRanks(group), size)
         if selection is not None:
             raise_mismatch(manifest.url, missing=selection.absent)
             return _match_names(selection.chosen, targets, view)
+        if not self.skip_per_rank:
+            raise_mismatch(manifest.url, mismatched=_elsewhere(view, size))
         return _match_all(targets, view, dtype)
 
 
-def _elsewhere(name: str, num_saved: int, size: int) -> str:
-    saved = f"each of {num_saved} ranks" if num_saved > 1 else "one rank"
+def _elsewhere(view: RankView, size: int, wanted: Sequence[str] | None = None) -> list[str]:
+    """Returns a line for each value that another number of ranks saved, at or below the wanted places."""
     here = f"{size} ranks" if size > 1 else "one rank"
-    return f"{name}: saved for {saved} (fastload.PerRank), to be loaded by {here}: strict=False leaves it out"
+    advice = 'LoadOptions(per_rank_mismatch="skip") leaves it out'
+    lines = []
+    for name, num_saved in view.own.elsewhere:
+        if wanted is None or any(f"{name}.".startswith(f"{place}.") for place in wanted):
+            saved = f"each of {num_saved} ranks" if num_saved > 1 else "one rank"
+            lines.append(f"{name}: saved for {saved} (fastload.PerRank), to be loaded by {here}: {advice}")
+    return lines
 
 
 def _match_names(chosen: Mapping[str, SavedTensor], targets: TargetBuilder, view: RankView) -> Match:
@@ -181,6 +188,7 @@ def _match_into(
     selection: Selection | None,
     dtype: torch.dtype | None,
     group: DTensorRanks,
+    size: int,
 ) -> Match:
     """Matches ``into=``, whose tensors are loaded in place."""
     manifest = view.manifest
@@ -195,6 +203,7 @@ def _match_into(
     }
     mismatched = [
         *pairs.mismatched,
+        *(() if request.skip_per_rank or selection is not None else _elsewhere(view, size, pairs.left_out)),
         *(line for saved, like in sharded.values() for line in group.misfits(saved.own_name, like)),
         *(line for part in pairs.stateful for line in optimizer_misfits(part)),
         *(
@@ -205,7 +214,8 @@ def _match_into(
     ]
     surplus, advice = _compare_names(pairs, selection, mismatched, manifest.url, strict=request.strict)
     shards = {name: targets.make_like(saved, like) for name, (saved, like) in sharded.items()}
-    restorer = Restorer(manifest.url, request.strict and selection is None, pairs, shards)
+    is_strict = request.strict and selection is None and not pairs.left_out
+    restorer = Restorer(manifest.url, is_strict, pairs, shards)
     for saved, exact in restorer.wanted():
         targets.make(saved, exact=exact)
     replaced = _replace_meta(pairs, targets.device)

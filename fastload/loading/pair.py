@@ -22,7 +22,7 @@ from fastload.formats.decoder import StateDecoder, decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.state import NO_VALUE, PerRank, SavedTensor, children, has_gap, leaf, leaves
-from fastload.formats.values import MAX_DEPTH, tensor_name
+from fastload.formats.values import BARE_NAME, MAX_DEPTH, tensor_name
 from fastload.loading.modules import (
     TensorSlot,
     Unfilled,
@@ -249,7 +249,8 @@ class _Walk:
 
     def root(self, into: Any, node: Any) -> None:
         """Pairs both sides from their roots."""
-        node = self._unless_absent(node, "the state")
+        if self._is_left_out(node, BARE_NAME):
+            return
         if hasattr(into, "load_state_dict"):
             self._slot(into, node, "", "into")
             return
@@ -300,11 +301,13 @@ class _Walk:
 
     def _slot(self, value: Any, node: Any, name: str, where: str) -> SavedValue | NewTuple | None:
         """Pairs anything but a tensor; returns the value to replace it with, if it is not loaded in place."""
-        node = self._unless_absent(node, name)
+        if self._is_left_out(node, name):
+            return None
         if isinstance(value, nn.Module):
             self._module(value, node, name, where)
         elif hasattr(value, "load_state_dict"):
-            node = self._unless_absent(node, name, whole=True)
+            if self._is_left_out(node, name, whole=True):
+                return None
             if node is _ABSENT and not self.is_named:
                 self.pairs.absent.append(where)
             else:
@@ -317,10 +320,11 @@ class _Walk:
                 return self._container(value, below, name, where)
             kind = type(value).__name__
             self.pairs.mismatched.append(f"{where}: into= has a {kind}, the checkpoint {_what(node)}")
-        elif (node := self._unless_absent(node, name, whole=True)) is not _ABSENT:
+        elif node is _ABSENT:
+            if not self.is_named:
+                self.pairs.absent.append(where)
+        elif not self._is_left_out(node, name, whole=True):
             return SavedValue(node, name, leaves(node, name))
-        elif not self.is_named:
-            self.pairs.absent.append(where)
         return None
 
     def _tensor(self, target: TensorSlot, node: Any, name: str) -> None:
@@ -328,7 +332,8 @@ class _Walk:
             advice = "load into its module, or call that once with an example"
             self.pairs.mismatched.append(f"{name}: into= has a tensor without a shape yet: {advice}")
             return
-        node = self._unless_absent(node, name)
+        if self._is_left_out(node, name):
+            return
         if node is _ABSENT:
             self.pairs.unmatched.append((name, target))
             return
@@ -378,7 +383,10 @@ class _Walk:
             given[local] = own[target]
         for local in found.fresh:
             given[local] = SavedValue.of(saved[local])
+        left_out = set(self.pairs.left_out)
         for local in found.missing:
+            if prefix + local in left_out:
+                continue
             if local in own:
                 self.pairs.unmatched.append((prefix + local, own[local]))
             else:
@@ -409,7 +417,7 @@ class _Walk:
         for ending, child in (children(node) or {}).values():
             local = inner + ending
             found = None if local in extra else leaf(child, prefix + local)
-            if self._unless_absent(child, prefix + local, whole=local in extra) is _ABSENT:
+            if self._is_left_out(child, prefix + local, whole=local in extra):
                 continue
             if local in saved:
                 self._add_unexpected(child, prefix + local)
@@ -420,12 +428,12 @@ class _Walk:
             else:
                 saved[local] = SavedValue(child, prefix + local, leaves(child, prefix + local))
 
-    def _unless_absent(self, node: Any, name: str, *, whole: bool = False) -> Any:
-        """Returns a node; `_ABSENT` if it, or with `whole` any part of it, has no value for this rank."""
-        if node == NO_VALUE or (whole and self._has_gaps and has_gap(node)):
+    def _is_left_out(self, node: Any, name: str, *, whole: bool = False) -> bool:
+        """Notes and returns whether a node, or with `whole` any part of it, has no value for this rank."""
+        found = node == NO_VALUE or (whole and self._has_gaps and has_gap(node))
+        if found:
             self.pairs.left_out.append(name)
-            return _ABSENT
-        return node
+        return found
 
     def _add_unexpected(self, node: Any, name: str) -> None:
         found = leaves(node, name)

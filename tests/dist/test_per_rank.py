@@ -31,6 +31,7 @@ from tests.e2e.forked import forking_python
 from tests.unit.test_state import assert_same
 
 OPTIONS = SaveOptions(max_shard_bytes=32_500, block_bytes=4096, writers="all", timeout_s=20)
+SKIP = LoadOptions(per_rank_mismatch="skip")
 LOADS = [LoadOptions(strategy=how, timeout_s=20) for how in ("direct", "allgather", "broadcast")]
 
 
@@ -206,13 +207,15 @@ def load_elsewhere(rank: int, world: int, path: Path) -> None:
         places = ["rng", "data.python", "data.left over.0", "mixed", "odd"]
         assert lines == [
             f"{place}: saved for each of 3 ranks (fastload.PerRank), to be loaded by {here}: "
-            "strict=False leaves it out"
+            'LoadOptions(per_rank_mismatch="skip") leaves it out'
             for place in places
         ]
         assert into["step"] == 0
         assert not logged
-    with fastload.open(path) as checkpoint:
-        checkpoint.load(into=into, strict=False)
+    with pytest.raises(MismatchError, match="odd: saved for each of 3 ranks"):
+        fastload.load(path, into={"odd": 0}, strict=False)
+    with fastload.open(path, options=SKIP) as checkpoint:
+        checkpoint.load(into=into)
         assert checkpoint.report is not None
         left_out = checkpoint.report.left_out
     assert left_out == ("rng", "data.python", "data.left over", "mixed", "odd")
@@ -225,7 +228,7 @@ def load_elsewhere(rank: int, world: int, path: Path) -> None:
     assert into["mixed"].value["t"].tolist() == [0, 0, 0]
     assert (into["odd"], into["step"]) == (10, 4)
     assert_same(into["model"].state_dict(), state_of(0)["model"])
-    state = fastload.load(path, strict=False)
+    state = fastload.load(path, options=SKIP)
     assert_same(state["model"], state_of(0)["model"])
     del state["model"]
     assert state == {
@@ -356,7 +359,7 @@ def test_a_manager_with_another_number_of_ranks(tmp_path: Path) -> None:
         with pytest.raises(MismatchError, match="rng: saved for each of 2 ranks"):
             manager.restore(into={"rng": 0, "w": torch.zeros(2)})
         parts = {"rng": 0, "w": torch.zeros(2)}
-        manager.restore(into=parts, strict=False)
+        manager.restore(into=parts, options=SKIP)
         assert manager.restored_step == 1
         assert parts["rng"] == 0
         assert parts["w"].tolist() == [1, 1]
@@ -385,8 +388,10 @@ class Drawing(nn.Module):
 def test_an_extra_state_of_another_number_of_ranks(tmp_path: Path) -> None:
     run_ranks(save_extra_state, 2, path=tmp_path / "a")
     drawing, whole = nn.Sequential(Drawing("before")), nn.Sequential(Drawing("before"))
-    with fastload.open(tmp_path / "a") as checkpoint:
-        checkpoint.load(into={"drawing": drawing.apply(zero), "whole": whole.apply(zero)}, strict=False)
+    with pytest.raises(MismatchError, match=r"drawing\.0\._extra_state\.rng: saved for each of 2 ranks"):
+        fastload.load(tmp_path / "a", into={"drawing": drawing, "whole": whole})
+    with fastload.open(tmp_path / "a", options=SKIP) as checkpoint:
+        checkpoint.load(into={"drawing": drawing.apply(zero), "whole": whole.apply(zero)})
         assert checkpoint.report is not None
         assert checkpoint.report.left_out == ("drawing.0._extra_state",)
     assert (drawing[0].extra, drawing[0].weight.tolist()) == ("before", [7, 7])

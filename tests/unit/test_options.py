@@ -28,6 +28,7 @@ CASES: list[tuple[str, str, Any, Any]] = [
     ("read_threads", "3", 3, 1),
     ("retries", "0", 0, 9),
     ("verify", "off", False, False),
+    ("per_rank_mismatch", "skip", "skip", "skip"),
     ("trace", "a/b.json", "a/b.json", "c.json"),
 ]
 
@@ -55,6 +56,7 @@ def test_argument_beats_environment_beats_default(
     [
         ("STRATEGY", "fast", "strategy='fast': must be one of auto, allgather, broadcast, direct"),
         ("STRATEGY", "", "strategy='': must be one of"),
+        ("PER_RANK_MISMATCH", "none", "per_rank_mismatch='none': must be one of error, skip"),
         ("CHUNK_BYTES", "4 miles", "FASTLOAD_CHUNK_BYTES='4 miles': '4 miles' is not a size"),
         ("CHUNK_BYTES", "", "FASTLOAD_CHUNK_BYTES='': '' is not a size"),
         ("CHUNK_BYTES", "0", "chunk_bytes=0: must be at least 1"),
