@@ -284,8 +284,8 @@ class SaveOptions(_Options):
             share of it. In a sharded save with an exchange, its buffers are reused by the group's next save.
         io: ``auto``, ``buffered`` or ``direct`` writes of local files.
         write_threads: Writes in flight on each rank.
-        overwrite: Whether an existing checkpoint is replaced. None is False; for writers that always replace,
-            such as `fastload.integrations.dcp.Writer`, it is True.
+        overwrite: Whether an existing checkpoint is replaced. None: `fastload.save` refuses, and
+            `CheckpointManager` and the integrations replace a checkpoint of the same step.
         shared: Whether all hosts write to one place (True), or each writes its own copy (False). ``auto`` is
             True, and an error if the hosts do not see the same files.
         check_replicas: How the ranks compare replicated tensors: ``small`` (small ones in host memory, at no

@@ -87,7 +87,7 @@ class CheckpointManager:
         memory_copies: Number of hosts that have each host's share; one host less may be lost.
         process_group: As for `fastload.load`.
         storage_options: As for `fastload.load`.
-        options: How to save. A checkpoint of the same step is replaced, whatever `overwrite` says.
+        options: How to save. A checkpoint of the same step is replaced; `overwrite` has no effect.
 
     Raises:
         StorageError: A host has no place for the memory tier.
