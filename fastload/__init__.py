@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from fastload import estimate
     from fastload.saving.handle import SaveHandle
     from fastload.training.manager import CheckpointManager
+    from fastload.training.random_state import random_state
     from fastload.training.signals import worker_context
 
 __all__ = [
@@ -90,6 +91,7 @@ __all__ = [
     "inspect",
     "load",
     "open",
+    "random_state",
     "save",
     "stage",
     "verify",
@@ -102,6 +104,7 @@ __all__ = [
 _MODULES = {
     "CheckpointManager": "fastload.training.manager",
     "SaveHandle": "fastload.saving.handle",
+    "random_state": "fastload.training.random_state",
     "worker_context": "fastload.training.signals",
 }
 

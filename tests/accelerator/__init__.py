@@ -26,8 +26,8 @@ Every process has four devices. As far as the host can see they behave like CUDA
   streams that do not wait for each other, are a fault. So is the reuse of memory that another stream may
   still use. `Emulator.faults` has them; a test ends by asserting that there are none.
 
-Limits: there is no `split_group`, no reading or setting of the state of random number generators, and sends
-and receives run on the communicator of their group, not on one for each pair of ranks.
+Limits: there is no `split_group`, and sends and receives run on the communicator of their group, not on one
+for each pair of ranks.
 
 `accelerator` loads the device into a process, for good: call it in ranks or other processes of a test's own,
 never in that of pytest. See `build` for how it is built, and tests/accelerator/test_emulator.py for examples.
@@ -79,6 +79,7 @@ class Emulator:
         library.emu_let_go.argtypes = (ctypes.c_int64,)
         library.emu_limit.argtypes = ctypes.c_int, ctypes.c_int64
         library.emu_seed.argtypes = ctypes.c_int, ctypes.c_uint64
+        library.emu_get_random.argtypes = library.emu_set_random.argtypes = ctypes.c_int, ctypes.c_void_p
 
     def counters(self, *, reset: bool = False) -> dict[str, int]:
         """Returns what was counted since the last reset; what never happened is not there.
@@ -140,6 +141,18 @@ class Emulator:
     def seed(self, device: int, seed: int) -> None:
         """Seeds a device's default generator; `torch.manual_seed` does it for all."""
         self._library.emu_seed(device, seed)
+
+    def random_state(self, device: int) -> torch.Tensor:
+        """Returns the state of a device's default generator."""
+        state = torch.empty_like(torch.get_rng_state())  # on the CPU it is of the same kind
+        self._library.emu_get_random(device, state.data_ptr())
+        return state
+
+    def set_random_state(self, device: int, state: torch.Tensor) -> None:
+        """Sets the state of a device's default generator."""
+        assert state.is_cpu
+        assert state.shape == torch.get_rng_state().shape
+        self._library.emu_set_random(device, state.contiguous().data_ptr())
 
 
 def _key(stream: torch.Stream | None) -> tuple[int, int]:

@@ -98,6 +98,18 @@ def _seed(number: int, seed: int) -> None:
     accelerator().seed(number, seed)
 
 
+def get_rng_state(device: _Device = None) -> torch.Tensor:
+    from tests.accelerator import accelerator
+
+    return accelerator().random_state(_number(device))
+
+
+def set_rng_state(state: torch.Tensor, device: _Device = None) -> None:
+    from tests.accelerator import accelerator
+
+    accelerator().set_random_state(_number(device), state)
+
+
 def empty_cache() -> None:
     torch._C._accelerator_emptyCache()
 

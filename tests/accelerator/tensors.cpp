@@ -21,6 +21,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstring>
 #include <mutex>
 #include <set>
 
@@ -861,4 +862,19 @@ extern "C" void emu_seed(int device, uint64_t seed) {
   at::Generator generator = emu::hooks()->getDefaultGenerator(device);
   std::lock_guard<std::mutex> lock(generator.mutex());
   generator.set_current_seed(seed);
+}
+
+extern "C" void emu_get_random(int device, void* state) {
+  at::Generator generator = emu::hooks()->getDefaultGenerator(device);
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  const at::Tensor found = generator.get_state();
+  std::memcpy(state, found.data_ptr(), found.nbytes());
+}
+
+extern "C" void emu_set_random(int device, void* state) {
+  at::Generator generator = emu::hooks()->getDefaultGenerator(device);
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  at::Tensor wanted = generator.get_state();
+  std::memcpy(wanted.data_ptr(), state, wanted.nbytes());
+  generator.set_state(wanted);
 }

