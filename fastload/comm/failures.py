@@ -1,4 +1,4 @@
-"""From the decision of a step to one error on all ranks, with the cause of each."""
+"""Turns the decision of a step into one error on all ranks, with the cause of each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MAX_GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one rank brought to a step: a value, or the error that stopped it."""
+    """The value or the error of one rank in a step."""
 
     value: Any
     error: dict[str, Any] | None
@@ -50,7 +50,7 @@ def logged() -> Iterator[None]:
     try:
         yield
     except Exception:
-        _log.exception("beside a call of all ranks")
+        _log.exception("during a call of all ranks")
 
 
 def raise_failures(
@@ -108,7 +108,7 @@ def outcomes_of(decision: Decision, rank: int) -> list[Outcome]:
         rank: This rank.
     """
     outcomes: list[Outcome] = []
-    made: dict[tuple[int, int], Outcome] = {}  # of thousands of ranks most say the same
+    made: dict[tuple[int, int], Outcome] = {}  # thousands of ranks mostly give the same response
     for response, count in decision.runs:
         begin = len(outcomes)
         if response is None and decision.left:
@@ -142,10 +142,10 @@ def require_left(what: str, data: bytes | None, rank: int) -> bytes:
     """Returns bytes that a rank has left.
 
     Raises:
-        WorldError: They are gone.
+        WorldError: They do not exist.
     """
     if data is None:
-        raise WorldError(f"{what}: what rank {rank} has left is gone")
+        raise WorldError(f"{what}: the bytes from rank {rank} are gone")
     return data
 
 
@@ -181,7 +181,7 @@ def require_same(values: Sequence[Mapping[str, Any]], *names: str) -> None:
         names: Names of the values to compare; all of them if none are given.
 
     Raises:
-        PlanMismatch: Some differ; it says which, and on which ranks.
+        PlanMismatch: Some differ; the message names them and their ranks.
     """
     lines, kinds = [], kinds_of(values)
     for name in names or values[0]:

@@ -1,4 +1,4 @@
-"""From a process group of torch.distributed, or the environment of a launcher, to a world."""
+"""Forms a world from a process group of torch.distributed or from the environment of a launcher."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 _POLL_S = 0.01
 _MEETING_S = 300.0  # hosts of a large job do not start in the same minute
-_REACHING_S = 5.0  # in which hosts can connect, or cannot
-_LEAVING_S = 10.0  # that a rank which was interrupted waits for the store, to tell the others
+_REACHING_S = 5.0  # within which a connection is either open or blocked
+_LEAVING_S = 10.0  # for which an interrupted rank waits for the store to notify the others
 
-# Default groups that met in a part of the store that no ranks of another incarnation ever use.
+# Default groups that met in a namespace that no other incarnation uses.
 _separate_groups: WeakSet[Any] = WeakSet()
 
 
@@ -56,7 +56,7 @@ def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:
 
     Args:
         process_group: A process group, a one-dimensional ``DeviceMesh``, or None for the default group.
-        call: Name of what they do together, such as ``saving to /a``.
+        call: Name of the call, such as ``saving to /a``.
         timeout_s: Longest wait without progress, in seconds.
 
     Raises:
@@ -67,7 +67,7 @@ def join(process_group: Any = None, *, call: str, timeout_s: float) -> World:
         return World(rank=0, size=1, group=group, timeout_s=timeout_s)
     members = dist.get_process_group_ranks(group)
     root = dist.distributed_c10d._get_default_store()
-    # Groups with the same members are different all the same: their calls have no order between them.
+    # Groups with the same members differ, since their calls are not ordered.
     identity = json.dumps([group.group_name, members])
     name = f"{_incarnation()}/{xxhash.xxh3_64_hexdigest(identity.encode())}"
     return join_in(
@@ -97,7 +97,7 @@ def join_in(
         call: As for `join`.
         timeout_s: As for `join`.
         group: Their process group.
-        cache: Connections that they keep between calls; None to meet in the store only.
+        cache: The connections between calls; None to meet in the store only.
     """
     state = cache.lasting(TreeState) if cache is not None else TreeState(connects=False)
     here = machine(socket.gethostname(), member.rank)
@@ -129,7 +129,7 @@ def meet(
 
     Args:
         process_group: As for `join`.
-        what: Name of what they do together. Ranks that do something else are out of step.
+        what: Name of the call. Ranks that make another call are out of step.
         prepare: Prepares this rank; an exception it raises is raised on all ranks.
         timeout_s: Returns the timeout, given what `prepare` has returned.
         default_s: Timeout if `prepare` raises.
@@ -155,7 +155,7 @@ def meet(
 
 
 def agree(process_group: Any, what: str, *works: Callable[[], Any], timeout_s: float) -> list[Any]:
-    """Does work on all ranks of a group, as a call of its own; returns the results of the last work.
+    """Does work on all ranks of a group, in a separate call; returns the results of the last work.
 
     Args:
         process_group: As for `join`.
@@ -171,11 +171,11 @@ def agree(process_group: Any, what: str, *works: Callable[[], Any], timeout_s: f
 
 
 def member_of(rank: int, members: list[int]) -> Member:
-    """Returns a rank of a group, with the fate of the store that the group uses.
+    """Returns a rank of a group, with the host of the store that the group uses.
 
     Args:
         rank: Its number in the group.
-        members: Ranks of the group in the whole job, whose rank 0 may host the store.
+        members: Ranks of the group in the job, whose rank 0 may host the store.
     """
     if _agent_hosts_store():
         return Member(rank, len(members), None, "the launcher that hosted it has ended")
@@ -186,10 +186,10 @@ def member_of(rank: int, members: list[int]) -> Member:
 
 
 def _incarnation() -> str:
-    """Returns what distinguishes the keys of these ranks from those of earlier ones in the same store.
+    """Returns a prefix that distinguishes the keys of these ranks from those of earlier ones in the store.
 
-    A launcher that shares its store counts how often it has started its own ranks. The counts of two
-    launchers differ once one has replaced the other, so `initialize` does without.
+    A launcher that shares its store counts its restarts. The counts of launchers differ once one has replaced
+    another, so `initialize` uses a namespace instead.
     """
     if dist.group.WORLD in _separate_groups or not _agent_hosts_store():
         return "0"
@@ -242,10 +242,10 @@ def initialize(device: str = "cpu") -> tuple[int, str]:
     launch = from_env()
     target = parse_device(device)
     if is_accelerator(target) and target.index is None:
-        # srun may show each task its own device only, which then is the first.
+        # srun may show each task only its own device, as the first one.
         alone = launch.launcher == "srun" and torch.accelerator.device_count() == 1
         target = torch.device(target.type, 0 if alone else launch.local_rank)
-    device = str(with_index(target))  # else it is the backend that fails, with a traceback
+    device = str(with_index(target))  # else the backend fails, with a traceback
     if launch.launcher == "none":
         return 0, device
     if not dist.is_initialized():
@@ -265,7 +265,7 @@ def join_job(launch: Launch, *calls: str, timeout_s: float) -> Iterator[World]:
 
     Args:
         launch: This process's place.
-        calls: Names of what they do together, each in a world of its own.
+        calls: Names of the calls, each with its own world.
         timeout_s: As for `join`.
 
     Raises:
@@ -317,12 +317,12 @@ def _meeting(launch: Launch) -> Iterator[None]:
 
 
 def _in_this_incarnation(store: dist.Store, rank: int, size: int) -> dist.Store:
-    """Returns a part of the store that only the present ranks use.
+    """Returns a namespace of the store that only this incarnation of the ranks uses.
 
-    torchrun keeps its store when it restarts the ranks, on all hosts or on one that replaces another, with
-    the addresses that the ranks had before; who reads an old one waits for ever. So rank 0 draws a name for
-    this incarnation, and says when all ranks have come under it. A rank that still comes under an old one
-    finds either that all had been there, or that rank 0 does not respond but draws another.
+    torchrun keeps its store, with the old addresses of the ranks, when it restarts them on all hosts or on
+    one that replaces another. A rank that reads an old address waits forever. So rank 0 draws a name for this
+    incarnation and waits until all ranks have counted themselves under it. A rank that reads an old name
+    finds either that its count is complete, or that rank 0 draws another one.
 
     Raises:
         RuntimeError: Some rank did not come in time.
@@ -330,7 +330,7 @@ def _in_this_incarnation(store: dist.Store, rank: int, size: int) -> dist.Store:
     deadline = time.monotonic() + _MEETING_S
     if rank == 0:
         name = secrets.token_hex(8)
-        store.set("life", name)
+        store.set("incarnation", name)
         store.add(f"{name}/ranks", 1)
         while (found := store.add(f"{name}/ranks", 0)) < size:
             if time.monotonic() > deadline:
@@ -340,7 +340,7 @@ def _in_this_incarnation(store: dist.Store, rank: int, size: int) -> dist.Store:
         return dist.PrefixStore(name, store)
     name = ""
     while time.monotonic() < deadline:
-        now = str(store.get("life"), "ascii")
+        now = str(store.get("incarnation"), "ascii")
         if now != name:
             name, is_old = now, store.add(f"{now}/ranks", 1) > size
         if is_old:

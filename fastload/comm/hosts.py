@@ -1,4 +1,4 @@
-"""Hosts: what identifies one, its addresses, and whether ranks on others can connect to it."""
+"""Identifiers and addresses of hosts, and checks that ranks can connect to each other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastload.errors import PeerError, WorldError, some_of
 
 _SIOCGIFADDR = 0x8915
 
-_ADDRESSES = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}  # where in a sockaddr, and bytes
+_ADDRESSES = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}  # offset and length in a sockaddr
 _MOST = 8  # addresses that a rank tries
 _PORTS = "/proc/sys/net/ipv4/ip_local_port_range"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -55,7 +55,7 @@ def node(host: str) -> str:
     """
     try:
         kernel = _BOOT_ID.read_text().strip()
-    except OSError:  # another system: the name has to do
+    except OSError:  # not Linux
         kernel = ""
     return f"{host}/{kernel[:8]}"
 
@@ -77,7 +77,7 @@ def machine(host: str, rank: int) -> str:
     try:
         os.close(os.memfd_create("fastload"))
         where = [_BOOT_ID.read_text().strip(), os.readlink(_NETWORK), str(os.getuid())]
-    except (AttributeError, OSError):  # another system, or one that does not let us
+    except (AttributeError, OSError):  # not Linux, or no permission
         where = [f"rank {rank}"]
     return " ".join([host, *where])
 
@@ -85,18 +85,18 @@ def machine(host: str, rank: int) -> str:
 # Addresses
 
 
-def address_in(told: bytes) -> str | None:
+def address_in(published: bytes) -> str | None:
     """Returns the IP address in the bytes that Gloo publishes; None if their format is unknown.
 
     They begin with the name of the host and a ``sockaddr_storage``, each after its length.
     """
     try:
-        (name_bytes,) = struct.unpack_from("=Q", told)
-        (family,) = struct.unpack_from("=H", told, 16 + name_bytes)
+        (name_bytes,) = struct.unpack_from("=Q", published)
+        (family,) = struct.unpack_from("=H", published, 16 + name_bytes)
         place, num_bytes = _ADDRESSES[family]
     except (struct.error, KeyError):
         return None
-    packed = told[16 + name_bytes + place :][:num_bytes]
+    packed = published[16 + name_bytes + place :][:num_bytes]
     return socket.inet_ntop(family, packed) if len(packed) == num_bytes else None
 
 
@@ -134,7 +134,7 @@ def listener_at(address: str) -> socket.socket | None:
 def require_reachable(rank: int, peers: Sequence[Peer], *, limit_s: float) -> None:
     """Checks that this rank can connect to a few others, those that come next in the group.
 
-    With many ranks every one is tried, and none by many.
+    With many ranks, each one is tried by a few others.
 
     Args:
         rank: This rank.
@@ -236,12 +236,12 @@ def require_neighbour(store: Any, rank: int, size: int, *, host: str, num_local:
         _meet(store, "tried", size, limit_s)
     if not store.check(["reach/problems"]):
         return
-    told = sorted(json.loads(line) for line in str(store.get("reach/problems"), "ascii").splitlines())
-    _meet(store, "heard", size, limit_s)  # else one that hosts the store may take it along
+    problems = sorted(json.loads(line) for line in str(store.get("reach/problems"), "ascii").splitlines())
+    _meet(store, "read", size, limit_s)  # before a rank exits that hosts the store
     raise PeerError(
         "the ranks cannot connect to each other: "
-        + some_of(f"rank {rank} on {host}: {text}" for rank, host, text in told),
-        {rank: WorldError(text) for rank, _, text in told},
+        + some_of(f"rank {rank} on {host}: {text}" for rank, host, text in problems),
+        {rank: WorldError(text) for rank, _, text in problems},
     )
 
 

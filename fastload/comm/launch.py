@@ -1,9 +1,9 @@
-"""The environment of a launcher: this process's rank, the number of ranks, and where they meet.
+"""Reads this process's rank, the number of ranks and the rendezvous address from a launcher's environment.
 
 torchrun sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
-``MASTER_PORT``. srun alone sets ``SLURM_*``, where the meeting point has to be derived. mpirun sets
-``OMPI_COMM_WORLD_*`` (Open MPI) or ``PMI_*`` (MPICH, Intel MPI), and no meeting point. Where several have set
-theirs, the one that has started the ranks counts: torchrun inside of mpirun or srun, mpirun inside of srun.
+``MASTER_PORT``. srun alone sets ``SLURM_*``, from which the address is derived. mpirun sets
+``OMPI_COMM_WORLD_*`` (Open MPI) or ``PMI_*`` (MPICH, Intel MPI), without an address. If several have set
+their variables, the innermost launcher counts: torchrun within mpirun or srun, mpirun within srun.
 """
 
 from __future__ import annotations

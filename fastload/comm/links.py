@@ -1,4 +1,4 @@
-"""Sockets between neighbours in the control tree: who listens, who connects, and the messages on them."""
+"""Connections between neighbours in the control tree, and the messages on them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Tag = tuple[int, int]
 
 
 class TreeBroken(Exception):
-    """A rank has closed its links or died: the ranks go on through the store."""
+    """A rank has closed its links or died; the ranks continue through the store."""
 
 
 def parent_of(rank: int) -> int | None:
@@ -79,7 +79,7 @@ class TreeLinks:
         self._is_broken = self._is_moving = False
         self._num_waiting = 0
 
-    def are_whole(self) -> bool:
+    def are_intact(self) -> bool:
         """Whether all neighbours are connected, as far as this rank knows."""
         with self._turn:
             if not self._is_moving and not self._is_broken:
@@ -106,7 +106,7 @@ class TreeLinks:
                 self._unacknowledged[tag] = keys
             self._num_acknowledged[tag] += 1
             if self._num_acknowledged[tag] < len(self._links) + (self._parent is None):
-                return  # of itself, and of those below
+                return  # one of this rank, and one of each child
             del self._num_acknowledged[tag]
             if self._parent is None:
                 self._acknowledged += self._unacknowledged.pop(tag, ())
@@ -126,7 +126,7 @@ class TreeLinks:
         return self.take_acknowledged() + [key for keys in unacknowledged.values() for key in keys]
 
     def take(self, ranks: Collection[int], tag: Tag) -> list[tuple[str, bytes]]:
-        """Returns the messages that neighbours have sent so far and nobody has received."""
+        """Returns the messages from neighbours that have arrived and were not received."""
         with self._turn:
             return [self._inbox.pop((rank, tag)) for rank in ranks if (rank, tag) in self._inbox]
 
@@ -148,7 +148,7 @@ class TreeLinks:
             look: Called repeatedly; returns the seconds until the next call. It may raise.
 
         Raises:
-            TreeBroken: A neighbour has gone.
+            TreeBroken: A neighbour is gone.
         """
         while True:
             with self._turn:
@@ -187,7 +187,7 @@ class TreeLinks:
                 self._close()
 
     def disown(self) -> None:
-        """Closes the descriptors in a forked child: while they are open, nobody notices the parent's end."""
+        """Closes the descriptors in a forked child, so that neighbours notice when the parent ends."""
         self._close()
         self._links = {}
         self._is_broken = True
@@ -210,7 +210,7 @@ class TreeLinks:
             for number, event in found:
                 rank, link = by_number[number]
                 try:
-                    if event & ~select.POLLOUT:  # first, for an end that has gone takes nothing more
+                    if event & ~select.POLLOUT:  # first, since a closed end accepts no more bytes
                         for tag, table, attachment in link.take():
                             if tag[1] & _ACKNOWLEDGED:
                                 self.acknowledge((tag[0], tag[1] ^ _ACKNOWLEDGED))
@@ -248,7 +248,7 @@ class _TreeLink:
         """Sends as much as possible at once; `flush` sends the rest."""
         self._leaving.append(memoryview(message))
         if len(self._leaving) == 1:
-            with contextlib.suppress(OSError):  # who reads next finds that the other end is gone
+            with contextlib.suppress(OSError):  # the next read raises it
                 self.flush()
 
     def flush(self) -> None:
@@ -271,7 +271,7 @@ class _TreeLink:
         """Returns the messages that have arrived.
 
         Raises:
-            OSError: The other end is gone, and all that it sent was taken before.
+            OSError: The other end is gone, and all its messages were taken.
         """
         while True:
             try:
@@ -303,7 +303,7 @@ class _TreeLink:
         return messages
 
     def shut(self) -> None:
-        """Ends the connection at both ends, and wakes whoever waits for it."""
+        """Ends the connection at both ends, and all waits for it."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -369,7 +369,7 @@ def _connect(found: dict[str, Any], machine: str) -> socket.socket:
 
 
 def _own_addresses(store: str) -> Iterator[str]:
-    """Yields addresses at which other hosts may find this one, the likeliest first, without name lookups."""
+    """Yields addresses of this host for others, the most likely first, without name lookups."""
     if (address := interface_address()) is not None:
         yield address
     with contextlib.suppress(OSError, ValueError):

@@ -24,7 +24,7 @@ class Unreachable(Exception):
 class Listener:
     """Accepts connections from ranks that know its secret.
 
-    Every process of the machine can see the name, so the name alone admits nobody.
+    The name alone is not enough, since every process of the machine can read it.
 
     Args:
         kind: Type of the unix socket.
@@ -131,7 +131,7 @@ def greet(link: socket.socket, secret: str, rank: int, look: Callable[[], float]
 
 
 def _read(link: socket.socket, num_bytes: int) -> bytes:
-    """Returns exactly so many bytes.
+    """Reads a number of bytes.
 
     Raises:
         OSError: They did not come within a second.

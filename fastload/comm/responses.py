@@ -1,9 +1,9 @@
-"""The responses of ranks to a step, as text that stays short when thousands of ranks say the same.
+"""The responses of ranks to a step, as text that stays short if thousands of ranks respond alike.
 
 A table has lines ``ranks <tab> name <tab> value``: the ranks as ``0-7,9``, name and value in JSON. A
 response has a line for each of its values, and one for each entry of its ``value`` if that is a dictionary.
-Equal lines of several ranks are merged. Values that differ on each rank (`Each`) are in columns: one line has
-the values of all ranks, and is parsed only by a rank that wants them.
+Equal lines of several ranks are merged. Values that differ on each rank (`Each`) are in columns. One line has
+the values of all ranks and is parsed only when they are used.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Protocol, TypeVar, overload
 from fastload.base.memory import uncollected
 
 _VALUE = "value"
-_COLUMN = "="  # before what a column has, in place of JSON
-_NEXT, _TIMES = "\x01", "\x02"  # between its values, and how often one comes: JSON has neither
+_COLUMN = "="  # marks a column, which is not JSON
+_NEXT, _TIMES = "\x01", "\x02"  # between values, and before the number of repetitions: not in JSON
 
 _encoder = json.JSONEncoder(separators=(_NEXT, ": "))
 _WITH_PARTS = dict, list, tuple
@@ -27,19 +27,19 @@ _WITH_PARTS = dict, list, tuple
 Name = str | list[str | int]
 
 
-class _Report(Protocol):
+class _Unpackable(Protocol):
     @classmethod
     def unpack(cls, rank: int, values: Sequence[Any]) -> Any: ...
 
 
-R = TypeVar("R", bound=_Report)
+R = TypeVar("R", bound=_Unpackable)
 
 
 @dataclass(frozen=True, slots=True)
 class Each:
     """JSON values that differ on each rank.
 
-    In the responses that are read, a list of `Column` is in its place; outside of ``value`` a single one.
+    `read_responses` returns a list of `Column` instead; a single one outside of ``value``.
     """
 
     values: Sequence[Any]
@@ -73,11 +73,11 @@ def write_response(rank: int, response: Mapping[str, Any]) -> str:
         rank: This rank.
         response: JSON values by name, or `Each`; also in a ``value`` that is a dictionary.
     """
-    return "".join(f"{rank}\t{name}\t{text}\n" for name, text in _apart(response))
+    return "".join(f"{rank}\t{name}\t{text}\n" for name, text in _split(response))
 
 
 def join_responses(tables: Iterable[str]) -> str:
-    """Merges tables; of two values of a rank with one name the first counts."""
+    """Merges tables; the first of two values of a rank with one name counts."""
     found: dict[str, list[str]] = {}
     columns: dict[str, list[tuple[str, str]]] = {}
     for table in tables:
@@ -105,7 +105,9 @@ def read_responses(table: str, size: int) -> list[tuple[dict[str, Any] | None, i
         table: Table of `write_response` or `join_responses`.
         size: Number of ranks.
     """
-    lines = [line.split("\t") for line in reversed(table.split("\n")) if line]  # of two the first one stays
+    lines = [
+        line.split("\t") for line in reversed(table.split("\n")) if line
+    ]  # so that the first of two values counts
     plain = iter(json.loads(f"[{','.join(text for *_, text in lines if not text.startswith(_COLUMN))}]"))
     values = [
         Column(ranks, text[1:]) if text.startswith(_COLUMN) else next(plain) for ranks, _, text in lines
@@ -114,8 +116,8 @@ def read_responses(table: str, size: int) -> list[tuple[dict[str, Any] | None, i
     edges = sorted(
         {0, size, *(edge for each in ranges.values() for first, last in each for edge in (first, last + 1))}
     )
-    number = {edge: number for number, edge in enumerate(edges)}  # of the run that begins there
-    places: dict[str, list[int | None]] = {}  # name → for each run where its value is
+    number = {edge: number for number, edge in enumerate(edges)}  # number of the run that begins there
+    places: dict[str, list[int | None]] = {}  # by name, the line with the value of each run
     for index, (ranks, name, _) in enumerate(lines):
         if (at := places.get(name)) is None:
             at = places[name] = [None] * (len(edges) - 1)
@@ -129,12 +131,12 @@ def read_responses(table: str, size: int) -> list[tuple[dict[str, Any] | None, i
         indices = tuple(at[run] for at in reversed(places.values()))
         if indices not in made:
             said = [(name, values[at]) for name, at in zip(names, indices, strict=True) if at is not None]
-            made[indices] = _together(said) if said else None
+            made[indices] = _assembled(said) if said else None
         responses.append((made[indices], end - begin))
     return responses
 
 
-def _apart(response: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _split(response: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields names and values of a response as text."""
     names: list[str] = []
     values: list[Any] = []
@@ -168,7 +170,7 @@ def _texts(values: Sequence[Any]) -> list[str]:
     return [json.dumps(value) if isinstance(value, _WITH_PARTS) else next(found) for value in values]
 
 
-def _together(said: Iterable[tuple[Name, Any]]) -> dict[str, Any]:
+def _assembled(said: Iterable[tuple[Name, Any]]) -> dict[str, Any]:
     response: dict[str, Any] = {}
     for name, value in said:
         if isinstance(name, str):
@@ -181,7 +183,7 @@ def _together(said: Iterable[tuple[Name, Any]]) -> dict[str, Any]:
 
 
 def _order(parts: Sequence[str]) -> tuple[str, list[int]] | None:
-    """Returns the ranks of several parts together, and the order of the parts; None if some overlap."""
+    """Returns the joined ranks of several parts and the order of the parts; None if some overlap."""
     ranges = [list(_ranges(ranks)) for ranks in parts]
     order = sorted(range(len(parts)), key=ranges.__getitem__)
     if any(ranges[one][-1][1] >= ranges[next_one][0][0] for one, next_one in pairwise(order)):
@@ -190,7 +192,7 @@ def _order(parts: Sequence[str]) -> tuple[str, list[int]] | None:
 
 
 def _join_columns(parts: Sequence[tuple[str, str]], order: tuple[str, list[int]] | None) -> tuple[str, str]:
-    """Returns the ranks and values of several parts of a column together."""
+    """Returns the joined ranks and values of several parts of a column."""
     if order is not None:
         ranks, places = order
         return ranks, _join_texts([parts[place][1] for place in places])
@@ -199,7 +201,7 @@ def _join_columns(parts: Sequence[tuple[str, str]], order: tuple[str, list[int]]
 
 
 def _in_order(parts: Iterable[tuple[str, str]]) -> list[tuple[int, str]]:
-    """Returns the value of each rank; of two values of a rank the first."""
+    """Returns the value of each rank; the first one if there are two."""
     found: dict[int, str] = {}
     for ranks, text in parts:
         each = (rank for first, last in _ranges(ranks) for rank in range(first, last + 1))
@@ -210,7 +212,7 @@ def _in_order(parts: Iterable[tuple[str, str]]) -> list[tuple[int, str]]:
 
 
 def _join_texts(texts: Iterable[str]) -> str:
-    """Joins parts of a column; looks at their ends only, of which two may be equal."""
+    """Joins parts of a column, merging equal values at their ends."""
     done: list[str] = []
     value, count = "", 0
     for text in texts:

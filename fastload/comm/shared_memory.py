@@ -1,8 +1,8 @@
 """Memory shared by the ranks of one host, and the sockets between them.
 
-The ranks talk to the first of them, the *leader*, over abstract unix sockets, and share an unnamed memory
-file. So nothing is left behind however they end, and ``/dev/shm`` needs no space. A rank that dies is noticed
-at once, because its socket closes.
+The ranks connect to the first of them, the *leader*, with abstract unix sockets, and share an unnamed memory
+file. So nothing is left behind however they end, and ``/dev/shm`` needs no space. The others notice at once
+when a rank dies, because its socket closes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fastload.errors import Interrupted
 
 _TICK_S = 0.05
 _MOST_BYTES = 1 << 16  # of one message
-_KIND = socket.SOCK_SEQPACKET  # keeps messages apart
+_KIND = socket.SOCK_SEQPACKET  # preserves the bounds of messages
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 

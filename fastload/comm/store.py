@@ -33,11 +33,11 @@ from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, PeerEr
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# One number counts three things: responses, ranks that have acknowledged the decision, impatient ranks.
+# One number has three counts: responses, acknowledgements of the decision, impatient ranks.
 _ACKNOWLEDGED = 1 << 20
 _IMPATIENT = 1 << 40
 _IN_STORE, _IN_TREE, _LEFT = "store", "tree", "left"  # how a decision came about
-_APART = "\x03"  # between the response of a rank that leaves and those that came before
+_SEPARATOR = "\x03"  # between the response of a rank that leaves and earlier ones
 
 _PART_BYTES = 4 << 20  # a TCPStore refuses values of more than 8 MiB
 _FIRST_POLL_S = 0.0005
@@ -45,7 +45,7 @@ _POLL_OF_A_RANK_S = 0.0001  # roughly what the server takes for one
 _PROGRESS_PERIOD_S = 1.0
 _LAST_POLL_S = 0.05
 _FLAG_PERIOD_S = 0.2
-_SHORTEST_S = 2.0  # deadline of a request: a busy machine may stop a thread for longer than a short timeout
+_SHORTEST_S = 2.0  # deadline of a request, since a busy machine may suspend a thread for a moment
 _NAME, _VERSIONS = "name", "versions"
 _COLLECTING_S, _VERSION_POLL_S = 2.0, 0.02
 
@@ -82,9 +82,9 @@ class Decision:
         if how != _LEFT:
             runs = read_responses(table, size)
             return cls(float(waited_s), runs, how == _IN_TREE, attachment=attachment)
-        last_words, table = table.split(_APART)
+        leaving, table = table.split(_SEPARATOR)
         each = zip(
-            _by_rank(read_responses(last_words, size)), _by_rank(read_responses(table, size)), strict=True
+            _by_rank(read_responses(leaving, size)), _by_rank(read_responses(table, size)), strict=True
         )
         return cls(float(waited_s), [(last or response, 1) for last, response in each], left=True)
 
@@ -173,7 +173,7 @@ class StoreStep:
         """
         self._store.append(self.log, "")  # else there may be none
         table = join_responses([str(self._store.get(self.log), "ascii")])
-        text = self.settle(Decision.write(0.0, f"{response}{_APART}{table}", left=True))
+        text = self.settle(Decision.write(0.0, f"{response}{_SEPARATOR}{table}", left=True))
         return Decision.from_text(text, self._size)
 
     def void(self) -> Decision:
@@ -377,9 +377,9 @@ class StoreRendezvous:
                 self._store.set(key, value)
 
         try:
-            self.ask("telling the other ranks", limit_s, tell)
+            self.ask("notifying the other ranks", limit_s, tell)
         except PeerError as error:
-            _log.debug("not told: %s", error)
+            _log.debug("not set: %s", error)
 
     def watch(self, key: str, *, alive: bool, limit_s: float) -> bool:
         """Returns whether a key is set; with `alive`, shows that this rank makes progress."""
@@ -434,7 +434,7 @@ class StoreRendezvous:
             for key, start in zip(keys[1:], starts, strict=True):
                 self._store.set(key, data[start : start + _PART_BYTES])
             self._store.set(keys[0], str(len(starts)))
-            # Answered once the store has all of that: a set does not wait, and others may look first.
+            # The response shows that the store has all values; a set does not wait for one.
             self._store.check(keys[:1])
 
         self.ask(what, limit_s, leave)
@@ -478,22 +478,22 @@ class StoreRendezvous:
                 began = max(since, began - wait_s + min(wait_s, grace_s) / 2)
             if self._respond(proposal.step, proposal.response):
                 decision = place.decide(wait_s)
-                if proposal.step:  # whose responses say that all ranks have the decision before
+                if proposal.step:  # all ranks have responded, so they have the decision before
                     self._forget(proposal.step - 1)
                 return decision
             if self._wait_until(place.is_decided, wait_s, listen=True, began=began):
                 decision = place.read()
-                if decision.in_tree:  # decided meanwhile, and nobody counts who acknowledges it
+                if decision.in_tree:  # decided meanwhile, without acknowledgements in the store
                     self._delete([place.log, place.count])
                 return decision
-            # Whoever is to decide may die of it: then all others do.
+            # The rank that should decide may have died: then all others decide.
             if not place.lose_patience() and self._wait_until(place.is_decided, grace_s, listen=False):
                 return place.read()
             return place.decide(wait_s)
 
         return self.ask(proposal.what, wait_s + 1.5 * grace_s, decide)
 
-    def acknowledge(self, last: LastStep, leavings: Sequence[str], *, grace_s: float) -> None:
+    def acknowledge(self, last: LastStep, keys_left: Sequence[str], *, grace_s: float) -> None:
         """Notes that this rank has the last decision of a call; never raises.
 
         The last rank deletes the keys of the call. The rank that hosts the store waits for the others for a
@@ -501,12 +501,12 @@ class StoreRendezvous:
 
         Args:
             last: The step.
-            leavings: Keys that only this rank deletes.
+            keys_left: Keys that only this rank deletes.
             grace_s: How long to wait for the others.
         """
 
         def acknowledge() -> None:
-            self._delete(leavings)
+            self._delete(keys_left)
             if self._member.store_host == self._member.rank:
                 place = self._step(last.step)
                 self._wait_until(lambda: place.num_acknowledged() >= last.num_others, grace_s, listen=False)
@@ -537,12 +537,12 @@ class StoreRendezvous:
                 decision = None
                 if at_once:
                     decision = place.leave(response)
-                    self._respond(step, "")  # after that, else who comes last would decide without it
+                    self._respond(step, "")  # afterwards, or the last rank would decide without it
                 elif self._respond(step, response):
                     decision = place.decide(0.0)
                 if decision is None or not decision.in_tree:
                     self._acknowledge(step, failed=True)
-                else:  # nobody counts who acknowledges it
+                else:  # acknowledgements are not counted
                     self._delete([place.log, place.count])
                 if decision is not None and decision.num_succeeded < self._member.size:
                     return
@@ -605,7 +605,7 @@ class StoreRendezvous:
             if now >= (max(began, self._progress.changed_at) if listen else began) + wait_s:
                 return False
             if self._given_up:
-                raise Interrupted("nobody waits for this any more")
+                raise Interrupted("the call was abandoned")
             # In proportion to the time waited so far, so that polling adds a few percent to any wait.
             time.sleep(min(max(self._first_poll_s, (now - first_look) / 16), _LAST_POLL_S))
         return True
@@ -696,9 +696,9 @@ def _own_version() -> str:
 class Versions:
     """Compares the fastload versions of the ranks of a group, before anything else.
 
-    The rank that comes first leaves its version in the group's namespace, with a random name of that. Ranks
-    with another one add it to a list, which ranks that wait for others watch while they meet. These two keys
-    are the same in every version of fastload; everything else may change.
+    The first rank sets its version in the group's namespace, with a random name for the namespace. Ranks with
+    another version append theirs to a list, which waiting ranks poll while they meet. These two keys are the
+    same in every version of fastload; everything else may change.
 
     Args:
         store: The group's namespace.

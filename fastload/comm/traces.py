@@ -72,20 +72,20 @@ class Tracing:
         for stage, watch in watches.items():
             self._recorder.follow(stage, watch)
 
-    def leave(self, whole: str, began_s: float, error: BaseException | None) -> None:
+    def leave(self, name: str, began_s: float, error: BaseException | None) -> None:
         """Leaves this rank's spans for rank 0, before the ranks settle the outcome.
 
         Args:
-            whole: Name of the complete span, such as ``load``.
+            name: Name of the complete span, such as ``load``.
             began_s: Its beginning, by `time.perf_counter`.
             error: The error that ended it, or None.
         """
         if self._path is None:
             return
         self._place = f"trace/{next(self._turn)}"
-        self._recorder.add(whole, began_s, time.perf_counter(), {})
+        self._recorder.add(name, began_s, time.perf_counter(), {})
         self._own = self._recorder.trace(self._world.host, self._offset_s, error)
-        self._recorder = Recorder(self._world.size)  # what comes next is another trace
+        self._recorder = Recorder(self._world.size)  # for the next trace
         if self._world.rank != 0:
             try:
                 self._world.leave_bytes("leaving a trace", self._place, self._own.to_bytes())
@@ -117,7 +117,7 @@ class Tracing:
 def _from_here(path: str | os.PathLike[str]) -> str:
     try:
         return locate(path).url
-    except OptionError:  # which is told when it is written
+    except OptionError:  # raised again by the write
         return os.fspath(path)
 
 

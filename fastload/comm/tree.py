@@ -1,4 +1,4 @@
-"""Decisions along a control tree of sockets while it is whole, and otherwise in the store."""
+"""Decisions along a control tree of sockets while it is intact, and otherwise in the store."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class CountedCall:
 class CallCounter:
     """Numbers the calls of a group on one rank, in the order in which it begins them.
 
-    No rank asks another for that: threads go on with several calls at once, and find a tree broken at
+    Ranks count without communication, since threads make calls concurrently and notice a broken tree at
     different times. If only some ranks make a call, the counts differ. The decision of its first step then
-    lacks ranks, which ends the *epoch*. Calls that have not met by then get numbers of the next epoch, in
-    order, and so do all later ones. So the ranks meet again in the next call that all of them make.
+    lacks ranks, which ends the *epoch*. Calls that have not met by then, and all later ones, get numbers of
+    the next epoch, in order. So the ranks meet again in the next call that all of them make.
 
     Attributes:
         expiring: Keys of first steps where the ranks have not met.
@@ -234,8 +234,8 @@ class TreeRendezvous(StoreRendezvous):
         self._listener: Listener | None = None
         self._links: TreeLinks | None = None
         self._was_in_tree = False  # the last decision
-        self._done: list[str] = []  # keys in the group's namespace that nobody reads any more
-        self._last: list[str] = []  # keys there until all have acknowledged the last decision
+        self._done: list[str] = []  # keys in the group's namespace to delete
+        self._last: list[str] = []  # keys there to delete once all ranks have acknowledged the last decision
 
     @property
     def _parent(self) -> int | None:
@@ -249,12 +249,12 @@ class TreeRendezvous(StoreRendezvous):
         """Numbers the call, and listens for the ranks below if it is the first one."""
         links = self._state.links
         self._number()
-        if links is not None and links.are_whole():
+        if links is not None and links.are_intact():
             self._links = links
             return
         if links is not None:
             self._state.replace(None)
-        # In the first call most ranks need not ask: who looks for the one above finds out as it does so.
+        # In the first call, most ranks find out while they look for their parent.
         if self._id != CallId(1, 1) or self._parent is None:
             self._follow(_JOINING)
         if self._id.number == 1 and self._children and self._may_connect():
@@ -283,7 +283,7 @@ class TreeRendezvous(StoreRendezvous):
         finally:
             self.end()
 
-    def acknowledge(self, last: LastStep, leavings: Sequence[str], *, grace_s: float) -> None:
+    def acknowledge(self, last: LastStep, keys_left: Sequence[str], *, grace_s: float) -> None:
         """As in the store; but a decision along the tree reaches all without this rank or the store."""
         keys, self._last = self._last, []
         if self._was_in_tree and self._links is not None:
@@ -293,15 +293,15 @@ class TreeRendezvous(StoreRendezvous):
             self._done += self._links.take_acknowledged()
         else:
             self._state.expiring.add(keys)
-            super().acknowledge(last, leavings, grace_s=grace_s)
-            leavings = ()
+            super().acknowledge(last, keys_left, grace_s=grace_s)
+            keys_left = ()
         done, self._done = self._done, []
-        if leavings or done:
+        if keys_left or done:
             with suppress(FastloadError):
-                self.ask("ending the call", grace_s, lambda: self._delete_all(leavings, done))
+                self.ask("ending the call", grace_s, lambda: self._delete_all(keys_left, done))
 
-    def _delete_all(self, leavings: Sequence[str], done: Sequence[str]) -> None:
-        self._delete(leavings)
+    def _delete_all(self, keys_left: Sequence[str], done: Sequence[str]) -> None:
+        self._delete(keys_left)
         self._delete(done, self._namespace)
 
     def withdraw(
@@ -463,7 +463,7 @@ class TreeRendezvous(StoreRendezvous):
             links.send([self._parent], tag, table, attachment)
             ((text, attachment),) = links.receive([self._parent], tag, look)
         links.send(self._children, tag, text, attachment)
-        with suppress(TreeBroken):  # those below find out by themselves
+        with suppress(TreeBroken):  # the ranks below notice it themselves
             links.flush(self._children, look)
         self._was_in_tree = True
         return Decision.from_text(text, self._member.size, attachment)
@@ -483,13 +483,13 @@ class TreeRendezvous(StoreRendezvous):
                 raise TreeBroken
             if now >= next_look:
                 next_look = now + period_s
-                with suppress(PeerError):  # without the store, the tree may be whole all the same
+                with suppress(PeerError):  # the tree may be intact without the store
                     is_left, is_decided = self.ask(
                         "waiting for the other ranks",
                         left_s + self._terms.grace_s,
                         partial(self._look_around, step),
                     )
-                    if is_left or was_decided:  # for long, and it has not come here
+                    if is_left or was_decided:  # since the last look, and the decision has not arrived
                         raise TreeBroken
                     was_decided = is_decided
             return min(left_s, period_s)

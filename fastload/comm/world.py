@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_ERROR_BYTES = 2 << 20  # of all ranks together, which one value has to hold
+_ERROR_BYTES = 2 << 20  # of all ranks together, to fit into one value of the store
 
 
 def _ignore(*_: object) -> None:
@@ -49,23 +49,23 @@ def _ignore(*_: object) -> None:
 
 @dataclass(slots=True)
 class CallState:
-    """Progress of one rank through the steps of a call.
+    """The progress of one rank through the steps of a call.
 
     Attributes:
         call: Name of the call, which the ranks compare in the first step.
         step: Number of the next step.
         last: The step before it, until its decision is acknowledged.
         attachment: Bytes that came with the last decision; None if it was read from the store.
-        leavings: Keys that this rank deletes at the end of the call.
+        keys_left: Keys that this rank deletes at the end of the call.
         under_way: Number of the step that this rank waits in, if any.
-        has_left: Whether this rank has told the others that it takes no more steps.
+        has_left: Whether this rank has left the call.
     """
 
     call: str
     step: int = 0
     last: LastStep | None = None
     attachment: bytes | None = None
-    leavings: list[str] = field(default_factory=list)
+    keys_left: list[str] = field(default_factory=list)
     under_way: int | None = None
     has_left: bool = False
 
@@ -179,7 +179,7 @@ class World:
         except Exception:
             state.under_way = None
             raise
-        state.under_way = None  # else what interrupts this rank makes it leave in the middle of the step
+        state.under_way = None  # an interrupt from here on does not concern this step
         self._nodes = decision.nodes or self._nodes
         state.attachment = decision.attachment
         failed = decision.num_succeeded < self.size
@@ -245,7 +245,7 @@ class World:
                 self.flag_failure()
             with logged():
                 ended(error)
-            # One that is stuck says so itself after its patience: the others wait a little longer than that.
+            # A rank that is stuck reports it after its patience, so the others wait a little longer.
             wait_s = self.grace_s if error is not None else self.timeout_s - self.grace_s / 4
             outcomes = self.gather(what, value, error, wait_s=wait_s)
             with logged():
@@ -273,9 +273,9 @@ class World:
         for the others.
         """
         state = self._state
-        leavings, state.leavings = state.leavings, []
+        keys_left, state.keys_left = state.keys_left, []
         if (last := state.take_last()) is not None:
-            self.rendezvous.acknowledge(last, leavings, grace_s=self.grace_s)
+            self.rendezvous.acknowledge(last, keys_left, grace_s=self.grace_s)
         self.rendezvous.end()
 
     @contextmanager
@@ -353,7 +353,7 @@ class World:
     def show_bytes(self, what: str, place: str, data: bytes) -> None:
         """Leaves bytes for several ranks, which `take_bytes` and `keep` them, until the end of the call."""
         left = self.rendezvous.leave(what, f"{place}/{self.rank}", data, limit_s=self.grace_s)
-        self._state.leavings += left
+        self._state.keys_left += left
 
     def take_bytes(self, what: str, place: str, rank: int, *, keep: bool = False) -> bytes | None:
         """Returns the bytes that a rank has left; None if it has left none."""
@@ -361,14 +361,14 @@ class World:
 
     def tally(self, what: str, key: str, more: int) -> int:
         """Adds to a number that all ranks share until the end of the call, and returns it."""
-        if key not in self._state.leavings:
-            self._state.leavings.append(key)
+        if key not in self._state.keys_left:
+            self._state.keys_left.append(key)
         return self.rendezvous.count(what, key, more, limit_s=self.patience_s)
 
     # Failures outside of an agreement
 
     def flag_failure(self) -> None:
-        """Tells the other ranks, at whatever stage they are, that this one has failed."""
+        """Sets the failure flag, which the other ranks notice in any step."""
         self._flag.set()
         self.rendezvous.disconnect()
 
@@ -377,7 +377,7 @@ class World:
         return self._flag.is_set()
 
     def note_progress(self) -> None:
-        """Notes that this rank makes progress; the others learn of it with its next look at the flag."""
+        """Notes that this rank makes progress; its next look at the flag shows it to the others."""
         self._flag.note_progress()
 
     def leave(self, error: BaseException) -> None:

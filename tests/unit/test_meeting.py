@@ -35,7 +35,7 @@ def meet(port: int, ranks: list[int], size: int) -> list[str]:
         return list(pool.map(come, ranks))
 
 
-def test_every_life_has_a_place_of_its_own(port: int) -> None:
+def test_every_incarnation_has_its_own_namespace(port: int) -> None:
     first, second = meet(port, [0, 1, 2], 3), meet(port, [2, 1, 0], 3)
     assert len(set(first)) == len(set(second)) == 1
     assert first != second

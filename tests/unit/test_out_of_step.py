@@ -142,7 +142,7 @@ def test_ranks_meet_again_whatever_some_have_done(size: int, ops: list[Op], in_t
     with ThreadPoolExecutor(size) as pool:
         each = list(pool.map(lambda rank: follow(store, rank, size, ops, barrier, in_tree), range(size)))
     last = [groups[-1] for _, groups in each]
-    assert not in_tree or all(one.lasting(TreeState).links.are_whole() for one in last)
+    assert not in_tree or all(one.lasting(TreeState).links.are_intact() for one in last)
     for one in last:
         one.close()
     everyone = list(range(size))
