@@ -608,7 +608,7 @@ def groups_of(plan: RoutedPlan) -> tuple[Ranks, ...]:
     Args:
         plan: The plan.
     """
-    if plan.buffer_bytes + plan.longest_chunk_bytes > plan.staging_bytes:
+    if plan.buffer_bytes + plan.largest_chunk_bytes(plan.readers[0]) > plan.staging_bytes:
         return ()
     readers: dict[int, set[int]] = defaultdict(set)
     for share in plan.shares:

@@ -24,14 +24,9 @@ from fastload.transfer.transport import FAILED, TICK_S, Buffer, Delivery, Round,
 
 
 class SharedBuffer:
-    """A buffer of a host, with a part for each of its ranks.
+    """A buffer of a host, with a part for each of its ranks."""
 
-    Attributes:
-        nbytes: Length of a part.
-    """
-
-    def __init__(self, buffers: SharedBuffers, number: int, nbytes: int) -> None:
-        self.nbytes = nbytes
+    def __init__(self, buffers: SharedBuffers, number: int) -> None:
         self._buffers = buffers
         self._number = number
 
@@ -78,7 +73,7 @@ class SharedBuffers:
         """
         self._buffer_bytes = max(self._buffer_bytes, nbytes)
         self._num_buffers += 1
-        return SharedBuffer(self, self._num_buffers - 1, nbytes)
+        return SharedBuffer(self, self._num_buffers - 1)
 
     def part(self, number: int, rank: int) -> Tensor:
         """Returns a rank's part of a buffer."""

@@ -192,14 +192,9 @@ class RoutedPlan:
         """The most bytes that one reader reads."""
         return max((share.start + share.end - share.begin for share in self.shares), default=0)
 
-    @property
-    def longest_chunk_bytes(self) -> int:
-        """The most bytes that a rank reads in a round, since a chunk ends with a unit."""
-        return self.chunk_bytes + self.sharing.longest_unit_bytes
-
     def largest_chunk_bytes(self, rank: int) -> int:
-        """Returns the most bytes that a rank reads in a round."""
-        return self.longest_chunk_bytes
+        """Returns the most bytes that a rank reads in a round, since a chunk ends with a unit."""
+        return self.chunk_bytes + self.sharing.longest_unit_bytes
 
     @property
     def num_reads(self) -> int:

@@ -46,13 +46,10 @@ class Buffer(Protocol):
 
     Attributes:
         memory: Flat uint8, on the transport's device; valid once the transport is connected.
-        nbytes: The share of this rank.
     """
 
     @property
     def memory(self) -> Tensor: ...
-    @property
-    def nbytes(self) -> int: ...
     def of(self, rank: int) -> Tensor:
         """Returns the memory of the same buffer of another rank of this host."""
         ...
@@ -75,11 +72,6 @@ class FlatBuffer(NamedTuple):
     """A buffer of this rank alone."""
 
     memory: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Length in bytes."""
-        return self.memory.nbytes
 
     def of(self, rank: int) -> Tensor:
         """Returns its memory, whatever the rank."""
