@@ -69,7 +69,11 @@ def _print_error(ctx: click.Context, error: FastloadError) -> None:
 
 def _print_json_error(ctx: click.Context, error: Exception, message: str) -> None:
     if ctx.meta.get(_AS_JSON):
-        print_json({"error": {"type": type(error).__name__, "message": message}})
+        click.echo(json.dumps(_error_as_json(error, message)))
+
+
+def _error_as_json(error: Exception, message: str) -> dict[str, Any]:
+    return {"error": {"type": type(error).__name__, "message": message}}
 
 
 @contextmanager
@@ -85,9 +89,10 @@ def progress(rank: int, *, shown: bool, what: str = "loading") -> Iterator[Any]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def print_json(fields: Mapping[str, Any]) -> None:
-    """Prints one JSON object, on one line."""
-    click.echo(json.dumps(fields))
+def print_json(fields: Mapping[str, Any], error: FastloadError | None = None) -> None:
+    """Prints the one JSON object of a command, on one line, with the error that it ends with."""
+    click.echo(json.dumps({**fields, **(_error_as_json(error, str(error)) if error else {})}))
+    click.get_current_context().meta[_AS_JSON] = False
 
 
 def print_csv(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -90,14 +90,15 @@ def load(
             lambda: state_digest(_local_tensors(state, sharded=sharding is not None)),
             timeout_s=options.timeout_s,
         )
+    error = checkpoint.trace_error
+    if error is None and digests is not None and sharding is None and len(set(digests)) > 1:
+        error = FastloadError(f"the ranks hold different states: {digests}")
     if rank == 0 and as_json:
-        print_json({**report.to_dict(), "digests": digests})
+        print_json({**report.to_dict(), "digests": digests}, error)
     elif rank == 0:
         _print_load(report, digests, sharded=sharding is not None)
-    if checkpoint.trace_error is not None:
-        raise checkpoint.trace_error
-    if digests is not None and sharding is None and len(set(digests)) > 1:
-        raise FastloadError(f"the ranks hold different states: {digests}")
+    if error is not None:
+        raise error
 
 
 def _local_tensors(state: Any, *, sharded: bool) -> dict[str, Tensor]:

@@ -134,13 +134,12 @@ def _density(intervals: Intervals, until_s: float) -> Any:
 
 
 def _timeline_title(trace: Trace, num_shown: int) -> str:
-    parts = [str(trace.about.get("what", "timeline"))]
-    if nbytes := trace.about.get("bytes_wanted"):
-        parts.append(decimal(int(nbytes)))
+    parts = [trace.what]
+    if trace.nbytes:
+        parts.append(decimal(trace.nbytes))
     parts.append(f"{trace.end_s:.3g} s")
-    num_ranks = int(trace.about.get("num_ranks", len(trace.rows)))
-    if num_shown < num_ranks:
-        parts.append(f"{num_shown} of {num_ranks:,} ranks")
+    if num_shown < trace.num_ranks:
+        parts.append(f"{num_shown} of {trace.num_ranks:,} ranks")
     return ", ".join(parts)
 
 

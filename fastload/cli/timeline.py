@@ -36,8 +36,8 @@ def timeline(file: Any, png: str, floor_s: float | None) -> None:
     trace = _read(file)
     if floor_s is not None:
         floor, label = floor_s, "floor"
-    elif "floor_s" in trace.about:
-        floor, label = float(trace.about["floor_s"]), "floor: one client streams all"
+    elif trace.floor_s is not None:
+        floor, label = trace.floor_s, "floor: one client streams all"
     else:
         floor, label = trace.reading_s, "floor: the reads without gaps"
     draw_timeline(png, trace, floor, label)
@@ -65,11 +65,17 @@ class Trace:
 
     Attributes:
         rows: By rank.
-        about: What the writer of the trace knew.
+        what: What was done.
+        num_ranks: Ranks of the job, of which the trace may have some.
+        nbytes: Bytes that were loaded; 0 if the trace does not say.
+        floor_s: How long one client needs to stream them; None if the trace does not say.
     """
 
     rows: Sequence[Row]
-    about: Mapping[str, Any]
+    what: str
+    num_ranks: int
+    nbytes: int
+    floor_s: float | None
 
     @property
     def end_s(self) -> float:
@@ -89,11 +95,18 @@ def _read(file: Any) -> Trace:
         events = json.load(file)
         about: dict[str, Any] = next((event["args"] for event in events if event["name"] == "fastload"), {})
         rows = list(_rows(events))
+        trace = Trace(
+            rows,
+            what=str(about.get("what", "timeline")),
+            num_ranks=int(about.get("num_ranks", len(rows))),
+            nbytes=int(about.get("bytes_wanted", 0)),
+            floor_s=float(about["floor_s"]) if "floor_s" in about else None,
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FastloadError(f"{file.name}: not a trace of fastload: {error!r}") from None
-    if not any(row.stages for row in rows):
+    if not any(row.stages and row.end_s > 0 for row in rows):
         raise FastloadError(f"{file.name}: a trace without any work in it")
-    return Trace(rows, about)
+    return trace
 
 
 def _rows(events: Sequence[Mapping[str, Any]]) -> Iterator[Row]:

@@ -69,6 +69,10 @@ def test_a_trace_that_cannot_be_written(checkpoint: Path) -> None:
     assert full.returncode == 1
     assert "4 tensors" in full.stdout
     assert "fastload: StorageError: /dev/full: No space left on device\n" in full.stderr
+    told = run("load", str(checkpoint), "--trace", "/dev/full", "--json")
+    assert told.returncode == 1
+    report = one_object(told.stdout)
+    assert (report["num_tensors"], report["error"]["type"]) == (4, "StorageError")
     done = run("load", str(checkpoint), "--trace", str(checkpoint / "t.json"))
     assert done.returncode == 0, done.stderr
     assert json.loads((checkpoint / "t.json").read_text())

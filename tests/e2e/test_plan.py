@@ -155,6 +155,12 @@ def test_impossible_input_is_one_line(words: list[str], problem: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_trace_that_cannot_be_written_is_one_object() -> None:
+    done = call("plan", "--size", "1GB", *WORLD, "--json", "--trace", "/no/where/t.json")
+    assert done.exit_code == 1
+    assert one_object(done.stdout)["error"]["type"] == "StorageError"
+
+
 def test_a_picture_of_a_load_and_of_a_prediction(tmp_path: Path) -> None:
     path, trace, png = tmp_path / "model.safetensors", tmp_path / "trace.json", tmp_path / "trace.png"
     write_file(path, [("a", "U8", (5 << 20,))])
@@ -175,7 +181,25 @@ def test_a_picture_of_a_load_and_of_a_prediction(tmp_path: Path) -> None:
     assert png.stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "[1]", '[{"name": "x", "ph": "X"}]', "\x89PNG"])
+RANK = '{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "rank 0"}}'
+READ = '{"name": "read", "ph": "X", "pid": 0, "ts": 0, "dur": %d}'
+ABOUT = '{"name": "fastload", "ph": "M", "pid": 0, "args": {"%s": "much"}}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        "[1]",
+        '[{"name": "x", "ph": "X"}]',
+        "\x89PNG",
+        f"[{RANK}, {READ % 9}, {ABOUT % 'floor_s'}]",
+        f"[{RANK}, {READ % 9}, {ABOUT % 'bytes_wanted'}]",
+        f"[{RANK}, {READ % 0}]",
+    ],
+)
 def test_something_else_than_a_trace(tmp_path: Path, text: str) -> None:
     trace = tmp_path / "trace.json"
     trace.write_text(text)
