@@ -33,17 +33,17 @@ _MISSING: Any = object()
 
 @uncollected
 def decode_state(structure: Any, tensors: Mapping[str, Tensor] | StateDecoder, name: str = "") -> Any:
-    """Returns the state that a structure and its tensors stand for.
+    """Decodes a state.
 
     Args:
-        structure: As it was encoded, perhaps by way of JSON; untrusted.
-        tensors: By name. They become part of the state, they are not copied. Or the decoder of other parts of
-            the same state: tensors that are tied in the state are then tied across these parts, too.
-        name: If this is the structure of a part of the state, the name of that part.
+        structure: The structure; untrusted.
+        tensors: The tensors by name, which become part of the state without a copy. Or the decoder of another
+            part of the state, so that tied tensors are tied across both parts.
+        name: The name of a part of a state; empty for a complete state.
 
     Raises:
-        ManifestError: The structure is malformed or does not fit the tensors; says where.
-        UnsupportedVersion: A later version may know what it has.
+        ManifestError: The structure is malformed or does not fit the tensors; names the place.
+        UnsupportedVersion: It may be of a newer version.
         CheckpointError: It needs NumPy, which is not installed.
     """
     decoder = tensors if isinstance(tensors, StateDecoder) else StateDecoder(tensors)
@@ -55,15 +55,15 @@ def decode_state(structure: Any, tensors: Mapping[str, Tensor] | StateDecoder, n
 
 
 class StateDecoder:
-    """Decodes structures of one state; tensors that are tied in the state are tied across them.
+    """Decodes the parts of one state, with tied tensors tied across them.
 
     Args:
-        tensors: By name.
-        exact: Those that stand for arrays and complex numbers, by name, of the stored dtypes.
-        gap: Stands where there is no value.
+        tensors: The tensors by name.
+        exact: The tensors of arrays and complex numbers by name, with their stored dtypes.
+        gap: The value for places without one.
 
     Attributes:
-        path: The keys that lead to where the walk is; after an error, to where it failed.
+        path: The keys of the current place; after an error, of the place of the error.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StateDecoder:
         self._made: dict[tuple[str, str | None, str | None], Any] = {}
 
     def value(self, node: Any, prefix: str, key: Any) -> Any:
-        """Returns what a node of the structure stands for."""
+        """Returns the value of a node."""
         if type(node) in SCALARS:
             return node
         name = tensor_name(prefix, key)
@@ -156,7 +156,7 @@ _CONTAINERS: dict[str, Callable[[StateDecoder, Any, str], Any]] = {
 
 
 def _make(tensor: Tensor, kind: str | None, dtype: str | None) -> Any:
-    """Returns the value that a stored tensor stands for; shares its memory where it can."""
+    """Returns the value of a stored tensor, without a copy if possible."""
     if kind == "ndarray":
         return _make_array(tensor, dtype)
     if kind == "json":

@@ -40,9 +40,10 @@ NAMES: dict[torch.dtype, str] = {dtype: name for name, (_, dtype) in DTYPES.item
 
 
 def torch_spec(entry: TensorEntry) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Returns dtype and shape of a tensor as torch sees them.
+    """Returns the dtype and shape of a tensor in torch.
 
-    They differ from the header's for F4 only: torch packs two elements into one, along the last dimension.
+    The shape differs from that in the header for F4 only: torch packs two elements into one, along the last
+    dimension.
 
     Raises:
         UnsupportedVersion: This torch has no such dtype.
@@ -61,10 +62,10 @@ def torch_spec(entry: TensorEntry) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def safetensors_spec(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
-    """Returns dtype and shape of a tensor as a safetensors header has them: what `torch_spec` undoes.
+    """Returns the dtype and shape of a tensor in a safetensors header; the inverse of `torch_spec`.
 
     Raises:
-        ValueError: The format has no such dtype, or cannot spell an F4 tensor without dimensions.
+        ValueError: The format lacks the dtype, or the tensor is F4 without dimensions.
     """
     name = NAMES.get(tensor.dtype)
     if name is None:

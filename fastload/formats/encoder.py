@@ -1,4 +1,4 @@
-"""Encodes a state: its tensors by name, and its structure as in `fastload.formats.state`."""
+"""Encodes a state: its tensors by name, and its structure, see `fastload.formats.state`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from fastload.formats.values import (
 )
 from fastload.geometry.dtensors import is_dtensor, local_of, with_local
 
-_RESERVED = "__metadata__"  # what a safetensors header calls something else
+_RESERVED = "__metadata__"  # has another meaning in a safetensors header
 _MAX_PROBLEMS = 20
-_MAX_SHORT_TEXT = 100  # about what a tensor more costs in header and structure
+_MAX_SHORT_TEXT = 100  # about the cost of a tensor in header and structure
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class StateEncoding:
     """A state as tensors and structure.
 
     Attributes:
-        tensors: The tensors to be stored, each once, by name, in the order of the state. They share
-            memory with the state where they can; dense, of a dtype that safetensors has, on any device.
-        structure: Everything else, JSON types only; the same whoever encodes an equal state.
-        own_tensors: Those of this rank's own values, likewise.
+        tensors: The tensors to store by name, each once, in the order of the state. They share memory with
+            the state if possible, and are dense, of a dtype of safetensors, on any device.
+        structure: Everything else in JSON types; the same on all ranks with an equal state.
+        own_tensors: The tensors of this rank's own values.
         own_values: The structures of these values, one for each place in `structure`.
-        starts: Of each entry of the state, how many of `tensors` are before it.
+        starts: For each entry of the state, the number of `tensors` before it.
     """
 
     tensors: dict[str, Tensor]
@@ -64,10 +64,10 @@ def encode_state(state: Any, rank: int = 0) -> StateEncoding:
         state: Dicts (also OrderedDict, defaultdict, Counter), lists, tuples and sets of tensors,
             Parameters, NumPy arrays and scalars, plain values, and objects with ``state_dict`` and
             ``load_state_dict``; any of it in a `PerRank`.
-        rank: Whose own values those are.
+        rank: This rank.
 
     Raises:
-        OptionError: Something cannot be kept; names the key of each such thing.
+        OptionError: Values cannot be saved; lists their keys.
     """
     encoder = StateEncoder(rank)
     try:
@@ -92,28 +92,28 @@ def encode_state(state: Any, rank: int = 0) -> StateEncoding:
 
 
 class StateEncoder:
-    """Encodes one state; `problems` holds a line for each value that cannot be stored.
+    """Encodes one state; `problems` has a line for each value that cannot be saved.
 
     Args:
-        rank: This rank; of a state that has values of its own only.
+        rank: This rank; needed only for a state with values of its own.
     """
 
     def __init__(self, rank: int = 0) -> None:
         self.own: PerRankEncoder | None = None
-        self.starts: list[int] = []  # how many tensors there are before each entry of the state
+        self.starts: list[int] = []  # number of tensors before each entry of the state
         self.tensors: dict[str, Tensor] = {}
         self.problems: list[str] = []
         self._path: list[Any] = []
         self._open: set[int] = set()  # containers on the path
-        self._first: dict[int, str] = {}  # address → the first name there
-        self._others: dict[tuple[Any, ...], str] = {}  # the names of further views of the same address
-        self._converted: dict[int, Tensor] = {}  # by id: what was made of an array or a lazy tensor
-        self._num_of: dict[str, int] = {}  # how often a name was wanted
-        self._state_dicts: list[Any] = []  # alive as long as what is known by address or id
+        self._first: dict[int, str] = {}  # address → the first name at it
+        self._others: dict[tuple[Any, ...], str] = {}  # the names of other views of the address
+        self._converted: dict[int, Tensor] = {}  # by id, the tensor made from an array or a lazy tensor
+        self._num_of: dict[str, int] = {}  # number of tensors that wanted a name
+        self._state_dicts: list[Any] = []  # kept alive, since tensors are known by address and id
         self._rank = rank
 
     def value(self, value: Any, prefix: str, key: Any) -> Any:
-        """Returns the structure of the value under a key, and collects its tensors."""
+        """Returns the node of the value under a key, and collects its tensors."""
         kind = type(value)
         if kind is Tensor or kind is Parameter:
             return self._tensor(value, tensor_name(prefix, key))
@@ -189,7 +189,7 @@ class StateEncoder:
         return nodes
 
     def _key(self, key: Any) -> Any:
-        """JSON of a dict's key or a set's member: a plain value, or a tuple of such."""
+        """Returns the node of a key or a member of a set: a plain value, or a tuple of plain values."""
         if type(key) is str and key.isascii():
             return key
         if type(key) is tuple:
@@ -251,7 +251,7 @@ class StateEncoder:
             native = array.astype(dtype.newbyteorder("="), copy=False)
             flags = native.flags
             if not (flags.writeable and flags.aligned and flags.c_contiguous):
-                native = native.copy()  # torch cannot look at it where it is
+                native = native.copy()  # torch cannot view it
             self._converted[id(array)] = torch.from_numpy(native)
         tensor = self._converted[id(array)]
         if tensor.dtype is torch.complex128:
@@ -263,7 +263,7 @@ class StateEncoder:
         return leaf_node(self._store(tensor, natural), natural, kind, dtype)
 
     def _store(self, tensor: Tensor, name: str) -> str:
-        """Returns the name a tensor is stored under: its own, or the one of a tensor it is tied to."""
+        """Returns the name a tensor is stored under: its own, or that of a tensor it is tied to."""
         # Empty tensors have no address; those that share a storage are tied all the same.
         local = local_of(tensor)
         address = local.data_ptr() or local.untyped_storage()._cdata
@@ -289,7 +289,7 @@ class StateEncoder:
 
 
 class PerRankEncoder(StateEncoder):
-    """Encodes the `PerRank` values of this rank, in the course of encoding the whole state.
+    """Encodes the `PerRank` values of this rank, as part of the encoder of the state.
 
     Attributes:
         values: A node for each place.
@@ -302,9 +302,9 @@ class PerRankEncoder(StateEncoder):
         self._is_in_text = False
 
     def place(self, value: Any, prefix: str, key: Any) -> Any:
-        """Collects a value, and returns the node of its place."""
+        """Collects a value; returns the node of its place."""
         name = tensor_name(prefix, key)
-        # No ties between places: then all ranks can want the same places, whatever is tied on which of them.
+        # No ties between places, so that all ranks can want the same places, whatever is tied on each.
         self._first.clear()
         self._others.clear()
         node = self.value(value, prefix, key)
@@ -312,7 +312,7 @@ class PerRankEncoder(StateEncoder):
         return {"PerRank": [name or BARE_NAME, len(self.values) - 1]}
 
     def value(self, value: Any, prefix: str, key: Any) -> Any:
-        """As for any state, but a long value without tensors becomes a tensor: its text."""
+        """Encodes a value; a long one without tensors becomes a tensor of its text."""
         if self._is_in_text or _may_hold_tensors(value):
             return super().value(value, prefix, key)
         self._is_in_text = True
@@ -320,7 +320,7 @@ class PerRankEncoder(StateEncoder):
         self._is_in_text = False
         is_metadata = bool(self._path) and type(self._path[-1]) is Attribute
         if is_metadata or len(json.dumps(node)) <= _MAX_SHORT_TEXT:
-            return node  # what a state dict says of its modules is needed before any tensor is there
+            return node  # metadata of a state dict are needed before tensors are loaded
         return self._text(node, tensor_name(prefix, key))
 
     def _text(self, node: Any, name: str) -> Any:
@@ -352,7 +352,7 @@ CONTAINERS: dict[type, Callable[[StateEncoder, Any, str], Any]] = {
 
 
 def leaf_node(stored: str, natural: str | None, kind: str | None, dtype: str | None) -> Any:
-    """Returns the node of a tensor that is stored under a name other than that of its path."""
+    """Returns the node of a tensor; `natural` is the name of its path."""
     if stored == natural and kind is None and dtype is None:
         return {}
     fields = [None if stored == natural else stored, kind, dtype]
@@ -377,7 +377,7 @@ def _may_hold_tensors(value: Any) -> bool:
 
 
 def _like(tensor: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns a tensor with other memory: a DTensor for a DTensor."""
+    """Returns a tensor with other local memory; a DTensor for a DTensor."""
     return with_local(tensor, local, shape) if is_dtensor(tensor) else local
 
 

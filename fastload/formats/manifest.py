@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its tensors, and where they lie. Pure, identical on all ranks."""
+"""The manifest of a checkpoint: its files and tensors. Pure, identical on all ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class FileEntry:
     """One file of a checkpoint.
 
     Attributes:
-        name: Name below the checkpoint's root; empty when the root is the file itself.
-        nbytes: Size of the whole file in bytes.
-        version: Identifies this very file in storage (see `FileStat.version`).
+        name: Name below the checkpoint's root; empty for a checkpoint of a single file.
+        nbytes: Size of the file in bytes.
+        version: Version of the file in storage (see `FileStat.version`).
         header_digest: xxh3-128 of the header bytes.
         checksums: xxh3-64 of each checksum block in the order of offsets, 8 bytes each; empty if the
             checkpoint has no commit record.
@@ -40,15 +40,15 @@ class FileEntry:
 
 
 class Piece(NamedTuple):
-    """Where a box of a tensor lies in a file.
+    """The byte range of a box of a tensor.
 
     Attributes:
-        box: In elements, as torch has them; not empty.
+        box: The box in elements of torch; not empty.
         file: Index into `Manifest.files`.
-        offset: First byte in that file: of the first element of the box.
-        nbytes: Length in bytes, up to the end of the last element.
-        strides: How many elements of the file apart elements of the box are in each dimension: in any order,
-            with gaps, 0 where all are one. Empty means that they are row-major, without gaps.
+        offset: First byte of its first element in that file.
+        nbytes: Length in bytes, up to the end of its last element.
+        strides: Strides of the box in the file, in elements; in any order, with gaps, 0 for expanded
+            dimensions. Empty if it is row-major without gaps.
     """
 
     box: Box
@@ -64,7 +64,7 @@ class Guard(NamedTuple):
     Attributes:
         file: Index into `Manifest.files`.
         offset: First byte of the data in that file.
-        head: Index into `Manifest.heads`: the bytes that come right before.
+        head: Index into `Manifest.heads`, the bytes expected right before the data.
     """
 
     file: int
@@ -83,8 +83,8 @@ class TensorEntry:
         file: Index into `Manifest.files`.
         offset: First byte in that file.
         nbytes: Length in bytes.
-        pieces: Where it lies, in the order of the bytes, if it is not row-major in one place; `file` and
-            `offset` are then those of the first one. Their boxes make up the tensor, without overlaps.
+        pieces: Its pieces, in the order of the bytes, if it is not row-major in one place. `file` and
+            `offset` are those of the first piece. Their boxes tile the tensor.
     """
 
     name: str
@@ -101,17 +101,17 @@ class Manifest:
     """Tensors and files of one checkpoint.
 
     Attributes:
-        url: Where the checkpoint was found.
+        url: The URL or path of the checkpoint.
         files: In name order.
         tensors: In the order of their bytes: by file, offset, length, then name.
-        metadata: Text the writer attached (that of the commit record, or else ``__metadata__`` of the
-            headers, merged).
-        block_bytes: A tensor has a checksum for every so many of its bytes; 0 without a commit record.
-        structure: How the state was nested, as the commit record has it; None without one.
-        record_digest: xxh3-128 of the commit record, or of DCP's metadata; empty without one.
-        format: What kind of checkpoint it is: ``safetensors``, ``fastload``, …
-        guards: Of data whose layout was inferred; in the order of the bytes.
-        heads: The bytes expected before them.
+        metadata: Text that the writer attached: that of the commit record, or else the merged
+            ``__metadata__`` of the headers.
+        block_bytes: Length of a checksum block; 0 without a commit record.
+        structure: The structure of the state, see `fastload.formats.state`; None without one.
+        record_digest: xxh3-128 of the commit record, or of DCP's metadata; empty without either.
+        format: ``safetensors``, ``fastload``, ``torch`` or ``dcp``.
+        guards: The guards of data whose layout was inferred, in the order of the bytes.
+        heads: The distinct bytes expected before such data.
     """
 
     url: str
@@ -132,7 +132,7 @@ class Manifest:
 
     @cached_property
     def extents(self) -> Sequence[TensorEntry | Piece]:
-        """Where the bytes of tensors lie, in their order: tensors, and the pieces of those that have some."""
+        """The byte ranges of tensors in their order: tensors without pieces, and pieces."""
         if not any(entry.pieces for entry in self.tensors):
             return self.tensors
         extents = [extent for entry in self.tensors for extent in entry.pieces or (entry,)]
@@ -144,7 +144,7 @@ class Manifest:
         return sum(entry.nbytes for entry in self.tensors)
 
     def digest(self) -> str:
-        """xxh3-128 of everything but the url, the same on every rank that sees the same files."""
+        """Returns an xxh3-128 of everything but the URL, the same on ranks that see the same files."""
         columns = json.dumps(self._columns(), separators=(",", ":"), sort_keys=True)
         digest = xxhash.xxh3_128(columns.encode())
         for file in self.files:
@@ -153,9 +153,9 @@ class Manifest:
 
     @uncollected
     def to_bytes(self) -> bytes:
-        """Packs the manifest to be sent to the other ranks."""
+        """Packs the manifest, to be sent to other ranks."""
         text = zlib.compress(json.dumps([self.url, self._columns()]).encode(), level=1)
-        checksums = (file.checksums for file in self.files)  # which nothing compresses
+        checksums = (file.checksums for file in self.files)  # which do not compress
         return b"".join([len(text).to_bytes(_LENGTH_BYTES, "little"), text, *checksums])
 
     @classmethod
@@ -201,7 +201,7 @@ class Manifest:
 
 
 def in_order(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
-    """Returns tensors as `Manifest.tensors` has them."""
+    """Returns tensors in the order of `Manifest.tensors`."""
     return sorted(tensors, key=attrgetter("file", "offset", "nbytes", "name"))
 
 

@@ -1,10 +1,9 @@
-"""Checkpoints that fastload saved: the commit record ``fastload.json``, and a reader of what it names.
+"""Checkpoints that fastload saved: the commit record ``fastload.json``, and the reader of its files.
 
-A checkpoint that fastload saved exists once its record does. Next to the files and their sizes it holds
-one xxh3-64 checksum for each *block*: the bytes of a tensor are cut every `block_bytes` from its first
-byte (so its last block may be shorter, and an empty tensor has none), the blocks of a file are listed in
-the order of their offsets. As no block spans two tensors, any subset can be verified without reading a
-byte more.
+A checkpoint of fastload exists once its record does. The record names the files with their sizes, and has an
+xxh3-64 checksum for each *block*. The blocks of a tensor are `block_bytes` long and begin at its first byte;
+the last one may be shorter, and an empty tensor has none. The blocks of a file are in the order of their
+offsets. No block spans two tensors, so that any tensors can be verified without reading more bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _MIN_HEADER_BYTES = 8 + 2  # the length, and "{}"
 
 
 def checksum(data: bytes | memoryview) -> bytes:
-    """Returns the xxh3-64 of a block, most significant byte first; its hex digits go into the record."""
+    """Returns the xxh3-64 of a block, most significant byte first."""
     return xxhash.xxh3_64_digest(data)
 
 
@@ -48,10 +47,10 @@ class RecordedFile:
 
     Attributes:
         name: Name below the checkpoint's root.
-        nbytes: Size of the whole file in bytes.
-        header_bytes: Length of its header: 8 bytes and the JSON text with its padding.
-        header_checksum: Checksum of those bytes.
-        checksums: The checksum of each block, 8 bytes each, one after the other.
+        nbytes: Size of the file in bytes.
+        header_bytes: Length of its header: 8 bytes, and the JSON text with its padding.
+        header_checksum: Checksum of the header.
+        checksums: The checksums of its blocks, 8 bytes each, joined.
     """
 
     name: str
@@ -67,8 +66,8 @@ class Record:
 
     Attributes:
         block_bytes: Length of a block.
-        files: All its files, in name order.
-        state: The structure of the state that was saved, in JSON types; opaque here.
+        files: All files, in name order.
+        state: The structure of the state, in JSON types.
         metadata: Text that the user attached.
     """
 
@@ -78,10 +77,10 @@ class Record:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """Returns the text of the record, which follows from its contents alone.
+        """Returns the text of the record, the same for equal contents.
 
         Raises:
-            ValueError: `state` has something that JSON has not, such as an infinity.
+            ValueError: `state` has a value that JSON lacks, such as an infinity.
         """
         body = {
             "format": _FORMAT,
@@ -109,12 +108,12 @@ def parse(data: bytes, url: str = RECORD_NAME) -> Record:
 
     Args:
         data: The text.
-        url: Where it is from, for messages.
+        url: The record, for messages.
 
     Raises:
-        UnsupportedVersion: It is of a version that this fastload does not know.
+        UnsupportedVersion: This fastload does not know its version.
         ManifestError: It is malformed.
-        ChecksumError: It is not as it was written.
+        ChecksumError: It is damaged.
     """
     try:
         raw = parse_json(data, f"{url}: commit record", any_int=True)
@@ -253,7 +252,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True)
 
 
 def record_digest(storage: Storage) -> str:
-    """Returns the `Manifest.record_digest` of a checkpoint as it is here; empty if it has no record."""
+    """Returns the `Manifest.record_digest` of a checkpoint on this rank; empty without a record."""
     stat = storage.stat(RECORD_NAME)
     if stat is None or stat.nbytes > MAX_RECORD_BYTES:
         return ""
@@ -261,12 +260,12 @@ def record_digest(storage: Storage) -> str:
 
 
 def _read_header(storage: Storage, file: RecordedFile) -> bytes:
-    """Reads the JSON text of a header whose length and checksum are known: in one request."""
+    """Reads the JSON text of a header of known length and checksum, in one request."""
     url = url_of(storage, file.name)
     length = file.header_bytes - LENGTH_BYTES
     if length > MAX_HEADER_BYTES:
         raise ManifestError(f"{url}: header of {length} bytes is over the limit of {MAX_HEADER_BYTES}")
-    for _ in range(2):  # once more, since what went wrong on the way may go right the next time
+    for _ in range(2):  # again, in case it was damaged on the way
         header = read_bytes(storage, file.name, 0, file.header_bytes)
         if checksum(header) == file.header_checksum:
             break

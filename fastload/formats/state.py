@@ -1,4 +1,4 @@
-"""The structure of a state in JSON, beside its tensors by name. Nothing is pickled.
+"""The structure of a state in JSON, next to its tensors by name. Nothing is pickled.
 
 `fastload.formats.encoder` makes it, `fastload.formats.decoder` makes a state of it. JSON types only:
 
@@ -19,17 +19,16 @@ other tags                                   plain values, see `fastload.formats
 ===========================================  ==========================================================
 
 A tensor's name is its path: the keys, as `values.key_text` spells them, joined with dots, so that a model's
-state dict keeps its names. Where two paths spell the same name, the later one gets a suffix ``~2``.
+state dict keeps its names. If two paths spell the same name, the later one gets a suffix ``~2``.
 
-What is kept of a tensor is its dtype, shape, values, whether it is a Parameter, and requires_grad; not
-its strides, device, gradient or attributes. Tensors that are tied (same memory, shape, strides and
-dtype) are stored once and come back as one object, or sharing memory where one is a Parameter and the
-other its data. A container that appears twice comes back as two. Tensors that merely overlap are stored
-one by one.
+Tensors keep their dtype, shape, values, ``requires_grad``, and whether they are a Parameter; not their
+strides, device, gradient or attributes. Tied tensors (same memory, shape, strides and dtype) are stored once
+and come back as one object, or sharing memory if one is a Parameter and the other its data. A container that
+appears twice comes back as two. Tensors that only overlap are stored separately.
 
-A rank's own tensors are called ``@rank3.`` and their path, and lie with those of the other ranks in files of
-their own. The longer plain values among them are tensors, too, of kind ``json``: their bytes are JSON texts.
-Each rank's node has at least one tensor. So the structure stays short however many ranks there are.
+The names of a rank's own tensors begin with ``@rank3.``. They are in separate files, with those of the other
+ranks. Long plain values are tensors of kind ``json``, whose bytes are JSON texts. Each rank's node has at
+least one tensor, so that the structure stays short for any number of ranks.
 
 A structure is untrusted: functions here raise `ManifestError` for one that is malformed.
 """
@@ -75,20 +74,20 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class PerRank(Generic[T]):
-    """A value of which each rank has its own, such as a random state or a position in the data.
+    """A value that differs between ranks, such as a random state or a position in the data.
 
-    Stands anywhere in a state that is saved, except in another one::
+    It may be anywhere in a state, except in another `PerRank`::
 
         state = {"model": model, "sampler": fastload.PerRank(sampler)}
 
-    `fastload.save` keeps the value of each rank of the group: at most 1 MiB on a rank in all, and 256 MiB of
-    all ranks. A load by as many ranks gives each of them its own back: the value itself, or, where ``into=``
-    has a `PerRank`, in that one's `value`. A load by another number of ranks is an error that names the
-    place, unless `LoadOptions.per_rank_mismatch` is ``skip``.
+    `fastload.save` saves the value of each rank: at most 1 MiB in all on a rank, and 256 MiB on all ranks. A
+    load by the same number of ranks returns each rank its own value, or puts it in `value` of a `PerRank` in
+    ``into=``. A load by another number of ranks is an error that names the place, unless
+    `LoadOptions.per_rank_mismatch` is ``skip``.
 
     Attributes:
-        value: What this rank has: whatever a state may hold. Tensors that the rest of the state has, too, or
-            another `PerRank`, are stored once more, and not tied to those.
+        value: The value of this rank, of any type that a state may hold. Tensors that are also elsewhere in
+            the state are stored again, and not tied.
     """
 
     value: T
@@ -99,9 +98,9 @@ class SavedTensor(NamedTuple):
 
     Attributes:
         name: Its path.
-        stored: What it is stored under; tied tensors share that.
-        kind: ``Parameter``, ``ndarray`` and the like, ``json`` for a text; None for a plain tensor.
-        dtype: What the stored dtype stands for, if not for itself.
+        stored: The name it is stored under, which tied tensors share.
+        kind: ``Parameter``, ``ndarray`` and others, ``json`` for a text; None for a plain tensor.
+        dtype: The original dtype, if it is not the stored one.
     """
 
     name: str
@@ -116,28 +115,28 @@ class SavedTensor(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Whether it has to be loaded as its stored dtype: no cast."""
+        """Whether it is loaded with its stored dtype, without a cast."""
         return self.kind == "ndarray" or self.dtype is not None
 
     @property
     def is_complex128(self) -> bool:
-        """Whether it is stored as pairs of float64, a dimension more."""
+        """Whether it is stored as pairs of float64, with one more dimension."""
         return self.dtype == "complex128" or (self.dtype or "")[1:] == "c16"
 
     @property
     def own_name(self) -> str:
-        """A name that no other tensor of the state has."""
+        """A name that is unique in the state."""
         if self.stored == self.name:
             return self.name
         return self.stored if self.stored.startswith(f"{self.name}~") else self.name
 
 
 def structure_error(error: Exception, path: Sequence[Any] | None = None) -> Exception:
-    """Returns the error to raise when a malformed structure has caused another one.
+    """Returns the error to raise for a malformed structure.
 
     Args:
-        error: The error.
-        path: The keys that lead to it, if they are known.
+        error: The error that it has caused.
+        path: The keys that lead to it, if known.
     """
     if isinstance(error, FastloadError):
         return error
@@ -153,7 +152,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def checked(function: _Function) -> _Function:
-    """Makes a function raise `ManifestError` for a structure that is malformed."""
+    """Makes a function raise `ManifestError` for a malformed structure."""
 
     @wraps(function)
     def call(*args: Any) -> Any:
@@ -170,9 +169,7 @@ def checked(function: _Function) -> _Function:
 
 @checked
 def children(node: Any) -> dict[Any, tuple[str, Any]] | None:
-    """Returns the keys of a dict, a list or a tuple, each with the end of its name and its structure.
-
-    None if the structure stands for something else.
+    """Returns the keys of a dict, a list or a tuple, each with its part of the name and its node; else None.
 
     Raises:
         ManifestError: It is malformed.
@@ -193,7 +190,7 @@ def children(node: Any) -> dict[Any, tuple[str, Any]] | None:
 
 
 def leaf_of(node: Any, name: str) -> SavedTensor | None:
-    """Returns the tensor or NumPy array that a structure stands for; None if it stands for something else.
+    """Returns the tensor or NumPy array of a node; None for other nodes.
 
     Raises:
         ValueError: It is malformed; of `leaf`, a `ManifestError`.
@@ -219,7 +216,7 @@ leaf = checked(leaf_of)
 
 @checked
 def leaves(structure: Any, name: str = "") -> list[SavedTensor]:
-    """Returns the tensors, and the NumPy arrays, of a state or a part of it.
+    """Returns all tensors and NumPy arrays of a state or a part of it.
 
     Raises:
         ManifestError: The structure is malformed.
@@ -257,7 +254,7 @@ def _key(node: Any) -> Any:
 
 @checked
 def check_names(structure: Any, where: str, nbytes: int) -> None:
-    """Refuses a structure whose names take far more memory than its text: long keys above many tensors.
+    """Refuses a structure whose names take far more memory than its text: long keys of many tensors.
 
     Args:
         structure: Of the state.
@@ -273,7 +270,7 @@ def check_names(structure: Any, where: str, nbytes: int) -> None:
 
 
 def _charge_names(node: Any, num_prefix_chars: int, budget: MemoryBudget) -> None:
-    """Charges the names below a node, which every walk makes; whatever is malformed is left to that walk."""
+    """Charges the names below a node to a budget. Malformed nodes are left to the walks that make names."""
     if type(node) not in (list, dict):
         return
     budget.charge(_NUM_NAMES * num_prefix_chars)
@@ -309,7 +306,7 @@ def _charge_items(items: list[Any], num_prefix_chars: int, budget: MemoryBudget)
 
 
 def _num_json_chars(node: Any) -> int:
-    """Returns about how many characters the JSON of a key takes; its part of a name takes fewer."""
+    """Returns about the number of characters of a key in JSON, which is more than in a name."""
     if type(node) is list:
         return sum(map(_num_json_chars, node))
     if type(node) is dict:
@@ -321,7 +318,7 @@ def _num_json_chars(node: Any) -> int:
 
 
 def own_prefix(rank: int) -> str:
-    """Returns what the names of a rank's own tensors begin with."""
+    """Returns the prefix of the names of a rank's own tensors."""
     return f"{OWN_PREFIX}{rank}."
 
 
@@ -400,7 +397,7 @@ def own_view(structure: Any, rank: int, size: int) -> OwnView:
 
 
 def has_gap(node: Any) -> bool:
-    """Whether there is a place in it that has no value for this rank."""
+    """Whether a node has places without a value for this rank."""
     if type(node) is list:
         return any(map(has_gap, node))
     return type(node) is dict and (node == NO_VALUE or any(map(has_gap, node.values())))
@@ -413,21 +410,21 @@ def refused_node(text: str) -> Any:
     """Returns the node of a value that cannot be loaded.
 
     Args:
-        text: Says where it is, what it is, and why.
+        text: Its place, its type, and the reason.
     """
     return {"refused": [text]}
 
 
 def raise_refused(url: str, refused: Sequence[str], advice: str = _ADVICE) -> None:
-    """Raises if there is anything that cannot be loaded.
+    """Raises if any value cannot be loaded.
 
     Args:
-        url: Of the checkpoint.
-        refused: A line for each thing.
+        url: The checkpoint.
+        refused: A line for each such value.
         advice: What to do.
 
     Raises:
-        ManifestError: There is; it lists it.
+        ManifestError: Values cannot be loaded; lists them.
     """
     if not refused:
         return
@@ -439,7 +436,7 @@ def raise_refused(url: str, refused: Sequence[str], advice: str = _ADVICE) -> No
 
 
 def state_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Returns one xxh3-128 digest of names, dtypes, shapes and bytes, the same wherever the tensors live."""
+    """Returns an xxh3-128 digest of names, dtypes, shapes and bytes, the same on every device."""
     digest = xxhash.xxh3_128()
     for name in sorted(tensors):
         tensor = tensors[name].detach().contiguous()

@@ -1,4 +1,4 @@
-"""Parses untrusted input: JSON, texts, names and sizes; and limits the memory that it takes."""
+"""Parses untrusted input (JSON, texts, names, sizes), and limits the memory that it takes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _repr.maxstring, _repr.maxother, _repr.maxlist, _repr.maxlevel = 200, 200, 16, 3
 class MemoryBudget:
     """Limits the memory that the values of a checkpoint take.
 
-    A few bytes of a file can refer to one value many times, or make long names of one key. So what is made of
-    them is charged before it is made, by its length in bytes.
+    A few bytes of a file can refer to one value many times, or make many long names of one key. So values are
+    charged before they are made, by their length in bytes.
 
     Args:
         where: The checkpoint, for messages.
-        free_bytes: Memory that may be taken whatever the input.
+        free_bytes: Memory that is allowed for any input.
     """
 
     def __init__(self, where: str, free_bytes: int = _FREE_BYTES) -> None:
@@ -36,12 +36,12 @@ class MemoryBudget:
         self._total_bytes = free_bytes
 
     def add_input(self, nbytes: int) -> None:
-        """Raises the limit by what so many bytes of a file allow."""
+        """Raises the limit for some bytes of a file."""
         self._left_bytes += _BYTES_PER_INPUT_BYTE * nbytes
         self._total_bytes += _BYTES_PER_INPUT_BYTE * nbytes
 
     def charge(self, nbytes: int) -> None:
-        """Charges memory that is about to be taken.
+        """Charges memory before it is taken.
 
         Raises:
             ManifestError: It is over the limit.
@@ -55,22 +55,22 @@ class MemoryBudget:
 
 
 def show(value: Any) -> str:
-    """Returns the text of a value for a message, cut short."""
+    """Returns the text of a value for a message, shortened."""
     text = _repr.repr(value)
     return text if len(text) <= 400 else f"{text[:400]}..."
 
 
 def parse_json(text: bytes, where: str, *, any_int: bool = False) -> dict[str, Any]:
-    """Parses a JSON object, no more liberal than the parser of the safetensors library.
+    """Parses a JSON object as strictly as the safetensors library.
 
     Args:
         text: The text, in UTF-8.
-        where: What it is, for messages.
-        any_int: Keeps integers of any size. Otherwise those that cannot fit 64 bits become floats, so that
-            they are refused wherever an integer is due, and no number costs more than its digits.
+        where: Its place, for messages.
+        any_int: Whether to keep integers of any size. Else integers that do not fit 64 bits become floats, so
+            that they are refused as integers, and no number costs more than its digits.
 
     Raises:
-        ManifestError: It is not valid JSON, an object says two things of one key, or it is no object.
+        ManifestError: It is not valid JSON, an object has a key twice, or it is no object.
     """
     try:
         value = parse_value(text) if any_int else _DECODER.decode(text.decode())
@@ -84,7 +84,7 @@ def parse_json(text: bytes, where: str, *, any_int: bool = False) -> dict[str, A
 
 
 def parse_value(text: bytes) -> Any:
-    """Parses any JSON value, likewise, with integers of any size.
+    """Parses a JSON value as `parse_json` does, with integers of any size.
 
     Raises:
         ValueError: It is not valid JSON (also `RecursionError`).
@@ -107,7 +107,7 @@ def parse_metadata(raw: Any, where: str) -> dict[str, str]:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text is free of lone surrogates, which JSON escapes can spell and UTF-8 cannot."""
+    """Whether a text has no lone surrogates, which JSON can escape and UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -127,14 +127,14 @@ def are_sizes(value: Any) -> TypeGuard[list[int]]:
 
 
 def is_plain_path(name: str) -> bool:
-    """Whether a name stays below the root on every system and spells its file in one way only."""
+    """Whether a name is below the root on every system, and the only spelling of its file."""
     if "\\" in name or "\0" in name or re.match("[A-Za-z]:", name) or not is_unicode(name):
         return False
     return not any(part in ("", ".", "..") for part in name.split("/"))
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuses what json.loads would take: an object that says two things of one key."""
+    """Refuses an object with a key twice, which json.loads accepts."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
@@ -143,7 +143,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_int(text: str) -> int | float:
-    """Reads an integer; ``-0`` and what cannot fit 64 bits become floats, as the reference reads them."""
+    """Parses an integer; ``-0`` and integers over 64 bits become floats, as in the safetensors library."""
     return int(text) if len(text) < 20 and text != "-0" else float(text)
 
 

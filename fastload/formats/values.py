@@ -1,11 +1,11 @@
 """Plain values as JSON: numbers, texts and the like, each restored exactly and with its type.
 
-What JSON says by itself (None, bool, finite floats, integers any JSON reader keeps, texts) stays as it
-is. Everything else is an object of one key, the *tag*, such as ``{"int": "0x20000000000000"}``. So an
-object is never a dict of the state, and nothing has to be escaped.
+Values that JSON has (None, bool, finite floats, small integers, texts) are themselves. Any other value is an
+object with one key, the *tag*, such as ``{"int": "0x20000000000000"}``. So an object is never a dict of the
+state, and nothing has to be escaped.
 
-JSON of a checkpoint is untrusted: `decode_value` raises `ValueError`, `TypeError` or `OverflowError` on
-what `encode_value` cannot have made, and builds nothing larger than the text it is given.
+JSON of a checkpoint is untrusted: `decode_value` raises `ValueError`, `TypeError` or `OverflowError` for
+nodes that `encode_value` cannot make, and makes nothing larger than the text of the node.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from fastload.errors import CheckpointError
 MAX_DEPTH = 100  # of containers in containers
 BARE_NAME = "tensor"  # of a tensor without a path: it is the whole state
 
-_MAX_SAME_HASH = 256  # of the keys of one dict; each is compared with all before it
+_MAX_SAME_HASH = 256  # keys of one dict, each compared with all before it
 
-_MAX_INT = 1 << 53  # what lies below survives readers that turn every number into a double
+_MAX_INT = 1 << 53  # smaller integers survive readers that parse every number as a double
 
-# By `numpy.dtype.str`: no objects or texts, nothing whose bytes depend on the machine as longdouble's do.
+# By `numpy.dtype.str`, without objects, texts, and dtypes whose bytes depend on the machine (longdouble).
 NUMPY_DTYPES = {"|b1", "|i1", "|u1"} | {
     order + kind for order in "<>" for kind in "i2 i4 i8 u2 u4 u8 f2 f4 f8 c8 c16".split()
 }
 
-# What a defaultdict may make, by name.
+# The factories of a defaultdict by name.
 FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (list, dict, int, float, set)}
 
-# The types a JSON reader returns for what is no array and no object.
+# The types of JSON values that are neither arrays nor objects.
 SCALARS = frozenset({type(None), bool, int, float, str})
 
 _DTYPES = {
@@ -48,11 +48,11 @@ _DTYPES = {
 
 
 class NotPlain(TypeError):
-    """The value is of a type that cannot be stored."""
+    """A value is of a type that cannot be saved."""
 
 
 class Unknown(ValueError):
-    """A later fastload or torch may know it."""
+    """A newer fastload or torch may know a value."""
 
 
 def import_numpy() -> Any:
@@ -103,9 +103,9 @@ def decode_value(node: Any) -> Any:
 
 
 def crowded(keys: Collection[Hashable]) -> str:
-    """Says why a dict or a set of such keys would take quadratic time to make; empty if it does not.
+    """Returns why a dict or a set of some keys would take quadratic time to build; empty if it would not.
 
-    Numbers and tuples of them can be chosen so that their hashes are the same.
+    Numbers, and tuples of numbers, can be chosen with equal hashes.
     """
     if len(keys) <= _MAX_SAME_HASH or max(Counter(map(hash, keys)).values()) <= _MAX_SAME_HASH:
         return ""
@@ -119,17 +119,17 @@ def is_stateful(value: Any) -> bool:
 
 
 class Attribute(str):
-    """A step of a path that is an attribute and not a key."""
+    """A step of a path that is an attribute, not a key."""
 
 
 def show_path(path: Iterable[Any]) -> str:
-    """Returns the keys that lead to a value as one would write them to get there, for a message."""
+    """Returns a path as an expression, for messages."""
     steps = (f".{key}" if type(key) is Attribute else f"[{show_key(key)}]" for key in path)
     return "state" + "".join(steps)
 
 
 def show_key(key: Any) -> str:
-    """Returns a key for a message, cut short however long it is."""
+    """Returns a key for a message, shortened."""
     try:
         text = repr(key)
     except ValueError:  # an integer of very many digits
@@ -143,7 +143,7 @@ def tensor_name(prefix: str, key: Any) -> str:
 
 
 def key_text(key: Any) -> str:
-    """Returns a dict key as a part of a tensor's name: valid Unicode, and the same in every process."""
+    """Returns a key as part of a tensor's name: valid Unicode, and the same in every process."""
     if type(key) is str:
         return key if key.isascii() else key.encode("utf-8", "backslashreplace").decode()
     if type(key) is int:
@@ -154,7 +154,7 @@ def key_text(key: Any) -> str:
 
 
 def are_json(values: Sequence[Any]) -> bool:
-    """Whether all of some values are their own JSON; only where they are of one type, which C finds out."""
+    """Whether values of one type are all their own JSON; a fast check for long lists."""
     kinds = set(map(type, values))
     if kinds == {int}:
         return bool(min(values) > -_MAX_INT and max(values) < _MAX_INT)
@@ -166,7 +166,7 @@ def are_json(values: Sequence[Any]) -> bool:
 
 
 def num_chars(value: Any) -> int:
-    """Returns about how many characters a plain value takes as JSON, or as a part of a name; rather more."""
+    """Returns an upper estimate of the characters of a plain value in JSON, or in a name."""
     if isinstance(value, str):
         return len(value) if value.isascii() else 6 * len(value)  # as \uXXXX
     if isinstance(value, bytes | bytearray):

@@ -1,11 +1,11 @@
-"""Modules as destinations: what their ``load_state_dict`` would make of what was saved, found out before.
+"""Modules as destinations: predicts how their ``load_state_dict`` treats a saved state.
 
-The data are read into a module's own tensors; then its ``load_state_dict`` is given these very tensors,
-which copies nothing, and calls hooks and ``set_extra_state``. Hooks that run before may rename what was
-saved or make something else of it. So they are run once beforehand, on tensors without data and a stand-in
-of the module, to learn which tensor of the module takes which of those saved, and what does not fit.
+A load reads data into a module's own tensors, and then calls its ``load_state_dict`` with these tensors,
+which copies nothing, but runs hooks and ``set_extra_state``. Hooks that run before may rename or convert
+saved values. They are therefore run once before the load, on tensors without data and a stand-in of the
+module, to learn which saved tensor each tensor of the module takes, and what does not fit.
 
-Buffers on the meta device that no checkpoint holds are found, too: a model would compute with rubbish.
+Buffers on the meta device that no checkpoint holds are reported, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MEMBERS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"
 
 
 class TensorSlot(NamedTuple):
-    """A tensor inside of ``into=``, and the container and key to put another in its place."""
+    """A tensor in ``into=``, and the container and key by which to replace it."""
 
     tensor: Tensor
     container: Any
@@ -38,15 +38,15 @@ class TensorSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit:
-    """What a module makes of what was saved, by their names in it.
+    """How a module takes a saved state, by names in the module.
 
     Attributes:
-        in_place: What was saved → the module's tensor that takes it as it is.
-        fresh: What was saved and only `load_state_dict` knows what to do with.
-        derived: The module's tensors that it makes of those, or of nothing.
-        missing: Of the module, and not saved.
-        unexpected: Saved, and nothing to the module.
-        errors: What it says does not fit.
+        in_place: Saved tensor → the module's tensor that it is read into.
+        fresh: Saved values that only `load_state_dict` can interpret.
+        derived: Tensors of the module that `load_state_dict` fills by itself.
+        missing: Names that were not saved.
+        unexpected: Saved names that the module lacks.
+        errors: A line for each value that does not fit.
     """
 
     in_place: Mapping[str, str]
@@ -62,8 +62,8 @@ class Unfilled(NamedTuple):
 
     Attributes:
         own: Its parameters and persistent buffers.
-        certain: Its buffers that nothing fills, by their full names.
-        possible: Those that a hook, or a `load_state_dict` of its own, may fill; known only afterwards.
+        certain: Buffers that nothing fills, by full name.
+        possible: Buffers that a hook or a custom `load_state_dict` may fill, which is known after the load.
     """
 
     own: Mapping[str, TensorSlot]
@@ -71,11 +71,11 @@ class Unfilled(NamedTuple):
     possible: Mapping[str, TensorSlot]
 
     def matters(self, filled: Collection[int], *, in_parts: bool) -> bool:
-        """Whether the module is loaded, so that it would seem to be whole.
+        """Whether the load completes the module, but for these buffers.
 
         Args:
             filled: Ids of all tensors that are loaded.
-            in_parts: Whether it may be loaded in several calls, of which the last one fills all that is left.
+            in_parts: Whether it may be loaded in several calls.
         """
         tensors = [leaf.tensor for leaf in self.own.values()]
         if in_parts and any(tensor.is_meta and id(tensor) not in filled for tensor in tensors):
@@ -84,17 +84,14 @@ class Unfilled(NamedTuple):
 
 
 def reshard(module: nn.Module) -> None:
-    """Gives the parts that FSDP2 has sharded their shards back, as `state_dict` does.
-
-    After a forward some have whole parameters, which are no part of the model's state.
-    """
+    """Reshards the parts that FSDP2 has sharded, as `state_dict` does: after a forward, some are gathered."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not hasattr(fsdp, "FSDPModule"):
         return
     for part in module.modules():
         if isinstance(part, fsdp.FSDPModule):
             part.reshard()
-        for hook in part._state_dict_pre_hooks.values():  # of a module that is part of a larger one
+        for hook in part._state_dict_pre_hooks.values():  # of a part of a larger module
             if _is_of_fsdp2(hook):
                 hook(part, "", False)
 
@@ -107,24 +104,24 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, TensorSlot]]:
 
 
 def extra_names(module: nn.Module) -> list[str]:
-    """Returns the names of the extra states that are to be set."""
+    """Returns the names of the extra states that the module sets."""
     parts = module.named_modules(remove_duplicate=False)
     return [f"{prefix}.{_EXTRA}" if prefix else _EXTRA for prefix, part in parts if _takes_extra(part)]
 
 
 def needs_call(module: nn.Module) -> bool:
-    """Whether `load_state_dict` does anything but to copy tensors."""
-    return _is_opaque(module) or any(_may_fill(part) or _has_to_hear(part) for part in module.modules())
+    """Whether `load_state_dict` does more than copying tensors."""
+    return _is_opaque(module) or any(_may_fill(part) or _needs_fsdp_hook(part) for part in module.modules())
 
 
 def _may_fill(part: nn.Module) -> bool:
-    """Whether something of a part may put anything into it, or into what is below it, when it is loaded."""
+    """Whether code of a part may fill it, or its children, during `load_state_dict`."""
     own = type(part).load_state_dict is not nn.Module.load_state_dict
     return own or _takes_extra(part) or _has_hooks(part._load_state_dict_post_hooks) or _is_custom(part)
 
 
-def _has_to_hear(part: nn.Module) -> bool:
-    """Whether FSDP2 has to be told, by its hook, that parameters without memory were replaced."""
+def _needs_fsdp_hook(part: nn.Module) -> bool:
+    """Whether the hook of FSDP2 has to run, since meta parameters are replaced."""
     parameters = part._parameters.values() if part._load_state_dict_post_hooks else ()
     return any(parameter is not None and parameter.is_meta for parameter in parameters)
 
@@ -136,24 +133,24 @@ def fit(
     stand_in: Callable[[str], Any],
     metadata: Mapping[str, Any],
 ) -> Fit:
-    """Finds out what a module makes of what was saved; nothing of it is changed.
+    """Predicts how a module takes a saved state, without changing the module.
 
     Args:
-        module: The destination.
+        module: The module.
         own: Its tensors, from `own_tensors`.
-        saved: Names in it of what was saved, and whether that is a tensor.
-        stand_in: Makes what was saved under a name, with tensors that have no data.
-        metadata: As a state dict has it, by name of the part.
+        saved: The names of saved values, and whether each is a tensor.
+        stand_in: Returns the saved value of a name, with tensors that have no data.
+        metadata: The metadata of the state dict, by name of the part.
     """
     nothing_known = Fit({}, fresh=list(saved), derived=list(own))
     if _is_opaque(module):
         return nothing_known
     if any(map(_is_custom, module.modules())):
         try:
-            with warnings.catch_warnings(), _kept(module):
+            with warnings.catch_warnings(), _restored(module):
                 warnings.simplefilter("ignore")
                 return _rehearse(module, {name: stand_in(name) for name in saved}, metadata)
-        except Exception:  # of a hook that has to see data, or replaces tensors
+        except Exception:  # a hook needs data, or replaces tensors
             return nothing_known
     extra = set(extra_names(module))
     return Fit(
@@ -170,7 +167,7 @@ def fit(
 
 
 def find_unfilled(module: nn.Module, prefix: str, own: Mapping[str, TensorSlot]) -> Unfilled | None:
-    """Returns what no checkpoint can fill of a module; None if there is nothing."""
+    """Returns the buffers of a module that no checkpoint can fill; None without any."""
     certain: dict[str, TensorSlot] = {}
     possible: dict[str, TensorSlot] = {}
     for name, leaf, is_possible in _unsaved(module, prefix, False):
@@ -180,7 +177,7 @@ def find_unfilled(module: nn.Module, prefix: str, own: Mapping[str, TensorSlot])
 
 
 def still_unfilled(modules: Sequence[Unfilled]) -> list[str]:
-    """Returns which of those that might have been filled have not been, after the load."""
+    """Returns the possible buffers that are still on the meta device after the load."""
     leaves = [item for module in modules for item in module.possible.items()]
     return [
         name for name, leaf in leaves if (now := leaf.container.get(leaf.key)) is not None and now.is_meta
@@ -196,7 +193,7 @@ def _rehearse(module: nn.Module, state: dict[str, Any], metadata: Mapping[str, A
     for own_name, value in rehearsal.given.items():
         name = names.get(id(value))
         if name is None or name in in_place:
-            derived.append(own_name)  # a hook made it, perhaps of several
+            derived.append(own_name)  # a hook made it, perhaps from several
         else:
             in_place[name] = own_name
     unexpected = [names.get(id(value), name) for name, value in rehearsal.unexpected.items()]
@@ -212,17 +209,17 @@ def _rehearse(module: nn.Module, state: dict[str, Any], metadata: Mapping[str, A
 
 
 class _Rehearsal:
-    """Goes through a module as `load_state_dict` does, and touches none of its tensors."""
+    """Walks through a module as `load_state_dict` does, without touching its tensors."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
-        self.given: dict[str, Any] = {}  # what each tensor of the module would be given
+        self.given: dict[str, Any] = {}  # the value for each tensor of the module
         self.unexpected: dict[str, Any] = {}
         self.missing: list[str] = []
         self.errors: list[str] = []
         self._metadata = metadata
 
     def visit(self, part: nn.Module, prefix: str, state: dict[str, Any]) -> None:
-        """Takes what is there for a part of the module."""
+        """Visits a part of the module with its part of the state."""
         if _is_custom(part):
             missing: list[str] = []
             unexpected: list[str] = []
@@ -253,11 +250,11 @@ class _Rehearsal:
 
 
 @contextmanager
-def _kept(module: nn.Module) -> Iterator[None]:
-    """Puts back what hooks change in a module: they hold the module itself, and a stand-in has its children.
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Undoes changes by hooks, which refer to the module itself; a stand-in shares its children.
 
     Raises:
-        RuntimeError: They have changed it.
+        RuntimeError: Hooks have changed the module.
     """
     members = [
         (getattr(part, kind), copy(getattr(part, kind))) for part in module.modules() for kind in _MEMBERS
@@ -274,7 +271,7 @@ def _kept(module: nn.Module) -> Iterator[None]:
 
 
 def _ids_of(members: Any) -> Any:
-    """Returns something to compare what a part of a module holds by; what it held before is still alive."""
+    """Returns a key to compare the members of a part by; the members before are still alive."""
     return {name: id(value) for name, value in members.items()} if isinstance(members, Mapping) else members
 
 
@@ -287,7 +284,7 @@ def _shapes_of(part: nn.Module) -> dict[str, Any]:
 
 
 def _stand_in_of(part: nn.Module) -> Any:
-    """Returns a module of the same type with the same attributes, whose tensors have no data."""
+    """Returns a module of the same type and attributes, whose tensors have no data."""
     double = object.__new__(type(part))
     double.__dict__ = dict(part.__dict__)
     double.__dict__["_parameters"] = {
@@ -319,13 +316,13 @@ def _takes_extra(part: nn.Module) -> bool:
 
 
 def _is_custom(part: nn.Module) -> bool:
-    """Whether something of the part may change what was saved before it is copied."""
+    """Whether code of the part may change a saved state before it is copied."""
     own = type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
     return own or _has_hooks(part._load_state_dict_pre_hooks)
 
 
 def _has_hooks(hooks: Mapping[int, Any]) -> bool:
-    """Whether there are any but those of FSDP2, which do what `reshard` does, and look at its parameters."""
+    """Whether there are hooks other than those of FSDP2, which reshard and inspect parameters."""
     return any(not _is_of_fsdp2(hook) for hook in hooks.values())
 
 
@@ -334,7 +331,7 @@ def _is_of_fsdp2(hook: Any) -> bool:
 
 
 def _is_opaque(module: nn.Module) -> bool:
-    """Whether nothing can be told before the data are there."""
+    """Whether the effect of `load_state_dict` is unknown before the data are read."""
     return type(module).load_state_dict is not nn.Module.load_state_dict or any(
         tensor is not None and is_lazy(tensor)
         for part in module.modules()

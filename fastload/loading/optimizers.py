@@ -1,4 +1,4 @@
-"""Optimizers as destinations: why one cannot take its state, and what of that is to be sharded."""
+"""Optimizers as destinations: the reasons why one cannot take a state, and the DTensors in its state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastload.loading.pair import StatefulRestore
 
 
 def optimizer_misfits(part: StatefulRestore) -> Iterator[str]:
-    """Says why what takes its state as a whole cannot be given what was saved, if it is an optimizer."""
+    """Yields the reasons why an object cannot take its saved state, if it is an optimizer."""
     own = _parameters_of(part.target)
     if any(isinstance(parameter, Tensor) and parameter.is_meta for group in own for parameter in group):
         yield (
@@ -38,10 +38,10 @@ def optimizer_misfits(part: StatefulRestore) -> Iterator[str]:
 
 
 def sharded_state(part: StatefulRestore, manifest: Manifest) -> Iterator[tuple[SavedTensor, Tensor]]:
-    """Yields what is to be a DTensor in the state of an optimizer, each with one that is placed likewise.
+    """Yields the DTensors in the state of an optimizer, each with a DTensor of the same placements.
 
-    An optimizer makes its state when it first steps: until then, what has the shape of its parameter is
-    taken to be sharded like it.
+    An optimizer makes its state at its first step. Before, a tensor of the shape of its parameter is assumed
+    to have the placements of the parameter.
     """
     parameters = _parameters_by_key(part)
     if not any(map(is_dtensor, parameters.values())):
@@ -64,7 +64,7 @@ def sharded_state(part: StatefulRestore, manifest: Manifest) -> Iterator[tuple[S
 
 
 def _parameters_by_key(part: StatefulRestore) -> dict[Any, Any]:
-    """Returns the parameters of an optimizer by what stands for them in its saved state."""
+    """Returns the parameters of an optimizer by their keys in its saved state."""
     own = [parameter for group in _parameters_of(part.target) for parameter in group]
     groups = _below(part.value.node, "param_groups").values() if own else ()
     keys = [key for _, group in groups for _, key in _below(group, "params").values()]
@@ -74,10 +74,10 @@ def _parameters_by_key(part: StatefulRestore) -> dict[Any, Any]:
 
 
 def _like(parameter: Tensor, own: Any, what: Any) -> Tensor | None:
-    """Returns what a part of the state is placed like: what is there, or the parameter."""
+    """Returns a tensor with the placements of a part of the state: the existing one, or the parameter."""
     if isinstance(own, Tensor):
         return own if is_dtensor(own) else None
-    return None if what == "step" else parameter  # of which torch keeps one per parameter, on all ranks
+    return None if what == "step" else parameter  # replicated, one per parameter
 
 
 def _shape(manifest: Manifest, saved: SavedTensor) -> tuple[int, ...] | None:
@@ -96,13 +96,13 @@ def _parameters_of(target: Any) -> list[list[Any]]:
 
 
 def _compares_groups(target: Any) -> bool:
-    """Whether nothing but torch's own `load_state_dict` sees the state, which refuses other groups."""
+    """Whether only torch's `load_state_dict` takes the state, which refuses other parameter groups."""
     method = getattr(target.load_state_dict, "__func__", None)
     is_plain = isinstance(target, torch.optim.Optimizer) and method is torch.optim.Optimizer.load_state_dict
     return is_plain and not target._optimizer_load_state_dict_pre_hooks
 
 
 def _below(node: Any, key: str) -> dict[Any, tuple[str, Any]]:
-    """Returns what is below a key of what was saved; nothing if there is none."""
+    """Returns the children of a key of a node; nothing without the key."""
     _, child = (children(node) or {}).get(key, ("", None))
     return children(child) or {}

@@ -81,11 +81,6 @@ class StreamBuffer:
         """Whether tensors are views of their files."""
         return self._mapped is not None
 
-    @property
-    def extents(self) -> list[TensorEntry | Piece]:
-        """The byte ranges of the tensors, in their order."""
-        return [extent for one in self._wanted for extent in _extents(one.entry)]
-
     def targets(self, start: int, nbytes: int, at_most: int) -> list[Tensor] | None:
         """Returns the host memory of a byte range, in pieces; None if it has to be placed."""
         pieces: list[Tensor] = []

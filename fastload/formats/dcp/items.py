@@ -1,9 +1,9 @@
 """Finds the data of tensors in the files of ``torch.distributed.checkpoint``.
 
-Each *item*, a box of a tensor, is a whole file of torch.save within its file: a *head* that says what it is,
-the data, and a directory of both. Items of one kind begin with the same bytes. So of each kind one is looked
-at as a whole. Whether the heads of the others are the same is found out when their data are read, without
-requests of its own (`Manifest.guards`); or at once, if it turned out that one is not.
+Each *item*, a box of a tensor, is a complete file of torch.save within its file: a *head* with its
+description, the data, and a directory of both. Items of one kind begin with the same bytes, so that one item
+of each kind is read to learn its layout. The heads of the others are compared when their data are read,
+without extra requests (`Manifest.guards`); or immediately, once one of them differed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fastload.formats.untrusted import MemoryBudget, show
 from fastload.storage.base import Storage
 
 _MAX_HEAD_BYTES = 1 << 20
-_MAX_GAP_BYTES = 16 << 10  # reading that much more takes less than another request
+_MAX_GAP_BYTES = 16 << 10  # faster to read than to make another request
 _MAX_READ_BYTES = 4 << 20
-_MAX_LAYOUTS = 16  # of one kind: strides in another order
+_MAX_LAYOUTS = 16  # of one kind, with strides in other orders
 _NUMBERS = re.compile("[0-9]+")
-_NEAR_BYTES = 4 << 10  # read of an item at first: more than most heads
+_NEAR_BYTES = 4 << 10  # read at first of an item; longer than most heads
 _FEW_REQUESTS, _MANY_REQUESTS = 8, 32
 
 
@@ -34,10 +34,10 @@ class TensorItem(NamedTuple):
     """A chunk of a tensor in DCP's metadata.
 
     Attributes:
-        name: Of the tensor.
-        item: Where it lies.
-        dtype: What torch calls it, without ``torch.``.
-        sizes: In elements.
+        name: Name of the tensor.
+        item: Its byte range.
+        dtype: Name of the dtype in torch, without ``torch.``.
+        sizes: Shape in elements.
     """
 
     name: str
@@ -52,12 +52,12 @@ class TensorItem(NamedTuple):
 
 
 class ItemLayout(NamedTuple):
-    """Where the data lie in an item.
+    """The layout of an item.
 
     Attributes:
-        head: Its bytes before the data.
-        entry: Its tensor, within the item; None if that cannot be loaded.
-        refused: The structure that says why not.
+        head: The bytes before the data.
+        entry: The tensor, with offsets in the item; None if it cannot be loaded.
+        refused: The node with the reason.
     """
 
     head: bytes
@@ -69,14 +69,14 @@ def find_layouts(storage: Storage, wanted: Sequence[TensorItem]) -> list[ItemLay
     """Returns the layouts of items, from the head of each.
 
     Args:
-        storage: Where they are.
-        wanted: The items; within their files.
+        storage: The storage.
+        wanted: The items, within their files.
 
     Returns:
         The layout of each.
 
     Raises:
-        ManifestError: One is malformed, or is not what the metadata say.
+        ManifestError: An item is malformed, or contradicts the metadata.
         StorageError: Storage failed.
     """
     kind_of = [one.kind for one in wanted]
@@ -95,7 +95,7 @@ def find_layouts(storage: Storage, wanted: Sequence[TensorItem]) -> list[ItemLay
     for index, one in enumerate(wanted):
         if result[index] is None:
             known = kinds[kind_of[index]]
-            layout = _look_at(storage, one)
+            layout = _read_layout(storage, one)
             result[index] = next((other for other in known if other == layout), layout)
             if len(known) < _MAX_LAYOUTS:
                 known.append(layout)
@@ -103,20 +103,20 @@ def find_layouts(storage: Storage, wanted: Sequence[TensorItem]) -> list[ItemLay
 
 
 def infer_layouts(storage: Storage, wanted: Sequence[TensorItem]) -> list[ItemLayout]:
-    """Infers the layouts of items from one item of each kind and name, ignoring numbers in it.
+    """Infers the layouts of items from one item of each kind and name, ignoring numbers in the name.
 
-    The layers of a model have tensors of the same kind, and so have the ranks that hold parts of one tensor.
-    Items that cannot be loaded are each looked at.
+    The layers of a model have tensors of the same kinds, and so have the shards of one tensor. Items that
+    cannot be loaded are all read.
 
     Args:
-        storage: Where they are.
-        wanted: The items; within their files.
+        storage: The storage.
+        wanted: The items, within their files.
 
     Returns:
-        The layout of each, the same object for those that are laid out in the same way.
+        The layout of each, the same object for equal layouts.
 
     Raises:
-        ManifestError: One that was looked at is malformed, or is not what the metadata say.
+        ManifestError: An item that was read is malformed, or contradicts the metadata.
         StorageError: Storage failed.
     """
     roles = {one.name: _NUMBERS.sub("0", one.name) for one in wanted}
@@ -130,7 +130,7 @@ def infer_layouts(storage: Storage, wanted: Sequence[TensorItem]) -> list[ItemLa
     if all(layout.entry for layout in layouts.values()):
         return [layouts[kind] for kind in kinds]
     refused = [one for one, kind in zip(wanted, kinds, strict=True) if layouts[kind].entry is None]
-    looked_at = dict(zip(refused, in_threads(lambda one: _look_at(storage, one), refused), strict=True))
+    looked_at = dict(zip(refused, in_threads(lambda one: _read_layout(storage, one), refused), strict=True))
     return [looked_at.get(one) or layouts[kind] for one, kind in zip(wanted, kinds, strict=True)]
 
 
@@ -140,18 +140,18 @@ _Kind = TypeVar("_Kind")
 def _one_of_each(
     storage: Storage, wanted: Sequence[TensorItem], kinds: Sequence[_Kind]
 ) -> dict[_Kind, ItemLayout]:
-    """Looks at the first item of each kind."""
+    """Reads the layout of the first item of each kind."""
     firsts = dict(zip(reversed(kinds), reversed(wanted), strict=True))
-    found = in_threads(lambda one: _look_at(storage, one), list(firsts.values()), _at_once(storage))
+    found = in_threads(lambda one: _read_layout(storage, one), list(firsts.values()), _at_once(storage))
     return dict(zip(firsts, found, strict=True))
 
 
 def read_items(storage: Storage, items: Sequence[Item], take: Callable[[int, bytes], None]) -> None:
-    """Reads items in threads; neighbours in a file with one request.
+    """Reads items in threads; adjacent ones with one request.
 
     Args:
-        storage: Where they are.
-        items: What to read.
+        storage: The storage.
+        items: The items.
         take: Called with the index of an item and its bytes, in any order.
 
     Raises:
@@ -169,7 +169,7 @@ def read_items(storage: Storage, items: Sequence[Item], take: Callable[[int, byt
 
 
 def _at_once(storage: Storage) -> int:
-    """Returns how many requests to make at once: many if each takes a round trip."""
+    """Returns the number of requests at once: many if each takes a round trip."""
     return _FEW_REQUESTS if storage.probes else _MANY_REQUESTS
 
 
@@ -192,11 +192,11 @@ def _end(item: Item) -> int:
     return item.offset + item.nbytes
 
 
-def _look_at(storage: Storage, wanted: TensorItem) -> ItemLayout:
-    """Reads all but the data of an item.
+def _read_layout(storage: Storage, wanted: TensorItem) -> ItemLayout:
+    """Reads everything but the data of an item.
 
     Raises:
-        ManifestError: It is malformed, or is not what the metadata say.
+        ManifestError: It is malformed, or contradicts the metadata.
     """
     item, where = wanted.item, f"{url_of(storage, wanted.item.file)} at byte {wanted.item.offset}"
     near = read_bytes(storage, item.file, item.offset, min(item.nbytes, _NEAR_BYTES))

@@ -1,7 +1,7 @@
 """Parses the ``.metadata`` of torch.distributed.checkpoint, without importing its classes. Pure.
 
-It is a pickle of torch's `Metadata`, or of Megatron's subclass. It has tensors by flattened name, with the
-chunks that they were saved in, the file of each *item*, and the keys that each flattened name was made of.
+It is a pickle of torch's `Metadata`, or of Megatron's subclass. It has the tensors by flattened name with
+their chunks, the file of each *item*, and the keys of each flattened name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Offsets = tuple[int, ...]
 
 
 class Item(NamedTuple):
-    """The byte range of something that was saved by itself.
+    """The byte range of a chunk of a tensor, or of a value.
 
     Attributes:
         file: Name of the file.
@@ -48,9 +48,9 @@ class ChunkedTensor:
     """A tensor, saved in one chunk or several.
 
     Attributes:
-        dtype: What torch calls it, without ``torch.``.
-        shape: In elements.
-        chunks: The boxes that make it up, each with its item.
+        dtype: Name of the dtype in torch, without ``torch.``.
+        shape: Shape in elements.
+        chunks: The boxes that tile it, each with its item.
     """
 
     dtype: str
@@ -64,8 +64,8 @@ class DcpMetadata:
 
     Attributes:
         tensors: By flattened name.
-        values: The items of everything else, by flattened name.
-        paths: The keys that a flattened name was made of, where that is said.
+        values: The items of other values, by flattened name.
+        paths: The keys of flattened names, as far as known.
     """
 
     tensors: dict[str, ChunkedTensor]
@@ -80,10 +80,10 @@ def parse_dcp_metadata(
     """Reads a ``.metadata`` file.
 
     Args:
-        data: What is in it.
+        data: Its content.
         where: Its URL, for messages.
-        budget: Charged with the memory that comes of it.
-        in_parts: Whether it is that of one rank: its chunks need not make up tensors.
+        budget: Charged with the memory of its values.
+        in_parts: Whether it is of one rank, so that its chunks need not tile tensors.
 
     Raises:
         ManifestError: It is malformed, or takes too much memory.
@@ -106,10 +106,10 @@ def parse_dcp_metadata(
 
 
 def join_metadata(parts: Sequence[DcpMetadata], where: str) -> DcpMetadata:
-    """Joins the metadata of all ranks; of entries that several ranks have, the first is taken.
+    """Joins the metadata of all ranks; the first rank with an entry wins.
 
     Raises:
-        ManifestError: They contradict each other, or do not make up a tensor.
+        ManifestError: They contradict each other, or do not tile a tensor.
     """
     values: dict[str, Item] = {}
     paths: dict[str, Path] = {}
@@ -211,7 +211,7 @@ def _item(
 
 
 def _paths(planner_data: Any, names: Set[str], where: str, budget: MemoryBudget) -> dict[str, Path]:
-    """Returns the keys that names were made of; none if a planner has stored something else there."""
+    """Returns the keys of names; none if a planner has stored something else there."""
     if type(planner_data) is not PickledDict:
         return {}
     noted = {name: path for name, path in planner_data.pairs() if type(name) is str and name in names}

@@ -1,4 +1,4 @@
-"""Nests a flattened state: names, and the keys that they were made of → a structure. Pure."""
+"""Nests a flattened state: flattened names, and their keys → a structure. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastload.errors import ManifestError
 from fastload.formats.untrusted import show
 from fastload.formats.values import MAX_DEPTH, encode_value
 
-_MAX_HOLES = 1000  # in lists of which not all members were saved; and one for each name there is
+_MAX_HOLES = 1000  # members of lists that were not saved; and one more for each name
 
 
 class _Leaf:
@@ -26,10 +26,9 @@ def nested(nodes: Mapping[str, Any], paths: Mapping[str, Sequence[str | int]], w
     """Returns the structure of a state, see `fastload.formats.state`.
 
     Args:
-        nodes: The structures of its parts, by flattened name.
-        paths: For each name, the keys it was made of: texts of dicts, numbers of lists. A name without any is
-            a key itself.
-        where: What it is, for messages.
+        nodes: The nodes of its values, by flattened name.
+        paths: The keys of each name: texts of dicts, numbers of lists. A name without keys is itself a key.
+        where: The checkpoint, for messages.
 
     Raises:
         ManifestError: The paths contradict each other.
@@ -59,7 +58,7 @@ class _Writer:
         self._holes_left = max_holes
 
     def dict(self, tree: _Tree, numbers: Collection[str | int]) -> Any:
-        """Writes a dict, some of whose keys are the texts of numbers."""
+        """Writes a dict, with numbers for keys that are texts of numbers."""
         parameters = _parameters(tree)
         parts = []
         for key, below in tree.items():
@@ -86,9 +85,9 @@ class _Writer:
 
 
 def _parameters(tree: _Tree) -> set[str]:
-    """Returns what the parameters of an optimizer are called in its state, if they are counted.
+    """Returns the keys of parameters in the state of an optimizer that are numbers in its groups.
 
-    The keys of dicts were all made texts; an optimizer finds its state by the numbers in its groups.
+    Flattening makes all keys texts; an optimizer finds its state by number.
     """
     found = set()
     groups = tree.get("param_groups")

@@ -1,8 +1,8 @@
 """Reads directories of ``torch.distributed.checkpoint`` (DCP): ``.metadata`` and ``*.distcp``.
 
-Tensors lie in the pieces that ranks saved. Everything else is pickled, item by item, and read through the
-same closed list as files of torch.save. Megatron's directories (``torch_dist``) have one file of torch.save
-besides, with the values that are the same on all ranks: its keys come first, next to those of the items.
+Tensors are in the pieces that ranks saved. Other values are pickled, item by item, and read through the same
+closed list as files of torch.save. Megatron's directories (``torch_dist``) also have one file of torch.save
+with the values that are the same on all ranks. Its keys come before those of the items.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     """Reads a directory that DCP saved.
 
     Args:
-        storage: Where it is.
+        storage: The storage.
         listing: The names of the files.
-        exact: Whether to look at each item of a tensor; else most layouts are inferred, with guards.
+        exact: Whether to read each layout; else most are inferred, with guards.
 
     Raises:
         ManifestError: The metadata are malformed, or they and the files contradict each other.
@@ -93,7 +93,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
 
 
 def _keys_of(structure: Any, where: str) -> list[Any]:
-    """Returns the keys and values of a dict, by turns."""
+    """Returns the keys and values of a dict, alternating."""
     parts = structure.get("dict") if type(structure) is dict else None
     if type(parts) is not list:
         raise ManifestError(f"{where}: no dict but {show(structure)}")
@@ -101,7 +101,7 @@ def _keys_of(structure: Any, where: str) -> list[Any]:
 
 
 def record_digest(storage: Storage) -> str:
-    """Returns the `Manifest.record_digest` of a directory as it is here; empty if it is not DCP's."""
+    """Returns the `Manifest.record_digest` of a directory on this rank; empty if it is not DCP's."""
     names = metadata_names(storage.list() or ())
     return _digest(_read_metadata(storage, names)) if names else ""
 
@@ -133,8 +133,8 @@ def _stat_files(storage: Storage, metadata: DcpMetadata, where: str) -> dict[str
     """Returns size and version of the files that the metadata name, in name order.
 
     Raises:
-        ManifestError: A name is none of a file in this directory, an item is not within its file, or has
-            bytes of another.
+        ManifestError: A name is not that of a file in this directory, or items are not within their file or
+            overlap.
     """
     items = [item for tensor in metadata.tensors.values() for _, item in tensor.chunks]
     items = sorted([*items, *metadata.values.values()])

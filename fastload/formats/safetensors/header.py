@@ -1,8 +1,8 @@
 """Parses and writes headers of safetensors files, and writes the Hugging Face index of several. Pure.
 
-A checkpoint is untrusted. A file that gets past `parse_header` has a header that the reference library
-accepts too, and tensors that tile its data area exactly; whatever else a file claims is refused with a
-`ManifestError` that says where and why, before anything of the claimed size is allocated.
+Checkpoints are untrusted. `parse_header` accepts a header only if the reference library accepts it, too, and
+the tensors tile the data area exactly. It refuses others with a `ManifestError` that names the place and the
+reason, before it allocates anything of a claimed size.
 
 The format: https://github.com/huggingface/safetensors#format
 """
@@ -37,7 +37,7 @@ def parse_header(
 
     Args:
         header: The JSON text, without the 8 bytes of its length.
-        file_nbytes: Size of the whole file in bytes.
+        file_nbytes: Size of the file in bytes.
         url: The file, for messages.
         file: Index of the file in the manifest.
 
@@ -46,7 +46,7 @@ def parse_header(
         the ``__metadata__``, empty where there is none.
 
     Raises:
-        ManifestError: The header is malformed or does not describe exactly the bytes of the file.
+        ManifestError: The header is malformed, or does not describe exactly the bytes of the file.
     """
     if not header.startswith(b"{"):
         raise ManifestError(f"{url}: header starts with {header[:8]!r}, not with '{{'")
@@ -56,7 +56,7 @@ def parse_header(
     tensors = []
     for name in list(raw):
         try:
-            # pop, so that there are never both forms of all of a large header
+            # pop, so that both forms of a large header never exist at once
             tensors.append(_parse_entry(name, raw.pop(name), file, data_offset))
         except ValueError as error:
             raise ManifestError(f"{url}: tensor {show(name)}: {error}") from None
@@ -65,7 +65,7 @@ def parse_header(
     return tensors, metadata
 
 
-# Parsing. A ValueError from here says what is wrong; the caller adds where.
+# Parsing. A ValueError has the reason; the caller adds the place.
 
 
 def _parse_entry(name: str, fields: Any, file: int, data_offset: int) -> TensorEntry:
@@ -89,7 +89,7 @@ def _parse_entry(name: str, fields: Any, file: int, data_offset: int) -> TensorE
 
 
 def _count_bytes(dtype: str, shape: list[int]) -> int:
-    """Bytes of a tensor; strides must fit 63 bits too, so an empty tensor may not hide huge dimensions."""
+    """Returns the bytes of a tensor. Strides have to fit 63 bits, also those of an empty tensor."""
     num_bits = DTYPES[dtype][0]
     for size in shape:
         num_bits *= size or 1
@@ -103,7 +103,7 @@ def _count_bytes(dtype: str, shape: list[int]) -> int:
 
 
 def _check_tiling(tensors: Sequence[TensorEntry], data_offset: int, file_nbytes: int, url: str) -> None:
-    """Refuses overlaps, holes, and a data area that does not end where the file ends."""
+    """Refuses overlaps, holes, and a data area that does not end with the file."""
     end = data_offset
     for entry in tensors:
         if entry.offset != end:

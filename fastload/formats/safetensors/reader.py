@@ -32,7 +32,7 @@ def has_files(listing: Sequence[str]) -> bool:
 
 
 def read_file(storage: Storage, name: str, stat: FileStat, *, exact: bool = True) -> Manifest:
-    """Reads a file as if it were all there is; always exactly.
+    """Reads a checkpoint of a single file; always exactly.
 
     Raises:
         ManifestError: It is malformed.
@@ -44,10 +44,9 @@ def read_file(storage: Storage, name: str, stat: FileStat, *, exact: bool = True
 def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = True) -> Manifest:
     """Reads a directory with an index, or of ``*.safetensors`` files; always exactly.
 
-    The index wins over other files in the directory; the files it names are taken whole, as transformers
-    does: a tensor they hold that the index does not list is loaded all the same. Where two files hold a
-    tensor, the index says which is meant. Names that start with a dot are passed over. ``__metadata__`` is
-    merged; the first file in name order wins.
+    With an index, only its files are read, in full: as in transformers, tensors that the index does not list
+    are loaded, too. If two files hold a tensor, the index chooses one. Names that start with a dot are
+    ignored. ``__metadata__`` of several files are merged; the first file in name order wins.
 
     Raises:
         ManifestError: A header or the index is malformed, or they contradict each other.
@@ -82,13 +81,13 @@ def assemble(
     """Reads the headers of some files and merges them.
 
     Args:
-        storage: Where they are.
-        stats: What storage says of them, in name order.
+        storage: The storage.
+        stats: Sizes and versions of the files, in name order.
         read_header: Returns the JSON text of a header, given the name and size of its file.
-        weight_map: Of a tensor that several files hold, the file that is meant.
+        weight_map: The file to use for a tensor that several files hold.
 
     Raises:
-        ManifestError: A header is malformed, or nothing says which of several tensors is meant.
+        ManifestError: A header is malformed, or several files hold a tensor that `weight_map` lacks.
     """
 
     def read(item: tuple[int, tuple[str, FileStat]]) -> tuple[FileEntry, list[TensorEntry], dict[str, str]]:
@@ -145,7 +144,7 @@ def _is_tar(storage: Storage, name: str, prefix: bytes, nbytes: int) -> bool:
 def _select(
     url: str, files: Sequence[FileEntry], tensors: list[TensorEntry], weight_map: Mapping[str, str]
 ) -> list[TensorEntry]:
-    """Of tensors with the same name, keeps the one in the file that the index names."""
+    """Keeps, of tensors with the same name, the one in the file of the index."""
     owner: dict[str, int] = {}
     holders: dict[str, list[int]] = {}
     for entry in tensors:
@@ -180,7 +179,7 @@ def _find_index(storage: Storage, listing: Sequence[str]) -> str | None:
 
 
 def _ending_in(endings: tuple[str, ...], listing: Sequence[str]) -> list[str]:
-    # A leading dot marks what is no part of the checkpoint: a copy in flight, a resource fork.
+    # A leading dot marks files that are no part of the checkpoint: unfinished copies, resource forks.
     return sorted(name for name in listing if name.endswith(endings) and not name.startswith("."))
 
 
@@ -211,20 +210,20 @@ def read_index(storage: Storage, index: str) -> dict[str, str]:
     return weight_map
 
 
-# Files that hold shards of tensors, each with its offsets in the header: so does `HuggingFaceStorageWriter`
-# of torch.distributed.checkpoint save with ``save_distributed=True``.
+# Files that hold shards of tensors, with offsets in the header, as `HuggingFaceStorageWriter` of
+# torch.distributed.checkpoint saves them with ``save_distributed=True``.
 
 
 def _join_shards(tensors: Sequence[TensorEntry], infos: Mapping[int, str], url: str) -> list[TensorEntry]:
-    """Makes one tensor of its shards.
+    """Joins the shards of each tensor.
 
     Args:
-        tensors: What is in the files.
-        infos: What the headers have at ``DCP_SHARDING_INFO``, by index of the file.
+        tensors: The tensors in the files.
+        infos: The texts of ``DCP_SHARDING_INFO`` in the headers, by index of the file.
         url: The checkpoint, for messages.
 
     Raises:
-        ManifestError: That is malformed, or shards do not make up a tensor.
+        ManifestError: A text is malformed, or shards do not tile a tensor.
     """
     shards: dict[str, list[tuple[Box, TensorEntry]]] = {}
     offsets = {file: _offsets(text, url) for file, text in infos.items()}
@@ -261,7 +260,7 @@ def _joined(name: str, parts: Sequence[tuple[Box, TensorEntry]], url: str) -> Te
 
 
 def _offsets(text: str, url: str) -> dict[str, tuple[int, ...]]:
-    """Returns where the shards in a file begin, by name."""
+    """Returns the offsets of the shards in a file, by name."""
     found = {}
     for name, info in parse_json(text.encode(), f"{url}: where shards begin").items():
         offsets = info.get("saved_offsets") if isinstance(info, dict) else None

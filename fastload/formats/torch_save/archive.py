@@ -1,8 +1,7 @@
-"""Zip archives as torch.save writes them: reads where records lie, and writes headers and directory.
+"""Zip archives as torch.save writes them: reads the directory, and writes headers and directory.
 
-A directory is checked against itself and the size of the archive: records neither overlap nor reach beyond
-it, each name is there once, nothing is encrypted. So no range that comes out of here costs more than the
-archive's own bytes.
+A directory is checked against itself and the size of the archive: records do not overlap and are within it,
+each name is unique, nothing is encrypted. So no record costs more than the bytes of the archive.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from fastload.errors import ManifestError
 from fastload.formats.untrusted import show
 
 ReadRange = Callable[[int, int], bytes]
-"""Returns so many bytes from an offset in the archive."""
+"""Returns the bytes at an offset of the archive, given offset and length."""
 
 _END = struct.Struct("<4s4H2LH")
 _END_64 = struct.Struct("<4sQ2H2L4Q")
@@ -35,13 +34,13 @@ _MAX_PADDING = 1 << 16
 
 
 class ZipRecord(NamedTuple):
-    """Where a record of an archive lies, in bytes from where the archive begins.
+    """The place of a record, in bytes from the beginning of the archive.
 
     Attributes:
         name: Its name.
-        header: Its local header.
-        offset: Its data.
-        nbytes: Length of its data, as they are there.
+        header: Offset of its local header.
+        offset: Offset of its data.
+        nbytes: Stored length of its data.
         head: The bytes expected right before its data; empty if they were read.
     """
 
@@ -57,8 +56,8 @@ class ZipDirectory(NamedTuple):
 
     Attributes:
         records: By name, in the order of their bytes.
-        text: The bytes that say so.
-        compressed: Names of those that are not stored as they are.
+        text: The bytes of the directory.
+        compressed: Names of the compressed records.
     """
 
     records: dict[str, ZipRecord]
@@ -75,16 +74,16 @@ class _Entry(NamedTuple):
 
 
 def read_directory(read: ReadRange, nbytes: int, where: str, *, exact: bool) -> ZipDirectory:
-    """Reads where the records of an archive are.
+    """Reads the directory of an archive.
 
     Args:
         read: Reads from the archive.
         nbytes: Its length.
-        where: What it is, for messages.
-        exact: Whether to look at the header of each; else most are taken to be as torch writes them.
+        where: The archive, for messages.
+        exact: Whether to read the header of each record; else most are assumed to be as torch writes them.
 
     Raises:
-        ManifestError: It is no archive, or not one of plain records.
+        ManifestError: It is no archive, or not as torch.save writes it.
     """
     if nbytes < _END.size:
         raise ManifestError(f"{where}: {nbytes} bytes are too few for a zip archive")
@@ -129,7 +128,7 @@ def _find(read: ReadRange, tail: bytes, begin: int) -> tuple[int, int, int]:
 
 
 def _comment_length(tail: bytes, at: int) -> int:
-    """Returns the length of the text behind an end record; -1 if there is no end record."""
+    """Returns the length of the comment after an end record; -1 without an end record."""
     return int(_END.unpack_from(tail, at)[-1]) if tail.startswith(b"PK\5\6", at) else -1
 
 
@@ -172,7 +171,7 @@ def _entries(text: bytes, count: int) -> Iterator[_Entry]:
 
 
 def _wide(extra: bytes, *fields: int) -> tuple[int, ...]:
-    """Returns fields of 32 bits, those that are full as the extra field for 64 bits has them."""
+    """Returns 32-bit fields; full ones are replaced by those of the 64-bit extra field."""
     if _FULL_4 not in fields:
         return fields
     at = 0
@@ -186,7 +185,7 @@ def _wide(extra: bytes, *fields: int) -> tuple[int, ...]:
 
 
 def _locate(read: ReadRange, entries: list[_Entry], end: int, *, exact: bool) -> dict[str, ZipRecord]:
-    """Finds the data of each record: by what follows it, or by its header where that does not fit."""
+    """Finds the data of each record from the record after it, or else from its header."""
     records = {}
     for entry, after in zip(entries, [*(entry.header for entry in entries[1:]), end], strict=False):
         least = entry.header + _LOCAL.size + len(entry.name.encode())
@@ -209,11 +208,11 @@ def _head(entry: _Entry, nbytes: int) -> bytes:
     """Returns the bytes that torch writes between the header of a record and its data: name, sizes, padding.
 
     Args:
-        entry: What the directory says of the record.
-        nbytes: How much there is behind the name.
+        entry: The record in the directory.
+        nbytes: Number of bytes from the beginning of the name to the data, without the name.
 
     Returns:
-        Nothing if that cannot be.
+        The bytes; empty if torch writes nothing of this length.
     """
     wide = [entry.nbytes, 0] if entry.nbytes >= _FULL_4 else []  # the other length comes after the data
     wide += [entry.header] if entry.header >= _FULL_4 else []
@@ -237,7 +236,7 @@ def _data_after(read: ReadRange, entry: _Entry, least: int) -> int:
 
 
 def place(name: str, header: int, nbytes: int) -> ZipRecord:
-    """Returns a record that begins at some byte, with its data aligned as torch does it.
+    """Returns a record at an offset, with its data aligned as by torch.
 
     Args:
         name: Its name.

@@ -21,7 +21,7 @@ def read_folder(storage: Storage, listing: Sequence[str], *, exact: bool = False
     """Reads the files that the index names, or else the one file.
 
     Args:
-        storage: Where it is.
+        storage: The storage.
         listing: The names of the files.
         exact: As for `zip_file.read_file`.
 

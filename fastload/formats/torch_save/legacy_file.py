@@ -1,7 +1,7 @@
-"""Reads files of torch.save from before torch 1.6; nothing in them is run.
+"""Reads files of torch.save from before torch 1.6, without running code in them.
 
-Five pickles stand one after the other: a number that tells the format, its version, the machine's byte order,
-the state, and the keys of the storages. Then come the storages, each after its number of elements in 8 bytes.
+A file begins with five pickles: a magic number, the version, the byte order of the machine, the state, and
+the keys of the storages. The storages follow, each after its number of elements in 8 bytes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def read_file(
     """Reads the manifest of a single file.
 
     Args:
-        storage: Where it is.
-        name: What it is called there.
+        storage: The storage.
+        name: The file.
         stat: Its size and version.
-        exact: Whether to look at the number before each storage; else guards say what it has to be.
-        budget: That of the checkpoint, if it has other files.
+        exact: Whether to read the number before each storage; else guards expect it.
+        budget: The budget of a checkpoint with several files.
 
     Raises:
         ManifestError: It is malformed, or big-endian.
@@ -73,7 +73,7 @@ def header_digest(storage: Storage, name: str, nbytes: int) -> str:
 
 
 def _read_pickles(storage: Storage, name: str, nbytes: int) -> tuple[list[Any], bytes]:
-    """Returns the values before the storages, and their bytes."""
+    """Returns the values of the pickles before the storages, and the bytes of the pickles."""
     head = b""
     while True:
         wanted = min(nbytes, _MAX_BYTES, max(_FIRST_BYTES, 4 * len(head)))
@@ -91,7 +91,7 @@ def _read_pickles(storage: Storage, name: str, nbytes: int) -> tuple[list[Any], 
 
 
 def _locate(state: Any, keys: Any, begin: int, nbytes: int, where: str) -> dict[str, ZipRecord]:
-    """Returns where the storages lie: one after the other, up to the end of the file."""
+    """Returns the places of the storages, which follow each other up to the end of the file."""
     ids = [one for one in persistent_ids(state) if type(one) is tuple and one[:1] == ("storage",)]
     lengths = {ref.key: ref.dtype.itemsize for ref in (StorageRef.of(one, where) for one in ids)}
     counts = {one[2]: one[4] for one in ids}

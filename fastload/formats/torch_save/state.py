@@ -1,7 +1,7 @@
-"""Encodes the state that a pickle of torch.save describes; its tensors stay where they are.
+"""Encodes the state in a pickle of torch.save, without reading its tensors.
 
-What the names in a pickle stand for is a closed list, about that of ``torch.load(weights_only=True)``.
-Anything else becomes a node that says why it cannot be loaded.
+Names in a pickle are looked up in a closed list, similar to that of ``torch.load(weights_only=True)``. Any
+other value becomes a node with the reason why it cannot be loaded.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ _STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
 
 
 class StorageRef(NamedTuple):
-    """A storage that a tensor lies in.
+    """The storage of a tensor.
 
     Attributes:
-        key: Names its bytes.
-        dtype: Of its elements; uint8 if it has only bytes.
+        key: Key of its bytes.
+        dtype: Dtype of its elements; uint8 for untyped storages.
         numel: Number of elements.
-        offset: Of its first element in what has that key, in elements.
+        offset: Offset of its first element from the beginning of the bytes, in elements.
     """
 
     key: str
@@ -100,11 +100,11 @@ class StorageRef(NamedTuple):
         """Reads the persistent id of a storage.
 
         Args:
-            persistent_id: As the pickle has it.
-            where: What it is in, for messages.
+            persistent_id: The persistent id in the pickle.
+            where: The pickle, for messages.
 
         Raises:
-            ManifestError: It is not that of a storage.
+            ManifestError: It is not of a storage.
         """
         if type(persistent_id) is tuple and len(persistent_id) in (5, 6):
             name, kind, key, _, numel, *views = persistent_id
@@ -125,12 +125,12 @@ class StoredTensor(NamedTuple):
 
     Attributes:
         storage: Key of its storage.
-        dtype: Of its elements.
-        offset: Of its first element in the storage, in elements.
-        shape: In elements.
-        strides: In elements.
-        requires_grad: As it was.
-        is_parameter: Whether it was a Parameter.
+        dtype: Its dtype.
+        offset: Offset of its first element in the storage, in elements.
+        shape: Shape in elements.
+        strides: Strides in elements.
+        requires_grad: Whether it requires a gradient.
+        is_parameter: Whether it is a Parameter.
     """
 
     storage: str
@@ -143,7 +143,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie one after the other."""
+        """Whether its elements are consecutive, in row-major order."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != expected:
@@ -161,7 +161,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def shares_elements(self) -> bool:
-        """Whether elements share memory in another way than by a stride of 0."""
+        """Whether elements share memory, other than by a stride of 0."""
         reach = 0
         for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
             if size > 1 and stride:
@@ -172,11 +172,11 @@ class StoredTensor(NamedTuple):
 
 
 class PickledState(NamedTuple):
-    """The state in a pickle of torch's.
+    """The state in a pickle of torch.save.
 
     Attributes:
-        structure: As `fastload.formats.state` has it; what cannot be loaded is ``{"refused": [text]}``.
-        tensors: Where they lie in their storages, by name; those that are tied once.
+        structure: See `fastload.formats.state`; values that cannot be loaded are ``{"refused": [text]}``.
+        tensors: The tensors in their storages by name, tied ones once.
     """
 
     structure: Any
@@ -187,13 +187,13 @@ class PickledState(NamedTuple):
 def encode_pickle(
     data: bytes, where: str, name: str = "", *, budget: MemoryBudget | None = None
 ) -> PickledState:
-    """Reads ``data.pkl``; nothing in it is run.
+    """Reads ``data.pkl``, without running code in it.
 
     Args:
         data: The pickle.
-        where: What it is, for messages.
-        name: What the state is called in a larger one: its tensors have names below that.
-        budget: That of the checkpoint, if this is a part of one.
+        where: Its place, for messages.
+        name: Name of the value in a larger state, which begins the names of its tensors.
+        budget: The budget of a checkpoint of several pickles.
 
     Raises:
         ManifestError: It is malformed, or takes too much memory.
@@ -204,14 +204,14 @@ def encode_pickle(
 def encode_unpickled(
     value: Any, nbytes: int, where: str, name: str = "", *, budget: MemoryBudget | None = None
 ) -> PickledState:
-    """Encodes what `unpickle` returned; otherwise as `encode_pickle`.
+    """Encodes a value that `unpickle` returned; see `encode_pickle`.
 
     Args:
-        value: What `unpickle` returned.
+        value: The value.
         nbytes: Length of the pickle.
-        where: What it is, for messages.
-        name: What the state is called in a larger one.
-        budget: That of the checkpoint, if this is a part of one.
+        where: Its place, for messages.
+        name: Name of the value in a larger state.
+        budget: The budget of a checkpoint of several pickles.
 
     Raises:
         ManifestError: It is malformed, or takes too much memory.
@@ -224,18 +224,18 @@ def encode_unpickled(
 
 
 class _NotLoadable(Exception):
-    """Something in the pickle has no counterpart in a state."""
+    """A value of the pickle cannot be loaded."""
 
     def __init__(self, what: str, why: str = _NOT_LISTED) -> None:
         super().__init__(what, why)
 
 
 class _PickleEncoder(StateEncoder):
-    """Encodes the values that a pickle describes, with tensors that are still in their storages.
+    """Encodes the values that a pickle describes, with tensors in their storages.
 
     Args:
-        where: What it is, for messages.
-        budget: Charged with the memory that structure and names take. What appears twice takes it twice.
+        where: The pickle, for messages.
+        budget: Charged with the memory of structure and names, of repeated values each time.
     """
 
     def __init__(self, where: str, budget: MemoryBudget) -> None:
@@ -247,7 +247,7 @@ class _PickleEncoder(StateEncoder):
         self._storage_dtypes: dict[str, torch.dtype] = {}
 
     def value(self, value: Any, prefix: str, key: Any) -> Any:
-        """As for any state; what cannot be loaded becomes a node that says so."""
+        """Encodes a value; one that cannot be loaded becomes a node with the reason."""
         kind = type(value)
         if kind in SCALARS:
             self._budget.charge(_VALUE_BYTES + _NUM_TEXTS * num_chars(value))
@@ -313,7 +313,7 @@ class _PickleEncoder(StateEncoder):
         stored = self._name_of[bare]
         return leaf_node(stored, natural, kind and kind + grad, "complex128" if is_complex128 else None)
 
-    # What the pickle describes, one level of it: what is in a container stays as it is described
+    # Values that the pickle describes, one level at a time: members of containers stay descriptions
 
     def _make(self, node: Any) -> Any:
         kind = type(node)

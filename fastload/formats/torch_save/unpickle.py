@@ -1,14 +1,16 @@
-"""Reads pickles without running them: names, calls and containers come out as descriptions.
+"""Reads pickles without running them: returns descriptions of names, calls and containers.
 
-The standard library's `pickle.Unpickler` does the work, on a pickle that was checked and translated first:
+The standard library's `pickle.Unpickler` reads a pickle that has been checked and translated:
 
-- Its opcodes are on a closed list, its lengths end within the data, and of each object that it makes it has
-  some bytes. So it cannot ask for more memory than some twenty times its own.
-- Opcodes that make dicts and sets, and those that need a class, are replaced by others. So nothing is hashed
-  or compared, which could take forever or overflow the stack in C.
+- Opcodes are on a closed list, lengths end within the data, and each object takes some bytes of the pickle.
+So it
+  needs no more than about twenty times its own length in memory.
+- Opcodes that make dicts and sets, and those that need a class, are replaced. So nothing is hashed or
+compared,
+  which could take forever or overflow the stack in C.
 
-`find_class` and `persistent_load` import nothing. What would be called becomes a `PickledCall`. Values may be
-shared, nested deeply or contain themselves, as in any pickle: walk them with a limit.
+`find_class` and `persistent_load` import nothing. A call becomes a `PickledCall`. As in any pickle, values
+may be shared, deeply nested, or contain themselves: walk them with a limit.
 """
 
 from __future__ import annotations
@@ -74,15 +76,15 @@ _SKIPPED = {
 
 
 class Truncated(ManifestError):
-    """The pickle goes on where the data end."""
+    """The data end before the pickle."""
 
 
 class Global(NamedTuple):
     """A class or function that a pickle names; it is not imported.
 
     Attributes:
-        module: Of Python 3, also where a pickle has the names of Python 2.
-        name: In the module; may have dots.
+        module: Its module in Python 3, also for pickles of Python 2.
+        name: Its name in the module, which may have dots.
     """
 
     module: str
@@ -92,12 +94,12 @@ class Global(NamedTuple):
         return f"{self.module}.{self.name}"
 
     def __call__(self, *args: Any) -> PickledCall:
-        """Describes a call of it: the unpickler calls this."""
+        """Returns the description of a call; called by the unpickler."""
         return PickledCall(self, args)
 
 
 class PersistentId(NamedTuple):
-    """A reference to something outside of the pickle.
+    """A reference to an object outside of the pickle.
 
     Attributes:
         id: As the pickle has it.
@@ -110,7 +112,7 @@ class PersistentId(NamedTuple):
 
 
 class PickledDict(list[Any]):
-    """The keys and values of a dict by turns, as they were set; a key may be there twice."""
+    """The keys and values of a dict, alternating; a key may appear twice."""
 
     __slots__ = ()
 
@@ -129,7 +131,7 @@ class PickledDict(list[Any]):
         return zip(self[::2], self[1::2], strict=True)
 
     def by_text(self, where: str) -> dict[str, Any]:
-        """Returns it as a dict whose keys are texts.
+        """Returns a dict with texts as keys.
 
         Args:
             where: What it is, for messages.
@@ -145,7 +147,7 @@ class PickledDict(list[Any]):
 
 
 class PickledSet(list[Any]):
-    """The members of a set or a frozenset; some perhaps twice."""
+    """The members of a set or a frozenset; a member may appear twice."""
 
     __slots__ = ()
     add = list.append
@@ -159,14 +161,14 @@ _NO_PAIRS = PickledDict()
 
 
 class PickledCall:
-    """A call that a pickle would make, and what it would do to the result.
+    """A call in a pickle, and the changes to its result.
 
     Attributes:
-        what: What it would call, or whose ``__new__``.
+        what: The function, or the class for ``__new__``.
         args: The arguments.
-        state: The argument of ``__setstate__``; None if there is none.
-        items: What would be appended to it, or added.
-        pairs: The items that would be set.
+        state: The argument of ``__setstate__``, or None.
+        items: The items to append or add to the result.
+        pairs: The items to set in the result.
     """
 
     __slots__ = ("args", "items", "pairs", "state", "what")
@@ -210,17 +212,17 @@ def unpickle(data: bytes, where: str) -> Any:
         where: What it is, for messages.
 
     Raises:
-        ManifestError: It is malformed, or there are more containers than content.
+        ManifestError: It is malformed, or makes too many objects for its length.
     """
     return unpickle_first(data, where)[0]
 
 
 @uncollected
 def unpickle_first(data: bytes, where: str, start: int = 0) -> tuple[Any, int]:
-    """Reads the pickle that begins at `start`; returns what it holds, and where it ends.
+    """Reads the pickle that begins at `start`; returns its value and its end.
 
     Raises:
-        Truncated: It is not all there.
+        Truncated: The data end before it.
         ManifestError: It is malformed.
     """
     if len(data) - start > _MAX_BYTES:
@@ -329,17 +331,17 @@ def sizes_of(value: Any) -> tuple[int, ...]:
 
 
 def persistent_ids(value: Any) -> Iterator[Any]:
-    """Yields all persistent ids in what a pickle holds, those in what cannot be read as well."""
+    """Yields all persistent ids in a value of a pickle, also those in values that cannot be loaded."""
     return (node.id for node in _nodes(value) if type(node) is PersistentId)
 
 
 def pickled_calls(value: Any) -> set[Global]:
-    """Returns what a pickle would call."""
+    """Returns the functions and classes that a pickle calls."""
     return {node.what for node in _nodes(value) if type(node) is PickledCall}
 
 
 def _nodes(value: Any) -> Iterator[Any]:
-    """Yields all that is described in what a pickle holds, each once."""
+    """Yields all calls and persistent ids in a value of a pickle, each once."""
     seen, waiting = set[int](), [value]
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,4 @@
-"""Lays out a file as torch.save writes it, before any tensor is there. Pure, identical on all ranks.
+"""Lays out a file of torch.save before its tensors are loaded. Pure, identical on all ranks.
 
 ``torch.load(weights_only=True)`` reads it. Tensors are contiguous, each in a storage of its own.
 """
@@ -58,8 +58,8 @@ class TorchLayout:
     """The layout of every byte of a file.
 
     Attributes:
-        small: The records that are no tensors, with what is in them.
-        tensors: Those that are, by name of the tensor.
+        small: The records of everything but tensors, with their contents.
+        tensors: The records of tensors, by name.
         nbytes: Length of the file up to its directory.
     """
 
@@ -68,7 +68,7 @@ class TorchLayout:
     nbytes: int
 
     def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
-        """Yields all bytes that are not a tensor's, each with where it goes.
+        """Yields the offsets and bytes of everything but tensors.
 
         Args:
             checksums: CRC-32 of each tensor's bytes, by its name.
@@ -84,11 +84,11 @@ def lay_out_torch(structure: Any, entries: Sequence[TensorEntry]) -> TorchLayout
     """Returns the layout of a state in a file.
 
     Args:
-        structure: The state, as `fastload.formats.state` has it; None for a dict of the tensors by name.
+        structure: The structure of the state; None for a dict of the tensors by name.
         entries: The tensors that were stored.
 
     Raises:
-        OptionError: Something in the state is not what ``torch.load(weights_only=True)`` reads.
+        OptionError: ``torch.load(weights_only=True)`` does not read some value of the state.
     """
     arrays = [saved.name for saved in leaves(structure) if saved.kind == "ndarray"]
     if arrays:
@@ -114,7 +114,7 @@ def lay_out_torch(structure: Any, entries: Sequence[TensorEntry]) -> TorchLayout
 
 
 class _Storage:
-    """Stands in for a storage, until the pickler asks for its id."""
+    """A stand-in for a storage, which the pickler replaces by its id."""
 
     def __init__(self, *fields: Any) -> None:
         self.fields = ("storage", *fields)

@@ -1,6 +1,6 @@
-"""Reads files of torch.save, zip archives since torch 1.6; nothing in them is run.
+"""Reads files of torch.save, zip archives since torch 1.6, without running code in them.
 
-The bytes of a storage lie uncompressed in a record ``data/N``, so each tensor is a range of the file.
+Each storage is an uncompressed record ``data/N``, so each tensor is a byte range of the file.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fastload.formats.untrusted import MemoryBudget, show
 from fastload.geometry.box import Box
 from fastload.storage.base import FileStat, Storage
 
-_MAX_PICKLE_BYTES = 1 << 26  # a hundred times what a large model has; as objects it takes far more
-_NEAR_BYTES = 4096  # of the small records behind the pickle
-_MOST_REPEATED = 4  # views may overlap, and hold so many times what is stored
+_MAX_PICKLE_BYTES = 1 << 26  # a hundred times that of a large model; its objects take far more
+_NEAR_BYTES = 4096  # of the small records after the pickle
+_MOST_REPEATED = 4  # bytes of overlapping views over bytes stored
 _REPEATED_ANYWAY_BYTES = 1 << 20
 
 
@@ -34,7 +34,7 @@ class Archive(NamedTuple):
 
     Attributes:
         pickle: The bytes of ``data.pkl``.
-        storages: Where the bytes of each storage lie, by its key.
+        storages: The record of each storage, by its key.
         digest: xxh3-128 of directory and pickle.
     """
 
@@ -54,11 +54,11 @@ def read_file(
     """Reads the manifest of a single file.
 
     Args:
-        storage: Where it is.
-        name: What it is called there.
+        storage: The storage.
+        name: The file.
         stat: Its size and version.
-        exact: Whether to look at what is before each storage; else guards say what has to be there.
-        budget: That of the checkpoint, if it has other files.
+        exact: Whether to read the bytes before each storage; else guards expect them.
+        budget: The budget of a checkpoint with several files.
 
     Raises:
         ManifestError: It is malformed.
@@ -81,11 +81,11 @@ def manifest_of(
     """Returns the manifest of a file of torch.save.
 
     Args:
-        storage: Where it is.
-        name: What it is called there.
+        storage: The storage.
+        name: The file.
         stat: Its size and version.
-        state: The state in it.
-        storages: Where the bytes of each storage lie, by its key.
+        state: Its state.
+        storages: The record of each storage, by its key.
         digest: Its `FileEntry.header_digest`.
 
     Raises:
@@ -125,12 +125,12 @@ def _open(storage: Storage, name: str, nbytes: int, *, exact: bool) -> Archive:
 
 
 def open_archive(read: ReadRange, nbytes: int, where: str, *, exact: bool = True) -> Archive:
-    """Finds pickle and storages in an archive.
+    """Finds the pickle and the storages in an archive.
 
     Args:
-        read: Reads from it.
+        read: Reads from the archive.
         nbytes: Its length.
-        where: What it is, for messages.
+        where: The archive, for messages.
         exact: As for `read_file`.
 
     Raises:
@@ -173,7 +173,7 @@ def _prefix(directory: ZipDirectory, where: str) -> str:
 def _read_together(
     read: ReadRange, pickle: ZipRecord, order: ZipRecord | None, where: str
 ) -> tuple[bytes, bytes | None]:
-    """Reads the pickle, and in the same request what says the byte order, if that is near."""
+    """Reads the pickle, and the byte order in the same request, if it is near."""
     if pickle.nbytes > _MAX_PICKLE_BYTES:
         raise ManifestError(
             f"{where}: data.pkl of {pickle.nbytes} bytes is over the limit of {_MAX_PICKLE_BYTES}"
@@ -196,15 +196,15 @@ def entries_of(
     file: int = 0,
     begin: int = 0,
 ) -> list[TensorEntry]:
-    """Returns where tensors lie in a file.
+    """Returns the entries of tensors in a file.
 
     Args:
-        tensors: Within their storages, by name.
-        storages: Where these lie, by their keys.
-        where: What holds them, for messages.
-        nbytes: Length of what holds them.
+        tensors: The tensors within their storages, by name.
+        storages: The record of each storage, by its key.
+        where: The archive, for messages.
+        nbytes: Length of the archive.
         file: Index of the file.
-        begin: Where what holds them begins in it.
+        begin: Offset of the archive in the file.
 
     Raises:
         ManifestError: A storage is missing, or too short.
