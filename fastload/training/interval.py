@@ -25,12 +25,12 @@ class IntervalPolicy:
 
     Attributes:
         every: ``auto`` or None.
-        every_steps: Steps between saves to storage; None for none by steps.
-        every_seconds: Seconds between them, or infinity; None for none by time. 1800 if none of these three
-            is given.
+        every_steps: Steps between saves to storage, or None.
+        every_seconds: Seconds between them, infinity for none, or None. 1800 if none of these three is
+            given.
         mtbf_s: Mean time between failures of the job, for ``auto``.
         restart_s: Seconds from a failure until training goes on, for ``auto``.
-        budget: Largest part of the time that training may stand still to save, for ``auto``.
+        budget: Largest part of the time that training may wait for saves, for ``auto``.
         memory_copies: Hosts that have each share of an in-memory checkpoint; None without a memory tier.
         memory_every_steps: Steps between saves to memory.
         memory_every_seconds: Seconds between them.

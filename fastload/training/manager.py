@@ -33,10 +33,10 @@ if TYPE_CHECKING:  # for those who have a tier
 
 
 class CheckpointManager:
-    """Saves the states of a training below one root, keeps the checkpoints it should, restores the newest.
+    """Saves the states of a training below one root, applies rules of retention, and restores the newest.
 
-    All ranks of the group make the same calls in the same order, with the same arguments; so `latest` and
-    the others that ask storage are not for rank 0 alone. Use it as a context manager, or `close` it::
+    All ranks of the group make the same calls in the same order, with the same arguments, also `latest` and
+    other queries. Use it as a context manager, or `close` it::
 
         with fastload.CheckpointManager("runs/7", keep_last=3) as manager:  # saves every 30 minutes
             state = {"model": model, "optimizer": optimizer, "step": 0}
@@ -66,9 +66,9 @@ class CheckpointManager:
         every_steps: Steps between saves.
         every_seconds: Seconds between saves; 1800 if neither this nor `every_steps` nor `every` is given.
             ``math.inf`` leaves saves to signals.
-        every: ``auto`` works the interval out, from what steps and saves take and the three that follow. With
-            `memory` storage's is for the failures that memory does not survive, and memory's for the others,
-            if it was given none. They are:
+        every: ``auto`` computes the interval from the measured times of steps and saves, `mtbf_s`,
+            `restart_s` and `budget`. With `memory`, storage has the interval for the failures that memory
+            does not survive. Memory has that for the others, unless you give its interval.
         mtbf_s: Mean time between failures of the job, in seconds; ``auto`` needs it.
         restart_s: Seconds from a failure until training goes on.
         budget: Largest part of the time that training may wait for saves.
