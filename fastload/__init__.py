@@ -7,9 +7,9 @@ from fastload.base.installed import require_alone
 
 require_alone()  # before anything of a package whose files may be mixed
 
+from fastload import world
 from fastload.api import async_save, inspect, load, open, save, stage, verify
 from fastload.base.version import __version__ as __version__
-from fastload.comm import group as world
 from fastload.errors import (
     CheckpointError,
     CheckpointExists,

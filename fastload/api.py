@@ -263,7 +263,7 @@ def save(
     """
     from fastload.saving import save as saving
     from fastload.saving.call import make_call
-    from fastload.saving.handle import SaveHandle
+    from fastload.saving.handle import raise_unseen
 
     call = make_call(
         path,
@@ -271,7 +271,7 @@ def save(
         metadata,
         storage_options,
         options,
-        raise_earlier=SaveHandle.raise_unseen,
+        raise_earlier=raise_unseen,
     )
     report = saving.save(call, state)
     call.tell(report)

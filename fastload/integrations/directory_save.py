@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastload import FastloadError, SaveHandle, SaveOptions, world
+from fastload.saving.handle import await_end
 from fastload.saving.save import save_all_in_background
 from fastload.storage import folders
 
@@ -52,7 +53,7 @@ class DirectorySave:
             options=options,
         )
         self._thread: threading.Thread | None = None
-        if world.rank_in(process_group) == 0:
+        if world.get_rank(process_group) == 0:
             arguments = (add_files, on_publish)
             self._thread = threading.Thread(target=self._publish, args=arguments, name="fastload-publish")
             self._thread.start()
@@ -73,8 +74,8 @@ class DirectorySave:
             if self._error is not None:
                 raise self._error
 
-        timeout_s = self._options.timeout_s
-        world.agree(self._group, f"publishing {self.path}", publish, timeout_s=timeout_s)
+        what, timeout_s = f"publishing {self.path}", self._options.timeout_s
+        world.agree(what, publish, process_group=self._group, timeout_s=timeout_s)
 
     @property
     def is_running(self) -> bool:
@@ -84,7 +85,7 @@ class DirectorySave:
 
     def _publish(self, add_files: Callable[[str], object], on_publish: Callable[[], object]) -> None:
         for handle in self._handles:
-            handle.settle()
+            await_end(handle)
         if any(handle.failed() for handle in self._handles):
             return  # all ranks learn of it
         try:

@@ -94,8 +94,8 @@ def on_rank_0(what: str, work: Callable[[], Any], options: LoadOptions | None = 
     Raises:
         FastloadError: It failed.
     """
-    own = work if world.rank_in(None) == 0 else lambda: None
-    return world.agree(None, what, own, timeout_s=(options or LoadOptions()).timeout_s)[0]
+    own = work if world.get_rank() == 0 else lambda: None
+    return world.agree(what, own, timeout_s=options.timeout_s if options is not None else None)[0]
 
 
 def is_fastload_checkpoint(folder: str) -> bool:
@@ -175,7 +175,7 @@ class BackgroundSave:
 
     def once_durable(self, work: Callable[[], None]) -> None:
         """Does some work on rank 0: in the next `wait` if a save is under way, else now."""
-        if world.rank_in(None) == 0:
+        if world.get_rank() == 0:
             self._deferred.append(work)
             if self._handle is None:
                 self._do_deferred()

@@ -154,7 +154,7 @@ def _own_part(states: Mapping[str, Any]) -> dict[str, Any]:
 
     fastload merges the parts by key.
     """
-    is_first = world.rank_in(None) == 0
+    is_first = world.get_rank() == 0
     return {
         name: value
         for name, value in states.items()

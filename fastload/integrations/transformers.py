@@ -127,8 +127,8 @@ class _Call:
     def agree(self, step: str, work: Callable[[], Any]) -> None:
         """Does some work on all ranks; raises on all if it fails on one."""
         what = f"from_pretrained({self.path!r}): {step}"
-        timeout_s = self.options.timeout_s if self.options is not None else LoadOptions().timeout_s
-        world.agree(self.process_group, what, work, timeout_s=timeout_s)
+        timeout_s = self.options.timeout_s if self.options is not None else None
+        world.agree(what, work, process_group=self.process_group, timeout_s=timeout_s)
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:

@@ -24,12 +24,6 @@ class SaveHandle:
     of a failed one. Without a next save, the error is printed to stderr at exit, when Python cannot change
     the exit status any more; so call `wait` for the last save. Forked children do not inherit saves.
 
-    Args:
-        url: The destination.
-        save: Finishes the save. Returns None if it was dropped for a newer one.
-        tell: Calls `on_report`.
-        caller_raises: Whether the caller raises its error on all ranks, so that the next save does not.
-
     Attributes:
         report: What it did, once it has succeeded; else None.
     """
@@ -46,6 +40,14 @@ class SaveHandle:
         *,
         caller_raises: bool = False,
     ) -> None:
+        """Starts the background part of a save.
+
+        Args:
+            url: The destination.
+            save: Finishes the save. Returns None if it was dropped for a newer one.
+            tell: Calls `on_report`.
+            caller_raises: Whether the caller raises its error on all ranks, so that the next save does not.
+        """
         self.report: SaveReport | None = None
         self._url = url
         self._caller_raises = caller_raises
@@ -63,10 +65,6 @@ class SaveHandle:
     def failed(self) -> bool:
         """Whether it has ended with an error, without a checkpoint."""
         return self.done() and self.report is None and self._error is not None
-
-    def settle(self) -> None:
-        """Waits until it has ended; leaves an error to `wait` or the next save."""
-        self._ended.wait()
 
     def wait(self, timeout: float | None = None) -> SaveReport:
         """Waits until the checkpoint exists.
@@ -90,24 +88,6 @@ class SaveHandle:
             return self.report
         finally:
             del self  # else error → traceback → frame → self → error would keep the caller's memory alive
-
-    @classmethod
-    def raise_unseen(cls) -> None:
-        """Raises the error of a failed save for which `wait` was not called."""
-        for handle in cls._unseen:
-            if handle.report is None and not handle._caller_raises:
-                try:
-                    handle.wait()
-                finally:
-                    del handle  # as in `wait`
-
-    @classmethod
-    def in_doubt(cls) -> bool:
-        """Whether some rank may have an error to raise, as far as this rank can tell.
-
-        All ranks know which saves fail, but not on which ranks `wait` was called.
-        """
-        return cls._in_doubt or any(not handle._caller_raises for handle in list(cls._running))
 
     @classmethod
     def _forget_all(cls) -> None:
@@ -139,6 +119,29 @@ class SaveHandle:
             del save, tell
             self._running.remove(self)
             self._ended.set()
+
+
+def await_end(handle: SaveHandle) -> None:
+    """Waits until a save has ended; leaves an error to its `wait` or the next save."""
+    handle._ended.wait()
+
+
+def raise_unseen() -> None:
+    """Raises the error of a failed save for which `wait` was not called."""
+    for handle in SaveHandle._unseen:
+        if handle.report is None and not handle._caller_raises:
+            try:
+                handle.wait()
+            finally:
+                del handle  # as in `SaveHandle.wait`
+
+
+def in_doubt() -> bool:
+    """Whether some rank may have an error to raise, as far as this rank can tell.
+
+    All ranks know which saves fail, but not on which ranks `wait` was called.
+    """
+    return SaveHandle._in_doubt or any(not handle._caller_raises for handle in list(SaveHandle._running))
 
 
 def _without_frames(error: BaseException) -> BaseException:

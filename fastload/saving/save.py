@@ -22,7 +22,7 @@ from fastload.saving.agree import SaveAgreement, agree, has_to_meet, predict
 from fastload.saving.call import SaveCall, make_call
 from fastload.saving.commit import commit
 from fastload.saving.describe import describe
-from fastload.saving.handle import SaveHandle
+from fastload.saving.handle import SaveHandle, in_doubt, raise_unseen
 from fastload.saving.per_rank import PerRankFiles
 from fastload.saving.plan import SavePlan, make_plan
 from fastload.saving.queue import QueuedSave
@@ -130,7 +130,7 @@ def save_in_background(
         storage_options,
         options,
         # All ranks raise an error that only some have seen, and in this call, not in the background.
-        raise_earlier=SaveHandle.raise_unseen if SaveHandle.in_doubt() else None,
+        raise_earlier=raise_unseen if in_doubt() else None,
         queued=queued,
     )
     begun = begin(call, state)
@@ -163,7 +163,7 @@ def save_all_in_background(
     """
     begun: list[tuple[SaveCall, BegunSave]] = []
     handles: list[SaveHandle] = []
-    raise_earlier = SaveHandle.raise_unseen if SaveHandle.in_doubt() else None
+    raise_earlier = raise_unseen if in_doubt() else None
     try:
         for path, state in states.items():
             call = make_call(path, process_group, None, None, options, raise_earlier=raise_earlier)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fastload.comm.decisions import Decisions
 from fastload.comm.world import World
-from fastload.saving.handle import SaveHandle
+from fastload.saving.handle import SaveHandle, await_end
 from fastload.saving.queue import QueuedSave, SaveQueue
 from fastload.saving.snapshot import BufferPool
 from fastload.training.retention import Point, Retention, SavedCheckpoint
@@ -134,7 +134,7 @@ class PendingSaves:
 
         def has_succeeded() -> bool:
             if handle is not None:
-                handle.settle()
+                await_end(handle)
             return handle is None or handle.report is not None
 
         return has_succeeded
@@ -148,7 +148,7 @@ class PendingSaves:
                         "step %d is to be saved, but the last save has not ended: waiting for it",
                         request.saved.step,
                     )
-                save.handle.settle()
+                await_end(save.handle)
             self._note_durable(save)
         self._saves.clear()
 
@@ -220,7 +220,7 @@ class PendingSaves:
             handle = save.handle
             try:
                 if handle is not None:
-                    handle.settle()
+                    await_end(handle)
                     self._note_durable(save)
                     if handle.failed() or handle.report is not None:
                         handle.wait()

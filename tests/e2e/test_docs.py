@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import fastload
+from fastload import world
 from tests.e2e.forked import run_forked
 from tests.pages import ROOT, page
 
@@ -31,6 +32,9 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     reference = (tmp_path / "api.html").read_text()
     modules = {"estimate", "world"}
     assert [name for name in fastload.__all__ if f'id="fastload.{name}"' not in reference] == sorted(modules)
+    assert [name for name in world.__all__ if f'id="fastload.world.{name}"' not in reference] == []
+    listed = set(re.findall(r'id="fastload\.SaveHandle\.(\w+)"', reference))
+    assert listed == {"done", "failed", "report", "wait"}
 
 
 @pytest.mark.parametrize("name", ["README.md", "launch/README.md", "CHANGELOG.md"])

@@ -29,7 +29,7 @@ from fastload.integrations.dcp.common import BYTES_IO, Cut, DcpStorage, Path, do
 from fastload.options import SaveOptions
 from fastload.saving import save as saving
 from fastload.saving.call import make_call
-from fastload.saving.handle import SaveHandle
+from fastload.saving.handle import raise_unseen
 
 
 class Writer(DcpStorage, StorageWriter):
@@ -113,9 +113,8 @@ class Writer(DcpStorage, StorageWriter):
             planned.append(own := _planned_state(planner, self._local_plan, plan))
             return xxhash.xxh3_128_hexdigest(json.dumps(own.names).encode()), own.written
 
-        responses = fastload.world.agree(
-            group, f"saving to {path}: the state", collect, timeout_s=options.timeout_s
-        )
+        what = f"saving to {path}: the state"
+        responses = fastload.world.agree(what, collect, process_group=group, timeout_s=options.timeout_s)
         has_parts = not self._has_collectives or len({names for names, _ in responses}) > 1
         call = make_call(
             path,
@@ -123,7 +122,7 @@ class Writer(DcpStorage, StorageWriter):
             self._metadata,
             self._storage_options,
             replace(options, parts=options.parts or has_parts, overwrite=options.overwrite is not False),
-            raise_earlier=SaveHandle.raise_unseen,
+            raise_earlier=raise_unseen,
             names=DCP_NAMES,
         )
         self.report = saving.save(call, planned.pop().state([written for _, written in responses]))

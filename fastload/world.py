@@ -1,0 +1,65 @@
+"""The ranks of a job: how they join it, and what an integration asks of them.
+
+All of it works in a process without a process group, too, which is then rank 0 of one.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from fastload.comm import group
+from fastload.comm.group import initialize
+from fastload.comm.hosts import node
+from fastload.comm.launch import Launch, from_env
+from fastload.options import LoadOptions
+
+__all__ = ["Launch", "agree", "from_env", "get_hosts", "get_rank", "initialize"]
+
+
+def get_rank(process_group: Any = None) -> int:
+    """Returns this process's rank in a group, given as for `fastload.load`; 0 without torch.distributed."""
+    return group.rank_in(process_group)
+
+
+def get_hosts(process_group: Any = None, *, timeout_s: float | None = None) -> list[str]:
+    """Returns the host of each rank, by rank: ``NAME/ID``, the same for ranks on the same machine.
+
+    A call of all ranks.
+
+    Args:
+        process_group: As for `fastload.load`.
+        timeout_s: As for `agree`.
+
+    Raises:
+        PeerError: A rank did not answer in time.
+    """
+    here = node(socket.gethostname())
+    return agree("asking for hosts", lambda: here, process_group=process_group, timeout_s=timeout_s)
+
+
+def agree(
+    what: str, *works: Callable[[], Any], process_group: Any = None, timeout_s: float | None = None
+) -> list[Any]:
+    """Calls functions on all ranks; either all ranks return, or all raise with every cause.
+
+    A call of all ranks. Each function has ended on all ranks before the next one begins. The results come
+    back as from ``torch.distributed.all_gather_object``; no tensor of the group moves.
+
+    Args:
+        what: Name of what the ranks do, for errors.
+        works: Functions without arguments, which may differ between ranks. What the last one returns has to
+            be JSON.
+        process_group: As for `fastload.load`.
+        timeout_s: Longest time without progress, in seconds; None for that of `LoadOptions`.
+
+    Returns:
+        What the last function returned on each rank.
+
+    Raises:
+        PeerError: A function raised on some rank, or a rank did not come in time. With one rank, its own
+            error is raised.
+    """
+    timeout_s = LoadOptions().timeout_s if timeout_s is None else timeout_s
+    return group.agree(process_group, what, *works, timeout_s=timeout_s)
