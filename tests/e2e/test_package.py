@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -110,6 +111,8 @@ def test_what_is_built_is_whole(built: tuple[Path, Path]) -> None:
     for field in ("Project-URL", "Keywords", "License-Expression", "Requires-Python", "Author", "Summary"):
         assert f"\n{field}: " in metadata, field
     assert "# fastload\n" in metadata  # README
+    links = re.findall(r"\]\(([^)]+)\)", metadata.partition("# fastload\n")[2])
+    assert links and [link for link in links if not link.startswith("https://")] == []
 
 
 @pytest.fixture(scope="module")
