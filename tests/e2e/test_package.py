@@ -112,7 +112,8 @@ def test_what_is_built_is_whole(built: tuple[Path, Path]) -> None:
         assert f"\n{field}: " in metadata, field
     assert "# fastload\n" in metadata  # README
     links = re.findall(r"\]\(([^)]+)\)", metadata.partition("# fastload\n")[2])
-    assert links and [link for link in links if not link.startswith("https://")] == []
+    assert links
+    assert [link for link in links if not link.startswith("https://")] == []
 
 
 @pytest.fixture(scope="module")

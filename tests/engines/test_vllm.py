@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.dist.flaky_server import FlakyServer, serving
 from tests.engines import models
@@ -290,3 +294,72 @@ def test_a_draft_model(folder: Path) -> None:
     extra = {"weights": str(folder / "llama")}
     got = said(folder / "llama", "fastload", speculative_config=draft, model_loader_extra_config=extra)
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in said(folder / "llama", "auto")]
+
+
+@apart
+def two_checkpoints(folder: Path, hub: Path) -> list[str]:
+    """Loads a model with weights of a second checkpoint, which is in the hub's cache."""
+    from vllm.config import LoadConfig
+    from vllm.distributed.parallel_state import init_distributed_environment
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.plugins import load_general_plugins
+
+    class Composed(torch.nn.Module):
+        secondary_weights = (DefaultModelLoader.Source("someone/second", None, prefix="second."),)
+
+        def load_weights(self, weights: Iterator[tuple[str, Any]]) -> None:
+            self.names = [name for name, _ in weights]
+
+    load_general_plugins()
+    init_distributed_environment(1, 0, f"file://{hub}/rendezvous", 0, "gloo")
+    loader = get_model_loader(LoadConfig(load_format="fastload", download_dir=str(hub)))
+    model = Composed()
+    config = SimpleNamespace(model=str(folder / "llama"), revision=None, quantization=None)
+    loader.load_weights(model, config)
+    return model.names
+
+
+def test_weights_of_two_checkpoints(folder: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "models--someone--second"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("1234")
+    shutil.copytree(folder / "second", repository / "snapshots" / "1234")
+    names = two_checkpoints(folder, tmp_path)
+    first, second = names[: len(names) // 2], names[len(names) // 2 :]
+    assert KEY in first
+    assert sorted(second) == sorted(f"second.{name}" for name in first)
+
+
+@apart
+def other_version() -> tuple[str, list[str]]:
+    """Returns the error, and the warnings, of a vLLM that lacks what the plugin needs."""
+    from vllm.config import LoadConfig
+    from vllm.distributed import parallel_state
+    from vllm.model_executor import model_loader
+
+    from fastload.integrations.vllm import register
+
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fastload").addHandler(handler)
+    register()
+    del parallel_state.get_world_group
+    try:
+        model_loader.get_model_loader(LoadConfig(load_format="fastload"))
+        error = ""
+    except ImportError as raised:
+        error = str(raised)
+    assert logged == []
+    del model_loader.register_model_loader
+    register()
+    return error, logged
+
+
+def test_another_version_of_vllm_starts() -> None:
+    error, (warning,) = other_version()
+    assert "load_format='fastload': this vLLM has another" in error
+    assert "get_world_group" in error
+    assert "load_format='fastload' is not there" in warning
+    assert "register_model_loader" in warning

@@ -1,10 +1,10 @@
-"""The least of vLLM and of SGLang that their loaders are made of: names, signatures and what calls what."""
+"""The least of SGLang that its loader is made of: names, signatures and what calls what."""
 
 from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -60,36 +60,6 @@ def download(model: str, cache_dir: str | None, patterns: list[str], revision: A
     DOWNLOADS.append((model, cache_dir, tuple(patterns), revision))
     assert how.keys() <= {"ignore_patterns"}
     return f"{cache_dir}/{model}"
-
-
-def install_vllm() -> dict[str, Any]:
-    """Puts a stand-in in the place of vLLM; returns its registry of loaders."""
-    registry: dict[str, Any] = {}
-
-    class BaseModelLoader(ABC):
-        def __init__(self, load_config: LoadConfig) -> None:
-            self.load_config = load_config
-
-        @abstractmethod
-        def download_model(self, model_config: Any) -> None: ...
-
-        @abstractmethod
-        def load_weights(self, model: nn.Module, model_config: Any) -> None: ...
-
-    def register_model_loader(load_format: str) -> Callable[[Any], Any]:
-        def wrapper(loader: Any) -> Any:
-            if not issubclass(loader, BaseModelLoader):
-                raise ValueError("The model loader must be a subclass of `BaseModelLoader`.")
-            registry[load_format] = loader
-            return loader
-
-        return wrapper
-
-    _install("vllm.distributed.parallel_state", get_world_group=world_group)
-    _install("vllm.model_executor.model_loader", register_model_loader=register_model_loader)
-    _install("vllm.model_executor.model_loader.base_loader", BaseModelLoader=BaseModelLoader)
-    _install("vllm.model_executor.model_loader.weight_utils", download_weights_from_hf=download)
-    return registry
 
 
 def install_sglang() -> None:
