@@ -29,15 +29,18 @@ _MIN_RESERVE_BYTES = 1 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-@contextmanager
-def os_errors(path: str, offset: int | None = None, nbytes: int | None = None) -> Iterator[None]:
+class os_errors:  # in lower case as `contextlib.suppress`; a generator would slow down small reads
     """Turns errors of the operating system into `StorageError`."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, FastloadError):
-            raise
-        raise to_storage_error(error, path, offset, nbytes) from error
+
+    def __init__(self, path: str, offset: int | None = None, nbytes: int | None = None) -> None:
+        self._place = (path, offset, nbytes)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, OSError) and not isinstance(error, FastloadError):
+            raise to_storage_error(error, *self._place) from error
 
 
 def to_storage_error(

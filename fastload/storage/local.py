@@ -157,15 +157,14 @@ class LocalStorage:
         wanted = [buffer for buffer in buffers if len(buffer)]
         nbytes = sum(map(len, wanted))
         io = "buffered" if via_cache and self._io == "auto" else self._io
-        with os_errors(self._path(name), offset, nbytes):
-            file = self._file(name)
-            with file.cached.use() as cached:
-                done = 0
-                if _reads_directly(io, file, cached, offset, nbytes):
-                    done = self._read_direct(file, offset, wanted)
-                self._read_buffered(io, file, cached, offset + done, take(wanted, done)[1])
-                if change := file.change(cached):
-                    raise StorageError(change, self._path(name), offset, nbytes)
+        file = self._file(name)
+        with os_errors(file.path, offset, nbytes), file.cached.use() as cached:
+            done = 0
+            if _reads_directly(io, file, cached, offset, nbytes):
+                done = self._read_direct(file, offset, wanted)
+            self._read_buffered(io, file, cached, offset + done, take(wanted, done)[1])
+            if change := file.change(cached):
+                raise StorageError(change, file.path, offset, nbytes)
 
     def read_all(self, name: str, about: FileStat) -> bytes:
         path = self._path(name)
@@ -268,7 +267,7 @@ class LocalStorage:
         """Returns the path of a file, and the descriptor of the directory that it is relative to, if any."""
         with self._lock:
             if name and self._folder is None:
-                with _unless(*_ABSENT):
+                with os_errors(self._path(name)), _unless(*_ABSENT):
                     self._folder = os.open(self.url, os.O_PATH | os.O_DIRECTORY)
             return (name, self._folder) if name and self._folder is not None else (self._path(name), None)
 

@@ -157,18 +157,19 @@ class PatientStorage:
         self._storage.close()
 
     def _patiently(self, ask: Callable[[], T]) -> T:
-        self._wait(0)
+        self._require_running()
         return patiently(
-            ask, _is_transient, retries=self._retries, timeout_s=self._timeout_s, wait=self._wait_and_count
+            ask, _is_transient, retries=self._retries, timeout_s=self._timeout_s, wait=self._wait
         )
 
-    def _wait_and_count(self, pause_s: float) -> None:
+    def _wait(self, pause_s: float) -> None:
         with self._lock:
             self._num_retries += 1
-        self._wait(pause_s)
+        self._stopped.wait(pause_s)
+        self._require_running()
 
-    def _wait(self, pause_s: float) -> None:
-        if self._stopped.wait(pause_s):
+    def _require_running(self) -> None:
+        if self._stopped.is_set():
             raise Interrupted("reading stopped because the load failed elsewhere")
 
 
