@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from fastload.comm.links import TreeBroken, TreeLinks, children_of, connect, listen, parent_of
 from fastload.comm.listener import Listener, Unreachable
 from fastload.comm.responses import join_responses
 from fastload.comm.store import Decision, LastStep, Member, Proposal, StoreRendezvous, StoreStep, Versions
+from fastload.comm.tree_links import TreeBroken, TreeLinks, children_of, connect, listen, parent_of
 from fastload.errors import FastloadError, PeerError
 
 _MOST_TRIES = 3

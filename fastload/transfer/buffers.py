@@ -202,7 +202,7 @@ class Buffers:
         if work.slots is not None and not work.statuses:
             yield from self._arrivals_in_slots(work)
             return
-        for each in chain(work.kept, work.incoming):
+        for each in chain(work.packed, work.incoming):
             message = each.message
             if message.ranges and message.reader not in work.statuses:
                 pieces = [] if each.is_in_place else _cut(message, self._data(work, each))
@@ -222,14 +222,14 @@ class Buffers:
     def _arrivals_in_slots(self, work: Round) -> Iterator[Arrival]:
         """Joins adjacent pieces, since each piece takes a copy of its own."""
         assert work.slots is not None
-        whole, found = work.slots.whole, list[tuple[int, int, int]]()
-        by_reader = {each.message.reader: each for each in chain(work.kept, work.incoming)}
+        memory, found = work.slots.memory, list[tuple[int, int, int]]()
+        by_reader = {each.message.reader: each for each in chain(work.packed, work.incoming)}
         others_bytes = 0
         for reader in work.slots.each:
             if reader not in by_reader:
                 continue
             message, data = by_reader[reader].message, by_reader[reader].data
-            at = int(data.storage_offset() - whole.storage_offset())
+            at = int(data.storage_offset() - memory.storage_offset())
             for start, nbytes in message.ranges:
                 if found and found[-1][0] + found[-1][2] == at and found[-1][1] + found[-1][2] == start:
                     found[-1] = *found[-1][:2], found[-1][2] + nbytes
@@ -239,7 +239,7 @@ class Buffers:
             others_bytes += message.nbytes if reader != self._rank else 0
         if self._rank in by_reader:
             yield Arrival(self._rank, by_reader[self._rank].message.nbytes, [])
-        yield Arrival(None, others_bytes, [(start, whole[at : at + nbytes]) for at, start, nbytes in found])
+        yield Arrival(None, others_bytes, [(start, memory[at : at + nbytes]) for at, start, nbytes in found])
 
     def _view_of(self, plan: Plan) -> View:
         if plan is not self._plan:  # a reader has dropped out
@@ -270,7 +270,7 @@ class Buffers:
             memory = own.memory if own is not None else self._own[slot]
             into = work.slots.each[self._rank]
             work.own = memory[: into.numel()]
-            work.kept = [Delivery(message, way, into[:nbytes]) for message, way in work.outgoing]
+            work.packed = [Delivery(message, way, into[:nbytes]) for message, way in work.outgoing]
             return
         work.pack = partial(self._pack, room, directory, is_in_place, own is not None)
 
@@ -303,7 +303,7 @@ class Buffers:
                 copies = was_ahead and way.is_shared
                 data = _packed(message, chunk, room, copies=copies, must_fit=way.is_shared)
             delivery = Delivery(message, way, data, is_in_place)
-            work.kept.append(delivery)
+            work.packed.append(delivery)
             if directory is not None and way.is_shared:
                 directory.add(delivery)
         if directory is not None:
@@ -444,8 +444,8 @@ class _BufferRoom:
 
     def cut(self, sizes: Mapping[int, int]) -> Slots:
         """Cuts the beginning into adjacent slots of these sizes."""
-        whole = self.take(sum(sizes.values()), must_fit=True)
-        return Slots(whole, dict(zip(sizes, whole.split(list(sizes.values())), strict=True)))
+        memory = self.take(sum(sizes.values()), must_fit=True)
+        return Slots(memory, dict(zip(sizes, memory.split(list(sizes.values())), strict=True)))
 
 
 class _Directory:

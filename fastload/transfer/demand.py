@@ -394,7 +394,7 @@ def _segments(
 
 
 def _covers(part: Part, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yields ranges of a tensor, in whole rows, that contain all requested bytes."""
+    """Yields ranges of a tensor, in complete rows, that contain all requested bytes."""
     for runs in part:
         if runs.length >= _LONG_RUN_BYTES or not runs.steps:
             yield from ((start, start + runs.length) for start in runs.starts())

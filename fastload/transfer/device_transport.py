@@ -383,7 +383,7 @@ class DeviceTransport(_BackendTransport):
         if work.own is not None:
             copy_async(work.own, slots.each[self._rank])
             statuses[readers.index(self._rank)].fill_(work.status)
-        self._broadcast.run(readers, slots.whole, statuses)
+        self._broadcast.run(readers, slots.memory, statuses)
 
     @contextmanager
     def _in_phase(self, phase: int) -> Iterator[None]:
@@ -510,7 +510,7 @@ class RoutedDeviceTransport(_BackendTransport):
         try:
             with self._on(self._moving):
                 self._moving.wait_stream(self._packing)
-                deliveries = (*work.kept, *work.incoming)
+                deliveries = (*work.packed, *work.incoming)
                 for each in deliveries:  # some have memory outside of the buffer
                     each.data.record_stream(self._moving)
                 self._broadcasts.run(deliveries)

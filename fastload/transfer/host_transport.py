@@ -262,9 +262,9 @@ class HostTransport(Transport):
         try:
             if work.status:
                 self._notify(work, self._rank, _Notice(work.status, work.index))
-            if len(work.kept) < len(work.outgoing) and self._wire is not None:
+            if len(work.packed) < len(work.outgoing) and self._wire is not None:
                 self._wire.fail("this rank is lost to the load")
-            for each in work.kept:
+            for each in work.packed:
                 self._send(work, each)
         except RuntimeError as error:
             work.broke(error)
@@ -303,7 +303,7 @@ class HostTransport(Transport):
             self._forward(work, each, receive)
 
     def _ended(self, work: Round) -> None:
-        """Ends a round: at once if this rank shares no memory or its part broke, else with the whole host."""
+        """Ends a round: at once if this rank shares no memory or its part broke, else with its host."""
         statuses = self._notices.of(work)
         if self._shared is not None and work.error is None:
             self._shared.arrive(work, statuses)

@@ -258,7 +258,7 @@ class Pipeline:
 
     @property
     def placed_bytes(self) -> int:
-        """Bytes placed, whoever read them."""
+        """Bytes placed, by any reader."""
         return self._placing.placed_bytes
 
     @property
@@ -427,7 +427,7 @@ def _never(number: int) -> bool:
 
 def _ranges_in_place(work: Round) -> list[tuple[int, int]]:
     """Returns (start, length) of the requested bytes that were read or received in place."""
-    deliveries = (each for each in (*work.kept, *work.incoming) if each.is_in_place)
+    deliveries = (each for each in (*work.packed, *work.incoming) if each.is_in_place)
     found = (each.message for each in deliveries if each.message.reader not in work.statuses)
     return [bounds for message in found for bounds in message.ranges]
 

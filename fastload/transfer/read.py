@@ -83,11 +83,11 @@ class Verifier:
             buffers: Its bytes, cut between blocks only.
             read: Reads a byte range again.
         """
-        whole, position, rest = memoryview(b""), 0, iter(buffers)
+        buffer, position, rest = memoryview(b""), 0, iter(buffers)
         for index, block in self._blocks.between(byte_range.file, byte_range.offset, byte_range.end):
-            while position == len(whole):
-                whole, position = next(rest), 0
-            data = whole[position : position + block.nbytes]
+            while position == len(buffer):
+                buffer, position = next(rest), 0
+            data = buffer[position : position + block.nbytes]
             position += block.nbytes
             number = block.number - self._firsts[block.file]
             expected = self._expected(block.file, number)
@@ -100,7 +100,7 @@ class Verifier:
             name = self._blocks.space.ranges[index].name
             text = self._describe(block._replace(number=number), name, expected, checksum(data))
             yield Damage(block.file, number, text)
-        assert position == len(whole), "complete blocks only"
+        assert position == len(buffer), "complete blocks only"
 
     def _expected(self, file: int, number: int) -> bytes:
         begin = number * CHECKSUM_BYTES

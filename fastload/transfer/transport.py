@@ -60,11 +60,11 @@ class Slots:
     """A buffer, or its beginning, cut into one slot per reader.
 
     Attributes:
-        whole: All slots, flat uint8.
+        memory: All slots, flat uint8.
         each: The slot of each reader.
     """
 
-    whole: Tensor
+    memory: Tensor
     each: dict[int, Tensor]
 
 
@@ -93,7 +93,7 @@ class Round:
         buffers: Host memory that this rank's chunk is read into, in pieces.
         pack: Called with this round once its chunk is read; makes the messages.
         outgoing: The messages of this rank's chunk, with their routes.
-        kept: The same messages with their memory, once packed.
+        packed: The same messages with their memory, once the chunk is read.
         incoming: The messages to this rank, in the order in which it forwards them.
         slots: On a device, the adjacent slots that the chunks of all readers arrive in.
         own: Host memory of this rank's chunk, to copy to its slot.
@@ -115,7 +115,7 @@ class Round:
     buffers: Sequence[Tensor] = ()
     pack: Callable[[Round], None] = _no_packing
     outgoing: Sequence[tuple[Message, Route]] = ()
-    kept: list[Delivery] = field(default_factory=list)
+    packed: list[Delivery] = field(default_factory=list)
     incoming: list[Delivery] = field(default_factory=list)
     slots: Slots | None = None
     own: Tensor | None = None

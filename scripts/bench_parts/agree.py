@@ -23,9 +23,9 @@ from fastload.base.threads import within
 from fastload.comm.cache import ConnectionCache
 from fastload.comm.failures import outcomes_of, require_same
 from fastload.comm.group import join_in
-from fastload.comm.links import TreeLinks
 from fastload.comm.responses import Each, join_responses, write_response
 from fastload.comm.store import Decision, Member
+from fastload.comm.tree_links import TreeLinks
 from fastload.report import RankReport
 
 from .tables import print_table

@@ -123,7 +123,7 @@ def run(
     for index in range(plan.num_rounds):
         begun = [member.begin(index) for member in members]
         messages = {
-            (each.message.reader, each.message.ranks): each.data for work in begun for each in work.kept
+            (each.message.reader, each.message.ranks): each.data for work in begun for each in work.packed
         }
         for rank, work in enumerate(begun):
             for each in work.incoming:
