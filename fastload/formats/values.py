@@ -25,7 +25,7 @@ import torch
 from fastload.errors import CheckpointError
 
 MAX_DEPTH = 100  # of containers in containers
-BARE_NAME = "tensor"  # of a tensor without a path: it is the whole state
+BARE_NAME = "tensor"  # of a tensor without a path: the complete state
 
 _MAX_SAME_HASH = 256  # keys of one dict, each compared with all before it
 

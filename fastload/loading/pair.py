@@ -306,7 +306,7 @@ class _Walk:
         if isinstance(value, nn.Module):
             self._module(value, node, name, where)
         elif hasattr(value, "load_state_dict"):
-            if self._is_left_out(node, name, whole=True):
+            if self._is_left_out(node, name, complete=True):
                 return None
             if node is _ABSENT and not self.is_named:
                 self.pairs.absent.append(where)
@@ -323,7 +323,7 @@ class _Walk:
         elif node is _ABSENT:
             if not self.is_named:
                 self.pairs.absent.append(where)
-        elif not self._is_left_out(node, name, whole=True):
+        elif not self._is_left_out(node, name, complete=True):
             return SavedValue(node, name, leaves(node, name))
         return None
 
@@ -417,7 +417,7 @@ class _Walk:
         for ending, child in (children(node) or {}).values():
             local = inner + ending
             found = None if local in extra else leaf(child, prefix + local)
-            if self._is_left_out(child, prefix + local, whole=local in extra):
+            if self._is_left_out(child, prefix + local, complete=local in extra):
                 continue
             if local in saved:
                 self._add_unexpected(child, prefix + local)
@@ -428,9 +428,9 @@ class _Walk:
             else:
                 saved[local] = SavedValue(child, prefix + local, leaves(child, prefix + local))
 
-    def _is_left_out(self, node: Any, name: str, *, whole: bool = False) -> bool:
-        """Notes and returns whether a node, or with `whole` any part of it, has no value for this rank."""
-        found = node == NO_VALUE or (whole and self._has_gaps and has_gap(node))
+    def _is_left_out(self, node: Any, name: str, *, complete: bool = False) -> bool:
+        """Notes and returns whether a node, or with `complete` any part of it, has no value for this rank."""
+        found = node == NO_VALUE or (complete and self._has_gaps and has_gap(node))
         if found:
             self.pairs.left_out.append(name)
         return found

@@ -299,8 +299,8 @@ class TargetBuilder:
         self._manifest = manifest
         self.device = device
         self._dtype = dtype
-        self._places: dict[str, list[Tensor]] = {}
-        self._parts: dict[str, dict[Box, list[Tensor]]] = {}
+        self._complete: dict[str, list[Tensor]] = {}
+        self._boxes: dict[str, dict[Box, list[Tensor]]] = {}
         self._later: list[tuple[Tensor, Tensor]] = []
         self._new: dict[tuple[str, torch.dtype], Tensor] = {}
 
@@ -311,9 +311,9 @@ class TargetBuilder:
             if saved.is_complex128:
                 box, part = Box((*box.offsets, 0), (*box.sizes, 2)), self._real_view(part)
             if is_whole:
-                places = self._places.setdefault(saved.stored, [])
+                places = self._complete.setdefault(saved.stored, [])
             else:
-                places = self._parts.setdefault(saved.stored, {}).setdefault(box, [])
+                places = self._boxes.setdefault(saved.stored, {}).setdefault(box, [])
             if not places or identity(part) not in map(identity, places):
                 places.append(part)
 
@@ -359,8 +359,8 @@ class TargetBuilder:
 
         So all ranks want the same bytes. Returns the names of those that this rank does not need.
         """
-        own = [name for name in together if name in self._places]
-        others = {other for name in own for other in together[name]} - self._places.keys()
+        own = [name for name in together if name in self._complete]
+        others = {other for name in own for other in together[name]} - self._complete.keys()
         for name in sorted(others):
             self.make(SavedTensor(name, name), exact=True)
         return others
@@ -374,7 +374,7 @@ class TargetBuilder:
                 line = f"{entry.name}: torch cannot cast {stored} to {target}"
                 raise MismatchError(line, mismatched=(line,))
             tensor = self._new[entry.name, target] = allocate(shape, target, self.device)
-            self._places.setdefault(entry.name, []).append(tensor)
+            self._complete.setdefault(entry.name, []).append(tensor)
         return tensor
 
     def build(self) -> LoadTargets:
@@ -406,9 +406,12 @@ class TargetBuilder:
 
     def _wanted_of(self, name: str) -> list[tuple[Box | None, list[Tensor]]]:
         """Returns the tensors for a stored one, by box; the box of complete ones is None."""
-        whole = self._places.get(name)
-        parts = self._parts.get(name, {})
-        return [*([] if whole is None else [(None, whole)]), *((box, parts[box]) for box in sorted(parts))]
+        complete = self._complete.get(name)
+        parts = self._boxes.get(name, {})
+        return [
+            *([] if complete is None else [(None, complete)]),
+            *((box, parts[box]) for box in sorted(parts)),
+        ]
 
 
 def target_device(device: torch.device | str | None) -> torch.device:

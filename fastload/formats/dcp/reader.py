@@ -31,7 +31,7 @@ from fastload.geometry.box import Box
 from fastload.storage.base import FileStat, Storage
 
 _MAX_METADATA_BYTES = 1 << 30
-_MAX_VALUE_BYTES = 64 << 10  # that are read as a whole
+_MAX_VALUE_BYTES = 64 << 10  # read in one piece
 _COMMON_NAME = "common.pt"
 _MEGATRON_NAMES = {_COMMON_NAME, "metadata.json"}
 
