@@ -15,7 +15,7 @@ from fastload.cli.options import (
     PNG,
     RATE,
     TIME,
-    Model,
+    GivenModel,
     model_options,
     option_group,
     world_options,
@@ -115,7 +115,7 @@ _memory_options = option_group(
 @json_option
 @csv_option
 def cadence(
-    model: Model,
+    model: GivenModel,
     gpus: int | None,
     hosts: int | None,
     gpus_per_host: int,
@@ -222,7 +222,7 @@ def _require_enough(*, has_size: bool, has_times: bool, has_failures: bool) -> N
 
 
 def _save_times(
-    model: Model, rate: float | None, stall_s: float | None, background_s: float | None
+    model: GivenModel, rate: float | None, stall_s: float | None, background_s: float | None
 ) -> tuple[float, float]:
     """Returns how long training stands still for a save, and how long it is written after that."""
     written_s = None

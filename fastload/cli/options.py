@@ -96,7 +96,7 @@ def option_group(name: str, make: Callable[..., Any], *options: Command) -> Call
 
 
 @dataclass(frozen=True)
-class Model:
+class GivenModel:
     """The checkpoint in question.
 
     Attributes:
@@ -138,7 +138,7 @@ def _model(
     sequence: int,
     recipe: str | None,
     bytes_per_parameter: float | None,
-) -> Model:
+) -> GivenModel:
     if (layers is None) != (hidden is None):
         raise OptionError("--layers and --hidden go together")
     if sum(given is not None for given in (source, size, layers)) > 1:
@@ -155,14 +155,14 @@ def _model(
     elif source is not None:
         parameters, stored = _look_up(source)
     if parameters is None or (stored is not None and not has_recipe):
-        return Model(stored, parameters, "as stored" if parameters else "as given")
+        return GivenModel(stored, parameters, "as stored" if parameters else "as given")
     if bytes_per_parameter is None:
         name = recipe or DEFAULT_RECIPE
         bytes_per_parameter = RECIPES[name].bytes_per_parameter
         label = f"{name}: {RECIPES[name].parts} bytes per parameter"
     else:
         label = f"{bytes_per_parameter:g} bytes per parameter"
-    return Model(checkpoint_bytes(parameters.num, bytes_per_parameter), parameters, label)
+    return GivenModel(checkpoint_bytes(parameters.num, bytes_per_parameter), parameters, label)
 
 
 def _look_up(source: str) -> tuple[Parameters, int | None]:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from fastload.cli.console import csv_option, json_option, print_csv, print_json, print_table, table_of
-from fastload.cli.options import COUNT, RATE, TIME, Model, model_options, world_options
+from fastload.cli.options import COUNT, RATE, TIME, GivenModel, model_options, world_options
 from fastload.errors import OptionError
 from fastload.estimate.sizing import (
     RECIPES,
@@ -34,7 +34,7 @@ from fastload.estimate.units import count, format_bytes, format_duration, format
 @json_option
 @csv_option
 def size(
-    model: Model,
+    model: GivenModel,
     tp: int,
     pp: int,
     dp: int | None,
@@ -100,7 +100,7 @@ def size(
         )
 
 
-def _recipes(model: Model) -> list[dict[str, Any]]:
+def _recipes(model: GivenModel) -> list[dict[str, Any]]:
     if model.parameters is None:
         return []
     return [

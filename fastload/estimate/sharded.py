@@ -34,7 +34,7 @@ from fastload.estimate.simulate import (
     Stages,
     num_reads,
 )
-from fastload.estimate.traffic import Column, columns_of
+from fastload.estimate.traffic import RoundTraffic, columns_of
 from fastload.geometry.ranges import ByteRange
 from fastload.transfer.demand import Part, RankRequest, RankRequests, SharingGroups
 from fastload.transfer.routed_plan import RoutedPlan, plan_routes
@@ -152,20 +152,20 @@ class ShardedLoad:
         return SharingGroups(self.model.tensors, RankRequests((request,), ((0,),)), 0)
 
 
-def _columns_alone(plan: RoutedPlan, nbytes: Sequence[int], ranks_per_host: int) -> list[Column]:
+def _columns_alone(plan: RoutedPlan, nbytes: Sequence[int], ranks_per_host: int) -> list[RoundTraffic]:
     """Returns what moves if each rank reads for itself: the same in all columns."""
     num_columns = min(plan.num_rounds, _NUM_COLUMNS_ALONE)
     starts = range(0, len(nbytes), ranks_per_host)
     per_host = max(sum(nbytes[start : start + ranks_per_host]) for start in starts)
     read, host_read = (total / max(1, num_columns) for total in (sum(nbytes), per_host))
-    column = Column(plan.num_rounds / max(1, num_columns), read, host_read, host_read, *[0.0] * 7)
+    column = RoundTraffic(plan.num_rounds / max(1, num_columns), read, host_read, host_read, *[0.0] * 7)
     return [column] * num_columns
 
 
 def _predict(
     decision: StrategyChoice,
     plan: RoutedPlan,
-    columns: Sequence[Column],
+    columns: Sequence[RoundTraffic],
     cluster: Cluster,
     storage_bytes: int,
 ) -> Prediction:
@@ -202,7 +202,7 @@ def _predict(
     )  # fmt: skip
 
 
-def _limits(column: Column, cluster: Cluster) -> dict[str, float]:
+def _limits(column: RoundTraffic, cluster: Cluster) -> dict[str, float]:
     """Returns what a column takes on each part of the world, in seconds."""
     copy_bytes_per_s = cluster.cost("copy_bytes_per_s")
     return {
@@ -216,7 +216,7 @@ def _limits(column: Column, cluster: Cluster) -> dict[str, float]:
     }
 
 
-def _stages(column: Column, cluster: Cluster, alone: bool) -> Stages:
+def _stages(column: RoundTraffic, cluster: Cluster, alone: bool) -> Stages:
     limits = _limits(column, cluster)
     read_s = max(limits[STORAGE], limits[SHARE], column.host_read / cluster.host_bytes_per_s)
     if alone:

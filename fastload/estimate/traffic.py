@@ -20,7 +20,7 @@ from fastload.transfer.shares import Share
 _MOST_COLUMNS = 256
 
 
-class Column(NamedTuple):
+class RoundTraffic(NamedTuple):
     """What some rounds move that follow each other; in bytes, of the host or rank with the most of it.
 
     Attributes:
@@ -50,7 +50,7 @@ class Column(NamedTuple):
     num_hops: float
 
 
-def columns_of(plan: RoutedPlan, ranks_per_host: int) -> list[Column]:
+def columns_of(plan: RoutedPlan, ranks_per_host: int) -> list[RoundTraffic]:
     """Returns what the rounds of a plan move, in order.
 
     Args:
@@ -68,13 +68,13 @@ def columns_of(plan: RoutedPlan, ranks_per_host: int) -> list[Column]:
         values = _host_values([traffic[rank] for rank in ranks])
         most = [_each(max, both) for both in zip(most, values, strict=True)]
     return [
-        Column(grid.num_rounds, *values)
+        RoundTraffic(grid.num_rounds, *values)
         for values in zip(read.totals(), *most, *_ways(plan, grid, ranks_per_host), strict=True)
     ]
 
 
 def _host_values(ranks: Sequence[_Traffic]) -> list[list[float]]:
-    """Returns what `Column` has of a host from `host_read` to `rank_messages`."""
+    """Returns what `RoundTraffic` has of a host from `host_read` to `rank_messages`."""
     of = {kind: [traffic[kind].totals() for traffic in ranks] for kind in _KINDS}
     return [
         _each(sum, of["read"]),

@@ -22,7 +22,7 @@ from fastload.geometry.blocks import Blocks
 from fastload.geometry.ranges import Space
 
 
-class FileRange(NamedTuple):
+class BlockRange(NamedTuple):
     """A byte range of one file whose blocks are counted from its first byte.
 
     Attributes:
@@ -66,7 +66,7 @@ class Inventory:
     """
 
     files: tuple[FileEntry, ...]
-    file_ranges: tuple[FileRange, ...]
+    file_ranges: tuple[BlockRange, ...]
     block_bytes: int
     identity: str
 
@@ -136,7 +136,7 @@ def take_inventory(
     for entry in manifest.tensors:
         tensors[manifest.files[entry.file].name].append(entry)
     files = sorted((*manifest.files, *others), key=lambda file: file.name)
-    file_ranges: list[FileRange] = []
+    file_ranges: list[BlockRange] = []
     for number, file in enumerate(files):
         file_ranges += _cut(number, file, tensors.get(file.name, ()), block_bytes)
     recorded = {file.name for file in manifest.files} if manifest.block_bytes else set()
@@ -145,15 +145,15 @@ def take_inventory(
     return Inventory(tuple(files), tuple(file_ranges), block_bytes, xxhash.xxh3_64_hexdigest(text.encode()))
 
 
-def _cut(number: int, file: FileEntry, tensors: Sequence[TensorEntry], block_bytes: int) -> list[FileRange]:
+def _cut(number: int, file: FileEntry, tensors: Sequence[TensorEntry], block_bytes: int) -> list[BlockRange]:
     if not file.checksums:
-        return [FileRange(number, 0, file.nbytes)] if file.nbytes else []
+        return [BlockRange(number, 0, file.nbytes)] if file.nbytes else []
     tensors = [entry for entry in tensors if entry.nbytes]
-    file_ranges = [FileRange(number, 0, tensors[0].offset)]
+    file_ranges = [BlockRange(number, 0, tensors[0].offset)]
     begin = 0
     for entry in tensors:
         end = begin + -(-entry.nbytes // block_bytes) * CHECKSUM_BYTES
-        file_ranges.append(FileRange(number, entry.offset, entry.nbytes, file.checksums[begin:end]))
+        file_ranges.append(BlockRange(number, entry.offset, entry.nbytes, file.checksums[begin:end]))
         begin = end
     return file_ranges
 

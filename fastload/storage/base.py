@@ -403,7 +403,7 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> list[list[int]]:
     return merged
 
 
-class Writer(Protocol):
+class ObjectWriter(Protocol):
     """An object that is written sequentially, and exists once it is closed."""
 
     def write(self, data: memoryview, /) -> object: ...
@@ -484,7 +484,7 @@ class Bucket(Protocol):
     def move(self, key: str, to: str) -> None:
         """Renames an object on the server."""
 
-    def writer(self, key: str) -> Writer:
+    def writer(self, key: str) -> ObjectWriter:
         """Opens an object for sequential writes."""
 
 

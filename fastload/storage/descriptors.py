@@ -42,7 +42,7 @@ class DescriptorPool:
 
     def add(self, opened: _Open) -> list[_Open]:
         """Adds a descriptor with one user; returns those to be closed for it."""
-        self._sweep()
+        self._close_abandoned()
         with self._lock:
             opened.descriptor.opened = opened
             self._num_open += 1
@@ -75,9 +75,9 @@ class DescriptorPool:
         If the lock is taken, perhaps by this very thread, the next call closes it.
         """
         self._abandoned.append(descriptor)
-        self._sweep()
+        self._close_abandoned()
 
-    def _sweep(self) -> None:
+    def _close_abandoned(self) -> None:
         while self._abandoned and self._lock.acquire(blocking=False):
             try:
                 opened = self._abandoned.popleft().opened if self._abandoned else None

@@ -21,7 +21,7 @@ _NUM_TRIES = 10  # against others that publish at the same instant
 _MAX_LIST_BYTES = 1 << 30  # largest record or receipt that is read
 
 
-class Destination:
+class LocalDestination:
     """The destination of a local checkpoint. Its parent directory is opened once.
 
     Args:

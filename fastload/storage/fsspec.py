@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import fsspec
 
 from fastload.errors import OptionError, StorageError
-from fastload.storage.base import CHANGED, ByteCounter, FileStat, Folder, Writer, fill
+from fastload.storage.base import CHANGED, ByteCounter, FileStat, Folder, ObjectWriter, fill
 from fastload.storage.location import HTTP, OBJECT_STORES, Secrets, locate
 
 T = TypeVar("T")
@@ -234,9 +234,9 @@ class FsspecBucket:
         self._make_folder(to)
         self._files.mv(self._path(key), self._path(to))
 
-    def writer(self, key: str) -> Writer:
+    def writer(self, key: str) -> ObjectWriter:
         self._make_folder(key)
-        writer: Writer = self._files.open(self._path(key), "wb")
+        writer: ObjectWriter = self._files.open(self._path(key), "wb")
         return writer
 
     def _list(self, folder: str) -> Sequence[Mapping[str, Any]]:

@@ -19,7 +19,7 @@ from fastload.errors import CheckpointExists, FastloadError, StorageError
 from fastload.storage import folders, pending
 from fastload.storage.base import Names, Written
 from fastload.storage.descriptors import DescriptorPool, DirectFile
-from fastload.storage.destination import Destination, read_list
+from fastload.storage.destination import LocalDestination, read_list
 from fastload.storage.folders import os_errors, write_all
 from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, is_network
 from fastload.storage.pending import Pending
@@ -49,7 +49,7 @@ class LocalTarget:
     ordered = False
 
     def __init__(self, path: str, names: Names, *, io: str, signs: Sequence[str] = ()) -> None:
-        self.destination = Destination(path, names, signs or (names.record,))
+        self.destination = LocalDestination(path, names, signs or (names.record,))
         self.written = Written()
         self._io = io
         self._sizes: dict[str, int] = {}

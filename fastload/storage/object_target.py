@@ -10,7 +10,7 @@ from typing import Any
 
 from fastload.base.threads import each
 from fastload.errors import DeadlineExceeded, StorageError
-from fastload.storage.base import NUM_REQUESTS, Bucket, Keys, Names, Uploads, Writer, Written, new_token
+from fastload.storage.base import NUM_REQUESTS, Bucket, Keys, Names, ObjectWriter, Uploads, Written, new_token
 from fastload.storage.object_owner import OwnerFile, clean_abandoned, discard, put_owner
 from fastload.storage.process import living_saves
 
@@ -253,7 +253,7 @@ class Streams:
 class _Stream:
     """Orders the writes of one object, which come from several threads."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: ObjectWriter) -> None:
         self._writer = writer
         self._position = 0
         self._is_broken = False

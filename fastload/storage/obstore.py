@@ -26,7 +26,7 @@ from obstore.store import HTTPStore, S3Store, from_url
 
 from fastload.errors import OptionError, StorageError
 from fastload.options import environment
-from fastload.storage.base import ByteCounter, FileStat, Folder, Names, Writer, fill
+from fastload.storage.base import ByteCounter, FileStat, Folder, Names, ObjectWriter, fill
 from fastload.storage.location import HTTP, OBJECT_STORES, Location, Secrets, basic_auth, locate, name_of
 from fastload.storage.retry import FIRST_BACKOFF_S, MAX_BACKOFF_S, patiently
 
@@ -516,8 +516,8 @@ class ObstoreBucket:
         self._ask(lambda: obstore.copy(self.store, key, to))
         self.delete([key])
 
-    def writer(self, key: str) -> Writer:
-        writer: Writer = obstore.open_writer(
+    def writer(self, key: str) -> ObjectWriter:
+        writer: ObjectWriter = obstore.open_writer(
             self._store_for_writers, key, buffer_size=_WRITER_BYTES, max_concurrency=_WRITER_REQUESTS
         )
         return writer

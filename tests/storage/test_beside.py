@@ -15,7 +15,7 @@ import pytest
 from fastload.errors import OptionError
 from fastload.formats.names import RECORD_NAME
 from fastload.storage import folders
-from fastload.storage.destination import Destination
+from fastload.storage.destination import LocalDestination
 from tests.storage.test_local_target import NAME, save
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory another group")
@@ -78,13 +78,13 @@ def test_mode_and_group_of_the_directory_stay(tmp_path: Path, content: bytes) ->
 
 def at_the_last_instant(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     """Has something happen just before the new directory takes the place of the old one."""
-    real = Destination._exchange
+    real = LocalDestination._exchange
 
-    def late(self: Destination, held: Any) -> str:
+    def late(self: LocalDestination, held: Any) -> str:
         act()
         return real(self, held)
 
-    monkeypatch.setattr(Destination, "_exchange", late)
+    monkeypatch.setattr(LocalDestination, "_exchange", late)
 
 
 def test_what_changes_at_the_last_instant_is_kept_too(
