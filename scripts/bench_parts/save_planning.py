@@ -17,7 +17,7 @@ from bench_parts.planning import world_of
 from fastload.comm.traces import Tracing
 from fastload.options import SaveOptions
 from fastload.saving import plan
-from fastload.saving.agree import foresee
+from fastload.saving.agree import predict
 from fastload.saving.call import SaveCall
 from fastload.saving.describe import describe
 from fastload.storage.location import locate
@@ -41,7 +41,7 @@ def measure_save_plan(num_tensors: int, num_ranks: int, *, repeats: int) -> dict
                 call = _call(Path(folder, "checkpoint"), num_ranks)
                 began = time.perf_counter()
                 described = describe(call, state)
-                plan.make_plan(call, described, foresee(call, described)).target.close()
+                plan.make_plan(call, described, predict(call, described)).target.close()
                 taken.append(time.perf_counter() - began)
     dist.destroy_process_group()
     medians = {name: statistics.median(values) for name, values in seconds.items()}
