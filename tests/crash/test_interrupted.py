@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import fastload
 from fastload.errors import CheckpointExists, PeerError
+from fastload.saving.handle import await_end
 from tests.crash.saves import (
     leftovers,
     options,
@@ -78,7 +79,7 @@ def test_an_error_that_one_rank_has_not_seen_is_raised_by_all_in_the_same_call(
     save(state(1), path, background=False, timeout_s=20.0)
     for begin in (fastload.save, fastload.async_save):
         failing = fastload.async_save(state(2), path, options=options(timeout_s=20.0))
-        failing.settle()
+        await_end(failing)
         if rank == 0:
             with pytest.raises(CheckpointExists):
                 failing.wait()
@@ -87,7 +88,7 @@ def test_an_error_that_one_rank_has_not_seen_is_raised_by_all_in_the_same_call(
             begin(state(2), tmp_path / "b", options=options(timeout_s=20.0))
         save(state(2), tmp_path / "b", background=True, timeout_s=20.0, overwrite=True)  # it is raised once
     failing = fastload.async_save(state(3), path, options=options(timeout_s=20.0))
-    failing.settle()
+    await_end(failing)
     if rank == 1:
         with pytest.raises(PeerError):  # with the patience of the caller, although there is an error to raise
             fastload.save(state(3), tmp_path / "c", options=options(timeout_s=0.5))
@@ -105,7 +106,7 @@ def test_a_report_that_cannot_be_told_is_no_failed_save(rank: int, world: int, t
 
     given = options(timeout_s=20.0, on_report=refuse if rank == 1 else None)
     handle = fastload.async_save(state(1), tmp_path / "a", options=given)
-    handle.settle()
+    await_end(handle)
     dist.barrier()
     for background in (True, False):
         save(state(2), tmp_path / "b", background=background, timeout_s=20.0, overwrite=True)

@@ -138,6 +138,7 @@ _PROGRAM = """
 import os, signal, sys, threading, time, warnings
 import torch
 import fastload
+from fastload.saving.handle import await_end
 from torch.utils.data import DataLoader
 
 warnings.simplefilter("ignore", DeprecationWarning)  # forks beside threads
@@ -190,7 +191,7 @@ manager = fastload.CheckpointManager(root + "/run", keep_last=1)
 os.fsync = slow
 handle = fastload.async_save(state, root + "/slow")
 manager.save(1, state)
-fastload.async_save(state, root + "/file").settle()  # fails, which is told at the end, and once
+await_end(fastload.async_save(state, root + "/file"))  # fails, which is told at the end, and once
 print("forgets", fork(lambda: None))
 print("leaves a block", fork(leave_block))
 print("waits", fork(wait))

@@ -1,12 +1,10 @@
-"""The programs of docs/recipes, started by torchrun as their pages say."""
+"""The programs of docs/recipes, on ranks such as torchrun starts."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,8 +12,10 @@ import pytest
 import torch
 
 import fastload
+from tests.e2e.forked import Forked, run_forked
+from tests.pages import ROOT
 
-RECIPES = Path(__file__).resolve().parents[2] / "docs" / "recipes"
+RECIPES = ROOT / "docs" / "recipes"
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -27,32 +27,13 @@ def program(page: str, folder: Path) -> Path:
     return path
 
 
-def start(path: Path, num_ranks: int, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    return subprocess.Popen(
-        [*command, str(path)],
-        cwd=path.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), **more}
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    try:
-        output, _ = process.communicate(timeout=200)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return output
-
-
-def run(path: Path, num_ranks: int, **environment: str) -> None:
-    process = start(path, num_ranks, **environment)
-    output = finish(process)
-    assert process.returncode == 0, output
+def run(path: Path, num_ranks: int, **more: str) -> None:
+    done = run_forked([str(path)], ranks=num_ranks, cwd=path.parent, env=environment(**more), timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def newest(folder: Path) -> Path:
@@ -84,11 +65,12 @@ def test_ddp_resumes_bit_for_bit(tmp_path: Path) -> None:
         paths[1].read_text().replace("scheduler.step()", "scheduler.step(), __import__('time').sleep(0.05)")
     )
     paths[1].write_text(slower)  # else it may end before it is told to
-    stopped = start(paths[1], 2)
-    while not (folders[1] / "checkpoints").is_dir() and stopped.poll() is None:
+    output = tmp_path / "output"
+    stopped = Forked([str(paths[1])], ranks=2, cwd=folders[1], env=environment(), out=output, err=output)
+    while not (folders[1] / "checkpoints").is_dir() and stopped.lives():
         time.sleep(0.01)
-    os.killpg(stopped.pid, signal.SIGTERM)  # torchrun and its ranks
-    finish(stopped)
+    os.kill(stopped.pids[0], signal.SIGTERM)
+    assert stopped.end(100).returncode == 0, output.read_text()
     options = fastload.LoadOptions(per_rank_mismatch="skip")
     assert fastload.load(newest(folders[1]), options=options)["step"] < 60
     run(paths[1], 2)
