@@ -28,7 +28,7 @@ from fastload.formats.state import leaves, own_view, raise_refused
 from fastload.geometry.dtensors import local_parts
 from fastload.loading.checkpoint import Checkpoint
 from fastload.options import LoadOptions, SaveOptions
-from fastload.storage import PatientStorage, locate, open_storage, put_beside
+from fastload.storage import PatientStorage, locate, open_storage, put_next_to
 
 if TYPE_CHECKING:  # it takes long to import
     from torch.distributed.device_mesh import DeviceMesh
@@ -242,7 +242,7 @@ def _copy(src: str, dst: str, names: list[str]) -> list[str]:
             if stat is not None and stat.nbytes <= _MAX_COPIED_BYTES:
                 content = bytearray(stat.nbytes)
                 storage.read_into(name, 0, [memoryview(content)], stat.version)
-                put_beside(place, name, bytes(content), timeout_s=options.timeout_s, retries=options.retries)
+                put_next_to(place, name, bytes(content), timeout_s=options.timeout_s, retries=options.retries)
                 copied.append(name)
     return copied
 

@@ -63,7 +63,7 @@ def plan_copies(homes: Sequence[tuple[str, str]], rank: int, num_copies: int) ->
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for member, home in enumerate(homes):
         ranks_of.setdefault(home, []).append(member)
-    hosts = _spread(list(ranks_of))
+    hosts = _alternate_machines(list(ranks_of))
     copies = hosts_with_copies(len(hosts), num_copies)
     sends: dict[int, tuple[int, ...]] = {}
     held: list[int] = []
@@ -82,7 +82,7 @@ def plan_copies(homes: Sequence[tuple[str, str]], rank: int, num_copies: int) ->
     )
 
 
-def _spread(hosts: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def _alternate_machines(hosts: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Orders hosts so that neighbours are on different machines, as far as possible."""
     num_on_machine: dict[str, int] = {}
     order = []

@@ -27,7 +27,7 @@ __all__ = [
     "name_of",
     "open_storage",
     "open_target",
-    "put_beside",
+    "put_next_to",
     "redact",
     "take",
 ]
@@ -130,7 +130,7 @@ def open_target(
     return ObjectTarget(location.url, bucket, name, names, Streams(bucket, timeout_s=timeout_s))
 
 
-def put_beside(place: Location, name: str, content: bytes, *, timeout_s: float, retries: int) -> None:
+def put_next_to(place: Location, name: str, content: bytes, *, timeout_s: float, retries: int) -> None:
     """Writes or replaces a small file next to those of a checkpoint.
 
     Args:
