@@ -7,7 +7,7 @@ from dataclasses import asdict
 import click
 
 from fastload.cli.console import json_option, print_json, set_rank, stdout, table_of
-from fastload.comm.launch import from_env
+from fastload.comm.group import from_env
 from fastload.doctor.examine import examine
 from fastload.doctor.findings import Finding, findings
 from fastload.estimate.units import count

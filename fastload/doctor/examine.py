@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from fastload.comm.group import join_job
-from fastload.comm.launch import Launch
+from fastload.comm.group import Launch, join_job
 from fastload.comm.traces import compare_clocks
 from fastload.comm.world import World
 from fastload.doctor.facts import Facts, look_around
@@ -21,7 +20,7 @@ from fastload.loading.access import Access, agree_on_access
 from fastload.options import LoadOptions
 from fastload.storage import Location, PatientStorage, open_storage
 from fastload.transfer.links import Links
-from fastload.transfer.strategy import choose_strategy
+from fastload.transfer.plan import choose_strategy
 
 _LIMIT_S = 60.0  # without progress
 _LINK_LIMIT_S = 15.0  # for connecting, and for a message

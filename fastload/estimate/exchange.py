@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from fastload.transfer.grid import dims_of
+from fastload.transfer.messages import choose_base, dims_of, most_hops, num_targets
 from fastload.transfer.plan import TransferPlan
-from fastload.transfer.routing import choose_base, most_hops, num_targets
 
 if TYPE_CHECKING:
     from fastload.estimate.simulate import Cluster

@@ -37,8 +37,8 @@ from fastload.estimate.simulate import (
 from fastload.estimate.traffic import RoundTraffic, columns_of
 from fastload.geometry.ranges import ByteRange
 from fastload.transfer.demand import Part, RankRequest, RankRequests, SharingGroups
+from fastload.transfer.plan import StrategyChoice
 from fastload.transfer.routed_plan import RoutedPlan, plan_routes
-from fastload.transfer.strategy import StrategyChoice
 
 _NUM_COLUMNS_ALONE = 256
 _PACKING = "packing"

@@ -53,9 +53,8 @@ from typing import NamedTuple
 from fastload.errors import OptionError
 from fastload.estimate.exchange import Level, exchange_costs
 from fastload.geometry.ranges import HasRange
-from fastload.transfer.plan import TransferPlan, plan_transfer
+from fastload.transfer.plan import StrategyChoice, TransferPlan, choose_strategy, plan_transfer
 from fastload.transfer.routed_plan import RoutedPlan
-from fastload.transfer.strategy import StrategyChoice, choose_strategy
 
 STRATEGIES = ("allgather", "broadcast", "direct")
 

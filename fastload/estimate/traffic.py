@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+from fastload.transfer.messages import choose_base, most_hops
 from fastload.transfer.routed_plan import RoutedPlan
-from fastload.transfer.routing import choose_base, most_hops
 from fastload.transfer.shares import Share
 
 _MOST_COLUMNS = 256

@@ -16,14 +16,14 @@ from fastload.formats.manifest import Manifest
 from fastload.formats.names import RECORD_NAME
 from fastload.loading.access import Access
 from fastload.loading.boxes import BoxRequest
+from fastload.loading.load import Session
 from fastload.loading.match import LoadRequest
-from fastload.loading.session import Session
 from fastload.options import LoadOptions
 from fastload.report import LoadReport, VerifyReport
 
 if TYPE_CHECKING:
     from fastload.loading.boxes import BoxesByName
-    from fastload.loading.outline import Outline
+    from fastload.loading.selection import Outline
     from fastload.loading.stream import BoxSelection, BoxStreamTransfer, StreamTransfer, TensorStream
 
 
@@ -188,7 +188,7 @@ class Checkpoint:
 
         Only arrays and long plain values are read.
         """
-        from fastload.loading.outline import outline
+        from fastload.loading.selection import outline
 
         def load(names: Sequence[str]) -> Any:
             return self.load(names=names) if names else {}

@@ -15,11 +15,17 @@ from fastload.formats.decoder import StateDecoder, decode_state
 from fastload.formats.manifest import Manifest
 from fastload.formats.state import SavedTensor, leaves, raise_refused
 from fastload.geometry.dtensors import DTensorRanks
+from fastload.loading.into import (
+    NewTuple,
+    Pairs,
+    Restorer,
+    SavedValue,
+    optimizer_misfits,
+    pair,
+    sharded_state,
+)
 from fastload.loading.mismatch import Renamed, find_renamed, misfit, raise_mismatch
 from fastload.loading.modules import TensorSlot
-from fastload.loading.optimizers import optimizer_misfits, sharded_state
-from fastload.loading.pair import NewTuple, Pairs, SavedValue, pair
-from fastload.loading.restore import Restorer
 from fastload.loading.selection import RankView, Selection
 from fastload.loading.targets import (
     Destination,

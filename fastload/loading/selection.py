@@ -1,12 +1,18 @@
-"""The part of a checkpoint that a rank loads: its view of the state, and the names that it selects."""
+"""A checkpoint as one rank sees it: its view of the state, selected names, the state without data."""
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from fastload.formats.decoder import StateDecoder, decode_state
+from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import OWN_STEM
 from fastload.formats.state import OWN_PREFIX, OwnView, SavedTensor, leaves, own_view
@@ -106,3 +112,70 @@ def _pattern(glob: str, has_own: bool) -> re.Pattern[str]:
     """Compiles a pattern. It matches the ranks' own tensors only if it begins like their names."""
     leaves_out_own = has_own and not glob.startswith(OWN_PREFIX)
     return re.compile((f"(?!{OWN_PREFIX})" if leaves_out_own else "") + fnmatch.translate(glob))
+
+
+# The state without the data of its tensors
+
+
+class _Gap:
+    def __repr__(self) -> str:
+        return "a value that cannot be loaded here"
+
+
+GAP: Any = _Gap()
+"""Stands in a state for a value that cannot be loaded here."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A state without data.
+
+    Attributes:
+        state: The saved state with tensors on the meta device; without a structure, tensors by name. `GAP`
+            stands for values that this rank cannot load.
+        stored: Names of stored tensors, by the meta storage that stands for each.
+        left_out: A line for each gap.
+    """
+
+    state: Any
+    stored: Mapping[int, str]
+    left_out: Sequence[str] = ()
+
+    def stored_of(self, tensor: Tensor) -> str:
+        """Returns the name of the stored tensor for a tensor of the state. Complex128 is stored as pairs."""
+        return self.stored[tensor.untyped_storage()._cdata]
+
+
+def outline(
+    manifest: Manifest, rank: int, size: int, load: Callable[[Sequence[str]], Mapping[str, Tensor]]
+) -> Outline:
+    """Builds the state without the data of its tensors.
+
+    Args:
+        manifest: The checkpoint.
+        rank: This rank.
+        size: Number of ranks.
+        load: Loads stored tensors on all ranks; called once, with those of plain values.
+
+    Raises:
+        ManifestError: The checkpoint is malformed.
+    """
+    metas: dict[str, Tensor] = {}
+    for entry in manifest.tensors:
+        dtype, shape = torch_spec(entry)
+        metas[entry.name] = torch.empty(shape, dtype=dtype, device="meta")
+    stored = {tensor.untyped_storage()._cdata: name for name, tensor in metas.items()}
+    if manifest.structure is None:
+        return Outline(metas, stored)
+    view = RankView.of(manifest, rank, size)
+    structure = view.manifest.structure
+    left_out = [f"{name}: each of {num} ranks has its own" for name, num in view.own.elsewhere]
+    left_out += view.own.refused
+    values = {saved.stored: saved for saved in leaves(structure) if saved.kind in ("ndarray", "json")}
+    data = load(sorted(values))
+    exact = {**metas, **{name: _as_stored(saved, data[name]) for name, saved in values.items()}}
+    return Outline(decode_state(structure, StateDecoder(exact, gap=GAP)), stored, left_out)
+
+
+def _as_stored(saved: SavedTensor, tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if saved.is_complex128 and tensor.is_complex() else tensor

@@ -26,11 +26,10 @@ from fastload.formats.manifest import Manifest
 from fastload.formats.state import OWN_PREFIX
 from fastload.geometry.box import Box
 from fastload.loading.boxes import BoxesByName, BoxRequest, checked_boxes
+from fastload.loading.load import Job, Opened, Session, decide
 from fastload.loading.match import Match
 from fastload.loading.mismatch import raise_mismatch
-from fastload.loading.prepare import Job, Opened, decide
 from fastload.loading.selection import RankView
-from fastload.loading.session import Session
 from fastload.loading.stream_buffer import MappedFiles, StreamBuffer, StreamedTensor
 from fastload.loading.targets import Destination, target_device
 from fastload.storage.local import Mapped

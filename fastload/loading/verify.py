@@ -17,7 +17,7 @@ from fastload.comm.responses import Each, Reports
 from fastload.errors import ChecksumError
 from fastload.formats.record import CHECKSUM_BYTES
 from fastload.loading.access import Access
-from fastload.loading.session import Session
+from fastload.loading.load import Session
 from fastload.report import RankReport, VerifyReport
 from fastload.transfer.pipeline import read_threads
 from fastload.transfer.plan import Demand, Supply, plan_transfer

@@ -13,10 +13,9 @@ from typing import Any, Protocol
 import xxhash
 
 from fastload.base.tasks import Task
-from fastload.comm.decisions import Decisions
 from fastload.comm.group import join
 from fastload.comm.traces import Tracing
-from fastload.comm.world import World
+from fastload.comm.world import Decisions, World
 from fastload.errors import FastloadError, OptionError, StorageError
 from fastload.memory_tier.flush import EmergencyFlush, flush
 from fastload.memory_tier.restore import InMemoryCheckpoint, load, survey

@@ -11,8 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fastload.comm.decisions import Decisions
-from fastload.comm.world import World
+from fastload.comm.world import Decisions, World
 from fastload.saving.handle import SaveHandle, await_end
 from fastload.saving.queue import QueuedSave, SaveQueue
 from fastload.saving.snapshot import BufferPool

@@ -14,10 +14,9 @@ from torch import Tensor
 from fastload.base.devices import copy_async
 from fastload.base.memory import PAGE_BYTES, host_view, round_up
 from fastload.geometry.ranges import ByteRange
-from fastload.transfer.message import Message
+from fastload.transfer.messages import Message, Route
 from fastload.transfer.plan import TransferPlan, TransferView
 from fastload.transfer.routed_plan import RoutedPlan, RoutedView
-from fastload.transfer.routing import Route
 from fastload.transfer.transport import Delivery, Round, Slots, Transport
 
 Plan: TypeAlias = TransferPlan | RoutedPlan

@@ -27,7 +27,7 @@ import xxhash
 
 from fastload.geometry.box import Runs
 from fastload.geometry.ranges import HasRange, Space
-from fastload.transfer.message import Ranks
+from fastload.transfer.messages import Ranks
 
 Part = tuple[Runs, ...]
 """The bytes that a rank requests of one tensor: its boxes, each in row-major order."""

@@ -32,8 +32,7 @@ from fastload.base.threads import within
 from fastload.comm.hosts import Peer
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
-from fastload.transfer.grid import Grid, Move, is_gather
-from fastload.transfer.message import Message, Ranks
+from fastload.transfer.messages import Grid, Message, Move, Ranks, is_gather
 from fastload.transfer.routed_plan import RoutedPlan
 from fastload.transfer.transport import FAILED, TICK_S, Delivery, FlatBuffer, Round, Slots, Transport
 

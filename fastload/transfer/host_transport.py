@@ -18,8 +18,7 @@ from fastload.comm.shared_memory import HostMemory
 from fastload.comm.world import World
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.transfer.links import Relay, Wire
-from fastload.transfer.message import Message, Ranks
-from fastload.transfer.routing import Route, Routing
+from fastload.transfer.messages import Message, Ranks, Route, Routing
 from fastload.transfer.transport import FAILED, TICK_S, Buffer, Delivery, Round, Transport, wait_sent
 
 

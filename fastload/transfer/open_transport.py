@@ -51,7 +51,7 @@ def open_transport(
             return RoutedDeviceTransport(world, groups, device, backend)
     # One rank alone, or each for itself, need not import it.
     from fastload.transfer.host_transport import HostTransport
-    from fastload.transfer.routing import Routing, sharing_domains
+    from fastload.transfer.messages import Routing, sharing_domains
 
     # Shared memory takes one buffer more than rounds in flight, so at least two.
     domains = sharing_domains(machines, plan.recipients if plan.depth > 1 else ())

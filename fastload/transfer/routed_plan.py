@@ -23,7 +23,7 @@ from fastload.errors import IncompleteCheckpoint, OptionError
 from fastload.geometry.box import Runs
 from fastload.geometry.ranges import ByteRange, HasRange
 from fastload.transfer.demand import Density, Part, SharingGroups, TensorRange
-from fastload.transfer.message import Message, Ranks, joined
+from fastload.transfer.messages import Message, Ranks, joined
 from fastload.transfer.plan import Chunk, Supply
 from fastload.transfer.shares import Share, deal
 

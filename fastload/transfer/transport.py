@@ -16,8 +16,7 @@ from fastload.base.stopwatch import Stopwatch
 from fastload.comm.hosts import Peer
 from fastload.errors import DeadlineExceeded, Interrupted
 from fastload.geometry.ranges import ByteRange
-from fastload.transfer.message import Message
-from fastload.transfer.routing import Route
+from fastload.transfer.messages import Message, Route
 
 TICK_S = 0.05
 # The status of a chunk that could not be read.

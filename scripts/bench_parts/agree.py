@@ -25,7 +25,7 @@ from fastload.comm.failures import outcomes_of, require_same
 from fastload.comm.group import join_in
 from fastload.comm.responses import Each, join_responses, write_response
 from fastload.comm.store import Decision, Member
-from fastload.comm.tree_links import TreeLinks
+from fastload.comm.tree import TreeLinks
 from fastload.report import RankReport
 
 from .tables import print_table

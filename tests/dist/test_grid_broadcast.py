@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fastload.transfer.device_transport import GridBroadcast
-from fastload.transfer.grid import Grid
+from fastload.transfer.messages import Grid
 from fastload.transfer.plan import ReaderWindows
 from tests.dist.harness import ranks
 

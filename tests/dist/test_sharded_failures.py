@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fastload
 from fastload.comm import shared_memory
 from fastload.errors import PeerError, StorageError
-from fastload.loading import session
+from fastload.loading import load as loading
 from fastload.storage.local import LocalStorage
 from fastload.transfer import transport
 from fastload.transfer.host_transport import HostTransport
@@ -475,7 +475,7 @@ def test_storage_stays_open_while_a_read_of_the_second_pass_is_under_way(
 ) -> None:
     """The number of a closed descriptor may soon stand for another file."""
     answer, is_second, closed = threading.Event(), threading.Event(), threading.Event()
-    prepare_rest, close = session.prepare_rest, LocalStorage.close
+    prepare_rest, close = loading.prepare_rest, LocalStorage.close
 
     def prepared(*arguments: Any) -> Any:
         is_second.set()
@@ -491,7 +491,7 @@ def test_storage_stays_open_while_a_read_of_the_second_pass_is_under_way(
         if rank == 1 and is_second.is_set():
             answer.wait(PATIENT_S)
 
-    monkeypatch.setattr(session, "prepare_rest", prepared)
+    monkeypatch.setattr(loading, "prepare_rest", prepared)
     monkeypatch.setattr(LocalStorage, "close", closing)
     before_reads(monkeypatch, read)
     opened = fastload.open(path, options=options(timeout_s=patient(3.0)))

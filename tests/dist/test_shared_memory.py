@@ -18,7 +18,7 @@ import torch.distributed as dist
 import fastload
 from fastload.comm import shared_memory
 from fastload.comm.cache import cache_of
-from fastload.comm.listener import Listener, connect_unix, greet
+from fastload.comm.hosts import Listener, connect_unix, greet
 from tests.dist import faults
 from tests.dist.faults import NUM_BYTES, checkpoint, fastload_threads, is_intact, options, outcome_of
 from tests.dist.harness import ranks, run_ranks

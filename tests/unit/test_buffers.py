@@ -14,9 +14,8 @@ from fastload.formats.manifest import TensorEntry
 from fastload.geometry.ranges import ByteRange
 from fastload.loading.targets import Destination, TensorWriter
 from fastload.transfer.buffers import Buffers, OwnChunk, Plan
-from fastload.transfer.message import Message
+from fastload.transfer.messages import Message, Route, Routing, sharing_domains
 from fastload.transfer.plan import TransferPlan
-from fastload.transfer.routing import Route, Routing, sharing_domains
 from fastload.transfer.transport import FlatBuffer, LocalTransport, Round
 from tests.unit.plans import plan_for_all
 from tests.unit.test_routes import Want, jobs, plan_of

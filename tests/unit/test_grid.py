@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastload.transfer.grid import _GOOD_DIM, Grid, dims_of, is_gather
+from fastload.transfer.messages import _GOOD_DIM, Grid, dims_of, is_gather
 from fastload.transfer.plan import ReaderWindows
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from fastload.geometry.box import Runs
 from fastload.geometry.ranges import ByteRange
 from fastload.transfer.device_transport import broadcasts_of, groups_of, root_of, sent_to_roots
+from fastload.transfer.messages import Route
 from fastload.transfer.routed_plan import RoutedPlan, RoutedView
-from fastload.transfer.routing import Route
 from fastload.transfer.transport import Delivery
 from tests.unit.test_routes import Want, jobs, plan_of
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fastload.comm import tree_links
+from fastload.comm import tree
 from fastload.comm.cache import ConnectionCache
 from fastload.comm.group import join_in
 from fastload.comm.responses import Each, write_response
@@ -35,7 +35,7 @@ _BITS = st.integers(1, 31)
 def deep_trees() -> Iterator[None]:
     """A tree of few ranks has some that are neither at its top nor at its bottom."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_links, "_FANOUT", 2)
+        patch.setattr(tree, "_FANOUT", 2)
         yield
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.comm.responses import Column, Each, join_responses, read_responses, write_response
-from fastload.comm.tree_links import children_of, parent_of
+from fastload.comm.tree import children_of, parent_of
 
 TEXTS = st.text(max_size=4)
 VALUES: st.SearchStrategy[Any] = st.one_of(

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from fastload.geometry.box import Box, Runs, runs_of
 from fastload.geometry.ranges import ByteRange
 from fastload.transfer.demand import RankRequest, RankRequests, SharingGroups
-from fastload.transfer.message import Message
+from fastload.transfer.messages import Message, Routing, sharing_domains
 from fastload.transfer.plan import Supply
 from fastload.transfer.routed_plan import RoutedPlan, plan_routes
-from fastload.transfer.routing import Routing, sharing_domains
 
 Want = list[tuple[int, tuple[Runs, ...]]]
 

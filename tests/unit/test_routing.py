@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastload.transfer.routing import Routing, choose_base, most_hops, num_targets, sharing_domains
+from fastload.transfer.messages import Routing, choose_base, most_hops, num_targets, sharing_domains
 
 
 def routings(sizes: list[int]) -> list[Routing]:

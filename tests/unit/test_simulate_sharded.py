@@ -12,8 +12,8 @@ from fastload.estimate.parallel import Parallel, model_of_size
 from fastload.estimate.sharded import ShardedLoad
 from fastload.estimate.simulate import STRATEGIES, Cluster, Prediction
 from fastload.estimate.traffic import columns_of
+from fastload.transfer.messages import Routing, sharing_domains
 from fastload.transfer.routed_plan import RoutedPlan, RoutedView
-from fastload.transfer.routing import Routing, sharing_domains
 
 MB, GB = 10**6, 10**9
 FREE: dict[str, Any] = {"rank_bytes_per_s": math.inf, "copy_bytes_per_s": math.inf, "message_s": 0.0}

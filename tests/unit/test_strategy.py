@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fastload.errors import OptionError
-from fastload.transfer.strategy import StrategyChoice, choose_strategy
+from fastload.transfer.plan import StrategyChoice, choose_strategy
 
 
 def choose(asked: str = "auto", **facts: Any) -> StrategyChoice:

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from fastload.comm.tree_links import TreeBroken, TreeLinks
+from fastload.comm.tree import TreeBroken, TreeLinks
 
 
 def test_what_came_before_the_other_end_went_is_received() -> None:

@@ -35,7 +35,7 @@ from fastload.errors import OptionError
 from fastload.formats.dtypes import torch_spec
 from fastload.geometry.dtensors import DTensorRanks, empty_like, is_dtensor, local_parts
 from fastload.integrations.dcp.common import BYTES_IO, Cut, DcpStorage, Path, done, overrides, pickled
-from fastload.loading.outline import GAP, Outline
+from fastload.loading.selection import GAP, Outline
 from fastload.options import LoadOptions
 
 _log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Pairs what ``into=`` holds with what was saved: by keys first, then by names.
+"""What ``into=`` holds: pairs it with what was saved, and restores it once the data are there.
 
 Tensors are paired with tensors, modules with their state dicts, objects that have a ``load_state_dict`` with
 their state. Plain values, NumPy arrays, and containers of nothing else are replaced. Checkpoints without a
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,12 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fastload.errors import OptionError
+from fastload.errors import MismatchError, OptionError
 from fastload.formats.decoder import StateDecoder, decode_state
 from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.state import NO_VALUE, PerRank, SavedTensor, children, has_gap, leaf, leaves
 from fastload.formats.values import BARE_NAME, MAX_DEPTH, tensor_name
+from fastload.geometry.dtensors import is_dtensor
+from fastload.loading.mismatch import FOUND_LATE, raise_mismatch
 from fastload.loading.modules import (
     TensorSlot,
     Unfilled,
@@ -32,7 +35,9 @@ from fastload.loading.modules import (
     needs_call,
     own_tensors,
     reshard,
+    still_unfilled,
 )
+from fastload.loading.targets import LoadTargets, identity
 
 _ABSENT: Any = object()
 
@@ -508,3 +513,198 @@ def _what(node: Any) -> str:
     if (saved := leaf(node, "tensor")) is not None and not saved.is_text:
         return "a tensor"
     return "none" if children(node) is None else "a container"
+
+
+# Optimizers
+
+
+def optimizer_misfits(part: StatefulRestore) -> Iterator[str]:
+    """Yields the reasons why an object cannot take its saved state, if it is an optimizer."""
+    own = _parameters_of(part.target)
+    if any(isinstance(parameter, Tensor) and parameter.is_meta for group in own for parameter in group):
+        yield (
+            f"{part.where}: it has parameters on the meta device, which a load replaces in the model only: "
+            "make it after the model has been loaded, or after model.to_empty(device=...)"
+        )
+    if own and _compares_groups(part.target):
+        here = [len(group) for group in own]
+        saved = [
+            len(_below(group, "params")) for _, group in _below(part.value.node, "param_groups").values()
+        ]
+        if len(here) != len(saved):
+            yield f"{part.where}: parameter groups: {len(saved)} in the checkpoint, {len(here)} in into="
+            return
+        for number, (there, wanted) in enumerate(zip(saved, here, strict=True)):
+            if there != wanted:
+                counts = f"{there} in the checkpoint, {wanted} in into="
+                yield f"{part.where}: parameters in group {number}: {counts}"
+
+
+def sharded_state(part: StatefulRestore, manifest: Manifest) -> Iterator[tuple[SavedTensor, Tensor]]:
+    """Yields the DTensors in the state of an optimizer, each with a DTensor of the same placements.
+
+    An optimizer makes its state at its first step. Before, a tensor of the shape of its parameter is assumed
+    to have the placements of the parameter.
+    """
+    parameters = _parameters_by_key(part)
+    if not any(map(is_dtensor, parameters.values())):
+        return
+    held = getattr(part.target, "state", None)
+    prefix = f"{part.value.name}." if part.value.name else ""
+    state_ending, state = (children(part.value.node) or {}).get("state", ("", None))
+    for key, (ending, node) in (children(state) or {}).items():
+        parameter = parameters.get(key)
+        if parameter is None or not is_dtensor(parameter):
+            continue
+        own = held.get(parameter) if isinstance(held, Mapping) else None
+        for what, (name, child) in (children(node) or {}).items():
+            saved = leaf(child, f"{prefix}{state_ending}.{ending}.{name}")
+            if saved is None or saved.is_text or saved.kind == "ndarray":
+                continue
+            like = _like(parameter, own[what] if own and what in own else None, what)
+            if like is not None and tuple(like.shape) == _shape(manifest, saved):
+                yield saved, like
+
+
+def _parameters_by_key(part: StatefulRestore) -> dict[Any, Any]:
+    """Returns the parameters of an optimizer by their keys in its saved state."""
+    own = [parameter for group in _parameters_of(part.target) for parameter in group]
+    groups = _below(part.value.node, "param_groups").values() if own else ()
+    keys = [key for _, group in groups for _, key in _below(group, "params").values()]
+    if len(keys) != len(own) or not all(isinstance(key, int | str) for key in keys):
+        return {}
+    return dict(zip(keys, own, strict=True))
+
+
+def _like(parameter: Tensor, own: Any, what: Any) -> Tensor | None:
+    """Returns a tensor with the placements of a part of the state: the existing one, or the parameter."""
+    if isinstance(own, Tensor):
+        return own if is_dtensor(own) else None
+    return None if what == "step" else parameter  # replicated, one per parameter
+
+
+def _shape(manifest: Manifest, saved: SavedTensor) -> tuple[int, ...] | None:
+    entry = manifest.by_name.get(saved.stored)
+    if entry is None:
+        return None
+    shape = torch_spec(entry)[1]
+    return tuple(shape[:-1] if saved.is_complex128 else shape)
+
+
+def _parameters_of(target: Any) -> list[list[Any]]:
+    groups = getattr(target, "param_groups", None)
+    if not isinstance(groups, list):
+        return []
+    return [list(group["params"]) for group in groups if isinstance(group, dict) and "params" in group]
+
+
+def _compares_groups(target: Any) -> bool:
+    """Whether only torch's `load_state_dict` takes the state, which refuses other parameter groups."""
+    method = getattr(target.load_state_dict, "__func__", None)
+    is_plain = isinstance(target, torch.optim.Optimizer) and method is torch.optim.Optimizer.load_state_dict
+    return is_plain and not target._optimizer_load_state_dict_pre_hooks
+
+
+def _below(node: Any, key: str) -> dict[Any, tuple[str, Any]]:
+    """Returns the children of a key of a node; nothing without the key."""
+    _, child = (children(node) or {}).get(key, ("", None))
+    return children(child) or {}
+
+
+# Restoring
+
+
+@dataclass(frozen=True)
+class Restorer:
+    """Restores everything in ``into=`` but its tensors.
+
+    Attributes:
+        url: The checkpoint.
+        strict: Whether modules refuse unknown names.
+        pairs: What is loaded into what.
+        sharded: DTensors in the states of optimizers, by stored name.
+    """
+
+    url: str
+    strict: bool
+    pairs: Pairs
+    sharded: Mapping[str, Tensor]
+
+    def wanted(self) -> Iterator[tuple[SavedTensor, bool]]:
+        """Yields the new tensors that the values take, and whether each keeps its stored dtype.
+
+        Raises:
+            ManifestError: A value without tensors is malformed.
+        """
+        for assignment in self.pairs.assignments:
+            for value in assignment.value.values():
+                yield from ((saved, saved.is_exact) for saved in _checked(value))
+        for module in self.pairs.modules:
+            given = (one for one in module.given.values() if isinstance(one, SavedValue))
+            yield from ((saved, True) for value in given for saved in _checked(value))
+        for part in self.pairs.stateful:
+            yield from ((saved, True) for saved in _checked(part.value) if saved.stored not in self.sharded)
+
+    def run(self, built: LoadTargets) -> None:
+        """Restores everything, once the tensors are loaded.
+
+        Raises:
+            MismatchError: A ``load_state_dict`` refuses its state, or leaves a buffer on the meta device;
+                names it.
+        """
+        pairs = self.pairs
+        cast, as_stored = StateDecoder(built.new, built.exact), StateDecoder(built.exact)
+        values = [(one.container, one.key, one.value.build(cast)) for one in pairs.assignments]
+        in_shards = StateDecoder({**built.exact, **self.sharded}) if self.sharded else as_stored
+        states = [(part, part.value.build(in_shards)) for part in pairs.stateful]
+        with torch.no_grad():  # else each access to a DTensor turns it off and on
+            loaded = {identity(_current(slot)) for _, slot in pairs.tensors} if pairs.modules else set()
+        dicts = [(module, _state_dict(module, as_stored, loaded)) for module in pairs.modules]
+        for module, state in dicts:
+            self._load(module.where, module.module, state)
+        for container, key, value in values:
+            container[key] = value
+        for part, state in states:
+            self._load(part.where, part.target, state)
+        raise_mismatch(self.url, unfilled=still_unfilled(pairs.unfilled), is_late=True)
+
+    def _load(self, where: str, target: Any, state: Any) -> None:
+        try:
+            if isinstance(target, nn.Module):
+                target.load_state_dict(state, strict=self.strict)
+            else:
+                target.load_state_dict(state)
+        except Exception as error:
+            line = f"{where}.load_state_dict: {type(error).__name__}: {error}"
+            raise MismatchError(
+                f"the checkpoint at {self.url} does not fit: {line}; {FOUND_LATE}", mismatched=(line,)
+            ) from error
+
+
+def _checked(value: SavedValue) -> Sequence[SavedTensor]:
+    if not value.leaves:
+        value.build(StateDecoder({}))
+    return value.leaves
+
+
+def _state_dict(module: ModuleRestore, decoder: StateDecoder, loaded: Container[object]) -> Any:
+    """Returns the state dict for a module; tensors that were loaded in place are the module's own."""
+    state: Any = OrderedDict()
+    for name, source in module.given.items():
+        state[name] = _current(source) if isinstance(source, TensorSlot) else source.build(decoder)
+    filled = {
+        (id(source.container), source.key)
+        for source in module.given.values()
+        if isinstance(source, TensorSlot)
+    }
+    for name, slot in module.own.items():  # under the other names of tied tensors, too
+        is_given = name in state or name in module.derived or (id(slot.container), slot.key) in filled
+        if not is_given and identity(_current(slot)) in loaded:
+            state[name] = _current(slot)
+    if module.metadata is not None:
+        state._metadata = module.metadata.build(StateDecoder({}))
+    return state
+
+
+def _current(slot: TensorSlot) -> Any:
+    return slot.container[slot.key]
