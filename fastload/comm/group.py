@@ -50,6 +50,20 @@ def members_of(group: dist.ProcessGroup | None) -> list[int] | None:
     return None if group is None else dist.get_process_group_ranks(group)
 
 
+def backend_of(group: Any, device_type: str) -> str:
+    """Returns the backend that moves tensors between devices of a type, such as ``nccl``; empty if none does.
+
+    Gloo and MPI take device tensors by way of host memory, where fastload has a faster way.
+    """
+    if group is None or not dist.is_available():
+        return ""
+    for entry in dist.get_backend_config(group).split(","):
+        device, _, backend = entry.rpartition(":")
+        if device == device_type and backend not in ("gloo", "mpi", "fake", "undefined"):
+            return backend
+    return ""
+
+
 def rank_in(process_group: Any) -> int:
     """Returns this process's rank in a group, given as for `join`; 0 without one."""
     group = _as_group(process_group)

@@ -114,7 +114,7 @@ class ShardedLoad:
         nbytes_alone = self._nbytes_alone() if decision.alone else []
         plan = plan_routes(
             self._sharing_alone(nbytes_alone) if decision.alone else self.sharing,
-            decision.supply(0),
+            decision.readers_for(0),
             order=range(1 if decision.alone else cluster.num_ranks),
             staging_bytes=staging_bytes,
             chunk_bytes=chunk_bytes,

@@ -259,8 +259,8 @@ class ReplicatedLoad:
         shares_memory = cluster.ranks_per_host > 1 and not cluster.nccl and not alone
         plan = plan_transfer(
             self.tensors,
-            decision.supply(0),
-            decision.demand(0, cluster.num_ranks),
+            decision.readers_for(0),
+            decision.recipients_with(0, cluster.num_ranks),
             staging_bytes=staging_bytes,
             chunk_bytes=chunk_bytes,
             contiguous=self.is_mounted,

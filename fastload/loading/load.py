@@ -21,7 +21,7 @@ import xxhash
 from fastload.base.devices import is_accelerator
 from fastload.base.memory import uncollected
 from fastload.comm.failures import kinds_of, require_same
-from fastload.comm.group import members_of
+from fastload.comm.group import backend_of, members_of
 from fastload.comm.responses import Each, Reports
 from fastload.comm.traces import Tracing
 from fastload.comm.world import World
@@ -33,12 +33,11 @@ from fastload.loading.match import Match
 from fastload.loading.targets import Destination, TensorWriter, parse_dtype
 from fastload.options import LoadOptions
 from fastload.report import LoadReport, RankReport
-from fastload.transfer.buffers import Buffers, Plan
+from fastload.transfer.buffers import Plan
 from fastload.transfer.demand import Part, RankRequest, RankRequests, SharingGroups
 from fastload.transfer.links import accept_offers
 from fastload.transfer.messages import ring_order
-from fastload.transfer.open_transport import backend_of, open_transport
-from fastload.transfer.pipeline import Pipeline, read_threads
+from fastload.transfer.pipeline import Pipeline, open_pipeline, read_threads
 from fastload.transfer.plan import StrategyChoice, TransferPlan, choose_strategy, plan_transfer
 from fastload.transfer.read import ChunkReader, Guards, Verifier, refuse
 from fastload.transfer.routed_plan import RoutedPlan, plan_routes
@@ -148,7 +147,7 @@ class Session:
         if staging_bytes is not None:
             opened = replace(opened, options=replace(opened.options, staging_bytes=staging_bytes))
         job = prepare(opened, request)
-        self.reader = job.reader
+        self.reader = job.pipeline.reader
         return job
 
     def settle(self, job: Job, errors: list[BaseException] | None = None) -> Loaded | None:
@@ -177,9 +176,7 @@ class Session:
                 "report": Each(_report_rank(passes).pack()),
                 "unread_from": passes[-1].pipeline.unread_from,
                 "calls": job.request.matched.calls or opened.options.on_report is not None,
-                "is_misread": any(
-                    one.reader.guards is not None and one.reader.guards.is_broken for one in passes
-                ),
+                "is_misread": any(one.pipeline.reader.is_misread for one in passes),
             }
 
         try:
@@ -199,7 +196,7 @@ class Session:
                     break
                 broken |= unread_from.keys()
                 passes.append(prepare_rest(passes[-1], unread_from))
-                self.reader = passes[-1].reader
+                self.reader = passes[-1].pipeline.reader
             broken |= job.pipeline.broken
         finally:
             passes[-1].close()
@@ -258,13 +255,13 @@ def _report(job: Job, ranks: Sequence[RankReport]) -> LoadReport:
         url=request.opened.access.manifest.url,
         strategy=request.decision.strategy,
         why=request.decision.why,
-        transport=job.transport.name,
-        why_transport=request.why_transport(job.transport),
+        transport=job.pipeline.transport.name,
+        why_transport=request.why_transport(job.pipeline.transport),
         bytes_wanted=job.bytes_wanted,
         num_tensors=request.matched.num_tensors,
-        chunk_bytes=job.plan.chunk_bytes,
-        num_rounds=job.plan.num_rounds,
-        depth=job.plan.depth,
+        chunk_bytes=job.pipeline.plan.chunk_bytes,
+        num_rounds=job.pipeline.plan.num_rounds,
+        depth=job.pipeline.plan.depth,
         left_out=request.matched.left_out,
         ranks=ranks,
     )
@@ -287,10 +284,10 @@ def _report_rank(passes: Sequence[Job]) -> RankReport:
         note=drop_outs[0] if drop_outs else access.notes.get(world.rank, ""),
         bytes_read=access.storage.bytes_read - request.bytes_read_before,
         direct_bytes_read=access.storage.direct_bytes_read - request.direct_bytes_read_before,
-        bytes_verified=sum(job.reader.verified.total for job in passes),
+        bytes_verified=sum(job.pipeline.reader.verified.total for job in passes),
         header_bytes_read=opened.header_bytes,
         bytes_received=sum(pipeline.received_bytes for pipeline in pipelines),
-        bytes_in=sum(pipeline.bytes_in for pipeline in pipelines),
+        bytes_in=sum(pipeline.transport.bytes_in for pipeline in pipelines),
         read_s=read_s,
         exchange_s=exchange_s,
         place_s=place_s,
@@ -298,7 +295,7 @@ def _report_rank(passes: Sequence[Job]) -> RankReport:
         peak_staging_bytes=max(pipeline.buffer_bytes for pipeline in pipelines),
         retries=access.storage.num_retries
         - opened.num_retries
-        + sum(job.reader.rereads.total for job in passes),
+        + sum(job.pipeline.reader.rereads.total for job in passes),
     )
 
 
@@ -458,25 +455,19 @@ class Job:
 
     Attributes:
         request: The request of this rank.
-        plan: The rounds: which rank reads what when.
         bytes_wanted: Bytes that any rank wants, each counted once.
-        reader: Reads this rank's chunks.
-        transport: Moves messages to the other ranks.
-        pipeline: Runs the rounds.
+        pipeline: Runs the rounds of the plan.
     """
 
     request: MatchedRequest
-    plan: Plan
     bytes_wanted: int
-    reader: ChunkReader
-    transport: Transport
     pipeline: Pipeline
 
     def close(self) -> None:
         """Ends its threads; a read without an answer from storage ends later."""
         opened = self.request.opened
         self.pipeline.close()
-        if not self.reader.close(wait_s=min(1.0, opened.world.grace_s)):
+        if not self.pipeline.reader.close(wait_s=min(1.0, opened.world.grace_s)):
             _log.warning("%s: a read is still under way and may yet write", opened.access.manifest.url)
 
 
@@ -505,11 +496,11 @@ def prepare(opened: Opened, request: Request) -> Job:
             "detour": own.detour,
             "into": "not given" if request.is_same else "given",
             "dtype": str(parse_dtype(request.dtype)),
-            "transport": jobs[0].transport.name if jobs else "",
+            "transport": jobs[0].pipeline.transport.name if jobs else "",
             "names": f"{own.matched.num_tensors} tensors ({_digest(wanted)})",
-            "plan": jobs[0].plan.digest() if jobs else "",
+            "plan": jobs[0].pipeline.plan.digest() if jobs else "",
             "surplus": _digest(own.matched.surplus) if own.matched.surplus else "",
-            "offer": jobs[0].transport.offer() if jobs else None,
+            "offer": jobs[0].pipeline.transport.offer() if jobs else None,
         }
 
     what = f"preparing to load {opened.access.manifest.url}"
@@ -523,7 +514,7 @@ def prepare(opened: Opened, request: Request) -> Job:
         _raise_unexpected(own, [one["surplus"] for one in kinds])
         if all(one["plan"] for one in kinds) and _is_same(kinds, "names", "strategy", "detour"):
             require_same(responses, "transport", "plan")
-            accept_offers(opened.world, what, jobs[0].transport, [one["offer"] for one in responses])
+            accept_offers(opened.world, what, jobs[0].pipeline.transport, [one["offer"] for one in responses])
             return jobs.pop()
     if not _is_same(kinds, "backend", "detour"):
         own = own.through_hosts()  # the devices differ between the ranks, and so do their strategies
@@ -598,8 +589,8 @@ def _open_common(own: MatchedRequest) -> Job:
     shares_memory = not between_devices and not decision.alone
     plan = plan_transfer(
         [] if stream_buffer is not None and stream_buffer.is_mapped else extents,
-        decision.supply(world.rank),
-        decision.demand(world.rank, world.size),
+        decision.readers_for(world.rank),
+        decision.recipients_with(world.rank, world.size),
         staging_bytes=staging_bytes,
         chunk_bytes=options.chunk_bytes,
         block_bytes=opened.block_bytes,
@@ -637,19 +628,20 @@ def _open_job(own: MatchedRequest, plan: Plan, bytes_wanted: int) -> Job:
         guards=Guards(manifest, in_parts=in_parts) if manifest.guards else None,
     )
     writer = own.matched.stream_buffer or TensorWriter(own.matched.destinations)
-    transport = open_transport(
+    pipeline = open_pipeline(
         opened.world,
         plan,
+        reader,
+        writer,
         order=ring_order(access.hosts),
         machines=access.machines,
         hosts=access.hosts,
         device=own.matched.device,
         backend="" if own.decision.alone else own.backend,
+        progress=options.progress,
     )
-    buffers = Buffers(plan, opened.world.rank, transport, writer)
-    pipeline = Pipeline(opened.world, plan, reader, transport, writer, buffers, options.progress)
     opened.tracing.follow(pipeline.watches)
-    return Job(own, plan, bytes_wanted, reader, transport, pipeline)
+    return Job(own, bytes_wanted, pipeline)
 
 
 # Ranks want different bytes
@@ -685,7 +677,7 @@ def _open_routed(own: MatchedRequest, sharing: SharingGroups, bytes_wanted: int)
     opened = own.opened
     plan = plan_routes(
         sharing,
-        own.decision.supply(opened.world.rank),
+        own.decision.readers_for(opened.world.rank),
         order=ring_order(opened.access.hosts),
         staging_bytes=opened.options.staging_bytes,
         chunk_bytes=opened.options.chunk_bytes,
@@ -701,19 +693,23 @@ def _agree(own: MatchedRequest, open_it: Callable[[], Job]) -> Job:
     @uncollected
     def make() -> dict[str, Any]:
         jobs.append(job := open_it())
-        plan = job.plan.digest() if not own.decision.alone else "each its own"
-        return {"plan": plan, "transport": job.transport.name, "offer": job.transport.offer()}
+        plan, transport = job.pipeline.plan, job.pipeline.transport
+        return {
+            "plan": plan.digest() if not own.decision.alone else "each its own",
+            "transport": transport.name,
+            "offer": transport.offer(),
+        }
 
     world, what = own.opened.world, f"planning to load {own.opened.access.manifest.url}"
     with _closing_unused(jobs):
         responses = world.agree(what, make)
         require_same(responses, "plan", "transport")
-        accept_offers(world, what, jobs[0].transport, [one["offer"] for one in responses])
+        accept_offers(world, what, jobs[0].pipeline.transport, [one["offer"] for one in responses])
         return jobs.pop()
 
 
 def _open_rest(job: Job, unread_from: dict[int, int]) -> Job:
-    plan = job.plan
+    plan = job.pipeline.plan
     assert isinstance(plan, RoutedPlan)
     lacking = [(at, rank) for rank, first in unread_from.items() for at in range(first, plan.num_rounds)]
     rest = plan.without(unread_from, lacking, plan.num_rounds)

@@ -191,7 +191,7 @@ class StreamTransfer:
         self._job = job
         self._stream_buffer: StreamBuffer = job.request.matched.stream_buffer
         self._tensors = self._hand_out()
-        self._departure = Departure(self._world, ahead=job.plan.depth)
+        self._departure = Departure(self._world, ahead=job.pipeline.plan.depth)
         self._rest: Task | None = None
         self._is_over = False
         self._cause: BaseException | None = None  # why this rank ends it on all ranks

@@ -20,7 +20,7 @@ from fastload.loading.access import Access
 from fastload.loading.load import Session
 from fastload.report import RankReport, VerifyReport
 from fastload.transfer.pipeline import read_threads
-from fastload.transfer.plan import Demand, Supply, plan_transfer
+from fastload.transfer.plan import plan_transfer
 from fastload.transfer.read import ChunkReader, Damage, Verifier
 
 _NUM_SHOWN = 20
@@ -52,8 +52,8 @@ class _Verification:
         self._damage = _Damages()
         self._plan = plan_transfer(
             access.manifest.tensors,
-            Supply(tuple(self._team) or access.readers),
-            Demand(),
+            tuple(self._team) or access.readers,
+            (),
             staging_bytes=options.staging_bytes,
             chunk_bytes=options.chunk_bytes,
             block_bytes=access.manifest.block_bytes,

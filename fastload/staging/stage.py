@@ -34,13 +34,10 @@ from fastload.storage import PatientStorage
 from fastload.storage.base import new_token
 from fastload.storage.local import LocalStorage
 from fastload.storage.local_target import LocalCopy
-from fastload.transfer.buffers import Buffers
 from fastload.transfer.links import accept_offers
-from fastload.transfer.open_transport import open_transport
-from fastload.transfer.pipeline import Pipeline, read_threads
-from fastload.transfer.plan import Demand, Supply, TransferPlan, plan_transfer
+from fastload.transfer.pipeline import Pipeline, open_pipeline, read_threads
+from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.read import ChunkReader, refuse
-from fastload.transfer.transport import Transport
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -209,12 +206,13 @@ class Stage:
             plan, offer = self._plan(inventory, leaders, missing), None
             if leads and missing.runs:
                 self._job = self._open(inventory, leaders, missing, plan)
-                offer = self._job.transport.offer()
+                offer = self._job.pipeline.transport.offer()
             return [{"files": inventory.identity, "plan": plan.digest()}, offer]
 
         plans, offers = zip(*world.agree(self._what, prepare), strict=True)
         require_same(plans)
-        accept_offers(world, self._what, self._job.transport if self._job is not None else None, offers)
+        transport = self._job.pipeline.transport if self._job is not None else None
+        accept_offers(world, self._what, transport, offers)
         receipts: list[Mapping[str, Any]] = []
         flush_s: list[float] = []
 
@@ -243,8 +241,8 @@ class Stage:
         """Plans the rounds. Hosts with a complete copy supply it; else the leaders that can read do."""
         return plan_transfer(
             missing.runs,
-            Supply(missing.complete or leaders.able),
-            Demand(leaders.all),
+            missing.complete or leaders.able,
+            leaders.all,
             staging_bytes=self._options.staging_bytes,
             chunk_bytes=self._options.chunk_bytes,
             block_bytes=inventory.block_bytes,
@@ -278,10 +276,16 @@ class Stage:
             check=check,
             num_threads=options.write_threads,
         )
-        transport = open_transport(world, plan, order=leaders.all, machines=range(world.size))
-        buffers = Buffers(plan, world.rank, transport, writer)
-        pipeline = Pipeline(world, plan, reader, transport, writer, buffers, options.progress)
-        return _Job(storage, reader, check, writer, transport, pipeline)
+        pipeline = open_pipeline(
+            world,
+            plan,
+            reader,
+            writer,
+            order=leaders.all,
+            machines=range(world.size),
+            progress=options.progress,
+        )
+        return _Job(storage, check, writer, pipeline)
 
     def _read_again(self, inventory: Inventory, block: Block, buffer: memoryview) -> None:
         file = at_source(self._access.manifest, inventory.files)[block.file]
@@ -363,12 +367,12 @@ class Stage:
         ended, job, self._job = True, self._job, None
         if job is not None:
             job.pipeline.close()
-            job.reader.stop()
+            job.pipeline.reader.stop()
             ended = job.writer.close()
-            job.reader.at_end(self._access.storage.close)
+            job.pipeline.reader.at_end(self._access.storage.close)
             if job.storage is not self._access.storage:
-                job.reader.at_end(job.storage.close)
-            if not job.reader.close(wait_s=min(1.0, self._world.grace_s)):
+                job.pipeline.reader.at_end(job.storage.close)
+            if not job.pipeline.reader.close(wait_s=min(1.0, self._world.grace_s)):
                 _log.warning("%s: a read is still under way", self._what)
         else:
             self._access.storage.close()
@@ -383,8 +387,6 @@ class _Job:
     """The parts that move the data of one leader."""
 
     storage: PatientStorage
-    reader: ChunkReader
     check: BlockCheck
     writer: FileWriter
-    transport: Transport
     pipeline: Pipeline

@@ -50,7 +50,7 @@ class Communicators:
         members: The ranks of each communicator of this rank, in order, by number. A communicator has one
             number on all of its ranks, and no other one with this number has the same first rank.
         device: This rank's accelerator, with its index.
-        backend: The backend, as `open_transport.backend_of` returns it.
+        backend: The backend, as `comm.group.backend_of` returns it.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ def _make_backend(name: str, store: Any, rank: int, size: int, device: torch.dev
     Its watchdog does not end the process when another rank aborts: fastload reports the failure itself.
 
     Args:
-        name: The backend, as `open_transport.backend_of` returns it.
+        name: The backend, as `comm.group.backend_of` returns it.
         store: A namespace that no other communicator uses.
         rank: This rank's number among the members.
         size: Number of members.
@@ -322,7 +322,7 @@ class DeviceTransport(_BackendTransport):
     Args:
         world: The ranks.
         device: This rank's accelerator, with its index.
-        backend: The backend, as `open_transport.backend_of` returns it.
+        backend: The backend, as `comm.group.backend_of` returns it.
         hosts: Host of each rank.
     """
 
@@ -472,7 +472,7 @@ class RoutedDeviceTransport(_BackendTransport):
         world: The ranks.
         groups: See `groups_of`; not empty.
         device: This rank's accelerator, with its index.
-        backend: The backend, as `open_transport.backend_of` returns it.
+        backend: The backend, as `comm.group.backend_of` returns it.
     """
 
     def __init__(self, world: World, groups: Sequence[Ranks], device: torch.device, backend: str) -> None:

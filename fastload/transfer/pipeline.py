@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
+import torch
+
+from fastload.base.devices import is_accelerator
 from fastload.base.memory import host_view
 from fastload.base.stopwatch import Stopwatch
 from fastload.base.tasks import Task
@@ -17,7 +20,74 @@ from fastload.errors import DeadlineExceeded, FastloadError, Interrupted, Storag
 from fastload.transfer.buffers import Arrival, Buffers, Destinations, OwnChunk, Plan
 from fastload.transfer.plan import TransferPlan
 from fastload.transfer.read import ChunkReader
-from fastload.transfer.transport import FAILED, UNREADABLE, Round, Transport, wait
+from fastload.transfer.routed_plan import RoutedPlan
+from fastload.transfer.transport import FAILED, UNREADABLE, LocalTransport, Round, Transport, wait
+
+
+def open_pipeline(
+    world: World,
+    plan: Plan,
+    reader: ChunkReader,
+    destinations: Destinations,
+    *,
+    order: Sequence[int],
+    machines: Sequence[Hashable],
+    hosts: Sequence[str] = (),
+    device: torch.device | None = None,
+    backend: str = "",
+    progress: Callable[[int, int], None] | None,
+) -> Pipeline:
+    """Opens a pipeline, with the transport that fits its plan and the device.
+
+    Args:
+        world: The ranks.
+        plan: The plan.
+        reader: Reads this rank's chunks.
+        destinations: The destinations of the bytes.
+        order: The ranks that take part, those of a host next to each other.
+        machines: For each rank of the world, what it has in common with those it can share memory with.
+        hosts: Host of each rank, for transports between devices.
+        device: Where the tensors will live on this rank; host memory if None.
+        backend: What moves data between the devices of all ranks; empty if nothing does.
+        progress: See `Pipeline`.
+
+    Raises:
+        MemoryError: Staging buffers do not fit into memory.
+    """
+    transport = _open_transport(world, plan, order, machines, hosts, device, backend)
+    buffers = Buffers(plan, world.rank, transport, destinations)
+    return Pipeline(world, plan, reader, transport, destinations, buffers, progress)
+
+
+def _open_transport(
+    world: World,
+    plan: Plan,
+    order: Sequence[int],
+    machines: Sequence[Hashable],
+    hosts: Sequence[str],
+    device: torch.device | None,
+    backend: str,
+) -> Transport:
+    pinned = device is not None and is_accelerator(device)
+    if backend and device is not None and isinstance(plan, TransferPlan):
+        from fastload.transfer.device_transport import DeviceTransport
+
+        return DeviceTransport(world, device, backend, hosts)
+    if not plan.exchanges:
+        return LocalTransport(world.rank, pinned=pinned)
+    if backend and device is not None and isinstance(plan, RoutedPlan):
+        from fastload.transfer.device_transport import RoutedDeviceTransport, groups_of
+
+        if groups := groups_of(plan):
+            return RoutedDeviceTransport(world, groups, device, backend)
+    # One rank alone, or each for itself, need not import it.
+    from fastload.transfer.host_transport import HostTransport
+    from fastload.transfer.messages import Routing, sharing_domains
+
+    # Shared memory takes one buffer more than rounds in flight, so at least two.
+    domains = sharing_domains(machines, plan.groups if plan.depth > 1 else ())
+    routing = Routing(world.rank, order, [domains[rank] for rank in order])
+    return HostTransport(world, routing, plan.pairs(world.rank), pinned=pinned)
 
 
 class Starter:
@@ -208,6 +278,9 @@ class Pipeline:
         progress: Called with (bytes placed, bytes wanted).
 
     Attributes:
+        plan: As given.
+        reader: As given.
+        transport: As given.
         broken: Readers that dropped out; the same on every rank.
         ends_before: Called with the number of each round, over all plans, before it begins. True ends the
             transfer after the rounds in flight. It has to return True for the same round on all ranks.
@@ -224,9 +297,9 @@ class Pipeline:
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self._world = world
-        self._plan = plan
-        self._reader = reader
-        self._transport = transport
+        self.plan = plan
+        self.reader = reader
+        self.transport = transport
         self._placing = _Placing(world.rank, destinations, progress)
         self._buffers = buffers
         self._starter = Starter(reader, transport)
@@ -244,7 +317,7 @@ class Pipeline:
     @property
     def unread_from(self) -> int | None:
         """The first round without this rank's chunk, unless the other ranks know it; or None."""
-        return None if self._plan.in_lockstep else self._starter.unread_from
+        return None if self.plan.in_lockstep else self._starter.unread_from
 
     @property
     def drop_out(self) -> str:
@@ -262,11 +335,6 @@ class Pipeline:
         return self._placing.placed_bytes
 
     @property
-    def bytes_in(self) -> int:
-        """Bytes received from ranks that share no memory with this one."""
-        return self._transport.bytes_in
-
-    @property
     def buffer_bytes(self) -> int:
         """Bytes used of all buffers; 0 if everything is read and received in place."""
         return self._buffers.nbytes
@@ -274,7 +342,7 @@ class Pipeline:
     @property
     def watches(self) -> dict[str, Stopwatch]:
         """The stopwatch of each stage."""
-        return {"read": self._reader.watch, "exchange": self._transport.watch, "place": self._placing.watch}
+        return {"read": self.reader.watch, "exchange": self.transport.watch, "place": self._placing.watch}
 
     @property
     def num_posted(self) -> int:
@@ -300,21 +368,21 @@ class Pipeline:
         Raises:
             FastloadError: This rank failed, or another one did (`Interrupted`).
         """
-        if self._plan.num_rounds == 0:
+        if self.plan.num_rounds == 0:
             return
-        self._transport.connect(give_up=self._world.peer_failed)
+        self.transport.connect(give_up=self._world.peer_failed)
         self._starter.begin()
         try:
-            plan: Plan | None = self._plan
+            plan: Plan | None = self.plan
             while plan is not None:
                 plan = yield from self._run_plan(plan)
         except BaseException as error:
-            self._reader.stop()
+            self.reader.stop()
             if not isinstance(error, Interrupted):
                 raise
             # This rank's failure to read comes first: the ranks that wait for its chunk may have given up
             # before it did.
-            cause = self._starter.read_error or self._reader.overdue(self._world.patience_s / 2)
+            cause = self._starter.read_error or self.reader.overdue(self._world.patience_s / 2)
             if cause is None:
                 raise
             try:
@@ -367,21 +435,21 @@ class Pipeline:
         """Ends the threads. After a failure this may take a moment, so set the failure flag before."""
         self._starter.close(wait_s=self._world.grace_s)
         self._ahead.forget()
-        self._transport.close()
+        self.transport.close()
         self._buffers.free()
 
     def _post(self, plan: Plan, index: int) -> Round:
         """Posts the receives of a round and begins to read this rank's chunk."""
         number = self._first_index + index
         try:
-            self._transport.reserve(number, until_s=self._world.patience_s, give_up=self._is_lost)
+            self.transport.reserve(number, until_s=self._world.patience_s, give_up=self._is_lost)
         except DeadlineExceeded as late:
             raise Interrupted(str(late)) from None
         own, read = self._ahead.take(index)
         work = self._buffers.prepare(plan, index, number, own)
-        self._transport.post(work)
+        self.transport.post(work)
         if work.byte_ranges and read is None:
-            read = self._reader.submit(work.byte_ranges, [host_view(buffer) for buffer in work.buffers])
+            read = self.reader.submit(work.byte_ranges, [host_view(buffer) for buffer in work.buffers])
         self._starter.post(work, read)
         return work
 
@@ -409,14 +477,14 @@ class Pipeline:
 
     def _reason(self, work: Round, late: DeadlineExceeded) -> FastloadError:
         """Blames this rank's storage if its own chunk is not read yet, and else the exchange."""
-        overdue = None if work.started.is_set() else self._reader.overdue(at_least_s=0.0)
+        overdue = None if work.started.is_set() else self.reader.overdue(at_least_s=0.0)
         return overdue or Interrupted(str(late))
 
     def _recycle(self, work: Round) -> None:
         # Copies to a device may still read the buffer.
         self._placing.settle()
         try:
-            self._transport.release(work, until_s=self._world.patience_s, give_up=self._world.peer_failed)
+            self.transport.release(work, until_s=self._world.patience_s, give_up=self._world.peer_failed)
         except DeadlineExceeded as late:
             raise Interrupted(str(late)) from None
 

@@ -37,34 +37,6 @@ from fastload.geometry.box import Runs
 from fastload.geometry.ranges import ByteRange, HasRange, Space, merged
 from fastload.transfer.messages import Message, Ranks, joined
 
-
-@dataclass(frozen=True)
-class Supply:
-    """The ranks that can each deliver every byte: readers of storage, or hosts that have a copy.
-
-    Attributes:
-        ranks: The ranks, ascending; at least one.
-    """
-
-    ranks: tuple[int, ...]
-
-    def without(self, broken: Collection[int]) -> Supply | None:
-        """Returns the supply without some ranks; None if no rank is left."""
-        left = tuple(rank for rank in self.ranks if rank not in broken)
-        return Supply(left) if left else None
-
-
-@dataclass(frozen=True)
-class Demand:
-    """The ranks that each want every byte.
-
-    Attributes:
-        ranks: The ranks, ascending: all, one of each host, or a single one. None of them to verify only.
-    """
-
-    ranks: tuple[int, ...] = ()
-
-
 _NEAR = 1.42  # so that a power of 2 is always near
 
 
@@ -382,8 +354,9 @@ class TransferPlan:
 
     Attributes:
         ranges: The byte ranges to read, merged, in order: the space, or the rest of it.
-        supply: The ranks that read.
-        demand: The ranks that receive the bytes.
+        readers: The ranks that read, ascending: readers of storage, or hosts that have a copy.
+        recipients: The ranks that receive the bytes, ascending: all, one of each host, or a single one.
+            None of them to verify only.
         chunk_bytes: Length of a chunk in every cycle but the last, before bounds are moved to blocks.
         depth: Rounds that may be in flight at once.
         blocks: The checksum blocks of the space, which no chunk may cut; None if none are verified.
@@ -398,8 +371,8 @@ class TransferPlan:
     """
 
     ranges: tuple[ByteRange, ...]
-    supply: Supply
-    demand: Demand
+    readers: Ranks
+    recipients: Ranks
     chunk_bytes: int
     depth: int
     blocks: Blocks | None = None
@@ -411,25 +384,15 @@ class TransferPlan:
     num_sharing: int = 1
     in_lockstep: ClassVar[bool] = True
 
-    @property
-    def readers(self) -> tuple[int, ...]:
-        """The ranks that read, ascending."""
-        return self.supply.ranks
-
     @cached_property
     def windows(self) -> ReaderWindows:
         """The readers of each round of a cycle."""
         return ReaderWindows.of(self.readers, self.hosts, self.num_windows, by_local=self.even_slots)
 
-    @cached_property
-    def members(self) -> tuple[int, ...]:
-        """The ranks that take part, ascending."""
-        return tuple(sorted({*self.supply.ranks, *self.demand.ranks}))
-
     @property
     def exchanges(self) -> bool:
         """Whether any rank receives bytes that another one reads."""
-        return _exchanges(self.supply, self.demand)
+        return _exchanges(self.readers, self.recipients)
 
     @cached_property
     def _space(self) -> Space[ByteRange]:
@@ -548,12 +511,6 @@ class TransferPlan:
         return self._round_size.nbytes(self.chunk_bytes)
 
     @property
-    def staged_bytes(self) -> int:
-        """The most bytes of one rank's part of all buffers, those for reading ahead included."""
-        own = -(-self.ahead // self.num_windows) * slot_bytes(self.chunk_bytes + self._longest_block_bytes)
-        return self.depth * self._round_size.part_bytes(self.chunk_bytes) + own
-
-    @property
     def _round_size(self) -> RoundSize:
         padded = self.even_slots or self.contiguous
         num_slots = self.windows.most_readers if self.exchanges else 1
@@ -584,16 +541,16 @@ class TransferPlan:
         Returns:
             A plan that needs no larger buffers than this one, or None if no reader is left.
         """
-        supply = self.supply.without(broken)
-        if supply is None:
+        readers = tuple(rank for rank in self.readers if rank not in broken)
+        if not readers:
             return None
         left = [self.chunk(index, rank) for index, rank in lacking]
         left += self._from_round(num_posted)
         ranges = tuple(byte_range for chunk in sorted(left) for byte_range in self.byte_ranges(chunk))
-        num_windows = -(-len(supply.ranks) // self.windows.most_readers)
+        num_windows = -(-len(readers) // self.windows.most_readers)
         num_own = -(-self.ahead // self.num_windows)  # chunks that fit
         ahead = min(self.ahead, num_own * num_windows)
-        return replace(self, ranges=ranges, supply=supply, num_windows=num_windows, ahead=ahead)
+        return replace(self, ranges=ranges, readers=readers, num_windows=num_windows, ahead=ahead)
 
     def _from_round(self, round_index: int) -> list[Chunk]:
         """Returns the ranges that are read from a round on."""
@@ -630,20 +587,20 @@ class TransferPlan:
         return TransferView(self, rank)
 
     @property
-    def recipients(self) -> Collection[Ranks]:
+    def groups(self) -> Collection[Ranks]:
         """The sets of ranks that receive the same messages."""
-        return [self.demand.ranks]
+        return [self.recipients]
 
     def pairs(self, rank: int) -> Iterator[tuple[int, Ranks]]:
         """Yields (reader, recipients) of all messages that a rank sends or receives."""
         for reader in self.readers:
-            if rank == reader or rank in self.demand.ranks:
-                yield reader, self.demand.ranks
+            if rank == reader or rank in self.recipients:
+                yield reader, self.recipients
 
     def digest(self) -> str:
         """xxh3-128 of the plan, for comparison between ranks."""
         # The ranks matter only if they exchange anything.
-        ranks = [self.readers, self.demand.ranks] if self.exchanges else []
+        ranks = [self.readers, self.recipients] if self.exchanges else []
         blocks = _digest(self.blocks) if self.blocks is not None else None
         shape = self.even_slots, self.contiguous, self.num_sharing, self.ahead
         order = self.windows.order if self.windows.order != self.readers else ()
@@ -666,7 +623,7 @@ class TransferView:
         self.wanted_bytes = plan.total_bytes
         self._plan = plan
         self._rank = rank
-        self._is_wanted = rank in plan.demand.ranks
+        self._is_wanted = rank in plan.recipients
 
     def readers(self, index: int) -> Collection[int]:
         """Returns the ranks that may read in a round."""
@@ -686,7 +643,7 @@ class TransferView:
         return self._messages({reader: chunk for reader, chunk in chunks.items() if reader != self._rank})
 
     def _messages(self, chunks: Mapping[int, Chunk]) -> list[Message]:
-        ranks, messages = self._plan.demand.ranks, []
+        ranks, messages = self._plan.recipients, []
         for reader, chunk in chunks.items() if ranks else ():
             if chunk.nbytes:
                 byte_ranges = self._plan.byte_ranges(chunk) if self._is_wanted else []
@@ -698,8 +655,8 @@ class TransferView:
 
 def plan_transfer(
     wanted: Sequence[HasRange],
-    supply: Supply,
-    demand: Demand,
+    readers: Ranks,
+    recipients: Ranks,
     *,
     staging_bytes: int,
     chunk_bytes: int | None,
@@ -715,8 +672,8 @@ def plan_transfer(
 
     Args:
         wanted: Tensors, or other byte ranges of files, in file order.
-        supply: The ranks that can read.
-        demand: The ranks that receive the bytes.
+        readers: The ranks that can read, ascending; at least one.
+        recipients: The ranks that receive the bytes, ascending.
         staging_bytes: Most bytes for one rank's part of all buffers, those for reading ahead included.
         chunk_bytes: Unit of reading and of exchange; None chooses it.
         block_bytes: Length of the checksum blocks to verify; 0 without any.
@@ -733,17 +690,17 @@ def plan_transfer(
     longest = _longest_bytes(blocks)
     ranges = merged(wanted)
     total_bytes = sum(each.nbytes for each in ranges)
-    num_readers, exchanges = len(supply.ranks), _exchanges(supply, demand)
+    num_readers, exchanges = len(readers), _exchanges(readers, recipients)
     few = RoundSize(min(num_readers, _FEW_READERS) if exchanges else 1, exchanges, longest, True, num_sharing)
     least_bytes = max(min(chunk_bytes or _LEAST_CHUNK_BYTES, -(-total_bytes // num_readers)), longest)
     contiguous = contiguous and _MAX_DEPTH * few.part_bytes(least_bytes) <= staging_bytes
     size = replace(few, num_slots=num_readers if exchanges else 1, padded=even_slots or contiguous)
-    num_hosts = len({hosts[rank] for rank in supply.ranks}) if hosts else num_readers
+    num_hosts = len({hosts[rank] for rank in readers}) if hosts else num_readers
     sizes = choose_sizes(total_bytes, num_readers, num_hosts, size, staging_bytes, chunk_bytes)
     return TransferPlan(
         ranges,
-        supply,
-        demand,
+        readers,
+        recipients,
         sizes.chunk_bytes,
         sizes.depth,
         blocks,
@@ -756,8 +713,8 @@ def plan_transfer(
     )
 
 
-def _exchanges(supply: Supply, demand: Demand) -> bool:
-    return (bool(demand.ranks) and supply.ranks != demand.ranks) or len(demand.ranks) > 1
+def _exchanges(readers: Ranks, recipients: Ranks) -> bool:
+    return (bool(recipients) and readers != recipients) or len(recipients) > 1
 
 
 def _blocks(wanted: Sequence[HasRange], block_bytes: int) -> Blocks | None:
@@ -797,13 +754,13 @@ class StrategyChoice:
         """Whether every rank reads all its bytes itself."""
         return self.strategy == "direct"
 
-    def supply(self, rank: int) -> Supply:
-        """Returns the ranks that deliver to a rank."""
-        return Supply((rank,) if self.alone else self.readers)
+    def readers_for(self, rank: int) -> Ranks:
+        """Returns the ranks that read what a rank receives."""
+        return (rank,) if self.alone else self.readers
 
-    def demand(self, rank: int, world_size: int) -> Demand:
-        """Returns the ranks that receive what the suppliers of a rank deliver."""
-        return Demand((rank,) if self.alone else tuple(range(world_size)))
+    def recipients_with(self, rank: int, world_size: int) -> Ranks:
+        """Returns the ranks that receive what a rank receives."""
+        return (rank,) if self.alone else tuple(range(world_size))
 
 
 def choose_strategy(

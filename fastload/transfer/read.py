@@ -126,13 +126,9 @@ class Guards:
     Args:
         manifest: The manifest, with guards or without.
         in_parts: Whether data may be read without their first byte.
-
-    Attributes:
-        is_broken: Whether other bytes than expected preceded data; set by the reader.
     """
 
     def __init__(self, manifest: Manifest, *, in_parts: bool) -> None:
-        self.is_broken = False
         self._guards = manifest.guards
         guarded = {(guard.file, guard.offset) for guard in manifest.guards}
         # Views of one storage may begin anywhere within it.
@@ -181,7 +177,7 @@ class ChunkReader:
         watch: Time with at least one read under way.
         verified: Bytes verified.
         rereads: Blocks read again because of a wrong checksum.
-        guards: As given.
+        is_misread: Whether other bytes than the guards preceded data.
     """
 
     def __init__(
@@ -195,7 +191,8 @@ class ChunkReader:
         via_cache: bool = False,
         guards: Guards | None = None,
     ) -> None:
-        self.guards = guards
+        self.is_misread = False
+        self._guards = guards
         self._storage = storage
         self._files = files
         self._via_cache = via_cache
@@ -270,7 +267,7 @@ class ChunkReader:
         parts: list[Part] = []
         heads: list[tuple[memoryview, bytes]] = []
         for byte_range, taken in group:
-            guard = self.guards.before(byte_range) if self.guards is not None else None
+            guard = self._guards.before(byte_range) if self._guards is not None else None
             if guard is not None:
                 begin, head = guard
                 heads.append((memoryview(bytearray(len(head))), head))
@@ -281,8 +278,8 @@ class ChunkReader:
                     self._read_range(before, [heads[-1][0]])
             parts.append((byte_range, taken))
         self._read_range(*_joined(parts))
-        if self.guards is not None and any(found != head for found, head in heads):
-            self.guards.is_broken = True
+        if any(found != head for found, head in heads):
+            self.is_misread = True
 
     def _read_range(self, byte_range: ByteRange, buffers: Sequence[memoryview]) -> None:
         with self.watch.span(nbytes=byte_range.nbytes), self._reading(byte_range):

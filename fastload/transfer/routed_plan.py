@@ -24,7 +24,7 @@ from fastload.geometry.box import Runs
 from fastload.geometry.ranges import ByteRange, HasRange
 from fastload.transfer.demand import Density, Part, SharingGroups, TensorRange
 from fastload.transfer.messages import Message, Ranks, joined
-from fastload.transfer.plan import Chunk, Supply
+from fastload.transfer.plan import Chunk
 from fastload.transfer.shares import Share, deal
 
 
@@ -154,7 +154,7 @@ class RoutedPlan:
 
     Attributes:
         sharing: The requested bytes.
-        supply: The ranks that read.
+        readers: The ranks that read, ascending.
         shares: The bytes that each of them reads, in order.
         order: All ranks, those of a host next to each other.
         chunk_bytes: Length of a chunk in every round but a reader's last, before it is cut at units.
@@ -166,7 +166,7 @@ class RoutedPlan:
     """
 
     sharing: SharingGroups
-    supply: Supply
+    readers: Ranks
     shares: tuple[Share, ...]
     order: tuple[int, ...]
     chunk_bytes: int
@@ -176,11 +176,6 @@ class RoutedPlan:
     holders: Holders | None = None
     in_lockstep: ClassVar[bool] = False
     ahead: ClassVar[int] = 0
-
-    @property
-    def readers(self) -> tuple[int, ...]:
-        """The ranks that read, ascending."""
-        return self.supply.ranks
 
     @cached_property
     def total_bytes(self) -> int:
@@ -210,7 +205,7 @@ class RoutedPlan:
         return RoutedView(self, rank)
 
     @cached_property
-    def recipients(self) -> Collection[Ranks]:
+    def groups(self) -> Collection[Ranks]:
         """The sets of ranks that receive the same messages."""
         return dict.fromkeys(ranks for densities in self.sharing.densities for ranks in densities)
 
@@ -265,22 +260,22 @@ class RoutedPlan:
         self, broken: Collection[int], lacking: Sequence[tuple[int, int]], num_posted: int
     ) -> RoutedPlan | None:
         """Returns the plan for the remaining bytes when readers drop out; see `TransferPlan.without`."""
-        supply = self.supply.without(broken)
-        if supply is None:
+        readers = tuple(rank for rank in self.readers if rank not in broken)
+        if not readers:
             return None
         left: list[list[tuple[int, int]]] = [[] for _ in self.sharing.nbytes]
         later = [(index, rank) for index in range(num_posted, self.num_rounds) for rank in self.readers]
         for index, rank in (*lacking, *later):
             for share in self.shares_in(self.shares_of[rank], index):
                 left[share.group].append((share.begin, share.end))
-        shares = _deal(self.sharing, [sorted(ranges) for ranges in left], supply, self.holders)
+        shares = _deal(self.sharing, [sorted(ranges) for ranges in left], readers, self.holders)
         if shares is None:
             return None
         # A rank that no longer reads receives more than before.
         need = _RoundBytes(self.sharing, shares)
         chunk_bytes = need.fitting(self.chunk_bytes, self.staging_bytes)
         sizes = need.sizes(chunk_bytes, self.staging_bytes)
-        return RoutedPlan(self.sharing, supply, tuple(shares), self.order, *sizes, self.holders)
+        return RoutedPlan(self.sharing, readers, tuple(shares), self.order, *sizes, self.holders)
 
     def digest(self) -> str:
         """xxh3-128 of the inputs of the plan, for comparison between ranks."""
@@ -292,7 +287,7 @@ class RoutedPlan:
 
 def plan_routes(
     sharing: SharingGroups,
-    supply: Supply,
+    readers: Ranks,
     *,
     order: Sequence[int],
     staging_bytes: int,
@@ -303,7 +298,7 @@ def plan_routes(
 
     Args:
         sharing: The requested bytes.
-        supply: The ranks that can read.
+        readers: The ranks that can read, ascending; at least one.
         order: All ranks, those of a host next to each other.
         staging_bytes: Most bytes for all buffers of one rank together.
         chunk_bytes: Unit of reading and of exchange; None chooses it.
@@ -313,34 +308,34 @@ def plan_routes(
         OptionError: `chunk_bytes`, or a checksum block, does not fit into `staging_bytes`.
         IncompleteCheckpoint: No rank holds some of the bytes.
     """
-    shares = _deal(sharing, [[(0, nbytes)] for nbytes in sharing.nbytes], supply, holders)
+    shares = _deal(sharing, [[(0, nbytes)] for nbytes in sharing.nbytes], readers, holders)
     if shares is None:
         raise IncompleteCheckpoint("no rank has some of the requested bytes of the checkpoint")
     need = _RoundBytes(sharing, shares)
     if chunk_bytes is None:
-        for_overlap = round_up(sharing.total_bytes // len(supply.ranks) // _GOOD_NUM_ROUNDS, PAGE_BYTES)
+        for_overlap = round_up(sharing.total_bytes // len(readers) // _GOOD_NUM_ROUNDS, PAGE_BYTES)
         good = min(max(for_overlap, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
         chunk_bytes = need.fitting(good, staging_bytes)
     sizes = need.sizes(chunk_bytes, staging_bytes)
-    return RoutedPlan(sharing, supply, tuple(shares), tuple(order), *sizes, holders)
+    return RoutedPlan(sharing, readers, tuple(shares), tuple(order), *sizes, holders)
 
 
 def _deal(
     sharing: SharingGroups,
     wanted: Sequence[Sequence[tuple[int, int]]],
-    supply: Supply,
+    readers: Ranks,
     holders: Holders | None,
 ) -> list[Share] | None:
     """Deals ranges of each group to readers that can deliver them; None if no reader can."""
     if holders is None:
-        return deal(wanted, sharing.requesters, supply.ranks)
-    pools = holders.pools(sharing, wanted, supply.ranks)
+        return deal(wanted, sharing.requesters, readers)
+    pools = holders.pools(sharing, wanted, readers)
     if pools is None:
         return None
     shares = deal(
         [pool.ranges for pool in pools],
         [sharing.requesters[pool.group] for pool in pools],
-        supply.ranks,
+        readers,
         holders=[pool.ranks for pool in pools],
     )
     return [replace(share, group=pools[share.group].group) for share in shares]

@@ -19,7 +19,7 @@ from torch import Tensor
 import fastload
 from fastload.base.memory import host_view
 from fastload.geometry.ranges import ByteRange
-from fastload.transfer.plan import Demand, Supply, plan_transfer
+from fastload.transfer.plan import plan_transfer
 
 State = dict[str, Tensor]
 
@@ -114,9 +114,7 @@ def _ring_all_gather(shares: list[Tensor]) -> None:
 
 def _spans(manifest: fastload.Manifest, begin: int, end: int) -> Iterator[tuple[int, ByteRange]]:
     """Cuts a range of all bytes into reads: (where it starts in all bytes, what to read)."""
-    plan = plan_transfer(
-        manifest.tensors, Supply((0,)), Demand((0,)), staging_bytes=1 << 30, chunk_bytes=_READ_BYTES
-    )
+    plan = plan_transfer(manifest.tensors, (0,), (0,), staging_bytes=1 << 30, chunk_bytes=_READ_BYTES)
     position = 0
     for extent in plan.ranges:
         start, stop = max(begin, position), min(end, position + extent.nbytes)

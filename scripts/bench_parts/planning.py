@@ -22,7 +22,7 @@ from fastload.comm.world import World
 from fastload.estimate.parallel import Cut, Model, Parallel, requests_of
 from fastload.formats.manifest import TensorEntry
 from fastload.transfer.demand import RankRequests, SharingGroups
-from fastload.transfer.plan import Demand, Supply, TransferPlan, plan_transfer
+from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.routed_plan import RoutedPlan, RoutedView, plan_routes
 
 _LAYER = [  # shapes, and which dimension tensor parallel ranks cut
@@ -52,8 +52,8 @@ def measure_plan(
         began = time.perf_counter()
         made = plan_transfer(
             wanted,
-            Supply(tuple(range(num_ranks))),
-            Demand(tuple(range(num_ranks))),
+            tuple(range(num_ranks)),
+            tuple(range(num_ranks)),
             staging_bytes=256 * MIB,
             chunk_bytes=None,
             block_bytes=block_bytes,
@@ -157,7 +157,7 @@ def _plan(model: Model, heard: Sequence[bytes], times: list[float]) -> RoutedPla
     sharing = SharingGroups(model.tensors, requests, 0)
     times.append(time.perf_counter())
     ranks = tuple(range(len(heard)))
-    plan = plan_routes(sharing, Supply(ranks), order=ranks, staging_bytes=256 * MIB, chunk_bytes=None)
+    plan = plan_routes(sharing, ranks, order=ranks, staging_bytes=256 * MIB, chunk_bytes=None)
     times.append(time.perf_counter())
     RoutedView(plan, 0)
     times.append(time.perf_counter())

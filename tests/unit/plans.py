@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fastload.geometry.ranges import HasRange
-from fastload.transfer.plan import Demand, Supply, TransferPlan, plan_transfer
+from fastload.transfer.plan import TransferPlan, plan_transfer
 
 __all__ = ["drop_out", "plan_for_all"]
 
@@ -16,7 +16,13 @@ __all__ = ["drop_out", "plan_for_all"]
 def plan_for_all(
     wanted: Sequence[HasRange], *, world_size: int, readers: Sequence[int], **how: Any
 ) -> TransferPlan:
-    return plan_transfer(wanted, Supply(tuple(readers)), Demand(tuple(range(world_size))), **how)
+    return plan_transfer(wanted, tuple(readers), tuple(range(world_size)), **how)
+
+
+def staged_bytes(plan: TransferPlan) -> int:
+    """Returns the most bytes of one rank's part of all buffers, those for reading ahead included."""
+    own = -(-plan.ahead // plan.num_windows) * plan.largest_chunk_bytes(plan.readers[0])
+    return plan.depth * -(-plan.buffer_bytes // plan.num_sharing) + own
 
 
 def drop_out(data: st.DataObject, plan: TransferPlan) -> tuple[TransferPlan, list[tuple[int, int]]]:

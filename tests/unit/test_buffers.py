@@ -112,7 +112,7 @@ def run(
 ) -> list[int]:
     """Moves all rounds; returns how many bytes were placed on each rank."""
     everyone = range(len(machines))
-    domains = sharing_domains(machines, plan.recipients)
+    domains = sharing_domains(machines, plan.groups)
     shared: dict[object, list[dict[int, FlatBuffer]]] = {domain: [] for domain in domains}
     members = []
     for rank in everyone:

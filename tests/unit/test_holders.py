@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from fastload.geometry.ranges import ByteRange
 from fastload.transfer.demand import RankRequest, RankRequests, SharingGroups
-from fastload.transfer.plan import Supply
 from fastload.transfer.routed_plan import HeldRange, Holders, RoutedPlan, RoutedView, plan_routes
 from tests.unit.test_routes import Want, everything, jobs, run
 
@@ -50,7 +49,7 @@ def test_each_byte_is_read_once_by_a_rank_that_has_it(
     assert holders.lacking(tensors) == 0
     plan = plan_routes(
         sharing,
-        Supply(holders.ranks or (0,)),
+        holders.ranks or (0,),
         order=range(num_ranks),
         staging_bytes=1 << 24,
         chunk_bytes=chunk_bytes,

@@ -17,8 +17,8 @@ from fastload.base.memory import PAGE_BYTES
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
 from fastload.geometry.ranges import ByteRange
-from fastload.transfer.plan import Chunk, Demand, ReaderWindows, Supply, TransferPlan
-from tests.unit.plans import plan_for_all
+from fastload.transfer.plan import Chunk, ReaderWindows, TransferPlan
+from tests.unit.plans import plan_for_all, staged_bytes
 
 
 def entries(*sizes_and_gaps: tuple[int, int, bool]) -> list[TensorEntry]:
@@ -111,7 +111,7 @@ def test_shares_differ_by_less_than_a_chunk_and_rounds_are_even(
     shares = [share_bytes(plan, rank) for rank in plan.readers]
     assert sum(shares) == plan.total_bytes
     assert max(shares) - min(shares) <= plan.chunk_bytes
-    for rank in range(len(plan.demand.ranks)):
+    for rank in range(len(plan.recipients)):
         if rank not in plan.readers:
             assert share_bytes(plan, rank) == 0
     for index in range(plan.num_rounds):
@@ -133,12 +133,12 @@ def test_the_buffers_fit_into_staging_and_hold_every_slot(
 ) -> None:
     _, plan, staging_bytes = drawn
     assert plan.depth >= 1
-    assert plan.staged_bytes <= staging_bytes
-    assert plan.staged_bytes >= plan.depth * plan.buffer_bytes // plan.num_sharing
+    assert staged_bytes(plan) <= staging_bytes
+    assert staged_bytes(plan) >= plan.depth * plan.buffer_bytes // plan.num_sharing
     if plan.num_windows > 1:
         assert plan.ahead >= plan.depth
         own = plan.num_reads * plan.largest_chunk_bytes(plan.readers[0])
-        assert plan.staged_bytes >= plan.depth * plan.buffer_bytes // plan.num_sharing + own
+        assert staged_bytes(plan) >= plan.depth * plan.buffer_bytes // plan.num_sharing + own
         for rank in plan.readers:  # the chunk that had the memory of another one before is over
             own_rounds = plan.rounds_of(rank, 0, plan.num_rounds)
             for before, after in zip(own_rounds, own_rounds[plan.num_reads :], strict=False):
@@ -170,7 +170,7 @@ def test_chosen_chunks_are_of_useful_size(total: int, world_size: int, staging_b
         staging_bytes=staging_bytes,
         chunk_bytes=None,
     )
-    assert plan.staged_bytes <= staging_bytes
+    assert staged_bytes(plan) <= staging_bytes
     assert plan.num_rounds <= 600 * plan.num_windows or plan.chunk_bytes >= 1 << 19 or staging_bytes < 1 << 26
     share = -(-total // len(plan.readers))
     assert plan.chunk_bytes >= min(PAGE_BYTES, max(share, 1))
@@ -194,7 +194,7 @@ def test_all_read_however_many_there_are(num_hosts: int, num_locals: int, num_sh
     )  # fmt: skip
     assert len(plan.readers) == num_ranks
     assert plan.chunk_bytes >= 3 << 18
-    assert plan.staged_bytes <= 256 << 20
+    assert staged_bytes(plan) <= 256 << 20
     assert plan.depth == 4
     assert 1 << 27 <= (plan.ahead or plan.depth) * plan.windows.most_readers * plan.chunk_bytes <= 5 << 30
     for window in plan.windows.readers:
@@ -312,9 +312,9 @@ def test_the_digest_tells_plans_apart() -> None:
     wanted = entries((1000, 0, False), (500, 8, False))
     base = plan_for_all(wanted, world_size=3, readers=(0, 1), staging_bytes=1 << 20, chunk_bytes=64)
     others = [
-        replace(base, demand=Demand((0, 1, 2, 3))),
-        replace(base, supply=Supply((0, 2))),
-        replace(base, supply=Supply((0, 1, 2))),
+        replace(base, recipients=(0, 1, 2, 3)),
+        replace(base, readers=(0, 2)),
+        replace(base, readers=(0, 1, 2)),
         replace(base, chunk_bytes=65),
         replace(base, depth=base.depth - 1),
         replace(base, ranges=base.ranges[:1]),

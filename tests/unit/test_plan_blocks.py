@@ -13,7 +13,7 @@ from fastload.base.memory import PAGE_BYTES
 from fastload.errors import OptionError
 from fastload.formats.manifest import TensorEntry
 from fastload.transfer.plan import TransferPlan
-from tests.unit.plans import drop_out, plan_for_all
+from tests.unit.plans import drop_out, plan_for_all, staged_bytes
 from tests.unit.test_plan import entries, share_bytes, wanted_bytes, wanted_tensors
 
 MIB = 1 << 20
@@ -74,7 +74,7 @@ def test_every_byte_is_read_once_and_no_block_is_cut(
     wanted, plan, _, block_bytes = drawn
     read = check_cover(plan, wanted, block_bytes)
     assert read == list(range(sum(entry.nbytes for entry in wanted)))
-    assert sum(share_bytes(plan, rank) for rank in range(len(plan.demand.ranks))) == plan.total_bytes
+    assert sum(share_bytes(plan, rank) for rank in range(len(plan.recipients))) == plan.total_bytes
 
 
 @given(plans())
@@ -83,7 +83,7 @@ def test_the_buffers_fit_into_staging_and_hold_every_slot(
 ) -> None:
     _, plan, staging_bytes, _ = drawn
     assert plan.depth >= 1
-    assert plan.staged_bytes <= staging_bytes
+    assert staged_bytes(plan) <= staging_bytes
     for index in range(plan.num_rounds):
         slots = plan.slot_sizes(index, plan.chunks(index))
         assert sum(slots.values()) <= plan.buffer_bytes
@@ -108,7 +108,7 @@ def test_healing_keeps_blocks_whole(
     for index in range(left.num_rounds):
         assert sum(left.slot_sizes(index, left.chunks(index)).values()) <= plan.buffer_bytes
         assert max(left.slot_sizes(index, left.chunks(index)).values()) <= max(
-            map(plan.largest_chunk_bytes, range(len(plan.demand.ranks)))
+            map(plan.largest_chunk_bytes, range(len(plan.recipients)))
         )
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fastload.base.memory import PAGE_BYTES
 from fastload.formats.manifest import TensorEntry
 from fastload.transfer.plan import TransferPlan
-from tests.unit.plans import drop_out, plan_for_all
+from tests.unit.plans import drop_out, plan_for_all, staged_bytes
 from tests.unit.test_plan import entries, share_bytes, wanted_bytes, wanted_tensors
 from tests.unit.test_plan_blocks import check_cover
 
@@ -62,7 +62,7 @@ def test_shares_are_even_and_buffers_fit_into_staging(
     most = max(share_bytes(plan, rank) for rank in plan.readers)
     uneven = longest if plan.contiguous else longest + plan.chunk_bytes
     assert most <= -(-plan.total_bytes // len(plan.readers)) + uneven
-    assert plan.staged_bytes <= staging_bytes
+    assert staged_bytes(plan) <= staging_bytes
     for index in range(plan.num_rounds):
         slots = plan.slot_sizes(index, plan.chunks(index))
         assert sum(slots.values()) <= plan.buffer_bytes

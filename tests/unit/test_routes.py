@@ -13,7 +13,6 @@ from fastload.geometry.box import Box, Runs, runs_of
 from fastload.geometry.ranges import ByteRange
 from fastload.transfer.demand import RankRequest, RankRequests, SharingGroups
 from fastload.transfer.messages import Message, Routing, sharing_domains
-from fastload.transfer.plan import Supply
 from fastload.transfer.routed_plan import RoutedPlan, plan_routes
 
 Want = list[tuple[int, tuple[Runs, ...]]]
@@ -68,15 +67,13 @@ def plan_of(
     requests = RankRequests.join([RankRequest.unpack(RankRequest.of(want).packed) for want in wants])
     sharing = SharingGroups(tensors, requests, block_bytes, contiguous=contiguous)
     order = tuple(reversed(range(len(wants))))
-    return plan_routes(
-        sharing, Supply(tuple(readers)), order=order, staging_bytes=1 << 24, chunk_bytes=chunk_bytes
-    )
+    return plan_routes(sharing, tuple(readers), order=order, staging_bytes=1 << 24, chunk_bytes=chunk_bytes)
 
 
 def run(plan: RoutedPlan, machines: Sequence[int], broken_from: dict[int, int]) -> tuple[Counter, list[list]]:
     """Moves (tensor, byte) as the plan says; returns how often each was read, and what each rank got."""
     everyone = range(len(machines))
-    domains = sharing_domains(machines, plan.recipients)
+    domains = sharing_domains(machines, plan.groups)
     views = [plan.view(rank) for rank in everyone]
     routings = [Routing(rank, plan.order, [domains[each] for each in plan.order]) for rank in everyone]
     expected: list[set[tuple[int, int]]] = [set() for _ in everyone]  # (reader, the other end)

@@ -9,7 +9,6 @@ from typing import Any
 
 from fastload.estimate.parallel import Cut, Model, Parallel, requests_of
 from fastload.transfer.demand import RankRequests, SharingGroups
-from fastload.transfer.plan import Supply
 from fastload.transfer.routed_plan import RoutedView, plan_routes
 
 SHAPES = [((4096, 1024), 0), ((1024, 4096), 1), ((1024,), None)]
@@ -29,7 +28,7 @@ def plan_from(packed: Sequence[bytes], model: Model) -> RoutedView:
     """What each rank does with what the ranks have told each other."""
     sharing = SharingGroups(model.tensors, RankRequests.unpack(packed), 0)
     ranks = tuple(range(JOB.num_ranks))
-    plan = plan_routes(sharing, Supply(ranks), order=ranks, staging_bytes=1 << 28, chunk_bytes=None)
+    plan = plan_routes(sharing, ranks, order=ranks, staging_bytes=1 << 28, chunk_bytes=None)
     return RoutedView(plan, 5)
 
 

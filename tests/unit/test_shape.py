@@ -26,7 +26,6 @@ DISTRIBUTED = {
     "comm/group.py",
     "comm/tree.py",
     "transfer/device_transport.py",
-    "transfer/open_transport.py",
     "transfer/links.py",
 }
 ENVIRONMENT = {
