@@ -126,9 +126,13 @@ class Guards:
     Args:
         manifest: The manifest, with guards or without.
         in_parts: Whether data may be read without their first byte.
+
+    Attributes:
+        is_broken: Whether other bytes than expected preceded data; set by the reader.
     """
 
     def __init__(self, manifest: Manifest, *, in_parts: bool) -> None:
+        self.is_broken = False
         self._guards = manifest.guards
         guarded = {(guard.file, guard.offset) for guard in manifest.guards}
         # Views of one storage may begin anywhere within it.
@@ -177,7 +181,6 @@ class ChunkReader:
         watch: Time with at least one read under way.
         verified: Bytes verified.
         rereads: Blocks read again because of a wrong checksum.
-        is_misread: Whether other bytes than the guards preceded data.
     """
 
     def __init__(
@@ -191,7 +194,6 @@ class ChunkReader:
         via_cache: bool = False,
         guards: Guards | None = None,
     ) -> None:
-        self.is_misread = False
         self._guards = guards
         self._storage = storage
         self._files = files
@@ -205,6 +207,11 @@ class ChunkReader:
         self.watch = Stopwatch()
         self.verified = ByteCounter()
         self.rereads = ByteCounter()
+
+    @property
+    def is_misread(self) -> bool:
+        """Whether other bytes than the guards preceded data."""
+        return self._guards is not None and self._guards.is_broken
 
     def submit(self, byte_ranges: Sequence[ByteRange], buffers: Sequence[memoryview]) -> Future[None]:
         """Begins to read the byte ranges of a chunk into buffers of the same total length.
@@ -278,8 +285,8 @@ class ChunkReader:
                     self._read_range(before, [heads[-1][0]])
             parts.append((byte_range, taken))
         self._read_range(*_joined(parts))
-        if any(found != head for found, head in heads):
-            self.is_misread = True
+        if self._guards is not None and any(found != head for found, head in heads):
+            self._guards.is_broken = True
 
     def _read_range(self, byte_range: ByteRange, buffers: Sequence[memoryview]) -> None:
         with self.watch.span(nbytes=byte_range.nbytes), self._reading(byte_range):
