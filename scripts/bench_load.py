@@ -48,7 +48,7 @@ from bench_parts.job import (
     run_on_ranks,
     write_json,
 )
-from bench_parts.planning import measure_plan, measure_sharded_plan
+from bench_parts.planning import compare_plans, measure_plan, measure_sharded_plan
 from bench_parts.tables import FLOOR, print_arms, print_cold, print_stages, print_table
 from bench_parts.throttled_storage import Link, ThrottledFiles
 from fsspec.implementations.local import LocalFileSystem
@@ -263,7 +263,9 @@ def plan(repeats: int, json_path: str | None) -> None:
     jobs = [Parallel(tp=8, pp=16, dp=8, fsdp=fsdp) for fsdp in (False, True)]
     sharded = [measure_sharded_plan(100_000, job, repeats=repeats) for job in jobs]
     _print_plans("Planning a sharded load, seconds on rank 0 (median)", sharded)
-    write_json(json_path, [*rows, *sharded])
+    compared = [row for size in (8, 64, 1024, 16384) for at in (0, MIB) for row in compare_plans(size, at)]
+    _print_plans("Planning a replicated load as a sharded one", compared)
+    write_json(json_path, [*rows, *sharded, *compared])
 
 
 def _print_plans(title: str, rows: list[dict[str, Any]]) -> None:

@@ -19,9 +19,11 @@ from fastload.base.memory import uncollected
 from fastload.comm.responses import write_response
 from fastload.comm.store import Member, StoreRendezvous, StoreStep
 from fastload.comm.world import World
+from fastload.errors import OptionError
 from fastload.estimate.parallel import Cut, Model, Parallel, requests_of
 from fastload.formats.manifest import TensorEntry
-from fastload.transfer.demand import RankRequests, SharingGroups
+from fastload.geometry.box import Runs
+from fastload.transfer.demand import RankRequest, RankRequests, SharingGroups
 from fastload.transfer.plan import TransferPlan, plan_transfer
 from fastload.transfer.routed_plan import RoutedPlan, RoutedView, plan_routes
 
@@ -78,6 +80,45 @@ def _places_of_a_round(made: TransferPlan) -> None:
     """What the pipeline asks of the plan for each round: what goes where."""
     for one in made.readers_in(0):
         made.chunk(0, one)
+
+
+def compare_plans(num_ranks: int, block_bytes: int) -> list[dict[str, Any]]:
+    """Plans a load of 42 GB on all ranks as one, and as a sharded load with one sharing group."""
+    wanted = [
+        TensorEntry(f"layers.{index}", "BF16", (10 * MIB,), index // 1000, index % 1000 * 20 * MIB, 20 * MIB)
+        for index in range(2000)
+    ]
+    ranks, staging_bytes = tuple(range(num_ranks)), 256 * MIB
+
+    def replicated() -> TransferPlan:
+        how: dict[str, Any] = {"staging_bytes": staging_bytes, "chunk_bytes": None}
+        return plan_transfer(wanted, ranks, ranks, block_bytes=block_bytes, **how)
+
+    def routed() -> RoutedPlan:
+        parts = ((index, (Runs(0, each.nbytes, ()),)) for index, each in enumerate(wanted))
+        sharing = SharingGroups(wanted, RankRequests((RankRequest.of(parts),), (ranks,)), block_bytes)
+        return plan_routes(sharing, ranks, order=ranks, staging_bytes=staging_bytes, chunk_bytes=None)
+
+    rows = []
+    for kind, make in ("replicated", replicated), ("one sharing group", routed):
+        row: dict[str, Any] = {"plan": kind, "ranks": num_ranks, "block_bytes": block_bytes}
+        began = time.process_time()
+        try:
+            made = make()
+            view = made.view(0)
+            view.incoming(0)  # finds the windows of readers
+        except OptionError:
+            values: tuple[Any, ...] = "does not fit", "", "", ""
+        else:
+            planned = time.process_time()
+            num_rounds = min(made.num_rounds, 5)
+            rounds = [(view.reads(at), view.outgoing(at), view.incoming(at)) for at in range(num_rounds)]
+            round_s = (time.process_time() - planned) / num_rounds
+            num_messages = statistics.mean(len(out) + len(into) for _, out, into in rounds)
+            round_bytes = statistics.mean(sum(one.nbytes for one in (*out, *into)) for _, out, into in rounds)
+            values = planned - began, made.chunk_bytes, num_messages, round_s * 1e6 * MIB / round_bytes
+        rows.append(row | dict(zip(("plan_s", "chunk_bytes", "messages", "us_per_MiB"), values, strict=True)))
+    return rows
 
 
 # ---- sharded
