@@ -49,20 +49,20 @@ class CopyPlan:
     num_hosts: int
 
 
-def plan_copies(homes: Sequence[tuple[str, str]], rank: int, num_copies: int) -> CopyPlan:
+def plan_copies(directories: Sequence[tuple[str, str]], rank: int, num_copies: int) -> CopyPlan:
     """Returns the copies of a rank: it sends its share to one rank of each host that is to have a copy.
 
     A host is a directory in memory. Several hosts on one machine, such as containers with their own memory,
     are lost together. So they are not neighbours as long as there are other machines.
 
     Args:
-        homes: Machine and directory of each rank.
+        directories: Machine and directory of each rank.
         rank: The rank.
         num_copies: As for `hosts_with_copies`.
     """
     ranks_of: dict[tuple[str, str], list[int]] = {}
-    for member, home in enumerate(homes):
-        ranks_of.setdefault(home, []).append(member)
+    for member, directory in enumerate(directories):
+        ranks_of.setdefault(directory, []).append(member)
     hosts = _alternate_machines(list(ranks_of))
     copies = hosts_with_copies(len(hosts), num_copies)
     sends: dict[int, tuple[int, ...]] = {}
@@ -71,13 +71,13 @@ def plan_copies(homes: Sequence[tuple[str, str]], rank: int, num_copies: int) ->
         others = [ranks_of[hosts[other]] for other in copies[number][1:]]
         for local, member in enumerate(ranks_of[host]):
             sends[member] = tuple(ranks[local % len(ranks)] for ranks in others)
-        if hosts.index(homes[rank]) in copies[number]:
+        if hosts.index(directories[rank]) in copies[number]:
             held += ranks_of[host]
     return CopyPlan(
         targets=sends[rank],
         sources=tuple(member for member, targets in sorted(sends.items()) if rank in targets),
         held=tuple(sorted(held)),
-        leads=ranks_of[homes[rank]][0] == rank,
+        leads=ranks_of[directories[rank]][0] == rank,
         num_hosts=len(hosts),
     )
 

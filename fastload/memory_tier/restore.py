@@ -308,7 +308,7 @@ def _find_damage(group: Any, folder: JobFolder, found: InMemoryCheckpoint, optio
     what = f"{_what(found)}: looking for damage"
     world = join(group, call=what, timeout_s=options.timeout_s)
     with world.together():
-        hosts = [tuple(home) for home in world.agree(what, lambda: folder.home)]
+        hosts = [tuple(directory) for directory in world.agree(what, lambda: folder.host_directory)]
 
         def verify() -> list[tuple[int, int, int]] | None:
             if world.rank not in found.holders:

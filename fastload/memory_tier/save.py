@@ -20,7 +20,7 @@ from fastload.saving.plan import SavePlan
 from fastload.saving.save import BegunSave
 from fastload.saving.write import open_pending, write
 from fastload.storage import Target
-from fastload.storage.memory_folder import Home, JobFolder
+from fastload.storage.memory_folder import HostDirectory, JobFolder
 from fastload.storage.memory_target import MemoryTarget, Published, Room
 
 
@@ -61,7 +61,7 @@ class TierSaveCall(SaveCall):
         branch: With `step`, its place in the history of the run.
         step: Its step.
         num_copies: Number of hosts that have each share.
-        homes: The host directory of each rank.
+        directories: The host directory of each rank.
         job: The job's folder on this host.
         target: This host's part of the checkpoint.
     """
@@ -70,7 +70,7 @@ class TierSaveCall(SaveCall):
     branch: int
     step: int
     num_copies: int
-    homes: Sequence[Home]
+    directories: Sequence[HostDirectory]
     job: JobFolder
     target: MemoryTarget
 
@@ -98,7 +98,7 @@ def finish(call: TierSaveCall, begun: BegunSave) -> TierSaveReport:
             # Blocks that begin in the share are written completely, so that they can be verified.
             share = replace(begun.plan.share, tails=frozenset())
             plan = replace(begun.plan, share=share)
-            copies = plan_copies(call.homes, world.rank, call.num_copies)
+            copies = plan_copies(call.directories, world.rank, call.num_copies)
             names = [file.name for file in plan.state.layout.files]
             target.expect(_required_room(call, plan, copies, names))
             written = write(call, plan, begun.snapshot, open_pending(call, plan))
@@ -144,7 +144,7 @@ def _required_room(call: TierSaveCall, plan: SavePlan, copies: CopyPlan, names: 
     """Returns what this host has to store: the shares of its ranks, and as much for each further copy."""
     layout, parts = plan.state.layout, plan.share.parts
     own_bytes = sum(part.nbytes for part in parts)
-    facts = [plan.state.content.layout, call.homes, call.num_copies, own_bytes, len(parts)]
+    facts = [plan.state.content.layout, call.directories, call.num_copies, own_bytes, len(parts)]
     return Room(
         plan=xxhash.xxh3_128_hexdigest(json.dumps(facts).encode()),
         heads={file.name: file.header for file in layout.files},

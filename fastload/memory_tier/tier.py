@@ -24,7 +24,7 @@ from fastload.options import SaveOptions
 from fastload.saving.save import BegunSave, begin
 from fastload.saving.snapshot import BufferPool
 from fastload.storage import Location, Target
-from fastload.storage.memory_folder import Home, JobFolder, find_memory, remove_dead
+from fastload.storage.memory_folder import HostDirectory, JobFolder, find_memory, remove_dead
 from fastload.storage.memory_target import MemoryTarget
 
 _log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def open_tier(job: TierJob) -> MemoryTier:
     """
     opened: list[JobFolder] = []
 
-    def open_folder() -> Home:
+    def open_folder() -> HostDirectory:
         block_bytes = job.options.block_bytes
         if block_bytes is not None and block_bytes % _ELEMENT_BYTES:
             raise OptionError(
@@ -124,16 +124,16 @@ def open_tier(job: TierJob) -> MemoryTier:
         for dead in remove_dead(memory, older_s=LEFT_S, but=job.run):
             _log.info("removed %s, which a dead job left behind: %d bytes", dead.path, dead.nbytes)
         opened.append(folder := JobFolder(memory, job.run, job.root.url))
-        return folder.home
+        return folder.host_directory
 
     try:
-        homes = job.world.agree(f"making room in memory for {job.root}", open_folder)
+        directories = job.world.agree(f"making room in memory for {job.root}", open_folder)
     except BaseException:
         for folder in opened:
             _close(folder, remove=False)
         raise
     job.world.acknowledge()
-    return MemoryTier(job, opened[0], [Home(*home) for home in homes])
+    return MemoryTier(job, opened[0], [HostDirectory(*directory) for directory in directories])
 
 
 def _close(folder: JobFolder, *, remove: bool) -> None:
@@ -149,7 +149,7 @@ class MemoryTier:
     Args:
         job: The job.
         folder: The job's folder on this host.
-        homes: The host directory of each rank.
+        directories: The host directory of each rank.
 
     Attributes:
         last: The last save, or None.
@@ -157,12 +157,12 @@ class MemoryTier:
         emergency: The flush to storage after a signal.
     """
 
-    def __init__(self, job: TierJob, folder: JobFolder, homes: Sequence[Home]) -> None:
+    def __init__(self, job: TierJob, folder: JobFolder, directories: Sequence[HostDirectory]) -> None:
         self.last: TierSave | None = None
         self.flushed: tuple[int, int] | None = None
         self._job = job
         self._folder = folder
-        self._homes = homes
+        self._directories = directories
         self._options = _tier_options(job.options)
         self._num_begun = 0
         self._has_failed = False  # the last save; the first failure is a warning
@@ -174,7 +174,7 @@ class MemoryTier:
     @property
     def num_hosts(self) -> int:
         """Number of machines, which can be lost one by one."""
-        return len({home.machine for home in self._homes})
+        return len({directory.machine for directory in self._directories})
 
     def admits(self, step: int) -> bool:
         """Whether a save can begin at a step: the last one has ended on rank 0. Same on all ranks.
@@ -218,7 +218,7 @@ class MemoryTier:
             branch=branch,
             step=step,
             num_copies=self._job.num_copies,
-            homes=self._homes,
+            directories=self._directories,
             job=self._folder,
             target=MemoryTarget(self._folder, name, self._folder.place(name), self._unit),
         )

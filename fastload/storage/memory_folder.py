@@ -4,8 +4,8 @@ Below a directory such as ``/dev/shm`` each user has a private folder ``fastload
 each job. Every process of a job holds a shared lock on the file ``job`` in it. The kernel releases the lock
 when the process ends, which tells the folders of dead jobs from the others.
 
-A generation is a folder with the files of one checkpoint. The files have holes where this host has no share.
-A generation is complete once it has a file ``generation.json``, which is written last.
+An in-memory checkpoint is a folder with its files, which have holes where this host has no share. It is
+complete once it has a file ``generation.json``, which is written last.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from fastload.storage.mounts import IN_MEMORY_TYPES, file_system_type, memory_mo
 from fastload.storage.process import Owner
 
 RECORD_NAME = "generation.json"
-"""The host manifest of a generation: without it, the generation is not complete here."""
+"""The host manifest of a checkpoint: without it, the checkpoint is not complete here."""
 JOB_NAME = "job"
 """Holds the root of the checkpoints; locked by the ranks of the job."""
-GENERATION = re.compile(r"[0-9a-f]{16}")
+CHECKPOINT_NAME = re.compile(r"[0-9a-f]{16}")
 _JOB = re.compile(r"[0-9a-f]{16}")
 _PLAN_NAME = "plan"  # identifies the ranges on this host: a folder with equal ones is reused
 _MAKING_NAME = "making"
@@ -132,12 +132,12 @@ def _unlock(file: int) -> None:
 
 
 def _records(folder: int) -> Iterator[tuple[str, bytes]]:
-    """Yields name and manifest of each generation; the manifest is empty if it is not complete."""
-    for name in filter(GENERATION.fullmatch, folders.names(folder)):
+    """Yields name and manifest of each checkpoint; the manifest is empty if it is not complete."""
+    for name in filter(CHECKPOINT_NAME.fullmatch, folders.names(folder)):
         yield name, folders.read_small(f"{name}/{RECORD_NAME}", folder)
 
 
-class Home(NamedTuple):
+class HostDirectory(NamedTuple):
     """Identity of the folder of a job, whatever the name of the host.
 
     Attributes:
@@ -197,31 +197,31 @@ class JobFolder:
                         os.close(number)
 
     @property
-    def home(self) -> Home:
+    def host_directory(self) -> HostDirectory:
         """Identity of the folder: equal on all ranks that see it."""
         found = os.fstat(self._folder)
-        return Home(Owner.here().kernel, f"{found.st_dev}:{found.st_ino}")
+        return HostDirectory(Owner.here().kernel, f"{found.st_dev}:{found.st_ino}")
 
     def touch(self) -> None:
         """Sets the time of last use."""
         os.utime(self._job)
 
     def records(self) -> dict[str, bytes]:
-        """Returns the manifests of complete generations, by name."""
+        """Returns the manifests of complete checkpoints, by name."""
         with os_errors(self.path):
             return {name: text for name, text in _records(self._folder) if text}
 
     def place(self, name: str) -> str:
-        """Returns the path of a generation."""
+        """Returns the path of a checkpoint."""
         return os.path.join(self.path, name)
 
     def make(self, name: str, plan: str, files: Sequence[tuple[str, int, bytes]], needed_bytes: int) -> None:
-        """Creates the folder of a new generation, unless a rank of this host has; removes incomplete ones.
+        """Creates the folder of a new checkpoint, unless a rank of this host has; removes incomplete ones.
 
-        An incomplete generation with the same plan is renamed instead, which reuses its memory.
+        An incomplete checkpoint with the same plan is renamed instead, which reuses its memory.
 
         Args:
-            name: Name of the generation.
+            name: Name of the checkpoint.
             plan: Text that identifies the ranges on this host.
             files: Name, size in bytes and first bytes of each file.
             needed_bytes: Memory that all ranks of this host need.
@@ -234,7 +234,9 @@ class JobFolder:
                 return
             spare = ""
             for other in folders.names(self._folder):
-                if not GENERATION.fullmatch(other) or folders.find(f"{other}/{RECORD_NAME}", self._folder):
+                if not CHECKPOINT_NAME.fullmatch(other) or folders.find(
+                    f"{other}/{RECORD_NAME}", self._folder
+                ):
                     continue
                 if not spare and folders.read_small(f"{other}/{_PLAN_NAME}", self._folder) == plan.encode():
                     spare = other
@@ -247,7 +249,7 @@ class JobFolder:
             self._fill(name, plan, files)
 
     def _fill(self, name: str, plan: str, files: Sequence[tuple[str, int, bytes]]) -> None:
-        """Creates the folder of a generation, with sparse files that have only their headers."""
+        """Creates the folder of a checkpoint, with sparse files that have only their headers."""
         os.mkdir(name, 0o700, dir_fd=self._folder)
         try:
             with opened_folder(name, self._folder) as folder:
@@ -270,7 +272,7 @@ class JobFolder:
             free, what = self._room()  # without what the run had that was in this root before
         if needed_bytes > free:
             raise StorageError(
-                f"a generation needs {needed_bytes} bytes on this host, of {free} bytes {what}",
+                f"an in-memory checkpoint needs {needed_bytes} bytes on this host, of {free} bytes {what}",
                 url=self.path,
             )
 
@@ -284,10 +286,10 @@ class JobFolder:
         return free - free // _SPARE_PART, what
 
     def record(self, name: str, small_files: Sequence[tuple[str, bytes]], record: bytes) -> None:
-        """Completes a generation on this host.
+        """Completes a checkpoint on this host.
 
         Args:
-            name: Name of the generation.
+            name: Name of the checkpoint.
             small_files: Name and content of its small files.
             record: The host manifest.
 
@@ -301,20 +303,20 @@ class JobFolder:
             self.touch()
 
     def retire(self, keep: str) -> None:
-        """Makes all other generations incomplete; `make` reuses or removes them."""
+        """Makes all other checkpoints incomplete; `make` reuses or removes them."""
         with os_errors(self.path), self._making():
             for name in folders.names(self._folder):
-                if GENERATION.fullmatch(name) and name != keep:
+                if CHECKPOINT_NAME.fullmatch(name) and name != keep:
                     with suppress(FileNotFoundError):
                         os.unlink(f"{name}/{RECORD_NAME}", dir_fd=self._folder)
 
     def discard(self, name: str) -> None:
-        """Removes a generation, if it exists."""
+        """Removes a checkpoint, if it exists."""
         with os_errors(self.path), self._making(), suppress(FileNotFoundError):
             folders.delete(name, self._folder)
 
     def open(self, name: str) -> int:
-        """Opens the folder of a generation; the caller closes the descriptor."""
+        """Opens the folder of a checkpoint; the caller closes the descriptor."""
         with os_errors(self.place(name)):
             return open_folder(name, self._folder)
 
@@ -357,7 +359,7 @@ class JobUsage:
         is_alive: Whether a process of the job runs on this host.
         used_s: Time of last use, in seconds since 1970.
         nbytes: Allocated memory in bytes.
-        records: Name and manifest of each generation; the manifest is empty if it is not complete.
+        records: Name and manifest of each checkpoint; the manifest is empty if it is not complete.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""In-memory checkpoints: one host's part of a generation, as one of its ranks writes it."""
+"""One host's part of an in-memory checkpoint, as one of its ranks writes it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALIGN_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Room:
-    """The part of a generation that a host keeps.
+    """The part of an in-memory checkpoint that a host keeps.
 
     Attributes:
         plan: Text that identifies the ranges; see `JobFolder.make`.
@@ -52,13 +52,13 @@ class Published:
 
 
 class MemoryTarget:
-    """Write access to this host's part of a generation; see `Target`.
+    """Write access to this host's part of an in-memory checkpoint; see `Target`.
 
     Every rank prepares its own host. `publish` only keeps the small files, since every host has to get them.
 
     Args:
         folder: The folder of the job on this host.
-        name: Name of the generation.
+        name: Name of the checkpoint.
         url: URL of the checkpoint, for messages.
         unit: `Target.align_bytes` of storage, so that shares can be flushed to it.
 
@@ -153,7 +153,7 @@ class MemoryTarget:
         self.published = Published([receipt["written"] for receipt in receipts], list(small_files))
 
     def abort(self) -> None:
-        self._written.fail(StorageError("the generation was given up", url=self.url))
+        self._written.fail(StorageError("the checkpoint was given up", url=self.url))
         with suppress(FastloadError):  # whoever makes the next one tries again
             self._job.discard(self._name)
         self.close()
@@ -178,7 +178,7 @@ class MemoryTarget:
     def _file(self, name: str) -> Descriptor:
         with self._lock:
             if self._folder < 0:
-                raise StorageError("the generation has ended", url=self._place(name))
+                raise StorageError("the checkpoint has ended", url=self._place(name))
             if name not in self._files:
                 flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
                 self._files[name] = Descriptor(self._pool, partial(os.open, name, flags, dir_fd=self._folder))

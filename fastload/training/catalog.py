@@ -28,7 +28,7 @@ from fastload.storage import (
     open_storage,
     open_target,
 )
-from fastload.storage.memory_folder import GENERATION as RUN_NAME
+from fastload.storage.memory_folder import CHECKPOINT_NAME as RUN_NAME
 from fastload.training.retention import Point, Retention, SavedCheckpoint
 
 MAX_STEP = MAX_INT

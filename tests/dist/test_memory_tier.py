@@ -520,7 +520,7 @@ def test_a_tier_that_is_full(rank: int, world: int, tmp_path: Path) -> None:
     with manage(tmp_path, memory) as manager:
         for step, stage in ((1, "copying"), (4, "sending"), (7, "before recording")):
             keep(manager, step)
-            try_to_keep(manager, step + 1, large(step + 1), "a generation needs", is_news=True)
+            try_to_keep(manager, step + 1, large(step + 1), "an in-memory checkpoint needs", is_news=True)
             with filled(memory, stage) if rank == 1 else nullcontext():
                 try_to_keep(manager, step + 2, state_of(step + 2), "No space left", is_news=False)
                 assert manager.latest() == step

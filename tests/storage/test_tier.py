@@ -112,7 +112,7 @@ def test_holes_take_no_memory_and_what_is_reserved_does(tmp_path: Path) -> None:
     found = os.stat(os.path.join(job.place(ONE), "a"))
     assert found.st_size == NBYTES
     assert 2 << 20 <= 512 * found.st_blocks < NBYTES
-    with pytest.raises(StorageError, match="a generation needs"):
+    with pytest.raises(StorageError, match="an in-memory checkpoint needs"):
         make(job, TWO, plan="large", nbytes=1 << 50)
     assert names(job) == set(), "that would have made room for it, and may have been the trouble"
     target.close()
@@ -167,7 +167,7 @@ def test_what_had_the_same_root_before_makes_room(tmp_path: Path) -> None:
     with closing(JobFolder(str(tmp_path), OTHER, "root")) as job:
         make(job, TWO).close()
         assert len(find_jobs(str(tmp_path))) == 3
-        with pytest.raises(StorageError, match="a generation needs 1152921504606846976 bytes"):
+        with pytest.raises(StorageError, match="an in-memory checkpoint needs 1152921504606846976 bytes"):
             make(job, ONE, "q", nbytes=1 << 60)
         assert [left.root for left in find_jobs(str(tmp_path))] == ["another root", "root"]
         assert find_jobs(str(tmp_path))[1].is_alive

@@ -34,24 +34,27 @@ def test_groups_where_copies_divide_the_hosts_and_one_ring_for_the_rest() -> Non
     st.lists(st.tuples(st.sampled_from("abcde"), st.sampled_from("xy")), min_size=1, max_size=12),
     st.integers(1, 3),
 )
-def test_what_one_rank_sends_another_expects(homes: list[tuple[str, str]], num_copies: int) -> None:
+def test_what_one_rank_sends_another_expects(places: list[tuple[str, str]], num_copies: int) -> None:
     """Hosts may have different numbers of ranks, which need not follow each other."""
-    plans = [plan_copies(homes, rank, num_copies) for rank in range(len(homes))]
+    plans = [plan_copies(places, rank, num_copies) for rank in range(len(places))]
     for rank, plan in enumerate(plans):
         assert all(rank in plans[target].sources for target in plan.targets)
         assert all(rank in plans[source].targets for source in plan.sources)
-        assert homes[rank] not in {homes[target] for target in plan.targets}
-        keeping = {homes[rank], *(homes[target] for target in plan.targets)}
-        assert len(keeping) == min(num_copies, len(set(homes)))
-        assert keeping == {homes[other] for other, one in enumerate(plans) if rank in one.held}
-    assert sum(plan.leads for plan in plans) == len(set(homes)) == plans[0].num_hosts
+        assert places[rank] not in {places[target] for target in plan.targets}
+        keeping = {places[rank], *(places[target] for target in plan.targets)}
+        assert len(keeping) == min(num_copies, len(set(places)))
+        assert keeping == {places[other] for other, one in enumerate(plans) if rank in one.held}
+    assert sum(plan.leads for plan in plans) == len(set(places)) == plans[0].num_hosts
 
 
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(2, 3))
 def test_copies_are_on_other_machines(num_machines: int, num_containers: int, num_copies: int) -> None:
-    homes = [(f"{machine}", f"{each}") for machine in range(num_machines) for each in range(num_containers)]
+    places = [(f"{machine}", f"{each}") for machine in range(num_machines) for each in range(num_containers)]
     if num_machines % num_copies:
         return
-    for rank, (machine, _) in enumerate(homes):
-        on = [machine, *(homes[target][0] for target in plan_copies(homes, rank, num_copies).targets)]
+    for rank, (machine, _) in enumerate(places):
+        on = [
+            machine,
+            *(places[target][0] for target in plan_copies(places, rank, num_copies).targets),
+        ]
         assert len(set(on)) == num_copies
