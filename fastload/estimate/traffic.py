@@ -14,8 +14,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from fastload.transfer.messages import choose_base, most_hops
+from fastload.transfer.plan import Share
 from fastload.transfer.routed_plan import RoutedPlan
-from fastload.transfer.shares import Share
 
 _MOST_COLUMNS = 256
 

@@ -15,14 +15,13 @@ from fastload.errors import FastloadError, IncompleteCheckpoint
 from fastload.formats.manifest import Manifest
 from fastload.formats.names import RECORD_NAME
 from fastload.loading.access import Access
-from fastload.loading.boxes import BoxRequest
 from fastload.loading.load import Session
-from fastload.loading.match import LoadRequest
+from fastload.loading.match import BoxRequest, LoadRequest
 from fastload.options import LoadOptions
 from fastload.report import LoadReport, VerifyReport
 
 if TYPE_CHECKING:
-    from fastload.loading.boxes import BoxesByName
+    from fastload.loading.match import BoxesByName
     from fastload.loading.selection import Outline
     from fastload.loading.stream import BoxSelection, BoxStreamTransfer, StreamTransfer, TensorStream
 

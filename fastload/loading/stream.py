@@ -25,9 +25,8 @@ from fastload.formats.dtypes import torch_spec
 from fastload.formats.manifest import Manifest
 from fastload.formats.state import OWN_PREFIX
 from fastload.geometry.box import Box
-from fastload.loading.boxes import BoxesByName, BoxRequest, checked_boxes
 from fastload.loading.load import Job, Opened, Session, decide
-from fastload.loading.match import Match
+from fastload.loading.match import BoxesByName, BoxRequest, Match, checked_boxes
 from fastload.loading.mismatch import raise_mismatch
 from fastload.loading.selection import RankView
 from fastload.loading.stream_buffer import MappedFiles, StreamBuffer, StreamedTensor

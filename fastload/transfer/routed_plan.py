@@ -24,8 +24,7 @@ from fastload.geometry.box import Runs
 from fastload.geometry.ranges import ByteRange, HasRange
 from fastload.transfer.demand import Density, Part, SharingGroups, TensorRange
 from fastload.transfer.messages import Message, Ranks, joined
-from fastload.transfer.plan import Chunk
-from fastload.transfer.shares import Share, deal
+from fastload.transfer.plan import Chunk, Share, deal
 
 
 class HeldRange(NamedTuple):

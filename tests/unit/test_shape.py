@@ -74,7 +74,6 @@ PURE = {
     "transfer/demand.py",
     "transfer/messages.py",
     "transfer/routed_plan.py",
-    "transfer/shares.py",
     "estimate/simulate.py",
     "estimate/parameters.py",
     "training/retention.py",
